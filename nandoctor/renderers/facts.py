@@ -219,11 +219,13 @@ def _describe_reference(first: FirstNonfinite, report: Report) -> str | None:
         return "non-finite at this place as well"
     if first.would_be is None:
         return None
-    low = first.value.dtype
+    low, finite = first.value.dtype, f"finite, up to {number(first.would_be)}"
+    if first.seen_in is not None:
+        finite = f"{short_place(first.seen_in).label} is given finite values, up to {number(first.would_be)}"
     if low == FP32:
-        return f"finite, up to {number(first.would_be)}"
+        return finite
     if low.holds(first.would_be):
-        return f"finite, up to {number(first.would_be)}, which {low} can hold ({number(low.max)})"
+        return f"{finite}, which {low} can hold ({number(low.max)})"
     value = number(first.would_be, unlike=low.max)
     return f"computes {value} here: {excess(first.would_be, low.max)} what {low} can hold ({number(low.max)})"
 

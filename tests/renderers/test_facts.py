@@ -134,6 +134,12 @@ def test_what_fp32_gives(would_be, dtype, text):
     assert with_first(would_be=would_be, value=value)["in fp32"] == text
 
 
+def test_what_fp32_gives_to_a_call_inside():
+    place = replace(factory.precision().first_nonfinite.place, module="skip", call=1)
+    text = "skip (2nd call) is given finite values, up to 12.5, which fp16 can hold (65,504)"
+    assert with_first(would_be=12.5, where="between", seen_in=place)["in fp32"] == text
+
+
 def test_fp32_non_finite_as_well():
     assert facts(factory.numerics())["in fp32"] == "non-finite at this place as well"
 
