@@ -26,7 +26,7 @@ from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
 from nandoctor.evidence.edits import Change, Snippet, SourcePatch, flatten
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.search import _Search
-from nandoctor.replaying.runner import MODULES_ONLY, FailingStep, Outcome, Watch, _Recording
+from nandoctor.replaying.runner import MODULES_ONLY, FailingStep, Outcome, Watch, _RecordedRun
 
 REPEATS = 9
 PARTS = {
@@ -69,7 +69,7 @@ class Account:
             mock.patch.object(_Search, "vary_settings", _replacing(_Search.vary_settings, self._vary)),
             mock.patch.object(pipeline, "search_fixes", partial(self._search, pipeline.search_fixes)),
             mock.patch.object(
-                _Recording, "_take_gradients", _replacing(_Recording._take_gradients, self._take_gradients)
+                _RecordedRun, "_take_gradients", _replacing(_RecordedRun._take_gradients, self._take_gradients)
             ),
         )
         with ExitStack() as stack:

@@ -99,7 +99,7 @@ def replay(
             found = dataclasses.replace(found, report=tell_if_changed(found, dump, settings))
         listener.tell(found.report)
         report = add_fixes(found, settings)
-        return Case(report, _Asked(dump=dump, model=model, settings=settings))
+        return Case(report, _Replayed(dump=dump, model=model, settings=settings))
     finally:
         listener.close()
 
@@ -243,7 +243,7 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Replayed:
     """What was replayed: the dump, the model that was given, and how."""
 
     dump: Dump
@@ -254,7 +254,7 @@ class _Asked:
 class Case:
     """A replayed dump: its `report`, and ways to look at it. A notebook shows it as a card."""
 
-    def __init__(self, report: Report, asked: _Asked | None = None) -> None:
+    def __init__(self, report: Report, asked: _Replayed | None = None) -> None:
         self.report = report
         self._asked = asked
         if "IPython" in sys.modules:
@@ -349,9 +349,9 @@ class Case:
             `outcome` ("fixed", "broken", "moved", "same-failure" or "both-finite"), `headline`, the facts that differ,
             and the module calls whose finiteness changed or whose largest magnitude changed 1.4 times or more.
         """
-        from nandoctor.diagnosis.compare_reports import compare
+        from nandoctor.diagnosis.compare_reports import compare_reports
 
-        return compare(self.report, other.report)
+        return compare_reports(self.report, other.report)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report to a file.

@@ -24,14 +24,14 @@ from nandoctor.replaying.weights import take_weights
 from nandoctor.text import part_of
 from nandoctor.tracing.tensor_stats import measure_all
 
-Checkpoint = Dump | str | os.PathLike[str]
+CheckpointFile = Dump | str | os.PathLike[str]
 
 _STEPS = ("step", "global_step", "iteration", "iter", "epoch")
 
 
 @takes_options(StepOptions)
 def checkup(
-    checkpoints: Checkpoint | Sequence[Checkpoint],
+    checkpoints: CheckpointFile | Sequence[CheckpointFile],
     model: ModelSource | None = None,
     *,
     batch: str | os.PathLike[str] | None = None,

@@ -25,8 +25,8 @@ from nandoctor.diagnosis.origin import (
 )
 from nandoctor.diagnosis.run_summary import (
     describe_error_source,
-    differs,
     find_near_misses,
+    outputs_differ,
     read_excerpt,
     summarize_runs,
 )
@@ -284,7 +284,7 @@ def _diagnose_forward(replayed: Replayed, *, for_fixes: bool) -> Findings:
         trace = step.run(watch=CLOSELY).trace  # what goes into an unread output shows in the ops alone
     in_fp32 = _run_reference(step, trace, for_fixes=for_fixes and takes_gradients(step))
     reference, conclusion = in_fp32.trace, Conclusion()
-    if trace.finite and reference.finite and not differs(trace.output, reference.output):
+    if trace.finite and reference.finite and not outputs_differ(trace.output, reference.output):
         trace, reference = _counted(step, trace, step.policy), _counted(step, reference, REFERENCE)
     else:
         trace = trace if trace.ops else step.run(watch=CLOSELY).trace

@@ -58,7 +58,7 @@ def _is_square(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
     return same and one.producer in ops and len(ops[one.producer].outputs) == 1
 
 
-Phase = Literal[
+CausePhase = Literal[
     "forward", "backward", "swallowed", "constant", "weight", "buffer", "input", "target", "optimizer", "update"
 ]
 """What is shown to a cause: an op of the forward pass or the loss, of the backward pass, or one whose infinity a later

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from nandoctor.causes.base import Candidate, Phase
+from nandoctor.causes.base import Candidate, CausePhase
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Account, Cause
 
@@ -32,7 +32,7 @@ class CauseModule(Protocol):
 
     @property
     def PHASES(self) -> Sequence[str]:  # noqa: N802
-        """What it is shown, each one of `base.Phase`."""
+        """What it is shown, each one of `base.CausePhase`."""
 
     def diagnose(self, finding: Any, /) -> Account | None:
         """Explain the finding, or leave it to the causes after this one."""
@@ -57,7 +57,7 @@ def code_of(module: CauseModule) -> str:
     return module.__name__.rpartition(".")[2].replace("_", "-")
 
 
-def find_cause(phase: Phase, finding: Any) -> Cause | None:
+def find_cause(phase: CausePhase, finding: Any) -> Cause | None:
     """Ask the causes of a phase in their order; None where none can decide.
 
     `finding` is a `Finding` in the forward and of what was swallowed, a `GradientFinding` in the backward, an

@@ -147,12 +147,12 @@ def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
 
     Each is a dump, which is replayed, or a saved report: before and after a fix, epoch 3 and epoch 9, fp16 and bf16.
     """
-    from nandoctor.diagnosis.compare_reports import compare
+    from nandoctor.diagnosis.compare_reports import compare_reports
     from nandoctor.renderers.diff import print_comparison
     from nandoctor.renderers.jsonfile import dumps
 
     reports = (_read_or_replay(source, options) for source in (before, after))
-    comparison = compare(*reports)
+    comparison = compare_reports(*reports)
     if as_json:
         click.echo(dumps(comparison))
     else:

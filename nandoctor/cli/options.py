@@ -12,15 +12,15 @@ from click.shell_completion import CompletionItem
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.renderers.save import check_ending, is_replaceable
-from nandoctor.replaying.settings import OPTIONS, Group, Option, check_setting
+from nandoctor.replaying.settings import OPTIONS, Option, OptionGroup, check_setting
 from nandoctor.text import parse_size
 
 Verb = Callable[..., None]
 
 _FORCE = "nandoctor.force"
-MODEL_AND_STEP: tuple[Group, ...] = ("model", "step", "machine")
+MODEL_AND_STEP: tuple[OptionGroup, ...] = ("model", "step", "machine")
 
-_HEADINGS: dict[Group, str] = {
+_HEADINGS: dict[OptionGroup, str] = {
     "model": "The model",
     "step": "The failing step",
     "machine": "The machine",
@@ -57,7 +57,7 @@ class GroupedCommand(click.Command):
                     formatter.write_dl(records)
 
 
-def settings_options(*groups: Group, without: str = "") -> Callable[[Verb], Verb]:
+def settings_options(*groups: OptionGroup, without: str = "") -> Callable[[Verb], Verb]:
     """Add the options of these groups to a verb; it gets each by its name in `Settings`, None where it is not given."""
 
     def decorate(verb: Verb) -> Verb:

@@ -15,7 +15,7 @@ from nandoctor.cli.shared import console
 
 if TYPE_CHECKING:
     from nandoctor.evidence.triage import Triage
-    from nandoctor.fleet.triage import Progress
+    from nandoctor.fleet.triage import TriageProgress
 
 
 @click.command(
@@ -87,7 +87,7 @@ def _print(found: Triage, *, as_json: bool) -> None:
 
 
 @contextmanager
-def _progress_shown() -> Iterator[Progress]:
+def _progress_shown() -> Iterator[TriageProgress]:
     """A line on standard error while it is a terminal."""
     from rich.console import Console
     from rich.progress import (

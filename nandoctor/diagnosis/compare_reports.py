@@ -6,13 +6,13 @@ import math
 from pathlib import PurePath
 
 from nandoctor.evidence.report import LayerRow, Report
-from nandoctor.evidence.report_diff import Change, Comparison, LayerChange, Outcome
+from nandoctor.evidence.report_diff import ChangedFact, Comparison, ComparisonOutcome, LayerChange
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.text import bits_text
 
 LARGE_CHANGE_BITS = 0.5
 
-_HEADLINES: dict[Outcome, str] = {
+_HEADLINES: dict[ComparisonOutcome, str] = {
     "fixed": "The failure is gone",
     "broken": "What was finite is not any more",
     "moved": "It still fails, in another way",
@@ -21,7 +21,7 @@ _HEADLINES: dict[Outcome, str] = {
 }
 
 
-def compare(before: Report, after: Report) -> Comparison:
+def compare_reports(before: Report, after: Report) -> Comparison:
     """The facts and the layers that differ; calls are matched by module and call number."""
     ours, theirs = _rows(before), _rows(after)
     shared = [key for key in ours if key in theirs]
@@ -33,7 +33,9 @@ def compare(before: Report, after: Report) -> Comparison:
         after=after.dump.path,
         outcome=outcome,
         headline=_write_headline(outcome, before, after),
-        changes=tuple(Change(name=name, before=was[name], after=now[name]) for name in was if was[name] != now[name]),
+        changes=tuple(
+            ChangedFact(name=name, before=was[name], after=now[name]) for name in was if was[name] != now[name]
+        ),
         layers=tuple(sorted(filter(_is_large, layers), key=_importance)),
         num_shared=len(shared),
         only_before=tuple(row.place for key, row in ours.items() if key not in theirs),
@@ -47,7 +49,7 @@ def _rows(report: Report) -> dict[tuple[str, int], LayerRow]:
     return {row.place.key: row for row in report.runs.autocast.modules} if report.runs else {}
 
 
-def _find_outcome(before: Report, after: Report) -> Outcome:
+def _find_outcome(before: Report, after: Report) -> ComparisonOutcome:
     was_sound, is_sound = before.verdict in NOTHING_FOUND, after.verdict in NOTHING_FOUND
     if was_sound or is_sound:
         return "both-finite" if was_sound and is_sound else "broken" if was_sound else "fixed"
@@ -71,7 +73,7 @@ def _place(report: Report) -> str | None:
     return report.first_nonfinite.place.label if report.first_nonfinite else None
 
 
-def _write_headline(outcome: Outcome, before: Report, after: Report) -> str:
+def _write_headline(outcome: ComparisonOutcome, before: Report, after: Report) -> str:
     then, now = (_tightest(report) for report in (before, after))
     room = ""
     if then is not None and now is not None and abs(now - then) >= LARGE_CHANGE_BITS:

@@ -17,11 +17,11 @@ from nandoctor.diagnosis.origin import (
     NonfiniteSource,
     NonfiniteTrace,
     OutsideKind,
-    count_nonfinite,
     diagnose_outside,
     find_nonfinite_places,
     find_swallowed,
     list_elements,
+    nonfinite_elements,
     trace_back,
 )
 from nandoctor.evidence.dump_summary import OptimizerSlot
@@ -101,7 +101,7 @@ def origin_taken(op: OpCall, tensor: OpTensor) -> Origin:
         place=op.place,
         op=op.op,
         source=op.source,
-        elements=count_nonfinite(tensor.stats, None),
+        elements=nonfinite_elements(tensor.stats, None),
         would_be=None,
         inputs=(tensor.stats,),
         output=next(iter(op.outputs), None),

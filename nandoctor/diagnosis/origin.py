@@ -11,7 +11,7 @@ import numpy as np
 from nandoctor.causes.base import OutsideTensor, feeds_product, is_constant, is_log_of_mask, writes_infinity
 from nandoctor.causes.registry import find_cause
 from nandoctor.diagnosis.batch_rows import as_samples
-from nandoctor.diagnosis.run_summary import differs
+from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.evidence.dump_summary import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, NonfiniteElements, Origin
@@ -96,7 +96,7 @@ def _key(nonfinite_place: NonfinitePlace) -> _TensorKey:
     return (module, number, nonfinite_place.where, nonfinite_place.value.path)
 
 
-def count_nonfinite(stats: TensorStats, trace: Trace | None) -> NonfiniteElements:
+def nonfinite_elements(stats: TensorStats, trace: Trace | None) -> NonfiniteElements:
     """What is non-finite in a tensor, as far as it was counted; without a trace its dimension 0 is not the batch's."""
     if stats.counts is None:
         return NonfiniteElements(kinds=(), num_bad=0, numel=stats.numel, first_index=None, samples=None)
@@ -126,7 +126,7 @@ def describe_first(nonfinite_place: NonfinitePlace, trace: Trace, reference: Tra
         place=owner.place if owner else Place(module=LOSS if nonfinite_place.where == "loss" else "", type="", call=0),
         where=nonfinite_place.where,
         seen_in=seen_in.place if seen_in else None,
-        elements=count_nonfinite(nonfinite_place.value, trace),
+        elements=nonfinite_elements(nonfinite_place.value, trace),
         inputs=owner.inputs if owner else (),
         value=nonfinite_place.value,
         would_be=_would_be(nonfinite_place, reference),
@@ -250,7 +250,9 @@ def _swallows_wrongly(op: OpCall, taken: TensorStats, reference_op: OpCall | Non
     if reference_op is None:
         return True
     pairs = zip(op.outputs, reference_op.outputs, strict=False)
-    return any(differs((_at_infinities(ours, taken),), (_at_infinities(theirs, taken),)) for ours, theirs in pairs)
+    return any(
+        outputs_differ((_at_infinities(ours, taken),), (_at_infinities(theirs, taken),)) for ours, theirs in pairs
+    )
 
 
 def _at_infinities(made: TensorStats, taken: TensorStats) -> TensorStats:
@@ -326,7 +328,7 @@ def diagnose_outside(
         place=_place_of(name.rpartition(".")[0] if is_state else "", trace),
         op=None,
         source=None,
-        elements=count_nonfinite(stats, None if is_state else trace),
+        elements=nonfinite_elements(stats, None if is_state else trace),
         would_be=None,
         inputs=(),
         output=stats,

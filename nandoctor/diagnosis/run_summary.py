@@ -155,7 +155,7 @@ def relative_error(tensors: tuple[TensorStats, ...], references: tuple[TensorSta
     return math.sqrt(difference / norm)
 
 
-def differs(tensors: tuple[TensorStats, ...], references: tuple[TensorStats, ...]) -> bool:
+def outputs_differ(tensors: tuple[TensorStats, ...], references: tuple[TensorStats, ...]) -> bool:
     """Tell whether finite values are too far from fp32's for honest rounding."""
     error = relative_error(tensors, references)
     return error is not None and error > WRONG

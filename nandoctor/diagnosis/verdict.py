@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from textwrap import shorten
 
 from nandoctor.diagnosis.conclusion import Conclusion, Gap
-from nandoctor.diagnosis.origin import NonfinitePlace, count_nonfinite
-from nandoctor.diagnosis.run_summary import differs
+from nandoctor.diagnosis.origin import NonfinitePlace, nonfinite_elements
+from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.evidence.dump_summary import DumpSummary, SavedFlags
 from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
 from nandoctor.evidence.report import Diagnosis, Origin, Reproduction
@@ -180,7 +180,7 @@ def judge(trace: Trace, reference: Trace, conclusion: Conclusion, reproduction: 
     """What kind of failure the forward pass and the loss show; the words are those of the report's contract."""
     origin = conclusion.diagnoses[0].origin if conclusion.diagnoses else None
     if trace.finite:
-        if origin is not None and differs(trace.output, reference.output):
+        if origin is not None and outputs_differ(trace.output, reference.output):
             return "silent"
         return "not-reproduced" if reproduction.num_bad_saved else "healthy"
     if origin is None and conclusion.complete and (trace.loss is None or trace.loss.finite):
@@ -256,7 +256,7 @@ def _under(trace: Trace) -> str:
 
 def describe_nonfinite(stats: TensorStats, trace: Trace) -> str:
     """How many of which non-finite values, and in which samples: "NaN in 512 of 4096 elements (sample 2)"."""
-    found = count_nonfinite(stats, trace)
+    found = nonfinite_elements(stats, trace)
     text = nonfinite_part(found.kinds, found.num_bad, found.numel, "element")
     if found.samples and len(found.samples) <= 4 and len(stats.shape) > 1 and len(found.samples) < stats.shape[0]:
         text += f" ({samples_text(found.samples, stats.shape[0])})"

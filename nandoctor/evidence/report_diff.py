@@ -10,11 +10,11 @@ from nandoctor.evidence.trace import Place
 
 COMPARISON_SCHEMA = "nandoctor.comparison/2"
 
-Outcome = Literal["fixed", "broken", "moved", "same-failure", "both-finite"]
+ComparisonOutcome = Literal["fixed", "broken", "moved", "same-failure", "both-finite"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class ChangedFact:
     """One fact of the reports that differs; None where a report does not have it."""
 
     name: str
@@ -52,9 +52,9 @@ class Comparison:
     schema: str = COMPARISON_SCHEMA
     before: str
     after: str
-    outcome: Outcome
+    outcome: ComparisonOutcome
     headline: str
-    changes: tuple[Change, ...]
+    changes: tuple[ChangedFact, ...]
     layers: tuple[LayerChange, ...]
     num_shared: int
     only_before: tuple[Place, ...]

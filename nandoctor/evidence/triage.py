@@ -54,7 +54,7 @@ class TrainingMoment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class DumpFinding:
     """The part of a report that dumps are grouped by; `samples` are those of the batch that the origin fails in."""
 
     verdict: Verdict
@@ -87,7 +87,7 @@ class DumpResult:
     key: str
     outcome: FileOutcome
     reason: str = ""
-    finding: Finding | None = None
+    finding: DumpFinding | None = None
     when: TrainingMoment | None = None
     report: str = ""
     elapsed_s: float = 0.0

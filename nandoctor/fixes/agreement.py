@@ -113,7 +113,7 @@ class _Differences:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Agreement:
     """The values of one run beside another's: whether they are finite wherever those are, and how far off there."""
 
     finite: bool
@@ -130,11 +130,11 @@ class Comparison:
         errors = torch.cat([torch.zeros(1), *(d.largest / d.magnitude for d in self.values.values())])
         return float(errors[torch.isfinite(errors)].max())
 
-    def agrees(self, *, unsure: Comparison | None = None, tolerance: float = TOLERANCE) -> bool:
+    def agrees(self, *, unsure: Agreement | None = None, tolerance: float = TOLERANCE) -> bool:
         """Whether all differences are within what honest rounding costs; `unsure` is fp32 beside float64."""
         return all(self.is_honest(name, unsure=unsure, tolerance=tolerance) for name in self.values)
 
-    def is_honest(self, name: str, *, unsure: Comparison | None = None, tolerance: float = TOLERANCE) -> bool:
+    def is_honest(self, name: str, *, unsure: Agreement | None = None, tolerance: float = TOLERANCE) -> bool:
         """The same of one of the values."""
         ours = self.values[name]
         allowed = tolerance * ours.magnitude
@@ -176,20 +176,20 @@ def finite_as(values: Mapping[str, torch.Tensor], reference: Result) -> bool:
     )
 
 
-def compare(made: Result, reference: Result, *, exact: Result | None = None) -> Comparison:
+def compare_runs(made: Result, reference: Result, *, exact: Result | None = None) -> Agreement:
     """Compare `made` with the reference; with an `exact` result, beside the range between the two."""
     finite, values = made.ran and reference.ran, {}
     for name, theirs in reference.values.items():
         ours = made.values.get(name)
         if ours is None or ours.shape != theirs.shape:
-            return Comparison(finite=False, values={})
+            return Agreement(finite=False, values={})
         sound = _sound(ours, theirs)
         finite = finite and _is_finite_where(sound, ours)
         other = exact.values.get(name) if exact is not None and exact.ran else None
         nearest = theirs if other is None or other.shape != theirs.shape else _nearest_between(ours, theirs, other)
         if theirs.numel():
             values[name] = _differences(ours, nearest, sound)
-    return Comparison(finite=finite, values=values)
+    return Agreement(finite=finite, values=values)
 
 
 def _sound(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
@@ -256,7 +256,7 @@ def sample_errors(made: Result, reference: Result, num_samples: int | None) -> t
     """
     errors = [
         differences.largest / differences.magnitude
-        for differences in compare(made, reference).values.values()
+        for differences in compare_runs(made, reference).values.values()
         if len(differences.largest) == num_samples
     ]
     return torch.stack(errors).amax(0) if errors else None

@@ -55,7 +55,7 @@ class TrialBudget:
             yield
 
 
-Call = tuple[str, int]
+CallKey = tuple[str, int]
 """The path of a module, and the number of the call, counted from 0."""
 
 
@@ -63,7 +63,7 @@ class TrialEnded(BaseException):
     """A module call gave nothing but NaN; the user's code must not catch it as an error."""
 
 
-def find_lost_call(findings: Findings) -> Call | None:
+def find_lost_call(findings: Findings) -> CallKey | None:
     """The first module call after which the failing step had nothing but NaN left; None where that is not sure.
 
     Its output is NaN throughout, it lies on the way from the only origin to the output, and no op on the rest of that
@@ -84,7 +84,7 @@ def _gave_nan(call: ModuleCall) -> bool:
 
 
 @contextmanager
-def ending_where_lost(model: nn.Module, lost_at: Call | None) -> Iterator[None]:
+def ending_where_lost(model: nn.Module, lost_at: CallKey | None) -> Iterator[None]:
     """A context in which TrialEnded is raised where this call gives nothing but NaN; it is for one run."""
     if lost_at is None:
         yield

@@ -12,7 +12,7 @@ from torch import nn
 from nandoctor.causes.base import Candidate, ancestors, site_of
 from nandoctor.causes.registry import find_page
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
-from nandoctor.diagnosis.origin import count_nonfinite
+from nandoctor.diagnosis.origin import nonfinite_elements
 from nandoctor.evidence.edits import (
     ClampArgument,
     Edit,
@@ -33,7 +33,7 @@ from nandoctor.evidence.edits import (
 from nandoctor.evidence.formats import BF16, FP16, FP32, FP64
 from nandoctor.evidence.report import Counterfactual, StepSetting
 from nandoctor.evidence.trace import LOSS, OpCall, Trace
-from nandoctor.fixes.agreement import compare
+from nandoctor.fixes.agreement import compare_runs
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.widening import is_below
 from nandoctor.ops import CASTS, MOVES
@@ -106,10 +106,10 @@ def describe_none(findings: Findings, model: nn.Module) -> str:
 
 def distinct_leads(conclusion: Conclusion, model: nn.Module) -> list[Suspect]:
     """One lead for each place in the code."""
-    return list({place_of(lead, model): lead for lead in reversed(conclusion.suspects)}.values())[::-1]
+    return list({place_in_code(lead, model): lead for lead in reversed(conclusion.suspects)}.values())[::-1]
 
 
-def place_of(lead: Suspect, model: nn.Module) -> object:
+def place_in_code(lead: Suspect, model: nn.Module) -> object:
     """What the leads of one place in the code have in common; each op of a library's module is a place of its own."""
     site = lead.site
     return site if _is_library(site, model) else (site.type, site.op, site.source)
@@ -280,7 +280,7 @@ def _unread(trace: Trace, trials: Trials) -> Iterator[Candidate]:
                 continue
             zero = ClampArgument(site=site_of(op), argument=tensor.name, nan=True)
             made = trials.run(zero)
-            if made.finite and compare(trials.run(replace(zero, fill=_OTHER_FILL)), made).agrees(tolerance=0.0):
+            if made.finite and compare_runs(trials.run(replace(zero, fill=_OTHER_FILL)), made).agrees(tolerance=0.0):
                 yield (zero,)
 
 
@@ -295,7 +295,7 @@ def guilty_samples(findings: Findings) -> tuple[int, ...]:
     """The samples of the batch to blame, () where they are not known."""
     places = [diagnosis.origin.elements.samples for diagnosis in findings.conclusion.diagnoses[:1]]
     if findings.conclusion.first_nonfinite is not None:
-        places.append(count_nonfinite(findings.conclusion.first_nonfinite.value, findings.trace).samples)
+        places.append(nonfinite_elements(findings.conclusion.first_nonfinite.value, findings.trace).samples)
     return next((samples for samples in places if samples), ())
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from nandoctor.evidence.edits import ChangedFile, Snippet, SourcePatch
 from nandoctor.fixes.source_tree import SourceTree, nodes_in, parse_source
-from nandoctor.replaying.printed_changes import CannotRunError, added_imports, differs, find_places, reachable
+from nandoctor.replaying.printed_changes import CannotRunError, added_imports, codes_differ, find_places, reachable
 from nandoctor.text import printable
 
 _HOLDER = "_Fixed"
@@ -102,7 +102,7 @@ def _write_function(tree: SourceTree, code: CodeType) -> _Written:
             for classes in ([_HOLDER], [_HOLDER, *reversed(around)]):
                 text, name = _define(tree, node, classes)
                 made = compile(f"{imports}\n{text}", "", "exec", dont_inherit=True)
-                if not differs(next(_functions(made))[0], code):
+                if not codes_differ(next(_functions(made))[0], code):
                     return _Written(text=text, name=name)
     raise LookupError
 

@@ -13,7 +13,15 @@ from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect, conclu
 from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.report import Diagnosis
 from nandoctor.evidence.trace import LOSS
-from nandoctor.fixes.candidates import MAX_LEADS, distinct_leads, join, place_of, smallest_in_fp32, specific, together
+from nandoctor.fixes.candidates import (
+    MAX_LEADS,
+    distinct_leads,
+    join,
+    place_in_code,
+    smallest_in_fp32,
+    specific,
+    together,
+)
 from nandoctor.fixes.variations import SURROGATES
 from nandoctor.fixes.verify import Trials
 from nandoctor.text import file_line, kinds_text, samples_text
@@ -61,7 +69,7 @@ def find_later_origins(findings: Findings, trials: Trials) -> LaterOrigins:
 
 
 def _places(leads: Iterable[Suspect], model: nn.Module) -> set[object]:
-    return {place_of(lead, model) for lead in leads}
+    return {place_in_code(lead, model) for lead in leads}
 
 
 def _options(lead: Suspect, trials: Trials) -> list[Candidate]:

@@ -20,7 +20,7 @@ from nandoctor.fixes.agreement import (
     MOST_NOISE,
     TOLERANCE,
     Result,
-    compare,
+    compare_runs,
     gradients_finite,
     sample_errors,
 )
@@ -90,7 +90,7 @@ class Verifier:
             ("healthy samples", lambda: self._judge_healthy(change, made)),
         ]
         off = self.fp32_error if judgement.passes and not selects((change,)) else None
-        if off is not None and not compare(made, self._as_searched.exact()).agrees():  # fp32 proves nothing
+        if off is not None and not compare_runs(made, self._as_searched.exact()).agrees():  # fp32 proves nothing
             doubt = f"fp32 itself is {percent(off)} off float64 here"
             criteria.insert(1, ("float64", lambda: ("failed", doubt)))
         if written.at_edge is not None:
@@ -136,8 +136,8 @@ class Verifier:
         if selects((change,)) or self._smaller is None:
             return None
         factor, trials = self._smaller
-        beside = compare(trials.reference(change), trials.exact())
-        if beside.finite and beside.agrees(unsure=compare(trials.reference(), trials.exact())):
+        beside = compare_runs(trials.reference(change), trials.exact())
+        if beside.finite and beside.agrees(unsure=compare_runs(trials.reference(), trials.exact())):
             return None
         return f"{percent(beside.max_rel_err)} off float64 with inputs of {factor:g} times the size"
 
@@ -149,7 +149,7 @@ class Verifier:
         reference, exact = self._as_searched.reference(), self._as_searched.exact()
         if not (reference.values_finite and exact.values_finite):
             return None
-        off = compare(reference, exact).max_rel_err
+        off = compare_runs(reference, exact).max_rel_err
         return off if off > FP32_ERROR else None
 
     @cached_property
@@ -207,10 +207,10 @@ class Verifier:
             _, trials = self._smaller
         runs = trials.reference(written.changed), trials.exact(written.unchanged), trials.exact()
         changed, exact, before = (replace(run, values=run.gradients) if written.in_backward else run for run in runs)
-        made = compare(changed, exact)
+        made = compare_runs(changed, exact)
         if not exact.ran or not made.values or (written.in_backward and not exact.gradients_finite):
             return unknown, "the step cannot be run in float64 with such exponents"
-        usual = compare(exact, before).values
+        usual = compare_runs(exact, before).values
         off = max(
             float((found.largest / torch.maximum(found.magnitude, usual[name].magnitude)).max())
             for name, found in made.values.items()
@@ -248,7 +248,7 @@ class Verifier:
         unchanged = others.reference()
         if not unchanged.finite:
             return "not-checked", "the samples that were fine cannot be run alone"
-        comparison = compare(others.reference(change), unchanged)
+        comparison = compare_runs(others.reference(change), unchanged)
         if not comparison.finite:
             return "failed", "the samples that were fine are not finite alone"
         text = f"alone in fp32 the samples that were fine change by {percent(comparison.max_rel_err)}"
@@ -392,7 +392,7 @@ class Verifier:
         if not reference.ran:
             return "not-checked", "the unchanged step cannot be run on such a batch"
         if not self._trials.numerics and made.ran:
-            if compare(made, reference).finite and gradients_finite(made, reference):
+            if compare_runs(made, reference).finite and gradients_finite(made, reference):
                 return _AS_FP32
             if not reference.finite:
                 return "not-checked", "fp32 fails there as well"

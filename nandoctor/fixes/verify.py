@@ -23,16 +23,16 @@ from nandoctor.evidence.trace import Trace
 from nandoctor.fixes.agreement import (
     BF16_TOLERANCE,
     TOLERANCE,
-    Comparison,
+    Agreement,
     Result,
-    compare,
+    compare_runs,
     finite_as,
     gradient_error,
     gradients_finite,
     keep,
     values_of,
 )
-from nandoctor.fixes.budget import BudgetSpent, Call, TrialBudget, TrialEnded, ending_where_lost
+from nandoctor.fixes.budget import BudgetSpent, CallKey, TrialBudget, TrialEnded, ending_where_lost
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate, surrogate_loss
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.interventions import select_samples
@@ -76,7 +76,7 @@ class Trials:
         numerics: bool,
         backward: bool = True,
         fails: bool = False,
-        lost_at: Call | None = None,
+        lost_at: CallKey | None = None,
     ) -> None:
         self.step = step
         self.numerics = numerics
@@ -105,7 +105,7 @@ class Trials:
         if made.gradients and made.finite:
             self._references[frozenset()] = made
 
-    def on(self, step: FailingStep, *, backward: bool = True, lost_at: Call | None = None) -> Trials:
+    def on(self, step: FailingStep, *, backward: bool = True, lost_at: CallKey | None = None) -> Trials:
         """The trials of a step near to this one, gradients included, out of the same budget."""
         made = Trials(step, self._budget, numerics=self.numerics, backward=backward, lost_at=lost_at)
         made._shares_references = False
@@ -157,7 +157,7 @@ class Trials:
             return TrialOutcome(finite=False, max_rel_err=None)
         samples = tuple(edit for edit in _key(edits) if isinstance(edit, KeepSamples))
         reference = self.reference(*samples)
-        comparison = compare(made, reference)
+        comparison = compare_runs(made, reference)
         finite = comparison.finite and gradients_finite(made, reference) and (made.finite or not self.numerics)
         return TrialOutcome(finite=finite, max_rel_err=comparison.max_rel_err if finite else None)
 
@@ -199,32 +199,32 @@ class Trials:
         """
         reference = self.sound_reference(edits)
         changed = self._changed_in_reference(edits)
-        comparison = compare(made, reference)
+        comparison = compare_runs(made, reference)
         if not (comparison.finite and (reference.values_finite or not changed)):
             return Judgement(outcome=TrialOutcome(finite=False, max_rel_err=None), passes=False)
         agrees, judges_edit = comparison.agrees(), self.numerics and bool(changed)
         if not agrees:
             judges_edit = judges_edit or self._tolerance > TOLERANCE
             exact = self.exact(*changed)
-            comparison = compare(made, reference, exact=exact)
-            agrees = self._agrees(comparison, made, unsure=compare(exact, reference))
+            comparison = compare_runs(made, reference, exact=exact)
+            agrees = self._agrees(comparison, made, unsure=compare_runs(exact, reference))
         max_rel_err = comparison.max_rel_err
         if judges_edit and not selects(edits):
             # In fp32 what was finite before must be no other value now; what was not has nothing to agree with.
             # Where float64 is finite, and fp32 was not, its value is the true one.
             for sound in (self.reference(), self.exact()):
-                changes = compare(self.reference(*edits), sound)
+                changes = compare_runs(self.reference(*edits), sound)
                 agrees = agrees and changes.agrees()
                 max_rel_err = max(max_rel_err, changes.max_rel_err)
         return Judgement(outcome=TrialOutcome(finite=True, max_rel_err=max_rel_err), passes=agrees)
 
-    def _agrees(self, comparison: Comparison, made: Result, *, unsure: Comparison) -> bool:
+    def _agrees(self, comparison: Agreement, made: Result, *, unsure: Agreement) -> bool:
         """Whether each value is near to the reference, or is what it was, where the failure did not reach it."""
         tolerance = self._tolerance
         off = [name for name in comparison.values if not comparison.is_honest(name, unsure=unsure, tolerance=tolerance)]
         if not off or (before := self.run()).finite:  # where all was finite, that was the failure
             return not off
-        moved, lost = compare(made, before), compare(before, self.reference())
+        moved, lost = compare_runs(made, before), compare_runs(before, self.reference())
         spared = (name for name in moved.values.keys() & lost.values if all_finite(before.values[name]))
         within = {name for name in spared if moved.is_honest(name) and lost.is_honest(name, tolerance=BF16_TOLERANCE)}
         return within.issuperset(off)
@@ -237,7 +237,7 @@ class Trials:
         """
         if self.step.low is not BF16 or (before := self.run()).finite:
             return TOLERANCE
-        own_error = compare(before, self.reference()).largest_finite_rel_err
+        own_error = compare_runs(before, self.reference()).largest_finite_rel_err
         return min(max(TOLERANCE, 2 * own_error), BF16_TOLERANCE) if own_error else BF16_TOLERANCE
 
     def sound_reference(self, edits: tuple[Change, ...]) -> Result:

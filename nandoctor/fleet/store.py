@@ -18,7 +18,7 @@ from nandoctor import __version__
 from nandoctor.errors import NanDoctorError, ReportError
 from nandoctor.evidence.serialization import from_plain
 from nandoctor.evidence.triage import DumpResult
-from nandoctor.fleet.worker import Answer, unchanged
+from nandoctor.fleet.worker import JobAnswer, unchanged
 from nandoctor.renderers.jsonfile import dumps
 from nandoctor.renderers.save import is_replaceable, write_text
 from nandoctor.replaying.settings import Settings
@@ -82,7 +82,7 @@ class Store:
             return None
         return result if unchanged(result.sources) else None
 
-    def keep(self, answer: Answer) -> DumpResult:
+    def keep(self, answer: JobAnswer) -> DumpResult:
         """Write what a worker gave; the result comes last, so that what it names is there."""
         result, name = answer.result, f"{_REPORTS}/{answer.result.key}"
         if answer.report:

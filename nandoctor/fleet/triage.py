@@ -14,8 +14,8 @@ from typing import Any
 
 from nandoctor.errors import NanDoctorError, ReportError
 from nandoctor.evidence.triage import (
+    DumpFinding,
     DumpResult,
-    Finding,
     Group,
     GroupFix,
     RecurringSample,
@@ -26,7 +26,7 @@ from nandoctor.evidence.triage import (
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fleet.pool import Workers, open_workers
 from nandoctor.fleet.store import LINES, PAGE, Store
-from nandoctor.fleet.worker import Answer, Job, run_job
+from nandoctor.fleet.worker import Job, JobAnswer, run_job
 from nandoctor.renderers.jsonfile import read_report
 from nandoctor.renderers.save import write_text
 from nandoctor.renderers.triage import triage_lines, triage_page
@@ -36,7 +36,7 @@ from nandoctor.text import are, plural
 DUMP_ENDINGS = (".pth", ".pt")
 _MAX_FIXES_KEPT = 3
 
-Progress = Callable[[str, int, int], None]
+TriageProgress = Callable[[str, int, int], None]
 """Told what is being done, how many files are done, and how many there are."""
 
 
@@ -109,7 +109,7 @@ def triage(
     patterns: Sequence[str | os.PathLike[str]],
     options: TriageOptions | None = None,
     *,
-    progress: Progress = lambda *_: None,
+    progress: TriageProgress = lambda *_: None,
 ) -> Triage:
     """Replay many dumps, group them by cause and place, try fixes on one of each group, and write a page.
 
@@ -132,7 +132,7 @@ def triage(
         InterruptedTriageError: after Ctrl-C, with what was done.
     """
     options = options or TriageOptions()
-    run = _Run(options, find_dumps(patterns), progress)
+    run = _TriageRun(options, find_dumps(patterns), progress)
     if options.jobs is not None and options.jobs < 1:
         raise NanDoctorError("There must be at least one worker.", remedy="Give --jobs 1 or more.")
     run.check_weights()
@@ -147,8 +147,8 @@ def triage(
     return run.finish()
 
 
-class _Run:
-    def __init__(self, options: TriageOptions, paths: Sequence[Path], progress: Progress) -> None:
+class _TriageRun:
+    def __init__(self, options: TriageOptions, paths: Sequence[Path], progress: TriageProgress) -> None:
         self.options = options
         self.paths = paths
         self.progress = progress
@@ -224,7 +224,7 @@ class _Run:
         No more jobs are handed out than there are workers, so that a worker that dies takes one file with it.
         """
         assert self.workers is not None
-        waiting, running = deque(paths), dict[Future[Answer], tuple[Job, float]]()
+        waiting, running = deque(paths), dict[Future[JobAnswer], tuple[Job, float]]()
         twins: dict[str, list[str]] = {}
         while waiting or running:
             while waiting and len(running) < self.workers.size:
@@ -245,7 +245,7 @@ class _Run:
                     answer = future.result()
                 except (Exception, CancelledError) as error:
                     died, elapsed_s = self.workers.is_death(error), time.perf_counter() - began
-                    answer = Answer(result=_describe_end(job, error, elapsed_s, died=died))
+                    answer = JobAnswer(result=_describe_end(job, error, elapsed_s, died=died))
                 result = self.store.keep(answer)
                 yield result
                 yield from (replace(result, path=path) for path in twins.pop(job.key))
@@ -331,7 +331,7 @@ def failed(results: Iterable[DumpResult]) -> list[DumpResult]:
     return [result for result in results if result.finding is not None and result.finding.verdict not in NOTHING_FOUND]
 
 
-def _key(finding: Finding) -> _Key:
+def _key(finding: DumpFinding) -> _Key:
     """A line says where; without one the module does, and its class where that is repeated (blocks.0, blocks.1)."""
     place = finding.place
     if finding.verdict in NOTHING_FOUND:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nandoctor.errors import DumpError, NanDoctorError
-from nandoctor.evidence.triage import CodePlace, DumpResult, Finding, SourceFile, TrainingMoment
+from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult, SourceFile, TrainingMoment
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import hash_of
@@ -50,7 +50,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class JobAnswer:
     """The result of a job; the report as JSON and as a page are "" where there is none."""
 
     result: DumpResult
@@ -58,18 +58,18 @@ class Answer:
     page: str = ""
 
 
-def run_job(job: Job) -> Answer:
+def run_job(job: Job) -> JobAnswer:
     """Replay the file; whatever goes wrong short of the end of the process is in the answer."""
     started = time.perf_counter()
     try:
         with _deadline(job.timeout_s), _working_directory(job.cwd), contextlib.redirect_stdout(sys.stderr):
             answer = _replay(job)
     except (Exception, SystemExit) as error:
-        answer = Answer(result=_describe_error(job, error))
+        answer = JobAnswer(result=_describe_error(job, error))
     return replace(answer, result=replace(answer.result, elapsed_s=time.perf_counter() - started))
 
 
-def _replay(job: Job) -> Answer:
+def _replay(job: Job) -> JobAnswer:
     from nandoctor.dumps.reader import read_dump
     from nandoctor.pipeline import add_fixes, replay_dump
     from nandoctor.renderers.jsonfile import dumps
@@ -87,17 +87,17 @@ def _replay(job: Job) -> Answer:
         when=_describe_moment(dump, job.shown),
         sources=tuple(_list_sources(found)),
     )
-    return Answer(result=result, report=dumps(report), page=report_page(report) if job.page else "")
+    return JobAnswer(result=result, report=dumps(report), page=report_page(report) if job.page else "")
 
 
-def _find(report: Report, dump: Dump) -> Finding:
+def _find(report: Report, dump: Dump) -> DumpFinding:
     from nandoctor.dumps.sample_ids import identify_samples
 
     samples = report.origin.elements.samples if report.origin is not None else None
     inputs = [
         array.name for array in report.dump.arrays if _is_input(array.name, array.role, recorded=dump.is_recorded)
     ]
-    return Finding(
+    return DumpFinding(
         verdict=report.verdict,
         grade=report.reproduction.grade,
         headline=report.headline,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from nandoctor.evidence.report_diff import Change, Comparison, LayerChange
+from nandoctor.evidence.report_diff import ChangedFact, Comparison, LayerChange
 from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts, spaced
 from nandoctor.renderers.facts import GRADES
 from nandoctor.renderers.verdicts import FAILED, GOOD, UNCLEAR
@@ -40,7 +40,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     print_parts(sections, console)
 
 
-def describe_change(change: Change) -> str:
+def describe_change(change: ChangedFact) -> str:
     """What a fact was and is; the grade of a replay in words."""
     words = GRADES if change.name == "replay" else {}
     return " -> ".join(words.get(value, brief(value)) if value else "none" for value in (change.before, change.after))

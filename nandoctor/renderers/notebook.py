@@ -20,7 +20,7 @@ from nandoctor.renderers.fix_facts import describe_outcome, every_check, reason_
 from nandoctor.renderers.notebook_card import report_html
 from nandoctor.renderers.progress import ReplayBar
 from nandoctor.renderers.templating import render
-from nandoctor.renderers.verification import code_of
+from nandoctor.renderers.verification import code_of_fix
 from nandoctor.replaying.progress import Listener
 from nandoctor.text import file_line, number, printable, samples_text
 
@@ -96,7 +96,7 @@ def _cause_rows(cause: Cause) -> Iterator[tuple[str, str]]:
 
 def _fix_rows(fix: Fix) -> Iterator[tuple[str, str]]:
     yield "fix", fix.title
-    yield "patch", code_of(fix)
+    yield "patch", code_of_fix(fix)
     yield "result", describe_outcome(fix.outcome)
     yield from ((fact.label, fact.text) for fact in (*every_check(fix), *reason_facts(fix)))
 

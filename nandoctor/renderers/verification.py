@@ -114,12 +114,12 @@ def _fix_parts(choice: FixChoice, report: Report) -> Iterator[RenderableType]:
     yield Text()
     yield literal(f"Fix {choice.pick} of {choice.num_verified}, verified: {chosen.title}", "bold")
     is_diff = chosen.kind == "source"
-    yield from (CodeLine(line, diff_style(line) if is_diff else "") for line in code_of(chosen).splitlines())
+    yield from (CodeLine(line, diff_style(line) if is_diff else "") for line in code_of_fix(chosen).splitlines())
     yield Text()
     yield from fact_rows(list(_fix_facts(choice, report)))
 
 
-def code_of(fix: Fix) -> str:
+def code_of_fix(fix: Fix) -> str:
     """The change as a diff or as code: what a setting sets is written out too."""
     return fix.patch or "\n".join(_settings_as_code(fix.settings or FixSettings()))
 

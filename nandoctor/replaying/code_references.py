@@ -183,7 +183,7 @@ def _find_imported(kind: str, main: str) -> type[Any] | None:
     return found if isinstance(found, type) else None
 
 
-def describe_change(reference: Reference | None, model: nn.Module) -> list[str]:
+def describe_code_change(reference: Reference | None, model: nn.Module) -> list[str]:
     """Notes on what is not as it was: the source of the model, and the model itself as Python prints it."""
     if reference is None:
         return []

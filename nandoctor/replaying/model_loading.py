@@ -29,7 +29,7 @@ from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.project import Project, folder_of, importing, in_project, program_arguments, stopped
-from nandoctor.replaying.user_code import explain_memory, kept_running, place_of
+from nandoctor.replaying.user_code import explain_memory, kept_running, raised_at
 from nandoctor.source_files import package_of
 from nandoctor.text import are, brief, join_first, plural, relative_path
 from nandoctor.torch_compat import loads_plainly, storage_of
@@ -269,7 +269,7 @@ def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], nam
         if is_out_of_memory(error):
             raise explain_memory(f"build {name}", error) from error
         raise ModelError(
-            f"{name}{_signature(factory)} raised {type(error).__name__}{place_of(error)}: {error}",
+            f"{name}{_signature(factory)} raised {type(error).__name__}{raised_at(error)}: {error}",
             remedy="Give the arguments it needs with --model-arg K=V, once for each"
             + ("." if isinstance(error, TypeError) else "; files that it reads are looked for from where you are."),
         ) from error
@@ -339,7 +339,7 @@ def _explain_import(name: str, error: BaseException) -> ModelError:
     remedy = "It must import without arguments; code that trains on import belongs under `if __name__ == '__main__':`."
     if isinstance(error, ModuleNotFoundError):
         remedy = "Install it where nandoctor runs, or run nandoctor in the folder that the training was started in."
-    return ModelError(f"Importing {name} raised {type(error).__name__}{place_of(error)}: {error}", remedy=remedy)
+    return ModelError(f"Importing {name} raised {type(error).__name__}{raised_at(error)}: {error}", remedy=remedy)
 
 
 def fit_prefix(state: _State, own: _State) -> tuple[_State, list[str]]:

@@ -142,7 +142,7 @@ def state_widened(state: Iterable[torch.Tensor], policy: Policy) -> AbstractCont
     return state_in(narrower, torch_dtype(policy.format), in_files=memory_of(narrower) >= LARGE_NBYTES)
 
 
-def widened(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
+def in_reference_format(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
     """The tensor in the format of a reference."""
     return tensor.to(torch_dtype(policy.format)) if _is_narrower(tensor, policy) else tensor
 
@@ -154,8 +154,8 @@ def copied_input(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
     """
     is_small = tensor.layout is not torch.strided or memory_of([tensor]) < _EXPANDED_NBYTES
     if is_small or 0 not in tensor.stride():
-        return widened(tensor, policy).clone()
-    return widened(unexpanded(tensor), policy).clone().expand(tensor.shape)
+        return in_reference_format(tensor, policy).clone()
+    return in_reference_format(unexpanded(tensor), policy).clone().expand(tensor.shape)
 
 
 def _is_narrower(tensor: torch.Tensor, policy: Policy) -> bool:

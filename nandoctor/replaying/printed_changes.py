@@ -201,7 +201,7 @@ def _changed_pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, Cod
     if [code.co_name for code in ours] != [code.co_name for code in theirs]:
         raise CannotRunError("The change adds or removes a function.")
     for was, now in zip(ours, theirs, strict=True):
-        if differs(was, now):
+        if codes_differ(was, now):
             yield was, now
         yield from _changed_pairs(was, now)
 
@@ -210,10 +210,10 @@ def _inner(code: CodeType) -> list[CodeType]:
     return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
-def differs(was: CodeType, now: CodeType) -> bool:
+def codes_differ(was: CodeType, now: CodeType) -> bool:
     """Tell whether two codes, or codes in them, do something else."""
     pairs = zip(_inner(was), _inner(now), strict=False)
-    return _own(was) != _own(now) or any(differs(*pair) for pair in pairs)
+    return _own(was) != _own(now) or any(codes_differ(*pair) for pair in pairs)
 
 
 def _own(code: CodeType) -> tuple[object, ...]:

@@ -183,7 +183,7 @@ class FailingStep:
         printed = self._beyond_loaded(change for change in changes if isinstance(change, SourcePatch | Snippet))
         singles = flatten(changes)
         per_sample = self.per_sample and watch.statistics != "none"
-        run = _Run(
+        run = _RunPlan(
             step=replace(self, loss_scale=interventions.choose_loss_scale(singles, self.loss_scale)),
             policy=interventions.choose_policy(singles, policy),
             watch=replace(watch, statistics="per sample") if per_sample else watch,
@@ -198,7 +198,7 @@ class FailingStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _RunPlan:
     """One run to be made: with an autograd graph from the start only where `grad` says so."""
 
     step: FailingStep
@@ -209,7 +209,7 @@ class _Run:
     grad: bool = False
 
 
-def _run(run: _Run) -> Outcome:
+def _run(run: _RunPlan) -> Outcome:
     # Once more with a graph, for what takes gradients or hooks them.
     for grad in sorted({run.watch.backward or run.watch.stand_in is not None, True}):
         outcome, error = _record(run := replace(run, grad=grad))
@@ -225,7 +225,7 @@ def _run(run: _Run) -> Outcome:
     return replace(outcome, trace=replace(outcome.trace, blinded=blinded))
 
 
-def _record(run: _Run) -> tuple[Outcome, Exception | None]:
+def _record(run: _RunPlan) -> tuple[Outcome, Exception | None]:
     """One run, and the exception that ended it."""
     with nullcontext() if is_large(run.step.model) else collection_paused:  # it would go through all of torch
         outcome, error = _record_once(run)
@@ -235,7 +235,7 @@ def _record(run: _Run) -> tuple[Outcome, Exception | None]:
         return _record_once(run)
 
 
-def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
+def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
     step = run.step
     chosen = changed_batch(run.printed, interventions.select_samples(run.edits, step.batch, step.used))
     batch = {name: copied_input(tensor, run.policy) for name, tensor in chosen.items()}
@@ -246,7 +246,7 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
             state_widened(state, run.policy),
             seeded(step.seed, step.device, step.rng_states, step.recorded) as draws,
         ):
-            recording = _Recording(run, batch)
+            recording = _RecordedRun(run, batch)
             recording.make()
             random = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model, step.low)
@@ -264,10 +264,10 @@ def _record_once(run: _Run) -> tuple[Outcome, Exception | None]:
     return made, error
 
 
-class _Recording:
+class _RecordedRun:
     """One run with its tracers, those of its ops and its backward pass where it is watched so, and what it leaves."""
 
-    def __init__(self, run: _Run, batch: Batch) -> None:
+    def __init__(self, run: _RunPlan, batch: Batch) -> None:
         step, watch = run.step, run.watch
         known = [*known_tensors(step.model, batch)]
         watches_backward = watch.backward and watch.ops

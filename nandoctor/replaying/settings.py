@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-Group = Literal["model", "step", "machine", "statistics", "fixes"]
+OptionGroup = Literal["model", "step", "machine", "statistics", "fixes"]
 """What a setting is about; a verb offers the groups that it acts on."""
 
 
@@ -33,7 +33,7 @@ class Option:
     `holds` says in words what `accepts` takes; `reads` makes a value of what stands after the flag.
     """
 
-    group: Group
+    group: OptionGroup
     flag: str
     help: str
     holds: str
@@ -47,7 +47,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _setting(group: Group, flag: str, text: str, *, default: Any = None, **more: Any) -> Any:
+def _setting(group: OptionGroup, flag: str, text: str, *, default: Any = None, **more: Any) -> Any:
     """A field of `Settings`, with what it is to the command line and the docs."""
     plain = {"holds": "a name", "accepts": lambda value: isinstance(value, str)}
     metadata = {"option": Option(group=group, flag=flag, help=text, **{**plain, **more})}
@@ -71,7 +71,7 @@ def _choice(flag: str, text: str, *choices: str) -> Any:
     return _setting("step", flag, text, choices=choices, holds=holds, accepts=choices.__contains__)
 
 
-def _switch(group: Group, flag: str, text: str, *, default: bool) -> Any:
+def _switch(group: OptionGroup, flag: str, text: str, *, default: bool) -> Any:
     holds = "true or false"
     return _setting(group, flag, text, default=default, holds=holds, accepts=lambda value: isinstance(value, bool))
 

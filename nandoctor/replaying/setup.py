@@ -30,7 +30,7 @@ from nandoctor.replaying.code_references import (
     build_configured,
     build_loss,
     check_method,
-    describe_change,
+    describe_code_change,
     find_loss,
     find_model,
     give_classes,
@@ -57,7 +57,7 @@ from nandoctor.replaying.saved_arrays import (
     read_batch,
 )
 from nandoctor.replaying.settings import Settings
-from nandoctor.replaying.user_code import NOT_UNDER_AUTOCAST, kept_running, place_of
+from nandoctor.replaying.user_code import NOT_UNDER_AUTOCAST, kept_running, raised_at
 from nandoctor.replaying.weights import add_casts, cast_weights, fit_state
 from nandoctor.text import join_first
 from nandoctor.torch_compat import unobserved
@@ -175,7 +175,7 @@ def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callab
         except Exception as error:
             if NOT_UNDER_AUTOCAST in str(error) or is_out_of_memory(error):
                 raise
-            raised = f"{type(error).__name__}{place_of(error)}: {error}"
+            raised = f"{type(error).__name__}{raised_at(error)}: {error}"
             raise LossError(
                 f"The loss function raised {raised} (its {describe_batch(batch)}).",
                 remedy="To replay the backward pass, name with --loss FILE.py:NAME a function (output, batch) -> "
@@ -285,7 +285,7 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
     reference = dump.recorded.model
     make = find_model(reference, dump.path, dump.provenance)
     net = build_within(lambda: build_model(make, settings.model_args), dump.state)
-    return net, describe_change(reference, net)
+    return net, describe_code_change(reference, net)
 
 
 def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:

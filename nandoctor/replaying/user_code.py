@@ -109,7 +109,7 @@ def explain_forward_error(error: Exception, policy: Policy) -> ModelError | Loss
         return explain_memory("run the step", error)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     what = "backward pass" if any(frame.f_code is run_backward.__code__ for frame in frames) else "forward"
-    raised = f"The model's {what} raised {type(error).__name__}{place_of(error)}: {error}"
+    raised = f"The model's {what} raised {type(error).__name__}{raised_at(error)}: {error}"
     if "without overflow" in str(error):
         return ModelError(
             raised,
@@ -134,7 +134,7 @@ def explain_memory(doing: str, error: BaseException) -> ModelError:
     )
 
 
-def place_of(error: BaseException) -> str:
+def raised_at(error: BaseException) -> str:
     """The last line outside torch, nandoctor and Python's own library that `error` came through, as " at file:line"."""
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):

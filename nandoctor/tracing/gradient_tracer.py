@@ -38,7 +38,7 @@ class _Claim(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Recording:
+class _RecordedNode:
     claim: _Claim
     incoming: list[Reading]
     outgoing: list[Reading]
@@ -57,7 +57,7 @@ class GradientTracer:
         self.owner_inside: Owner = ("", "", 0)
         self._low = low
         self._claims: dict[Any, _Claim] = {}
-        self._recordings: list[_Recording] = []
+        self._recordings: list[_RecordedNode] = []
         self._handles = ExitStack()
 
     def claim(self, outputs: Sequence[torch.Tensor], forward: int, op: str, owner: Owner) -> None:
@@ -128,7 +128,7 @@ class GradientTracer:
                 before, after = ([read for item in group if (read := measure(item))] for group in (given, made))
                 made_here = all(map(is_finite, before)) and not all(map(is_finite, after))
                 analysis = self._examine(given, made) if made_here else None
-            self._recordings.append(_Recording(claim=claim, incoming=before, outgoing=after, analysis=analysis))
+            self._recordings.append(_RecordedNode(claim=claim, incoming=before, outgoing=after, analysis=analysis))
 
         return on_gradients
 

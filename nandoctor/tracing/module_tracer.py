@@ -32,7 +32,7 @@ where it is non-finite or near the limits of the low format; or every tensor's c
 
 
 @dataclass(slots=True, kw_only=True)
-class _Recording:
+class _OpenCall:
     """A call under way, and what was read of it so far; `handling` is the exception that its caller was handling."""
 
     module: nn.Module
@@ -77,8 +77,8 @@ class Tracer:
         self._on_call = on_call
         self._producer_of = producer_of
         self._reading_of = reading_of
-        self._calls: list[_Recording] = []
-        self._open: list[_Recording] = []
+        self._calls: list[_OpenCall] = []
+        self._open: list[_OpenCall] = []
         self._num_calls: Counter[str] = Counter()
         self._num_returned = 0
         self._ticks = itertools.count()
@@ -139,7 +139,7 @@ class Tracer:
         )
 
     def _on_entry(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        call = _Recording(
+        call = _OpenCall(
             module=module,
             name=name,
             call=self._num_calls[name],

@@ -63,7 +63,7 @@ class _Tensor(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Recording:
+class _RecordedOp:
     """An op as it was recorded; the readings stay on the device until they are collected."""
 
     op: str
@@ -116,7 +116,7 @@ class OpTracer:
         self._low = low
         self._gradients = gradients
         self._on_op = on_op
-        self._recordings: list[_Recording] = []
+        self._recordings: list[_RecordedOp] = []
         self._counts: Counter[tuple[Owner, str]] = Counter()
         self._writers: dict[int, _Writer] = {}
         self._storages: dict[int, _Storage] = {}
@@ -275,7 +275,7 @@ class OpTracer:
         if self._gradients is not None and not torch.is_grad_enabled():
             self._gradients.owner_inside = owner
         self._recordings.append(
-            _Recording(
+            _RecordedOp(
                 op=call.name,
                 owner=owner,
                 nth=self._counts[owner, call.name],
@@ -332,7 +332,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _to_call(
-    order: int, recording: _Recording, inputs: tuple[TensorStats, ...], outputs: tuple[TensorStats, ...]
+    order: int, recording: _RecordedOp, inputs: tuple[TensorStats, ...], outputs: tuple[TensorStats, ...]
 ) -> OpCall:
     stats = {taken.path: taken for taken in inputs}
     module, type_name, call = recording.owner

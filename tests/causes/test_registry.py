@@ -10,7 +10,7 @@ import pytest
 from one_test import for_each
 
 import nandoctor.causes
-from nandoctor.causes.base import Phase
+from nandoctor.causes.base import CausePhase
 from nandoctor.causes.registry import CAUSES, SECTIONS, code_of, find_page, list_pages
 from nandoctor.errors import NanDoctorError
 
@@ -52,7 +52,7 @@ def test_title_is_one_short_phrase(cause):
 @every_cause
 def test_phases_are_known(cause):
     assert cause.PHASES
-    assert set(cause.PHASES) <= set(get_args(Phase))
+    assert set(cause.PHASES) <= set(get_args(CausePhase))
 
 
 @every_page

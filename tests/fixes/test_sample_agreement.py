@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nandoctor.fixes.agreement import Result, compare, gradient_error, gradient_norm
+from nandoctor.fixes.agreement import Result, compare_runs, gradient_error, gradient_norm
 
 LIMIT = torch.finfo(torch.float32).min
 
@@ -13,25 +13,25 @@ def result(*values, dtype=torch.float32):
 
 
 def test_masks_at_the_limit_of_each_format_agree():
-    made = compare(result(1.0, -65504.0, dtype=torch.float16), result(1.0, LIMIT))
+    made = compare_runs(result(1.0, -65504.0, dtype=torch.float16), result(1.0, LIMIT))
     assert made.finite
     assert made.agrees()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_error_beside_a_mask_is_an_error(dtype):
-    made = compare(result(2.0, torch.finfo(dtype).min, dtype=dtype), result(1.0, LIMIT))
+    made = compare_runs(result(2.0, torch.finfo(dtype).min, dtype=dtype), result(1.0, LIMIT))
     assert not made.agrees()
     assert made.max_rel_err == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("lost", [1.0, 65504.0, -1e4])
 def test_a_mask_that_is_lost_is_an_error(lost):
-    assert not compare(result(1.0, lost, dtype=torch.float16), result(1.0, LIMIT)).agrees()
+    assert not compare_runs(result(1.0, lost, dtype=torch.float16), result(1.0, LIMIT)).agrees()
 
 
 def test_nan_in_the_place_of_a_mask_is_not_finite():
-    assert not compare(result(1.0, float("nan")), result(1.0, LIMIT)).finite
+    assert not compare_runs(result(1.0, float("nan")), result(1.0, LIMIT)).finite
 
 
 def test_gradients_of_complex_weights_are_compared():

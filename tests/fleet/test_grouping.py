@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nandoctor.evidence.triage import CodePlace, DumpResult, Finding, SampleId, TrainingMoment
+from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult, SampleId, TrainingMoment
 from nandoctor.fleet.triage import find_recurring, group_results
 
 
 def result(path, cause="eps-underflow", *, verdict="precision", samples=(), grade="exact", when=None, **place):
     place = place or {"file": "net.py", "line": 45, "module": "norm", "type": "ChannelNorm"}
-    finding = Finding(
+    finding = DumpFinding(
         verdict=verdict,
         grade=grade,
         headline="...",

@@ -10,7 +10,7 @@ import factory
 import pytest
 from rich.console import Console
 
-from nandoctor.diagnosis.compare_reports import compare
+from nandoctor.diagnosis.compare_reports import compare_reports
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.serialization import from_plain
@@ -19,7 +19,7 @@ from nandoctor.renderers.jsonfile import dumps
 
 
 def test_a_report_does_not_differ_from_itself():
-    comparison = compare(factory.fixable(), factory.fixable())
+    comparison = compare_reports(factory.fixable(), factory.fixable())
     assert (comparison.outcome, comparison.changes, comparison.layers) == ("same-failure", (), ())
     assert comparison.headline == "The same failure in both: eps-underflow."
 
@@ -36,11 +36,11 @@ def test_a_report_does_not_differ_from_itself():
     ],
 )
 def test_outcomes(before, after, outcome):
-    assert compare(before(), after()).outcome == outcome
+    assert compare_reports(before(), after()).outcome == outcome
 
 
 def test_a_fix_shows_in_verdict_place_and_layers():
-    comparison = compare(factory.precision(), factory.healthy())
+    comparison = compare_reports(factory.precision(), factory.healthy())
     changes = {change.name: (change.before, change.after) for change in comparison.changes}
     assert changes["verdict"] == ("precision", "healthy")
     assert changes["first non-finite"] == ("encoder.blocks.2.attention", None)
@@ -53,7 +53,7 @@ def test_a_fix_shows_in_verdict_place_and_layers():
 
 def test_layers_are_told_by_how_much_they_grew():
     before, after = (factory.report(factory.network(20, growth=growth)) for growth in (1.0, 1.1))
-    comparison = compare(before, after)
+    comparison = compare_reports(before, after)
     assert comparison.layers[0].growth == pytest.approx(1.1**19)
     assert all(layer.growth >= 2**0.5 for layer in comparison.layers)
     assert "the tightest layer has" in comparison.headline
@@ -61,7 +61,7 @@ def test_layers_are_told_by_how_much_they_grew():
 
 def test_layers_that_changed_alike_stay_in_order_of_execution():
     before, after = factory.precision(), factory.report(factory.network(20, growth=1.0 + 1e-6))
-    healed = [layer for layer in compare(before, after).layers if not layer.finite_before]
+    healed = [layer for layer in compare_reports(before, after).layers if not layer.finite_before]
     shared = {layer.place for layer in healed}
     assert len(healed) > 1
     assert [layer.place for layer in healed] == [
@@ -70,16 +70,16 @@ def test_layers_that_changed_alike_stay_in_order_of_execution():
 
 
 def test_another_format_changes_the_headroom_and_not_the_ranges():
-    comparison = compare(factory.healthy(), replace(factory.report(factory.network(20, low=BF16))))
+    comparison = compare_reports(factory.healthy(), replace(factory.report(factory.network(20, low=BF16))))
     assert comparison.layers == ()
     assert {change.name for change in comparison.changes} == {"format"}
     assert "bits of room" in comparison.headline
 
 
 def test_calls_that_only_one_made_are_listed():
-    comparison = compare(factory.healthy(20), factory.healthy(24))
+    comparison = compare_reports(factory.healthy(20), factory.healthy(24))
     assert (comparison.only_before, len(comparison.only_after)) == ((), 5)
-    assert compare(factory.healthy(), factory.weights_only()).num_shared == 0
+    assert compare_reports(factory.healthy(), factory.weights_only()).num_shared == 0
 
 
 def printed(comparison, *, width=80, **options):
@@ -89,7 +89,7 @@ def printed(comparison, *, width=80, **options):
 
 
 def test_a_difference_fits_one_screen():
-    text = printed(compare(factory.precision(400, nonfinite_from=250), factory.healthy(300)))
+    text = printed(compare_reports(factory.precision(400, nonfinite_from=250), factory.healthy(300)))
     assert len(text.splitlines()) <= 40
     assert max(map(len, text.splitlines())) <= 80
     assert text.startswith(" FIXED  The failure is gone")
@@ -100,19 +100,19 @@ def test_a_difference_fits_one_screen():
 
 def test_no_difference_says_so():
     assert "No call changed by a factor of 1.4 or more (26 calls that both made)." in printed(
-        compare(factory.healthy(), factory.healthy())
+        compare_reports(factory.healthy(), factory.healthy())
     )
 
 
 def test_hostile_names_do_not_reach_the_terminal():
     hostile = replace(factory.precision(), dump=factory.dump(path="\x1b[31m[red]x\n"))
-    text = printed(compare(hostile, factory.healthy()), force_terminal=True, color_system=None)
+    text = printed(compare_reports(hostile, factory.healthy()), force_terminal=True, color_system=None)
     assert "\x1b" not in text
     assert r"\x1b[31m[red]x\n" in text
 
 
 def test_json_comes_back_as_the_comparison():
-    comparison = compare(factory.fixable(), factory.healthy())
+    comparison = compare_reports(factory.fixable(), factory.healthy())
     data = json.loads(dumps(comparison))
     assert data["schema"] == "nandoctor.comparison/2"
     assert from_plain(Comparison, data) == comparison
@@ -120,5 +120,5 @@ def test_json_comes_back_as_the_comparison():
 
 def test_the_grade_of_a_replay_is_told_in_words():
     console = Console(file=io.StringIO(), width=100)
-    print_comparison(compare(factory.precision(), factory.not_reproduced()), console)
+    print_comparison(compare_reports(factory.precision(), factory.not_reproduced()), console)
     assert "reproduces the saved output -> finite" in console.file.getvalue()

@@ -7,7 +7,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from test_notebook_card import Balanced
 
-from nandoctor.diagnosis.compare_reports import compare
+from nandoctor.diagnosis.compare_reports import compare_reports
 from nandoctor.renderers import notebook
 from nandoctor.renderers.facts import describe_tensor
 from nandoctor.renderers.notebook import record_html, show_records
@@ -40,7 +40,7 @@ def test_a_record_says_what_it_has():
 
 @pytest.mark.parametrize(
     "record",
-    [FIXABLE.first_nonfinite, FIXABLE.cause, FIXABLE.fixes[0], compare(FIXABLE, factory.healthy())],
+    [FIXABLE.first_nonfinite, FIXABLE.cause, FIXABLE.fixes[0], compare_reports(FIXABLE, factory.healthy())],
     ids=lambda record: type(record).__name__,
 )
 def test_every_record_is_well_formed(record):

@@ -15,7 +15,7 @@ from private_words import find_words
 from rich.console import Console
 
 from nandoctor.causes.registry import list_pages
-from nandoctor.diagnosis.compare_reports import compare
+from nandoctor.diagnosis.compare_reports import compare_reports
 from nandoctor.evidence.verification import FixChoice
 from nandoctor.renderers.checkup import print_checkup
 from nandoctor.renderers.diff import print_comparison
@@ -45,7 +45,7 @@ PRINTED = {
     "state": lambda console: print_report(factory.state(), console),
     "not reproduced": lambda console: print_report(factory.not_reproduced(), console),
     "fix": lambda console: print_fix(choice(long_fix()), long_fix(), console),
-    "diff": lambda console: print_comparison(compare(factory.fixable(), factory.healthy()), console),
+    "diff": lambda console: print_comparison(compare_reports(factory.fixable(), factory.healthy()), console),
     "inspect": lambda console: print_inspection(factory.dump(), console),
     "eps": lambda console: print_uses(factory.fixable().eps_audit, console),
     "causes": lambda console: print_catalogue(list_pages(), console),
