@@ -118,7 +118,12 @@ def add_fixes(found: Diagnosed, settings: Settings) -> Report:
         return found.report
     budget = TrialBudget(max_trials=settings.max_trials, time_s=settings.time)
     with found.step.kept_ready():
-        search = search_fixes(found.step, found.findings, budget)
+        try:
+            search = search_fixes(found.step, found.findings, budget)
+        except LossError as error:
+            search = search_fixes(replace(found.step, loss=None), found.findings, budget)
+            told = (*found.report.notes, f"{error.message} {error.remedy}")
+            found = replace(found, report=replace(found.report, notes=told))
     return replace(
         found.report,
         fixes=search.fixes,
@@ -161,8 +166,7 @@ def audit_dump(
 
 
 def _audit_step(preparation: Preparation) -> tuple[EpsUse, ...]:
-    replayed = reproduce(preparation)
-    step = replayed.step
+    step = (replayed := reproduce(preparation)).step
     ops = replayed.trace.ops or step.run(watch=Watch(stage="closer look", ops=True)).trace.ops
     return _audit(step, ops, measure_slots(step.second_moments, step.model, step.low))
 
@@ -228,8 +232,7 @@ def _find(replayed: Replayed, *, for_fixes: bool) -> Findings:
         if not progress.stop():
             raise
         partial = stop.outcome.trace if isinstance(stop, RunInterrupted) else None
-        is_reference = partial is not None and partial.policy == REFERENCE.label
-        return find_so_far(replayed.trace, partial if is_reference else None)
+        return find_so_far(replayed.trace, partial if partial and partial.policy == REFERENCE.label else None)
 
 
 def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:

@@ -39,6 +39,7 @@ from nandoctor.replaying.interventions import select_samples
 from nandoctor.replaying.module_state import is_large
 from nandoctor.replaying.printed_changes import CannotRunError
 from nandoctor.replaying.runner import FailingStep, Watch
+from nandoctor.replaying.user_code import is_wrong_call
 from nandoctor.tracing.tensor_stats import all_finite
 
 GRADIENT_TOLERANCE = 0.1
@@ -301,12 +302,14 @@ class Trials:
             return keep(None)
         try:
             return self._forgive(self._run(edits, precision), edits, precision)
-        except LossError:
+        except LossError as error:
             # Of a loss that cannot be computed nothing follows for the change; another batch or mode may not suit it.
             if self._is_own_step and not selects(edits):
                 if not edits:
                     raise
-                self.reference()  # raises as well where it is not the change that the loss cannot be computed with
+                # This raises as well where it is not the change that the loss cannot be computed with.
+                if not self.reference().ran and is_wrong_call(error):
+                    raise  # it was stopped by the NaN before it came to what the dump does not have
                 return keep(None)
             if self.step.loss in SURROGATES and self._backward:
                 self._backward = False  # the output depends on no weight that is trained

@@ -216,12 +216,12 @@ def _run(run: _RunPlan) -> Outcome:
         if error is None or user_code.explains(outcome.trace, error):
             return outcome
         if user_code.is_wrong_call(error):
-            raise user_code.explain_forward_error(error, run.policy) from error
+            user_code.raise_explained(error, run.policy)
     # What is made and checked in one forward shows in its ops alone.
     blinded = f"{type(error).__name__}: {error}" if run.watch.ops else None
     outcome, error = _record(replace(run, watch=replace(run.watch, ops=not run.watch.ops)))
     if error is not None and not user_code.explains(outcome.trace, error):
-        raise user_code.explain_forward_error(error, run.policy) from error
+        user_code.raise_explained(error, run.policy)
     return replace(outcome, trace=replace(outcome.trace, blinded=blinded))
 
 

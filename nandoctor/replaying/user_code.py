@@ -101,10 +101,14 @@ def explains(trace: Trace, error: Exception) -> bool:
     return any(analysis.overflowed or analysis.kinds != ("-inf",) for analysis in analyses)
 
 
-def explain_forward_error(error: Exception, policy: Policy) -> ModelError | LossError:
-    """The error for a forward that raised under `policy` while everything was still finite; a loss's is itself."""
+def raise_explained(error: Exception, policy: Policy) -> NoReturn:
+    """Raise the error for a forward that raised under `policy` while all was finite; that of a loss as it is."""
     if isinstance(error, LossError):
-        return error
+        raise error
+    raise _explain_forward_error(error, policy) from error
+
+
+def _explain_forward_error(error: Exception, policy: Policy) -> ModelError:
     if is_out_of_memory(error):
         return explain_memory("run the step", error)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

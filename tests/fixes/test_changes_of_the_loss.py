@@ -104,6 +104,10 @@ def surrogate(logp, batch):
 
 def next_word(logits, batch):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten(), ignore_index=0)
+
+def guarded(loss, batch):
+    assert loss.isfinite().all()
+    return (loss * batch["weight"]).mean()
 """
 
 
@@ -210,3 +214,11 @@ def test_a_change_that_teaches_nothing_says_so(project):
     fix = nandoctor.replay("dump.pth", "net.py:Mixture", loss="net.py:mean_loss").report.fixes[0]
     gradients = next(check for check in fix.checks if check.name == "gradients")
     assert (fix.verified, "all are 0, so this batch teaches nothing" in gradients.text) == (True, True)
+
+
+def test_a_loss_whose_error_the_nan_had_hidden_is_left_out(project):
+    """The step was never watched, so its batch has no weight: "still non-finite" would be said of each change."""
+    save(torch.nn.ModuleDict({"means": torch.nn.Linear(4, 3)}), x=torch.randn(5, 4), y=torch.full((5, 1), 4e8))
+    report = nandoctor.replay("dump.pth", "net.py:Mixture", loss="net.py:guarded").report
+    assert report.fixes[0].verified
+    assert any("raised KeyError" in note for note in report.notes)
