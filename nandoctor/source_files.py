@@ -55,7 +55,7 @@ def parse(text: str) -> ast.Module | None:
 
 def defines(path: Path, name: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
     """Tell from the source whether the file defines that name, the last part of it by a statement of these kinds."""
-    tree = _try_to_parse(path)
+    tree = parse_or_none(path)
     body: list[ast.stmt] = tree.body if tree is not None else []
     *outer, last = name.split(".")
     for part in outer:
@@ -69,7 +69,7 @@ def binds_at_top_level(path: Path, name: str) -> bool:
     Below `if __name__ == "__main__":`, or by a function that calls it global, it would have another value in the script
     than where the file is imported.
     """
-    tree = _try_to_parse(path)
+    tree = parse_or_none(path)
     if tree is None or any(isinstance(node, ast.Global) and name in node.names for node in ast.walk(tree)):
         return False
     bound = [node for node in _walk_scope(tree) if isinstance(node, ast.stmt) and name in _names_of(node)]
@@ -88,7 +88,8 @@ def _parse_file(path: Path) -> ast.Module | None:
     return parse(decode_source(path.read_bytes())[0].removeprefix("\ufeff"))
 
 
-def _try_to_parse(path: Path) -> ast.Module | None:
+def parse_or_none(path: Path) -> ast.Module | None:
+    """The syntax tree of a file, not to be changed; None where it cannot be read, or is no Python."""
     try:
         return _parse_file(path)
     except (SyntaxError, UnicodeDecodeError, OSError):

@@ -22,7 +22,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.tensors import comparable_values
 from nandoctor.dumps.trees import slots
-from nandoctor.errors import LossError, ModelError, NanDoctorError
+from nandoctor.errors import LossError, NanDoctorError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory, memory_of, private_memory, return_freed_memory
 from nandoctor.process_wide import generators_kept
@@ -41,6 +41,7 @@ from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.input_binding import Binding, bind_inputs, find_bindings
 from nandoctor.replaying.memory import build_within, forecast, require_room
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute, load_state
+from nandoctor.replaying.model_search import missing_model
 from nandoctor.replaying.module_state import LARGE_NBYTES
 from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.project import Project, arguments_of
@@ -277,11 +278,7 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
             return build_within(lambda: build_model(configured, {}), dump.state), []
         return build_model(source, settings.model_args, directory=settings.directory), []
     if not dump.is_recorded:
-        raise ModelError(
-            "The dump holds weights and arrays, not the model's code.",
-            remedy="Name what builds the model: --model train.py:make_model, or --model package.module:attr; or set "
-            "model in [tool.nandoctor] of the project's pyproject.toml.",
-        )
+        raise missing_model(dump)
     reference = dump.recorded.model
     make = find_model(reference, dump.path, dump.provenance)
     net = build_within(lambda: build_model(make, settings.model_args), dump.state)

@@ -1,0 +1,128 @@
+"""Which code near a dump may build its model: what gives its modules the names that the weights have.
+
+Files are read as text; nothing of them is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Collection, Iterator
+from itertools import islice
+from pathlib import Path
+
+from nandoctor.dumps.classify import unwrapped_name
+from nandoctor.dumps.dump import Dump
+from nandoctor.errors import ModelError
+from nandoctor.source_files import PACKAGE_FOLDERS, parse_or_none, shown_path
+
+_MAX_FILES = 2000
+_MAX_FOLDERS = 500
+_MAX_NBYTES = 1 << 20
+_DEPTH = 3
+_MAX_SUGGESTED = 3
+_REGISTERING = frozenset({"add_module", "register_module", "register_buffer", "register_parameter", "setattr"})
+
+
+def missing_model(dump: Dump) -> ModelError:
+    """What to say of a dump without its model's code, where no `--model` is given."""
+    remedy = (
+        "Name what builds the model: --model train.py:make_model, or --model package.module:attr; or set model in "
+        "[tool.nandoctor] of the project's pyproject.toml."
+    )
+    if near := suggest_models(dump.state, (Path.cwd(), dump.path.parent)):
+        remedy += f"\nBy the names of the weights it may be --model {' or --model '.join(near)}."
+    return ModelError("The dump holds weights and arrays, not the model's code.", remedy=remedy)
+
+
+def suggest_models(names: Collection[str], folders: Collection[Path]) -> list[str]:
+    """What to try for `--model`, "train.py:make_model": the classes whose code assigns all that the names begin with.
+
+    `names` are those of a state dict, `folders` are searched to a depth of three. A function that does nothing but
+    build such a class, and needs no argument, stands for it. Of the files those that have the most of the names count.
+    """
+    parts = [unwrapped_name(name).split(".") for name in names]
+    firsts = {first for first, *_ in parts}
+    wanted = [firsts]
+    if len(firsts) == 1:  # of a wrapper, as Lightning's `model.`
+        wanted.append({part[1] for part in parts if len(part) > 1})
+    words = {word for part in parts for word in part if not word.isdigit()}
+    found = []
+    for path in _find_sources(folders):
+        text = _read(path)
+        if any(members and all(name in text for name in members) for members in wanted):
+            num_words = sum(word in text for word in words)
+            found += [(-num_words, num_more, spec) for num_more, spec in _find_classes(path, wanted)]
+    return [spec for num_words, _, spec in sorted(found) if num_words == min(found)[0]][:_MAX_SUGGESTED]
+
+
+def _find_classes(path: Path, wanted: Collection[Collection[str]]) -> Iterator[tuple[int, str]]:
+    """The classes of a file that assign all the names of one set, each with how many it assigns."""
+    tree = parse_or_none(path)
+    if tree is None:
+        return
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    for name in classes:
+        assigned = _names_assigned(name, classes)
+        if any(members and assigned.issuperset(members) for members in wanted):
+            yield len(assigned), f"{shown_path(path)}:{next(_find_builders(name, tree), name)}"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _find_sources(folders: Collection[Path]) -> Iterator[Path]:
+    seen: set[Path] = set()
+    for top in {folder.resolve() for folder in folders}:
+        for parent, inner, files in islice(os.walk(top), _MAX_FOLDERS):
+            here = Path(parent)
+            is_deep = len(here.relative_to(top).parts) >= _DEPTH
+            inner[:] = [] if is_deep else [name for name in inner if _is_own(here / name)]
+            for path in (here / name for name in files if name.endswith(".py")):
+                if path not in seen and path.is_file() and path.stat().st_size <= _MAX_NBYTES:
+                    yield path
+                    seen.add(path)
+                if len(seen) == _MAX_FILES:
+                    return
+
+
+def _is_own(folder: Path) -> bool:
+    installed = folder.name in PACKAGE_FOLDERS or (folder / "pyvenv.cfg").is_file()
+    return not (installed or folder.name.startswith((".", "_")))
+
+
+def _names_assigned(name: str, classes: dict[str, ast.ClassDef], seen: frozenset[str] = frozenset()) -> set[str]:
+    """What the code of a class sets on `self`, and that of its bases in the same file."""
+    if name not in classes or name in seen:
+        return set()
+    found = set()
+    for node in ast.walk(classes[name]):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            found.add(node.attr)
+        elif isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            texts = (getattr(argument, "value", None) for argument in node.args[:2])
+            found |= {text for text in texts if isinstance(text, str)} if called in _REGISTERING else set()
+    for base in classes[name].bases:
+        found |= _names_assigned(getattr(base, "id", ""), classes, seen | {name})
+    return found
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _find_builders(name: str, tree: ast.Module) -> Iterator[str]:
+    """The functions at the top level that do nothing but call the class and return it, without an argument to give."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and isinstance(made := node.body[-1], ast.Return):
+            required = len(node.args.posonlyargs + node.args.args) - len(node.args.defaults)
+            required += sum(default is None for default in node.args.kw_defaults)
+            told = [line for line in node.body[:-1] if not isinstance(line, ast.Expr | ast.Assign)]
+            is_call = isinstance(made.value, ast.Call) and getattr(made.value.func, "id", None) == name
+            if is_call and not required and not told:
+                yield node.name

@@ -1,0 +1,68 @@
+"""Which classes and functions are suggested for a dump without a model, from the text of the files near it."""
+
+import os
+
+import pytest
+
+from nandoctor.replaying.model_search import suggest_models
+
+UNET = """
+import torch.nn as nn
+import no_such_package
+raise SystemExit("this file is read, not run")
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Conv2d(3, 3, 3)
+
+class UNet(Base):
+    def __init__(self, width=4):
+        super().__init__()
+        self.up, self.skip = nn.Conv2d(3, width, 3), None
+        self.register_buffer("scale", None)
+"""
+NAMES = ["down.weight", "down.bias", "up.weight", "scale"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(folder, path, text=UNET):
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    (folder / path).write_text(text)
+
+
+@pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod.", "model.", "net."])
+def test_a_class_by_the_names_of_its_weights(wrapper, folder):
+    write(folder, "models/unet.py")
+    write(folder, "other.py", "import torch\n\nclass Net(torch.nn.Module):\n    def f(self):\n        self.down = 1\n")
+    assert suggest_models([wrapper + name for name in NAMES], (folder, folder)) == ["models/unet.py:UNet"]
+
+
+def test_a_function_that_only_builds_it_comes_first(folder):
+    trains = "\ndef train():\n    model = UNet()\n    for _ in range(9):\n        print()\n    return UNet()\n"
+    write(folder, "train.py", UNET + trains + "\ndef wide(width):\n    return UNet(width)\n")
+    assert suggest_models(NAMES, (folder,)) == ["train.py:UNet"]
+    write(folder, "train.py", UNET + trains + '\ndef make(width=3):\n    """It."""\n    return UNet(width)\n')
+    assert suggest_models(NAMES, (folder,)) == ["train.py:make"]
+
+
+def test_the_file_that_has_most_of_the_names(folder):
+    write(folder, "first.py", "class Any:\n    def __init__(self):\n        self.net = None\n")
+    write(folder, "second.py", "class Own:\n    def __init__(self):\n        self.net = dict(query=1, key=2)\n")
+    assert suggest_models(["net.query.weight", "net.key.weight"], (folder,)) == ["second.py:Own"]
+
+
+def test_what_is_no_code_of_the_project(folder):
+    for path in (".venv/unet.py", "lib/site-packages/unet.py", "a/b/c/d/e/unet.py"):
+        write(folder, path)
+    write(folder, "broken.py", UNET + "\ndef (:\n")
+    (folder / "gone.py").symlink_to("nowhere.py")
+    os.mkfifo(folder / "pipe.py")
+    assert suggest_models(NAMES, (folder,)) == []
+    assert suggest_models(["0.weight"], (folder,)) == []
+    assert suggest_models([], (folder,)) == []
