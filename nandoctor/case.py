@@ -26,15 +26,7 @@ from nandoctor.renderers.save import save_report
 from nandoctor.replaying.eps_constants import list_constants
 from nandoctor.replaying.model_loading import ModelSource, build_model
 from nandoctor.replaying.progress import Listener, Progress, listener_of
-from nandoctor.replaying.settings import (
-    MEANINGS,
-    ReplayOptions,
-    Settings,
-    StepOptions,
-    anchor,
-    override,
-    settings_for,
-)
+from nandoctor.replaying.settings import MEANINGS, ReplayOptions, Settings, StepOptions, anchor, override, settings_for
 from nandoctor.replaying.weights import take_weights
 from nandoctor.repro_scripts.build import make_script
 from nandoctor.text import dtype_name

@@ -26,8 +26,6 @@ from nandoctor.tracing.tensor_stats import measure_all
 
 CheckpointFile = Dump | str | os.PathLike[str]
 
-_STEPS = ("step", "global_step", "iteration", "iter", "epoch")
-
 
 @takes_options(StepOptions)
 def checkup(
@@ -92,11 +90,9 @@ def _check(dump: Dump, model: ModelSource | None, settings: Settings, progress: 
         )
     gradients = {stats.path: stats for stats in measure_all((wide.gradients or {}).items())}
     layers = measure_layers(wide.trace, narrow.trace, gradients)
-    # The step, else the epoch, that the file was saved at.
-    scalars = {name.rpartition(".")[2]: value for name, value in reversed(list(dump.scalars.items()))}
     return CheckedStep(
         path=str(dump.path),
-        step=next((scalars[name] for name in _STEPS if type(scalars.get(name)) is int), None),
+        step=dump.step if dump.step is not None else dump.find_count("epoch"),
         layers=layers,
         loss_scale=find_loss_scales(layers, step.loss_scale),
         run=describe_run(narrow.trace.policy, narrow.trace.format),

@@ -84,12 +84,14 @@ def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iter
         use = EpsUse(place="op", module=op.module, type=op.type, name=name, value=value, op=op.op, source=op.source)
         use = _in_format(use, _format_used(op))
         if _is_beside_one(op, name, number):
+            rounded = abs(1 - _format_used(op).round(number))
             use = replace(
                 use,
                 name=f"1 - {name}" if number < 1 else f"{name} - 1",
-                rounded=abs(1 - _format_used(op).round(number)),
+                rounded=rounded,
+                effect="normal" if rounded else "zero",
+                rel_err=abs(rounded / value - 1),
             )
-            use = replace(use, effect="normal" if use.rounded else "zero", rel_err=abs((use.rounded or 0) / value - 1))
         yield replace(use, absorbed_share=_absorbed_share(op, name), bound_share=_bound_share(op, name))
 
 

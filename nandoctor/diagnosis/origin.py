@@ -42,16 +42,8 @@ def find_nonfinite_places(trace: Trace, reference: Trace) -> list[NonfinitePlace
     Values of the same kinds at the same place in a reference whose output is finite are meant (attention masks) and
     passed over.
     """
-    meant = (
-        {_key(nonfinite_place): nonfinite_place.value for nonfinite_place in _nonfinite_places(reference)}
-        if reference.finite
-        else {}
-    )
-    return [
-        nonfinite_place
-        for nonfinite_place in _nonfinite_places(trace)
-        if not _is_in_both(nonfinite_place.value, meant.get(_key(nonfinite_place)))
-    ]
+    meant = {_key(place): place.value for place in _nonfinite_places(reference)} if reference.finite else {}
+    return [place for place in _nonfinite_places(trace) if not _is_in_both(place.value, meant.get(_key(place)))]
 
 
 def _is_in_both(value: TensorStats, other: TensorStats | None) -> bool:
@@ -90,10 +82,10 @@ def _parents(trace: Trace) -> dict[tuple[str, int], ModuleCall | None]:
     return parents
 
 
-def _key(nonfinite_place: NonfinitePlace) -> _TensorKey:
-    call = nonfinite_place.seen_in or nonfinite_place.owner
+def _key(place: NonfinitePlace) -> _TensorKey:
+    call = place.seen_in or place.owner
     module, number = call.key if call else ("", -1)
-    return (module, number, nonfinite_place.where, nonfinite_place.value.path)
+    return (module, number, place.where, place.value.path)
 
 
 def nonfinite_elements(stats: TensorStats, trace: Trace | None) -> NonfiniteElements:
@@ -117,33 +109,33 @@ def needs_counts(trace: Trace, low: FloatFormat) -> bool:
     return any(stats.counts is None and stats.asks_for_counts(low) for stats in tensors)
 
 
-def describe_first(nonfinite_place: NonfinitePlace, trace: Trace, reference: Trace) -> FirstNonfinite:
+def describe_first(first: NonfinitePlace, trace: Trace, reference: Trace) -> FirstNonfinite:
     """The first non-finite place as the report keeps it, with what fp32 has at the same place."""
-    owner, seen_in = nonfinite_place.owner, nonfinite_place.seen_in
+    owner, seen_in = first.owner, first.seen_in
     return FirstNonfinite(
         run="autocast",
-        phase=_PHASES.get(nonfinite_place.where, "forward"),
-        place=owner.place if owner else Place(module=LOSS if nonfinite_place.where == "loss" else "", type="", call=0),
-        where=nonfinite_place.where,
+        phase=_PHASES.get(first.where, "forward"),
+        place=owner.place if owner else Place(module=LOSS if first.where == "loss" else "", type="", call=0),
+        where=first.where,
         seen_in=seen_in.place if seen_in else None,
-        elements=nonfinite_elements(nonfinite_place.value, trace),
+        elements=nonfinite_elements(first.value, trace),
         inputs=owner.inputs if owner else (),
-        value=nonfinite_place.value,
-        would_be=_would_be(nonfinite_place, reference),
+        value=first.value,
+        would_be=_would_be(first, reference),
         state=owner.state if owner else (),
     )
 
 
-def _would_be(nonfinite_place: NonfinitePlace, reference: Trace) -> float | None:
+def _would_be(first: NonfinitePlace, reference: Trace) -> float | None:
     """The largest magnitude that fp32 has in the same tensor."""
-    call = nonfinite_place.seen_in or nonfinite_place.owner
+    call = first.seen_in or first.owner
     if call is None:
         return None
     same = next((other for other in reference.calls if other.key == call.key), None)
     if same is None:
         return None
-    tensors: tuple[TensorStats, ...] = same.outputs if nonfinite_place.where == "output" else same.inputs
-    return next((stats.absmax for stats in tensors if stats.path == nonfinite_place.value.path), None)
+    tensors: tuple[TensorStats, ...] = same.outputs if first.where == "output" else same.inputs
+    return next((stats.absmax for stats in tensors if stats.path == first.value.path), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,18 +12,17 @@ import numpy as np
 from nandoctor.evidence.exhibits import Excerpt
 from nandoctor.evidence.formats import EDGE, FP16, FloatFormat
 from nandoctor.evidence.report import LayerRow, NearMiss, Runs, RunSummary
-from nandoctor.evidence.trace import ModuleCall, SourceLine, TensorStats, Trace
+from nandoctor.evidence.trace import ModuleCall, Place, SourceLine, TensorStats, Trace
 from nandoctor.source_files import parse
 from nandoctor.text import percent, relative_path
 
 
 def summarize_runs(trace: Trace, reference: Trace, low: FloatFormat) -> Runs:
     """Both runs, row by row."""
-    unholdable = first_unholdable(reference, low)
     return Runs(
         autocast=_summarize(trace, reference, low),
         fp32=_summarize(reference, trace, low),
-        first_unholdable=unholdable.place if unholdable else None,
+        first_unholdable=first_unholdable(reference, low),
     )
 
 
@@ -87,16 +86,12 @@ def align(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[LayerRow, .
     return tuple(_row(call, others.get(call.key), low) for call in returned)
 
 
-def first_unholdable(reference: Trace, low: FloatFormat) -> ModuleCall | None:
+def first_unholdable(reference: Trace, low: FloatFormat) -> Place | None:
     """The first call, in the order of return, whose fp32 output `low` could not hold."""
-    return next(
-        (
-            call
-            for call in _returned(reference)
-            if any(stats.absmax is not None and not low.holds(stats.absmax) for stats in call.outputs)
-        ),
-        None,
-    )
+    for call in _returned(reference):
+        if any(stats.absmax is not None and not low.holds(stats.absmax) for stats in call.outputs):
+            return call.place
+    return None
 
 
 def find_near_misses(reference: Trace, low: FloatFormat) -> tuple[NearMiss, ...]:
@@ -117,12 +112,17 @@ def find_near_misses(reference: Trace, low: FloatFormat) -> tuple[NearMiss, ...]
     return tuple(found)
 
 
+def makes_error(row: LayerRow) -> bool:
+    """Tell whether the call is far from fp32 while its inputs are near to it."""
+    if row.rel_err is None or row.inherited_err is None:
+        return False
+    return row.rel_err > LARGE_ERROR and row.inherited_err < row.rel_err / MADE_HERE
+
+
 def describe_error_source(rows: Sequence[LayerRow]) -> tuple[str, ...]:
-    """A sentence on the first finite call that is far from fp32 while its inputs are near to it; none where none is."""
+    """A sentence on the first finite call that makes a large error, where one does."""
     for row in rows:
-        if not row.finite or row.rel_err is None or row.inherited_err is None:
-            continue
-        if row.rel_err > LARGE_ERROR and row.inherited_err < row.rel_err / MADE_HERE:
+        if row.finite and makes_error(row):
             return (
                 f"{row.place.with_type} is finite and {percent(row.rel_err)} away from fp32, its inputs "
                 f"{percent(row.inherited_err)}: the error is made there.",

@@ -95,6 +95,21 @@ class Dump:
         scale = float(saved[0]) if saved and isinstance(saved[0], (int, float)) else math.nan
         return scale if math.isfinite(scale) and scale > 0 else None
 
+    @property
+    def scalars_by_last_name(self) -> dict[str, Any]:
+        """The scalars without the names of what they are nested in; of several of one name, the first."""
+        return {name.rpartition(".")[2]: value for name, value in reversed(list(self.scalars.items()))}
+
+    @property
+    def step(self) -> int | None:
+        """The step of the training that was saved, under the names that the recorder and most scripts use."""
+        return self.find_count("step", "global_step", "iteration", "iter")
+
+    def find_count(self, *names: str) -> int | None:
+        """The whole number that is saved under the first of these names, whatever it is nested in."""
+        scalars = self.scalars_by_last_name
+        return next((scalars[name] for name in names if type(scalars.get(name)) is int), None)
+
     def _count(self, name: str, default: int) -> int:
         value = self.scalars.get(name)
         return value if type(value) is int else default

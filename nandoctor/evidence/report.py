@@ -16,6 +16,7 @@ from nandoctor.evidence.verdicts import Verdict
 SCHEMA = "nandoctor.report/2"
 
 Grade = Literal["exact", "same-mask", "elsewhere", "finite", "no-reference"]
+ChangeKind = Literal["source", "snippet", "setting", "data", "state", "advice"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +240,7 @@ class Fix:
     `files` are those that a diff changes, with their whole texts; a saved report has the diff alone.
     """
 
-    kind: Literal["source", "snippet", "setting", "data", "state", "advice"]
+    kind: ChangeKind
     edit: Edit
     title: str
     patch: str

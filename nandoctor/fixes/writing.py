@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -35,14 +35,13 @@ from nandoctor.evidence.edits import (
     flatten,
 )
 from nandoctor.evidence.formats import BF16, LARGEST_EPS
-from nandoctor.evidence.report import FixSettings
+from nandoctor.evidence.report import ChangeKind, FixSettings
 from nandoctor.evidence.trace import LOSS, OpCall
 from nandoctor.fixes.cells import cell_name, known_names, write_snippet
 from nandoctor.fixes.source_changes import PastBound, SourceWriter
 from nandoctor.ops import CASTS, DIVISIONS
 from nandoctor.text import constant
 
-ChangeKind = Literal["source", "snippet", "setting", "data", "state", "advice"]
 _BINARY = frozenset({"add", "sub", "mul", "div"})
 _WIDEN = """def widen(module, args, kwargs):
     def cast(value):

@@ -124,22 +124,18 @@ def _describe_place(report: Report) -> CodePlace:
 
 def _describe_moment(dump: Dump, shown: str) -> TrainingMoment:
     """What the file says of step, epoch, rank and fold, under the names that the recorder and most scripts use."""
-    scalars = {name.rpartition(".")[2]: value for name, value in reversed(list(dump.scalars.items()))}
+    scalars = dump.scalars_by_last_name
     run = next((str(scalars[name]) for name in _RUN_NAMES if isinstance(scalars.get(name), (str, int))), None)
     fold = scalars.get("fold")
     written = scalars.get("written")
     return TrainingMoment(
         run=brief(run if run is not None else str(Path(shown).parent)),
-        step=_whole(scalars, "step", "global_step", "iteration", "iter"),
-        epoch=_whole(scalars, "epoch"),
-        rank=_whole(scalars, "rank", "global_rank"),
+        step=dump.step,
+        epoch=dump.find_count("epoch"),
+        rank=dump.find_count("rank", "global_rank"),
         fold=brief(str(fold)) if isinstance(fold, (int, str)) else None,
         written=brief(written) if isinstance(written, str) else None,
     )
-
-
-def _whole(scalars: dict[str, Any], *names: str) -> int | None:
-    return next((scalars[name] for name in names if type(scalars.get(name)) is int), None)
 
 
 def _list_sources(found: Diagnosed) -> Iterator[SourceFile]:
@@ -152,13 +148,15 @@ def _list_sources(found: Diagnosed) -> Iterator[SourceFile]:
 
 
 def _describe_error(job: Job, error: BaseException) -> DumpResult:
-    known = isinstance(error, NanDoctorError)
-    text = (
-        f"{error.message} {error.remedy}" if isinstance(error, NanDoctorError) else f"{type(error).__name__}: {error}"
-    )
     outcome: Any = "unreadable" if isinstance(error, DumpError) else "failed"
     if is_out_of_memory(error):
-        outcome, text = "out-of-memory", text if known else "There was not enough memory to replay it."
+        outcome = "out-of-memory"
+    if isinstance(error, NanDoctorError):
+        text = f"{error.message} {error.remedy}"
+    elif is_out_of_memory(error):
+        text = "There was not enough memory to replay it."
+    else:
+        text = f"{type(error).__name__}: {error}"
     return DumpResult(path=job.shown, key=job.key, outcome=outcome, reason=brief(" ".join(text.split()), _MAX_REASON))
 
 

@@ -82,17 +82,21 @@ def fix_parts(report: Report) -> Iterator[RenderableType]:
 
 def evidence_parts(report: Report, *, has_page: bool) -> Iterator[RenderableType]:
     """What speaks for the answer, what else was tried, and what to do next; the layers where no fix was verified."""
-    solved = any(fix.verified for fix in report.fixes)
-    table = None if solved else make_table(report, before=2, after=1) if report.fixes else make_table(report)
-    left_out = _TOLD_BY_A_FIX if solved else _LESS_THAN_A_FIX if report.fixes else frozenset()
+    if any(fix.verified for fix in report.fixes):
+        table, left_out = None, _TOLD_BY_A_FIX
+    elif report.fixes:
+        table, left_out = make_table(report, before=2, after=1), _LESS_THAN_A_FIX
+    else:
+        table, left_out = make_table(report), frozenset()
     if _names_the_layer(report):
         left_out |= {"layers"}
     if table is not None and any(row.unholdable for row in table.rows):
         left_out |= {"too large"}
     evidence = [*evidence_facts(report), *trial_facts(report)]
     notes = note_facts(report)
-    if more := len(notes) - _MAX_NOTES if len(notes) > _MAX_NOTES else 0:
-        notes[_MAX_NOTES:] = [Fact(label="note", text=f"{more} more in the report (-o report.json)")]
+    if len(notes) > _MAX_NOTES:
+        more = f"{len(notes) - _MAX_NOTES} more in the report (-o report.json)"
+        notes[_MAX_NOTES:] = [Fact(label="note", text=more)]
     last = [*detail_facts(report), *notes, *next_facts(report, page=not has_page)]
     evidence, last = ([fact for fact in facts if fact.label not in left_out] for facts in (evidence, last))
     if table is None:

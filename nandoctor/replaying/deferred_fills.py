@@ -100,37 +100,37 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         self.busy = True
         try:
-            noted, result = self._defer(func, args, kwargs)
+            result = self._defer(func, args, kwargs)
         finally:
             self.busy = False
-        return result if noted else func(*args, **kwargs)
+        return func(*args, **kwargs) if result is None else result
 
-    def _defer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Whether the operation was put off, and what stands for its result."""
+    def _defer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The result of an operation that is put off, to be filled later; None where it has to run now."""
         name, draws = func.overloadpacket.__name__, torch.Tag.nondeterministic_seeded in func.tags
         tensors = tree_tensors((args, kwargs))
-        reads = [tensor for tensor in tensors if not _is_plain(tensor) or storage_of(tensor) in self._pending]
+        reads = any(not _is_plain(tensor) or storage_of(tensor) in self._pending for tensor in tensors)
         if not (draws or reads):
-            return False, None
+            return None
         if kwargs.get("generator") is None and all(map(_is_plain, tensors)) and _is_cpu(kwargs):
             if name in _FACTORIES and not tensors:
                 made = torch.empty(*args, **{key: value for key, value in kwargs.items() if key != "generator"})
                 operation = _FACTORIES[name]
                 self._note(_Fill(operation=operation, target=made, args=(), kwargs={}, state=self._read_state()))
-                return True, made
+                return made
             if len(tensors) == 1 and tensors[0] is args[0]:
                 first = schema_of(func).arguments[0].alias_info
                 if first is not None and first.is_write:
                     state = self._read_state() if draws else None
                     self._note(_Fill(operation=func, target=args[0], args=args[1:], kwargs=kwargs, state=state))
-                    return True, args[0]
+                    return args[0]
                 returns = schema_of(func).returns
                 if len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write:
-                    return False, None
+                    return None  # a view, which reads nothing
                 if name in _COPIES:
-                    return True, self._copy_later(func, args, kwargs)
+                    return self._copy_later(func, args, kwargs)
         self.make_all()
-        return False, None
+        return None
 
     def _copy_later(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         source = args[0].detach()

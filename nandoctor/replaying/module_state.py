@@ -10,7 +10,7 @@ fp32 does, rounded. Dropout draws the same mask in every format.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -180,11 +180,9 @@ _DRAWING = frozenset(
 )
 
 
-@contextmanager
-def drawn_in_fp32() -> Iterator[None]:
+def drawn_in_fp32() -> AbstractContextManager[Any]:
     """A context in which float64 random numbers are drawn in fp32, and cast."""
-    with intercepting(_draw):
-        yield
+    return intercepting(_draw)
 
 
 def _draw(call: Invocation, proceed: Proceed) -> Any:

@@ -34,14 +34,8 @@ _LISTS: tuple[tuple[Mode, Iterable[str]], ...] = (
 )
 _MODES: dict[str, Mode] = {name: mode for mode, names in _LISTS for name in names}
 _PLAINER_NAMES = {
-    "self": "x",
-    "input": "x",
-    "other": "y",
-    "mat2": "y",
-    "tensor2": "y",
-    "vec2": "y",
-    "tensors[0]": "x",
-    "tensors[1]": "y",
+    **dict.fromkeys(("self", "input", "tensors[0]"), "x"),
+    **dict.fromkeys(("other", "mat2", "tensor2", "vec2", "tensors[1]"), "y"),
 }
 _CONSTANTS = frozenset({"self", "other", "min", "max", "eps", "value", "fill_value"})
 _TAKEN = frozenset({"case", "low", "torch", "inf", "nan", "got", "passing"})

@@ -13,13 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from nandoctor.evidence.exhibits import Picture, SampleView, Signal, TokenIds
-from nandoctor.renderers.plots.figures import (
-    NONFINITE_COLOR,
-    figure_svg,
-    figure_width,
-    for_page_and_phone,
-    new_figure,
-)
+from nandoctor.renderers.plots.figures import NONFINITE_COLOR, figure_svg, figure_width, for_page_and_phone, new_figure
 from nandoctor.renderers.plots.origin import picture_levels
 from nandoctor.text import are, number, plural
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from nandoctor.diagnosis.run_summary import LARGE_ERROR, MADE_HERE
+from nandoctor.diagnosis.run_summary import LARGE_ERROR, makes_error
 from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.evidence.trace import describe_run
 from nandoctor.renderers.layers import Layers, select_layers
@@ -44,7 +44,7 @@ def _write_finding(report: Report) -> str:
     rows = [pair.autocast for pair in select_layers(report).pairs if pair.autocast is not None]
     run = report.runs.autocast if report.runs else None
     under = f" {describe_run(run.policy, run.dtype)}" if run else ""
-    maker = next((row for row in rows if _makes_error(row)), None)
+    maker = next((row for row in rows if makes_error(row)), None)
     nonfinite = next((row for row in rows if not row.finite), None)
     ending = f" {nonfinite.place.label} is the first to be non-finite." if nonfinite else ""
     if maker is not None:
@@ -59,12 +59,6 @@ def _write_finding(report: Report) -> str:
     return f"No layer makes a large error: the largest is {percent(errors[worst])}, {carried} {worst}.{ending}"
 
 
-def _makes_error(row: LayerRow) -> bool:
-    if row.rel_err is None or row.rel_err <= LARGE_ERROR:
-        return False
-    return row.inherited_err is not None and row.inherited_err < row.rel_err / MADE_HERE
-
-
 def _draw_panel(axes: Axes, layers: Layers, shown: range, rounding: float) -> Sequence[Artist]:
     use_powers(axes)
     axes.set_ylim(*_find_limits(layers, rounding))
@@ -74,8 +68,8 @@ def _draw_panel(axes: Axes, layers: Layers, shown: range, rounding: float) -> Se
     wide, narrow = (1.0, 0.0) if len(shown) > MAX_BARS else (0.86, 0.4)  # a bar within a bar gets too thin to see
     kinds = (
         ("inherited from its inputs", SKY, [(x, row.inherited_err) for x, row in rows], wide),
-        ("in its output", BLUE, [(x, row.rel_err) for x, row in rows if not _makes_error(row)], narrow),
-        ("made here", ORANGE, [(x, row.rel_err) for x, row in rows if _makes_error(row)], narrow),
+        ("in its output", BLUE, [(x, row.rel_err) for x, row in rows if not makes_error(row)], narrow),
+        ("made here", ORANGE, [(x, row.rel_err) for x, row in rows if makes_error(row)], narrow),
     )
     legend: list[Artist] = [_draw_bars(axes, *kind) for kind in kinds if any(error for _, error in kind[2])]
     # What one rounding to the format costs, and from where on an error is large.
