@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -61,7 +60,7 @@ from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Progress, listener_of
-from nandoctor.replaying.reproduction import Preparation, Replayed, reproduce, run_whole
+from nandoctor.replaying.reproduction import Preparation, Replayed, reproduce, run_or, run_whole
 from nandoctor.replaying.runner import CLOSELY, FailingStep, Outcome, RunInterrupted, Watch
 from nandoctor.replaying.saved_arrays import choose_policies, view_sample
 from nandoctor.replaying.settings import Settings
@@ -309,11 +308,8 @@ def _run_reference(step: FailingStep, trace: Trace, *, for_fixes: bool) -> Outco
     closely = replace(CLOSELY, stage="replay", keep=for_fixes)
     if trace.finite and not trace.unread:
         return run_whole(step, REFERENCE, closely) if trace.bad_gradients else step.run(REFERENCE)
-    with suppress(ModelError):  # it may not run with a graph
-        if for_fixes:
-            outcome = step.run(REFERENCE, replace(closely, stand_in=surrogate_loss))
-            if outcome.trace.raised is None and outcome.trace.blinded is None:
-                return outcome
+    if for_fixes:  # it may not run with a graph
+        return run_or(step, REFERENCE, replace(closely, stand_in=surrogate_loss), simpler=closely)
     return step.run(REFERENCE, closely)
 
 

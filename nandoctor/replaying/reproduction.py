@@ -325,11 +325,19 @@ def run_whole(step: FailingStep, policy: Policy | None, watch: Watch) -> Outcome
 
     Raises as `FailingStep.run` does.
     """
+    return run_or(step, policy, replace(watch, statistics="counts", ops=True, backward=True), simpler=watch)
+
+
+def run_or(step: FailingStep, policy: Policy | None, watch: Watch, *, simpler: Watch) -> Outcome:
+    """The step run under `watch`; under the `simpler` one where that cannot be, or does not see it to its end.
+
+    Raises as `FailingStep.run` does.
+    """
     with suppress(ModelError):
-        outcome = step.run(policy, replace(watch, statistics="counts", ops=True, backward=True))
+        outcome = step.run(policy, watch)
         if outcome.trace.raised is None and outcome.trace.blinded is None:
             return outcome
-    return step.run(policy, watch)
+    return step.run(policy, simpler)
 
 
 def _grade_all(preparation: Preparation, output: Any, loss: torch.Tensor | None) -> Reproduction:
