@@ -218,16 +218,16 @@ class GradientCheck:
             # A loss with a scale of its own needs one below 1, and no other loss does.
             is_too_low = scale_set_by(change) is not None and scale * max(1.0, self._steepness()) < 1
             return "gradients of an ordinary size" if is_too_low else None
-        kept = KeepSamples(samples=self._healthy)
-        made, reference = self._trials.run(kept, SetLossScale(value=scale)), self._trials.reference(kept)
-        is_lost = made.finite and reference.finite and gradient_error(made, reference) > GRADIENT_TOLERANCE
-        return "those of the samples that were fine" if is_lost else None
+        return "those of the samples that were fine" if self._healthy_error(scale) > GRADIENT_TOLERANCE else None
 
     @cached_property
     def _own_error(self) -> float:
         """What the gradients of the samples that were fine are off by, in the format that the step failed in."""
+        return self._healthy_error(self._trials.step.loss_scale or _USUAL_SCALES[1])
+
+    def _healthy_error(self, scale: float) -> float:
+        """How far off fp32 the gradients of the samples that were fine are; 0 where either are not finite."""
         kept = KeepSamples(samples=self._healthy)
-        scale = self._trials.step.loss_scale or _USUAL_SCALES[1]
         made, reference = self._trials.run(kept, SetLossScale(value=scale)), self._trials.reference(kept)
         return gradient_error(made, reference) if made.finite and reference.finite else 0.0
 

@@ -33,7 +33,7 @@ from nandoctor.fixes.variations import (
     OTHER_SEED,
     SCALED,
     VARIATIONS,
-    extreme,
+    extreme_samples,
     scaled,
     squared_surrogate,
     surrogate_loss,
@@ -300,8 +300,8 @@ class Verifier:
         They are those with the largest values in it, and of those to blame the one with the smallest.
         """
         step, size = self._trials.step, self._trials.step.num_samples or 0
-        guilty = extreme(self._guilty, step.batch, step.used, size)
-        few = sorted((*guilty, *extreme(self._healthy, step.batch, step.used, size)[:1]))
+        guilty = extreme_samples(self._guilty, step.batch, step.used, size)
+        few = sorted((*guilty, *extreme_samples(self._healthy, step.batch, step.used, size)[:1]))
         return tuple(few) if guilty and 2 * len(few) <= size else None
 
     def _check_variation(self, name: str, edit: Edit, judge: Callable[[Trials | None], Said]) -> Check:

@@ -104,7 +104,7 @@ NEARLY_THE_SAME = ("samples in another order", "small noise on the inputs", OTHE
 SCALED = ("inputs halved", "inputs doubled")
 
 
-def extreme(samples: Sequence[int], batch: Batch, used: frozenset[str], size: int) -> tuple[int, ...]:
+def extreme_samples(samples: Sequence[int], batch: Batch, used: frozenset[str], size: int) -> tuple[int, ...]:
     """Of some samples of a batch of `size` the one with the largest magnitude in it, then the one with the smallest."""
     dense = [batch[name] for name in used & batch.keys() if is_dense(batch[name])]
     arrays = [array for array in dense if array.dim() and len(array) == size]
