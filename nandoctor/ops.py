@@ -321,6 +321,8 @@ HIDDEN_LOGARITHMS = {
     "ctc_loss": "no alignment of a target fits the length of its input, so its probability is zero",
 }
 """Ops that take the logarithm of what they compute, and when that is zero."""
+NEGATIVE_LOGARITHMS = {"logdet": "the determinant is negative"}
+"""Those of them that are NaN where what they compute is negative."""
 HAS_STABLE_LOGARITHM = _names("softmax sigmoid exp cosh")
 
 # CUDA's kernels add this eps to statistics in fp32 (at::acc_type), whatever the input is: layer_norm_kernel.cu,

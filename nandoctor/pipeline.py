@@ -327,6 +327,8 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     findings = replace(findings, ops=trace.ops, bad_gradients=trace.bad_gradients)
     loss = findings.trace.loss
     if loss is not None and not loss.finite and not trace.bad_gradients:
+        if trace.raised is not None:  # a backward pass that ended early has left no gradient, finite or not
+            return findings
         note = "The loss is non-finite and every gradient is finite: GradScaler will never skip this step."
         return replace(findings, notes=(note,))
     if not sound or not trace.bad_gradients:

@@ -91,8 +91,9 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
         divisor = next(tensor for tensor in finding.op.inputs if tensor.name == denominator.name)
         counts = (1.0,) if _is_count(finding, divisor) else ()
         clamps = divisor_candidate(finding.op, divisor, finding.ops, (*counts, *_SMALL))
-        # A power has no numerator that is 0 as well: a clamp would make up a large number.
-        first = len(counts) if finding.op.op == "pow" else len(clamps)
+        # Where the numerator is not 0 as well a clamp makes up a large number, and a clamp at more than the smallest
+        # bound replaces divisors that other batches have.
+        first = len(counts) + (finding.analysis.kinds == ("nan",))
         yield (*clamps[:first], *guard_candidate(finding.op), *clamps[first:])
 
 

@@ -3,7 +3,7 @@
 What it is
     The mean of no elements, the standard deviation of one, a loss averaged over labels that are all ignored: 0 / 0.
 How nandoctor tells
-    A reduction or a loss with finite inputs and NaN out, in float64 as well.
+    A reduction or a loss with finite inputs and NaN out, in float64 as well; or the infinity of a segment's maximum.
 Why it happens
     A boolean mask selects nothing in this batch, or every label equals ignore_index. The gradients can be finite, and
     GradScaler then never skips the step.
@@ -26,28 +26,34 @@ from nandoctor.text import plural
 
 TITLE = "A reduction over no elements"
 PHASES = ("forward",)
+_SEGMENTED = frozenset({"segment_reduce"})
 _SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
 
 
 def diagnose(finding: Finding) -> Account | None:
     """A reduction or loss that is NaN although everything in it is finite."""
     op = finding.op.op
-    if not is_average(op) or finding.had_inf_input or finding.overflowed or finding.analysis.kinds != ("nan",):
+    if not is_average(op) or finding.had_inf_input or finding.overflowed:
+        return None
+    num_bad, kinds = finding.analysis.num_bad, finding.analysis.kinds
+    if op in _SEGMENTED and kinds in (("+inf",), ("-inf",)):
+        extreme, infinity = ("maximum", "-Inf") if kinds == ("-inf",) else ("minimum", "Inf")
+        return Account(
+            headline=f"{subject(finding.op)} takes the {extreme} of nothing: that is {infinity}",
+            explanation=f"{op} takes the {extreme} of no elements, which it gives as {infinity}.",
+            evidence=(Evidence(name="num_bad", value=num_bad, text=f"{plural(num_bad, extreme)} of nothing"),),
+        )
+    if kinds != ("nan",):
         return None
     lacks = "too few values" if op in _SPREADS else "nothing to average"
     return Account(
         headline=f"{subject(finding.op)} has {lacks}: 0/0 is NaN",
         explanation=f"{op} has nothing to average: its inputs are finite, and even float64 gives NaN.",
-        evidence=(
-            Evidence(
-                name="num_bad",
-                value=finding.analysis.num_bad,
-                text=f"{plural(finding.analysis.num_bad, 'average')} of 0/0",
-            ),
-        ),
+        evidence=(Evidence(name="num_bad", value=num_bad, text=f"{plural(num_bad, 'average')} of 0/0"),),
     )
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
     """Count an average over nothing as zero."""
-    yield (ClampArgument(site=site_of(finding.op), argument="", nan=True),)
+    if finding.analysis.kinds == ("nan",):
+        yield (ClampArgument(site=site_of(finding.op), argument="", nan=True),)

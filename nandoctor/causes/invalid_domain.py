@@ -11,7 +11,8 @@ Why it happens
     nothing bounds it.
 Fix
     Clamp to inside of the domain: `x.clamp(min=1e-6).sqrt()`, `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6).acos()` (in
-    fp16, 1 - 1e-6 is 1). At the edge itself the value is finite, and the derivative infinite.
+    fp16, 1 - 1e-6 is 1). At the edge itself the value is finite, and the derivative infinite. Of a determinant that may
+    be negative, take the logarithm of its absolute value: `torch.linalg.slogdet(matrix)[1]`.
 When it is wrong
     Where rounding alone puts the argument outside, a clamp hides that: compute the argument in fp32.
 """
@@ -26,7 +27,7 @@ from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.edits import ClampArgument
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall
-from nandoctor.ops import CASTS, DOMAINS, FILLS, MOVES, PRODUCTS, REDUCTIONS
+from nandoctor.ops import CASTS, DOMAINS, FILLS, MOVES, NEGATIVE_LOGARITHMS, PRODUCTS, REDUCTIONS
 from nandoctor.text import number, plural
 
 TITLE = "A function was evaluated outside its domain"
@@ -73,6 +74,11 @@ def _undefined(name: str, outside: float) -> str:
 def _explain_pole(finding: Finding) -> Account | None:
     """Any other function that has no finite value for its finite arguments, even in float64: a pole, and the like."""
     operands, op = finding.analysis.operands, finding.op.op
+    if op in NEGATIVE_LOGARITHMS and finding.analysis.kinds == ("nan",) and not finding.had_inf_input:
+        why, num_bad = NEGATIVE_LOGARITHMS[op], finding.analysis.num_bad
+        counted = Evidence(name="num_bad", value=num_bad, text=plural(num_bad, "non-finite element"))
+        headline = f"{subject(finding.op)} is NaN: {why}"
+        return Account(headline=headline, explanation=f"{op} is NaN: {why}.", evidence=(counted,))
     taken = [operand.at_worst for operand in operands if operand.at_worst is not None]
     is_function = op not in _NO_FUNCTIONS and not op.startswith("_")  # of torch's inner ops some carry a derivative
     if not is_function or finding.had_inf_input or finding.overflowed or not taken or len(taken) < len(operands):

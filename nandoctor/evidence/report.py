@@ -204,10 +204,12 @@ class TrialOutcome:
     """What a changed run gave; `max_rel_err` is its largest difference from fp32 over fp32's largest magnitude.
 
     It is that of the worst sample, of output and loss where fp32 is finite; None where the run is not finite there.
+    `ran` is False where the step could not be run with the change.
     """
 
     finite: bool
     max_rel_err: float | None
+    ran: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,7 +189,7 @@ class Trials:
             return judgement
         reference = self.sound_reference(edits)
         if not gradients_finite(made, reference) or (self.numerics and not reference.gradients_finite):
-            return Judgement(outcome=TrialOutcome(finite=False, max_rel_err=None), passes=False)
+            return _failed(made)
         return replace(judgement, passes=gradient_error(made, reference) <= self._gradient_tolerance)
 
     def assess(self, made: Result, edits: tuple[Change, ...]) -> Judgement:
@@ -202,7 +202,7 @@ class Trials:
         changed = self._changed_in_reference(edits)
         comparison = compare_runs(made, reference)
         if not (comparison.finite and (reference.values_finite or not changed)):
-            return Judgement(outcome=TrialOutcome(finite=False, max_rel_err=None), passes=False)
+            return _failed(made)
         agrees, judges_edit = comparison.agrees(), self.numerics and bool(changed)
         if not agrees:
             judges_edit = judges_edit or self._tolerance > TOLERANCE
@@ -364,6 +364,10 @@ class Trials:
         if out_of_memory:
             self._budget.out_of_memory = True
             raise BudgetSpent
+
+
+def _failed(made: Result) -> Judgement:
+    return Judgement(outcome=TrialOutcome(finite=False, max_rel_err=None, ran=made.ran), passes=False)
 
 
 def with_samples(step: FailingStep, samples: tuple[int, ...]) -> FailingStep:

@@ -97,7 +97,7 @@ def _judge(fix: Fix, report: Report) -> tuple[FixState, str]:
         return "verified", "verified"
     error = fix.outcome.max_rel_err
     if not fix.outcome.finite:
-        return "failed", "failed: still non-finite"
+        return "failed", f"failed: {describe_outcome(fix.outcome)}"
     failed = next((check for check in fix.checks if check.status == "failed"), None)
     if error is not None and error > _VISIBLE_ERROR and (failed is None or failed.name == "output"):
         exact = any(trial.setting.dtype is FP64 and trial.outcome.finite for trial in report.counterfactuals)
@@ -220,7 +220,7 @@ WHERE_TO_RUN = {
 def describe_outcome(outcome: TrialOutcome) -> str:
     """What a trial gave: "finite, within 0.06 % of fp32"."""
     if not outcome.finite:
-        return "still non-finite"
+        return "still non-finite" if outcome.ran else "the step cannot be run with it"
     if outcome.max_rel_err is None:
         return "finite, nothing to compare with fp32"
     if outcome.max_rel_err == 0:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,9 @@ from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, to_
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import full_rows
 from nandoctor.tracing.tensor_stats import format_of
+
+if TYPE_CHECKING:
+    from nandoctor.torch_compat import OpOverload
 
 _AtSite = KeepOp | SetArgument | SetFlag | ClampArgument | GuardArgument | UnmaskRows
 _CLOSE = 1e-6
@@ -62,7 +65,7 @@ class OpEdits:
         run = proceed
         for edit, site, change in self._changes:
             # What writes to its argument cannot give a tensor of another dtype, nor one that is not that argument.
-            possible = _leaves_target(edit) or not schema_of(call.op).is_mutable
+            possible = not schema_of(call.op).is_mutable or _leaves_target(edit, call.op)
             if possible and self._is_meant(site, call, owner):
                 run = partial(change, proceed=run)
         output = run(call)
@@ -82,11 +85,10 @@ class OpEdits:
         return is_there and _is_at(site.source)
 
 
-def _leaves_target(edit: SingleEdit) -> bool:
+def _leaves_target(edit: SingleEdit, op: OpOverload) -> bool:
     """Tell whether an edit changes another argument than the one that an op writes to."""
-    return isinstance(edit, SetArgument) or (
-        isinstance(edit, ClampArgument | GuardArgument) and edit.argument == "other"
-    )
+    read = (argument.name for argument in schema_of(op).arguments if argument.alias_info is None)
+    return isinstance(edit, SetArgument) or (isinstance(edit, ClampArgument | GuardArgument) and edit.argument in read)
 
 
 def _is_at(source: SourceLine) -> bool:
@@ -143,7 +145,7 @@ def _clamp_argument(edit: ClampArgument, call: Invocation, proceed: Proceed) -> 
 
 
 def _clamp(edit: ClampArgument, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.is_complex() or value.dtype == torch.bool:
+    if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
         return value
     if edit.keeps_sign and edit.low is not None:
         return torch.where(value.abs() < edit.low, edit.low, value)

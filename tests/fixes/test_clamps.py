@@ -11,6 +11,7 @@ from nandoctor.autocast.policy import REFERENCE
 from nandoctor.causes.base import site_of
 from nandoctor.evidence.edits import ClampArgument, Together
 from nandoctor.fixes.writing import ChangeWriter
+from nandoctor.renderers.fix_facts import describe_outcome
 from nandoctor.replaying.runner import CLOSELY, FailingStep
 
 FILE = """
@@ -111,3 +112,22 @@ def test_what_fails_beside_a_clamp_is_told(tmp_path):
     found = fixes(HALF, [[10.0, 1e-9, 0.2, 10.0], [0.5, 1.0, 1.0, 0.2]], tmp_path)
     clamp = next(fix for fix in found if fix.kind == "source" and "clamp" in fix.patch)
     assert failed(clamp) == ["inputs doubled"]
+
+
+def test_what_an_op_reads_is_clamped_where_it_writes_elsewhere(tmp_path):
+    kept = "h = self.lift(x); kept = torch.empty_like(h); torch.log(h.detach(), out=kept); return h + kept"
+    (fix, *_) = fixes(kept, [[0.5, 0.0, 1.0, 2.0]], tmp_path)
+    assert fix.verified
+    assert "torch.log(h.detach().clamp(min=" in fix.patch
+
+
+def test_no_change_that_cannot_run_is_called_non_finite(tmp_path):
+    (clamp,) = fixes("return torch.log(torch.fft.fft(self.lift(x).float())).abs()", [[0.0] * 4], tmp_path)
+    assert not clamp.outcome.ran
+    assert describe_outcome(clamp.outcome) == "the step cannot be run with it"
+
+
+def test_a_divisor_that_others_may_have_is_not_replaced(tmp_path):
+    (fix, *_) = fixes("h = self.lift(x).float(); return (1 + h.relu()) / h", [[0.0, 0.5, 1.0, 2.0]], tmp_path)
+    assert fix.verified
+    assert "== 0" in fix.patch

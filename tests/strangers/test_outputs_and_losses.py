@@ -187,6 +187,27 @@ def test_a_gradient_penalty_where_the_gradient_is_zero(examine):
     assert line(report) == "length = slope.float().pow(2).sum(-1).sqrt()"
 
 
+def test_gradients_that_were_never_made_are_not_called_finite(examine):
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x / 0
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("expected scalar type Float but found Half")
+
+    def loss(output, batch):
+        return Broken.apply(output).mean()
+
+    report = examine(Between(nn.ReLU()), {"x": normal(3, 8)}, loss=loss)
+    assert blamed(report)[:3] == ("numerics", "<loss>", "div")
+    assert not any("gradient" in note for note in report.notes)
+
+
+EMPTY_AT_1 = torch.tensor([3, 0, 1])
+
+
 @pytest.mark.parametrize(
     ("function", "op", "cause"),
     [
@@ -194,10 +215,12 @@ def test_a_gradient_penalty_where_the_gradient_is_zero(examine):
         (lambda x: torch.atanh(x.float().tanh().round()), "atanh", "invalid-domain"),
         (lambda x: (x.float() - 5).prod(-1, keepdim=True).neg().abs().neg() ** 0.5, "pow", "invalid-domain"),
         (lambda x: x + torch.logdet(0 * x[:2, :2].float()), "logdet", "log-of-zero"),
+        (lambda x: x + torch.logdet(torch.diag(x.new_tensor([1.0, -1.0]).float())), "logdet", "invalid-domain"),
+        (lambda x: torch.segment_reduce(x.float(), "max", lengths=EMPTY_AT_1), "segment_reduce", "empty-reduction"),
         (lambda x: torch.lerp(x, -x, 1e6), "lerp", "elementwise-overflow"),
         (lambda x: torch.addcmul(x, x, x, value=1e5).half(), "addcmul", "elementwise-overflow"),
     ],
-    ids=["lgamma", "atanh", "pow", "logdet", "lerp", "addcmul"],
+    ids=["lgamma", "atanh", "pow", "logdet", "negative", "segment", "lerp", "addcmul"],
 )
 def test_functions_off_the_beaten_track(examine, function, op, cause):
     class Off(nn.Module):
