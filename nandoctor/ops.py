@@ -303,6 +303,9 @@ DOMAINS: Mapping[str, Domain] = {
     "batch_norm": Domain(low=0.0, high=math.inf, argument="running_var"),
 }
 
+POINTWISE = EXPONENTIALS | LOGARITHMS | DIVISIONS | (DOMAINS.keys() - NORMALISATIONS)
+"""Functions of each element by itself that are infinite for some finite ones."""
+
 SINGULAR_INPUTS: Mapping[str, tuple[str, ...]] = {
     **{name: (domain.argument,) for name, domain in DOMAINS.items() if name not in NORMALISATIONS},
     **dict.fromkeys(_names("reciprocal"), ("self",)),

@@ -91,10 +91,11 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
         divisor = next(tensor for tensor in finding.op.inputs if tensor.name == denominator.name)
         counts = (1.0,) if _is_count(finding, divisor) else ()
         clamps = divisor_candidate(finding.op, divisor, finding.ops, (*counts, *_SMALL))
-        # Where the numerator is not 0 as well a clamp makes up a large number, and a clamp at more than the smallest
-        # bound replaces divisors that other batches have.
-        first = len(counts) + (finding.analysis.kinds == ("nan",))
-        yield (*clamps[:first], *guard_candidate(finding.op), *clamps[first:])
+        guard, num = guard_candidate(finding.op), len(counts)
+        # Where the numerator is not 0 as well a clamp makes up a large number; where it is, a clamp at more than the
+        # smallest bound replaces divisors that other batches have.
+        is_nan = finding.analysis.kinds == ("nan",) and guard
+        yield (*clamps[: num + 1], *guard) if is_nan else (*clamps[:num], *guard, *clamps[num:])
 
 
 def _is_count(finding: Finding, tensor: OpTensor) -> bool:

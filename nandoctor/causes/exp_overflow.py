@@ -31,6 +31,8 @@ TITLE = "An exponential is too large for its format"
 PHASES = ("forward",)
 
 _FLOAT64_LIMIT = 709.0
+_TWO_SIDED = frozenset({"sinh", "cosh"})
+"""Exponentials that grow on both sides of 0."""
 _HIGHEST = (80.0, 20.0, 11.0, 8.0, 5.0)
 """Exponents whose power fp32 holds (88), whose square it does, that fp16 holds (11), with room for a factor."""
 
@@ -60,14 +62,16 @@ def _grows(finding: Finding) -> bool:
     if finding.op.op == "pow":
         exponent = finding.operand("exponent")
         return finding.overflowed and exponent is not None
-    argument = finding.analysis.operands[0].max if finding.analysis.operands else None
+    operands = finding.analysis.operands[:1]
+    argument = next((taken.absmax if finding.op.op in _TWO_SIDED else taken.max for taken in operands), None)
     return finding.overflowed or (argument is not None and argument > _FLOAT64_LIMIT)
 
 
 def _explain(finding: Finding, exponential: OpCall) -> Account:
     argument = exponential.inputs[0].stats if exponential.inputs else None
-    largest = argument.max if argument else None
-    reach = "" if largest is None else f" of values up to {number(largest)}"
+    two_sided = exponential.op in _TWO_SIDED
+    largest = (argument.absmax if two_sided else argument.max) if argument else None
+    reach = "" if largest is None else f" of {'magnitudes' if two_sided else 'values'} up to {number(largest)}"
     made_by = " of ".join(dict.fromkeys((finding.op.op, exponential.op)))
     text = f"the argument of {exponential.op} reaches {number(largest)}"
     evidence = Evidence(name="argument_max", value=largest, text=text)
@@ -80,4 +84,6 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     exponential = next((op for op in ops if op.op in EXPONENTIALS), None)
     yield from stable_forms(finding.op, finding.ops)
     if exponential is not None and exponential.inputs and exponential.op != "pow":
-        yield clamp_candidate(exponential, exponential.inputs[0].name, [(None, high) for high in _HIGHEST])
+        both = exponential.op in _TWO_SIDED
+        ends = [(-high if both else None, high) for high in _HIGHEST]
+        yield clamp_candidate(exponential, exponential.inputs[0].name, ends)

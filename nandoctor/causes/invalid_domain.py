@@ -73,22 +73,27 @@ def _undefined(name: str, outside: float) -> str:
 
 def _explain_pole(finding: Finding) -> Account | None:
     """Any other function that has no finite value for its finite arguments, even in float64: a pole, and the like."""
-    operands, op = finding.analysis.operands, finding.op.op
-    if op in NEGATIVE_LOGARITHMS and finding.analysis.kinds == ("nan",) and not finding.had_inf_input:
-        why, num_bad = NEGATIVE_LOGARITHMS[op], finding.analysis.num_bad
-        counted = Evidence(name="num_bad", value=num_bad, text=plural(num_bad, "non-finite element"))
-        headline = f"{subject(finding.op)} is NaN: {why}"
-        return Account(headline=headline, explanation=f"{op} is NaN: {why}.", evidence=(counted,))
-    taken = [operand.at_worst for operand in operands if operand.at_worst is not None]
+    operands, op, num_bad = finding.analysis.operands, finding.op.op, finding.analysis.num_bad
     is_function = op not in _NO_FUNCTIONS and not op.startswith("_")  # of torch's inner ops some carry a derivative
-    if not is_function or finding.had_inf_input or finding.overflowed or not taken or len(taken) < len(operands):
+    if not is_function or finding.had_inf_input or finding.overflowed:
         return None
-    values = ", ".join(map(number, taken))
-    where = "for the matrix that it is given" if op.startswith("linalg_") else f"at {values}"
+    evidence = Evidence(name="num_bad", value=num_bad, text=plural(num_bad, "non-finite element"))
+    if op in NEGATIVE_LOGARITHMS and finding.analysis.kinds == ("nan",):
+        why = NEGATIVE_LOGARITHMS[op]
+        headline = f"{subject(finding.op)} is NaN: {why}"
+        return Account(headline=headline, explanation=f"{op} is NaN: {why}.", evidence=(evidence,))
+    where = "for the matrix that it is given"
+    if not op.startswith("linalg_"):
+        taken = [operand.at_worst for operand in operands if operand.at_worst is not None]
+        if not taken or len(taken) < len(operands):
+            return None
+        values = ", ".join(map(number, taken))
+        where = f"at {values}"
+        evidence = Evidence(name="argument", value=taken[0], text=f"the argument is {values}")
     return Account(
         headline=f"{subject(finding.op)} has no finite value {where}",
         explanation=f"{op} has no finite value {where}, not even in float64.",
-        evidence=(Evidence(name="argument", value=taken[0], text=f"the argument is {values}"),),
+        evidence=(evidence,),
     )
 
 

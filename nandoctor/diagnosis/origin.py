@@ -16,6 +16,7 @@ from nandoctor.evidence.dump_summary import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, NonfiniteElements, Origin
 from nandoctor.evidence.trace import LOSS, ModuleCall, NonfiniteCounts, OpCall, OpTensor, Place, TensorStats, Trace
+from nandoctor.ops import POINTWISE
 
 Where = Literal["output", "between", "batch", "loss"]
 _PHASES: dict[str, Literal["loss", "input"]] = {"batch": "input", "loss": "loss"}
@@ -287,7 +288,11 @@ def _without_followers(sources: list[NonfiniteSource], sliced: Sequence[OpCall])
 
 
 def _overflows(op: OpCall) -> bool:
-    return op.analysis is not None and op.analysis.overflowed
+    """Tell whether finite values among the inputs do not fit, or have no finite result: exp(1000), or 1 / 0."""
+    analysis = op.analysis
+    if analysis is None or analysis.overflowed or op.op not in POINTWISE:
+        return analysis is not None and analysis.overflowed
+    return bool(analysis.operands) and all(taken.at_worst is not None for taken in analysis.operands)
 
 
 def _is_meant(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:
