@@ -144,8 +144,8 @@ def _describe_failures(tried: Sequence[Fix]) -> str:
     """Why no change is a fix: nothing is finite, what is finite is too far off, or a check of another kind failed."""
     nearest = min(map(_distance, tried))
     if math.isinf(nearest):
-        unrun = "" if all(item.outcome.ran for item in tried) else ", or cannot be run"
-        return f"The step is non-finite with each{unrun}."
+        ran_all = all(fix.outcome.ran for fix in tried)
+        return f"The step {'is' if ran_all else 'cannot be run or is'} non-finite with each."
     if nearest > TOLERANCE:
         return f"The nearest finite result is {percent(nearest)} off; {percent(TOLERANCE)} is allowed."
     failed = (check for fix in sorted(tried, key=_distance) for check in fix.checks if check.status == "failed")
