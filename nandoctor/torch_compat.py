@@ -133,10 +133,7 @@ def script_traceback() -> object:
 
 
 def script_line(traceback: object) -> tuple[str, int] | None:
-    """The file and the innermost line of TorchScript in a traceback, None without any.
-
-    The file of a module that was read by `torch.jit.load` is the one in its archive: "code/__torch__.py".
-    """
+    """The file, in its archive for what `torch.jit.load` read, and the innermost line of TorchScript in a traceback."""
     frames = _find("torch._C._profiler.symbolize_tracebacks")([traceback])[0]
     return next(((frame["filename"], frame["line"]) for frame in frames if frame["line"]), None)
 
@@ -259,6 +256,11 @@ def tree_tensors(tree: Any) -> list[Tensor]:
 def infinity_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The largest magnitude of each tensor, in a few launches for all of them."""
     return list(torch._foreach_norm(list(tensors), float("inf")))
+
+
+def passing_autograd() -> AbstractContextManager[None]:
+    """`torch.inference_mode()` as it is in C++: the one of Python costs as much as joining a few tensors."""
+    return cast(AbstractContextManager[None], _find("torch._C._InferenceMode")(True))
 
 
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:

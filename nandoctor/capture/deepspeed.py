@@ -83,6 +83,8 @@ class DeepSpeedEngine:
 
 def read_scale(scaler: Any) -> tuple[Flag | None, int | None]:
     """The loss scale, on its way from the device, and how often it was updated."""
+    if scaler is None:
+        return None, None
     if isinstance(scaler, DeepSpeedEngine):
         return Flag(scaler.scale), scaler.count()[0]
     scale, version = read_loss_scale(scaler)

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from nandoctor.capture.environment import read_autocast
 from nandoctor.errors import NanDoctorError
-from nandoctor.torch_compat import compiled_call, outside_transforms, set_compiled_call
+from nandoctor.torch_compat import compiled_call, is_transforming, outside_transforms, set_compiled_call
 
 LOG = logging.getLogger("nandoctor")
 T = TypeVar("T")
@@ -37,6 +37,8 @@ def never_harm(function: Callable[..., T]) -> Callable[..., T | None]:
     def call(*args: Any, **kwargs: Any) -> T | None:
         nonlocal failed
         try:
+            if not is_transforming():
+                return function(*args, **kwargs)
             with outside_transforms():
                 return function(*args, **kwargs)
         except NanDoctorError:

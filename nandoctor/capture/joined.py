@@ -9,6 +9,8 @@ from itertools import accumulate, chain, pairwise
 import torch
 from torch import nn
 
+from nandoctor.torch_compat import passing_autograd
+
 _SMALL = 1 << 16
 """Elements: a tensor above it is measured where it lies, since joining it would copy it."""
 _DENSE = (torch.Tensor, nn.Parameter)
@@ -18,7 +20,7 @@ class JoinOrder:
     """An order of tensors in which those that one `torch.cat` can join stand together; `places` are theirs before.
 
     Such are of one device, one format, and one shape but for the first dimension. The tensors themselves are not held:
-    all methods take them anew, in this order. Inference mode passes over autograd, a third of what a join costs.
+    all methods take them anew, in this order. Autograd is passed over, a third of what a join costs.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -37,7 +39,7 @@ class JoinOrder:
         if into is None:
             with torch.no_grad():
                 return [_join(tensors[part]) for part in self._slices]
-        with torch.inference_mode():
+        with passing_autograd():
             return [_join(tensors[part], out) for part, out in zip(self._slices, into, strict=True)]
 
     def split(self, joined: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -48,7 +50,7 @@ class JoinOrder:
     def largest(self, tensors: Sequence[torch.Tensor | None]) -> float | None:
         """The largest magnitude of all elements, NaN if one is NaN; None if all tensors are missing."""
         bounds: list[float] = []
-        with torch.inference_mode():
+        with passing_autograd():
             for part in self._slices:
                 if there := [tensor for tensor in tensors[part] if tensor is not None]:
                     low, high = torch.aminmax(there[0] if len(there) == 1 else _join(there))

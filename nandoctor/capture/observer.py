@@ -124,11 +124,11 @@ class Observer:
         ends = [next(filter(_is_trained, places), None) for places in (self._weights, reversed(self._weights))]
         self._stamped = [(place, place[1][place[2]]) for place in ends if place is not None]
 
-    def stamp(self, *, values: bool) -> WeightStamp:
-        """What changes when somebody trains the weights; of a write through `.data` only `values` tell."""
+    def stamp(self, held: Weights, *, values: bool) -> WeightStamp:
+        """What changes when somebody trains the weights, `held`; of a write through `.data` only `values` tell."""
         if values:
             self.find_trained()
-        return _stamp(self._stamped, self._read_weights(), values=values)
+        return _stamp(self._stamped, held, values=values)
 
     def _read_weights(self) -> Weights:
         return [registry.get(name) for registry, name in self._places]
@@ -243,8 +243,7 @@ class SnapshotPlan:
 
     def take(self) -> Snapshot:
         """The tensors as they are now."""
-        with torch.no_grad():
-            odd = {index: tensor.clone() for index in self.odd if (tensor := self.tensors[index]) is not None}
+        odd = {i: tensor.detach().clone() for i in self.odd if (tensor := self.tensors[i]) is not None}
         joined = self._order.copy(self._sources)
         return Snapshot(plan=self, versions=self.versions(), joined=joined, odd=odd, sampled=self.sample())
 

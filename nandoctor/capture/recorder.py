@@ -18,6 +18,7 @@ from nandoctor.capture.deepspeed import find_engine
 from nandoctor.capture.dump_contents import Training, describe, leave_weights
 from nandoctor.capture.dump_folder import DumpFolder
 from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, attach, never_harm, scout_autocast
+from nandoctor.capture.joined import can_join
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.recorder_settings import RecorderSettings
 from nandoctor.capture.sharding import refuse_flat_weights
@@ -249,7 +250,7 @@ class Recorder(RecorderSettings):
 
     def _as_tensor(self, loss: Any) -> torch.Tensor | None:
         """The loss; None for what is no number, and a line in the log."""
-        if loss is None or is_dense(loss):
+        if loss is None or (can_join(loss) and not loss.is_meta) or is_dense(loss):
             return None if loss is None else unwrap(loss)  # of torch.func.vmap those of all samples
         try:
             return torch.tensor(float(loss))

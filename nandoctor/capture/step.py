@@ -73,7 +73,7 @@ class RecordedStep:
     @property
     def loss_nonfinite(self) -> bool:
         """True if what was watched is non-finite, here or on another rank."""
-        return any(max(flag.values()) > 0 for flag in self.flags)
+        return any(map(_is_raised, self.flags))
 
     @property
     def nonfinite_here(self) -> bool:
@@ -89,7 +89,7 @@ class RecordedStep:
     def gradients_nonfinite(self) -> bool:
         """True if the gradients were looked at and are non-finite."""
         flags = [self.accumulated, *[update.gradients for update in self.updates]]
-        return any(flag is not None and flag.nonfinite for flag in flags)
+        return any(flag.nonfinite for flag in flags if flag is not None)
 
     @property
     def spoiled(self) -> Update | None:
@@ -135,7 +135,7 @@ class RecordedStep:
         flags = [self.skip, self.accumulated]
         for update in self.updates:
             flags += (update.gradients, update.weights)
-        return all(flag is None or flag.ready for flag in flags)
+        return all(flag.ready for flag in flags if flag is not None)
 
     @property
     def was_skipped(self) -> bool:
@@ -279,6 +279,10 @@ class RecordedStep:
         for name, packed in named:
             if packed.overwritten:
                 yield f"{name}: overwritten in place after the forward, so it is not what the model saw or gave"
+
+
+def _is_raised(flag: Flag) -> bool:
+    return max(flag.values()) > 0
 
 
 def held(batch: Any) -> Any:

@@ -87,7 +87,7 @@ class StepResult:
         return "spike" if self.spike is not None else "step"
 
 
-_SOUND = StepResult(step=-1)  # of all steps of which there is nothing to tell
+SOUND = StepResult(step=-1)  # of all steps of which there is nothing to tell
 
 
 class ScaleSearch:
@@ -174,6 +174,10 @@ class StepHistory:
     def add(self, result: StepResult) -> None:
         """Count a step."""
         self.num_steps += 1
+        if result is SOUND:
+            self._recent.append(result)
+            self._num_in_a_row, self.begins_episode, self._in_episode = 0, False, False
+            return
         self.num_bad_losses += result.loss_nonfinite
         self.num_spoiled += result.spoils_weights
         self.num_skipped += result.skipped
@@ -258,7 +262,7 @@ class StepPolicy:
         step.decided = True
         result = self._sum_up(step)
         self.history.add(result)
-        if not result.worth_saving:
+        if result is SOUND or not result.worth_saving:
             return
         why = self.history.why_stop() if result.failed else None
         if not why and not self._is_due():
@@ -282,7 +286,7 @@ class StepPolicy:
 
     def _sum_up(self, step: RecordedStep) -> StepResult:
         if step.is_sound:
-            return _SOUND
+            return SOUND
         skipped, scale = step.was_skipped, step.loss_scale
         loss = None if step.loss_value is None else step.loss_value.values()[0]
         expected = not skipped or scale is None or self._scale_search.expects_skip(scale)

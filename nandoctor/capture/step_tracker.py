@@ -219,7 +219,7 @@ class StepTracker:
         step.returned.append(pack(output, "output"))
         if len(step.returned) == 1 and step.before is not None:
             step.before.kept.compare()
-            step.stamp = self._observer.stamp(values=self._writes_unseen or not self.optimizers)
+            step.stamp = self._observer.stamp(self._held, values=self._writes_unseen or not self.optimizers)
         return step
 
     def watch(self, step: RecordedStep, loss: torch.Tensor | None, *, ask_all: bool) -> None:

@@ -93,6 +93,8 @@ class _Packer:
             return value
         if kind in _SEQUENCES and depth < MAX_DEPTH:
             return kind([self.pack(item, f"{name}.{index}", depth + 1) for index, item in enumerate(value)])
+        if kind is dict and depth < MAX_DEPTH:
+            return self._pack_container(value, name, depth)
         num_notes, num_tensors, num_differentiable = len(self.notes), len(self.tensors), len(self.differentiable)
         try:
             return self._pack(value, name, depth)
@@ -110,8 +112,6 @@ class _Packer:
             if value.requires_grad:
                 self.differentiable.append(len(self.tensors))
             return self._take(plain.detach())
-        if type(value) is dict and depth < MAX_DEPTH:
-            return self._pack_container(value, name, depth)
         for kind in _NUMBERS_AND_TEXT:
             if isinstance(value, kind):  # of a class of its own, which no reader would import
                 return kind(value)
