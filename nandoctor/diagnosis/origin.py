@@ -190,7 +190,7 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
     sliced = _slice(ops, symptoms)
     outside = [(op, tensor) for op in sliced for tensor in op.nonfinite_inputs if tensor.producer is None]
     candidates = [
-        NonfiniteSource(op=op, reference_op=references.get(op.key), had_inf_input=bool(op.nonfinite_inputs))
+        NonfiniteSource(op=op, reference_op=references.get(op.key), had_inf_input=_is_of_infinities(op))
         for op in sliced
     ]
     sources = _without_followers([source for source in candidates if _is_created(source, ops, reference)], sliced)
@@ -288,11 +288,14 @@ def _without_followers(sources: list[NonfiniteSource], sliced: Sequence[OpCall])
 
 
 def _overflows(op: OpCall) -> bool:
-    """Tell whether finite values among the inputs do not fit, or have no finite result: exp(1000), or 1 / 0."""
-    analysis = op.analysis
-    if analysis is None or analysis.overflowed or op.op not in POINTWISE:
-        return analysis is not None and analysis.overflowed
-    return bool(analysis.operands) and all(taken.at_worst is not None for taken in analysis.operands)
+    return op.analysis is not None and op.analysis.overflowed
+
+
+def _is_of_infinities(op: OpCall) -> bool:
+    """Tell whether it took infinities, unless what is non-finite was made of the finite values beside them."""
+    operands = op.analysis.operands if op.analysis is not None and op.op in POINTWISE else ()
+    of_finite = bool(operands) and all(taken.at_worst is not None for taken in operands)
+    return bool(op.nonfinite_inputs) and not of_finite
 
 
 def _is_meant(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:

@@ -42,6 +42,9 @@ _LARGEST_MADE_UP = 1e6
 """The largest norm of gradients that only a change gives a value, over that of the samples that were fine, or that the
 loss hands to an ordinary output, where one is above 1: of a divisor kept at 1e-12 they are 1e12 times what they are of
 1, and one update spoils every weight."""
+_LARGEST_LOSS = 1e9
+"""The same of the loss, over that of the samples that were fine, or over the square of the largest output: at 1e-12 the
+reciprocal, digamma and the like are 1e12, and the value that training shows means nothing."""
 _ORDINARY = 0.5
 """A value of an output for which losses of probabilities, of logits and of distances are all smooth."""
 _LARGER = 1.1
@@ -183,6 +186,14 @@ class GradientCheck:
             yield changed, GRADIENT_TOLERANCE
         if sound.finite and self._healthy:
             yield sound, min(2 * self._own_error, 1.0)
+
+    @cached_property
+    def largest_loss(self) -> float:
+        """The largest value that is believed of a loss that is not finite without a change."""
+        fine = self._trials.reference(KeepSamples(samples=self._healthy)) if self._healthy else None
+        loss = fine.values.get("loss") if fine is not None and fine.values_finite else None
+        usual = self._trials.reference().largest_finite ** 2 if loss is None else float(loss.abs().max())
+        return min(_LARGEST_LOSS * max(1.0, usual), LARGEST_SQUARED)
 
     @cached_property
     def _largest_made_up(self) -> float:

@@ -176,8 +176,8 @@ class Verifier:
         if not bool(torch.isfinite(loss).all()):
             return "failed", "not finite"
         largest = float(loss.abs().max())
-        if largest > LARGEST_SQUARED and not self._trials.sound_reference(()).finite:
-            return "failed", f"finite, but {number(largest)}, made up by the change: no loss scale fits it"
+        if not self._trials.sound_reference(()).finite and largest > self._gradients.largest_loss:
+            return "failed", f"finite, but {number(largest)}, made up by the change"
         return "passed", "finite"
 
     def _judge_edge(self, at_edge: SourcePatch, edit: Edit, scale: float | None) -> Said:

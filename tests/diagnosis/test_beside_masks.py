@@ -14,6 +14,7 @@ def masked(x):
 
 
 CASES = {
+    "below zero": (lambda x: torch.sqrt((x - 2).masked_fill(x > 2, math.inf)).clamp(max=9), "sqrt", "invalid-domain"),
     "beyond float64": (lambda x: torch.exp(masked(x) * 400).sum(-1), "exp", "exp-overflow"),
     "in base 2": (lambda x: torch.exp2(masked(x) * 600).sum(-1), "exp2", "exp-overflow"),
     "a divisor of zero": (lambda x: (masked(x) / (x - x[:1])).softmax(-1), "div", "division-by-zero"),

@@ -347,3 +347,21 @@ def test_gradients_that_a_small_divisor_makes_up_are_refused(tmp_path):
     assert fix.verified
     assert "clamp(" not in fix.patch  # with 1e-12 no loss scale from 256 on holds them
     assert "== 0" in fix.patch
+
+
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(2))
+
+    def forward(self, x):
+        return (x @ self.weight).relu()
+
+
+def test_a_loss_that_a_small_argument_makes_up_is_refused(tmp_path):
+    def loss(output, _):
+        return -torch.digamma(output.float()).mean()
+
+    fix = replay(tmp_path, Counted, loss=loss, x=torch.tensor([[1.0, 2.0], [0.0, 3.0]])).fixes[0]
+    assert fix.verified
+    assert "clamp(min=1e-6)" in fix.patch  # with 1e-12 it is 2.5e11
