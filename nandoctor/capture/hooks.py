@@ -117,9 +117,12 @@ def attach(model: nn.Module, before: Before | None, after: After, handles: ExitS
     """Call `before` and `after` around each call of the model."""
     compiled: Any = compiled_call(model)
     if compiled is None:
+        # Module's own methods: a ScriptModule refuses hooks, which its graph could not keep.
         if before is not None:
-            handles.callback(model.register_forward_pre_hook(Hook(_not_compiled(before)), with_kwargs=True).remove)
-        handles.callback(model.register_forward_hook(Hook(_not_compiled(after)), with_kwargs=True).remove)
+            hook = Hook(_not_compiled(before))
+            handles.callback(nn.Module.register_forward_pre_hook(model, hook, with_kwargs=True).remove)
+        hook = Hook(_not_compiled(after))
+        handles.callback(nn.Module.register_forward_hook(model, hook, with_kwargs=True).remove)
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -160,5 +163,5 @@ def scout_autocast(modules: Iterable[nn.Module], found: Found, device_type: str)
 
     for module in modules:
         if compiled_call(module) is None:
-            handles.callback(module.register_forward_pre_hook(Hook(look)).remove)
+            handles.callback(nn.Module.register_forward_pre_hook(module, Hook(look)).remove)
     return handles

@@ -5,7 +5,7 @@ Only what the forward writes is copied: buffers, and parameters that no optimize
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.environment import Generators, RandomStates, read_autocast
 from nandoctor.capture.joined import JoinOrder, can_join
+from nandoctor.capture.registries import Place, as_dict, owners_of, places_of
 from nandoctor.capture.sharding import describe_mixed_precision, describe_shards, local_part
 from nandoctor.capture.updates import UNDO_NBYTES, has_room
 from nandoctor.torch_compat import buffers_of, children_of, is_running_norm, parameters_of, version_of, versions_of
@@ -24,8 +25,6 @@ from nandoctor.torch_compat import buffers_of, children_of, is_running_norm, par
 Tensors = tuple[torch.Tensor | None, ...]
 Weights = list[torch.Tensor | None]
 NUM_SAMPLED = 64
-_Place = tuple[str, dict[str, Any], str]
-"""A tensor's path in the model, its module's registry, and its name there."""
 
 
 class StateBefore(NamedTuple):
@@ -44,7 +43,7 @@ class StateBefore(NamedTuple):
 class WeightStamp:
     """Some weights of a model, where they lie, how often each was written, and a few values maybe; `held` are all."""
 
-    weights: list[tuple[_Place, torch.Tensor]]
+    weights: list[tuple[Place, torch.Tensor]]
     held: Weights
     places: list[tuple[int, int | None]]
     values: list[torch.Tensor]
@@ -62,23 +61,24 @@ class Observer:
         self.autocast_inside: dict[str, Any] | None = None
         self._follow_device()
         self._first_shapes = self._read_shapes()
-        self._stamped: list[tuple[_Place, torch.Tensor]] = []
+        self._stamped: list[tuple[Place, torch.Tensor]] = []
 
     def _find_modules(self) -> bool:
         """Look at the modules as they are now; True if tensors are others' than before."""
         self._paths, self._modules = zip(*self.model.named_modules(), strict=True)
+        self._scripted = [module for module in self._modules if isinstance(module, torch.jit.ScriptModule)]
         self._children = list(map(children_of, self._modules))
         self._known_children = self._read_children()
-        owners = _owners_of(self.model)
+        owners = owners_of(self.model)
         if owners == self._owners:
             return False
         self._keeper, self._owners = StateKeeper(self.model, self._undo_nbytes), owners
-        self._weights = _places(self.model, parameters_of)
+        self._weights = places_of(self.model, parameters_of)
         self._places = [(registry, name) for _, registry, name in self._weights]
         self.held = self._read_weights()
         there = [place for place in self._weights if place[1].get(place[2]) is not None]  # a layer may have none
         self._outer = [*there[:1], *there[-1:]]
-        self._first = [*there, *_places(self.model, buffers_of)][:1]
+        self._first = [*there, *places_of(self.model, buffers_of)][:1]
         return True
 
     def _read_children(self) -> list[tuple[nn.Module | None, ...]]:
@@ -100,6 +100,8 @@ class Observer:
 
     def look(self) -> StateBefore:
         """The state as it is now."""
+        for module in self._scripted:
+            as_dict(buffers_of(module))
         self._follow_device()
         return StateBefore(
             random=self.generators.read(),
@@ -173,26 +175,13 @@ class Observer:
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
         }
         notes = [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]
-        moved = {path for path, _ in {*before.owners} ^ {*_owners_of(self.model)}}
+        moved = {path for path, _ in {*before.owners} ^ {*owners_of(self.model)}}
         if not moved <= kept.keys() & state.keys():
             notes.append("the modules of the step: the loop has put others in their places since")
         return contents, notes
 
 
-def _places(model: nn.Module, registry_of: Callable[[nn.Module], dict[str, Any]]) -> list[_Place]:
-    return [
-        (f"{path}.{name}" if path else name, registry_of(module), name)
-        for path, module in model.named_modules()
-        for name in registry_of(module)
-    ]
-
-
-def _owners_of(model: nn.Module) -> list[tuple[str, int]]:
-    """The path of each tensor, and whose it is."""
-    return [(path, id(registry)) for of in (parameters_of, buffers_of) for path, registry, _ in _places(model, of)]
-
-
-def _is_trained(place: _Place) -> bool:
+def _is_trained(place: Place) -> bool:
     """True of a weight that gradients are wanted of and whose values can be read."""
     _, registry, name = place
     held = registry[name]
@@ -204,7 +193,7 @@ def _is_replaced(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
     return now is not before and not _is_borrowed(now) and not _is_borrowed(before)
 
 
-def _stamp(weights: list[tuple[_Place, torch.Tensor]], held: Weights, *, values: bool) -> WeightStamp:
+def _stamp(weights: list[tuple[Place, torch.Tensor]], held: Weights, *, values: bool) -> WeightStamp:
     return WeightStamp(
         weights=weights,
         held=held,
@@ -324,8 +313,8 @@ class StateKeeper:
     """
 
     def __init__(self, model: nn.Module, undo_nbytes: int) -> None:
-        buffers = _places(model, buffers_of)
-        held = [(place, place[1][place[2]]) for place in _places(model, parameters_of)]
+        buffers = places_of(model, buffers_of)
+        held = [(place, place[1][place[2]]) for place in places_of(model, parameters_of)]
         frozen = [place for place, parameter in held if parameter is not None and not parameter.requires_grad]
         places = [*buffers, *frozen]
         self._names = [path for path, *_ in places]
@@ -333,7 +322,7 @@ class StateKeeper:
         self._frozen = frozenset(range(len(buffers), len(places)))
         self._registries = [registry for _, registry, _ in places]
         self._own_names = [name for *_, name in places]
-        norms = {id(buffers_of(module)) for module in model.modules() if is_running_norm(module)}
+        norms = {id(as_dict(buffers_of(module))) for module in model.modules() if is_running_norm(module)}
         self._written = {index for index, (_, registry, _) in enumerate(buffers) if id(registry) in norms}
         self._undo_nbytes = undo_nbytes
         self._num_taken = 0

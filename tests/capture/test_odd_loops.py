@@ -50,6 +50,17 @@ class LazyNorm(Norm):
         return self.count(super().body(x))
 
 
+class ScriptedNorm(Norm):
+    """Has a part whose parameters and buffers TorchScript keeps."""
+
+    def __init__(self):
+        super().__init__(divides=True)
+        self.count = torch.jit.script(nn.BatchNorm1d(8))
+
+    def body(self, x):
+        return self.count(super().body(x))
+
+
 def loss_of(output, batch):
     return (output - batch[1]).square().mean()
 
@@ -128,6 +139,19 @@ def lazy_modules(folder):
     return LazyNorm, recorder
 
 
+def a_scripted_part(folder):
+    model = ScriptedNorm()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with Recorder(model, folder=folder) as recorder:
+        for batch in make_batches():
+            loss = loss_of(model(batch[0]), batch)
+            recorder.watch(loss, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return ScriptedNorm, recorder
+
+
 def inputs_with_gradients(folder):
     """Reentrant checkpointing has gradients only where an input wants some."""
     model = Norm(checkpointed=True)
@@ -149,6 +173,7 @@ def inputs_with_gradients(folder):
         (inputs_written_by_the_model, ("loss", FAILING, 0, "forward", "div")),
         (one_buffer, ("loss", FAILING, 0, "forward", "div")),
         (lazy_modules, ("loss", FAILING, 0, "forward", "div")),
+        (a_scripted_part, ("loss", FAILING, 0, "forward", "div")),
         (inputs_with_gradients, ("gradients", FAILING, 0, "backward", "sqrt")),
     ],
 )

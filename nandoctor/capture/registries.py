@@ -1,0 +1,41 @@
+"""Where a model keeps its tensors: each module has a registry of its parameters and one of its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from nandoctor.torch_compat import buffers_of, parameters_of
+
+Place = tuple[str, dict[str, Any], str]
+"""A tensor's path in the model, its module's registry, and its name there."""
+
+_SCRIPTED: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+
+
+def as_dict(held: Any) -> dict[str, Any]:
+    """The registry itself; of TorchScript, which keeps its own out of Python, one dict of what that holds now."""
+    if isinstance(held, dict):
+        return held
+    plain = _SCRIPTED.setdefault(held, {})
+    plain.clear()
+    plain.update(held.items())
+    return plain
+
+
+def places_of(model: nn.Module, registry_of: Callable[[nn.Module], Any]) -> list[Place]:
+    """The places of all parameters, or of all buffers, by what tells the registry of a module."""
+    return [
+        (f"{path}.{name}" if path else name, registry, name)
+        for path, module in model.named_modules()
+        for registry in [as_dict(registry_of(module))]
+        for name in registry
+    ]
+
+
+def owners_of(model: nn.Module) -> list[tuple[str, int]]:
+    """The path of each tensor, and whose it is."""
+    return [(path, id(registry)) for of in (parameters_of, buffers_of) for path, registry, _ in places_of(model, of)]
