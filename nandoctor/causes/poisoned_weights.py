@@ -9,7 +9,8 @@ Why it happens
     An earlier optimizer step with non-finite gradients (without GradScaler's check), memory that was never initialised
     (`torch.empty`), a broken checkpoint.
 Fix
-    Go back to a checkpoint from before, and look for the step that broke it; initialise the parameter.
+    Go back to a checkpoint from before, and look for the step that broke it; initialise the parameter. With one that is
+    finite and too large for fp16, its module runs in fp32, and the model in bf16; what made it so large goes on.
 When it is wrong
     Which step broke it cannot be told from this file.
 """

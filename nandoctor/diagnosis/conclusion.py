@@ -139,6 +139,14 @@ class Findings:
     fp32: Any = None
     exposed: Any = None
 
+    @property
+    def sound_in_fp32(self) -> bool:
+        """Whether the failure is one of precision; so is that of weights which fp32 computes with, and can square."""
+        if self.verdict != "state" or self.trace.finite or not self.reference.finite:
+            return self.verdict in ("precision", "silent")
+        blamed = [diagnosis.origin.output for diagnosis in self.conclusion.diagnoses]
+        return all(stats and stats.finite and FP32.holds((stats.absmax or 0.0) ** 2) for stats in blamed)
+
 
 def find_so_far(trace: Trace, reference: Trace | None) -> Findings:
     """The findings of one run, and of an fp32 run that was not finished, or None where it was not begun.

@@ -292,6 +292,6 @@ _ADVICE: dict[Verdict, str] = {
     "try another --mode, --seed, --inputs or --amp-dtype, whichever the training used.",
     "healthy": "If training did fail at this step, look at the loss and the backward pass: pass --loss.",
     "input": "Look at how this batch is loaded and normalised; skip or repair the samples that hold it.",
-    "state": "Go back to a checkpoint from before the state went non-finite, and replay the step that did it.",
+    "state": "Go back to a checkpoint from before the state was broken, and replay the step that did it.",
     "loss-scale": "Nothing to do: GradScaler skips this step and halves the scale.",
 }

@@ -179,7 +179,7 @@ class _Search:
         self._trials = Trials(
             step,
             budget,
-            numerics=findings.verdict not in ("precision", "silent", "loss-scale"),
+            numerics=not (findings.sound_in_fp32 or findings.verdict == "loss-scale"),
             backward=findings.trace.finite,  # a forward that fails is searched on by itself
             fails=findings.trace.raised is None and not findings.trace.finite and findings.reference.finite,
             lost_at=find_lost_call(findings),
@@ -224,7 +224,7 @@ class _Search:
     def try_fp32_sets(self) -> None:
         """Try the smallest sets of modules in fp32, where fp32 does not fail; then what its backward pass may hide."""
         findings, trials = self._findings, self._trials
-        if findings.verdict in ("precision", "silent"):
+        if findings.sound_in_fp32:
             with self._budget.holding_back(_FOR_THE_REST):
                 self._fp32_sets, found = search_fp32_sets(
                     findings, trials, self._verifier.few, is_fix=self._is_verified
@@ -245,8 +245,13 @@ class _Search:
         return not (self._succeeded and _is_only_upstream(join(kept), self._findings))
 
     def _as_printed(self, kept: Kept) -> Candidate:
+        """The set as lines of code; as a snippet, modules are kept with all below them, but never the whole model."""
         lines = by_lines(kept, self._findings, self._step.model)
-        return (*lines, refine(kept, self._findings, self._trials))
+        whole = tuple(replace(member, children=True) for member in kept)
+        paths = [member.module for member in kept if member.module]
+        outer = [it for it in whole if not any(it.module != path and is_below(it.module, path) for path in paths)]
+        is_another = whole != kept and len(paths) == len(kept)
+        return (*lines, refine(kept, self._findings, self._trials), *([join(outer)] if is_another else []))
 
     def vary_settings(self) -> None:
         """Show what the failure depends on, and whether fp32 is right where it is finite."""
@@ -351,8 +356,10 @@ def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tupl
 
 
 def _distinct(tried: Iterable[Fix]) -> list[Fix]:
-    """One of those that come to the same, without a whole line in fp32 where a part of it is enough."""
+    """One of those that come to the same, without a whole line in fp32, or further changes, where a part is enough."""
     distinct = list({(item.kind, item.patch or item.title, item.verified): item for item in tried}.values())
+    enough = [set(flatten((item.edit,))) for item in distinct if item.verified]
+    distinct = [item for item in distinct if not any(edits < set(flatten((item.edit,))) for edits in enough)]
     parts = {_line_in_fp32(item) for item in distinct if item.verified and not _is_whole_line(item)} - {None}
     return [item for item in distinct if not (_is_whole_line(item) and _line_in_fp32(item) in parts)]
 

@@ -16,6 +16,7 @@ from nandoctor.evidence.trace import LOSS, describe_run
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.renderers.facts import Fact, describe_fp32_error, describe_reproduction, short_name, short_place
 from nandoctor.renderers.verdicts import VERDICTS
+from nandoctor.source_files import PACKAGE_FOLDERS
 from nandoctor.text import kinds_text, nonfinite_part, ordinal, printable, samples_text
 
 _MOST_CARETS = 4
@@ -56,7 +57,7 @@ def make_answer(report: Report, *, context: int = 3, width: int | None = None) -
     excerpt = report.excerpt
     place, link = "", ""
     if excerpt is not None:
-        place = printable(f"{excerpt.path}:{excerpt.line}")
+        place = printable(f"{_in_package(excerpt.path)}:{excerpt.line}")
         path = Path(excerpt.file)
         link = path.as_uri() if path.is_absolute() else ""
     facts = [Fact(label=report.verdict, text=describe_verdict(report))]
@@ -70,6 +71,13 @@ def make_answer(report: Report, *, context: int = 3, width: int | None = None) -
         code=() if excerpt is None else tuple(_code_lines(excerpt, _remark(report), context, width)),
         facts=tuple(facts),
     )
+
+
+def _in_package(path: str) -> str:
+    """The path of a file of an installed package from the package on: the whole does not fit into a line."""
+    names = path.replace("\\", "/").split("/")
+    places = [index for index, name in enumerate(names) if name in PACKAGE_FOLDERS]
+    return "/".join(names[places[-1] + 1 :]) if places else path
 
 
 def describe_verdict(report: Report) -> str:

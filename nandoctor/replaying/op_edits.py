@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -29,9 +29,6 @@ from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, to_
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import full_rows
 from nandoctor.tracing.tensor_stats import format_of
-
-if TYPE_CHECKING:
-    from nandoctor.torch_compat import OpOverload
 
 _AtSite = KeepOp | SetArgument | SetFlag | ClampArgument | GuardArgument | UnmaskRows
 _CLOSE = 1e-6
@@ -65,7 +62,7 @@ class OpEdits:
         run = proceed
         for edit, site, change in self._changes:
             # What writes to its argument cannot give a tensor of another dtype, nor one that is not that argument.
-            possible = not schema_of(call.op).is_mutable or _leaves_target(edit, call.op)
+            possible = _keeps_target(edit) or not schema_of(call.op).is_mutable
             if possible and self._is_meant(site, call, owner):
                 run = partial(change, proceed=run)
         output = run(call)
@@ -85,10 +82,9 @@ class OpEdits:
         return is_there and _is_at(site.source)
 
 
-def _leaves_target(edit: SingleEdit, op: OpOverload) -> bool:
-    """Tell whether an edit changes another argument than the one that an op writes to."""
-    read = (argument.name for argument in schema_of(op).arguments if argument.alias_info is None)
-    return isinstance(edit, SetArgument) or (isinstance(edit, ClampArgument | GuardArgument) and edit.argument in read)
+def _keeps_target(edit: SingleEdit) -> bool:
+    """Tell whether an op with this edit writes to the same tensor: other values of it, or another argument."""
+    return isinstance(edit, SetArgument) or (isinstance(edit, ClampArgument | GuardArgument) and edit.argument != "")
 
 
 def _is_at(source: SourceLine) -> bool:
@@ -141,7 +137,17 @@ def _clamp_argument(edit: ClampArgument, call: Invocation, proceed: Proceed) -> 
         hides = edit.nan and any(bool(torch.isnan(taken).any()) for _, taken in call.tensors())
         return proceed(call) if hides else tree_map(partial(_clamp, edit), proceed(call))
     given = dict(call.arguments()).get(edit.argument)
-    return proceed(call.with_argument(edit.argument, _clamp(edit, given)) if given is not None else call)
+    return proceed(_with_values(call, edit.argument, _clamp(edit, given)) if given is not None else call)
+
+
+def _with_values(call: Invocation, argument: str, value: Any) -> Invocation:
+    """The call with other values for an argument; the tensor that the op writes to is given them itself."""
+    places = (place for place in schema_of(call.op).arguments if place.alias_info and place.alias_info.is_write)
+    given = dict(call.arguments())[argument]
+    if argument not in {place.name for place in places} or not isinstance(given, torch.Tensor):
+        return call.with_argument(argument, value)
+    given.copy_(value)
+    return call
 
 
 def _clamp(edit: ClampArgument, value: Any) -> Any:
@@ -166,7 +172,7 @@ def _guard_argument(edit: GuardArgument, call: Invocation, proceed: Proceed) -> 
     outside = given == 0 if edit.low is None and edit.high is None else torch.zeros_like(given, dtype=torch.bool)
     outside = outside if edit.low is None else outside | (given <= edit.low)
     outside = outside if edit.high is None else outside | (given >= edit.high)
-    made = proceed(call.with_argument(edit.argument, torch.where(outside, edit.safe, given)))
+    made = proceed(_with_values(call, edit.argument, torch.where(outside, edit.safe, given)))
     return made.masked_fill_(outside, 0.0) if schema_of(call.op).is_mutable else torch.where(outside, 0.0, made)
 
 

@@ -70,6 +70,15 @@ def test_a_power_of_zero_is_left_out_before_it_is_bounded(tmp_path):
     assert not any("clamp" in fix.patch for fix in others)
 
 
+@pytest.mark.parametrize("op", ["sqrt_", "log_", "pow_"])
+def test_an_op_that_writes_to_its_argument(op, tmp_path):
+    """Each clamp is tried: what no trial had changed was said to be still non-finite."""
+    body = f"h = self.lift(x).float() - 2.0; h.{op}({-0.5 if op == 'pow_' else ''}); return h.sum(-1)"
+    tried = fixes(body, [[3.0, 4.0, 1.5, 5.0], [3.0, 4.0, 4.0, 5.0]], tmp_path)
+    assert tried
+    assert all(fix.outcome.finite for fix in tried if fix.kind == "source")
+
+
 def test_every_logarithm_of_a_statement_is_clamped(tmp_path):
     first, *_ = fixes(ENTROPY, [[0.1, 0.2, 0.3, 40.0], [0.5, 1.0, -1.0, 0.2]], tmp_path)
     assert first.verified

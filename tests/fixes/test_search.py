@@ -9,7 +9,7 @@ from torch import nn
 
 import nandoctor
 from nandoctor.dumps.reader import read_dump
-from nandoctor.evidence.edits import KeepModule, Together, UseFormat
+from nandoctor.evidence.edits import KeepModule, Together, UseFormat, flatten
 from nandoctor.evidence.formats import BF16, FP32, FP64
 from nandoctor.evidence.report import StepSetting
 from nandoctor.fixes.budget import TrialBudget
@@ -400,6 +400,61 @@ def test_an_overflow_that_is_meant_rules_no_change_out(tmp_path):
     assert report.fixes[0].verified, report.fixes
     assert report.fixes[0].title.startswith("Compute mul in line")
     assert [[member.module for member in found.modules] for found in report.fp32_sets.sets] == [[""], ["lift"]]
+
+
+@pytest.mark.parametrize(("size", "verified"), [(2e5, True), (1e30, False)])
+def test_a_weight_that_fp16_cannot_hold(size, verified, tmp_path):
+    """In fp32 the module computes with it; one that no training makes is not kept so."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].weight[1] = size
+    report = nandoctor.replay(save(tmp_path / "dump.pth", model, x=torch.rand(3, 4) + 1), model).report
+    assert (report.verdict, report.cause.code) == ("state", "poisoned-weights")
+    assert [fix.verified for fix in report.fixes] == [True] * verified
+    assert not verified or report.fixes[0].title == "Keep 0 in fp32"
+
+
+class Scores(nn.Module):
+    """A product in its own forward, beside a module: [n, 4, 4] -> same."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x):
+        return self.drop(torch.softmax(x @ x.transpose(1, 2), -1))
+
+
+def test_a_module_is_kept_whole_where_no_line_can_be_written(tmp_path):
+    """No line of code calls the layer before it, so that no diff can hold both."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), Scores())
+    model[0].weight.data = torch.eye(4) * 3e4
+    report = nandoctor.replay(save(tmp_path / "dump.pth", model, x=torch.rand(2, 4, 4) + 3), model).report
+    assert (report.fixes[0].verified, report.fixes[0].title) == (True, "Keep 2 modules in fp32: 0, 1")
+
+
+class Twice(nn.Module):
+    """A layer overflows in one call, and by a product after another; in fp32 it is enough for both: [n, 4] -> same."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift, self.calm = nn.Linear(4, 4, bias=False), nn.LayerNorm(4)
+        self.lift.weight.data = torch.eye(4) * 3e4
+
+    def raise_(self, x):
+        return self.lift(x)
+
+    def forward(self, x):
+        half, whole = self.raise_(x * 0.4), self.raise_(x)
+        return self.calm(half * 3) + self.calm(whole)
+
+
+def test_a_change_that_holds_alone_is_shown_alone(tmp_path):
+    x = torch.tensor([[3.0, 1.0, 0.5, 0.2], [1.0, 2.0, 0.1, 0.3]])
+    report = nandoctor.replay(save(tmp_path / "dump.pth", Twice(), x=x), Twice()).report
+    sets = [set(flatten((fix.edit,))) for fix in report.fixes if fix.verified]
+    assert sets
+    assert not any(one < other for one in sets for other in sets)
 
 
 def test_code_that_is_in_no_file_is_named(tmp_path):

@@ -26,6 +26,12 @@ def test_the_place_is_clickable(excerpt):
     assert answer.where == "Attention.forward (encoder.blocks.2.attention, sample 2)"
 
 
+@pytest.mark.parametrize("root", ["/home/them/.venv/lib/python3.11/site-packages/", "C:\\env\\site-packages\\"])
+def test_a_file_of_a_package_is_named_from_the_package_on(root, excerpt):
+    made = replace(factory.fixable(), excerpt=replace(excerpt, path=f"{root}kit/nn.py", file=f"{root}kit/nn.py"))
+    assert make_answer(made).place == "kit/nn.py:45"
+
+
 def test_later_calls_are_counted_from_one():
     made = factory.fixable()
     again = replace(made, origin=factory.put(made.origin, call=1))
