@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,9 @@ from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, to_
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import full_rows
 from nandoctor.tracing.tensor_stats import format_of
+
+if TYPE_CHECKING:
+    from nandoctor.torch_compat import OpOverload
 
 _AtSite = KeepOp | SetArgument | SetFlag | ClampArgument | GuardArgument | UnmaskRows
 _CLOSE = 1e-6
@@ -62,7 +65,7 @@ class OpEdits:
         run = proceed
         for edit, site, change in self._changes:
             # What writes to its argument cannot give a tensor of another dtype, nor one that is not that argument.
-            possible = _keeps_target(edit) or not schema_of(call.op).is_mutable
+            possible = not schema_of(call.op).is_mutable or _keeps_target(edit, call.op)
             if possible and self._is_meant(site, call, owner):
                 run = partial(change, proceed=run)
         output = run(call)
@@ -82,8 +85,13 @@ class OpEdits:
         return is_there and _is_at(site.source)
 
 
-def _keeps_target(edit: SingleEdit) -> bool:
-    """Tell whether an op with this edit writes to the same tensor: other values of it, or another argument."""
+def _keeps_target(edit: SingleEdit, op: OpOverload) -> bool:
+    """Tell whether an op with this edit writes to the same tensor: other values of it, or another argument.
+
+    What is selected after an op with `out=` would be another tensor.
+    """
+    if isinstance(edit, GuardArgument) and any(argument.is_out for argument in schema_of(op).arguments):
+        return False
     return isinstance(edit, SetArgument) or (isinstance(edit, ClampArgument | GuardArgument) and edit.argument != "")
 
 

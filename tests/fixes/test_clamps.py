@@ -9,7 +9,7 @@ from torch import nn
 import nandoctor
 from nandoctor.autocast.policy import REFERENCE
 from nandoctor.causes.base import site_of
-from nandoctor.evidence.edits import ClampArgument, Together
+from nandoctor.evidence.edits import ClampArgument, GuardArgument, Together
 from nandoctor.fixes.writing import ChangeWriter
 from nandoctor.renderers.fix_facts import describe_outcome
 from nandoctor.replaying.runner import CLOSELY, FailingStep
@@ -128,6 +128,14 @@ def test_what_an_op_reads_is_clamped_where_it_writes_elsewhere(tmp_path):
     (fix, *_) = fixes(kept, [[0.5, 0.0, 1.0, 2.0]], tmp_path)
     assert fix.verified
     assert "torch.log(h.detach().clamp(min=" in fix.patch
+
+
+def test_nothing_is_selected_after_what_an_op_writes_elsewhere(tmp_path):
+    body = (
+        "h = self.lift(x); kept = torch.empty_like(h); torch.div(1 + h.detach(), x, out=kept); return h + kept.sqrt()"
+    )
+    (fix, *_) = fixes(body, [[0.5, 0.0, 1.0, 2.0]], tmp_path)
+    assert not isinstance(fix.edit, GuardArgument)
 
 
 def test_no_change_that_cannot_run_is_called_non_finite(tmp_path):
