@@ -92,10 +92,10 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
         counts = (1.0,) if _is_count(finding, divisor) else ()
         clamps = divisor_candidate(finding.op, divisor, finding.ops, (*counts, *_SMALL))
         guard, num = guard_candidate(finding.op), len(counts)
-        # Where the numerator is not 0 as well a clamp makes up a large number; where it is, a clamp at more than the
-        # smallest bound replaces divisors that other batches have.
-        is_nan = finding.analysis.kinds == ("nan",) and guard
-        yield (*clamps[: num + 1], *guard) if is_nan else (*clamps[:num], *guard, *clamps[num:])
+        if finding.op.op == "pow" or not guard:  # a power has no numerator: a clamp would make up a large number
+            yield (*clamps[:num], *guard, *clamps[num:])
+        else:  # more than the smallest bound would replace divisors that other batches have
+            yield (*clamps[: num + 1], *guard)
 
 
 def _is_count(finding: Finding, tensor: OpTensor) -> bool:

@@ -34,8 +34,8 @@ def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, ha
         )
     for name in trace.spoilt_buffers:
         yield Gap(
-            text=f"The step leaves NaN in the buffer `{name}`, which had none before. What the step returns is "
-            "finite; a later one that reads the buffer will not be.",
+            text=f"The step leaves NaN or Inf in the buffer `{name}`, which had none before. What the step returns is "
+            "finite; a later one that reads the buffer may not be.",
             remedy="Guard the line that writes the buffer; a statistic of one element is a usual reason.",
         )
     if not flags.here:

@@ -41,7 +41,7 @@ from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import MAX_SAMPLES_LISTED, samples_text
 from nandoctor.torch_compat import is_running_norm
 
-MAX_LEADS = 4
+MAX_LEADS = 5
 """Independent origins that are fixed together; where there are more, only sets of modules are looked for."""
 
 _CASTS_WITHIN = 4

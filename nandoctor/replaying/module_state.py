@@ -9,6 +9,7 @@ fp32 does, rounded. Dropout draws the same mask in every format.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -125,10 +126,10 @@ def with_nonfinite_state(
     return tuple(replace(call, state=state.get(call.module, ())) for call in calls)
 
 
-def list_nan_buffers(model: nn.Module) -> tuple[str, ...]:
-    """The names of the buffers that hold a NaN, which no code means; an infinity may be a mask's, or a minimum's."""
+def list_spoilt_buffers(model: nn.Module) -> tuple[str, ...]:
+    """The names of the buffers that hold a NaN, or an Inf, as squares overflow to; a -Inf may be a mask's."""
     nonfinite = ((name, numbers_in(buffer)) for name, buffer in model.named_buffers() if not is_finite(measure(buffer)))
-    return tuple(name for name, numbers in nonfinite if numbers is not None and bool(torch.isnan(numbers).any()))
+    return tuple(name for name, held in nonfinite if held is not None and not bool((held < math.inf).all()))
 
 
 def _writes_only(module: nn.Module) -> bool:

@@ -31,7 +31,7 @@ from nandoctor.replaying.module_state import (
     drawn_in_fp32,
     is_large,
     known_tensors,
-    list_nan_buffers,
+    list_spoilt_buffers,
     run_backward,
     state_widened,
     with_nonfinite_state,
@@ -307,7 +307,7 @@ class _RecordedRun:
             self._given, self._losses = read(self.output), read(self.loss, counts=True)
         with plain_torch():
             self._unread = list_unread(self.output)
-        self._left_nan = list_nan_buffers(step.model) if run.watch.statistics != "none" else ()
+        self._left_nan = list_spoilt_buffers(step.model) if run.watch.statistics != "none" else ()
 
     def trace(self, calls: tuple[ModuleCall, ...]) -> Trace:
         """What was recorded; `calls` are those of the modules."""
@@ -329,7 +329,7 @@ class _RecordedRun:
             raised=INTERRUPTED if isinstance(self.raised, KeyboardInterrupt) else end,
             ops=ops,
             buffers=frozenset(name for name, _ in step.model.named_buffers()),
-            spoilt_buffers=tuple(name for name in self._left_nan if name not in list_nan_buffers(step.model)),
+            spoilt_buffers=tuple(name for name in self._left_nan if name not in list_spoilt_buffers(step.model)),
             backward=self._backward.calls(ops) if self._backward else (),
             function_ops=self._functions.ops.calls() if self._functions else (),
             bad_gradients=self._bad_gradients,

@@ -134,17 +134,11 @@ def test_nothing_is_selected_after_what_an_op_writes_elsewhere(tmp_path):
     body = (
         "h = self.lift(x); kept = torch.empty_like(h); torch.div(1 + h.detach(), x, out=kept); return h + kept.sqrt()"
     )
-    (fix, *_) = fixes(body, [[0.5, 0.0, 1.0, 2.0]], tmp_path)
-    assert not isinstance(fix.edit, GuardArgument)
+    found = [fix for fix in fixes(body, [[0.5, 0.0, 1.0, 2.0]], tmp_path) if isinstance(fix.edit, GuardArgument)]
+    assert not any(fix.verified for fix in found)
 
 
 def test_no_change_that_cannot_run_is_called_non_finite(tmp_path):
     (clamp,) = fixes("return torch.log(torch.fft.fft(self.lift(x).float())).abs()", [[0.0] * 4], tmp_path)
     assert not clamp.outcome.ran
     assert describe_outcome(clamp.outcome) == "the step cannot be run with it"
-
-
-def test_a_divisor_that_others_may_have_is_not_replaced(tmp_path):
-    (fix, *_) = fixes("h = self.lift(x).float(); return (1 + h.relu()) / h", [[0.0, 0.5, 1.0, 2.0]], tmp_path)
-    assert fix.verified
-    assert "== 0" in fix.patch

@@ -182,4 +182,15 @@ class Statistics(nn.Module):
 def test_a_buffer_that_the_step_spoils_is_told(examine, rows, verdict):
     report = examine(Statistics(), {"x": normal(rows, 8)}, inputs="x")
     assert report.verdict == verdict
-    assert ("NaN in the buffer `deviation`" in report.headline) == (verdict == "cannot-tell")
+    assert ("in the buffer `deviation`" in report.headline) == (verdict == "cannot-tell")
+
+
+def test_a_buffer_that_overflows_is_told(examine):
+    class Squares(Statistics):
+        def forward(self, x):
+            self.deviation += self.read(x).detach().float().mul(1e30).square().sum(0)
+            return self.read(x)
+
+    report = examine(Squares(), {"x": normal(3, 8)}, inputs="x")
+    assert report.verdict == "cannot-tell"
+    assert "Inf in the buffer `deviation`" in report.headline
