@@ -87,11 +87,17 @@ class _Replay(threading.local):
 _replay = _Replay()
 
 
+def _device_type() -> str | None:
+    """Where this thread runs what is meant for CUDA: also a checkpoint that it computes again after a replay."""
+    if _replay.device is not None:
+        return _replay.device.type
+    return "cpu" if _replay.saved_states or torch.is_autocast_enabled("cpu") else None
+
+
 def _device_types() -> tuple[str, ...]:
     """The device types whose autocast is one and the same for this thread; none outside a replay."""
-    if _replay.device is None:
-        return ()
-    return ("cuda",) if _replay.device.type == "cuda" else ("cuda", _replay.device.type)
+    here = _device_type()
+    return () if here is None else tuple({"cuda": here, here: here})
 
 
 def _in_reference() -> bool:
@@ -112,7 +118,8 @@ def _init_for_cuda(init: Callable[..., None]) -> Callable[..., None]:
             return
         enabled = arguments["enabled"]
         # Told to be off, torch looks neither for CUDA nor at the dtypes of the CPU's autocast.
-        arguments.update(dtype=arguments["dtype"] or torch.get_autocast_dtype("cuda"), enabled=False)
+        ambient = torch.get_autocast_dtype("cuda" if _replay.device is not None else "cpu")
+        arguments.update(dtype=arguments["dtype"] or ambient, enabled=False)
         init(*given.args, **given.kwargs)
         set_enabled(args[0], enabled)
 
@@ -157,8 +164,8 @@ def _cast_for_cuda(cast: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(cast)
     def cast_on_replay_device(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-        if _replay.device is not None and device_type in _device_types():
-            device_type = _replay.device.type
+        if (here := _device_type()) is not None and device_type in _device_types():
+            device_type = here
         return cast(value, device_type, torch.float32 if _in_reference() else dtype)
 
     return cast_on_replay_device

@@ -181,8 +181,8 @@ class cuda_autocast(ContextDecorator):  # noqa: N801 - it stands where `torch.au
     """CUDA's autocast on any device, as `torch.autocast("cuda", dtype)` is on a GPU.
 
     One object may be entered many times, inside itself and as a decorator. What `torch.utils.checkpoint` recomputes in
-    the backward pass follows CUDA's lists as well, also after the context was left: the kernels stay registered as long
-    as a graph is alive that will recompute with them.
+    the backward pass follows CUDA's lists as well, also after the context was left, with the regions for "cuda" that it
+    opens itself: the kernels stay registered as long as a graph is alive that will recompute with them.
 
     Args:
         dtype: float16 or bfloat16.
@@ -258,6 +258,7 @@ class _Recomputation(dict[str, Any]):
         held = ExitStack()
         held.enter_context(exact_products(device_type))
         held.enter_context(shared_kernels(device_type))
+        held.enter_context(regions_patched)
         weakref.finalize(self, held.close).atexit = False
 
 

@@ -76,6 +76,30 @@ def test_checkpoints_recompute_after_the_context(use_reentrant):
     del loss
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_regions_of_the_code_are_recomputed_as_they_ran(dtype, use_reentrant):
+    """In fp16 what the first layer gives would be Inf, and the recomputed tensors would not fit."""
+    first, second = (torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+    first.weight.data = torch.eye(4) * 3e4
+    ran = []
+
+    def block(x):
+        with torch.autocast("cuda", enabled=False):
+            wide = first(x.float())
+            with torch.autocast("cuda"):
+                low = second(wide / 1e4)
+        ran.append((wide.dtype, low.dtype, second(x).dtype))
+        return torch.tanh(wide) + low
+
+    with nandoctor.cuda_autocast(dtype):
+        loss = checkpoint(block, torch.full((2, 4), 8.0, requires_grad=True), use_reentrant=use_reentrant).sum()
+    loss.backward()
+    assert ran == [(torch.float32, dtype, dtype)] * 2
+    assert second.weight.grad.isfinite().all()
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_a_graph_that_is_dropped_frees_the_kernels():
     with nandoctor.cuda_autocast():
         loss = checkpoint(LAYERS, torch.randn(4, 8, requires_grad=True), use_reentrant=False).sum()
