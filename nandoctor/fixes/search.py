@@ -325,7 +325,7 @@ class _Search:
                 if fails_at_once and not isinstance(edit, KeepOp):
                     break
             tried += attempts
-        return sorted(tried, key=_distance)[:1]
+        return sorted(tried, key=lambda fix: (math.isinf(_distance(fix)), fix.kind == "advice", _distance(fix)))[:1]
 
 
 def _is_text_alone(edit: Edit) -> bool:
