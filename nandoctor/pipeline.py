@@ -66,7 +66,7 @@ from nandoctor.replaying.saved_arrays import choose_policies, view_sample
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import prepare
 from nandoctor.replaying.weights import nonfinite_state
-from nandoctor.text import are, join_first, mode_text, part_of
+from nandoctor.text import are, join_first, mode_text, number, part_of
 from nandoctor.tracing.tensor_stats import measure_all
 
 T = TypeVar("T")
@@ -325,14 +325,15 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     watch = Watch(stage="backward", ops=True, backward=True)
     trace = findings.trace if findings.trace.backward else step.run(watch=watch).trace
     findings = replace(findings, ops=trace.ops, bad_gradients=trace.bad_gradients)
+    told = (UNSCALED,) if step.loss_scale is None and trace.format is FP16 else ()
     loss = findings.trace.loss
     if loss is not None and not loss.finite and not trace.bad_gradients:
         if trace.raised is not None:  # a backward pass that ended early has left no gradient, finite or not
             return findings
-        note = "The loss is non-finite and every gradient is finite: GradScaler will never skip this step."
-        return replace(findings, notes=(note,))
+        at = f"at loss scale {number(step.loss_factor)}"
+        note = f"The loss is non-finite and every gradient is finite {at}: GradScaler does not skip such a step."
+        return replace(findings, notes=(note, *told))
     if not sound or not trace.bad_gradients:
-        told = (UNSCALED,) if step.loss_scale is None and trace.format is FP16 else ()
         return replace(findings, notes=(*describe_removed(trace), *told) if sound else ())
     reference = findings.reference if findings.reference.backward else step.run(REFERENCE, watch).trace
     unscaled = replace(watch, stage="backward at scale 1")

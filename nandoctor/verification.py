@@ -47,7 +47,7 @@ _SAYS_WHAT_FAILED = {
     "skipped": "the gradients were non-finite at the loss scale, and the scaler skipped the step",
     "update": "the optimizer's update left non-finite weights",
 }
-_OF_THE_STEP = ("loss", "gradients", "loss scale", "healthy samples")
+_OF_THE_STEP = ("loss", "buffers", "gradients", "loss scale", "healthy samples")
 _NEEDED = ("state_dict", "input", "batch", "the weights of the step")
 """Beginnings of what a recorder could not keep, and a replay cannot do without."""
 

@@ -44,7 +44,8 @@ _SMALLEST_NORM = 1e-15
 class Result:
     """What a run gave, without its graph; `ran` is False where it could not, or raised on its way.
 
-    `meant` are the places of infinities in the output that are as the code wants them, such as a mask's.
+    `meant` are the places of infinities in the output that are as the code wants them, such as a mask's. `buffers` are
+    those that the run left non-finite, and whether with a NaN or an Inf; a -Inf alone may be a mask's.
     The gradients of a large model are gigabytes: whether they are finite is asked once, `looked_at` if by the run.
     """
 
@@ -53,6 +54,7 @@ class Result:
     ran: bool
     meant: Mapping[str, torch.Tensor] = field(default_factory=dict)
     looked_at: bool = False
+    buffers: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -150,8 +152,13 @@ def keep(outcome: Outcome | None) -> Result:
     if outcome is None:
         return Result(values={}, gradients={}, ran=False)
     values = values_of(outcome.output, outcome.loss)
-    ran, looked_at = outcome.trace.raised is None, not outcome.trace.bad_gradients
-    return Result(values=values, gradients=outcome.gradients or {}, ran=ran, looked_at=looked_at)
+    return Result(
+        values=values,
+        gradients=outcome.gradients or {},
+        ran=outcome.trace.raised is None,
+        looked_at=not outcome.trace.bad_gradients,
+        buffers=outcome.buffers,
+    )
 
 
 def values_of(output: Any, loss: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -70,6 +70,18 @@ class GradientCheck:
         assert made is not None
         return made, None
 
+    def judge_loss(self, made: Result) -> Said:
+        """Say whether the loss of a run is finite, and no number that only the change makes up."""
+        loss = made.values.get("loss")
+        if loss is None:
+            return "not-checked", "none is known (--loss)"
+        if not bool(torch.isfinite(loss).all()):
+            return "failed", "not finite"
+        largest = float(loss.abs().max())
+        if not self._trials.sound_reference(()).finite and largest > self._largest_loss:
+            return "failed", f"finite, but {number(largest)}, made up by the change"
+        return "passed", "finite"
+
     def _scales(self, change: Change) -> tuple[float, ...]:
         step = self._trials.step
         if (scale := scale_set_by(change)) is not None:
@@ -188,7 +200,7 @@ class GradientCheck:
             yield sound, min(2 * self._own_error, 1.0)
 
     @cached_property
-    def largest_loss(self) -> float:
+    def _largest_loss(self) -> float:
         """The largest value that is believed of a loss that is not finite without a change."""
         fine = self._trials.reference(KeepSamples(samples=self._healthy)) if self._healthy else None
         loss = fine.values.get("loss") if fine is not None and fine.values_finite else None

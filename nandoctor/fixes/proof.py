@@ -41,7 +41,7 @@ from nandoctor.fixes.variations import (
 from nandoctor.fixes.verify import Judgement, Trials, selects, with_samples
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.replaying.runner import FailingStep
-from nandoctor.text import constant, join_words, number, percent
+from nandoctor.text import are, constant, join_first, join_words, number, percent
 
 _COARSER_IN_BF16 = 8
 """bf16 carries 8 bits where fp16 carries 11."""
@@ -84,7 +84,7 @@ class Verifier:
         judgement = self._trials.assess(made, (change,))
         criteria: list[tuple[str, Callable[[], Said]]] = [
             ("output", lambda: self._judge_output(judgement, made, change)),
-            ("loss", lambda: self._judge_loss(made)),
+            ("loss", lambda: self._gradients.judge_loss(made)),
             ("gradients", lambda: self._gradients.judge(change, made, scale, in_backward=written.in_backward)),
             ("loss scale", lambda: self._gradients.judge_growth(change, scale)),
             ("healthy samples", lambda: self._judge_healthy(change, made)),
@@ -93,6 +93,9 @@ class Verifier:
         if off is not None and not compare_runs(made, self._as_searched.exact()).agrees():  # fp32 proves nothing
             doubt = f"fp32 itself is {percent(off)} off float64 here"
             criteria.insert(1, ("float64", lambda: ("failed", doubt)))
+        if spoilt := self._trials.list_spoilt(made):
+            left = f"{join_first([f'`{name}`' for name in spoilt], 3)} {are(len(spoilt))} left with NaN or Inf"
+            criteria.insert(2, ("buffers", lambda: ("failed", left)))
         if written.at_edge is not None:
             criteria.append(("values at the edge", partial(self._judge_edge, written.at_edge, edit, scale)))
         if written.past_bound is not None:
@@ -168,17 +171,6 @@ class Verifier:
             if trials.exact().finite:
                 break
         return found
-
-    def _judge_loss(self, made: Result) -> Said:
-        loss = made.values.get("loss")
-        if loss is None:
-            return "not-checked", "none is known (--loss)"
-        if not bool(torch.isfinite(loss).all()):
-            return "failed", "not finite"
-        largest = float(loss.abs().max())
-        if not self._trials.sound_reference(()).finite and largest > self._gradients.largest_loss:
-            return "failed", f"finite, but {number(largest)}, made up by the change"
-        return "passed", "finite"
 
     def _judge_edge(self, at_edge: SourcePatch, edit: Edit, scale: float | None) -> Said:
         """Say whether values exactly on the edge of a domain leave all finite: the next batch may have such."""

@@ -185,12 +185,20 @@ class Trials:
     def _judge(self, edits: tuple[Change, ...]) -> Judgement:
         made = self.run(*edits)
         judgement = self.assess(made, edits)
+        if judgement.passes and self.list_spoilt(made):
+            return replace(judgement, passes=False)
         if not (judgement.passes and self._backward):
             return judgement
         reference = self.sound_reference(edits)
         if not gradients_finite(made, reference) or (self.numerics and not reference.gradients_finite):
             return _failed(made)
         return replace(judgement, passes=gradient_error(made, reference) <= self._gradient_tolerance)
+
+    def list_spoilt(self, made: Result) -> list[str]:
+        """The buffers that a run leaves non-finite, but for what fp32 leaves so beside a finite output, or a mask."""
+        sound = self.reference() if made.buffers else made
+        kept = {name for name in sound.buffers if sound.values_finite or not made.buffers.get(name)}
+        return [name for name in made.buffers if name not in kept]
 
     def assess(self, made: Result, edits: tuple[Change, ...]) -> Judgement:
         """Compare the output and the loss of a run that was made with `edits`.

@@ -32,7 +32,7 @@ from nandoctor.torch_compat import is_running_norm, run_backward_in_modes, schem
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 from nandoctor.tracing.module_tracer import Tracer
 from nandoctor.tracing.op_tracer import TensorKind
-from nandoctor.tracing.tensor_stats import Reading, collect, is_finite, measure, measure_all, numbers_in
+from nandoctor.tracing.tensor_stats import Reading, all_finite, collect, is_finite, measure, measure_all, numbers_in
 
 LARGE_NBYTES = 256 << 20
 """Weights from which on memory counts for more than the time that it takes to save it."""
@@ -126,10 +126,14 @@ def with_nonfinite_state(
     return tuple(replace(call, state=state.get(call.module, ())) for call in calls)
 
 
-def list_spoilt_buffers(model: nn.Module) -> tuple[str, ...]:
-    """The names of the buffers that hold a NaN, or an Inf, as squares overflow to; a -Inf may be a mask's."""
-    nonfinite = ((name, numbers_in(buffer)) for name, buffer in model.named_buffers() if not is_finite(measure(buffer)))
-    return tuple(name for name, held in nonfinite if held is not None and not bool((held < math.inf).all()))
+def list_nonfinite_buffers(model: nn.Module) -> dict[str, bool]:
+    """The buffers that are not finite, and whether they hold a NaN, or an Inf, as squares overflow to.
+
+    A -Inf alone may be a mask's.
+    """
+    real = ((name, buffer) for name, buffer in model.named_buffers() if not buffer.is_meta)
+    found = ((name, numbers_in(buffer)) for name, buffer in real if not all_finite(buffer))
+    return {name: not bool((held < math.inf).all()) for name, held in found if held is not None}
 
 
 def _writes_only(module: nn.Module) -> bool:

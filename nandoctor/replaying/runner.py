@@ -31,7 +31,7 @@ from nandoctor.replaying.module_state import (
     drawn_in_fp32,
     is_large,
     known_tensors,
-    list_spoilt_buffers,
+    list_nonfinite_buffers,
     run_backward,
     state_widened,
     with_nonfinite_state,
@@ -83,7 +83,8 @@ class Outcome:
     """What a run leaves: its trace, the output (None if the forward raised), and whether it drew random numbers.
 
     `gradients`, by the names of the parameters and at loss scale 1, are there where the watch keeps them.
-    `out_of_memory`: that ended it, after something had gone non-finite.
+    `buffers` are those that it left non-finite, and whether with more than a -Inf. `out_of_memory`: that ended it after
+    something had gone non-finite.
     """
 
     trace: Trace
@@ -91,6 +92,7 @@ class Outcome:
     random: bool
     loss: torch.Tensor | None = None
     gradients: Mapping[str, torch.Tensor] | None = None
+    buffers: Mapping[str, bool] = field(default_factory=dict)
     out_of_memory: bool = False
 
 
@@ -250,13 +252,15 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
             recording.make()
             random = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model, step.low)
-    error = recording.raised
+    error, before = recording.raised, list_nonfinite_buffers(step.model) if recording.buffers else ()
+    buffers = {name: is_spoilt for name, is_spoilt in recording.buffers.items() if name not in before}
     made = Outcome(
-        trace=recording.trace(calls),
+        trace=recording.trace(calls, buffers),
         output=recording.output,
         random=random,
         loss=recording.loss,
         gradients=recording.gradients,
+        buffers=buffers,
         out_of_memory=is_out_of_memory(error),
     )
     if isinstance(error, KeyboardInterrupt):
@@ -307,10 +311,10 @@ class _RecordedRun:
             self._given, self._losses = read(self.output), read(self.loss, counts=True)
         with plain_torch():
             self._unread = list_unread(self.output)
-        self._left_nan = list_spoilt_buffers(step.model) if run.watch.statistics != "none" else ()
+        self.buffers = list_nonfinite_buffers(step.model)
 
-    def trace(self, calls: tuple[ModuleCall, ...]) -> Trace:
-        """What was recorded; `calls` are those of the modules."""
+    def trace(self, calls: tuple[ModuleCall, ...], buffers: Mapping[str, bool]) -> Trace:
+        """What was recorded; `calls` are those of the modules, `buffers` as in the outcome."""
         run, step = self._run, self._run.step
         ops = self._ops.calls() if self._ops else ()
         taken, given, losses = collect_all([self._taken, self._given, self._losses])
@@ -329,7 +333,7 @@ class _RecordedRun:
             raised=INTERRUPTED if isinstance(self.raised, KeyboardInterrupt) else end,
             ops=ops,
             buffers=frozenset(name for name, _ in step.model.named_buffers()),
-            spoilt_buffers=tuple(name for name in self._left_nan if name not in list_spoilt_buffers(step.model)),
+            spoilt_buffers=tuple(name for name, is_spoilt in buffers.items() if is_spoilt),
             backward=self._backward.calls(ops) if self._backward else (),
             function_ops=self._functions.ops.calls() if self._functions else (),
             bad_gradients=self._bad_gradients,

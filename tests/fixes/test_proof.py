@@ -365,3 +365,30 @@ def test_a_loss_that_a_small_argument_makes_up_is_refused(tmp_path):
     fix = replay(tmp_path, Counted, loss=loss, x=torch.tensor([[1.0, 2.0], [0.0, 3.0]])).fixes[0]
     assert fix.verified
     assert "clamp(min=1e-6)" in fix.patch  # with 1e-12 it is 2.5e11
+
+
+class SquaresKept(nn.Module):
+    """Squares for the output and, on a line of their own, for a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(2, 2, bias=False)
+        nn.init.eye_(self.read.weight)
+        self.register_buffer("peak", torch.zeros(2))
+        self.register_buffer("mask", torch.zeros(2, 2))
+
+    def forward(self, x):
+        hidden = self.read(x)
+        self.mask = torch.full((2, 2), -torch.inf).triu(1)
+        self.peak.data.copy_((hidden * hidden).amax(0))
+        return (hidden * hidden).float().mean(0).sqrt()
+
+
+def test_a_fix_that_leaves_a_buffer_infinite_is_not_verified(tmp_path):
+    report = replay(tmp_path, SquaresKept, x=torch.tensor([[300.0, 1.0], [1.0, 2.0]]))
+    assert report.verdict == "precision"
+    spoilt = [item for item in report.fixes if failures(item) == ["buffers"]]
+    assert spoilt
+    assert spoilt[0].checks[2].text == "`peak` is left with NaN or Inf"
+    assert any(item.verified for item in report.fixes)
+    assert not any(item.verified for item in spoilt)
