@@ -92,6 +92,18 @@ BEFORE_UPDATE = Broadcast(register_optimizer_step_pre_hook)
 AFTER_UPDATE = Broadcast(register_optimizer_step_post_hook)
 
 
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of an optimizer's `step`, itself first, with the closure as `wrap` makes it; None without any."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        return None
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": wrap(closure)}
+    return (args[0], wrap(closure), *args[2:]), kwargs
+
+
 class Hook:
     """A hook that stays with its model: in a copy, or in a file that the whole model is saved to, it does nothing.
 

@@ -18,9 +18,10 @@ from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.dumps.recorded_format import MAX_CALLS
 from nandoctor.machine import memory_of
 from nandoctor.text import join_first
+from nandoctor.torch_compat import version_of
 
 _FEW_CALLS, _MAX_NBYTES_OF_CALLS = 16, 1 << 28
-"""Of a step that the loop does not mark so many calls are held, and more where all are no larger than this."""
+"""Of a step that the loop does not mark so many calls are held, and more while they are no larger than this."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,9 +36,10 @@ class RecordedStep:
     watched, so that the next one begins a step of its own. `loss_value` is the loss itself, if a rule asks for it.
     `scale` is the loss scale before the step, and `scale_version` tells whether the scaler was updated since. `skip` is
     a fused optimizer's own flag, `skipped` what is known without it. `accumulated` is the largest magnitude among the
-    gradients after a micro-batch that no update follows. `num_updates` counts how often an optimizer has written the
-    weights since. `stamp` is the observer's after the first forward, and `weights` a copy from before it, where the
-    loop writes them without any optimizer. `num_dropped` forwards that nobody watched came before, too many to be held.
+    gradients after a micro-batch that no update follows, `seen_gradient` the first of them. `num_updates` counts how
+    often an optimizer has written the weights since. `stamp` is the observer's after the first forward, and `weights` a
+    copy from before it, where the loop writes them without any optimizer. `nbytes` are those of the calls and outputs
+    held, and `num_dropped` forwards that nobody watched came before, too many to be held.
     """
 
     step: int
@@ -61,12 +63,14 @@ class RecordedStep:
     skip: Flag | None = None
     skipped: bool = False
     accumulated: Flag | None = None
+    seen_gradient: tuple[int, int | None] | None = None
     updates: list[Update] = field(default_factory=list)
     num_updates: int = 0
     stamp: WeightStamp | None = None
     weights: Mapping[str, torch.Tensor] | None = None
     scale: Flag | None = None
     scale_version: int | None = None
+    nbytes: int = 0
     num_dropped: int = 0
     decided: bool = False
 
@@ -101,12 +105,14 @@ class RecordedStep:
     def is_full(self) -> bool:
         """True if no more forwards can be held. Those in train mode that nobody watches are no step, and may go on."""
         num_calls = len(self.calls)
-        if num_calls < _FEW_CALLS:
-            return False
-        first = (
-            tensor for packs in (self.calls, self.returned) for packed in packs[:1] for tensor, _ in packed.tensors
-        )
-        return num_calls >= MAX_CALLS or num_calls * memory_of(first) > _MAX_NBYTES_OF_CALLS
+        return num_calls >= MAX_CALLS or (num_calls >= _FEW_CALLS and self.nbytes > _MAX_NBYTES_OF_CALLS)
+
+    def add_call(self, call: Packed) -> None:
+        """Hold one more call, and count what it and the output before it hold: sequences grow from call to call."""
+        if self.calls:
+            outputs = self.returned[-1].tensors if self.returned else ()
+            self.nbytes += memory_of(tensor for tensor, _ in (*call.tensors, *outputs))
+        self.calls.append(call)
 
     def compare_scale(self, scale: Flag | None, version: int | None, *, num_optimizers: int) -> None:
         """Note that the scaler skipped the step if its scale is lower now.
@@ -117,6 +123,20 @@ class RecordedStep:
             was_left_out = not self.updates or len(self.updates) < num_optimizers
             if was_left_out or not scale.on_device:
                 self.skipped = self.skipped or scale.values() < self.scale.values()
+
+    def awaits_update(self, num_optimizers: int) -> bool:
+        """True if an optimizer may yet write what it trains, after the block that marks the step."""
+        return not self.without_grad and len(self.updates) < max(1, num_optimizers)
+
+    def wants_gradients(self, first: torch.Tensor | None) -> bool:
+        """True if no update tells of the gradients, and they were not looked at since the `first` was written.
+
+        The backward pass may come after the block that marks the step.
+        """
+        if self.updates or self.decided or self.without_grad or self.skipped:
+            return False
+        seen, self.seen_gradient = self.seen_gradient, None if first is None else (id(first), version_of(first))
+        return self.accumulated is None or self.seen_gradient not in (None, seen)
 
     @property
     def has_failed(self) -> bool:
@@ -211,7 +231,7 @@ class RecordedStep:
 
     def forget_calls(self) -> None:
         """Begin anew with the next call: those so far are no part of the step."""
-        self.before, self.passed, self.without_grad, self.num_running = None, False, False, 0
+        self.before, self.passed, self.without_grad, self.num_running, self.nbytes = None, False, False, 0, 0
         for kept in (self.calls, self.between, self.returned):
             kept.clear()
         self.inside.clear()

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from nandoctor.capture.async_flags import Flag, flag_nonfinite, largest_over_ranks
 from nandoctor.capture.deepspeed import DeepSpeedEngine, read_scale
+from nandoctor.capture.hooks import with_closure
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.sharding import is_sharded
 from nandoctor.capture.step import RecordedStep, held, pack_call
@@ -84,6 +86,11 @@ class StepTracker:
             self._observer.find_trained()
 
     @property
+    def _latest(self) -> RecordedStep | None:
+        """The step whose update comes next: the current one, or the one that the loop has marked the end of."""
+        return self.current or self._ended
+
+    @property
     def optimizers(self) -> list[Optimizer | DeepSpeedEngine]:
         """Those that train a parameter of the model, in the order of their first steps."""
         return [t.optimizer for t in self._trained.values() if t.names and t.optimizer is not None]
@@ -116,17 +123,16 @@ class StepTracker:
 
     def _is_accumulating(self, scale_version: int | None) -> bool:
         """True if gradients are there and nobody has written the weights since the last step began."""
-        if not self._accumulates or self._probe is None or self._probe.grad is None:
+        has_gradient = self._accumulates and self._probe is not None and self._probe.grad is not None
+        if not has_gradient or self._scale_version != scale_version:
             return False
-        if self._scale_version != scale_version:
-            return False
-        return bool(self.optimizers) or self.current is None or not self._observer.was_written(self.current.stamp)
+        return bool(self.optimizers) or self._latest is None or not self._observer.was_written(self._latest.stamp)
 
     def start_step(self, following: RecordedStep | None, *, final: bool = False) -> None:
         """End the current step and make `following` the current one; then decide on those that can be."""
         self._forget_if_forked()
-        step, self.current = self.current or self._ended, following
-        is_open = following is None and not final and step is not None and not step.updates and not step.without_grad
+        step, self.current = self._latest, following
+        is_open = following is None and not final and step is not None and step.awaits_update(len(self.optimizers))
         self._ended = step if is_open else None
         if step is not None and step.flags:
             if self._scaler is None:
@@ -140,7 +146,7 @@ class StepTracker:
 
     def _look_at_gradients(self, step: RecordedStep, *, over_ranks: bool) -> None:
         """Flag the gradients of a step that no update follows."""
-        if not (step.updates or step.decided or step.without_grad or step.accumulated):
+        if step.wants_gradients(None if self._probe is None or self._sharded else self._probe.grad):
             step.accumulated = self._flag_of(self._find_all().gradients(), over_ranks=over_ranks)
 
     def _note_unseen_writes(self, step: RecordedStep) -> None:
@@ -191,7 +197,7 @@ class StepTracker:
         if borrowed := self._observer.read_borrowed():
             step.lend(borrowed)
         self._given = pack_call(args, kwargs)
-        step.calls.append(copied(self._given) if self._copies_inputs else self._given)
+        step.add_call(copied(self._given) if self._copies_inputs else self._given)
         step.num_running += 1
         return is_first
 
@@ -238,14 +244,10 @@ class StepTracker:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hook before any optimizer's `step`; where it is given a closure, the closure in ours."""
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None or not callable(closure):
+        given = with_closure(args, kwargs, partial(self._wrap_closure, optimizer))
+        if given is None:
             self.before_update(optimizer)
-            return None
-        wrapped = self._wrap_closure(optimizer, closure)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": wrapped}
-        return (args[0], wrapped, *args[2:]), kwargs
+        return given
 
     def _wrap_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure, after which the optimizer writes the weights; LBFGS does so several times."""
@@ -253,12 +255,12 @@ class StepTracker:
 
         def evaluate() -> Any:
             nonlocal was_called
-            if not was_called or self.current is None:
-                was_called = True
+            step, was_called = self._latest if was_called else None, True
+            if step is None:
                 loss = closure()
             else:
                 self.after_step(optimizer)
-                following, self.next_step = self.next_step, self.current.step  # one more micro-batch of the same step
+                following, self.next_step = self.next_step, step.step  # one more micro-batch of the same step
                 loss = closure()
                 self.next_step = following
             self.before_update(optimizer)
@@ -272,10 +274,9 @@ class StepTracker:
         A plain optimizer gets here when its scaler has waited for the gradients already, and not at all where it skips.
         A fused one gets here always, with the scaler's own flag, and leaves the weights alone by itself.
         """
-        step = self.current or self._ended
+        step, trained = self._latest, self._find_trained(optimizer)
         if step is None:
             return
-        trained = self._find_trained(optimizer)
         if not trained.names:
             step.passed = True
             return
@@ -311,7 +312,7 @@ class StepTracker:
 
     def after_step(self, optimizer: Optimizer | DeepSpeedEngine, *_: Any) -> None:
         """Hook after any optimizer's `step`: flag weights that it left non-finite."""
-        step = self.current or self._ended
+        step = self._latest
         updates = [] if step is None or step.decided else step.updates
         update = next((update for update in updates if update.optimizer is optimizer), None)
         if step is None or update is None:
@@ -324,7 +325,7 @@ class StepTracker:
 
     def after_engine_step(self, engine: DeepSpeedEngine) -> None:
         """Note what an engine says of its update, which has the gradients for itself; then as `after_step`."""
-        step = self.current or self._ended
+        step = self._latest
         update = None if step is None else next((u for u in step.updates if u.optimizer is engine), None)
         if step is not None and update is not None:
             step.skipped = engine.scales and engine.skipped
@@ -345,11 +346,12 @@ class StepTracker:
     def on_exception(self, error: BaseException | None = None) -> None:
         """Decide on what is left: the loop may have raised an error for its gradients, which come to no update."""
         self._forget_if_forked()
-        step, self.current, self._ended = self.current or self._ended, None, None
+        step, self.current, self._ended = self._latest, None, None
         try:
             if step is not None and not step.flags and step.returned and not step.passed:
                 self.watch(step, None, ask_all=False)  # the other ranks are not here to answer
             if step is not None and step.flags:
+                step.compare_scale(*read_scale(self._scaler), num_optimizers=len(self.optimizers))
                 if self._scaler is None or isinstance(error, Exception):
                     self._look_at_gradients(step, over_ranks=False)
                 if isinstance(error, RuntimeError) and _ANOMALY in str(error):
@@ -362,8 +364,7 @@ class StepTracker:
     def _forget_if_forked(self) -> None:
         """Leave what was pending to the process that began it: a forked child has a copy."""
         if self._process != os.getpid():
-            self._process, self.current, self._ended = os.getpid(), None, None
-            self._pending.clear()
+            self._process, self.current, self._ended, self._pending = os.getpid(), None, None, []
 
     def _find_trained(self, optimizer: Optimizer | DeepSpeedEngine) -> TrainedParameters:
         """What the optimizer trains of this model; found once, and again when it was given more."""
@@ -385,8 +386,7 @@ class StepTracker:
 
     def _flag_of(self, magnitude: torch.Tensor | float | None, *, over_ranks: bool) -> Flag | None:
         """The magnitude on its way; of weights that each rank holds a part of, the largest on any rank."""
-        if over_ranks:
-            magnitude = largest_over_ranks(magnitude, self._observer.device)
+        magnitude = largest_over_ranks(magnitude, self._observer.device) if over_ranks else magnitude
         return None if magnitude is None else Flag(magnitude)
 
     def _decide(self, step: RecordedStep, *, may_stop: bool = True) -> None:

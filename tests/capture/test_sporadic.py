@@ -153,3 +153,14 @@ def test_a_step_of_many_calls(tmp_path, monkeypatch, num_calls, room, kept):
     dump = read_dump(recorder.written[0])
     assert len(dump.recorded.calls) == kept
     assert ("the 16 forwards" in str(dump.missing)) == (kept < num_calls)
+
+
+def test_calls_that_grow_are_counted_as_they_are(tmp_path, monkeypatch):
+    """A text is given again with each word of it that was made: the first call is the smallest."""
+    monkeypatch.setattr(step, "_MAX_NBYTES_OF_CALLS", 2000)
+    model = nn.Linear(1, 1)
+    with Recorder(model, folder=tmp_path) as recorder:
+        for length in range(1, 26):
+            output = model(torch.full((length, 1), float("nan")))
+        recorder.watch(output.sum())
+    assert len(read_dump(recorder.written[0]).recorded.calls) == 2
