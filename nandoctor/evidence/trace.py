@@ -357,6 +357,12 @@ class Trace:
     unread: tuple[str, ...] = ()
 
     @property
+    def output_finite(self) -> bool:
+        """Whether the model's own calls returned, also before an error of the loss, what is finite throughout."""
+        outputs = [stats for call in self.calls if not call.module for stats in call.outputs]
+        return bool(outputs) and all(stats.finite for stats in outputs)
+
+    @property
     def finite(self) -> bool:
         """Whether the model's output, and the loss where there is one, are finite throughout."""
         ends = (*self.output, self.loss) if self.loss else self.output

@@ -82,6 +82,8 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
     if findings.trace.unread:
         what = join_first(findings.trace.unread, 3)
         return FixSearch(notes=(f"No fix was tried: none can be checked where the output holds {what}.",))
+    if step.loss is None and findings.trace.raised is not None and findings.trace.output_finite:
+        return FixSearch(notes=("No fix was tried: the step fails in its loss, which could not be run to its end.",))
     if any(diagnosis.origin.phase == "optimizer" for diagnosis in findings.conclusion.diagnoses[:1]):
         fixes = tuple(_fix_optimizer_eps(findings))
         none = "No eps was found that keeps the step of every parameter within its bound."
@@ -108,8 +110,7 @@ def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> li
     def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, int]:
         size = _size(item.edit, findings)
         only_upstream = _is_only_upstream(item.edit, findings)
-        of_batch = item.kind == "data"
-        return not item.verified, of_batch, only_upstream, size >= _WHOLE, item.patch not in at_origin, size
+        return not item.verified, item.kind == "data", only_upstream, size >= _WHOLE, item.patch not in at_origin, size
 
     at_origin = {item.patch for item in tried}
     return sorted(_distinct([*from_fp32_sets, *tried]), key=key)
@@ -160,9 +161,8 @@ def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:
     if safe and all(eps is not None for eps in safe):
         eps = max(eps for eps in safe if eps is not None)
         edit = SetOptimizerEps(value=eps)
-        written = WrittenChange(
-            kind="setting", title=write_title(edit), text="", settings=FixSettings(optimizer_eps=eps)
-        )
+        settings = FixSettings(optimizer_eps=eps)
+        written = WrittenChange(kind="setting", title=write_title(edit), text="", settings=settings)
         proof = Judgement(outcome=TrialOutcome(finite=True, max_rel_err=None), passes=True)
         stepped = Check(name="optimizer step", status="passed", text="finite and within its bound for every parameter")
         yield _make_fix(edit, written, proof, (stepped,))

@@ -108,6 +108,9 @@ def next_word(logits, batch):
 def guarded(loss, batch):
     assert loss.isfinite().all()
     return (loss * batch["weight"]).mean()
+
+def guarded_ratio(loss, batch):
+    return guarded((loss - loss) / (loss - loss), batch)
 """
 
 
@@ -222,3 +225,11 @@ def test_a_loss_whose_error_the_nan_had_hidden_is_left_out(project):
     report = nandoctor.replay("dump.pth", "net.py:Mixture", loss="net.py:guarded").report
     assert report.fixes[0].verified
     assert any("raised KeyError" in note for note in report.notes)
+
+
+def test_a_loss_in_which_the_failure_is_is_not_left_out(project):
+    """Without it nothing fails, and any change would pass."""
+    save(torch.nn.ModuleDict({"means": torch.nn.Linear(4, 3)}), x=torch.randn(5, 4), y=torch.zeros(5, 1))
+    report = nandoctor.replay("dump.pth", "net.py:Mixture", loss="net.py:guarded_ratio").report
+    assert (report.origin.phase, report.fixes) == ("loss", ())
+    assert any("fails in its loss" in note for note in report.search_notes)
