@@ -93,20 +93,34 @@ def write_clamp(change: FileChange, expression: Expression, edit: ClampArgument,
         raise CannotWriteError
     taken = _argument(change, target, edit, probe)
     before: tuple[str, ...] = ()
+    writes = "_" if _is_written(expression.node, edit) else ""
     if edit.keeps_sign and edit.low is not None:
         first, again, before = change.named(target, taken, "divisor")
         low = constant(edit.low)
         is_near = f"{first} == 0" if edit.low == 1 else f"{first}.abs() < {low}"  # a count below 1 is 0
         text = f"torch.where({is_near}, {low}, {again})"
+        if writes:
+            is_near = f"{again} == 0" if edit.low == 1 else f"{again}.abs() < {low}"
+            text = f"{first}.masked_fill_({is_near}, {low})"
     elif edit.nan:
-        text = f"{grouped(taken)}.nan_to_num(0.0)"
+        text = f"{grouped(taken)}.nan_to_num{writes}(0.0)"
     elif probe == "past bound alone":
         text = taken
     else:
         bounds = {"min": edit.low, "max": edit.high}
         given = ", ".join(f"{name}={constant(value)}" for name, value in bounds.items() if value is not None)
-        text = f"{grouped(taken)}.clamp({given})"
+        text = f"{grouped(taken)}.clamp{writes}({given})"
     change.replacements.extend(expression.with_texts({target: text}, before))
+
+
+def _is_written(node: cst.CSTNode, edit: ClampArgument | GuardArgument) -> bool:
+    """Tell whether an expression writes to the argument, as `x.log_()` does: what is made of that is lost to others."""
+    return edit.argument in ("self", "input") and _writes_in_place(node)
+
+
+def _writes_in_place(node: cst.CSTNode) -> bool:
+    name = getattr(node.func, "attr", node.func) if isinstance(node, cst.Call) else None
+    return isinstance(name, cst.Name) and name.value.endswith("_")
 
 
 def _take_zero(change: FileChange, expression: Expression) -> None:
@@ -149,6 +163,8 @@ def write_guard(change: FileChange, expression: Expression, edit: GuardArgument,
     """Write an op that is 0 where its argument is not inside, and has no gradient there."""
     tree, node = change.tree, expression.spelled
     argument = expression.argument_node(edit.argument)
+    if _is_written(node, edit):  # what is selected before it would be another tensor than the one that it wrote
+        raise CannotWriteError
     is_selected = _selects_by(tree, node, _inside(edit, operand_text(tree, argument)))
     first, again, before = change.named(expression.node, _argument(change, argument, edit, probe), "guarded")
     if is_selected:
@@ -170,8 +186,8 @@ def _zero_where(
         operator = operator_text(tree, node)
         return f"{tree.code(target)} = torch.where({condition}, 0.0, {operand_text(tree, target)} {operator} {text})"
     changed = text_with(tree, node, texts)
-    writes = isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value.endswith("_")
-    return f"{changed}.masked_fill_({condition}, 0.0)" if writes else f"torch.where({condition}, 0.0, {changed})"
+    is_written = _writes_in_place(node)
+    return f"{changed}.masked_fill_({condition}, 0.0)" if is_written else f"torch.where({condition}, 0.0, {changed})"
 
 
 def _inside(edit: GuardArgument, first: str, again: str | None = None) -> str:
