@@ -91,9 +91,11 @@ def write_clamp(change: FileChange, expression: Expression, edit: ClampArgument,
     target = expression.argument_node(edit.argument) if edit.argument else expression.node
     if not isinstance(target, cst.BaseExpression):
         raise CannotWriteError
-    taken = _argument(change, target, edit, probe)
-    before: tuple[str, ...] = ()
     writes = "_" if _is_written(expression.node, edit) else ""
+    taken = _argument(change, target, edit, probe)
+    if writes and taken != change.tree.code(target):
+        taken = f"{_read_twice(change, target)}.copy_({taken})"
+    before: tuple[str, ...] = ()
     if edit.keeps_sign and edit.low is not None:
         first, again, before = change.named(target, taken, "divisor")
         low = constant(edit.low)
@@ -121,6 +123,13 @@ def _is_written(node: cst.CSTNode, edit: ClampArgument | GuardArgument) -> bool:
 def _writes_in_place(node: cst.CSTNode) -> bool:
     name = getattr(node.func, "attr", node.func) if isinstance(node, cst.Call) else None
     return isinstance(name, cst.Name) and name.value.endswith("_")
+
+
+def _read_twice(change: FileChange, node: cst.BaseExpression) -> str:
+    """The text of what can be read twice for nothing. Raises CannotWriteError for anything else."""
+    if not isinstance(node, (cst.Name, cst.Attribute)):
+        raise CannotWriteError
+    return change.tree.code(node)
 
 
 def _take_zero(change: FileChange, expression: Expression) -> None:
@@ -164,7 +173,13 @@ def write_guard(change: FileChange, expression: Expression, edit: GuardArgument,
     tree, node = change.tree, expression.spelled
     argument = expression.argument_node(edit.argument)
     if _is_written(node, edit):  # what is selected before it would be another tensor than the one that it wrote
-        raise CannotWriteError
+        if probe is not None:
+            raise CannotWriteError
+        kept = _read_twice(change, argument)
+        first, again, before = change.named(expression.node, _outside(edit, kept), "outside")
+        text = text_with(tree, node, {argument: f"{kept}.masked_fill_({first}, {edit.safe})"})
+        change.replace(expression.node, f"{text}.masked_fill_({again}, 0.0)", before)
+        return
     is_selected = _selects_by(tree, node, _inside(edit, operand_text(tree, argument)))
     first, again, before = change.named(expression.node, _argument(change, argument, edit, probe), "guarded")
     if is_selected:
