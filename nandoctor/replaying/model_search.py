@@ -62,10 +62,19 @@ def _find_classes(path: Path, wanted: Collection[Collection[str]]) -> Iterator[t
     if tree is None:
         return
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    for name in classes:
+    for name in classes if not _runs_on(tree) else ():
         assigned = _names_assigned(name, classes)
-        if any(members and assigned.issuperset(members) for members in wanted):
+        if classes[name].bases and any(members and assigned.issuperset(members) for members in wanted):
             yield len(assigned), f"{shown_path(path)}:{next(_find_builders(name, tree), name)}"
+
+
+def _runs_on(tree: ast.Module) -> bool:
+    """Tell whether a file that is loaded runs a loop, or a function of its own: it may train."""
+    own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    calls = (node.value for node in tree.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+    return any(isinstance(node, ast.For | ast.While) for node in tree.body) or any(
+        getattr(call.func, "id", None) in own for call in calls
+    )
 
 
 def _read(path: Path) -> str:
@@ -112,6 +121,12 @@ def _names_assigned(name: str, classes: dict[str, ast.ClassDef], seen: frozenset
     return found
 
 
+def _is_plain(line: ast.stmt) -> bool:
+    """Tell whether a line only names something, or is text."""
+    named = isinstance(line, ast.Assign) and not any(isinstance(node, ast.Call) for node in ast.walk(line))
+    return named or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+
+
 def _is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id == "self"
 
@@ -122,7 +137,7 @@ def _find_builders(name: str, tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef) and isinstance(made := node.body[-1], ast.Return):
             required = len(node.args.posonlyargs + node.args.args) - len(node.args.defaults)
             required += sum(default is None for default in node.args.kw_defaults)
-            told = [line for line in node.body[:-1] if not isinstance(line, ast.Expr | ast.Assign)]
+            told = [line for line in node.body[:-1] if not _is_plain(line)]
             is_call = isinstance(made.value, ast.Call) and getattr(made.value.func, "id", None) == name
             if is_call and not required and not told:
                 yield node.name

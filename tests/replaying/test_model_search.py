@@ -51,9 +51,21 @@ def test_a_function_that_only_builds_it_comes_first(folder):
     assert suggest_models(NAMES, (folder,)) == ["train.py:make"]
 
 
+@pytest.mark.parametrize("line", ["train()", "for _ in range(9):\n    print()"])
+def test_what_may_train_is_not_suggested(line, folder):
+    write(folder, "train.py", UNET + f"\ndef train():\n    pass\n\n{line}\n")
+    assert suggest_models(NAMES, (folder,)) == []
+    write(folder, "train.py", UNET + "\ndef make():\n    train()\n    return UNet()\n")
+    assert suggest_models(NAMES, (folder,)) == ["train.py:UNet"]
+    write(
+        folder, "train.py", "class Plain:\n    def __init__(self):\n        self.down = self.up = self.scale = None\n"
+    )
+    assert suggest_models(NAMES, (folder,)) == []
+
+
 def test_the_file_that_has_most_of_the_names(folder):
-    write(folder, "first.py", "class Any:\n    def __init__(self):\n        self.net = None\n")
-    write(folder, "second.py", "class Own:\n    def __init__(self):\n        self.net = dict(query=1, key=2)\n")
+    write(folder, "first.py", "class Any(Module):\n    def __init__(self):\n        self.net = None\n")
+    write(folder, "second.py", "class Own(Module):\n    def __init__(self):\n        self.net = dict(query=1, key=2)\n")
     assert suggest_models(["net.query.weight", "net.key.weight"], (folder,)) == ["second.py:Own"]
 
 
