@@ -338,11 +338,9 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     reference = findings.reference if findings.reference.backward else step.run(REFERENCE, watch).trace
     unscaled = replace(watch, stage="backward at scale 1")
     fixed = step.loss_factor > 1 and not replace(step, loss_scale=1.0).run(watch=unscaled).trace.bad_gradients
-    return replace(
-        findings,
-        verdict=judge_backward(trace, reference, fixed_by_scale=fixed),
-        conclusion=conclude_backward(trace, reference, step.low, loss_scale=step.loss_factor, fixed_by_scale=fixed),
-    )
+    found = conclude_backward(trace, reference, step.low, loss_scale=step.loss_factor, fixed_by_scale=fixed)
+    verdict = judge_backward(trace, reference, found, fixed_by_scale=fixed)
+    return replace(findings, verdict=verdict, conclusion=found)
 
 
 def _diagnose_optimizer(findings: Findings, update: OptimizerUpdate | None) -> Findings:

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 from nandoctor.causes.base import Finding, GradientFinding, is_log_of_mask, writes_infinity
 from nandoctor.causes.registry import find_cause
-from nandoctor.diagnosis.conclusion import Conclusion, Suspect, finding_at, origin_at, origin_taken, suspect
+from nandoctor.diagnosis.conclusion import (
+    Conclusion,
+    Suspect,
+    absurd_weights,
+    broken_weights,
+    finding_at,
+    origin_at,
+    origin_taken,
+    suspect,
+)
 from nandoctor.diagnosis.origin import trace_back
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis
@@ -51,7 +60,9 @@ def _diagnose(finding: GradientFinding, trace: Trace, reference: Trace) -> tuple
         cause = find_cause("forward", inside)
         origin = replace(origin_at(inside.op, inside.analysis, trace), function=op.op)
         return Diagnosis(origin=origin, cause=cause), suspect(inside.op, inside, cause)
-    hidden = _hidden_origin(forward, trace, reference, finding.low)
+    hidden, broken = _hidden_origin(forward, trace, reference, finding.low)
+    if broken is not None:
+        return broken, None
     explained = _explain_hidden(op, hidden) if hidden is not None else None
     if hidden is not None and explained is not None:
         origin = origin_at(hidden.op, hidden.analysis, trace)
@@ -92,20 +103,27 @@ def describe_removed(trace: Trace) -> tuple[str, ...]:
     )
 
 
-def _hidden_origin(forward: OpCall | None, trace: Trace, reference: Trace, low: FloatFormat) -> Finding | None:
-    """What made the Inf that the forward op took, or the overflow that it gave, where a later op made that finite."""
+def _hidden_origin(
+    forward: OpCall | None, trace: Trace, reference: Trace, low: FloatFormat
+) -> tuple[Finding | None, Diagnosis | None]:
+    """What made the Inf that the forward op took, or the overflow that it gave, where a later op made that finite.
+
+    Where that is a weight, what is said of it.
+    """
     if forward is None:
-        return None
+        return None, None
     met = [*forward.outputs, *(tensor.stats for tensor in forward.inputs)]
     if all(stats is None or stats.finite for stats in met):
-        return None
+        return None, None
     found = trace_back(trace.ops, reference, [forward.order])
     sources = [source for source in (*found.sources, *found.written) if source.op.analysis]
     findings = [finding_at(source, trace, reference, low) for source in sources]
     overflowed = [finding for finding in findings if finding.overflowed]
     computed = [finding for finding in findings if finding.op != forward and not _is_written(finding, trace)]
     # What only handed infinities on, as NaN, comes last.
-    return next(iter((*overflowed, *sorted(computed, key=lambda finding: finding.had_inf_input))), None)
+    hidden = next(iter((*overflowed, *sorted(computed, key=lambda finding: finding.had_inf_input))), None)
+    broken = [*broken_weights(found, trace), *(absurd_weights(hidden, trace) if hidden is not None else ())]
+    return hidden, next(iter(broken), None)
 
 
 def _is_written(finding: Finding, trace: Trace) -> bool:

@@ -142,10 +142,12 @@ class Findings:
     @property
     def sound_in_fp32(self) -> bool:
         """Whether the failure is one of precision; so is that of weights which fp32 computes with, and can square."""
-        if self.verdict != "state" or self.trace.finite or not self.reference.finite:
-            return self.verdict in ("precision", "silent")
-        blamed = [diagnosis.origin.output for diagnosis in self.conclusion.diagnoses]
-        return all(stats and stats.finite and FP32.holds((stats.absmax or 0.0) ** 2) for stats in blamed)
+        is_state = self.verdict == "state" and not self.trace.finite and self.reference.finite
+        origins = [diagnosis.origin for diagnosis in self.conclusion.diagnoses]
+        blamed = [origin.output for origin in origins if is_state or origin.phase == "state"]
+        return (is_state or self.verdict in ("precision", "silent")) and all(
+            stats and stats.finite and FP32.holds((stats.absmax or 0.0) ** 2) for stats in blamed
+        )
 
 
 def find_so_far(trace: Trace, reference: Trace | None) -> Findings:
@@ -306,7 +308,7 @@ def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace, l
         if source.op.analysis is None:
             continue
         finding = finding_at(source, trace, reference, low)
-        absurd = _absurd_weights(finding, trace)
+        absurd = absurd_weights(finding, trace)
         yield from ((source.op.order, diagnosis, None) for diagnosis in absurd)
         if not absurd:
             cause = find_cause("forward", finding)
@@ -331,13 +333,19 @@ def _from_constants(found_trace: NonfiniteTrace, *, in_loss: bool) -> Iterator[_
             yield op.order, Diagnosis(origin=origin_taken(op, tensor), cause=None), None
 
 
-def _absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:
+def absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:
     """Weights that are finite and so large that no product with them can fit."""
     found: list[Diagnosis] = []
     for tensor in finding.op.inputs if finding.op.op in PRODUCTS else ():
         if tensor.origin == "weight" and tensor.stats is not None:
             found += diagnose_outside("weight", tensor.path, tensor.stats, trace)
     return found
+
+
+def broken_weights(found_trace: NonfiniteTrace, trace: Trace) -> list[Diagnosis]:
+    """Weights that were non-finite before the step, among what it took of infinities."""
+    weights = replace(found_trace, outside=tuple(it for it in found_trace.outside if it[1].origin == "weight"))
+    return [diagnosis for _, diagnosis, _ in _from_outside(weights, trace)]
 
 
 def _link(op: OpCall, event: Literal["created", "propagated"]) -> Link:

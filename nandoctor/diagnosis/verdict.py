@@ -190,13 +190,15 @@ def judge(trace: Trace, reference: Trace, conclusion: Conclusion, reproduction: 
     return "precision" if reference.finite else "numerics"
 
 
-def judge_backward(trace: Trace, reference: Trace, *, fixed_by_scale: bool) -> Verdict:
+def judge_backward(trace: Trace, reference: Trace, conclusion: Conclusion, *, fixed_by_scale: bool) -> Verdict:
     """What kind of failure non-finite gradients are."""
     if not trace.bad_gradients:
         return "healthy"
     if fixed_by_scale:
         return "loss-scale"
-    return "numerics" if reference.bad_gradients else "precision"
+    if not reference.bad_gradients:
+        return "precision"
+    return "state" if any(it.origin.phase == "state" for it in conclusion.diagnoses) else "numerics"
 
 
 def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion, gaps: tuple[Gap, ...] = ()) -> str:

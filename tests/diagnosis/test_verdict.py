@@ -82,7 +82,7 @@ GRADIENTS = trace(*SOUND.calls, bad_gradients=(NONFINITE,))
     ],
 )
 def test_the_verdict_on_gradients(run, other, fixed_by_scale, verdict):
-    assert judge_backward(run, other, fixed_by_scale=fixed_by_scale) == verdict
+    assert judge_backward(run, other, Conclusion(), fixed_by_scale=fixed_by_scale) == verdict
 
 
 BETWEEN = trace(call("", 0, 3), call("head", 1, 2, inputs=(NONFINITE,)), output=(NONFINITE,))

@@ -194,3 +194,12 @@ def test_a_buffer_that_overflows_is_told(examine):
     report = examine(Squares(), {"x": normal(3, 8)}, inputs="x")
     assert report.verdict == "cannot-tell"
     assert "Inf in the buffer `deviation`" in report.headline
+
+
+@pytest.mark.parametrize(("weight", "verdict"), [(1e6, "precision"), (math.inf, "state")])
+def test_a_weight_past_fp16_that_the_forward_hides(examine, weight, verdict):
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.Tanh())
+    with torch.no_grad():
+        model[0].weight[0, 0] = weight
+    report = examine(model, {"x": normal(4, 8)}, loss=lambda out, _: out.square().mean())
+    assert blamed(report) == (verdict, "0", None, "poisoned-weights")
