@@ -121,12 +121,12 @@ class StepTracker:
             scale_version=version,
         )
 
-    def _is_accumulating(self, scale_version: int | None) -> bool:
-        """True if gradients are there and nobody has written the weights since the last step began."""
-        has_gradient = self._accumulates and self._probe is not None and self._probe.grad is not None
-        if not has_gradient or self._scale_version != scale_version:
+    def _is_accumulating(self, version: int | None) -> bool:
+        """True if gradients are there and nobody has written the weights since the last step; FSDP moves its own."""
+        if not self._accumulates or self._scale_version != version or self._probe is None or self._probe.grad is None:
             return False
-        return bool(self.optimizers) or self._latest is None or not self._observer.was_written(self._latest.stamp)
+        step = self._latest
+        return bool(self.optimizers) or self._sharded or step is None or not self._observer.was_written(step.stamp)
 
     def start_step(self, following: RecordedStep | None, *, final: bool = False) -> None:
         """End the current step and make `following` the current one; then decide on those that can be."""
