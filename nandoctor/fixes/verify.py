@@ -185,7 +185,7 @@ class Trials:
     def _judge(self, edits: tuple[Change, ...]) -> Judgement:
         made = self.run(*edits)
         judgement = self.assess(made, edits)
-        if judgement.passes and self.list_spoilt(made):
+        if judgement.passes and not self.numerics and self.list_spoilt(made):
             return replace(judgement, passes=False)
         if not (judgement.passes and self._backward):
             return judgement

@@ -384,6 +384,19 @@ class SquaresKept(nn.Module):
         return (hidden * hidden).float().mean(0).sqrt()
 
 
+class QuotientsKept(SquaresKept):
+    def forward(self, x):
+        norms = x.norm(dim=-1, keepdim=True)
+        self.peak.data.copy_((x / norms).sum(0))
+        return self.read(x).float() / norms
+
+
+def test_a_guard_that_leaves_a_buffer_nan_is_told(tmp_path):
+    report = replay(tmp_path, QuotientsKept, x=torch.tensor([[3.0, 1.0], [0.0, 0.0]]))
+    (guard,) = (item for item in report.fixes if item.kind == "source")
+    assert (guard.verified, failures(guard)) == (False, ["buffers"])
+
+
 def test_a_fix_that_leaves_a_buffer_infinite_is_not_verified(tmp_path):
     report = replay(tmp_path, SquaresKept, x=torch.tensor([[300.0, 1.0], [1.0, 2.0]]))
     assert report.verdict == "precision"
