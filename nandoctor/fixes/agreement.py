@@ -253,6 +253,8 @@ def _norm(gradient: torch.Tensor) -> float:
     norm = float(torch.linalg.vector_norm(gradient))
     if math.isfinite(norm) and norm > _SMALLEST_NORM:
         return norm
+    if gradient.layout is torch.strided and not bool(gradient.any()):  # as most of an embedding's
+        return 0.0
     return float(torch.nan_to_num(gradient.double(), 0.0, 0.0, 0.0).norm())
 
 

@@ -28,7 +28,7 @@ from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.file_memory import cast_to_file, map_empty
 from nandoctor.machine import memory_of
 from nandoctor.process_wide import held
-from nandoctor.torch_compat import is_running_norm, run_backward_in_modes, schema_of, tree_leaves, tree_map
+from nandoctor.torch_compat import is_running_norm, plain_torch, run_backward_in_modes, schema_of, tree_leaves, tree_map
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 from nandoctor.tracing.module_tracer import Tracer
 from nandoctor.tracing.op_tracer import TensorKind
@@ -63,9 +63,10 @@ def run_backward(
             return _run_releasing(model, loss, loss_scale=loss_scale, keep=keep)
         run_backward_in_modes(loss * loss_scale)
         made = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
-        for part in made.values() if keep and loss_scale != 1 else ():
-            part.div_(loss_scale)
-        nonfinite = tuple(stats for stats in measure_all(made.items()) if not stats.finite)
+        with plain_torch():
+            for part in made.values() if keep and loss_scale != 1 else ():
+                part.div_(loss_scale)
+            nonfinite = tuple(stats for stats in measure_all(made.items()) if not stats.finite)
         return nonfinite, made if keep else None
 
 
