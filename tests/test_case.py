@@ -144,7 +144,7 @@ def test_the_table_of_weights_alone_is_empty(tmp_path):
     assert len(case.table()) == 0
 
 
-@pytest.mark.parametrize("suffix", [".json", ".png", ".svg", ".pdf"])
+@pytest.mark.parametrize("suffix", [".json", ".png", ".svg", pytest.param(".pdf", marks=pytest.mark.slow)])
 def test_a_case_is_saved_as_its_ending_says(case, tmp_path, suffix):
     case.save(tmp_path / f"out{suffix}")
     start = (tmp_path / f"out{suffix}").read_bytes()[:200]

@@ -144,7 +144,8 @@ def test_the_model_given_overrides_the_settings():
         (nn.Linear(3, 2), Settings(call="no_such_module_here:f"), ModelError, "no_such_module_here"),
     ],
 )
-def test_what_does_not_fit_says_what_to_do(model, settings, error, message):
+def test_what_does_not_fit_says_what_to_do(model, settings, error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # which is searched for a model
     with pytest.raises(error, match=message) as caught:
         prepare(dump_of(nn.Linear(3, 2), image=IMAGE), model, settings)
     assert caught.value.remedy.endswith(".")
