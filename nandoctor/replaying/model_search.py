@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import stat
 from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
@@ -78,8 +79,11 @@ def _runs_on(tree: ast.Module) -> bool:
 
 
 def _read(path: Path) -> str:
+    """The text of an ordinary file that may be read; "" of any other."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        status = path.stat()
+        is_text = stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_NBYTES
+        return path.read_text(encoding="utf-8", errors="replace") if is_text else ""
     except OSError:
         return ""
 
@@ -92,7 +96,7 @@ def _find_sources(folders: Collection[Path]) -> Iterator[Path]:
             is_deep = len(here.relative_to(top).parts) >= _DEPTH
             inner[:] = [] if is_deep else [name for name in inner if _is_own(here / name)]
             for path in (here / name for name in files if name.endswith(".py")):
-                if path not in seen and path.is_file() and path.stat().st_size <= _MAX_NBYTES:
+                if path not in seen:
                     yield path
                     seen.add(path)
                 if len(seen) == _MAX_FILES:
@@ -100,8 +104,10 @@ def _find_sources(folders: Collection[Path]) -> Iterator[Path]:
 
 
 def _is_own(folder: Path) -> bool:
-    installed = folder.name in PACKAGE_FOLDERS or (folder / "pyvenv.cfg").is_file()
-    return not (installed or folder.name.startswith((".", "_")))
+    """Tell whether to look into a folder: one that may be looked into, not hidden, and nothing that was installed."""
+    if folder.name in PACKAGE_FOLDERS or folder.name.startswith((".", "_")) or not os.access(folder, os.X_OK):
+        return False
+    return not (folder / "pyvenv.cfg").is_file()
 
 
 def _names_assigned(name: str, classes: dict[str, ast.ClassDef], seen: frozenset[str] = frozenset()) -> set[str]:

@@ -75,6 +75,23 @@ def test_what_is_no_code_of_the_project(folder):
     write(folder, "broken.py", UNET + "\ndef (:\n")
     (folder / "gone.py").symlink_to("nowhere.py")
     os.mkfifo(folder / "pipe.py")
+    (folder / "large.py").write_text(UNET + "#" * (1 << 20))
     assert suggest_models(NAMES, (folder,)) == []
     assert suggest_models(["0.weight"], (folder,)) == []
     assert suggest_models([], (folder,)) == []
+
+
+def test_folders_of_others_are_passed_over(folder, monkeypatch):
+    """As below /home, where one may list a folder and look into none of its own."""
+    write(folder, "mine/unet.py")
+    write(folder, "theirs/unet.py")
+    look, may = os.stat, os.access
+
+    def refuse(path, *args, **kwargs):
+        if "theirs" in str(path):
+            raise PermissionError(path)
+        return look(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: "theirs" not in str(path) and may(path, mode))
+    assert suggest_models(NAMES, (folder,)) == ["mine/unet.py:UNet"]
