@@ -48,17 +48,20 @@ def house(tmp_path):
     shutil.copy(ROOT / "docs" / "report_schema.py", tmp_path / "docs")
     (tmp_path / "nandoctor" / "causes" / "empty_reduction.py").unlink()
     registry = tmp_path / REGISTRY
-    registry.write_text(registry.read_text().replace(" empty_reduction", ""))
+    registry.write_text(registry.read_text().replace("    empty_reduction,\n", ""))
     return tmp_path
 
 
 def follow(house):
     """Do what the page says."""
-    (row,) = (code for path, code in blocks() if path == REGISTRY)
+    imports, places = (code for path, code in blocks() if path == REGISTRY)
     path, module = module_block()
     (house / path).write_text(module)
-    registry = house / REGISTRY
-    registry.write_text(registry.read_text().replace(row.replace(" empty_reduction", ""), row))
+    head, tuple_start, tail = (house / REGISTRY).read_text().partition("CAUSES: ")
+    head, tail = (
+        part.replace(lines.splitlines(keepends=True)[0], lines) for part, lines in ((head, imports), (tail, places))
+    )
+    (house / REGISTRY).write_text(head + tuple_start + tail)
 
 
 def python(house, *args):
