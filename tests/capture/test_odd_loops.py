@@ -111,9 +111,8 @@ def one_buffer(folder):
     return lambda: Norm(divides=True), recorder
 
 
-def inputs_written_by_the_model(folder):
-    """The model normalises each batch where it lies."""
-    model = InPlaceNorm()
+def train_plainly(factory, folder):
+    model = factory()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with Recorder(model, folder=folder) as recorder:
         for batch in make_batches():
@@ -122,7 +121,12 @@ def inputs_written_by_the_model(folder):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return InPlaceNorm, recorder
+    return factory, recorder
+
+
+def inputs_written_by_the_model(folder):
+    """The model normalises each batch where it lies."""
+    return train_plainly(InPlaceNorm, folder)
 
 
 def lazy_modules(folder):
@@ -140,16 +144,7 @@ def lazy_modules(folder):
 
 
 def a_scripted_part(folder):
-    model = ScriptedNorm()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    with Recorder(model, folder=folder) as recorder:
-        for batch in make_batches():
-            loss = loss_of(model(batch[0]), batch)
-            recorder.watch(loss, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return ScriptedNorm, recorder
+    return train_plainly(ScriptedNorm, folder)
 
 
 def inputs_with_gradients(folder):
