@@ -336,7 +336,7 @@ class _Memory:
 
     def keep_written(self, call: Invocation, proceed: Proceed) -> Any:
         """Copy what an operation writes to, and run it."""
-        written = _written_by(call.op)
+        written = written_by(call.op)
         for name, value in call.arguments() if written else ():
             for tensor in tree_leaves(value) if name in written else ():
                 if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
@@ -356,7 +356,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _written_by(op: OpOverload) -> frozenset[str]:
+def written_by(op: OpOverload) -> frozenset[str]:
     """The names of the arguments that an operation writes to."""
     aliases = ((argument.name, argument.alias_info) for argument in schema_of(op).arguments)
     return frozenset(name for name, alias in aliases if alias is not None and alias.is_write)
@@ -377,6 +377,6 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not _written_by(func):  # as of nearly all
+        if not written_by(func):  # as of nearly all
             return func(*args, **(kwargs or {}))
         return self._memory.keep_written(Invocation(op=func, args=args, kwargs=kwargs or {}), Invocation.run)

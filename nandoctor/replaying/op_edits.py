@@ -24,6 +24,7 @@ from nandoctor.evidence.edits import (
 )
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.ops import CASTS
+from nandoctor.replaying.kept_state import written_by
 from nandoctor.torch_compat import schema_of, tree_map, tree_tensors, without_autocast
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, to_source
 from nandoctor.tracing.module_tracer import Owner
@@ -150,9 +151,8 @@ def _clamp_argument(edit: ClampArgument, call: Invocation, proceed: Proceed) -> 
 
 def _with_values(call: Invocation, argument: str, value: Any) -> Invocation:
     """The call with other values for an argument; the tensor that the op writes to is given them itself."""
-    places = (place for place in schema_of(call.op).arguments if place.alias_info and place.alias_info.is_write)
     given = dict(call.arguments())[argument]
-    if argument not in {place.name for place in places} or not isinstance(given, torch.Tensor):
+    if argument not in written_by(call.op) or not isinstance(given, torch.Tensor):
         return call.with_argument(argument, value)
     given.copy_(value)
     return call
