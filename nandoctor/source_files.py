@@ -55,7 +55,7 @@ def parse(text: str) -> ast.Module | None:
 
 def defines(path: Path, name: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
     """Tell from the source whether the file defines that name, the last part of it by a statement of these kinds."""
-    tree = parse_or_none(path)
+    tree = _try_to_parse(path)
     body: list[ast.stmt] = tree.body if tree is not None else []
     *outer, last = name.split(".")
     for part in outer:
@@ -69,7 +69,7 @@ def binds_at_top_level(path: Path, name: str) -> bool:
     Below `if __name__ == "__main__":`, or by a function that calls it global, it would have another value in the script
     than where the file is imported.
     """
-    tree = parse_or_none(path)
+    tree = _try_to_parse(path)
     if tree is None or any(isinstance(node, ast.Global) and name in node.names for node in ast.walk(tree)):
         return False
     bound = [node for node in _walk_scope(tree) if isinstance(node, ast.stmt) and name in _names_of(node)]
@@ -88,8 +88,7 @@ def _parse_file(path: Path) -> ast.Module | None:
     return parse(decode_source(path.read_bytes())[0].removeprefix("\ufeff"))
 
 
-def parse_or_none(path: Path) -> ast.Module | None:
-    """The syntax tree of a file, not to be changed; None where it cannot be read, or is no Python."""
+def _try_to_parse(path: Path) -> ast.Module | None:
     try:
         return _parse_file(path)
     except (SyntaxError, UnicodeDecodeError, OSError):
@@ -139,6 +138,11 @@ def is_installed(path: Path) -> bool:
     return path.is_relative_to(_STDLIB) or not PACKAGE_FOLDERS.isdisjoint(path.parts)
 
 
+def holds_packages(folder: Path) -> bool:
+    """Tell whether packages are installed into a folder: a virtual environment, or the one of its packages."""
+    return folder.name in PACKAGE_FOLDERS or (folder / "pyvenv.cfg").is_file()
+
+
 def shown_path(path: Path) -> str:
     """The path as a person reads it: relative to the working directory where it lies inside."""
     path, here = path.resolve(), Path.cwd().resolve()
@@ -159,7 +163,7 @@ def own_source(file: str) -> Path | None:
     except (OSError, RuntimeError, ValueError):  # a loop of links, a name that is too long or no name
         return None
     folders = [folder for folder in path.parents if folder.is_relative_to(here)]
-    installed = any(folder.name in PACKAGE_FOLDERS or (folder / "pyvenv.cfg").is_file() for folder in folders)
+    installed = any(map(holds_packages, folders))
     return path if inside and not installed and path.stat().st_size <= _MAX_OWN_NBYTES else None
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import ModelError
-from nandoctor.source_files import PACKAGE_FOLDERS, parse_or_none, shown_path
+from nandoctor.source_files import decode_source, holds_packages, parse, shown_path
 
 _MAX_FILES = 2000
 _MAX_FOLDERS = 500
@@ -53,20 +53,21 @@ def suggest_models(names: Collection[str], folders: Collection[Path]) -> list[st
         text = _read(path)
         if any(members and all(name in text for name in members) for members in wanted):
             num_words = sum(word in text for word in words)
-            found += [(-num_words, num_more, spec) for num_more, spec in _find_classes(path, wanted)]
+            specs = ((num, f"{shown_path(path)}:{name}") for num, name in _find_classes(text, wanted))
+            found += [(-num_words, num_more, spec) for num_more, spec in specs]
     return [spec for num_words, _, spec in sorted(found) if num_words == min(found)[0]][:_MAX_SUGGESTED]
 
 
-def _find_classes(path: Path, wanted: Collection[Collection[str]]) -> Iterator[tuple[int, str]]:
-    """The classes of a file that assign all the names of one set, each with how many it assigns."""
-    tree = parse_or_none(path)
+def _find_classes(text: str, wanted: Collection[Collection[str]]) -> Iterator[tuple[int, str]]:
+    """What builds the classes of a file that assign all the names of one set, each with how many it assigns."""
+    tree = parse(text)
     if tree is None:
         return
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     for name in classes if not _runs_on(tree) else ():
         assigned = _names_assigned(name, classes)
         if classes[name].bases and any(members and assigned.issuperset(members) for members in wanted):
-            yield len(assigned), f"{shown_path(path)}:{next(_find_builders(name, tree), name)}"
+            yield len(assigned), next(_find_builders(name, tree), name)
 
 
 def _runs_on(tree: ast.Module) -> bool:
@@ -79,12 +80,12 @@ def _runs_on(tree: ast.Module) -> bool:
 
 
 def _read(path: Path) -> str:
-    """The text of an ordinary file that may be read; "" of any other."""
+    """The text of an ordinary file that Python may read; "" of any other."""
     try:
         status = path.stat()
         is_text = stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_NBYTES
-        return path.read_text(encoding="utf-8", errors="replace") if is_text else ""
-    except OSError:
+        return decode_source(path.read_bytes())[0].removeprefix("\ufeff") if is_text else ""
+    except (OSError, SyntaxError, UnicodeDecodeError):
         return ""
 
 
@@ -105,9 +106,7 @@ def _find_sources(folders: Collection[Path]) -> Iterator[Path]:
 
 def _is_own(folder: Path) -> bool:
     """Tell whether to look into a folder: one that may be looked into, not hidden, and nothing that was installed."""
-    if folder.name in PACKAGE_FOLDERS or folder.name.startswith((".", "_")) or not os.access(folder, os.X_OK):
-        return False
-    return not (folder / "pyvenv.cfg").is_file()
+    return not folder.name.startswith((".", "_")) and os.access(folder, os.X_OK) and not holds_packages(folder)
 
 
 def _names_assigned(name: str, classes: dict[str, ast.ClassDef], seen: frozenset[str] = frozenset()) -> set[str]:
