@@ -21,7 +21,7 @@ from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.evidence.verification import Verification
 from nandoctor.keywords import takes_options
 from nandoctor.pipeline import add_fixes, audit_dump, replay_dump
-from nandoctor.renderers.commands import command_arguments
+from nandoctor.renderers.facts import command_arguments
 from nandoctor.renderers.save import save_report
 from nandoctor.replaying.eps_constants import list_constants
 from nandoctor.replaying.model_loading import ModelSource, build_model

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nandoctor.cli.options import GroupedCommand, read_size, settings_options
-from nandoctor.cli.shared import console
+from nandoctor.cli.shared import GroupedCommand, console, read_size, settings_options
 
 if TYPE_CHECKING:
     from nandoctor.evidence.triage import Triage

@@ -14,8 +14,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nandoctor.cli.failures import exit_code_answers, tell
-from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, settings_options
-from nandoctor.cli.shared import DumpPath, console, json_option, load_dump, progress_shown, trust_option
+from nandoctor.cli.shared import (
+    MODEL_AND_STEP,
+    DumpPath,
+    GroupedCommand,
+    console,
+    json_option,
+    load_dump,
+    progress_shown,
+    settings_options,
+    trust_option,
+)
 from nandoctor.errors import NanDoctorError
 from nandoctor.text import plural, printable
 
@@ -138,7 +147,7 @@ def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **op
 def _choose(case: Case, pick: int) -> FixChoice:
     """The fix of that number among those that were verified, from 1."""
     from nandoctor.evidence.verification import FixChoice
-    from nandoctor.renderers.commands import command_for
+    from nandoctor.renderers.facts import command_for
     from nandoctor.renderers.fix_facts import no_fix_heading
 
     verified = [item for item in case.fixes if item.verified]
@@ -231,7 +240,7 @@ def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:
 
 def _same_replay(dump: Path, case: Case, options: Mapping[str, Any]) -> list[str]:
     """The arguments that replay the step as it was replayed here, where it failed: in this mode, with this seed."""
-    from nandoctor.renderers.commands import command_arguments
+    from nandoctor.renderers.facts import command_arguments
     from nandoctor.replaying.settings import OPTIONS
 
     given = {name: value for name, value in options.items() if name in OPTIONS}

@@ -13,8 +13,8 @@ from nandoctor.diagnosis.eps_audit import OUTLOOK, describe_rounding, in_half_pr
 from nandoctor.evidence.formats import RoundedConstant
 from nandoctor.evidence.report import EpsUse
 from nandoctor.renderers.console import labelled, literal, plain_table, print_parts
-from nandoctor.renderers.constant_facts import describe_use
 from nandoctor.renderers.jsonfile import dumps
+from nandoctor.renderers.table import describe_use
 from nandoctor.text import brief, constant, number, printable, shorten
 
 SCHEMA = "nandoctor.eps/1"

@@ -14,9 +14,8 @@ from typing import Literal
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import Check, Counterfactual, Fix, Fp32Module, Report, StepSetting, TrialOutcome
-from nandoctor.renderers.commands import command_for
-from nandoctor.renderers.constant_facts import TableLine, describe_use
-from nandoctor.renderers.facts import Fact, short_name
+from nandoctor.renderers.facts import Fact, command_for, short_name
+from nandoctor.renderers.table import TableLine, describe_use
 from nandoctor.source_files import PACKAGE_FOLDERS
 from nandoctor.text import (
     constant,

@@ -10,11 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
-from nandoctor.renderers.commands import next_facts
-from nandoctor.renderers.constant_facts import CONSTANT_HEADINGS, list_small_constants
-from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, note_facts
+from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, next_facts, note_facts
 from nandoctor.renderers.fix_facts import ShownFix, fp32_facts, list_fixes, list_variations, no_fix_heading, why_facts
-from nandoctor.renderers.table import LayerTable, make_table
+from nandoctor.renderers.table import CONSTANT_HEADINGS, LayerTable, list_small_constants, make_table
 from nandoctor.text import bits_text, plural, printable, split_code
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~$])")

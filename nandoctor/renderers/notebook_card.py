@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
-from nandoctor.renderers.commands import next_facts
-from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, note_facts
+from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, next_facts, note_facts
 from nandoctor.renderers.fix_facts import summarize_fixes, trial_facts
 from nandoctor.renderers.table import make_table
 from nandoctor.renderers.templating import render

@@ -14,16 +14,14 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import head_run
 from nandoctor.renderers.answer import make_answer
-from nandoctor.renderers.commands import next_facts
-from nandoctor.renderers.constant_facts import CONSTANT_HEADINGS, list_small_constants
-from nandoctor.renderers.facts import detail_facts, evidence_facts, note_facts
+from nandoctor.renderers.facts import detail_facts, evidence_facts, next_facts, note_facts
 from nandoctor.renderers.fix_facts import fp32_facts, list_fixes, list_variations, no_fix_heading, why_facts
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.plots.affected_sample import caption, view_html
 from nandoctor.renderers.plots.figures import figure_svg, for_page_and_phone
 from nandoctor.renderers.plots.kinds import PLOTS, draw
 from nandoctor.renderers.plots.origin import describe_spread, is_uniform
-from nandoctor.renderers.table import make_tree
+from nandoctor.renderers.table import CONSTANT_HEADINGS, list_small_constants, make_tree
 from nandoctor.renderers.templating import render
 from nandoctor.renderers.verdicts import VERDICTS
 

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
-from nandoctor.renderers.commands import next_facts
 from nandoctor.renderers.console import (
     CodeLine,
     Column,
@@ -22,7 +21,7 @@ from nandoctor.renderers.console import (
     print_parts,
     unbroken,
 )
-from nandoctor.renderers.facts import Fact, describe_fp32_error, detail_facts, evidence_facts, note_facts
+from nandoctor.renderers.facts import Fact, describe_fp32_error, detail_facts, evidence_facts, next_facts, note_facts
 from nandoctor.renderers.fix_facts import summarize_fixes, trial_facts
 from nandoctor.renderers.table import LayerTable, TableRow, make_table
 from nandoctor.renderers.verdicts import VERDICTS

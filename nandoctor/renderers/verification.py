@@ -9,9 +9,8 @@ from rich.text import Text
 
 from nandoctor.evidence.report import Fix, FixSettings, Report
 from nandoctor.evidence.verification import CodeState, FixChoice, Verification, VerificationOutcome
-from nandoctor.renderers.commands import command_for, step_facts
 from nandoctor.renderers.console import CodeLine, diff_style, fact_rows, literal, print_parts
-from nandoctor.renderers.facts import Fact
+from nandoctor.renderers.facts import Fact, command_for, step_facts
 from nandoctor.renderers.fix_facts import (
     WHERE_TO_RUN,
     describe_outcome,

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import Check, EpsUse, Fp32Module, Fp32Set, Fp32SetSearch, StepSetting, TrialOutcome
-from nandoctor.renderers.constant_facts import describe_use, list_small_constants
 from nandoctor.renderers.fix_facts import (
     describe_outcome,
     describe_setting,
@@ -21,7 +20,8 @@ from nandoctor.renderers.fix_facts import (
     trial_facts,
 )
 from nandoctor.renderers.markdown import report_markdown
-from nandoctor.renderers.notebook_card import report_html
+from nandoctor.renderers.notebook import report_html
+from nandoctor.renderers.table import describe_use, list_small_constants
 from nandoctor.renderers.terminal import print_report
 
 
