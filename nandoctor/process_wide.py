@@ -12,6 +12,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,12 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "num_threads": ("get_num_threads", "set_num_threads"),
 }
 """Torch's switches that decide which kernel runs, by their names in a file: what reads each, and what sets it."""
+
+
+def read_backend(name: str) -> Any:
+    """What a switch is set to. Raises AttributeError where torch lacks it, RuntimeError where it reads a newer one."""
+    value = attrgetter(BACKENDS[name][0])(torch)
+    return value() if callable(value) else value
 
 
 class Shared:

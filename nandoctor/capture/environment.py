@@ -7,9 +7,9 @@ import platform
 import random
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from nandoctor import __version__
 from nandoctor.autocast.kernels import is_emulating
-from nandoctor.process_wide import BACKENDS
+from nandoctor.process_wide import BACKENDS, read_backend
 from nandoctor.text import dtype_name
 
 _NUM_PEEKED = 9 * 4  # bytes
@@ -152,12 +152,9 @@ def read_arguments() -> list[str]:
 def read_backends() -> dict[str, Any]:
     """Torch's switches that decide which kernel runs."""
     values = {}
-    for name, (read, _) in BACKENDS.items():
-        try:
-            value = attrgetter(read)(torch)
-            values[name] = value() if callable(value) else value
-        except (AttributeError, RuntimeError):  # another torch's switch, or one that may not be read beside a newer
-            continue
+    for name in BACKENDS:
+        with suppress(AttributeError, RuntimeError):  # another torch's, or one that may not be read beside a newer
+            values[name] = read_backend(name)
     return values
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nandoctor.evidence.formats import LARGEST_EPS
-from nandoctor.evidence.trace import OpCall, SourceLine
+from nandoctor.evidence.trace import OpCall
 from nandoctor.source_files import parse
 
 _DEPTH = 5
@@ -31,9 +31,10 @@ def list_folded(op: OpCall, attributes: Mapping[str, float]) -> Iterator[tuple[s
     and defaults read from the file, is the one that the op was called with.
     """
     source = op.source
-    if source is None or source.column is None or not op.scalars:
+    if source is None or source.column is None or source.end_line is None or source.end_column is None:
         return
-    found = _find(source)
+    place = (source.line, source.column, source.end_line, source.end_column)
+    found = _index("".join(linecache.getlines(source.file))).get(place) if op.scalars else None
     if found is None:
         return
     node, scope = found
@@ -147,15 +148,6 @@ def _operands(node: ast.expr) -> Iterator[ast.expr]:
         yield from (node.left, node.right)
     elif isinstance(node, ast.Call):
         yield from (*node.args, *(keyword.value for keyword in node.keywords))
-
-
-def _find(source: SourceLine) -> tuple[ast.expr, _Scope] | None:
-    """The expression that called the op, and where it stands; None where the file cannot be read."""
-    assert source.column is not None
-    assert source.end_line is not None
-    assert source.end_column is not None
-    index = _index("".join(linecache.getlines(source.file)))
-    return index.get((source.line, source.column, source.end_line, source.end_column))
 
 
 @lru_cache(maxsize=16)

@@ -13,7 +13,6 @@ from typing import Any
 
 from nandoctor.causes.sentences import find_operand, place_of_operand
 from nandoctor.dumps.code_request import as_option
-from nandoctor.evidence.dump_summary import ArraySummary
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Origin, Report, Reproduction
 from nandoctor.evidence.trace import INTERRUPTED, NonfiniteCounts, Place, TensorStats
@@ -159,7 +158,8 @@ def _spread_facts(report: Report) -> Iterator[Fact]:
         yield Fact(label="also", text=join_first(_describe_others(report.also), _MAX_LISTED))
     for label, arrays in (("weights", report.dump.bad_weights), ("buffers", report.dump.bad_buffers)):
         if arrays:
-            yield Fact(label=label, text=_list_arrays(arrays))
+            texts = [f"{short_name(array.name)} ({part_of(array.num_bad, math.prod(array.shape))})" for array in arrays]
+            yield Fact(label=label, text=f"non-finite: {join_first(texts, _MAX_LISTED)}")
 
 
 def describe_origin(origin: Origin) -> str:
@@ -249,11 +249,6 @@ def _find_reference(first: FirstNonfinite, report: Report) -> TensorStats | None
 
 def _at_path(tensors: Sequence[TensorStats], path: str) -> TensorStats | None:
     return next((stats for stats in tensors if stats.path == path), None)
-
-
-def _list_arrays(arrays: Sequence[ArraySummary]) -> str:
-    texts = [f"{short_name(array.name)} ({part_of(array.num_bad, math.prod(array.shape))})" for array in arrays]
-    return f"non-finite: {join_first(texts, _MAX_LISTED)}"
 
 
 def _run_facts(report: Report) -> Iterator[Fact]:

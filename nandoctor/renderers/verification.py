@@ -62,7 +62,6 @@ def _findings(verification: Verification) -> Iterator[tuple[str, str]]:
         yield "changed", printable(describe_changes(verification.code))
     yield from _place(verification)
     if verification.output is not None and verification.output.finite:
-        assert verification.output is not None
         error = verification.output.max_rel_err
         far = "" if error is None else ", equal to fp32" if error == 0 else f", {percent(error)} off fp32"
         far += " of the unchanged code" if far and verification.reference == "unchanged" else ""

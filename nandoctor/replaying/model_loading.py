@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,6 +45,7 @@ _State = Mapping[str, torch.Tensor]
 
 _MAX_NAMES_SHOWN = 5
 _MAX_NAMES_COMPARED = 10
+_find_near = partial(difflib.get_close_matches, n=1, cutoff=0.75)
 
 
 def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: Path | None = None) -> nn.Module:
@@ -392,7 +394,3 @@ def _suggest(name: str, names: Sequence[str]) -> str:
 def _guess(name: str, names: Sequence[str], otherwise: str) -> str:
     near = _find_near(name, names)
     return f"Did you mean {near[0]}?" if near else otherwise
-
-
-def _find_near(name: str, names: Sequence[str]) -> list[str]:
-    return difflib.get_close_matches(name, names, n=1, cutoff=0.75)

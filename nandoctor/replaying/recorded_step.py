@@ -20,7 +20,7 @@ from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Call, RandomStates, Recorded
 from nandoctor.dumps.trees import slots
-from nandoctor.process_wide import BACKENDS, generators_kept, held, is_forked
+from nandoctor.process_wide import BACKENDS, generators_kept, held, is_forked, read_backend
 from nandoctor.replaying.input_binding import Binding
 from nandoctor.torch_compat import unobserved
 from nandoctor.tracing.tensor_tree import walk_tensors
@@ -112,10 +112,9 @@ def recorded_backends(recorded: Recorded, device: torch.device) -> Iterator[None
         for name, value in recorded.backends.items():
             if name not in BACKENDS or not _is_possible(name, value):
                 continue
-            read, write = BACKENDS[name]
+            _, write = BACKENDS[name]
             with suppress(AttributeError, RuntimeError):  # torch lacks it, or does not let it be set beside a newer one
-                before = attrgetter(read)(torch)
-                before = before() if callable(before) else before
+                before = read_backend(name)
                 if type(value) is type(before) and value != before:
                     _write(write, value)
                     stack.callback(_write, write, before)

@@ -105,28 +105,24 @@ def raise_explained(error: Exception, policy: Policy) -> NoReturn:
     """Raise the error for a forward that raised under `policy` while all was finite; that of a loss as it is."""
     if isinstance(error, LossError):
         raise error
-    raise _explain_forward_error(error, policy) from error
-
-
-def _explain_forward_error(error: Exception, policy: Policy) -> ModelError:
     if is_out_of_memory(error):
-        return explain_memory("run the step", error)
+        raise explain_memory("run the step", error) from error
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     what = "backward pass" if any(frame.f_code is run_backward.__code__ for frame in frames) else "forward"
     raised = f"The model's {what} raised {type(error).__name__}{raised_at(error)}: {error}"
     if "without overflow" in str(error):
-        return ModelError(
+        raise ModelError(
             raised,
             remedy="A number in that line does not fit the format that its tensor has there: take it from "
             "torch.finfo(x.dtype), or compute the line in fp32.",
-        )
+        ) from error
     compared = policy in (REFERENCE, EXACT)
-    return ModelError(
+    raise ModelError(
         f"{raised} (in {policy.format}, which nandoctor compares with)" if compared else raised,
         remedy=("Where that line asks for half precision, let it take fp32 too. Else check" if compared else "Check")
         + " what the model is called with: `nandoctor inspect` lists the saved arrays, --inputs picks among them by "
         "name, and --call names a function (model, batch) -> output for anything else.",
-    )
+    ) from error
 
 
 def explain_memory(doing: str, error: BaseException) -> ModelError:

@@ -218,8 +218,7 @@ class _Assembly:
         if isinstance(value, torch.Tensor):
             return self._tensor(name, piece.taken[id(value)], tensors.get(name))
         if isinstance(value, (list, tuple)):
-            items = (self._argument(f"{name}[{i}]", item, piece, tensors) for i, item in enumerate(value))
-            return list(items)
+            return [self._argument(f"{name}[{i}]", item, piece, tensors) for i, item in enumerate(value)]
         is_constant = type(value) in (int, float) and name in _CONSTANTS
         # Too small or too large, it may be to blame.
         if is_constant and (0 < abs(value) <= LARGEST_EPS or abs(value) > torch.finfo(self._extracted.low).max):
