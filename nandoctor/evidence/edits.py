@@ -301,6 +301,11 @@ def only_widens(edit: Edit) -> bool:
     return all(isinstance(single, KeepModule | KeepOp) for single in flatten((edit,)))
 
 
+def is_text_alone(edit: Edit) -> bool:
+    """Tell whether a change can be tried as text alone."""
+    return any(isinstance(single, StableLog) for single in flatten((edit,)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixCost:
     """What a fix moves from low precision to fp32, as shares of the step's forward.

@@ -10,7 +10,7 @@ from torch import nn
 from nandoctor.causes.base import Candidate
 from nandoctor.diagnosis.backward import conclude_backward
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect, conclude
-from nandoctor.evidence.edits import Edit, SetArgument
+from nandoctor.evidence.edits import Edit, SetArgument, SourcePatch, is_text_alone
 from nandoctor.evidence.report import Diagnosis
 from nandoctor.evidence.trace import LOSS
 from nandoctor.fixes.candidates import (
@@ -22,8 +22,10 @@ from nandoctor.fixes.candidates import (
     specific,
     together,
 )
+from nandoctor.fixes.source_tree import in_changed
 from nandoctor.fixes.variations import SURROGATES
 from nandoctor.fixes.verify import Trials
+from nandoctor.fixes.writing import ChangeWriter
 from nandoctor.text import file_line, kinds_text, samples_text
 
 
@@ -46,7 +48,7 @@ class LaterOrigins:
         return tuple(f"With that changed, the step fails again: {_describe(found)}." for found in self.diagnoses)
 
 
-def find_later_origins(findings: Findings, trials: Trials) -> LaterOrigins:
+def find_later_origins(findings: Findings, trials: Trials, writer: ChangeWriter) -> LaterOrigins:
     """Change the first origins and look where the step fails then, until nothing is non-finite or nothing helps."""
     model = trials.step.model
     leads = distinct_leads(findings.conclusion, model)
@@ -55,7 +57,7 @@ def find_later_origins(findings: Findings, trials: Trials) -> LaterOrigins:
     later: list[Diagnosis] = []
     while 0 < len(leads) <= MAX_LEADS and len(chosen) < MAX_LEADS:
         options = together([_options(lead, trials) for lead in leads])
-        found = _first_that_helps(chosen, options, seen, trials)
+        found = _first_that_helps(chosen, options, seen, trials, writer)
         if found is None:
             break
         candidate, conclusion = found
@@ -89,11 +91,12 @@ def _describe(diagnosis: Diagnosis) -> str:
 
 
 def _first_that_helps(
-    chosen: Sequence[Candidate], options: Iterable[Candidate], seen: set[object], trials: Trials
+    chosen: Sequence[Candidate], options: Iterable[Candidate], seen: set[object], trials: Trials, writer: ChangeWriter
 ) -> tuple[Candidate, Conclusion] | None:
     """The first change after which the step fails elsewhere, or no longer; with what is concluded of it then."""
     for candidate in options:
-        conclusion = _conclude_with(join([_strongest(change) for change in (*chosen, candidate)]), trials)
+        edit = join([_strongest(change) for change in (*chosen, candidate)])
+        conclusion = _conclude_with(edit, trials, writer)
         if conclusion is not None and seen.isdisjoint(_places(conclusion.suspects, trials.step.model)):
             return candidate, conclusion
     return None
@@ -104,10 +107,11 @@ def _strongest(change: Candidate) -> Edit:
     return max(change, key=lambda edit: (edit.value or 0.0) if isinstance(edit, SetArgument) else change.index(edit))
 
 
-def _conclude_with(edit: Edit, trials: Trials) -> Conclusion | None:
+def _conclude_with(edit: Edit, trials: Trials, writer: ChangeWriter) -> Conclusion | None:
     """What the changed step fails of, its backward pass at loss scale 1 included; None where that is not known."""
     step = replace(trials.with_gradients.step, loss_scale=1.0)
-    traces = trials.on(step).trace(edit)
+    change = next((written.change for written in writer.write(edit)), None) if is_text_alone(edit) else edit
+    traces = trials.on(step).trace(change) if change is not None else None
     if traces is None:
         return None
     trace, reference = traces
@@ -118,4 +122,8 @@ def _conclude_with(edit: Edit, trials: Trials) -> Conclusion | None:
     else:
         return Conclusion()
     stands_in = step.loss in SURROGATES and any(lead.site.module == LOSS for lead in conclusion.suspects)
-    return conclusion if conclusion.suspects and not stands_in else None
+    sources = [lead.site.source for lead in conclusion.suspects]
+    is_placed = not isinstance(change, SourcePatch) or not any(
+        source and in_changed(change, source) for source in sources
+    )
+    return conclusion if conclusion.suspects and is_placed and not stands_in else None

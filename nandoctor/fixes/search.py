@@ -18,10 +18,10 @@ from nandoctor.evidence.edits import (
     KeepOp,
     SetOptimizerEps,
     SourcePatch,
-    StableLog,
     Together,
     UseFormat,
     flatten,
+    is_text_alone,
     only_widens,
 )
 from nandoctor.evidence.formats import BF16, FP16
@@ -216,7 +216,7 @@ class _Search:
         return Verifier(self._trials, guilty=self._guilty, random=self._findings.random, trusts_fp32=trusts_fp32)
 
     def _try_later_origins(self) -> None:
-        self._later = find_later_origins(self._findings, self._trials)
+        self._later = find_later_origins(self._findings, self._trials, self._writer)
         if self._guilty and not set(self._later.samples) <= set(self._guilty):
             self._guilty = tuple(sorted({*self._guilty, *self._later.samples}))
             self._verifier = self._new_verifier()
@@ -306,10 +306,10 @@ class _Search:
         tried: list[Fix] = []
         for edit in candidate:
             written = list(self._writer.write(edit))
-            if (not written and _is_text_alone(edit)) or is_undone(edit, self._findings):
+            if (not written and is_text_alone(edit)) or is_undone(edit, self._findings):
                 continue
             attempts: list[Fix] = []
-            if (self._trials.numerics and not _is_text_alone(edit)) or not written:
+            if (self._trials.numerics and not is_text_alone(edit)) or not written:
                 probe = self._trials.judge(edit)
                 advice = WrittenChange(kind="advice", title=write_title(edit), text="")
                 attempts = [_make_fix(edit, next(iter(written), advice), replace(probe, passes=False), ())]
@@ -327,11 +327,6 @@ class _Search:
                     break
             tried += attempts
         return sorted(tried, key=lambda fix: (math.isinf(_distance(fix)), fix.kind == "advice", _distance(fix)))[:1]
-
-
-def _is_text_alone(edit: Edit) -> bool:
-    """Tell whether a change can be tried as text alone."""
-    return any(isinstance(single, StableLog) for single in flatten((edit,)))
 
 
 def _distance(fix: Fix) -> float:

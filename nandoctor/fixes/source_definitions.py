@@ -301,7 +301,7 @@ def only_call(tree: SourceTree, function: cst.FunctionDef, file: Path) -> cst.Ca
     all_calls = [node for node in nodes if isinstance(node, cst.Call)]
     called, made = function.name.value, ""
     if called == "forward":
-        made = next((node.name.value for node in tree.ancestors(function) if isinstance(node, cst.ClassDef)), "")
+        made = tree.class_around(function)
         called = _name_of_module(tree, [node for node in all_calls if _called(node) == made])
     calls = [node for node in all_calls if _called(node) == called]
     named = [node.value for node in nodes if isinstance(node, cst.Name)]

@@ -99,11 +99,12 @@ class Expression:
         return given
 
     def calls_module(self) -> bool:
-        """Tell whether the call is of a submodule that made the op, or holds its maker: `self.norm(x)` hands over x."""
-        if not isinstance(self.node, cst.Call):
+        """Tell whether a module of torch is called, whose op it is: `self.norm(x)`, not `x.norm()` in a "norm"."""
+        if not isinstance(self.node, cst.Call) or self.op is None or self._is_namespace(self.node.func):
             return False
-        path = self.tree.code(self.node.func).partition(".")[2]
-        return bool(path) and self.op is not None and f".{path}." in f".{self.op.module}."
+        path, kind = self.tree.code(self.node.func).partition(".")[2], self.op.type
+        is_within = bool(path) and f".{path}." in f".{self.op.module}."
+        return is_within and hasattr(torch.nn, kind) and self.tree.class_around(self.node) != kind
 
     def _is_namespace(self, node: cst.BaseExpression) -> bool:
         while isinstance(node, cst.Attribute):

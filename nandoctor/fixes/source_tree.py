@@ -130,6 +130,10 @@ class SourceTree:
         """The function whose body the node is in."""
         return next((item for item in self.ancestors(node) if isinstance(item, cst.FunctionDef)), None)
 
+    def class_around(self, node: cst.CSTNode) -> str:
+        """The name of the class that the node is in the body of, "" outside of any."""
+        return next((item.name.value for item in self.ancestors(node) if isinstance(item, cst.ClassDef)), "")
+
     def scope_of(self, node: cst.CSTNode) -> cst.FunctionDef | cst.Lambda | cst.Module:
         """The function or lambda whose names the node reads, the module outside of any."""
         scopes = (item for item in self.ancestors(node) if isinstance(item, (cst.FunctionDef, cst.Lambda)))
@@ -338,3 +342,18 @@ def _changed_lines(file: ChangedFile) -> Iterator[int]:
         for line in range(start + 1, end + 1) if kind != "equal" else ():
             statement = tree.statement_at(line)
             yield from range(tree.start_of(statement)[0], tree.end_of(statement)[0] + 1) if statement else (line,)
+
+
+def in_changed(patch: SourcePatch, source: SourceLine) -> bool:
+    """Tell whether a line that was run is one of a function that the patch changes, where lines have other numbers."""
+    for file in (file for file in patch.files if file.path == source.file):
+        tree = parse_source(file.before)
+        old, new = file.before.splitlines(), file.after.splitlines()
+        added = max(len(new) - len(old), 0)
+        for kind, start, end, _, _ in SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes():
+            statements = map(tree.statement_at, range(start + 1, end + 2) if kind != "equal" else ())
+            functions = (tree.function_of(statement) for statement in statements if statement is not None)
+            for place in (function for function in functions if function is not None):
+                if tree.start_of(place)[0] <= source.line <= tree.end_of(place)[0] + added:
+                    return True
+    return False

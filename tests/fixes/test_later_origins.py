@@ -150,6 +150,43 @@ def test_four_places_that_fail_at_once_may_hide_another(tmp_path):
     assert len(said) == len(set(said)) == 3
 
 
+class Logarithm(nn.Module):
+    """Of a probability that is 0 in one sample, whose infinity makes all others NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        p = torch.sigmoid(self.scale * x)
+        h = torch.log(p)
+        return h - h.mean(0)
+
+
+class LogarithmAndMean(nn.Module):
+    """A mean over no element behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = Logarithm()
+
+    def forward(self, x, weight):
+        return (self.read(x) * weight).sum(-1) / weight.sum(-1)
+
+
+def test_log_space_is_tried_beside_a_later_origin(tmp_path):
+    x = torch.tensor([[1.0, -2.0], [40.0, -120.0], [3.0, 4.0]])
+    weight = torch.tensor([[1, 1], [1, 0], [0, 0]])
+    report = replay(tmp_path, LogarithmAndMean(), x=x, weight=weight).report
+    best = report.fixes[0]
+    assert best.verified
+    assert "functional.logsigmoid(self.scale * x)" in best.patch
+    assert "torch.where(divisor == 0" in best.patch
+    assert [diagnosis.cause.headline.partition(" divides")[0] for diagnosis in report.also] == [
+        "`(self.read(x) * weight).sum(-1) / weight.sum(-1)`"
+    ]
+
+
 class SquaresAndRoot(nn.Module):
     """A square that passes fp16's range in one sample; in another, a root of zero that fp32's backward fails of too."""
 

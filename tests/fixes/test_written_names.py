@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 
 import pytest
+import torch
 from torch import nn
 
+import nandoctor
 from nandoctor.evidence.edits import KeepModule, Together
 from nandoctor.fixes.writing import ChangeWriter
 
@@ -19,3 +21,39 @@ def test_a_name_in_a_snippet_is_a_string(name):
     (written,) = ChangeWriter(nn.Identity(), None, ()).write(edit)
     (loop,) = (item for item in ast.parse(written.text).body if isinstance(item, ast.For))
     assert ast.literal_eval(loop.iter) == [name, "other"]
+
+
+class LayerNorm(nn.Module):
+    """Named as one of torch's, and held under the name of the op that its own code calls."""
+
+    def forward(self, x):
+        return x / x.norm(dim=-1, keepdim=True)
+
+
+def scaled(x):
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+class Scale(nn.Module):
+    def forward(self, x):
+        return scaled(x)
+
+
+class Net(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.norm = part()
+        self.read = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.read(self.norm(x))
+
+
+@pytest.mark.parametrize("part", [LayerNorm, Scale])
+def test_an_op_is_changed_in_a_module_of_its_name(tmp_path, part):
+    x = torch.ones(3, 4)
+    x[1] = 0
+    torch.save({"state_dict": Net(part).state_dict(), "x": x}, tmp_path / "dump.pth")
+    best = nandoctor.replay(tmp_path / "dump.pth", Net(part)).report.fixes[0]
+    assert best.verified
+    assert best.kind == "source"
