@@ -16,17 +16,20 @@ from nandoctor.capture.environment import read_rank
 class Flag:
     """Numbers on a device, on their way to the host since this was made.
 
-    `values` waits for the copy alone, not for what the device was given to do after it.
+    `values` waits for the copy alone, not for what the device was given to do after it. `known` is the number itself
+    where it is the only one and was on the host already.
     """
 
-    __slots__ = ("_event", "_host", "_values")
+    __slots__ = ("_event", "_host", "_values", "known")
 
     def __init__(self, numbers: torch.Tensor | float) -> None:
         self._event: Any = None
         self._host: torch.Tensor | None = None
         self._values: list[float] = []
+        self.known: float | None = None
         if not isinstance(numbers, torch.Tensor):
-            self._values = [float(numbers)]
+            self.known = float(numbers)
+            self._values = [self.known]
         elif numbers.is_cuda:
             self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._host.copy_(numbers.detach(), non_blocking=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import cache
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,41 +18,10 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.torch_compat import compiled_call, is_transforming, outside_transforms, set_compiled_call
 
 LOG = logging.getLogger("nandoctor")
-T = TypeVar("T")
 
 Before = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
 Found = Callable[[dict[str, Any]], None]
 After = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
-
-
-def never_harm(function: Callable[..., T]) -> Callable[..., T | None]:
-    """The function, whose failures are one line in the log: a training must not end by its recorder's fault.
-
-    It runs outside of any `torch.func` transform: a step may be saved at a forward within one.
-    """
-    failed = False
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> T | None:
-        nonlocal failed
-        try:
-            if not is_transforming():
-                return function(*args, **kwargs)
-            with outside_transforms():
-                return function(*args, **kwargs)
-        except NanDoctorError:
-            raise
-        except Exception as error:
-            if not failed:
-                LOG.warning(
-                    "nandoctor.Recorder failed and may miss steps (%s: %s). Training goes on.",
-                    type(error).__name__,
-                    error,
-                )
-            failed = True
-            return None
-
-    return call
 
 
 class Broadcast:
@@ -69,11 +37,10 @@ class Broadcast:
 
     def add(self, listener: Callable[..., Any]) -> Callable[[], None]:
         """Call `listener` too, until what is returned is called; also in a step that is compiled."""
-        heard = Hook(listener)
         with self._lock:
             self._register()
-            self.listeners += (heard,)
-        return lambda: self._remove(heard)
+            self.listeners += (listener,)
+        return lambda: self._remove(listener)
 
     def _remove(self, listener: Callable[..., Any]) -> None:
         with self._lock:
@@ -105,20 +72,39 @@ def with_closure(
 
 
 class Hook:
-    """A hook that stays with its model: in a copy, or in a file that the whole model is saved to, it does nothing.
+    """A function whose failures are one line in the log: a training must not end by its recorder's fault.
 
-    An average of the weights is a deep copy of the model, and its forward is no step of the training.
-    It is left out of any graph, also of one that is compiled later.
+    It runs outside of any `torch.func` transform: a step may be saved at a forward within one. It is left out of any
+    graph, also of one that is compiled later. In a copy, or in a file that the whole model is saved to, it does
+    nothing: an average of the weights is a deep copy of the model, and its forward is no step of the training.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         # Every optimizer imports torch's compiler anyhow.
         self._left_out = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        self._failed = False
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What torch calls; what `disable` puts around a call costs more than the hook, and most compile nothing."""
-        return self._left_out(*args) if torch.compiler.is_compiling() else self._function(*args)
+        try:
+            if torch.compiler.is_compiling():
+                return self._left_out(*args, **kwargs)
+            if not is_transforming():
+                return self._function(*args, **kwargs)
+            with outside_transforms():
+                return self._function(*args, **kwargs)
+        except NanDoctorError:
+            raise
+        except Exception as error:
+            if not self._failed:
+                LOG.warning(
+                    "nandoctor.Recorder failed and may miss steps (%s: %s). Training goes on.",
+                    type(error).__name__,
+                    error,
+                )
+            self._failed = True
+            return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Hook, (do_nothing,)
@@ -131,21 +117,19 @@ def do_nothing(*_: Any) -> None:
 def attach(model: nn.Module, before: Before | None, after: After, handles: ExitStack) -> None:
     """Call `before` and `after` around each call of the model."""
     compiled: Any = compiled_call(model)
+    ahead, behind = Hook(do_nothing if before is None else before), Hook(after)
     if compiled is None:
         # Module's own methods: a ScriptModule refuses hooks, which its graph could not keep.
         if before is not None:
-            hook = Hook(before)
-            handles.callback(nn.Module.register_forward_pre_hook(model, hook, with_kwargs=True).remove)
-        hook = Hook(after)
-        handles.callback(nn.Module.register_forward_hook(model, hook, with_kwargs=True).remove)
+            handles.callback(nn.Module.register_forward_pre_hook(model, ahead, with_kwargs=True).remove)
+        handles.callback(nn.Module.register_forward_hook(model, behind, with_kwargs=True).remove)
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
         """A model compiled in place has its hooks in the graph; this stands around the graph."""
-        if before is not None:
-            before(model, args, kwargs)
+        ahead(model, args, kwargs)
         output = compiled(*args, **kwargs)
-        after(model, args, kwargs, output)
+        behind(model, args, kwargs, output)
         return output
 
     set_compiled_call(model, call)

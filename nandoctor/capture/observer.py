@@ -74,7 +74,7 @@ class Observer:
             return False
         self._keeper, self._owners = StateKeeper(self.model, self._undo_nbytes), owners
         self._weights = places_of(self.model, parameters_of)
-        self._places = [(registry, name) for _, registry, name in self._weights]
+        self._places = [registry for _, registry, _ in self._weights], [name for *_, name in self._weights]
         self.held = self._read_weights()
         there = [place for place in self._weights if place[1].get(place[2]) is not None]  # a layer may have none
         self._outer = [*there[:1], *there[-1:]]
@@ -115,7 +115,10 @@ class Observer:
 
     def read_borrowed(self) -> dict[str, torch.Tensor]:
         """The weights that `torch.func.functional_call` has put in place of the model's own; empty without it."""
-        if not any(_is_borrowed(registry.get(name)) for _, registry, name in self._outer):
+        for _, registry, name in self._outer:
+            if _is_borrowed(registry.get(name)):
+                break
+        else:
             return {}
         held = {path: registry.get(name) for path, registry, name in self._weights}
         return {path: tensor for path, tensor in held.items() if tensor is not None and _is_borrowed(tensor)}
@@ -133,7 +136,7 @@ class Observer:
         return _stamp(self._stamped, held, values=values)
 
     def _read_weights(self) -> Weights:
-        return [registry.get(name) for registry, name in self._places]
+        return list(map(dict.get, *self._places))
 
     def was_replaced(self, held: Weights) -> bool:
         """True if other parameters are in the places of those that were `held`."""

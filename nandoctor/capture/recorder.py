@@ -17,7 +17,7 @@ from torch import nn
 from nandoctor.capture.deepspeed import find_engine
 from nandoctor.capture.dump_contents import Training, describe, leave_weights
 from nandoctor.capture.dump_folder import DumpFolder
-from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, attach, never_harm, scout_autocast
+from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, scout_autocast
 from nandoctor.capture.joined import can_join
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.recorder_settings import RecorderSettings
@@ -106,7 +106,7 @@ class Recorder(RecorderSettings):
             on_stop=self._handles.close,
             count=None if self._engine is None else self._engine.count,
         )
-        self._start_step, self._look_at = never_harm(self._tracker.start_step), never_harm(self._tracker.watch)
+        self._start_step, self._look_at = Hook(self._tracker.start_step), Hook(self._tracker.watch)
         self._scouted = False
         self._warned: set[str] = set()
         self._attach()
@@ -210,7 +210,7 @@ class Recorder(RecorderSettings):
         Raises:
             NonFiniteTrainingError: as `step`.
         """
-        self._start_step(never_harm(self._tracker.make_step)(batch, explicit=True))
+        self._start_step(Hook(self._tracker.make_step)(batch, explicit=True))
 
     def watch(self, loss: torch.Tensor | None = None, batch: Any = None) -> None:
         """Look at this step's loss; call it before the backward pass. The answer is not waited for.
@@ -244,7 +244,7 @@ class Recorder(RecorderSettings):
                 "it. Write the step up to the loss as the forward of a module that holds the model, record that "
                 "module, and give loss=loss_of, with def loss_of(output, batch): return output"
             )
-        elif loss is not None and not self.method and step.own_loss() is None:
+        elif self.loss is None and loss is not None and not self.method and step.own_loss() is None:
             self._advise_loss()
         self._look_at(step, self._as_tensor(loss), ask_all=True)
 
@@ -334,16 +334,16 @@ class Recorder(RecorderSettings):
     def _attach(self) -> None:
         tracker = self._tracker
         if self._engine is not None:
-            before, after = never_harm(tracker.before_update), never_harm(tracker.after_engine_step)
+            before, after = Hook(tracker.before_update), Hook(tracker.after_engine_step)
             self._handles.callback(self._engine.wrap_step(before, after))
         else:
-            self._handles.callback(BEFORE_UPDATE.add(never_harm(tracker.before_step)))
-            self._handles.callback(AFTER_UPDATE.add(never_harm(tracker.after_step)))
+            self._handles.callback(BEFORE_UPDATE.add(Hook(tracker.before_step)))
+            self._handles.callback(AFTER_UPDATE.add(Hook(tracker.after_step)))
         if not self.method:
-            attach(self._called, never_harm(self._before_forward), never_harm(self._after_forward), self._handles)
+            attach(self._called, self._before_forward, self._after_forward, self._handles)
             return
         for name, child in self._observer.model.named_children():
-            attach(child, None, never_harm(functools.partial(self._keep_inside, name)), self._handles)
+            attach(child, None, functools.partial(self._keep_inside, name), self._handles)
 
     def _keep_inside(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         step = self._tracker.current

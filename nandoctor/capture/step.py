@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from math import isfinite
 from operator import attrgetter
 from typing import Any
 
@@ -160,12 +161,26 @@ class RecordedStep:
         """True if there is nothing to tell of it, and no scaler and no rule that wants its numbers all the same."""
         if self.scale is not None or self.loss_value is not None or self.skip is not None or self.skipped:
             return False
-        return not self.loss_nonfinite and not any(map(_IS_NONFINITE, self._magnitudes))
+        return self.is_known_sound or not (self.loss_nonfinite or any(map(_IS_NONFINITE, self._magnitudes)))
+
+    @property
+    def is_known_sound(self) -> bool:
+        """True if all numbers are here already and none tells of a failure, as at nearly all steps on a CPU."""
+        if self.skip is not None or self.skipped or self.accumulated is not None:
+            return False
+        for flag in self.flags:
+            if flag.known != 0:
+                return False
+        for update in self.updates:
+            for magnitude in (update.gradients, update.weights):
+                if magnitude is not None and (magnitude.known is None or not isfinite(magnitude.known)):
+                    return False
+        return True
 
     @property
     def ready(self) -> bool:
         """True if no device has yet to say how the step went, the loss aside."""
-        return (self.skip is None or self.skip.ready) and all(map(_IS_READY, self._magnitudes))
+        return self.is_known_sound or ((self.skip is None or self.skip.ready) and all(map(_IS_READY, self._magnitudes)))
 
     @property
     def was_skipped(self) -> bool:
@@ -329,6 +344,9 @@ def held(batch: Any) -> Any:
 
 def pack_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:
     """The arguments of a call by reference."""
+    if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
+        packed = pack(args[0], "input.args.0")
+        return packed._replace(tree={"args": (packed.tree,), "kwargs": {}})
     return pack({"args": args, "kwargs": dict(kwargs)}, "input", kinds=True)
 
 

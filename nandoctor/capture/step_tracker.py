@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from nandoctor.capture.async_flags import Flag, flag_nonfinite, largest_over_ranks
 from nandoctor.capture.deepspeed import DeepSpeedEngine, read_scale
-from nandoctor.capture.hooks import never_harm, with_closure
+from nandoctor.capture.hooks import Hook, with_closure
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.raised import is_for_nonfinite
 from nandoctor.capture.sharding import has_gradient, is_sharded
 from nandoctor.capture.step import RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import StepPolicy
-from nandoctor.capture.updates import TrainedParameters, TrainingLoop, Update
+from nandoctor.capture.trainers import Trainers
+from nandoctor.capture.updates import Update
 from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.errors import NonFiniteTrainingError
 
@@ -58,16 +59,10 @@ class StepTracker:
         self.next_step = 0
         self.unwatched_eval = False
         self._observer, self._policy, self._scaler, self._on_stop = observer, policy, scaler, on_stop
-        self._count, self._undo_nbytes = count, undo_nbytes
+        self._count = count
         self._pending: list[RecordedStep] = []
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._names: dict[int, str] = {}
-        self._probe: nn.Parameter | None = None
-        self._name_parameters()
-        self._held = observer.held  # when all below were found, which a replaced weight makes out of date
+        self._trainers = Trainers(observer, undo_nbytes)
         self._sharded = any(map(is_sharded, observer.model.parameters()))
-        self._trained: dict[int, TrainedParameters] = {}
-        self._all: TrainedParameters | None = None
         self._last = (-1, 0)
         self._given = Packed(tree=None)
         self._copies_inputs = self._is_first_call = True  # until a forward was seen to leave its inputs as they are
@@ -75,15 +70,6 @@ class StepTracker:
         self._writes_unseen, self._writes_seen = True, False  # until an optimizer is seen to be the first to write
         self._num_quiet = 0
         self._process = os.getpid()
-
-    def _name_parameters(self) -> None:
-        """Look at the model's parameters as they are now: a head is put on, a checkpoint takes their places."""
-        found = dict(self._observer.model.named_parameters())
-        if all(isinstance(parameter, nn.Parameter) for parameter in found.values()):  # else lent by functional_call
-            self._parameters = found
-            self._names = {id(parameter): name for name, parameter in found.items()}
-            self._probe = next((parameter for parameter in found.values() if parameter.requires_grad), None)
-            self._observer.find_trained()
 
     @property
     def _latest(self) -> RecordedStep | None:
@@ -93,7 +79,7 @@ class StepTracker:
     @property
     def optimizers(self) -> list[Optimizer | DeepSpeedEngine]:
         """Those that train a parameter of the model, in the order of their first steps."""
-        return [t.optimizer for t in self._trained.values() if t.names and t.optimizer is not None]
+        return self._trainers.optimizers
 
     def make_step(self, batch: Any = None, *, explicit: bool) -> RecordedStep:
         """A step with the next number, or the next micro-batch of the last one, and the loss scale as it is now."""
@@ -109,7 +95,7 @@ class StepTracker:
             micro_batch = micro_batch + 1 if self.next_step == number else 0
             number = self.next_step
         self._last, self.next_step = (number, micro_batch), number + 1
-        self._accumulates, self._scale_version = self._probe is not None, version
+        self._accumulates, self._scale_version = self._trainers.probe is not None, version
         return RecordedStep(
             step=number,
             micro_batch=micro_batch,
@@ -123,7 +109,7 @@ class StepTracker:
     def _is_accumulating(self, version: int | None) -> bool:
         """True if gradients are there and nobody has written the weights since the last step; FSDP moves its own."""
         step, can_add = self._latest, self._accumulates and self._scale_version == version
-        if not (can_add and has_gradient(self._probe, self._observer.model)):
+        if not (can_add and has_gradient(self._trainers.probe, self._observer.model)):
             return False
         return bool(self.optimizers) or self._sharded or step is None or not self._observer.was_written(step.stamp)
 
@@ -146,8 +132,10 @@ class StepTracker:
 
     def _look_at_gradients(self, step: RecordedStep, *, over_ranks: bool) -> None:
         """Flag the gradients of a step that no update follows."""
-        if step.wants_gradients(None if self._probe is None or self._sharded else self._probe.grad):
-            step.accumulated = self._flag_of(self._find_all().gradients(), over_ranks=over_ranks)
+        probe = self._trainers.probe
+        if step.wants_gradients(None if probe is None or self._sharded else probe.grad):
+            trained = self._trainers.find_all(copy=self._writes_unseen)
+            step.accumulated = self._flag_of(trained.gradients(), over_ranks=over_ranks)
 
     def _note_unseen_writes(self, step: RecordedStep) -> None:
         """Look at weights that the loop writes without an optimizer; from such a write on they are copied."""
@@ -155,17 +143,19 @@ class StepTracker:
             self._num_quiet += 1
             is_settled = not self._writes_seen or self._num_quiet > _MAX_QUIET
             if self._writes_unseen and step.num_updates and is_settled:
-                self._writes_unseen, self._all = False, None
+                self._writes_unseen = False
+                self._trainers.forget_all()
             return
         self._num_quiet = 0
         if self._observer.was_replaced(step.stamp.held):
-            self._all = None
+            self._trainers.forget_all()
         if step.weights is not None and not step.decided:
-            trained = self._find_all()
+            trained = self._trainers.find_all(copy=True)
             weights = self._flag_of(trained.weights(), over_ranks=False)
             step.updates.append(Update(trained=trained, gradients=None, undo=step.weights, weights=weights))
         if not (self._writes_unseen and self._writes_seen):
-            self._writes_unseen, self._writes_seen, self._all = True, True, None
+            self._writes_unseen = self._writes_seen = True
+            self._trainers.forget_all()
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Note a call of the model; True where it is the first of its step."""
@@ -185,12 +175,10 @@ class StepTracker:
             self.start_step(step)
         is_first = step.before is None
         if is_first:
-            if self._observer.follow_modules() or self._observer.was_replaced(self._held):
-                self._name_parameters()
-                self._held, self._all = self._observer.held, None
-                self._trained.clear()
+            if self._observer.follow_modules() or self._observer.was_replaced(self._trainers.held):
+                self._trainers.forget()
             step.before = self._observer.look()
-            step.weights = self._find_all().keep() if self._writes_unseen else None
+            step.weights = self._trainers.find_all(copy=True).keep() if self._writes_unseen else None
         else:
             step.between.append(self._observer.generators.read())
         step.without_grad = not with_grad
@@ -225,7 +213,8 @@ class StepTracker:
         step.returned.append(pack(output, "output"))
         if len(step.returned) == 1 and step.before is not None:
             step.before.kept.compare()
-            step.stamp = self._observer.stamp(self._held, values=self._writes_unseen or not self.optimizers)
+            reads_values = self._writes_unseen or not self._trainers.has_optimizer
+            step.stamp = self._observer.stamp(self._trainers.held, values=reads_values)
         return step
 
     def watch(self, step: RecordedStep, loss: torch.Tensor | None, *, ask_all: bool) -> None:
@@ -272,7 +261,7 @@ class StepTracker:
         A plain optimizer gets here when its scaler has waited for the gradients already, and not at all where it skips.
         A fused one gets here always, with the scaler's own flag, and leaves the weights alone by itself.
         """
-        step, trained = self._latest, self._find_trained(optimizer)
+        step, trained = self._latest, self._trainers.find(optimizer)
         if step is None:
             return
         if not trained.names:
@@ -295,7 +284,8 @@ class StepTracker:
                     groups=list(map(dict, optimizer.param_groups)),
                 )
             )
-            self._decide_before_update(step, step.updates[-1])
+            if not step.is_known_sound:
+                self._decide_before_update(step, step.updates[-1])
         self._accumulates = False
         for waiting in (*self._pending, step):
             waiting.num_updates += 1
@@ -346,7 +336,7 @@ class StepTracker:
         self._forget_if_forked()
         step, self.current, self._ended = self._latest, None, None
         try:
-            if step is not None and step.running and never_harm(is_for_nonfinite)(error):
+            if step is not None and step.running and Hook(is_for_nonfinite)(error):
                 step.flags.append(Flag(1.0))
             elif step is not None and not step.flags and step.returned and not step.passed:
                 self.watch(step, None, ask_all=False)  # the other ranks are not here to answer
@@ -365,24 +355,6 @@ class StepTracker:
         """Leave what was pending to the process that began it: a forked child has a copy."""
         if self._process != os.getpid():
             self._process, self.current, self._ended, self._pending = os.getpid(), None, None, []
-
-    def _find_trained(self, optimizer: Optimizer | DeepSpeedEngine) -> TrainedParameters:
-        """What the optimizer trains of this model; found once, and again when it was given more."""
-        trained = self._trained.get(id(optimizer))
-        if trained is None or trained.optimizer is not optimizer or not trained.is_current:
-            self._name_parameters()
-            trained = TrainedParameters(optimizer, self._names, self._undo_nbytes)
-            others = {key: other for key, other in self._trained.items() if other.optimizer is not None}
-            self._trained = {**others, id(optimizer): trained}
-        return trained
-
-    def _find_all(self) -> TrainedParameters:
-        """All parameters, whoever trains them: a micro-batch may end before any optimizer was seen."""
-        if self._all is None or not self._all.is_current:
-            self._name_parameters()
-            loop = TrainingLoop(parameter for parameter in self._parameters.values() if parameter.requires_grad)
-            self._all = TrainedParameters(loop, self._names, self._undo_nbytes if self._writes_unseen else 0)
-        return self._all
 
     def _flag_of(self, magnitude: torch.Tensor | float | None, *, over_ranks: bool) -> Flag | None:
         """The magnitude on its way; of weights that each rank holds a part of, the largest on any rank."""

@@ -21,6 +21,7 @@ from nandoctor.torch_compat import is_wrapped, unwrap, version_of
 _NUMBERS_AND_TEXT: tuple[type[Any], ...] = (int, float, complex, str)
 _PLAIN = frozenset({bool, *_NUMBERS_AND_TEXT, type(None), torch.dtype, torch.device, torch.Size})
 _SEQUENCES = frozenset({list, tuple})
+_KEYS = frozenset({str, int})
 _NAMED_TUPLE = "tuple:"
 _MAX_OBJECTS = 1000
 _NUMERIC_KINDS = "biufc"  # numpy's booleans, integers, floats and complex numbers
@@ -66,6 +67,10 @@ def pack(value: Any, name: str, *, kinds: bool = False) -> Packed:
     With `kinds` what is no plain container keeps the name of its class, and what has tensors as attributes is packed
     too: `fill` makes something of it that has the same fields.
     """
+    if type(value) is torch.Tensor and not is_wrapped(value):  # what most models return
+        plain = value.detach()
+        taken = ((plain, version_of(plain)),)
+        return Packed(tree=plain, tensors=taken, differentiable=(0,) if value.requires_grad else ())
     packer = _Packer(kinds=kinds)
     tree = packer.pack(value, name, 0)
     versions = tuple([(tensor, version_of(tensor)) for tensor in packer.tensors])
@@ -129,7 +134,7 @@ class _Packer:
         fields = value if type(value) is dict else _fields(value)
         if fields is None and self.kinds:
             return self._pack_object(value, name, depth)
-        if fields is None or not all(isinstance(key, (str, int)) for key in fields):
+        if fields is None or not ({*map(type, fields)} <= _KEYS or all(isinstance(key, (str, int)) for key in fields)):
             return self._leave_out(value, name)
         packed = {key: self.pack(item, f"{name}.{key}", depth + 1) for key, item in fields.items() if key != KIND}
         if KIND in fields:  # data, which would name a class to make an object of
