@@ -1,4 +1,4 @@
-"""Edits: changes to a run as plain data, which the engine makes and undoes; and the text that is printed of them."""
+"""Edits: changes to a run as plain data, most of which the engine makes and undoes; and what is printed of them."""
 
 from __future__ import annotations
 
@@ -302,8 +302,9 @@ def only_widens(edit: Edit) -> bool:
 
 
 def is_text_alone(edit: Edit) -> bool:
-    """Tell whether a change can be tried as text alone."""
-    return any(isinstance(single, StableLog) for single in flatten((edit,)))
+    """Tell whether a change can be tried as text alone: the engine makes none of these."""
+    kinds = StableLog | ResetBuffers | ZeroWeights | FillMasked
+    return any(isinstance(single, kinds) for single in flatten((edit,)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

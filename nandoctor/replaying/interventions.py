@@ -15,15 +15,12 @@ from torch import nn
 from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.evidence.edits import (
-    FillMasked,
     KeepModule,
     KeepSamples,
-    ResetBuffers,
     SetAttribute,
     SetLossScale,
     SingleEdit,
     UseFormat,
-    ZeroWeights,
 )
 from nandoctor.evidence.trace import LOSS
 from nandoctor.process_wide import held
@@ -52,13 +49,9 @@ def select_samples(
     edits: Sequence[SingleEdit], batch: Mapping[str, torch.Tensor], used: frozenset[str]
 ) -> dict[str, torch.Tensor]:
     """The batch with the samples that the edits keep: every array that is as long as those the model takes."""
-    batch = dict(batch)
-    for edit in edits:
-        if isinstance(edit, FillMasked):
-            batch[edit.array] = batch[edit.array].masked_fill(batch[edit.mask] == 0, 0.0)
     kept = next((edit.samples for edit in edits if isinstance(edit, KeepSamples)), None)
     if kept is None:
-        return batch
+        return dict(batch)
     size = batch_size(batch, used)
     index = torch.tensor(kept, dtype=torch.long)
     return {
@@ -118,17 +111,13 @@ def may_have_time_first(
 def intervene(
     edits: Sequence[SingleEdit], model: nn.Module, device: torch.device, owner: Callable[[], Owner]
 ) -> Iterator[None]:
-    """A context in which the edits to modules, buffers and ops are made; `owner` tells which module call runs."""
+    """A context in which the edits to modules and ops are made; `owner` tells which module call runs."""
     with ExitStack() as stack:
         for edit in edits:
             if isinstance(edit, SetAttribute):
                 owners = [module for module in model.modules() if type(module).__name__ == edit.type]
                 found = [module for module in owners if getattr(module, edit.name, None) == edit.was]
                 stack.enter_context(held(*((module, edit.name, edit.value) for module in found)))
-            elif isinstance(edit, ZeroWeights):  # the run puts weights and buffers back by itself
-                _zero_weights(edit, model)
-            elif isinstance(edit, ResetBuffers):
-                _reset_buffers(edit, model)
         kept = {edit.module: edit.children for edit in edits if isinstance(edit, KeepModule) and edit.module != LOSS}
         if kept:
             stack.enter_context(_modules_kept(kept, model, device))
@@ -146,18 +135,6 @@ def loss_in_fp32(edits: Sequence[SingleEdit], device: torch.device) -> Iterator[
         return
     with torch.autocast(device.type, enabled=False):
         yield widen
-
-
-def _zero_weights(edit: ZeroWeights, model: nn.Module) -> None:
-    for name, weight in model.named_parameters():
-        if name in edit.names:
-            weight.data = weight.data.nan_to_num(0.0, 0.0, 0.0)
-
-
-def _reset_buffers(edit: ResetBuffers, model: nn.Module) -> None:
-    for name, buffer in model.named_buffers():
-        if name in edit.names:
-            buffer.data.fill_(1.0 if "var" in name.rpartition(".")[2] else 0.0)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from nandoctor.evidence.edits import (
     KeepOp,
     KeepSamples,
     OpSite,
-    ResetBuffers,
     ScaleFirst,
     SetArgument,
     SetAttribute,
@@ -256,15 +255,6 @@ def test_formats():
     assert dtypes(execute(step, UseFormat(format=FP32)))["first"] is FP32
     assert dtypes(execute(step, UseFormat(format=FP64)))["first"] is FP64
     assert all(parameter.dtype is torch.float32 for parameter in step.model.parameters())
-
-
-def test_buffers_are_reset_for_the_run_alone():
-    step = make_step()
-    reset = execute(step, ResetBuffers(names=("running_mean",)), watch=CLOSELY)
-    assert any(
-        tensor.stats.absmax == 0 for op in reset.trace.ops for tensor in op.inputs if tensor.path == "running_mean"
-    )
-    assert float(step.model.running_mean) == 0.5
 
 
 def test_samples_are_taken_from_every_array_of_the_batch():
