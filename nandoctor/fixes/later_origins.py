@@ -10,13 +10,14 @@ from torch import nn
 from nandoctor.causes.base import Candidate
 from nandoctor.diagnosis.backward import conclude_backward
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect, conclude
-from nandoctor.evidence.edits import Edit, SetArgument, SourcePatch, is_text_alone
+from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, SetArgument, SourcePatch, is_text_alone
 from nandoctor.evidence.report import Diagnosis
 from nandoctor.evidence.trace import LOSS
 from nandoctor.fixes.candidates import (
     MAX_LEADS,
     distinct_leads,
     join,
+    line_of,
     place_in_code,
     smallest_in_fp32,
     specific,
@@ -66,8 +67,8 @@ def find_later_origins(findings: Findings, trials: Trials, writer: ChangeWriter)
         seen |= _places(leads, model)
         later += conclusion.diagnoses
     # The change of the last origin may mend those before it: a root that is never zero is no divisor of zero.
-    candidates = (chosen[-1], *together([[candidate] for candidate in chosen])) if len(chosen) > 1 else ()
-    return LaterOrigins(diagnoses=tuple(later), candidates=candidates)
+    candidates = dict.fromkeys((*chosen[-1:], *together([[candidate] for candidate in chosen])))
+    return LaterOrigins(diagnoses=tuple(later), candidates=tuple(candidates))
 
 
 def _places(leads: Iterable[Suspect], model: nn.Module) -> set[object]:
@@ -76,8 +77,11 @@ def _places(leads: Iterable[Suspect], model: nn.Module) -> set[object]:
 
 def _options(lead: Suspect, trials: Trials) -> list[Candidate]:
     """The changes of the operation itself; before them fp32, where the first origin is a matter of precision."""
-    changes, in_fp32 = specific(lead, trials.step.model), (smallest_in_fp32(lead, trials.step.model),)
-    return changes or [in_fp32] if trials.numerics else [in_fp32, *changes]
+    model = trials.step.model
+    changes, kept = specific(lead, model), smallest_in_fp32(lead, model)
+    if isinstance(kept, KeepModule) and lead.site.source is not None:
+        kept = KeepOp(site=line_of(lead.site))  # a line can be changed along with others, a snippet cannot
+    return changes or [(kept,)] if trials.numerics else [(kept,), *changes]
 
 
 def _describe(diagnosis: Diagnosis) -> str:

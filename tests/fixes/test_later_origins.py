@@ -187,6 +187,27 @@ def test_log_space_is_tried_beside_a_later_origin(tmp_path):
     ]
 
 
+class LayerAndLogarithm(nn.Module):
+    """A layer of torch whose product passes fp16's range, and the logarithm of a zero, in fp32 too."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(2, 2, bias=False)
+        nn.init.eye_(self.read.weight).data.mul_(1e4)
+
+    def forward(self, x):
+        h = self.read(x).float()
+        return torch.log(h * 1e-4)
+
+
+def test_a_layer_in_fp32_is_written_beside_another_change(tmp_path):
+    x = torch.tensor([[1.0, 2.0], [10.0, 3.0], [0.0, 4.0]])
+    best = replay(tmp_path, LayerAndLogarithm(), x=x).report.fixes[0]
+    assert (best.verified, best.kind) == (True, "source")
+    assert "h = self.read(x.float()).float()" in best.patch
+    assert "torch.log((h * 1e-4).clamp(min=" in best.patch
+
+
 class SquaresAndRoot(nn.Module):
     """A square that passes fp16's range in one sample; in another, a root of zero that fp32's backward fails of too."""
 
