@@ -6,14 +6,14 @@ Nothing is imported to find out.
 from __future__ import annotations
 
 import ast
-import math
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from nandoctor.dumps.recorded_format import Recorded, Reference
-from nandoctor.dumps.trees import PLAIN
+from nandoctor.dumps.trees import is_plain_data
 from nandoctor.source_files import hash_of, own_source
 from nandoctor.text import brief
 
@@ -108,8 +108,10 @@ def as_option(value: Any) -> str | None:
     """The value as `--model-arg` reads it back: a Python literal, or a text that is none; None where that fails."""
     if isinstance(value, str) and value.isprintable() and len(value) <= _MAX_OPTION and not _read_literal(value):
         return value
-    text = _literal(value)
-    return text if text is not None and len(text) <= _MAX_OPTION and _read_literal(text) == [value] else None
+    if not is_plain_data(value):
+        return None
+    texts = ascii(value), re.sub(r"\binf\b", "1e999", ascii(value))  # Python reads no other literal for an infinity
+    return next((text for text in texts if len(text) <= _MAX_OPTION and _read_literal(text) == [value]), None)
 
 
 def _read_literal(text: str) -> list[Any]:
@@ -118,21 +120,3 @@ def _read_literal(text: str) -> list[Any]:
         return [ast.literal_eval(text)]
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return []
-
-
-def _literal(value: Any) -> str | None:
-    """The value in Python, of plain data alone; an infinity as a number that is too large."""
-    if isinstance(value, float) and math.isinf(value):
-        return "1e999" if value > 0 else "-1e999"
-    if isinstance(value, PLAIN):
-        return ascii(value)
-    if isinstance(value, Mapping):
-        pairs = [(_literal(key), _literal(item)) for key, item in value.items()]
-        return None if any(None in pair for pair in pairs) else f"{{{', '.join(f'{k}: {v}' for k, v in pairs)}}}"
-    if type(value) not in (list, tuple):
-        return None
-    items = [_literal(item) for item in value]
-    if None in items:
-        return None
-    inside = ", ".join(map(str, items))
-    return f"[{inside}]" if type(value) is list else f"({inside}{',' * (len(items) == 1)})"

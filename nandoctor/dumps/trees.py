@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,3 +67,10 @@ def slots(tree: Any) -> Iterator[str]:
 def is_plain_dict(tree: Any) -> bool:
     """Whether a tree is a dict as it was saved, and does not stand for an object."""
     return isinstance(tree, dict) and KIND not in tree
+
+
+def is_plain_data(value: Any) -> bool:
+    """Tell whether this is numbers and texts alone, or in lists, tuples and dicts that go by texts or numbers."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, (str, int)) and is_plain_data(item) for key, item in value.items())
+    return isinstance(value, PLAIN) or (isinstance(value, (list, tuple)) and all(map(is_plain_data, value)))

@@ -28,7 +28,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import with_classes
 from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.signature import Provenance
-from nandoctor.dumps.trees import PLAIN
+from nandoctor.dumps.trees import is_plain_data
 from nandoctor.errors import ModelError, UnapprovedCodeError
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute
 from nandoctor.replaying.settings import Settings
@@ -54,7 +54,7 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
         )
     if not provenance.own:
         raise _undecided(reference, dump, provenance.detail)
-    if not _is_plain(reference.arguments):
+    if not is_plain_data(reference.arguments):
         raise _undecided(reference, dump, "its arguments are no plain data")
     found = _import_source(reference, dump, provenance)
     if isinstance(found, type) and not issubclass(found, nn.Module):
@@ -295,12 +295,6 @@ def _is_value(name: str, value: Any) -> bool:
     if "implementation" in name:
         return isinstance(value, str) and value in _ATTENTION and not name.startswith("_")
     return not name.startswith("_") and name not in _CODE_OPTIONS
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, (str, int)) and _is_plain(item) for key, item in value.items())
-    return isinstance(value, PLAIN) or (isinstance(value, (list, tuple)) and all(map(_is_plain, value)))
 
 
 def _undecided(reference: Reference, dump: Path, why: str) -> ModelError:
