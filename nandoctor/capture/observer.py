@@ -48,6 +48,11 @@ class WeightStamp:
     places: list[tuple[int, int | None]]
     values: list[torch.Tensor]
 
+    @property
+    def was_moved(self) -> bool:
+        """True if one of the weights was written or lies elsewhere; replaced ones and `.data` apart."""
+        return self.places != [(weight.data_ptr(), version_of(weight)) for _, weight in self.weights]
+
 
 class Observer:
     """Looks at a model before its forward; what does not change from step to step is found out once."""
@@ -147,10 +152,10 @@ class Observer:
         """True if the weights were written or replaced since; may wait for the device where the stamp has values."""
         if stamp is None:
             return False
-        if self.was_replaced(stamp.held):
+        if self.was_replaced(stamp.held) or stamp.was_moved:
             return True
-        now = _stamp(stamp.weights, stamp.held, values=bool(stamp.values))
-        return stamp.places != now.places or any(map(_differ, stamp.values, now.values))
+        pairs = zip(stamp.values, stamp.weights, strict=False)  # no values where only the versions were kept
+        return any(_differ(value, _take_few(weight)) for value, (_, weight) in pairs)
 
     def find_reshaped(self) -> list[str]:
         """The parameters that are no longer of the shape that they had when training began, or came or went since."""

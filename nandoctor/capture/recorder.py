@@ -394,6 +394,6 @@ class Recorder(RecorderSettings):
         return " --model FILE.py:NAME"
 
     def _make_contents(self, step: RecordedStep, result: StepResult, event: str) -> Mapping[str, Any]:
-        optimizers = self._tracker.optimizers
+        optimizers = self._tracker.trainers.optimizers
         contents = describe(self._training, step, result, event, history=self.history, optimizers=optimizers)
         return leave_weights(contents, self.weights, self.max_nbytes)

@@ -28,8 +28,6 @@ from nandoctor.errors import NonFiniteTrainingError
 
 LOG = logging.getLogger("nandoctor")
 _ANOMALY = "returned nan values in its"  # what `torch.autograd.detect_anomaly` raises
-_MAX_QUIET = 256
-"""Steps without a write of the loop's own, after which its weights are no longer copied: a checkpoint was loaded."""
 
 
 class StepTracker:
@@ -38,9 +36,7 @@ class StepTracker:
     Whatever ends or decides a step raises `NonFiniteTrainingError` where the policy stops the training, once `on_stop`
     is called. `epoch` and `next_step` number what begins next, and so does `count`, where an engine numbers its updates
     and their micro-batches.
-    `unwatched_eval`: the last forward was of the model in eval mode, and no step. A loop that was seen to write weights
-    between two steps without an optimizer (SAM, a descent by hand) has them copied before each forward, and so has any
-    until an optimizer is seen to do it.
+    `unwatched_eval`: the last forward was of the model in eval mode, and no step.
     """
 
     def __init__(
@@ -61,25 +57,18 @@ class StepTracker:
         self._observer, self._policy, self._scaler, self._on_stop = observer, policy, scaler, on_stop
         self._count = count
         self._pending: list[RecordedStep] = []
-        self._trainers = Trainers(observer, undo_nbytes)
+        self.trainers = Trainers(observer, undo_nbytes)
         self._sharded = any(map(is_sharded, observer.model.parameters()))
         self._last = (-1, 0)
         self._given = Packed(tree=None)
         self._copies_inputs = self._is_first_call = True  # until a forward was seen to leave its inputs as they are
         self._accumulates = False
-        self._writes_unseen, self._writes_seen = True, False  # until an optimizer is seen to be the first to write
-        self._num_quiet = 0
         self._process = os.getpid()
 
     @property
     def _latest(self) -> RecordedStep | None:
         """The step whose update comes next: the current one, or the one that the loop has marked the end of."""
         return self.current or self._ended
-
-    @property
-    def optimizers(self) -> list[Optimizer | DeepSpeedEngine]:
-        """Those that train a parameter of the model, in the order of their first steps."""
-        return self._trainers.optimizers
 
     def make_step(self, batch: Any = None, *, explicit: bool) -> RecordedStep:
         """A step with the next number, or the next micro-batch of the last one, and the loss scale as it is now."""
@@ -95,7 +84,7 @@ class StepTracker:
             micro_batch = micro_batch + 1 if self.next_step == number else 0
             number = self.next_step
         self._last, self.next_step = (number, micro_batch), number + 1
-        self._accumulates, self._scale_version = self._trainers.probe is not None, version
+        self._accumulates, self._scale_version = self.trainers.probe is not None, version
         return RecordedStep(
             step=number,
             micro_batch=micro_batch,
@@ -109,53 +98,67 @@ class StepTracker:
     def _is_accumulating(self, version: int | None) -> bool:
         """True if gradients are there and nobody has written the weights since the last step; FSDP moves its own."""
         step, can_add = self._latest, self._accumulates and self._scale_version == version
-        if not (can_add and has_gradient(self._trainers.probe, self._observer.model)):
+        if not (can_add and has_gradient(self.trainers.probe, self._observer.model)):
             return False
-        return bool(self.optimizers) or self._sharded or step is None or not self._observer.was_written(step.stamp)
+        return (
+            bool(self.trainers.optimizers)
+            or self._sharded
+            or step is None
+            or not self._observer.was_written(step.stamp)
+        )
 
     def start_step(self, following: RecordedStep | None, *, final: bool = False) -> None:
         """End the current step and make `following` the current one; then decide on those that can be."""
         self._forget_if_forked()
-        step, self.current = self._latest, following
-        is_open = following is None and not final and step is not None and step.awaits_update(len(self.optimizers))
-        self._ended = step if is_open else None
-        if step is not None and step.flags:
-            if self._scaler is None and not step.updates:
-                self._look_at_gradients(step, over_ranks=self._sharded and not final)
-            if is_open and not step.has_failed:
-                return
-            if self._scaler is not None:
-                step.compare_scale(*read_scale(self._scaler), num_optimizers=len(self.optimizers))
-            self._note_unseen_writes(step)
-            self._pending.append(step)
-        self.flush_pending(wait=final or self._writes_unseen)
+        step, self.current = self.current, following
+        if step is None and self._ended is not None and following is not None and following.explicit:
+            if self._scaler is None:
+                self._look_at_gradients(self._ended, over_ranks=self._sharded)
+            return  # the first forward tells whether it is an evaluation, which may come before the update
+        if step is not None and step.without_grad and following is None and not final:
+            self._finish(step)
+        else:
+            ended, self._ended = self._ended, None
+            self._finish(ended, final=final)
+            num = len(self.trainers.optimizers)
+            is_open = following is None and not final and step is not None and step.awaits_update(num)
+            if is_open:
+                self._ended = step
+            self._finish(step, final=final, is_open=is_open)
+        self.flush_pending(wait=final or self.trainers.copies)
+
+    def _finish(self, step: RecordedStep | None, *, final: bool = False, is_open: bool = False) -> None:
+        """Look at what the step left, and have it decided unless its update may yet come."""
+        if step is None or not step.flags:
+            return
+        if self._scaler is None and not step.updates:
+            self._look_at_gradients(step, over_ranks=self._sharded and not final)
+        if is_open and not step.has_failed:
+            return
+        if self._scaler is not None:
+            step.compare_scale(*read_scale(self._scaler), num_optimizers=len(self.trainers.optimizers))
+        self._note_unseen_writes(step)
+        self._pending.append(step)
 
     def _look_at_gradients(self, step: RecordedStep, *, over_ranks: bool) -> None:
         """Flag the gradients of a step that no update follows."""
-        probe = self._trainers.probe
+        probe = self.trainers.probe
         if step.wants_gradients(None if probe is None or self._sharded else probe.grad):
-            trained = self._trainers.find_all(copy=self._writes_unseen)
+            trained = self.trainers.find_all()
             step.accumulated = self._flag_of(trained.gradients(), over_ranks=over_ranks)
 
     def _note_unseen_writes(self, step: RecordedStep) -> None:
         """Look at weights that the loop writes without an optimizer; from such a write on they are copied."""
         if step.num_updates or step.stamp is None or not self._observer.was_written(step.stamp):
-            self._num_quiet += 1
-            is_settled = not self._writes_seen or self._num_quiet > _MAX_QUIET
-            if self._writes_unseen and step.num_updates and is_settled:
-                self._writes_unseen = False
-                self._trainers.forget_all()
+            self.trainers.note_quiet(updated=step.num_updates > 0)
             return
-        self._num_quiet = 0
         if self._observer.was_replaced(step.stamp.held):
-            self._trainers.forget_all()
+            self.trainers.forget_all()
         if step.weights is not None and not step.decided:
-            trained = self._trainers.find_all(copy=True)
+            trained = self.trainers.find_all()
             weights = self._flag_of(trained.weights(), over_ranks=False)
             step.updates.append(Update(trained=trained, gradients=None, undo=step.weights, weights=weights))
-        if not (self._writes_unseen and self._writes_seen):
-            self._writes_unseen = self._writes_seen = True
-            self._trainers.forget_all()
+        self.trainers.note_write()
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Note a call of the model; True where it is the first of its step."""
@@ -164,6 +167,10 @@ class StepTracker:
         if step is not None and step.explicit:
             if not with_grad and (step.flags or (step.calls and not step.without_grad)):
                 return False  # a validation within the step
+            if with_grad and self._ended is not None:
+                ended, self._ended = self._ended, None
+                self._finish(ended)
+                self.flush_pending(wait=self.trainers.copies)
             step = self._continue_explicit(step, with_grad=with_grad)
         elif not with_grad or not module.training:
             self.unwatched_eval = True
@@ -175,10 +182,10 @@ class StepTracker:
             self.start_step(step)
         is_first = step.before is None
         if is_first:
-            if self._observer.follow_modules() or self._observer.was_replaced(self._trainers.held):
-                self._trainers.forget()
+            if self._observer.follow_modules() or self._observer.was_replaced(self.trainers.held):
+                self.trainers.forget()
             step.before = self._observer.look()
-            step.weights = self._trainers.find_all(copy=True).keep() if self._writes_unseen else None
+            step.weights = self.trainers.find_all().keep() if self.trainers.copies else None
         else:
             step.between.append(self._observer.generators.read())
         step.without_grad = not with_grad
@@ -192,9 +199,9 @@ class StepTracker:
     def _continue_explicit(self, step: RecordedStep, *, with_grad: bool) -> RecordedStep:
         """The step that a further forward within an explicit one belongs to.
 
-        After an update the weights are others: a closure that an optimizer calls again is a step of its own.
+        After a write the weights are others: the second forward of SAM is a step of its own, as is that of a closure.
         """
-        if step.updates:
+        if step.updates or (step.flags and step.stamp is not None and step.stamp.was_moved):
             step = step.make_next()
             self._last = (step.step, step.micro_batch)
             self.start_step(step)
@@ -213,8 +220,8 @@ class StepTracker:
         step.returned.append(pack(output, "output"))
         if len(step.returned) == 1 and step.before is not None:
             step.before.kept.compare()
-            reads_values = self._writes_unseen or not self._trainers.has_optimizer
-            step.stamp = self._observer.stamp(self._trainers.held, values=reads_values)
+            reads_values = self.trainers.copies or not self.trainers.has_optimizer
+            step.stamp = self._observer.stamp(self.trainers.held, values=reads_values)
         return step
 
     def watch(self, step: RecordedStep, loss: torch.Tensor | None, *, ask_all: bool) -> None:
@@ -242,11 +249,12 @@ class StepTracker:
 
         def evaluate() -> Any:
             nonlocal was_called
-            step, was_called = self._latest if was_called else None, True
-            if step is None:
+            step, was_called, again = self._latest, True, was_called
+            if step is None or not (again or (step.flags and not step.updates)):
                 loss = closure()
             else:
-                self.after_step(optimizer)
+                if again:
+                    self.after_step(optimizer)
                 following, self.next_step = self.next_step, step.step  # one more micro-batch of the same step
                 loss = closure()
                 self.next_step = following
@@ -261,7 +269,7 @@ class StepTracker:
         A plain optimizer gets here when its scaler has waited for the gradients already, and not at all where it skips.
         A fused one gets here always, with the scaler's own flag, and leaves the weights alone by itself.
         """
-        step, trained = self._latest, self._trainers.find(optimizer)
+        step, trained = self._latest, self.trainers.find(optimizer)
         if step is None:
             return
         if not trained.names:
@@ -272,6 +280,8 @@ class StepTracker:
         found = getattr(optimizer, "found_inf", None)
         step.skip = Flag(found) if isinstance(found, torch.Tensor) else None
         self.flush_pending(wait=True)
+        if not step.updates and step.stamp is not None and step.stamp.was_moved:
+            self.trainers.note_write()
         if all(update.trained is not trained for update in step.updates):
             asks = self._scaler is None
             gradients = self._flag_of(trained.gradients(), over_ranks=trained.sharded) if asks else None
@@ -334,14 +344,16 @@ class StepTracker:
     def on_exception(self, error: BaseException | None = None) -> None:
         """Decide on what is left: the loop may have raised an error for its gradients, which come to no update."""
         self._forget_if_forked()
+        ended = self._ended if self.current is not None else None
         step, self.current, self._ended = self._latest, None, None
         try:
+            self._finish(ended, final=True)
             if step is not None and step.running and Hook(is_for_nonfinite)(error):
                 step.flags.append(Flag(1.0))
             elif step is not None and not step.flags and step.returned and not step.passed:
                 self.watch(step, None, ask_all=False)  # the other ranks are not here to answer
             if step is not None and step.flags:
-                step.compare_scale(*read_scale(self._scaler), num_optimizers=len(self.optimizers))
+                step.compare_scale(*read_scale(self._scaler), num_optimizers=len(self.trainers.optimizers))
                 if self._scaler is None or isinstance(error, Exception):
                     self._look_at_gradients(step, over_ranks=False)
                 if isinstance(error, RuntimeError) and _ANOMALY in str(error):

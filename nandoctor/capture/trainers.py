@@ -9,11 +9,16 @@ from nandoctor.capture.deepspeed import DeepSpeedEngine
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.updates import TrainedParameters, TrainingLoop
 
+_MAX_QUIET = 256
+"""Steps without a write of the loop's own, after which its weights are no longer copied: a checkpoint was loaded."""
+
 
 class Trainers:
     """What is known of the model's parameters, found out once and again when some take others' places.
 
-    `probe` is the first that gradients are wanted of, and `held` are the weights when all was found.
+    `probe` is the first that gradients are wanted of, and `held` are the weights when all was found. `copies` tells to
+    copy the weights before each forward: those of a loop that was seen to write them without an optimizer (SAM, a
+    descent by hand), and of any until an optimizer is seen to be the first to write.
     """
 
     def __init__(self, observer: Observer, undo_nbytes: int) -> None:
@@ -24,6 +29,7 @@ class Trainers:
         self._all: TrainedParameters | None = None
         self.probe: nn.Parameter | None = None
         self.has_optimizer = False
+        self.copies, self._writes_seen, self._num_quiet = True, False, 0
         self.forget()
 
     def forget(self) -> None:
@@ -35,6 +41,19 @@ class Trainers:
     def forget_all(self) -> None:
         """Look anew at what the training loop itself may write."""
         self._all = None
+
+    def note_write(self) -> None:
+        """The loop has written weights by itself."""
+        self._num_quiet = 0
+        if not (self.copies and self._writes_seen):
+            self.copies = self._writes_seen = True
+            self._all = None
+
+    def note_quiet(self, *, updated: bool) -> None:
+        """The loop has left the weights to its optimizers, which may have `updated` them."""
+        self._num_quiet += 1
+        if self.copies and updated and (not self._writes_seen or self._num_quiet > _MAX_QUIET):
+            self.copies, self._all = False, None
 
     def _name_parameters(self) -> None:
         found = dict(self._observer.model.named_parameters())
@@ -60,10 +79,10 @@ class Trainers:
             self.has_optimizer = self.has_optimizer or bool(trained.names)
         return trained
 
-    def find_all(self, *, copy: bool) -> TrainedParameters:
+    def find_all(self) -> TrainedParameters:
         """All parameters, whoever trains them: a micro-batch may end before any optimizer was seen."""
         if self._all is None or not self._all.is_current:
             self._name_parameters()
             loop = TrainingLoop(parameter for parameter in self._parameters.values() if parameter.requires_grad)
-            self._all = TrainedParameters(loop, self._names, self._undo_nbytes if copy else 0)
+            self._all = TrainedParameters(loop, self._names, self._undo_nbytes if self.copies else 0)
         return self._all

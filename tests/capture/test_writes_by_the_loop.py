@@ -305,7 +305,7 @@ def test_weights_are_clean_whichever_the_loop_trains(tmp_path, prepare, write):
 
 @pytest.mark.parametrize("has_optimizer", [True, False])
 def test_weights_between_those_that_stay(tmp_path, monkeypatch, has_optimizer):
-    monkeypatch.setattr("nandoctor.capture.step_tracker._MAX_QUIET", 2)
+    monkeypatch.setattr("nandoctor.capture.trainers._MAX_QUIET", 2)
     make_flags_late(monkeypatch)
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01) if has_optimizer else None
@@ -374,7 +374,7 @@ def test_parameters_without_values_to_measure(tmp_path, caplog, part, has_optimi
 
 
 def test_weights_that_are_loaded_once_are_copied_for_a_while(tmp_path, monkeypatch):
-    monkeypatch.setattr("nandoctor.capture.step_tracker._MAX_QUIET", 4)
+    monkeypatch.setattr("nandoctor.capture.trainers._MAX_QUIET", 4)
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     copies = []
