@@ -13,7 +13,6 @@ import hmac
 import os
 import secrets
 import stat
-import sys
 import time
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +21,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import IO
+
+import click
 
 MEMBER = ".nandoctor-signature"
 """The name of the signature, in the archive's own folder."""
@@ -48,15 +49,9 @@ def config_folder() -> Path:
     """The folder for this user's configuration: NANDOCTOR_CONFIG_DIR, else what the platform has for it."""
     if given := os.environ.get("NANDOCTOR_CONFIG_DIR"):
         return Path(given)
-    if sys.platform == "win32":
-        base = os.environ.get("APPDATA") or Path.home() / "AppData" / "Roaming"
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Application Support"
-    else:
-        # https://specifications.freedesktop.org/basedir-spec: a relative path is to be ignored.
-        given = os.environ.get("XDG_CONFIG_HOME", "")
-        base = given if Path(given).is_absolute() else Path.home() / ".config"
-    return Path(base) / "nandoctor"
+    folder = Path(click.get_app_dir("nandoctor"))
+    # https://specifications.freedesktop.org/basedir-spec: a relative path is to be ignored.
+    return folder if folder.is_absolute() else Path.home() / ".config" / "nandoctor"
 
 
 def sign(file: IO[bytes]) -> bool:
