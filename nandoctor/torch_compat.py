@@ -368,6 +368,12 @@ def run_backward_in_modes(loss: Tensor) -> None:
     run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+ENGINE_CODES = (run_backward_in_modes.__code__, _find("torch.autograd.graph._engine_run_backward").__code__)
+"""What runs in Python around the engine of a backward pass; whatever else does is called by it."""
+current_dispatch_mode: Callable[[], Any] = _find("torch.utils._python_dispatch._get_current_dispatch_mode")
+"""The innermost dispatch mode that this thread is in, None outside of any."""
+
+
 def is_custom_node(node: Any) -> bool:
     """Tell whether a graph node belongs to a `torch.autograd.Function` written in Python."""
     return isinstance(node, _find("torch.autograd.function.BackwardCFunction"))

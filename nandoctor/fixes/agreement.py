@@ -51,12 +51,13 @@ class Result:
     `meant` are the places of infinities in the output that are as the code wants them, such as a mask's. `kept` is the
     model's state that the run left non-finite, and whether with a NaN or an Inf; a -Inf alone may be a mask's.
     The gradients of a large model are gigabytes: whether they are finite is asked once, `looked_at` if by the run.
-    A loss is known to `loss_grain`, as `loss_grain_of` gives it.
+    They are those of loss x `gradient_scale`. A loss is known to `loss_grain`, as `loss_grain_of` gives it.
     """
 
     values: Mapping[str, torch.Tensor]
     gradients: Mapping[str, torch.Tensor]
     ran: bool
+    gradient_scale: float = 1.0
     meant: Mapping[str, torch.Tensor] = field(default_factory=dict)
     looked_at: bool = False
     kept: Mapping[str, bool] = field(default_factory=dict)
@@ -190,6 +191,7 @@ def keep(outcome: Outcome | None, *, loss_grain: float = 0.0) -> Result:
         # A sparse one has no norm and no comparison in torch.
         gradients={name: g.to_dense() if g.is_sparse else g for name, g in (outcome.gradients or {}).items()},
         ran=outcome.trace.raised is None,
+        gradient_scale=outcome.gradient_scale,
         looked_at=not outcome.trace.bad_gradients,
         kept=outcome.kept,
         loss_grain=loss_grain,
@@ -257,11 +259,11 @@ def gradient_error(made: Result, reference: Result, *, grain: float = 0.0) -> fl
 
     Differences up to `grain` are those of a format that holds nothing smaller.
     """
-    names = made.gradients.keys() & reference.gradients
+    names, scale = made.gradients.keys() & reference.gradients, made.gradient_scale
     pairs = [(made.gradients[name], reference.gradients[name]) for name in names]
-    pieces = ((a, b) for pair in pairs for a, b in _in_pieces(*pair))
-    difference = math.hypot(*(_norm(hardshrink(a - b, grain) if grain else a - b) for a, b in pieces))
-    norm = math.hypot(*(_norm(theirs) for _, theirs in pairs))
+    pieces = (torch.sub(a, b, alpha=scale / reference.gradient_scale) for pair in pairs for a, b in _in_pieces(*pair))
+    difference = math.hypot(*(_norm(hardshrink(piece, grain * scale) if grain else piece) for piece in pieces)) / scale
+    norm = math.hypot(*(_norm(theirs) for _, theirs in pairs)) / reference.gradient_scale
     return difference / norm if norm else difference
 
 
@@ -279,7 +281,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 def gradient_norm(made: Result) -> float:
     """Norm of all gradients together."""
-    return math.hypot(*map(_norm, made.gradients.values()))
+    return math.hypot(*map(_norm, made.gradients.values())) / made.gradient_scale
 
 
 def _norm(gradient: torch.Tensor) -> float:

@@ -175,9 +175,8 @@ class GradientCheck:
     @staticmethod
     def _largest(made: Result) -> float:
         """The largest magnitude in all gradients."""
-        return max(
-            (float(gradient.abs().max()) for gradient in made.gradients.values() if gradient.numel()), default=0.0
-        )
+        largest = (float(gradient.abs().max()) for gradient in made.gradients.values() if gradient.numel())
+        return max(largest, default=0.0) / made.gradient_scale
 
     def _references(self, change: Change | None, made: Result) -> Iterator[tuple[Result, float]]:
         """What the gradients are compared with in turn, and what they may be off by.

@@ -7,37 +7,28 @@ and of the files that its classes are written in, are as they were.
 from __future__ import annotations
 
 import builtins
-import math
 import random
 import sys
+import threading
 import weakref
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cache, lru_cache, partial
-from operator import setitem
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import lru_cache, partial
+from operator import is_, setitem
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from nandoctor.file_memory import map_empty
-from nandoctor.process_wide import collection_paused
-from nandoctor.torch_compat import TorchDispatchMode, no_subclass_methods, schema_of, storage_of, tree_leaves
-from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
-
-if TYPE_CHECKING:
-    from nandoctor.torch_compat import OpOverload
+from nandoctor.process_wide import collection_paused, held
+from nandoctor.replaying.kept_memory import tensors_kept
 
 _DEPTH = 5
 _MOST_VALUES = 200_000
-_WATCHED_NBYTES = 32 << 20
-"""Less is copied more quickly than every operation is looked at."""
-_SMALL_NBYTES = 1 << 16
 _PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None), type, type(len), type(lambda: 0), torch.dtype})
 _NOT_THE_MODELS = ("torch", "numpy", "nandoctor", "builtins", "threading", "logging")
 
@@ -59,12 +50,35 @@ def restored(model: nn.Module, *, traced: bool = False) -> Iterator[Sequence[tor
     extensions is not known here. `traced` says that the run's operations are intercepted, beside which no dispatch mode
     can be open.
     """
-    with collection_paused:
-        found = _State(model)
+    found = _find_state(model)
     with ExitStack() as stack:
-        stack.enter_context(_tensors_kept(found.tensors, traced=traced))
-        stack.callback(_undo_all, found.undo)
+        stack.enter_context(tensors_kept(found.tensors, traced=traced))
+        stack.callback(_undo_all, list(found.undo))
         yield found.tensors
+
+
+class _Known(threading.local):
+    """What this thread's runs have found of a model's state, with the model; None where it may change between them."""
+
+    states: dict[object, tuple[nn.Module, _State]] | None = None
+
+
+_known = _Known()
+
+
+def state_known() -> AbstractContextManager[None]:
+    """A context for many runs of models that nothing else changes: to go through all that they hold is done once."""
+    return held((_known, "states", {}))
+
+
+def _find_state(model: nn.Module) -> _State:
+    with collection_paused:
+        if _known.states is None:
+            return _State(model)
+        modes = (id(model), *(module.training for module in model.modules()))
+        if modes not in _known.states:
+            _known.states[modes] = model, _State(model)
+        return _known.states[modes][1]
 
 
 def _undo_all(undo: list[Undo]) -> None:
@@ -140,9 +154,9 @@ class _State:
         # Of a subclass, the methods may do or refuse anything: those of the type that it is made of are asked.
         base = next((kind for kind in type(value).__mro__ if kind in _CONTAINERS), None)
         if base is OrderedDict or base is dict:
-            saved = list(base.items(value))
-            self.undo.append(lambda: _refill(base, value, saved))
-            self._add((item for _, item in saved), depth)
+            saved = list(base.keys(value)), list(base.values(value))
+            self.undo.append(lambda: _refill(base, value, *saved))
+            self._add(saved[1], depth)
         elif base is not None:
             items = list(base.__iter__(value))
             self.undo.append(lambda: _relist(base, value, items))
@@ -203,19 +217,17 @@ def _reset_slots(value: Any, saved: dict[MemberDescriptorType, Any]) -> None:
             slot.__delete__(value) if item is _UNSET else slot.__set__(value, item)
 
 
-def _refill(base: Any, target: Any, saved: list[tuple[Any, Any]]) -> None:
-    now = ((key, base.__getitem__(target, key)) for key in base.__iter__(target))
-    if len(saved) != base.__len__(target) or any(
-        a is not b or x is not y for (a, x), (b, y) in zip(saved, now, strict=True)
-    ):
+def _refill(base: Any, target: Any, keys: list[Any], values: list[Any]) -> None:
+    is_same = len(keys) == base.__len__(target) and all(map(is_, keys, base.keys(target)))
+    if not is_same or not all(map(is_, values, base.values(target))):
         base.clear(target)
-        for key, value in saved:
+        for key, value in zip(keys, values, strict=True):
             if not (_is_dead(key) or _is_dead(value)):
                 base.__setitem__(target, key, value)
 
 
 def _relist(base: Any, target: Any, items: list[Any]) -> None:
-    if len(items) != base.__len__(target) or any(a is not b for a, b in zip(items, base.__iter__(target), strict=True)):
+    if len(items) != base.__len__(target) or not all(map(is_, items, base.__iter__(target))):
         base.clear(target)
         (base.update if base is set else base.extend)(target, (item for item in items if not _is_dead(item)))
 
@@ -256,127 +268,3 @@ def _keep_array(values: np.ndarray[Any, Any]) -> Undo:
     plain = values.view(np.ndarray)
     saved = plain.copy()
     return lambda: np.copyto(plain, saved)
-
-
-@contextmanager
-def _tensors_kept(tensors: Sequence[torch.Tensor], *, traced: bool) -> Iterator[None]:
-    """Give every tensor its class, memory, shape and content back.
-
-    Small ones are copied before the run. Of large ones, whose memory may be a mapped file, what is written to is copied
-    just before the first write.
-    """
-    with no_subclass_methods():  # what is asked of a tensor here is not for its class to answer
-        dense = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
-        headers = [_Header(tensor) for tensor in dense]
-        others = [(tensor, tensor.detach().clone()) for tensor in tensors if tensor.layout is not torch.strided]
-        grads = [header.grad for header in headers if header.grad is not None and header.grad.layout is torch.strided]
-        memory = _Memory(tensor for tensor in (*dense, *grads) if not is_lazy(tensor))
-    with ExitStack() as stack:
-        if memory.nbytes >= _WATCHED_NBYTES:
-            memory.keep_all(below=_SMALL_NBYTES)  # a batch norm does not say that it writes its statistics
-            stack.enter_context(intercepting(memory.keep_written) if traced else _CopyOnWrite(memory))
-        else:
-            memory.keep_all()
-        try:
-            yield
-        finally:
-            with no_subclass_methods(), torch.no_grad():
-                for header in headers:
-                    header.put_back()
-                stack.close()
-                memory.put_back()
-                for tensor, saved in others:
-                    tensor.copy_(saved)
-
-
-class _Header:
-    """What a tensor has beside its memory."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._kind, self._data = tensor, type(tensor), tensor.data
-        self._requires_grad = tensor.requires_grad
-        self.grad = tensor.grad if tensor.is_leaf else None
-
-    def put_back(self) -> None:
-        tensor = self._tensor
-        tensor.data = self._data
-        if type(tensor) is not self._kind:
-            tensor.__class__ = self._kind
-        if tensor.is_leaf:
-            if tensor.requires_grad is not self._requires_grad:
-                tensor.requires_grad_(self._requires_grad)
-            if tensor.grad is not self.grad:
-                tensor.grad = self.grad
-
-
-class _Memory:
-    """The storages of tensors, each once however many tensors share it, and copies of those that are kept."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._flat = {storage_of(tensor): _bytes_of(tensor) for tensor in tensors}
-        self._copies: dict[int, torch.Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(flat.numel() for flat in self._flat.values())
-
-    def keep(self, storage: int, *, in_file: bool = True) -> None:
-        """Copy a storage of the model's before the first write to it."""
-        if storage in self._flat and storage not in self._copies:
-            flat = self._flat[storage]
-            self._copies[storage] = (
-                map_empty(flat.shape, flat.dtype).copy_(flat) if in_file and flat.is_cpu else flat.clone()
-            )
-
-    def keep_all(self, *, below: float = math.inf) -> None:
-        """Copy every storage of less than so many bytes."""
-        for storage, flat in self._flat.items():
-            if flat.numel() < below:
-                self.keep(storage, in_file=False)
-
-    def keep_written(self, call: Invocation, proceed: Proceed) -> Any:
-        """Copy what an operation writes to, and run it."""
-        written = written_by(call.op)
-        for name, value in call.arguments() if written else ():
-            for tensor in tree_leaves(value) if name in written else ():
-                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                    self.keep(storage_of(tensor))
-        return proceed(call)
-
-    def put_back(self) -> None:
-        for storage, copy in self._copies.items():
-            memory = self._flat[storage].untyped_storage()
-            if memory.nbytes() < copy.numel():
-                memory.resize_(copy.numel())
-            self._flat[storage].copy_(copy)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-@cache
-def written_by(op: OpOverload) -> frozenset[str]:
-    """The names of the arguments that an operation writes to."""
-    aliases = ((argument.name, argument.alias_info) for argument in schema_of(op).arguments)
-    return frozenset(name for name, alias in aliases if alias is not None and alias.is_write)
-
-
-class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has memory copied before the first operation that writes to it."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Leave out torch's wrapper around each call: it imports the compiler, and takes as long as all else here."""
-        return False
-
-    def __init__(self, memory: _Memory) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._memory = memory
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not written_by(func):  # as of nearly all
-            return func(*args, **(kwargs or {}))
-        return self._memory.keep_written(Invocation(op=func, args=args, kwargs=kwargs or {}), Invocation.run)

@@ -29,6 +29,7 @@ from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.file_memory import cast_to_file, map_empty
 from nandoctor.machine import memory_of
 from nandoctor.process_wide import held
+from nandoctor.replaying.kept_memory import without_watch
 from nandoctor.torch_compat import (
     is_running_norm,
     plain_torch,
@@ -65,7 +66,8 @@ def run_backward(
 ) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
     """Run the backward pass; the parameters' non-finite gradients, and all of them where they are to be kept.
 
-    None are left on the model. Raises LossError where the loss has no gradient.
+    Those that are kept are of loss x `loss_scale`, but of a large model, as `kept_scale` tells: to divide all of them
+    takes a third of a backward pass. None are left on the model. Raises LossError where the loss has no gradient.
     """
     with held(*((parameter, "grad", None) for parameter in model.parameters())):
         if not loss.requires_grad:
@@ -76,13 +78,16 @@ def run_backward(
             )
         if is_large(model):
             return _run_releasing(model, loss, loss_scale=loss_scale, keep=keep)
-        run_backward_in_modes(loss * loss_scale)
+        without_watch(partial(run_backward_in_modes, loss * loss_scale))
         made = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
         with plain_torch():
-            for part in made.values() if keep and loss_scale != 1 else ():
-                part.div_(loss_scale)
-            nonfinite = tuple(stats for stats in measure_all(made.items()) if not stats.finite)
-        return nonfinite, made if keep else None
+            nonfinite = [(name, gradient) for name, gradient in made.items() if not all_finite(gradient)]
+            return measure_all(nonfinite), made if keep else None
+
+
+def kept_scale(model: nn.Module, loss_scale: float) -> float:
+    """The loss scale that the gradients are at which `run_backward` keeps: those of a large model lie in files."""
+    return 1.0 if is_large(model) else loss_scale
 
 
 def _run_releasing(
@@ -110,7 +115,7 @@ def _run_releasing(
         for name, parameter in parameters.items():
             hook = parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
             stack.callback(hook.remove)
-        run_backward_in_modes(loss * loss_scale)
+        without_watch(partial(run_backward_in_modes, loss * loss_scale))
     return collect([(name, readings[name]) for name in parameters if name in readings]), kept if keep else None
 
 

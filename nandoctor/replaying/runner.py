@@ -1,7 +1,4 @@
-"""The one engine: a `FailingStep`, and `run`, which runs it under a precision policy.
-
-Everything that a run touches is put back.
-"""
+"""The one engine: a `FailingStep`, and `run`, which runs it under a precision policy and puts back what it touches."""
 
 from __future__ import annotations
 
@@ -25,11 +22,12 @@ from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import collection_paused
 from nandoctor.replaying import interventions, user_code
-from nandoctor.replaying.kept_state import restored
+from nandoctor.replaying.kept_state import restored, state_known
 from nandoctor.replaying.module_state import (
     copied_input,
     drawn_in_fp32,
     is_large,
+    kept_scale,
     known_tensors,
     list_nonfinite_state,
     mark_weights,
@@ -83,7 +81,7 @@ CLOSELY = Watch(stage="closer look", statistics="counts", ops=True)
 class Outcome:
     """What a run leaves: its trace, the output (None if the forward raised), and whether it drew random numbers.
 
-    `gradients`, by the names of the parameters and at loss scale 1, are there where the watch keeps them.
+    `gradients`, by the names of the parameters and of loss x `gradient_scale`, are there where the watch keeps them.
     `kept` is what it left non-finite in the model, and whether with more than a -Inf; `out_of_memory`: that ended it.
     """
 
@@ -92,6 +90,7 @@ class Outcome:
     random: bool
     loss: torch.Tensor | None = None
     gradients: Mapping[str, torch.Tensor] | None = None
+    gradient_scale: float = 1.0
     kept: Mapping[str, bool] = field(default_factory=dict)
     out_of_memory: bool = False
 
@@ -167,7 +166,7 @@ class FailingStep:
     @contextmanager
     def kept_ready(self) -> Iterator[None]:
         """A context for many runs: what each of them needs of Python and torch is made and undone once."""
-        with observer_registered, self.project.running(), kernels_kept(self.policy, self.device):
+        with observer_registered, self.project.running(), kernels_kept(self.policy, self.device), state_known():
             yield
 
     def run(self, policy: Policy | None = None, watch: Watch = MODULES_ONLY, changes: Sequence[Change] = ()) -> Outcome:
@@ -260,6 +259,7 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
         random=random,
         loss=recording.loss,
         gradients=recording.gradients,
+        gradient_scale=kept_scale(step.model, step.loss_factor),
         kept=kept,
         out_of_memory=is_out_of_memory(error),
     )
@@ -273,7 +273,7 @@ class _RecordedRun:
 
     def __init__(self, run: _RunPlan, batch: Batch) -> None:
         step, watch = run.step, run.watch
-        known = [*known_tensors(step.model, batch)]
+        known = [*known_tensors(step.model, batch)] if watch.ops else []
         watches_backward = watch.backward and watch.ops
         self._run, self._batch = run, batch
         self._functions = FunctionTracer(OpTracer(known=known, low=step.low)) if watches_backward else None
@@ -312,7 +312,7 @@ class _RecordedRun:
             self._given, self._losses = read(self.output), read(self.loss, counts=True)
         with plain_torch():
             self._unread = list_unread(self.output)
-        self.kept = list_nonfinite_state(step.model, marks)
+            self.kept = list_nonfinite_state(step.model, marks)
 
     def trace(self, calls: tuple[ModuleCall, ...], kept: Mapping[str, bool]) -> Trace:
         """What was recorded; `calls` are those of the modules, `kept` as in the outcome."""

@@ -21,7 +21,7 @@ from nandoctor.autocast.nan_keeping import holds_finite
 from nandoctor.dumps.tensors import as_stored
 from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
-from nandoctor.torch_compat import answers_itself, outside_transforms, sparse_values, unwrap
+from nandoctor.torch_compat import answers_itself, outside_transforms, sparse_values, unwrap, without_autocast
 from nandoctor.tracing.exact_counts import count_exactly
 
 SAMPLE_SIZE = 1024
@@ -213,7 +213,7 @@ def is_unreadable(tensor: torch.Tensor) -> bool:
 def _read(values: torch.Tensor) -> tuple[Any, Any]:
     """The limits and the sample of a `Reading`. A device other than the CPU is not waited for."""
     numel = values.numel()
-    with outside_transforms():
+    with outside_transforms(), without_autocast():
         sample = values.reshape(-1) if numel <= SAMPLE_SIZE else values.take(_sample_indices(numel, values.device))
         if not values.is_cpu:
             ends = torch.aminmax(as_stored(values))

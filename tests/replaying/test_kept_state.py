@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 import nandoctor
 from nandoctor.dumps.reader import read_dump
-from nandoctor.replaying import kept_state
+from nandoctor.replaying import kept_memory, kept_state
 from nandoctor.replaying.kept_state import restored
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -96,8 +96,8 @@ WRITES = {
 
 def watch_writes(monkeypatch):
     """Copy nothing before the run, as with a large model."""
-    monkeypatch.setattr(kept_state, "_WATCHED_NBYTES", 0)
-    monkeypatch.setattr(kept_state, "_SMALL_NBYTES", 0)
+    monkeypatch.setattr(kept_memory, "_WATCHED_NBYTES", 0)
+    monkeypatch.setattr(kept_memory, "_SMALL_NBYTES", 0)
 
 
 def run(model, seed, context):
@@ -219,7 +219,7 @@ def test_a_reference_widens_every_tensor_that_the_model_holds(tmp_path):
 @pytest.mark.parametrize("watched", [True, False], ids=["mapped", "copied"])
 def test_operations_are_watched_beside_the_writes(watched, tmp_path, monkeypatch):
     if watched:
-        monkeypatch.setattr(kept_state, "_WATCHED_NBYTES", 0)
+        monkeypatch.setattr(kept_memory, "_WATCHED_NBYTES", 0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[0].weight.data.fill_(4e4)
     path = tmp_path / "dump.pth"

@@ -1,0 +1,202 @@
+"""The memory of a model's tensors: copied before a run, or before the first write to it, and put back after it."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from nandoctor.file_memory import map_empty
+from nandoctor.process_wide import held
+from nandoctor.torch_compat import (
+    ENGINE_CODES,
+    TorchDispatchMode,
+    current_dispatch_mode,
+    no_subclass_methods,
+    schema_of,
+    storage_of,
+    tree_leaves,
+)
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
+
+if TYPE_CHECKING:
+    from nandoctor.torch_compat import OpOverload
+
+_WATCHED_NBYTES = 32 << 20
+"""Less is copied more quickly than every operation is looked at."""
+_SMALL_NBYTES = 1 << 16
+
+
+@contextmanager
+def tensors_kept(tensors: Sequence[torch.Tensor], *, traced: bool) -> Iterator[None]:
+    """Give every tensor its class, memory, shape and content back.
+
+    Small ones are copied before the run. Of large ones, whose memory may be a mapped file, what is written to is copied
+    just before the first write.
+    """
+    with no_subclass_methods():  # what is asked of a tensor here is not for its class to answer
+        dense = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
+        headers = [_Header(tensor) for tensor in dense]
+        others = [(tensor, tensor.detach().clone()) for tensor in tensors if tensor.layout is not torch.strided]
+        grads = [header.grad for header in headers if header.grad is not None and header.grad.layout is torch.strided]
+        memory = _Memory(tensor for tensor in (*dense, *grads) if not is_lazy(tensor))
+    with ExitStack() as stack:
+        if memory.nbytes >= _WATCHED_NBYTES:
+            memory.keep_all(below=_SMALL_NBYTES)  # a batch norm does not say that it writes its statistics
+            if traced:
+                stack.enter_context(intercepting(memory.keep_written))
+            else:
+                mode = _CopyOnWrite(memory)
+                stack.enter_context(held((_watching, "mode", mode)))
+                stack.enter_context(mode)
+        else:
+            memory.keep_all()
+        try:
+            yield
+        finally:
+            with no_subclass_methods(), torch.no_grad():
+                stack.close()
+                for header in headers:
+                    header.put_back()
+                memory.put_back()
+                for tensor, saved in others:
+                    tensor.copy_(saved)
+
+
+class _Header:
+    """What a tensor has beside its memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._kind, self._data = tensor, type(tensor), tensor.data
+        self._requires_grad = tensor.requires_grad
+        self.grad = tensor.grad if tensor.is_leaf else None
+
+    def put_back(self) -> None:
+        tensor = self._tensor
+        tensor.data = self._data
+        if type(tensor) is not self._kind:
+            tensor.__class__ = self._kind
+        if tensor.is_leaf:
+            if tensor.requires_grad is not self._requires_grad:
+                tensor.requires_grad_(self._requires_grad)
+            if tensor.grad is not self.grad:
+                tensor.grad = self.grad
+
+
+class _Memory:
+    """The storages of tensors, each once however many tensors share it, and copies of those that are kept."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._flat = {storage_of(tensor): _bytes_of(tensor) for tensor in tensors}
+        self._copies: dict[int, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(flat.numel() for flat in self._flat.values())
+
+    def keep(self, storage: int, *, in_file: bool = True) -> None:
+        """Copy a storage of the model's before the first write to it."""
+        if storage in self._flat and storage not in self._copies:
+            flat = self._flat[storage]
+            self._copies[storage] = (
+                map_empty(flat.shape, flat.dtype).copy_(flat) if in_file and flat.is_cpu else flat.clone()
+            )
+
+    def keep_all(self, *, below: float = math.inf) -> None:
+        """Copy every storage of less than so many bytes."""
+        for storage, flat in self._flat.items():
+            if flat.numel() < below:
+                self.keep(storage, in_file=False)
+
+    def keep_written(self, call: Invocation, proceed: Proceed) -> Any:
+        """Copy what an operation writes to, and run it."""
+        written = written_by(call.op)
+        for name, value in call.arguments() if written else ():
+            for tensor in tree_leaves(value) if name in written else ():
+                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                    self.keep(storage_of(tensor))
+        return proceed(call)
+
+    def put_back(self) -> None:
+        for storage, copy in self._copies.items():
+            memory = self._flat[storage].untyped_storage()
+            if memory.nbytes() < copy.numel():
+                memory.resize_(copy.numel())
+            self._flat[storage].copy_(copy)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+@cache
+def written_by(op: OpOverload) -> frozenset[str]:
+    """The names of the arguments that an operation writes to."""
+    aliases = ((argument.name, argument.alias_info) for argument in schema_of(op).arguments)
+    return frozenset(name for name, alias in aliases if alias is not None and alias.is_write)
+
+
+class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has memory copied before the first operation that writes to it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out torch's wrapper around each call: it imports the compiler, and takes as long as all else here."""
+        return False
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memory = memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not written_by(func):  # as of nearly all
+            return func(*args, **(kwargs or {}))
+        return self._memory.keep_written(Invocation(op=func, args=args, kwargs=kwargs or {}), Invocation.run)
+
+
+class _Watching(threading.local):
+    """What watches this thread's writes, where a mode does."""
+
+    mode: _CopyOnWrite | None = None
+
+
+_watching = _Watching()
+
+
+def without_watch(run: Callable[[], None]) -> None:
+    """Run a backward pass whose writes are watched while code in Python runs: of hooks, Functions and checkpoints.
+
+    Torch's own backward kernels write to no weight, and to look at each of them takes a tenth of a forward.
+    """
+    mode, running = _watching.mode, None
+    if mode is None or current_dispatch_mode() is not mode or sys.getprofile() is not None:
+        return run()
+    enter: Callable[[], Any] = mode.__enter__
+    leave: Callable[..., Any] = mode.__exit__
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal running
+        if event == "call" and running is None and frame.f_code not in ENGINE_CODES:
+            running = frame
+            enter()
+        elif event == "return" and frame is running:
+            running = None
+            leave(None, None, None)
+
+    leave(None, None, None)
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        enter()
