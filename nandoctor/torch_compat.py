@@ -50,8 +50,7 @@ def check_torch() -> None:
 
 def look_up(place: str) -> Any:
     """What is at a place of torch now."""
-    found: Any = torch
-    path = "torch"
+    found, path = cast(Any, torch), "torch"
     for name in place.split(".")[1:]:
         path += f".{name}"
         if not hasattr(found, name):
@@ -138,9 +137,8 @@ def script_line(traceback: object) -> tuple[str, int] | None:
     return next(((frame["filename"], frame["line"]) for frame in frames if frame["line"]), None)
 
 
-def schema_of(op: OpOverload) -> torch.FunctionSchema:
-    """The op's name, arguments and defaults."""
-    return op._schema
+schema_of: Callable[[OpOverload], torch.FunctionSchema] = attrgetter("_schema")
+"""The op's name, arguments and defaults."""
 
 
 # Autocast
@@ -194,9 +192,8 @@ def without_jit_autocast() -> Iterator[None]:
         set_mode(before)
 
 
-def is_enabled(region: torch.autocast) -> bool:
-    """What an autocast region was told by `enabled=`."""
-    return bool(region._enabled)
+is_enabled: Callable[[torch.autocast], bool] = attrgetter("_enabled")
+"""What an autocast region was told by `enabled=`."""
 
 
 def set_enabled(region: torch.autocast, enabled: bool) -> None:
@@ -368,10 +365,7 @@ def run_backward_in_modes(loss: Tensor) -> None:
     run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-ENGINE_CODES = (run_backward_in_modes.__code__, _find("torch.autograd.graph._engine_run_backward").__code__)
-"""What runs in Python around the engine of a backward pass; whatever else does is called by it."""
 current_dispatch_mode: Callable[[], Any] = _find("torch.utils._python_dispatch._get_current_dispatch_mode")
-"""The innermost dispatch mode that this thread is in, None outside of any."""
 
 
 def is_custom_node(node: Any) -> bool:

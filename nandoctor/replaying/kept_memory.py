@@ -17,10 +17,10 @@ from torch.nn.parameter import is_lazy
 from nandoctor.file_memory import map_empty
 from nandoctor.process_wide import held
 from nandoctor.torch_compat import (
-    ENGINE_CODES,
     TorchDispatchMode,
     current_dispatch_mode,
     no_subclass_methods,
+    run_backward_in_modes,
     schema_of,
     storage_of,
     tree_leaves,
@@ -173,20 +173,20 @@ class _Watching(threading.local):
 _watching = _Watching()
 
 
-def without_watch(run: Callable[[], None]) -> None:
+def run_backward_unwatched(loss: torch.Tensor) -> None:
     """Run a backward pass whose writes are watched while code in Python runs: of hooks, Functions and checkpoints.
 
     Torch's own backward kernels write to no weight, and to look at each of them takes a tenth of a forward.
     """
     mode, running = _watching.mode, None
     if mode is None or current_dispatch_mode() is not mode or sys.getprofile() is not None:
-        return run()
+        return run_backward_in_modes(loss)
     enter: Callable[[], Any] = mode.__enter__
     leave: Callable[..., Any] = mode.__exit__
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         nonlocal running
-        if event == "call" and running is None and frame.f_code not in ENGINE_CODES:
+        if event == "call" and running is None and not _is_engines(frame):
             running = frame
             enter()
         elif event == "return" and frame is running:
@@ -196,7 +196,13 @@ def without_watch(run: Callable[[], None]) -> None:
     leave(None, None, None)
     sys.setprofile(note)
     try:
-        run()
+        run_backward_in_modes(loss)
     finally:
         sys.setprofile(None)
         enter()
+
+
+def _is_engines(frame: FrameType) -> bool:
+    """Tell whether this starts the engine of a backward pass: whatever else runs in Python is called by it."""
+    frames = (frame, frame.f_back)
+    return any(it is not None and it.f_code is run_backward_in_modes.__code__ for it in frames)

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import nandoctor
 from nandoctor.dumps.reader import read_dump
 from nandoctor.replaying import kept_memory, kept_state
 from nandoctor.replaying.kept_state import restored
+from nandoctor.replaying.module_state import run_backward
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 SHARED = {"seen": 0}
@@ -227,3 +229,45 @@ def test_operations_are_watched_beside_the_writes(watched, tmp_path, monkeypatch
     report = nandoctor.replay(path, lambda: model, fixes=False).report
     assert report.origin.op == "linear"
     assert torch.equal(model[1].running_mean, torch.zeros(4))
+
+
+class WritesBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, write):
+        ctx.write = write
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.write()
+        return gradient, None
+
+
+def in_checkpoint(x, write):
+    def block(x):
+        write()
+        return x * x
+
+    return checkpoint(block, x, use_reentrant=False)
+
+
+BACKWARD_WRITES = {
+    "tensor hook": lambda x, write: (x.register_hook(lambda _: write()), x)[1],
+    "node hook": lambda x, write: (x.grad_fn.register_prehook(lambda _: write()), x)[1],
+    "function": WritesBackward.apply,
+    "checkpoint": in_checkpoint,
+}
+
+
+@pytest.mark.parametrize("kind", BACKWARD_WRITES)
+def test_what_a_backward_pass_writes_is_put_back(kind, monkeypatch):
+    """Torch's own kernels are not watched there, but whatever code in Python they come to is."""
+    watch_writes(monkeypatch)
+    model, before = nn.Linear(4, 4), []
+    model.weight.data.fill_(1.0)
+    with restored(model):
+        output = BACKWARD_WRITES[kind](model(X), lambda: before.append(model.weight.data.mul_(3)))
+        run_backward(model, output.sum(), loss_scale=2.0, keep=True)
+        assert before
+        assert not torch.equal(model.weight, torch.ones(4, 4))
+    assert torch.equal(model.weight, torch.ones(4, 4))
