@@ -40,7 +40,7 @@ _ALIASES = {
     "true_divide": "div",
     **{
         f"special_{name}": name
-        for name in "digamma erfinv exp2 expm1 log1p log_softmax logit logsumexp softmax xlogy".split()
+        for name in "digamma erfinv exp2 expm1 i0 log1p log_softmax logit logsumexp softmax xlogy".split()
     },
 }
 
@@ -204,7 +204,9 @@ REDUCTIONS = _names(
 )
 SERIAL_PRODUCTS = _names("prod cumprod")
 """Reductions that multiply, and pass float64's limit where no sum of finite terms does."""
-EXPONENTIALS = _names("exp exp2 expm1 sinh cosh i0 special_i0 softplus pow")
+EXPONENTIALS = _names("exp exp2 expm1 sinh cosh i0 softplus pow")
+GROWING_ON_BOTH_SIDES = _names("sinh cosh i0")
+"""Exponentials that grow on both sides of 0."""
 LOGARITHMS = _names("log log2 log10 log1p logit xlogy")
 DIVISIONS = _names("div reciprocal rsqrt remainder fmod addcdiv floor_divide")
 SOFTMAXES = _names("softmax log_softmax _softmax _log_softmax logsumexp scaled_dot_product_attention")
@@ -326,7 +328,7 @@ HIDDEN_LOGARITHMS = {
 """Ops that take the logarithm of what they compute, and when that is zero."""
 NEGATIVE_LOGARITHMS = {"logdet": "the determinant is negative"}
 """Those of them that are NaN where what they compute is negative."""
-HAS_STABLE_LOGARITHM = _names("softmax sigmoid exp expm1 cosh i0 special_i0")
+HAS_STABLE_LOGARITHM = _names("softmax sigmoid exp expm1 cosh i0")
 
 # CUDA's kernels add this eps to statistics in fp32 (at::acc_type), whatever the input is: layer_norm_kernel.cu,
 # group_norm_kernel.cu, Normalization.cuh, rms_norm_composite, UnarySpecialOpsKernel.cu.

@@ -24,15 +24,13 @@ from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import explain_overflow
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, Operand
-from nandoctor.ops import EXPONENTIALS, PRODUCTS
+from nandoctor.ops import EXPONENTIALS, GROWING_ON_BOTH_SIDES, PRODUCTS
 from nandoctor.text import number
 
 TITLE = "An exponential is too large for its format"
 PHASES = ("forward",)
 
 _FLOAT64_LIMIT = 709.0
-_TWO_SIDED = frozenset({"sinh", "cosh", "i0", "special_i0"})
-"""Exponentials that grow on both sides of 0."""
 _HIGHEST = (80.0, 20.0, 11.0, 8.0, 5.0)
 """Exponents whose power fp32 holds (88), whose square it does, that fp16 holds (11), with room for a factor."""
 
@@ -62,13 +60,13 @@ def _grows(finding: Finding) -> bool:
     if finding.op.op == "pow":
         return finding.overflowed and any(tensor.name == "exponent" for tensor in finding.op.inputs)
     operands = finding.analysis.operands[:1]
-    argument = next((taken.absmax if finding.op.op in _TWO_SIDED else taken.max for taken in operands), None)
+    argument = next((taken.absmax if finding.op.op in GROWING_ON_BOTH_SIDES else taken.max for taken in operands), None)
     return finding.overflowed or (argument is not None and argument > _FLOAT64_LIMIT)
 
 
 def _explain(finding: Finding, exponential: OpCall) -> Account:
     argument = exponential.inputs[0].stats if exponential.inputs else None
-    two_sided = exponential.op in _TWO_SIDED
+    two_sided = exponential.op in GROWING_ON_BOTH_SIDES
     largest = (argument.absmax if two_sided else argument.max) if argument else None
     reach = "" if largest is None else f" of {'magnitudes' if two_sided else 'values'} up to {number(largest)}"
     made_by = " of ".join(dict.fromkeys((finding.op.op, exponential.op)))
@@ -93,6 +91,6 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
         if largest is not None and any(tensor.name == "exponent" for tensor in exponential.inputs):
             yield clamp_candidate(exponential, "exponent", [(0.0, None) if largest < 1 else (None, 0.0)])
     elif exponential is not None and exponential.inputs:
-        both = exponential.op in _TWO_SIDED
+        both = exponential.op in GROWING_ON_BOTH_SIDES
         ends = [(-high if both else None, high) for high in _HIGHEST]
         yield clamp_candidate(exponential, exponential.inputs[0].name, ends)

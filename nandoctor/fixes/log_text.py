@@ -28,9 +28,9 @@ class Log:
 
 def even_log(name: str, value: Log) -> Log:
     """The logarithm of a cosh or a Bessel function I0 of a value, which grow like its exponential on both sides."""
-    if name in ("i0", "special_i0"):
-        return Log(text=f"torch.log(torch.special.i0e({value.wide})) + {grouped(value.wide)}.abs()")
-    return Log(text=f"torch.logaddexp({value.wide}, {negated(value.wide)}) - {math.log(2):.6f}")
+    if name == "cosh":
+        return Log(text=f"torch.logaddexp({value.wide}, {negated(value.wide)}) - {math.log(2):.6f}")
+    return Log(text=f"torch.log(torch.special.i0e({value.wide})) + {grouped(value.wide)}.abs()")
 
 
 def excess_log(exponent: Log) -> Log:

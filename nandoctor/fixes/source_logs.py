@@ -29,7 +29,7 @@ from nandoctor.fixes.source_expression import (
 )
 from nandoctor.fixes.source_shares import sides_of_quotient
 from nandoctor.fixes.source_tree import Replacement, names_in, nodes_in
-from nandoctor.ops import CASTS, MOVES
+from nandoctor.ops import CASTS, GROWING_ON_BOTH_SIDES, MOVES
 
 _OPERATORS: dict[type, str] = {cst.Add: "add", cst.Subtract: "sub", cst.Multiply: "mul", cst.Divide: "div"}
 _UNTRACED_CASTS = frozenset({"float", "double", "clone", "contiguous"}) | CASTS
@@ -160,7 +160,7 @@ class LogSpace:
         if name == "sub" and isinstance(node, cst.BinaryOperation) and number_in(node.right) == 1:
             power, inner = self._named_op(self._resolved(node.left))
             return excess_log(self._leaf(inner.argument_node("self"))) if power == "exp" else None
-        if name in ("cosh", "i0", "special_i0"):
+        if name in GROWING_ON_BOTH_SIDES - {"sinh"}:
             value = self._leaf(expression.argument_node("self"))
             if not isinstance(cst.parse_expression(f"({value.text})"), (cst.Name, cst.Attribute)):
                 value = self._hoist(expression.argument_node("self"))
