@@ -254,6 +254,18 @@ def feeds_product(written: OpCall, ops: Iterable[OpCall]) -> bool:
     return False
 
 
+def turns_into_nan(made: OpCall, ops: Mapping[int, OpCall]) -> bool:
+    """Tell whether the forward pass makes NaN of the infinities of `made`."""
+    carriers = {made.order}
+    for order in sorted(order for order in ops if order > made.order):
+        op = ops[order]
+        if op.phase != "backward" and any(tensor.producer in carriers for tensor in op.nonfinite_inputs):
+            if any(tensor.counts is not None and tensor.counts.num_nan for tensor in op.outputs):
+                return True
+            carriers.add(order)
+    return False
+
+
 def ancestors(
     ops: Mapping[int, OpCall], tensor: OpTensor, steps: int, *, through: frozenset[str] | None = None
 ) -> Iterator[OpCall]:

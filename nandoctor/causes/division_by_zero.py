@@ -19,15 +19,17 @@ from collections.abc import Iterator
 from nandoctor.causes.base import (
     Candidate,
     Finding,
+    ancestors,
     divisor_candidate,
     guard_candidate,
     outside_domain,
     singular_inputs,
+    turns_into_nan,
 )
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import argument, subject
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.evidence.trace import Operand, OpTensor
+from nandoctor.evidence.trace import LOSS, Operand, OpTensor
 from nandoctor.ops import CASTS, DIVISIONS, NORMALISATIONS
 from nandoctor.text import are, number, plural
 
@@ -101,11 +103,23 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
         divisor = next(tensor for tensor in finding.op.inputs if tensor.name == denominator.name)
         counts = (1.0,) if _is_count(finding, divisor) else ()
         clamps = divisor_candidate(finding.op, divisor, finding.ops, (*counts, *_SMALL))
-        guard, num = guard_candidate(finding.op), len(counts)
+        guard = () if _is_learned_pole(finding, divisor) else guard_candidate(finding.op)
+        num = len(counts)
         if finding.op.op == "pow" or not guard:  # a power has no numerator: a clamp would make up a large number
             yield (*clamps[:num], *guard, *clamps[num:])
         else:  # more than the smallest bound would replace divisors that other batches have
             yield (*clamps[: num + 1], *guard)
+
+
+def _is_learned_pole(finding: Finding, divisor: OpTensor) -> bool:
+    """Tell whether the weights bring a divisor of the loss to 0, and it stays infinite: that is its worst value.
+
+    A 0 in its place would reward what training is to avoid. Where it comes to 0 * inf nothing is meant by the infinity.
+    """
+    if finding.op.module != LOSS or "nan" in finding.analysis.kinds or turns_into_nan(finding.op, finding.ops):
+        return False
+    behind = (op.inputs for op in ancestors(finding.ops, divisor, len(finding.ops)))
+    return any(tensor.origin == "weight" for inputs in ((divisor,), *behind) for tensor in inputs)
 
 
 def _is_count(finding: Finding, tensor: OpTensor) -> bool:

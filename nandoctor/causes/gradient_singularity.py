@@ -103,4 +103,6 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
         yield tuple(ClampArgument(site=site, argument="other", low=low, keeps_sign=True) for low in _SMALLEST)
     elif finding.forward is not None:
         edge = singular_edge(finding.forward)
-        yield (*clamp_into_domain(finding.forward), *guard_candidate(finding.forward, edge=edge))
+        # An infinite value that this batch does not select is one that the next may: no 0 is put in its place.
+        guards = guard_candidate(finding.forward, edge=edge) if finding.forward.outputs_finite else ()
+        yield (*clamp_into_domain(finding.forward), *guards)

@@ -113,7 +113,8 @@ def clamp_into_domain(op: OpCall) -> Candidate:
         site = site_of(op)
         return tuple(ClampArgument(site=site, argument="self", low=low, keeps_sign=True) for low in _MARGINS)
     is_smooth = op.op == "pow" and dict(op.scalars).get("exponent", 0.0) >= 1
-    margins = (0.0, *_MARGINS) if is_smooth else _MARGINS
+    nearest = _MARGINS if domain.low == 0 else _MARGINS[1:]  # beside another edge 1e-12 is lost in fp32
+    margins = (0.0, *nearest) if is_smooth else nearest
     ends = [(domain.low + margin, None if math.isinf(domain.high) else domain.high - margin) for margin in margins]
     taken = next((tensor.stats for tensor in op.inputs if tensor.name == domain.argument), None)
     if op.op == "xlogy" and taken is not None and taken.max == 1:  # a density may take x and 1 - x at once

@@ -11,7 +11,7 @@ from nandoctor.ops import CASTS, HAS_STABLE_LOGARITHM, MOVES, SUBTRACTIONS
 
 _STEPS = 8
 _KEEPS_SIGN = frozenset({"mul", "div", "reciprocal", "add", "sum", "mean", "cumsum", "prod", "sqrt"})
-_SEEN_THROUGH = MOVES | CASTS | SUBTRACTIONS | _KEEPS_SIGN | {"neg", "masked_fill", "where"}
+_SEEN_THROUGH = MOVES | CASTS | SUBTRACTIONS | _KEEPS_SIGN | {"neg", "masked_fill", "where", "pow"}
 _LOGARITHMS = frozenset({"log", "log1p"})
 _QUOTIENTS = frozenset({"div", "reciprocal"})
 

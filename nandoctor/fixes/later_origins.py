@@ -46,7 +46,8 @@ class LaterOrigins:
     @property
     def notes(self) -> tuple[str, ...]:
         """A sentence for each: what the step fails of once the origins before it are changed."""
-        return tuple(f"With that changed, the step fails again: {_describe(found)}." for found in self.diagnoses)
+        told = (f"With that changed, the step fails again: {_describe(found)}." for found in self.diagnoses)
+        return tuple(dict.fromkeys(told))
 
 
 def find_later_origins(findings: Findings, trials: Trials, writer: ChangeWriter) -> LaterOrigins:

@@ -41,3 +41,8 @@ def excess_log(exponent: Log) -> Log:
 def softplus_of(exponent: Log, functional: str) -> Log:
     """The logarithm of 1 and an exponential, of the exponent."""
     return Log(text=f"{functional}.softplus({exponent.wide})", terms=exponent.text)
+
+
+def slope_log(value: Log, functional: str) -> Log:
+    """The logarithm of 1 - tanh(value) ** 2, by which a squashed action's density is corrected."""
+    return Log(text=f"2 * ({math.log(2):.6f} - {value.wide} - {functional}.softplus(-2 * {value.wide}))")

@@ -44,7 +44,7 @@ from nandoctor.fixes.source_expression import (
     text_with,
 )
 from nandoctor.fixes.source_logs import LogSpace
-from nandoctor.fixes.source_shares import check_shares
+from nandoctor.fixes.source_shares import subtract_largest
 from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, nodes_in, parse_source, with_import
 from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, LOGARITHMS, MAXIMA, MOVES, PRODUCTS
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
@@ -313,8 +313,7 @@ class SourceWriter:
     def _stable_log(self, edit: StableLog) -> None:
         change, expression = self._open(edit.site)
         if edit.site.op == "exp":
-            check_shares(change.tree, expression.node, change.file)
-            self._subtract_largest(change, expression)
+            subtract_largest(change, expression, self._ops)
             return
         space = LogSpace(change, expression.node, self._ops)
         if edit.site.op in DIVISIONS:
@@ -324,30 +323,6 @@ class SourceWriter:
         known = {item.node for item in change.replacements}
         change.replacements.extend(item for item in replacements if item.node not in known)
         change.unread.extend(unread)
-
-    def _subtract_largest(self, change: FileChange, expression: Expression) -> None:
-        """Subtract the largest exponent along the dimensions that the powers are summed over: their shares stay."""
-        summed = next(self._sums_of(expression.op), None) if expression.op is not None else None
-        if summed is None:
-            raise CannotWriteError
-        dims = [f"{value:g}" for name, value in summed.scalars if name.partition("[")[0] == "dim"]
-        over = dims[0] if len(dims) == 1 else f"({', '.join(dims)})"
-        exponent = expression.argument_node("self")
-        first, again, before = change.named(exponent, change.tree.code(exponent), "logits")
-        text = f"{first} - {again}.amax({over}, keepdim=True).detach()"
-        change.replacements.extend(expression.with_texts({exponent: text}, before))
-
-    def _sums_of(self, power: OpCall) -> Iterator[OpCall]:
-        """The sums along some dimensions of what an op makes, or of the same with factors, in the same shape."""
-        shape, made = power.outputs[0].shape, {power.order}
-        for op in self._ops:
-            if op.order > power.order and any(taken.producer in made for taken in op.inputs):
-                taken = next(taken for taken in op.inputs if taken.producer in made)
-                is_along = any(name.partition("[")[0] == "dim" for name, _ in op.scalars)
-                if op.op == "sum" and is_along and taken.stats is not None and taken.stats.shape == shape:
-                    yield op
-                if op.op in CASTS | {"mul", "clone"}:
-                    made.add(op.order)
 
     def _unmask(self, edit: UnmaskRows) -> None:
         change, expression = self._open(edit.site)

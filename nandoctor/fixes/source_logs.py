@@ -14,7 +14,7 @@ import libcst as cst
 
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.trace import OpCall
-from nandoctor.fixes.log_text import Log, even_log, excess_log, softplus_of
+from nandoctor.fixes.log_text import Log, even_log, excess_log, slope_log, softplus_of
 from nandoctor.fixes.source_definitions import Definitions, GivenProbabilities
 from nandoctor.fixes.source_expression import (
     HAS_EFFECTS,
@@ -27,7 +27,7 @@ from nandoctor.fixes.source_expression import (
     number_in,
     text_with,
 )
-from nandoctor.fixes.source_shares import sides_of_quotient
+from nandoctor.fixes.source_shares import is_zero, sides_of_quotient
 from nandoctor.fixes.source_tree import Replacement, names_in, nodes_in
 from nandoctor.ops import CASTS, GROWING_ON_BOTH_SIDES, MOVES
 
@@ -135,7 +135,7 @@ class LogSpace:
         is_given = isinstance(cst.parse_expression(f"({made.text})"), (cst.Name, cst.Attribute, cst.Subscript))
         return f"{made.text}.clone()" if is_given and not made.is_low else made.wide
 
-    def _log_of(self, node: cst.BaseExpression) -> Log | None:  # noqa: PLR0911, PLR0912 - a table
+    def _log_of(self, node: cst.BaseExpression) -> Log | None:  # noqa: PLR0911 - a table
         """The logarithm of an expression, None where nothing is gained by another form of it."""
         node = self._given_or(self._resolved(node))
         name, expression = self._named_op(node)
@@ -161,10 +161,7 @@ class LogSpace:
             power, inner = self._named_op(self._resolved(node.left))
             return excess_log(self._leaf(inner.argument_node("self"))) if power == "exp" else None
         if name in GROWING_ON_BOTH_SIDES - {"sinh"}:
-            value = self._leaf(expression.argument_node("self"))
-            if not isinstance(cst.parse_expression(f"({value.text})"), (cst.Name, cst.Attribute)):
-                value = self._hoist(expression.argument_node("self"))
-            return even_log(name, value)
+            return even_log(name, self._name(expression.argument_node("self")))
         if name == "sqrt":
             half = self._log_of(expression.argument_node("self"))
             return None if half is None else Log(text=f"0.5 * {grouped(half.text)}", is_low=half.is_low)
@@ -173,16 +170,12 @@ class LogSpace:
     def _masked(self, node: cst.BaseExpression, expression: Expression, argument: str) -> Log | None:
         """The logarithm of what a mask makes 0."""
         kept, put = expression.argument_node(argument), expression.argument_node("value")
-        if argument == "other" and self._is_zero(kept):
+        if argument == "other" and is_zero(self._tree, kept):
             kept, put = put, kept
-        log = self._log_of(kept) if self._is_zero(put) else None
+        log = self._log_of(kept) if is_zero(self._tree, put) else None
         if log is None or not self._is_known_here(node, without=kept):
             return None
         return Log(text=text_with(self._tree, node, {kept: grouped(log.text), put: "-torch.inf"}), is_low=log.is_low)
-
-    def _is_zero(self, node: cst.BaseExpression) -> bool:
-        makes = self._tree.code(node.func).rpartition(".")[2] if isinstance(node, cst.Call) else ""
-        return number_in(node) == 0 or makes in ("zeros", "zeros_like", "new_zeros")
 
     def _of_probability(self, expression: Expression, name: str) -> Log:
         logit = self._leaf(expression.argument_node("self"))
@@ -203,6 +196,9 @@ class LogSpace:
         if name == "sigmoid":
             logit = self._leaf(expression.argument_node("self"))
             return Log(text=f"{self._functional}.logsigmoid({negated(logit.wide)})")
+        if name == "pow" and expression.op is not None and ("exponent", 2.0) in expression.op.scalars:
+            name, squared = self._named_op(self._resolved(expression.argument_node("self")))
+            return slope_log(self._name(squared.argument_node("self")), self._functional) if name == "tanh" else None
         if name == "exp":
             return Log(text=f"torch.log(-torch.expm1({self._leaf(expression.argument_node('self')).wide}))")
         if name in ("sub", "rsub") and isinstance(node, cst.BinaryOperation) and number_in(node.left) == 1:
@@ -332,6 +328,11 @@ class LogSpace:
         code = self._tree.code(node)
         is_loose = not node.lpar and isinstance(node, _BINDS_LOOSELY)
         return Log(text=f"({code})" if is_loose else code, is_low=is_low)
+
+    def _name(self, node: cst.BaseExpression) -> Log:
+        """The text of an expression that is read twice: a name for it, where it is none."""
+        is_name = isinstance(cst.parse_expression(f"({self._leaf(node).text})"), (cst.Name, cst.Attribute))
+        return self._leaf(node) if is_name else self._hoist(node)
 
     def _hoist(self, node: cst.BaseExpression) -> Log:
         """A name for an expression, given before the statement that it is in."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -11,21 +11,70 @@ import libcst as cst
 
 from nandoctor.evidence.trace import OpCall
 from nandoctor.fixes.source_definitions import Definitions, in_loop, only_call
-from nandoctor.fixes.source_expression import CannotWriteError, Expression, number_in
+from nandoctor.fixes.source_expression import CannotWriteError, Expression, FileChange, number_in, operand_text
 from nandoctor.fixes.source_tree import SourceTree, nodes_in
 from nandoctor.ops import CASTS
 
-_Kind = Literal["powers", "sum", "linear"]
-"""The powers times numbers; a sum of just these; anything else that doubles where the powers do."""
+_Kind = Literal["powers", "masked", "sum", "masked sum", "linear"]
+"""The powers times numbers, or times a mask; the sum of just these; anything else that doubles where the powers do.
+
+Of what a mask leaves the largest may be so much smaller that its powers round to 0: an eps has to keep that sum off 0.
+"""
+_SUM_OF: Mapping[_Kind, _Kind] = {"powers": "sum", "masked": "masked sum"}
 _Flow = tuple[cst.CSTNode, _Kind]
 _DIVIDES = frozenset({"div", "divide", "true_divide"})
 _KEEP = CASTS | {"float", "double", "half", "bfloat16", "contiguous", "clone", "unsqueeze", "squeeze", "transpose"}
 _LINEAR = frozenset({"matmul", "bmm", "mm", "mul"})
+_CLAMPS = frozenset({"clamp", "clamp_min"})
 _NO_VALUES = frozenset({"shape", "dtype", "device", "ndim"})
 
 
-def check_shares(tree: SourceTree, powers: cst.CSTNode, file: Path) -> None:
+def subtract_largest(change: FileChange, expression: Expression, ops: Sequence[OpCall]) -> None:
+    """Subtract the largest exponent along the dimensions that the powers are summed over: their shares stay.
+
+    What keeps their sum off 0 gets the same factor.
+
+    Raises:
+        CannotWriteError: there is more than shares of the powers, or no such sum among the `ops`.
+    """
+    tree, bounds = change.tree, check_shares(change.tree, expression.node, change.file)
+    summed = next(_sums_of(expression.op, ops), None) if expression.op is not None else None
+    if summed is None:
+        raise CannotWriteError
+    dims = [f"{value:g}" for name, value in summed.scalars if name.partition("[")[0] == "dim"]
+    over = dims[0] if len(dims) == 1 else f"({', '.join(dims)})"
+    exponent = expression.argument_node("self")
+    first, again, before = change.named(exponent, tree.code(exponent), "logits")
+    largest = f"{again}.amax({over}, keepdim=True).detach()"
+    if bounds:
+        is_smaller = len(summed.outputs[0].shape) < len(summed.inputs[0].stats.shape)  # type: ignore[union-attr]
+        is_elsewhere = any(tree.scope_of(bound) is not tree.scope_of(exponent) for bound in bounds)
+        if is_smaller or is_elsewhere or tree.statement_of(exponent) is None:
+            raise CannotWriteError
+        name = change.new_name("largest", exponent)
+        largest, before = name, (*before, f"{name} = {largest}")
+        for bound in bounds:
+            change.replace(bound, f"{operand_text(tree, bound)} * torch.exp(-{name})")
+    change.replacements.extend(expression.with_texts({exponent: f"{first} - {largest}"}, before))
+
+
+def _sums_of(power: OpCall, ops: Sequence[OpCall]) -> Iterator[OpCall]:
+    """The sums along some dimensions of what an op makes, or of the same with factors, in the same shape."""
+    shape, made = power.outputs[0].shape, {power.order}
+    for op in ops:
+        if op.order > power.order and any(taken.producer in made for taken in op.inputs):
+            taken = next(taken for taken in op.inputs if taken.producer in made)
+            is_along = any(name.partition("[")[0] == "dim" for name, _ in op.scalars)
+            if op.op == "sum" and is_along and taken.stats is not None and taken.stats.shape == shape:
+                yield op
+            if op.op in CASTS | {"mul", "clone"}:
+                made.add(op.order)
+
+
+def check_shares(tree: SourceTree, powers: cst.CSTNode, file: Path) -> tuple[cst.BaseExpression, ...]:
     """Follow the powers to all that reads them: it has to be divided by a sum of just them, on ways not run as well.
+
+    Returns what keeps such a sum off 0, to which the factor of the powers has to be given as well.
 
     Raises:
         CannotWriteError: something else is made of them, as far as the code tells, or may be.
@@ -52,6 +101,21 @@ def check_shares(tree: SourceTree, powers: cst.CSTNode, file: Path) -> None:
             waiting.extend((item, "linear") for item in left)
     if any(numerator not in kinds for numerator, _ in quotients.values()):
         raise CannotWriteError
+    return tuple(_kept_off_zero_by(node, kinds) for node in kinds if kinds[node] == "sum" and _is_bounded(node))
+
+
+def _is_bounded(node: cst.CSTNode) -> bool:
+    if isinstance(node, cst.BinaryOperation):
+        return isinstance(node.operator, cst.Add)
+    return isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value in _CLAMPS
+
+
+def _kept_off_zero_by(node: cst.CSTNode, kinds: Mapping[cst.CSTNode, _Kind]) -> cst.BaseExpression:
+    """The other term, or the bound."""
+    if isinstance(node, cst.BinaryOperation):
+        return node.right if node.left in kinds else node.left
+    assert isinstance(node, cst.Call)
+    return node.args[-1].value
 
 
 def sides_of_quotient(tree: SourceTree, node: cst.CSTNode, op: OpCall | None) -> tuple[cst.BaseExpression, ...]:
@@ -65,6 +129,12 @@ def sides_of_quotient(tree: SourceTree, node: cst.CSTNode, op: OpCall | None) ->
     raise CannotWriteError
 
 
+def is_zero(tree: SourceTree, node: cst.BaseExpression) -> bool:
+    """Tell whether an expression is a 0 or a tensor of zeros."""
+    makes = tree.code(node.func).rpartition(".")[2] if isinstance(node, cst.Call) else ""
+    return number_in(node) == 0 or makes in ("zeros", "zeros_like", "new_zeros")
+
+
 def _sides(tree: SourceTree, node: cst.CSTNode) -> tuple[cst.CSTNode, cst.CSTNode] | None:
     with suppress(CannotWriteError):
         numerator, divisor = sides_of_quotient(tree, node, None)
@@ -76,14 +146,19 @@ def _flows(tree: SourceTree, node: cst.CSTNode, parent: cst.CSTNode, kind: _Kind
     """What is made of a value in the expression or the statement that it stands in."""
     if isinstance(parent, cst.BinaryOperation):
         other = parent.right if node is parent.left else parent.left
-        is_number = isinstance(parent.operator, cst.Multiply) and number_in(other) is not None
-        if not isinstance(parent.operator, cst.Multiply | cst.MatrixMultiply):
+        is_number, operator = number_in(other) is not None, parent.operator
+        if isinstance(operator, cst.Add) and kind.endswith("sum"):
+            yield parent, "sum"
+        elif isinstance(operator, cst.Multiply) and (is_number or kind in _SUM_OF):
+            yield parent, kind if is_number else "masked"
+        elif isinstance(operator, cst.Multiply | cst.MatrixMultiply):
+            yield parent, "linear"
+        else:
             raise CannotWriteError
-        yield parent, kind if is_number else "linear"
     elif isinstance(parent, cst.Attribute | cst.Arg):
         yield from _called_with(tree, node, parent, kind)
     elif isinstance(parent, cst.Subscript) and node is parent.value:
-        yield parent, kind if kind == "sum" else "linear"
+        yield parent, kind if kind.endswith("sum") else "linear"
     elif isinstance(parent, cst.Assign) and node is parent.value:
         yield from ((read, kind) for read in _reads_of(tree, parent))
     elif isinstance(parent, cst.Return) and (function := tree.function_of(node)) is not None:
@@ -104,7 +179,9 @@ def _called_with(tree: SourceTree, node: cst.CSTNode, parent: cst.Attribute | cs
         raise CannotWriteError
     name, is_first = function.attr.value, is_method or parent is call.args[0]
     if name == "sum" and is_first:
-        yield call, "sum" if kind == "powers" and len(call.args) > is_function else "linear"
+        yield call, _SUM_OF.get(kind, "linear") if len(call.args) > is_function else "linear"
+    elif name in _CLAMPS and is_first and kind.endswith("sum") and len(call.args) == 1 + is_function:
+        yield call, "sum"
     elif name in _KEEP and is_first:
         yield call, kind
     elif name in _LINEAR:

@@ -106,8 +106,9 @@ def describe_reproduction(reproduction: Reproduction) -> str:
     """The replay's grade against the saved output: may the rest be believed."""
     output = short_name(reproduction.output or "the output")
     if reproduction.grade == "no-reference":
-        what = f"nothing like the saved {output}" if reproduction.output else "no saved output"
-        return f"unchecked: there is {what} to compare with"
+        if reproduction.output:
+            return f"unchecked: none of the outputs is known to be the saved {output}"
+        return "unchecked: there is no saved output to compare with"
     saved = f"{_count(reproduction.num_bad_saved)} of {_values(reproduction.numel)} of {output}"
     saved_are = f"{saved} {are(reproduction.num_bad_saved or 0)}"
     if reproduction.grade in ("exact", "same-mask"):

@@ -112,6 +112,10 @@ SOFTMAXES = {
         "    return e / e.sum(-1, keepdim=True)",
         "return torch.softmax(torch.where(mask == 0, -torch.inf, s), -1)",
     ),
+    "with an eps": (
+        "s = self.fc(x)\n    e = torch.exp(s) * mask\n    return e / (e.sum(-1, keepdim=True) + 1e-8)",
+        "return e / (e.sum(-1, keepdim=True) + (1e-8 * torch.exp(-largest)))",
+    ),
     "in a lambda": (
         "share = lambda s: s.exp() / s.exp().sum(-1, keepdim=True)\n    return share(self.fc(x))",
         "share = lambda s: torch.softmax(s, -1)",
@@ -126,6 +130,17 @@ def test_forms_of_a_softmax_by_hand(name, tmp_path, x):
     body, line = SOFTMAXES[name]
     mask = torch.tensor([1.0, 0.0, 1.0]).repeat(4, 1)
     assert added(replay(tmp_path, f"def forward(self, x, mask):\n    {body}\n", x=x, mask=mask))[-1] == line
+
+
+def test_the_density_of_a_squashed_action(tmp_path, x):
+    code = """
+    def forward(self, x):
+        u = self.fc(x / 40)
+        a = torch.tanh(u)
+        return torch.log(1 - a.pow(2))
+    """
+    lines = ["return 2 * (0.693147 - u.float() - F.softplus(-2 * u.float()))"]
+    assert added(replay(tmp_path, code, x=x)) == lines
 
 
 @pytest.mark.slow
@@ -395,7 +410,8 @@ def test_the_largest_exponent_is_subtracted_in_another_function(tmp_path, x):
     "end",
     [
         "w / (1 + w.sum(dim=-1, keepdim=True))",  # the 1 would have to be scaled as well
-        "w / (w.sum(dim=-1, keepdim=True) + 1e-8)",  # so would an eps, which shows where all powers are small
+        # So would an eps, which shows where all powers are small; the largest is known in the other function alone.
+        "w / (w.sum(dim=-1, keepdim=True) + 1e-8)",
         "w / w.sum(dim=-1, keepdim=True) if len(x) else w",  # of an empty batch, or another, the powers themselves
         pytest.param("w / w.sum(dim=-1, keepdim=True) + self.powers(x * 0).sum() * 0", marks=pytest.mark.slow),
         pytest.param("(w * x[:, :3].abs()) / w.sum(dim=-1, keepdim=True).clamp(min=1)", marks=pytest.mark.slow),
