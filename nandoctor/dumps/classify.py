@@ -220,7 +220,10 @@ def _sort_mapping(contents: Contents, name: str, mapping: dict[object, object], 
             if key == KIND and isinstance(item, str):  # what the mapping stands for, and no value of its own
                 tree[key] = item
                 continue
-            part = _check_name(str(key) if isinstance(key, int) else key)
+            if not isinstance(key, (str, *PLAIN)):
+                contents.left_out.append(f"{name or 'the dump'} (what it has under {_describe(key)})")
+                continue
+            part = _check_name(key if isinstance(key, str) else str(key))
             tree[key] = _sort(contents, _join(name, part), item, depth + 1)
         return {key: item for key, item in tree.items() if item is not _NOTHING}
     return _NOTHING
@@ -338,5 +341,5 @@ def _describe(value: object) -> str:
         return f"an array of {value.dtype}"
     if is_tensor(value):
         return "one tensor"
-    kind = brief(type(value).__name__)
+    kind = brief(getattr(value, "kind", "") or type(value).__name__)
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"

@@ -35,7 +35,7 @@ _OPCODES = (
     *(pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET),
 )
 _MAPPINGS = (dict, OrderedDict, Counter)
-_MADE_OF_ITEMS = (set, Counter, tuple)
+_MADE_OF_ITEMS = (set, frozenset, Counter, tuple)
 _ITEMS = (list, tuple, dict)
 _COUNT_NBYTES = 8
 
@@ -60,8 +60,9 @@ STORAGE_DTYPES = {
 _TORCH_VALUE = re.compile(r"torch\.(bool|(b?float|complex|u?int|qu?int|bits)\d\w*|per_(tensor|channel)_\w+)")
 # Types that are named and not called, as a setting may be; "long" and "unicode" are what protocol 2 calls int and str.
 _PLAIN_TYPE = re.compile(
-    r"builtins\.(bool|int|long|float|str|unicode|list|dict|tuple)|numpy\.(bool_?|(float|complex|u?int)\d+)"
-    r"|torch\.(Tensor|nn\.parameter\.Parameter)"
+    r"builtins\.(bool|int|long|float|str|unicode|list|dict|tuple|Ellipsis)|numpy\.(bool_?|(float|complex|u?int)\d+)"
+    r"|numpy\.random\.(_\w+|bit_generator)\.[A-Z]\w+"
+    r"|torch\.(Tensor|nn\.parameter\.Parameter|amp\.grad_scaler\._refresh_per_optimizer_state)"
 )
 # Protocol 2 writes the names that Python 2 knew.
 _PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -75,6 +76,7 @@ class _Fields(dict[str, Any]):
     """Stands for an object whose state is the mapping of its attributes."""
 
     kind = ""
+    __hash__ = object.__hash__  # type: ignore[assignment] # a member of an Enum may be a key
 
     def __new__(cls, *_: object) -> Self:
         made = super().__new__(cls)
@@ -96,8 +98,23 @@ class _UserDict(_Fields):
     """Stands for `collections.UserDict` and what derives from it, which keep their items under "data"."""
 
     def take(self, state: object) -> int:
-        """Keep the items."""
         return super().take(state.get("data") if isinstance(state, Mapping) else None)
+
+
+class _Opaque(_Fields):
+    """Stands for a generator of random numbers and the like, whose state is of no use to a replay."""
+
+    def take(self, _: object) -> int:
+        """Keep nothing."""
+        return 0
+
+
+class _Scaler(_Fields):
+    """Stands for a GradScaler, whose scale is kept under the name that it has in a state dict."""
+
+    def take(self, state: object) -> int:
+        """Keep the scale."""
+        return super().take({"scale": state.get("_init_scale")} if isinstance(state, Mapping) else None)
 
 
 class _PackedSequence(_Fields):
@@ -181,7 +198,8 @@ def _rebuild_by(rebuild: Callable[..., object], _: object, arguments: tuple[obje
 
 ENCODE, REBUILD_ANY = "_codecs.encode", "torch._tensor._rebuild_from_type_v2"
 _STAND_INS: Mapping[str, Callable[..., object]] = {
-    **dict.fromkeys(("builtins.set", "builtins.frozenset"), set),
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
     "builtins.complex": complex,
     # Called for the content of an empty array; with a number it would fill memory.
     "builtins.bytes": lambda: b"",
@@ -200,13 +218,16 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "datetime.datetime": _read_time,
     **{f"datetime.{name}": _drop for name in ("date", "time", "timedelta", "timezone")},
     "decimal.Decimal": _drop,
+    "random.Random": _Opaque,
+    **{f"numpy.random._pickle.__{kind}_ctor": _Opaque for kind in ("generator", "bit_generator", "randomstate")},
+    "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": _Opaque,
     "uuid.UUID": _of_kind(_Fields, "uuid.UUID"),
     # numpy 2 renamed `numpy.core` to `numpy._core`; each writes its own name into pickles.
     # `_reconstruct` is called with (ndarray, (0,), b"b") before the state comes.
     **{f"numpy.{core}.multiarray._reconstruct": lambda *_: PickledArray() for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": PickledArray for core in ("core", "_core")},
     "numpy.dtype": PickledDtype,
-    "numpy.ndarray": PickledArray,
+    **dict.fromkeys(("numpy.ndarray", "numpy.memmap", "numpy.matrix"), PickledArray),
     "torch._utils._rebuild_parameter": _make_plain,
     "torch._utils._rebuild_parameter_with_state": _make_plain,
     REBUILD_ANY: _rebuild_by,
@@ -216,6 +237,7 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "transformers.feature_extraction_utils.BatchFeature": _of_kind(_UserDict, "transformers.BatchFeature"),
     "transformers.image_processing_base.BatchFeature": _of_kind(_UserDict, "transformers.BatchFeature"),
     "tokenizers.Encoding": _Fields,
+    **{f"torch.{module}.grad_scaler.GradScaler": _Scaler for module in ("amp", "cuda.amp")},
     "types.SimpleNamespace": _of_kind(_Fields, "types.SimpleNamespace"),
     "argparse.Namespace": _of_kind(_Fields, "argparse.Namespace"),
     "torch.nn.utils.rnn.PackedSequence": _PackedSequence,

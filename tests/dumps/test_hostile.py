@@ -305,7 +305,6 @@ FILES = {
         "is an int, not a text",
         "strings",
     ),
-    "names that are tuples": (lambda: saved_state(**{"batch": {(1, 2): 3}}), "is a tuple, not a text", "strings"),
     "terminal escapes": (
         lambda: saved_state(**{"\x1b[2Jimage": 1}),
         r"control characters: '\\x1b\[2Jimage'",

@@ -10,6 +10,7 @@ import decimal
 import enum
 import fractions
 import pathlib
+import random
 import sys
 import uuid
 import zipfile
@@ -426,6 +427,9 @@ def test_what_scripts_save_beside_the_batch_is_read(read):
         "counts": collections.defaultdict(int, seen=3),
         "formats": [int, str, np.float16, bool],
         "frozen": frozenset({"encoder"}),
+        "generators": [np.random.default_rng(0), np.random.RandomState(0), random.Random(0)],
+        "amp": torch.amp.GradScaler("cpu", init_scale=128.0),
+        "keys": {0.5: 1, None: 2, (0, 1): 3, frozenset({"a"}): 4, Mode.TRAIN: 5},
     }
     dump = read(saved)
     assert list(dump.arrays) == ["image", "mask", "logit", "cfg.weights"]
@@ -434,8 +438,11 @@ def test_what_scripts_save_beside_the_batch_is_read(read):
         "args.lr": 0.1, "args.out": "/runs/a", "args.layers": [1, 2], "args.at": [1, 2, None], "cfg.lr": 0.2,
         "node.width": 4, "node.deep.depth": 2, "history.loss": [0.5], "last": [1.0, 2.0],
         "when": "2026-01-02 03:04:00", "id.int": 7, "slots.lr": 0.5, "counts.seen": 3,
-        "frozen": ["encoder"],
+        "frozen": ["encoder"], "amp.scale": 128.0, "keys.0.5": 1, "keys.None": 2,
     }  # fmt: skip
+    assert [text for text in dump.left_out if text.startswith("keys")] == [
+        f"keys (what it has under {kind})" for kind in ("a tuple", "a frozenset", f"a {Mode.__module__}.Mode")
+    ]
 
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
