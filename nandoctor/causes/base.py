@@ -10,7 +10,7 @@ from typing import Literal
 from nandoctor.evidence.edits import ClampArgument, Edit, GuardArgument, OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Evidence
-from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, TensorStats
+from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, Operand, OpTensor, TensorStats
 from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, DOMAINS, FILLS, MAXIMA, MOVES, PRODUCTS, SINGULAR_INPUTS, UNFILLED
 from nandoctor.text import nonfinite_part, number
 
@@ -254,16 +254,17 @@ def feeds_product(written: OpCall, ops: Iterable[OpCall]) -> bool:
     return False
 
 
-def turns_into_nan(made: OpCall, ops: Mapping[int, OpCall]) -> bool:
-    """Tell whether the forward pass makes NaN of the infinities of `made`."""
-    carriers = {made.order}
+def is_infinite_loss(made: OpCall, ops: Mapping[int, OpCall]) -> bool:
+    """Tell whether the infinities of `made` stay infinite, and come into a loss, or a number of the model."""
+    carriers, is_loss = {made.order}, made.module == LOSS
     for order in sorted(order for order in ops if order > made.order):
         op = ops[order]
         if op.phase != "backward" and any(tensor.producer in carriers for tensor in op.nonfinite_inputs):
             if any(tensor.counts is not None and tensor.counts.num_nan for tensor in op.outputs):
-                return True
+                return False
             carriers.add(order)
-    return False
+            is_loss = is_loss or (op.module != LOSS and op.outputs[0].shape == ())
+    return is_loss
 
 
 def ancestors(

@@ -22,14 +22,14 @@ from nandoctor.causes.base import (
     ancestors,
     divisor_candidate,
     guard_candidate,
+    is_infinite_loss,
     outside_domain,
     singular_inputs,
-    turns_into_nan,
 )
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import argument, subject
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.evidence.trace import LOSS, Operand, OpTensor
+from nandoctor.evidence.trace import Operand, OpTensor
 from nandoctor.ops import CASTS, DIVISIONS, NORMALISATIONS
 from nandoctor.text import are, number, plural
 
@@ -112,14 +112,14 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
 
 
 def _is_learned_pole(finding: Finding, divisor: OpTensor) -> bool:
-    """Tell whether the weights bring a divisor of the loss to 0, and it stays infinite: that is its worst value.
+    """Tell whether what is computed with the weights comes to 0 here, and the loss is infinite by that: at its worst.
 
     A 0 in its place would reward what training is to avoid. Where it comes to 0 * inf nothing is meant by the infinity.
     """
-    if finding.op.module != LOSS or "nan" in finding.analysis.kinds or turns_into_nan(finding.op, finding.ops):
+    if "nan" in finding.analysis.kinds or not is_infinite_loss(finding.op, finding.ops):
         return False
-    behind = (op.inputs for op in ancestors(finding.ops, divisor, len(finding.ops)))
-    return any(tensor.origin == "weight" for inputs in ((divisor,), *behind) for tensor in inputs)
+    behind = ancestors(finding.ops, divisor, len(finding.ops))
+    return any(tensor.origin == "weight" for op in behind for tensor in op.inputs)
 
 
 def _is_count(finding: Finding, tensor: OpTensor) -> bool:

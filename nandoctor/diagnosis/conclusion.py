@@ -57,6 +57,11 @@ class Conclusion:
     first_nonfinite: NonfinitePlace | None = None
     complete: bool = True
 
+    @property
+    def largest(self) -> float:
+        """The largest value that an origin was to hold, 0 where none is known."""
+        return max((abs(diagnosis.origin.would_be or 0.0) for diagnosis in self.diagnoses), default=0.0)
+
 
 def finding_at(source: NonfiniteSource, trace: Trace, reference: Trace, low: FloatFormat) -> Finding:
     """Put together what the causes are shown of an op that made non-finite values."""

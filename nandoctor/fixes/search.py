@@ -54,6 +54,7 @@ from nandoctor.text import join_first, percent, plural
 _CHANGES, _FP32_SETS, _SETTINGS = "changes of the operation", "sets of modules in fp32", "other settings"
 _FOR_THE_REST = 0.2
 """The share of the budget that the search for sets leaves, among thousands of modules."""
+_LARGEST_NEAR = 2.0**20  # fp32 rounds it by 1/16 at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +213,8 @@ class _Search:
         # Beside the constant of a mask fp32 loses the scores, which is meant: of a row of masks float64 has them.
         found = self._findings.conclusion
         is_mask = any(diagnosis.cause and diagnosis.cause.code == MASK for diagnosis in found.diagnoses)
-        trusts_fp32 = is_mask or all(suspect.site.op in {*PRODUCTS, *CASTS} for suspect in found.suspects)
+        takes_sums = all(suspect.site.op in {*PRODUCTS, *CASTS} for suspect in found.suspects)
+        trusts_fp32 = is_mask or (takes_sums and found.largest < _LARGEST_NEAR)
         return Verifier(self._trials, guilty=self._guilty, random=self._findings.random, trusts_fp32=trusts_fp32)
 
     def _try_later_origins(self) -> None:
@@ -383,9 +385,7 @@ def _size(edit: Edit, findings: Findings) -> int:
 
 _WHOLE = 1000
 _SIZES: dict[str, int] = {
-    "clamp": 2,
-    "guard": 2,
-    "scale-first": 2,
+    **dict.fromkeys(("clamp", "guard", "scale-first"), 2),
     "keep-op": 4,
     "loss-scale": 5,
     "use-format": _WHOLE,

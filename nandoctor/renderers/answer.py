@@ -85,6 +85,8 @@ def describe_verdict(report: Report) -> str:
     run = report.runs.autocast if report.runs is not None else None
     under = "in the replay" if run is None or run.dtype == FP32 else describe_run(run.policy, run.dtype)
     kinds = kinds_text(report.origin.elements.kinds) if report.origin is not None else ""
+    if report.verdict == "numerics" and report.cause is not None and report.cause.code == "gradient-overflow":
+        return f"{kinds} here {under} only; fp32 is non-finite as well, at another place"
     meaning = VERDICTS[report.verdict].meaning.format(under=under, kinds=kinds or "non-finite")
     return f"{meaning}; {describe_fp32_error(report.fp32_error)}" if report.fp32_error is not None else meaning
 
