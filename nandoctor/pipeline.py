@@ -179,6 +179,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
     shown = Conclusion() if verdict in NOTHING_FOUND else findings.conclusion
     first, *others = shown.diagnoses or (None,)
     runs = summarize_runs(trace, reference, step.low)
+    known, same = step.loss is not None, replayed.reproduction.grade == "exact"
     # The headline is about the cause's own expression, else the origin's.
     source = None if first is None else (first.cause and first.cause.source) or first.origin.source
     return Report(
@@ -204,7 +205,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
             *describe_narrow_reference(reference, step.low),
             *(() if findings.random else describe_error_source(runs.autocast.modules)),  # formats draw unlike numbers
         ),
-        next_steps=advise(verdict, summary, findings.gaps, has_loss=step.loss is not None, built=trace.built),
+        next_steps=advise(verdict, summary, findings.gaps, has_loss=known, same_output=same, built=trace.built),
         excerpt=None if source is None else read_excerpt(source),
     )
 

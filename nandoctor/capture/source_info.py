@@ -321,6 +321,11 @@ def advise_loss(loss: Callable[..., Any] | str | None, source: Mapping[str, str]
         )
     if isinstance(loss, str):
         return
+    if isinstance(loss, nn.Module) and any(loss.parameters()):
+        yield (
+            f"the loss ({name}) has weights of its own, which are not in the files: a replay takes those that its code "
+            "builds. Record a module that holds the model and the loss, and returns the loss."
+        )
     try:
         inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None, None)
     except TypeError as error:

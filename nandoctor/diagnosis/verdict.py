@@ -286,22 +286,29 @@ def advise(
     gaps: tuple[Gap, ...] = (),
     *,
     has_loss: bool = False,
+    same_output: bool = False,
     built: Collection[str] = (),
 ) -> tuple[str, ...]:
     """What to do next besides applying a fix, most useful first; `has_loss`: the loss was replayed.
 
-    `built` names the state that the model's own code makes non-finite.
+    `same_output`: the model gave what was saved. `built` names the state that the model's own code makes non-finite.
     """
     if verdict == "state" and built and not _damaged(dump, built):
         return ("Look at the code that builds the model: this is non-finite before any weights are loaded.",)
     if verdict == "cannot-tell":
         return tuple(dict.fromkeys([*(gap.remedy for gap in gaps), *dump.missing]))
     advice = _HEALTHY_WITH_LOSS if verdict == "healthy" and has_loss else _ADVICE.get(verdict)
+    advice = _FAILED_AFTER if verdict == "not-reproduced" and has_loss and same_output else advice
     return (*([advice] if advice else []), *(dump.missing if verdict == "not-reproduced" else ()))
 
 
 _HEALTHY_WITH_LOSS = (
     "If training did fail at this step, try another --mode, --seed, --inputs or --amp-dtype, whichever it used."
+)
+_FAILED_AFTER = (
+    "The output is that of your run, so the step failed after the model. If you changed the loss, that is your fix "
+    "working. If not, the loss has weights of its own, which are not in the file, or the loop changed the gradients "
+    "before its update, as clipping by hand does."
 )
 _ADVICE: dict[Verdict, str] = {
     "not-reproduced": "If you changed the code, that is your fix working. If not, something is missing from the file: "

@@ -311,6 +311,26 @@ def test_a_loss_that_no_replay_has_is_told(tmp_path, caplog, loss, expected):
     assert ("--loss FILE.py:NAME" in caplog.text) == (loss is None)
 
 
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, batch):
+        return (output * self.weight).mean()
+
+
+def test_a_loss_with_weights_of_its_own_is_told(tmp_path, caplog):
+    model, loss = Norm(), Weighted()
+    with Recorder(model, folder=tmp_path, loss=loss) as recorder:
+        loss.weight.data.fill_(torch.nan)
+        recorder.watch(loss(model(torch.ones(3, 4)), None))
+    assert caplog.text.count("has weights of its own") == 1
+    report = nandoctor.replay(recorder.written[0], model=Norm, loss=Weighted(), fixes=False).report
+    assert (report.verdict, report.reproduction.grade) == ("not-reproduced", "exact")
+    assert report.next_steps[0].startswith("The output is that of your run")
+
+
 def test_what_a_transform_hides_is_named(tmp_path, caplog):
     model = Norm(divides=True)
 
