@@ -81,7 +81,7 @@ def _tally(stored: _Stored, subnormal: int, flushed: int) -> tuple[int, ...]:
     size = math.prod(signed.shape)
     smallest = int(magnitudes.min()) if size else infinity
     if smallest >= infinity:  # what is finite has no smallest and no limits
-        num_nan = _count(magnitudes > infinity)
+        num_nan = size if smallest > infinity else _count(magnitudes > infinity)
         num_posinf = _count(signed == infinity) if num_nan < size else 0
         return size, num_nan, num_posinf, 0, 0, 0, infinity, 0, 0
     num_bad = num_nan = num_posinf = num_zero = 0
@@ -122,7 +122,8 @@ def count_exactly(
     num_bad, num_nan, num_posinf, num_zero, num_subnormal, num_flushed = map(sum, columns[:6])
     smallest, lowest, highest = min(columns[6]), max(0, *columns[7]), max(0, *columns[8])
     num_finite = values.numel() - num_bad
-    first_bad_index, nonfinite_samples = _locate(stored, everywhere=not num_finite) if num_bad else (None, ())
+    by_sample = _count_samples(stored, everywhere=not num_finite) if samples and (num_bad or per_sample) else ()
+    first, bad_samples = _locate(stored, by_sample, everywhere=not num_finite) if num_bad else (None, ())
     counts = NonfiniteCounts(
         num_nan=num_nan,
         num_posinf=num_posinf,
@@ -131,9 +132,9 @@ def count_exactly(
         num_subnormal=num_subnormal,
         smallest=_number(smallest, stored.format) if smallest < stored.infinity else None,
         flushed_share=num_flushed / max(values.numel(), 1),
-        first_bad_index=first_bad_index,
-        samples=nonfinite_samples if samples else (),
-        by_sample=_count_samples(stored, everywhere=not num_finite) if samples and (num_bad or per_sample) else (),
+        first_bad_index=first,
+        samples=bad_samples if samples else (),
+        by_sample=by_sample,
         exponents=count_exponents(values.abs()) if per_sample else (),
         grid=place_nonfinite(torch.as_tensor(stored.nonfinite)) if place and num_bad else None,
     )
@@ -181,7 +182,9 @@ def _count_samples(stored: _Stored, *, everywhere: bool) -> tuple[SampleStats, .
         for part in _cut(row):
             magnitudes = part & stored.kind.max
             most = int(magnitudes.max())
-            if most >= stored.infinity:
+            if most >= stored.infinity and int(magnitudes.min()) >= stored.infinity:
+                num_bad, most = num_bad + math.prod(part.shape), 0
+            elif most >= stored.infinity:
                 finite = magnitudes < stored.infinity
                 num_bad += math.prod(part.shape) - _count(finite)
                 most = int((magnitudes * finite).max())
@@ -190,19 +193,26 @@ def _count_samples(stored: _Stored, *, everywhere: bool) -> tuple[SampleStats, .
     return tuple(counted)
 
 
-def _locate(stored: _Stored, *, everywhere: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The index of the first non-finite element, and the indices along dimension 0 that hold one."""
+def _locate(
+    stored: _Stored, by_sample: Sequence[SampleStats], *, everywhere: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The index of the first non-finite element, and the indices along dimension 0 that hold one.
+
+    `by_sample` tells the latter, unless there are more.
+    """
     shape = tuple(stored.signed.shape)
     if not shape:
         return (), ()
     if everywhere:
         return (0,) * len(shape), tuple(range(min(shape[0], MAX_SAMPLES_LISTED)))
-    nonfinite = stored.nonfinite
-    nonfinite_rows = torch.as_tensor(nonfinite.reshape(shape[0], -1).any(1)).nonzero().flatten()
-    first_row = int(nonfinite_rows[0])
-    inner = int(torch.as_tensor(nonfinite[first_row]).numpy(force=True).argmax())
-    first = (first_row, *(int(i) for i in np.unravel_index(inner, shape[1:])))
-    return first, tuple(nonfinite_rows[:MAX_SAMPLES_LISTED].tolist())
+    if len(by_sample) == shape[0]:
+        rows = [row for row, found in enumerate(by_sample) if found.num_bad]
+    else:
+        rows = torch.as_tensor(stored.nonfinite.reshape(shape[0], -1).any(1)).nonzero().flatten().tolist()
+    nonfinite = torch.as_tensor(stored._replace(signed=stored.signed[rows[0] : rows[0] + 1]).nonfinite)
+    inner = int(nonfinite.numpy(force=True).argmax())
+    first = (rows[0], *(int(i) for i in np.unravel_index(inner, shape[1:])))
+    return first, tuple(rows[:MAX_SAMPLES_LISTED])
 
 
 MAX_CELLS = 32

@@ -80,7 +80,8 @@ def recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tens
 def _find_worst(nonfinite: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...], float | None]:
     """The non-finite element whose exact value is largest, and that value; the first, where none is exactly finite."""
     if exact is not None:
-        magnitudes = torch.where(nonfinite & ~find_nonfinite(exact), exact.abs(), -1.0).numpy(force=True)
+        values = np.abs(exact.numpy(force=True))
+        magnitudes = np.where(nonfinite.numpy(force=True) & (values < math.inf), values, -1.0)  # no NaN is less
         worst = _find_largest(magnitudes)
         if magnitudes[worst] >= 0:
             return worst, float(exact[worst])
