@@ -33,7 +33,7 @@ from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import subject
 from nandoctor.evidence.report import Account
 from nandoctor.evidence.trace import OpCall
-from nandoctor.ops import CASTS, DIVISIONS, LIMITS, MOVES, SCALINGS, SELECTIONS, SUMS
+from nandoctor.ops import CASTS, DIVISIONS, LIMITS, LOGARITHMS, MOVES, SCALINGS, SELECTIONS, SUMS
 
 TITLE = "NaN gradient through the unselected branch of torch.where"
 PHASES = ("backward",)
@@ -80,7 +80,9 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     forward = finding.forward
     assert forward is not None
     yield from stable_forms(forward, finding.ops)
-    yield guard_candidate(forward)
+    by_index = forward.op in LOGARITHMS and _hiding_selection(finding.ops, forward.order) == "index"
+    if not by_index:  # a label may name what is 0 in the next batch, where a 0 for its logarithm would be no loss
+        yield guard_candidate(forward)
     yield clamp_into_domain(forward)
     for tensor in singular_inputs(forward) if forward.op in DIVISIONS else ():
         yield divisor_candidate(forward, tensor, finding.ops, (1e-12, 1e-6, 1e-4))

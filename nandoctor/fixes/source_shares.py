@@ -47,14 +47,15 @@ def subtract_largest(change: FileChange, expression: Expression, ops: Sequence[O
     first, again, before = change.named(exponent, tree.code(exponent), "logits")
     largest = f"{again}.amax({over}, keepdim=True).detach()"
     if bounds:
-        is_smaller = len(summed.outputs[0].shape) < len(summed.inputs[0].stats.shape)  # type: ignore[union-attr]
+        keeps_dims = len(summed.outputs[0].shape) == len(summed.inputs[0].stats.shape)  # type: ignore[union-attr]
         is_elsewhere = any(tree.scope_of(bound) is not tree.scope_of(exponent) for bound in bounds)
-        if is_smaller or is_elsewhere or tree.statement_of(exponent) is None:
+        if is_elsewhere or tree.statement_of(exponent) is None:
             raise CannotWriteError
         name = change.new_name("largest", exponent)
         largest, before = name, (*before, f"{name} = {largest}")
         for bound in bounds:
-            change.replace(bound, f"{operand_text(tree, bound)} * torch.exp(-{name})")
+            factor = name if keeps_dims else f"{name}.squeeze({over})"
+            change.replace(bound, f"{operand_text(tree, bound)} * torch.exp(-{factor})")
     change.replacements.extend(expression.with_texts({exponent: f"{first} - {largest}"}, before))
 
 

@@ -113,8 +113,8 @@ SOFTMAXES = {
         "return torch.softmax(torch.where(mask == 0, -torch.inf, s), -1)",
     ),
     "with an eps": (
-        "s = self.fc(x)\n    e = torch.exp(s) * mask\n    return e / (e.sum(-1, keepdim=True) + 1e-8)",
-        "return e / (e.sum(-1, keepdim=True) + (1e-8 * torch.exp(-largest)))",
+        "s = self.fc(x)\n    e = torch.exp(s) * mask\n    return e / (e.sum(-1) + 1e-8)[:, None]",
+        "return e / (e.sum(-1) + (1e-8 * torch.exp(-largest.squeeze(-1))))[:, None]",
     ),
     "in a lambda": (
         "share = lambda s: s.exp() / s.exp().sum(-1, keepdim=True)\n    return share(self.fc(x))",
