@@ -20,7 +20,11 @@ from nandoctor.diagnosis.origin import trace_back
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis
 from nandoctor.evidence.trace import OpCall, Trace
+from nandoctor.ops import EXPONENTIALS
 from nandoctor.text import file_line
+
+_ALWAYS_OVERFLOW = EXPONENTIALS - {"pow"}
+"""An Inf that they make is an overflow, though float64 may not hold the value either; 0 to the power of -1 is none."""
 
 
 def conclude_backward(
@@ -118,7 +122,7 @@ def _hidden_origin(
     found = trace_back(trace.ops, reference, [forward.order])
     sources = [source for source in (*found.sources, *found.written) if source.op.analysis]
     findings = [finding_at(source, trace, reference, low) for source in sources]
-    overflowed = [finding for finding in findings if finding.overflowed]
+    overflowed = [finding for finding in findings if finding.overflowed or finding.op.op in _ALWAYS_OVERFLOW]
     computed = [finding for finding in findings if finding.op != forward and not _is_written(finding, trace)]
     # What only handed infinities on, as NaN, comes last.
     hidden = next(iter((*overflowed, *sorted(computed, key=lambda finding: finding.had_inf_input))), None)

@@ -160,9 +160,9 @@ class SourceTree:
     def replaced(
         self, replacements: Iterable[Replacement], *, wrap: Sequence[Wrap] = (), without: Sequence[cst.CSTNode] = ()
     ) -> str | None:
-        """The text with every replacement made and `without` these statements; None where replacements overlap."""
-        chosen = {item.node: item for item in replacements}
-        if any(parent in chosen for node in chosen for parent in self.ancestors(node)):
+        """The text with every replacement made and `without` these statements; None where two cannot both be made."""
+        chosen = self._composed({item.node: item for item in replacements})
+        if chosen is None:
             return None
         hoisted: dict[cst.CSTNode, list[str]] = {}
         for item in chosen.values():
@@ -176,6 +176,25 @@ class SourceTree:
         removed = {self.statement_of(node) for node in without}
         around = {parent for node in (*chosen, *hoisted, *wrapped, *without) for parent in self.ancestors(node)}
         return self.module.visit(_Rewriter(chosen, hoisted, wrapped, alone, around, removed)).code
+
+    def _composed(self, chosen: Mapping[cst.CSTNode, Replacement]) -> dict[cst.CSTNode, Replacement] | None:
+        """The outermost replacements, whose texts have what is replaced inside of them; None where it is not there."""
+        made: dict[cst.CSTNode, Replacement] = {}
+        for node in sorted(chosen, key=lambda node: -sum(1 for _ in self.ancestors(node))):
+            inner = [other for other in made if node in self.ancestors(other)]
+            made[node] = chosen[node]
+            if inner:
+                texts = {self.code(other): made.pop(other) for other in inner}
+                substitution = _TextSubstitution({code: item.text for code, item in texts.items()})
+                try:
+                    text, *before = [substitution.apply(text) for text in (chosen[node].text, *chosen[node].before)]
+                except cst.ParserSyntaxError:
+                    return None
+                if substitution.left:
+                    return None
+                statements = (line for item in texts.values() for line in item.before)
+                made[node] = Replacement(node=node, text=text, before=(*statements, *before))
+        return made
 
 
 def _parents_in(root: cst.CSTNode) -> dict[cst.CSTNode, cst.CSTNode]:
@@ -260,6 +279,36 @@ class _Imports(cst.CSTVisitor):
         self.names.add((node.evaluated_alias or node.evaluated_name).partition(".")[0])
 
 
+class _TextSubstitution(cst.CSTTransformer):
+    """Puts other texts for expressions, wherever they stand in a text; `left` are those that stood in none yet."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts, self.left = texts, set(texts)
+        self._module = cst.Module(body=())
+
+    def apply(self, text: str) -> str:
+        """The text of an expression or of statements with the others in it."""
+        return cst.parse_module(text).visit(self).code
+
+    def _code(self, node: cst.CSTNode) -> str | None:
+        bare = node.with_changes(lpar=(), rpar=()) if isinstance(node, cst.BaseExpression) else None
+        return None if bare is None else self._module.code_for_node(bare)
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        """Go into nothing that is replaced as a whole."""
+        return self._code(node) not in self._texts
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
+        """Put the text of an expression, in parentheses where it is no name or call."""
+        code = self._code(original_node)
+        if code is None or code not in self._texts:
+            return updated_node
+        self.left.discard(code)
+        made = cst.parse_expression(f"({self._texts[code]})")
+        bare = made.with_changes(lpar=made.lpar[1:], rpar=made.rpar[:-1])
+        return bare if isinstance(bare, _ATOMS) and "\n" not in self._texts[code] else made
+
+
 class _Rewriter(cst.CSTTransformer):
     def __init__(
         self,
@@ -342,18 +391,3 @@ def _changed_lines(file: ChangedFile) -> Iterator[int]:
         for line in range(start + 1, end + 1) if kind != "equal" else ():
             statement = tree.statement_at(line)
             yield from range(tree.start_of(statement)[0], tree.end_of(statement)[0] + 1) if statement else (line,)
-
-
-def in_changed(patch: SourcePatch, source: SourceLine) -> bool:
-    """Tell whether a line that was run is one of a function that the patch changes, where lines have other numbers."""
-    for file in (file for file in patch.files if file.path == source.file):
-        tree = parse_source(file.before)
-        old, new = file.before.splitlines(), file.after.splitlines()
-        added = max(len(new) - len(old), 0)
-        for kind, start, end, _, _ in SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes():
-            statements = map(tree.statement_at, range(start + 1, end + 2) if kind != "equal" else ())
-            functions = (tree.function_of(statement) for statement in statements if statement is not None)
-            for place in (function for function in functions if function is not None):
-                if tree.start_of(place)[0] <= source.line <= tree.end_of(place)[0] + added:
-                    return True
-    return False

@@ -208,6 +208,28 @@ def test_a_layer_in_fp32_is_written_beside_another_change(tmp_path):
     assert "torch.log((h * 1e-4).clamp(min=" in best.patch
 
 
+class GateByHand(nn.Module):
+    """A product that passes fp16's range, inside of an exponential that passes float64's."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(2, 2, bias=False)
+        nn.init.eye_(self.read.weight).data.mul_(1e4)
+
+    def forward(self, x):
+        return 1 / (1 + torch.exp(-self.read(x)))
+
+
+def test_an_exponential_past_float64_is_an_overflow(tmp_path):
+    x = torch.tensor([[0.01, 0.02], [10.0, 3.0], [-10.0, 4.0]])
+    torch.save({"state_dict": GateByHand().state_dict(), "x": x}, tmp_path / "dump.pth")
+    report = nandoctor.replay(tmp_path / "dump.pth", GateByHand, loss=lambda made, _: made.float().mean()).report
+    best = report.fixes[0]
+    assert [diagnosis.cause.code for diagnosis in report.also] == ["exp-overflow"]
+    assert best.verified
+    assert "return torch.sigmoid(self.read(x))" in best.patch
+
+
 class SquaresAndRoot(nn.Module):
     """A square that passes fp16's range in one sample; in another, a root of zero that fp32's backward fails of too."""
 

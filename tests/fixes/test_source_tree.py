@@ -6,7 +6,7 @@ import pytest
 
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.fixes.source_expression import negated
-from nandoctor.fixes.source_tree import parse_source, with_import
+from nandoctor.fixes.source_tree import Replacement, parse_source, with_import
 
 TYPED = """from __future__ import annotations
 
@@ -47,3 +47,34 @@ def test_nothing_of_a_file_is_lost_beside_its_change():
 )
 def test_the_other_sign_of_an_expression(text, other):
     assert negated(text) == other
+
+
+def find(tree, text):
+    line = tree.text.splitlines()[1]
+    column = line.index(text)
+    place = {"line": 2, "end_line": 2, "column": column, "end_column": column + len(text)}
+    return tree.find(SourceLine(file="net.py", text=line, **place))
+
+
+@pytest.mark.parametrize(
+    ("outer", "expected"),
+    [
+        ("(x @ w / t).clamp(max=80)", "    product = wide(x)\n    y = torch.exp((product / t).clamp(max=80))"),
+        ("other", None),  # what is replaced inside of it is not in it any more
+        ("(", None),
+    ],
+)
+def test_a_change_inside_of_another_is_made_in_its_text(outer, expected):
+    tree = parse_source("def f(x, w, t):\n    y = torch.exp(x @ w / t)\n")
+    inside = Replacement(node=find(tree, "x @ w"), text="product", before=("product = wide(x)",))
+    around = Replacement(node=find(tree, "x @ w / t"), text=outer)
+    made = tree.replaced([around, inside])
+    assert (made and made.partition("\n")[2]) == expected
+
+
+def test_statements_of_the_outer_change_have_the_inner_one_too():
+    tree = parse_source("def f(a, b, c, x):\n    y = a / (b(x) + c)\n")
+    inner = Replacement(node=find(tree, "x"), text="x.float()")
+    outer = Replacement(node=find(tree, "a / (b(x) + c)"), text="a / divisor", before=("divisor = b(x) + c",))
+    made = tree.replaced([inner, outer])
+    assert made == "def f(a, b, c, x):\n    divisor = b(x.float()) + c\n    y = a / divisor"
