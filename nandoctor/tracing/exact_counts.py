@@ -123,7 +123,7 @@ def count_exactly(
     smallest, lowest, highest = min(columns[6]), max(0, *columns[7]), max(0, *columns[8])
     num_finite = values.numel() - num_bad
     by_sample = _count_samples(stored, everywhere=not num_finite) if samples and (num_bad or per_sample) else ()
-    first, bad_samples = _locate(stored, by_sample, everywhere=not num_finite) if num_bad else (None, ())
+    first, hit = _locate(stored, by_sample, everywhere=not num_finite) if num_bad else (None, ())
     counts = NonfiniteCounts(
         num_nan=num_nan,
         num_posinf=num_posinf,
@@ -133,7 +133,7 @@ def count_exactly(
         smallest=_number(smallest, stored.format) if smallest < stored.infinity else None,
         flushed_share=num_flushed / max(values.numel(), 1),
         first_bad_index=first,
-        samples=bad_samples if samples else (),
+        samples=hit if samples else (),
         by_sample=by_sample,
         exponents=count_exponents(values.abs()) if per_sample else (),
         grid=place_nonfinite(torch.as_tensor(stored.nonfinite)) if place and num_bad else None,
