@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nandoctor.causes.base import Finding, GradientFinding, is_log_of_mask, writes_infinity
@@ -35,9 +36,8 @@ def conclude_backward(
     healthy = {op.key for op in reference.backward if op.outputs_finite}
     sick = {op.key for op in reference.backward if not op.outputs_finite}
     found = []
-    for op in trace.backward:
-        if op.analysis is None:
-            continue
+    made = [op for op in trace.backward if op.analysis is not None]
+    for op in [op for op in made if not _is_removed(op, ops, trace.backward)] or made:
         finding = GradientFinding(
             op=op,
             forward=None if op.forward is None else ops[op.forward],
@@ -54,6 +54,31 @@ def conclude_backward(
         diagnoses=tuple(diagnosis for diagnosis, _ in found) or _first_taker(trace),
         suspects=tuple(blamed for _, blamed in found if blamed is not None),
     )
+
+
+def _is_removed(op: OpCall, ops: Mapping[int, OpCall], backward: Sequence[OpCall]) -> bool:
+    """Tell whether each way from a backward op to a weight leads through one that gives finite gradients all the same.
+
+    The backward of relu, of clamp and of where puts zeros for what comes in where they did not let the value through.
+    """
+    of_forward: dict[int | None, list[OpCall]] = {}
+    for other in backward:
+        of_forward.setdefault(other.forward, []).append(other)
+    seen, open_ops = {op.order}, [op]
+    while open_ops:
+        forward = open_ops.pop().forward
+        for tensor in ops[forward].inputs if forward is not None else ():
+            if tensor.stats is None or tensor.origin in ("batch", "buffer"):
+                continue
+            after = of_forward.get(tensor.producer, []) if tensor.producer is not None else []
+            if not after:
+                return False  # a weight, or what cannot be followed
+            passing = [other for other in after if not other.outputs_finite and other.order not in seen]
+            seen.update(other.order for other in passing)
+            open_ops += passing
+        if forward is None:
+            return False
+    return True
 
 
 def _diagnose(finding: GradientFinding, trace: Trace, reference: Trace) -> tuple[Diagnosis, Suspect | None]:
