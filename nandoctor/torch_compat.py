@@ -365,9 +365,6 @@ def run_backward_in_modes(loss: Tensor) -> None:
     run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-current_dispatch_mode: Callable[[], Any] = _find("torch.utils._python_dispatch._get_current_dispatch_mode")
-
-
 def is_custom_node(node: Any) -> bool:
     """Tell whether a graph node belongs to a `torch.autograd.Function` written in Python."""
     return isinstance(node, _find("torch.autograd.function.BackwardCFunction"))

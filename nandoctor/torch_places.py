@@ -52,8 +52,6 @@ NEEDED: dict[str, str] = {
     "torch._tensor_str.PRINT_OPTS": "putting back the print options that a model's code has changed",
     # `TorchFunctionMode`, its public sister, misses the tensors that initialisers make from within C++.
     "torch.utils._python_dispatch.TorchDispatchMode": "bounding the memory that a model takes to build",
-    # What leaves a mode takes the innermost, whichever that is.
-    "torch.utils._python_dispatch._get_current_dispatch_mode": "keeping the state of large models in a backward pass",
     # Python counts its own references alone.
     "torch._C._storage_Use_Count": "building models without filling them",
     "torch.UntypedStorage._cdata": "building models without filling them",

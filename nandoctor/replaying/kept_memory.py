@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import math
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from nandoctor.file_memory import map_empty
-from nandoctor.process_wide import held
 from nandoctor.torch_compat import (
     TorchDispatchMode,
-    current_dispatch_mode,
     no_subclass_methods,
-    run_backward_in_modes,
     schema_of,
     storage_of,
     tree_leaves,
@@ -54,9 +48,7 @@ def tensors_kept(tensors: Sequence[torch.Tensor], *, traced: bool) -> Iterator[N
             if traced:
                 stack.enter_context(intercepting(memory.keep_written))
             else:
-                mode = _CopyOnWrite(memory)
-                stack.enter_context(held((_watching, "mode", mode)))
-                stack.enter_context(mode)
+                stack.enter_context(_CopyOnWrite(memory))
         else:
             memory.keep_all()
         try:
@@ -162,47 +154,3 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not written_by(func):  # as of nearly all
             return func(*args, **(kwargs or {}))
         return self._memory.keep_written(Invocation(op=func, args=args, kwargs=kwargs or {}), Invocation.run)
-
-
-class _Watching(threading.local):
-    """What watches this thread's writes, where a mode does."""
-
-    mode: _CopyOnWrite | None = None
-
-
-_watching = _Watching()
-
-
-def run_backward_unwatched(loss: torch.Tensor) -> None:
-    """Run a backward pass whose writes are watched while code in Python runs: of hooks, Functions and checkpoints.
-
-    Torch's own backward kernels write to no weight, and to look at each of them takes a tenth of a forward.
-    """
-    mode, running = _watching.mode, None
-    if mode is None or current_dispatch_mode() is not mode or sys.getprofile() is not None:
-        return run_backward_in_modes(loss)
-    enter: Callable[[], Any] = mode.__enter__
-    leave: Callable[..., Any] = mode.__exit__
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal running
-        if event == "call" and running is None and not _is_engines(frame):
-            running = frame
-            enter()
-        elif event == "return" and frame is running:
-            running = None
-            leave(None, None, None)
-
-    leave(None, None, None)
-    sys.setprofile(note)
-    try:
-        run_backward_in_modes(loss)
-    finally:
-        sys.setprofile(None)
-        enter()
-
-
-def _is_engines(frame: FrameType) -> bool:
-    """Tell whether this starts the engine of a backward pass: whatever else runs in Python is called by it."""
-    frames = (frame, frame.f_back)
-    return any(it is not None and it.f_code is run_backward_in_modes.__code__ for it in frames)

@@ -29,10 +29,10 @@ from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.file_memory import cast_to_file, map_empty
 from nandoctor.machine import memory_of
 from nandoctor.process_wide import held
-from nandoctor.replaying.kept_memory import run_backward_unwatched
 from nandoctor.torch_compat import (
     is_running_norm,
     plain_torch,
+    run_backward_in_modes,
     schema_of,
     storage_of,
     tree_leaves,
@@ -77,7 +77,7 @@ def run_backward(
             )
         if is_large(model):
             return _run_releasing(model, loss, loss_scale=loss_scale, keep=keep)
-        run_backward_unwatched(loss * loss_scale)
+        run_backward_in_modes(loss * loss_scale)
         made = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
         with plain_torch():
             nonfinite = [(name, gradient) for name, gradient in made.items() if not all_finite(gradient)]
@@ -114,7 +114,7 @@ def _run_releasing(
         for name, parameter in parameters.items():
             hook = parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
             stack.callback(hook.remove)
-        run_backward_unwatched(loss * loss_scale)
+        run_backward_in_modes(loss * loss_scale)
     return collect([(name, readings[name]) for name in parameters if name in readings]), kept if keep else None
 
 
