@@ -255,7 +255,7 @@ def feeds_product(written: OpCall, ops: Iterable[OpCall]) -> bool:
 
 
 def is_infinite_loss(made: OpCall, ops: Mapping[int, OpCall]) -> bool:
-    """Tell whether the infinities of `made` stay infinite, and come into a loss, or a number of the model."""
+    """Tell whether the infinities of `made` stay so, and are of a loss: made in it, or in a number of the model's."""
     carriers, is_loss = {made.order}, made.module == LOSS
     for order in sorted(order for order in ops if order > made.order):
         op = ops[order]

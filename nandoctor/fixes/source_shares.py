@@ -32,7 +32,7 @@ _NO_VALUES = frozenset({"shape", "dtype", "device", "ndim"})
 def subtract_largest(change: FileChange, expression: Expression, ops: Sequence[OpCall]) -> None:
     """Subtract the largest exponent along the dimensions that the powers are summed over: their shares stay.
 
-    What keeps their sum off 0 gets the same factor.
+    What keeps their sum off 0 gets the same factor. Beside it a negative one is not subtracted: it keeps a row of -Inf.
 
     Raises:
         CannotWriteError: there is more than shares of the powers, or no such sum among the `ops`.
@@ -45,17 +45,19 @@ def subtract_largest(change: FileChange, expression: Expression, ops: Sequence[O
     over = dims[0] if len(dims) == 1 else f"({', '.join(dims)})"
     exponent = expression.argument_node("self")
     first, again, before = change.named(exponent, tree.code(exponent), "logits")
-    largest = f"{again}.amax({over}, keepdim=True).detach()"
+    largest = f"{again}.amax({over}, keepdim=True)"
     if bounds:
         keeps_dims = len(summed.outputs[0].shape) == len(summed.inputs[0].stats.shape)  # type: ignore[union-attr]
         is_elsewhere = any(tree.scope_of(bound) is not tree.scope_of(exponent) for bound in bounds)
         if is_elsewhere or tree.statement_of(exponent) is None:
             raise CannotWriteError
         name = change.new_name("largest", exponent)
-        largest, before = name, (*before, f"{name} = {largest}")
+        largest, before = name, (*before, f"{name} = {largest}.clamp(min=0).detach()")
         for bound in bounds:
             factor = name if keeps_dims else f"{name}.squeeze({over})"
             change.replace(bound, f"{operand_text(tree, bound)} * torch.exp(-{factor})")
+    else:
+        largest = f"{largest}.detach()"
     change.replacements.extend(expression.with_texts({exponent: f"{first} - {largest}"}, before))
 
 

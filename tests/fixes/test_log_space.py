@@ -171,13 +171,14 @@ def test_a_number_is_one_of_numbers_alone(text, value):
 def test_an_eps_in_the_divisor_is_not_dropped(tmp_path, x):
     code = """
     def forward(self, x, mask):
-        weight = torch.exp(self.fc(x)) * mask
+        score = self.fc(x).masked_fill(mask == 0, -torch.inf)
+        weight = torch.exp(score)
         return weight / (weight.sum(-1, keepdim=True) + 1e-8)
     """
     report = replay(tmp_path, code, x=x, mask=torch.ones(4, 3))
-    assert not any(
-        "torch.softmax" in item.patch for item in report.fixes
-    )  # of a row of zeros it makes NaN, the eps zeros
+    # Of a row of -Inf the eps makes zeros, a softmax NaN; and -Inf less the largest, which is -Inf, is NaN too.
+    assert not any("torch.softmax" in item.patch for item in report.fixes)
+    assert added(report)[0] == "largest = score.amax(-1, keepdim=True).clamp(min=0).detach()"
 
 
 @pytest.mark.slow
