@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
 
 from torch import nn
 
@@ -13,7 +12,7 @@ from nandoctor.diagnosis.backward import conclude_backward
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect, conclude
 from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, SetArgument, SourcePatch, is_text_alone
 from nandoctor.evidence.report import Diagnosis
-from nandoctor.evidence.trace import LOSS, SourceLine
+from nandoctor.evidence.trace import LOSS
 from nandoctor.fixes.candidates import (
     MAX_LEADS,
     distinct_leads,
@@ -24,7 +23,7 @@ from nandoctor.fixes.candidates import (
     specific,
     together,
 )
-from nandoctor.fixes.source_tree import parse_source
+from nandoctor.fixes.changed_lines import is_in_changed
 from nandoctor.fixes.variations import SURROGATES
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.writing import ChangeWriter
@@ -130,21 +129,6 @@ def _conclude_with(edit: Edit, trials: Trials, writer: ChangeWriter) -> Conclusi
     stands_in = step.loss in SURROGATES and any(lead.site.module == LOSS for lead in conclusion.suspects)
     sources = [lead.site.source for lead in conclusion.suspects]
     is_placed = not isinstance(change, SourcePatch) or not any(
-        source and _in_changed(change, source) for source in sources
+        source and is_in_changed(change, source) for source in sources
     )
     return conclusion if conclusion.suspects and is_placed and not stands_in else None
-
-
-def _in_changed(patch: SourcePatch, source: SourceLine) -> bool:
-    """Tell whether a line that was run is one of a function that the patch changes, where lines have other numbers."""
-    for file in (file for file in patch.files if file.path == source.file):
-        tree = parse_source(file.before)
-        old, new = file.before.splitlines(), file.after.splitlines()
-        added = max(len(new) - len(old), 0)
-        for kind, start, end, _, _ in SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes():
-            statements = map(tree.statement_at, range(start + 1, end + 2) if kind != "equal" else ())
-            functions = (tree.function_of(statement) for statement in statements if statement is not None)
-            for place in (function for function in functions if function is not None):
-                if tree.start_of(place)[0] <= source.line <= tree.end_of(place)[0] + added:
-                    return True
-    return False

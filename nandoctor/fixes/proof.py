@@ -24,10 +24,10 @@ from nandoctor.fixes.agreement import (
     gradients_finite,
     sample_errors,
 )
+from nandoctor.fixes.changed_lines import failing_op
 from nandoctor.fixes.gradient_check import GradientCheck, Said, at_scale, in_bf16
 from nandoctor.fixes.source_bounds import describe_cost, edges_of
 from nandoctor.fixes.source_changes import PastBound
-from nandoctor.fixes.source_tree import failing_op
 from nandoctor.fixes.variations import (
     NEARLY_THE_SAME,
     OTHER_SEED,

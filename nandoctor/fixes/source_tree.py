@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
-from difflib import SequenceMatcher
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
-from nandoctor.evidence.edits import ChangedFile, SourcePatch
-from nandoctor.evidence.trace import OpCall, SourceLine, Trace
+from nandoctor.evidence.trace import SourceLine
 
 _OWN_SCOPE = (cst.Lambda, cst.CompFor, cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp)
 _CONDITIONAL = (cst.IfExp, cst.BooleanOperation)
@@ -172,29 +170,46 @@ class SourceTree:
             if statement is not None:
                 hoisted.setdefault(statement, []).extend(item.before)
         wrapped: dict[cst.CSTNode, str] = {item.statement: item.header for item in wrap}
-        alone = {node for node in chosen if isinstance(self._parents.get(node), _STANDS_ALONE)}
         removed = {self.statement_of(node) for node in without}
         around = {parent for node in (*chosen, *hoisted, *wrapped, *without) for parent in self.ancestors(node)}
-        return self.module.visit(_Rewriter(chosen, hoisted, wrapped, alone, around, removed)).code
+        return self.module.visit(_Rewriter(chosen, hoisted, wrapped, self._alone(chosen), around, removed)).code
 
     def _composed(self, chosen: Mapping[cst.CSTNode, Replacement]) -> dict[cst.CSTNode, Replacement] | None:
         """The outermost replacements, whose texts have what is replaced inside of them; None where it is not there."""
         made: dict[cst.CSTNode, Replacement] = {}
         for node in sorted(chosen, key=lambda node: -sum(1 for _ in self.ancestors(node))):
-            inner = [other for other in made if node in self.ancestors(other)]
-            made[node] = chosen[node]
-            if inner:
-                texts = {self.code(other): made.pop(other) for other in inner}
-                substitution = _TextSubstitution({code: item.text for code, item in texts.items()})
-                try:
-                    text, *before = [substitution.apply(text) for text in (chosen[node].text, *chosen[node].before)]
-                except cst.ParserSyntaxError:
-                    return None
-                if substitution.left:
-                    return None
-                statements = (line for item in texts.values() for line in item.before)
-                made[node] = Replacement(node=node, text=text, before=(*statements, *before))
+            inner = {other: made.pop(other) for other in [*made] if node in self.ancestors(other)}
+            outer = self._with_inner(chosen[node], inner) if inner else chosen[node]
+            if outer is None:
+                return None
+            made[node] = outer
         return made
+
+    def _with_inner(self, outer: Replacement, inner: Mapping[cst.CSTNode, Replacement]) -> Replacement | None:
+        """A replacement in whose texts others are made, each by the smallest text that stands for nothing else."""
+        around = {parent for node in inner for parent in self.ancestors(node)}
+        rewriter = _Rewriter(inner, {}, {}, self._alone(inner), around, set())
+        made: dict[str, set[str]] = {}
+        for part in nodes_in(outer.node):
+            if isinstance(part, cst.BaseExpression):
+                made.setdefault(self.code(part), set()).add(self.code(part.visit(rewriter)))  # type: ignore[arg-type]
+        texts: dict[str, str] = {}
+        for node in inner:
+            parts = (part for part in (node, *self.ancestors(node)) if isinstance(part, cst.BaseExpression))
+            code = next((code for code in map(self.code, parts) if len(made.get(code, ())) == 1), None)
+            if code is None:
+                return None
+            (texts[code],) = made[code]
+        substitution = _TextSubstitution(texts)
+        try:
+            text, *before = [substitution.apply(text) for text in (outer.text, *outer.before)]
+        except cst.ParserSyntaxError:
+            return None
+        statements = (line for item in inner.values() for line in item.before)
+        return None if substitution.left else replace(outer, text=text, before=(*statements, *before))
+
+    def _alone(self, nodes: Iterable[cst.CSTNode]) -> set[cst.CSTNode]:
+        return {node for node in nodes if isinstance(self._parents.get(node), _STANDS_ALONE)}
 
 
 def _parents_in(root: cst.CSTNode) -> dict[cst.CSTNode, cst.CSTNode]:
@@ -302,7 +317,9 @@ class _TextSubstitution(cst.CSTTransformer):
         """Put the text of an expression, in parentheses where it is no name or call."""
         code = self._code(original_node)
         if code is None or code not in self._texts:
-            return updated_node
+            names = {cst.Attribute: "attr", cst.Arg: "keyword"}  # what is no expression, though a node of its kind
+            kept = {name: getattr(original_node, name) for kind, name in names.items() if type(original_node) is kind}
+            return updated_node.with_changes(**kept)
         self.left.discard(code)
         made = cst.parse_expression(f"({self._texts[code]})")
         bare = made.with_changes(lpar=made.lpar[1:], rpar=made.rpar[:-1])
@@ -367,27 +384,3 @@ def _binds_as_tightly(node: cst.BaseExpression, other: cst.CSTNode) -> bool:
     if isinstance(node, cst.BinaryOperation) and isinstance(other, cst.BinaryOperation):
         return type(node.operator) is type(other.operator)
     return isinstance(node, _ATOMS)
-
-
-def failing_op(patch: SourcePatch, trace: Trace) -> OpCall | None:
-    """The first op of a changed statement that makes a non-finite value of finite ones, None where all is finite."""
-    lines = {(file.path, line) for file in patch.files for line in _changed_lines(file)}
-    return next(
-        (
-            op
-            for op in trace.ops
-            if op.source is not None and (op.source.file, op.source.line) in lines
-            if not op.nonfinite_inputs and not op.outputs_finite
-        ),
-        None,
-    )
-
-
-def _changed_lines(file: ChangedFile) -> Iterator[int]:
-    """The lines of the new text that a changed statement is on, counted from 1."""
-    tree = parse_source(file.after)
-    old, new = file.before.splitlines(), file.after.splitlines()
-    for kind, _, _, start, end in SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes():
-        for line in range(start + 1, end + 1) if kind != "equal" else ():
-            statement = tree.statement_at(line)
-            yield from range(tree.start_of(statement)[0], tree.end_of(statement)[0] + 1) if statement else (line,)

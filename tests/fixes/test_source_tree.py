@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import libcst as cst
 import pytest
 
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.fixes.source_expression import negated
-from nandoctor.fixes.source_tree import Replacement, parse_source, with_import
+from nandoctor.fixes.source_tree import Replacement, nodes_in, parse_source, with_import
 
 TYPED = """from __future__ import annotations
 
@@ -78,3 +79,19 @@ def test_statements_of_the_outer_change_have_the_inner_one_too():
     outer = Replacement(node=find(tree, "a / (b(x) + c)"), text="a / divisor", before=("divisor = b(x) + c",))
     made = tree.replaced([inner, outer])
     assert made == "def f(a, b, c, x):\n    divisor = b(x.float()) + c\n    y = a / divisor"
+
+
+@pytest.mark.parametrize(
+    ("code", "outer", "expected"),
+    [
+        ("x / torch.sqrt(x)", "x / where(torch.sqrt(x))", "x / where(torch.sqrt(low))"),
+        ("self.x * torch.sqrt(x)", "(self.x * torch.sqrt(x)).clip(x=1)", "(self.x * torch.sqrt(low)).clip(x=1)"),
+        ("torch.sqrt(x)", "torch.sqrt(x).x(x=1)", "torch.sqrt(low).x(x=1)"),
+        ("torch.sqrt(x) - torch.sqrt(x)", "torch.sqrt(x)", None),
+    ],
+)
+def test_a_change_inside_of_another_is_of_its_own_place(code, outer, expected):
+    tree = parse_source(f"def f(self, x):\n    y = {code}\n")
+    argument = next(item.args[0].value for item in nodes_in(find(tree, code)) if isinstance(item, cst.Call))
+    made = tree.replaced([Replacement(node=find(tree, code), text=outer), Replacement(node=argument, text="low")])
+    assert (made and made.splitlines()[1]) == (expected and f"    y = {expected}")

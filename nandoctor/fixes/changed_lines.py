@@ -1,0 +1,49 @@
+"""The lines of a file that a patch changes, beside the lines that a trace of the changed step names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+
+from nandoctor.evidence.edits import ChangedFile, SourcePatch
+from nandoctor.evidence.trace import OpCall, SourceLine, Trace
+from nandoctor.fixes.source_tree import parse_source
+
+
+def failing_op(patch: SourcePatch, trace: Trace) -> OpCall | None:
+    """The first op of a changed statement that makes a non-finite value of finite ones, None where all is finite."""
+    lines = {(file.path, line) for file in patch.files for line in _changed_lines(file)}
+    return next(
+        (
+            op
+            for op in trace.ops
+            if op.source is not None and (op.source.file, op.source.line) in lines
+            if not op.nonfinite_inputs and not op.outputs_finite
+        ),
+        None,
+    )
+
+
+def is_in_changed(patch: SourcePatch, source: SourceLine) -> bool:
+    """Tell whether a line that was run is one of a function that the patch changes, where lines have other numbers."""
+    for file in (file for file in patch.files if file.path == source.file):
+        tree = parse_source(file.before)
+        old, new = file.before.splitlines(), file.after.splitlines()
+        added = max(len(new) - len(old), 0)
+        for kind, start, end, _, _ in SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes():
+            statements = map(tree.statement_at, range(start + 1, end + 2) if kind != "equal" else ())
+            functions = (tree.function_of(statement) for statement in statements if statement is not None)
+            for place in (function for function in functions if function is not None):
+                if tree.start_of(place)[0] <= source.line <= tree.end_of(place)[0] + added:
+                    return True
+    return False
+
+
+def _changed_lines(file: ChangedFile) -> Iterator[int]:
+    """The lines of the new text that a changed statement is on, counted from 1."""
+    tree = parse_source(file.after)
+    old, new = file.before.splitlines(), file.after.splitlines()
+    for kind, _, _, start, end in SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes():
+        for line in range(start + 1, end + 1) if kind != "equal" else ():
+            statement = tree.statement_at(line)
+            yield from range(tree.start_of(statement)[0], tree.end_of(statement)[0] + 1) if statement else (line,)
