@@ -6,14 +6,14 @@ Nothing is imported to find out.
 from __future__ import annotations
 
 import ast
-import re
+import math
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from nandoctor.dumps.recorded_format import Recorded, Reference
-from nandoctor.dumps.trees import is_plain_data
+from nandoctor.dumps.trees import PLAIN
 from nandoctor.source_files import hash_of, own_source
 from nandoctor.text import brief
 
@@ -108,10 +108,20 @@ def as_option(value: Any) -> str | None:
     """The value as `--model-arg` reads it back: a Python literal, or a text that is none; None where that fails."""
     if isinstance(value, str) and value.isprintable() and len(value) <= _MAX_OPTION and not _read_literal(value):
         return value
-    if not is_plain_data(value):
-        return None
-    texts = ascii(value), re.sub(r"\binf\b", "1e999", ascii(value))  # Python reads no other literal for an infinity
-    return next((text for text in texts if len(text) <= _MAX_OPTION and _read_literal(text) == [value]), None)
+    text = _literal(value)
+    return text if len(text) <= _MAX_OPTION and _read_literal(text) == [value] else None
+
+
+def _literal(value: Any) -> str:
+    """The value in Python, an infinity as a number that is too large; no literal of more than plain data."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_literal(key)}: {_literal(item)}' for key, item in value.items())}}}"
+    if type(value) in (list, tuple):
+        inside = ", ".join(map(_literal, value))
+        return f"[{inside}]" if type(value) is list else f"({inside}{',' * (len(value) == 1)})"
+    if isinstance(value, float) and math.isinf(value):
+        return "1e999" if value > 0 else "-1e999"
+    return ascii(value) if isinstance(value, PLAIN) else "?"
 
 
 def _read_literal(text: str) -> list[Any]:

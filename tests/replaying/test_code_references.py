@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections import OrderedDict
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -123,10 +125,12 @@ def test_a_builder_of_the_project_is_called(project):
 
 
 def test_the_command_has_the_arguments(project):
+    table = OrderedDict({(1, 2): math.inf, "inf": ()})
     with pytest.raises(ModelError) as caught:
-        find_model(script("Plain.make", arguments={"width": 3, "kind": "deep net"}), DUMP, OWN)
+        find_model(script("Plain.make", arguments={"width": 3, "kind": "deep net", "table": table}), DUMP, OWN)
     assert caught.value.remedy.endswith(
-        "--model script_of_the_test.py:Plain.make --model-arg width=3 --model-arg 'kind=deep net'"
+        "--model script_of_the_test.py:Plain.make --model-arg width=3 --model-arg 'kind=deep net' "
+        """--model-arg 'table={(1, 2): 1e999, '"'"'inf'"'"': ()}'"""
     )
 
 
