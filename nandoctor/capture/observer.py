@@ -170,8 +170,11 @@ class Observer:
         `weights` are those that were written since, as they were.
         """
         copies, lost = before.keeper.state(before.kept)
-        kept = {**weights, **copies}
-        tensors = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
+        kept, model = {**weights, **copies}, self.model
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        tied = {id(tensor): kept[name] for name, tensor in named if name in kept}
+        kept |= {name: tied[id(tensor)] for name, tensor in named if id(tensor) in tied}
+        tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
         state = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
         contents = {
             "state_dict": {name: kept[name] if name in kept else local_part(value) for name, value in state.items()},
@@ -179,11 +182,11 @@ class Observer:
             "buffers": [name for name in before.keeper.buffers if name in state],
             "training": dict(zip(before.paths, before.training, strict=True)),
             "rng": before.random.to_plain(),
-            "mixed_precision": describe_mixed_precision(self.model),
+            "mixed_precision": describe_mixed_precision(model),
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
         }
         notes = [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]
-        moved = {path for path, _ in {*before.owners} ^ {*owners_of(self.model)}}
+        moved = {path for path, _ in {*before.owners} ^ {*owners_of(model)}}
         if not moved <= kept.keys() & state.keys():
             notes.append("the modules of the step: the loop has put others in their places since")
         return contents, notes

@@ -28,6 +28,8 @@ class Root(nn.Module):
         self.lift = nn.Linear(4, 4, bias=False)
         self.norm = nn.BatchNorm1d(4, affine=False)
         self.head = nn.Linear(4, 1)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.lift.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.lift(x)
