@@ -67,8 +67,12 @@ class StepTracker:
 
     @property
     def _latest(self) -> RecordedStep | None:
-        """The step whose update comes next: the current one, or the one that the loop has marked the end of."""
-        return self.current or self._ended
+        """The step whose update comes next: the current one, or the one that the loop has marked the end of.
+
+        A block that has called no model yet, or for an evaluation, may begin with the update of the step before it.
+        """
+        step, ended = self.current, self._ended
+        return ended if step is None or (ended is not None and (step.without_grad or not step.calls)) else step
 
     def make_step(self, batch: Any = None, *, explicit: bool) -> RecordedStep:
         """A step with the next number, or the next micro-batch of the last one, and the loss scale as it is now."""
@@ -171,6 +175,9 @@ class StepTracker:
                 ended, self._ended = self._ended, None
                 self._finish(ended)
                 self.flush_pending(wait=self.trainers.copies)
+                if step.step == ended.step and not self._is_accumulating(read_scale(self._scaler)[1]):
+                    self.current = None
+                    self.current = step = self.make_step(step.batch, explicit=True)  # the update came in its block
             step = self._continue_explicit(step, with_grad=with_grad)
         elif not with_grad or not module.training:
             self.unwatched_eval = True
@@ -345,7 +352,7 @@ class StepTracker:
         """Decide on what is left: the loop may have raised an error for its gradients, which come to no update."""
         self._forget_if_forked()
         ended = self._ended if self.current is not None else None
-        step, self.current, self._ended = self._latest, None, None
+        step, self.current, self._ended = self.current or self._ended, None, None
         try:
             self._finish(ended, final=True)
             if step is not None and step.running and Hook(is_for_nonfinite)(error):
