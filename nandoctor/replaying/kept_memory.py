@@ -44,7 +44,7 @@ def tensors_kept(tensors: Sequence[torch.Tensor], *, traced: bool) -> Iterator[N
         memory = _Memory(tensor for tensor in (*dense, *grads) if not is_lazy(tensor))
     with ExitStack() as stack:
         if memory.nbytes >= _WATCHED_NBYTES:
-            memory.keep_all(below=_SMALL_NBYTES)  # a batch norm does not say that it writes its statistics
+            memory.keep_all(below=_SMALL_NBYTES)
             if traced:
                 stack.enter_context(intercepting(memory.keep_written))
             else:
@@ -131,9 +131,9 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def written_by(op: OpOverload) -> frozenset[str]:
-    """The names of the arguments that an operation writes to."""
+    """The names of the arguments that an operation writes to; a batch norm does not say so of its statistics."""
     aliases = ((argument.name, argument.alias_info) for argument in schema_of(op).arguments)
-    return frozenset(name for name, alias in aliases if alias is not None and alias.is_write)
+    return frozenset(name for name, it in aliases if (it is not None and it.is_write) or name.startswith("running_"))
 
 
 class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]

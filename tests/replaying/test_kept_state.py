@@ -223,7 +223,7 @@ def test_a_reference_widens_every_tensor_that_the_model_holds(tmp_path):
 @pytest.mark.parametrize("watched", [True, False], ids=["mapped", "copied"])
 def test_operations_are_watched_beside_the_writes(watched, tmp_path, monkeypatch):
     if watched:
-        monkeypatch.setattr(kept_memory, "_WATCHED_NBYTES", 0)
+        watch_writes(monkeypatch)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[0].weight.data.fill_(4e4)
     path = tmp_path / "dump.pth"
