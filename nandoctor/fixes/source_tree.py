@@ -159,7 +159,9 @@ class SourceTree:
         self, replacements: Iterable[Replacement], *, wrap: Sequence[Wrap] = (), without: Sequence[cst.CSTNode] = ()
     ) -> str | None:
         """The text with every replacement made and `without` these statements; None where two cannot both be made."""
-        chosen = self._composed({item.node: item for item in replacements})
+        replacements = dict.fromkeys(replacements)
+        by_node = {item.node: item for item in replacements}
+        chosen = self._composed(by_node) if len(by_node) == len(replacements) else None
         if chosen is None:
             return None
         hoisted: dict[cst.CSTNode, list[str]] = {}

@@ -95,3 +95,4 @@ def test_a_change_inside_of_another_is_of_its_own_place(code, outer, expected):
     argument = next(item.args[0].value for item in nodes_in(find(tree, code)) if isinstance(item, cst.Call))
     made = tree.replaced([Replacement(node=find(tree, code), text=outer), Replacement(node=argument, text="low")])
     assert (made and made.splitlines()[1]) == (expected and f"    y = {expected}")
+    assert tree.replaced([Replacement(node=argument, text=text) for text in ("x.float()", "x.abs()")]) is None
