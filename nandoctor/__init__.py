@@ -6,6 +6,8 @@ Importing this package does not import torch; the names below do, when they are 
 from __future__ import annotations
 
 import importlib
+import random
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,9 +47,13 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'nandoctor' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'nandoctor' has no attribute {name!r}")
+    if (home := _HOMES[name]) not in sys.modules:
+        state = random.getstate()
+        importlib.import_module(home)
+        random.setstate(state)  # rich draws from it when it is imported
+    return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

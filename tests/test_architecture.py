@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import random
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from one_test import for_each
 from parsed_files import nodes_of, parsed
+
+import nandoctor
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "nandoctor").rglob("*.py"))
@@ -86,6 +89,16 @@ except SystemExit:
 )
 def test_heavy_libraries_are_imported_only_when_needed(code):
     assert imported_by(code).isdisjoint({"torch", "numpy", "matplotlib", "rich", "jinja2", "pandas"})
+
+
+def test_an_import_draws_no_random_number(tmp_path, monkeypatch):
+    """As one of rich would, in a training that takes the next number from the same generator."""
+    (tmp_path / "drawing.py").write_text("import random\ndrawn = random.random()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(nandoctor._HOMES, "drawn", "drawing")
+    before = random.getstate()
+    assert 0 <= nandoctor.drawn < 1
+    assert random.getstate() == before
 
 
 def test_help_imports_no_verb_and_no_room():
