@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nandoctor.cli.failures import EXIT_CANNOT_TELL, EXIT_INTERRUPTED, exit_code_answers, tell
-from nandoctor.cli.shared import (
+from nandoctor.cli.options import (
     MODEL_AND_STEP,
-    DumpPath,
     GroupedCommand,
-    ReplayDisplay,
     check_replaceable,
-    console,
     file_option,
     force_option,
+    settings_options,
+)
+from nandoctor.cli.shared import (
+    DumpPath,
+    ReplayDisplay,
+    console,
     json_option,
     load_dump,
     print_as,
     progress_shown,
-    settings_options,
     trust_option,
 )
 from nandoctor.renderers.plots.kinds import PLOTS

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nandoctor.cli.shared import GroupedCommand, console, read_size, settings_options
+from nandoctor.cli.options import GroupedCommand, read_size, settings_options
+from nandoctor.cli.shared import console
 
 if TYPE_CHECKING:
     from nandoctor.evidence.triage import Triage

@@ -14,17 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nandoctor.cli.failures import exit_code_answers, tell
-from nandoctor.cli.shared import (
-    MODEL_AND_STEP,
-    DumpPath,
-    GroupedCommand,
-    console,
-    json_option,
-    load_dump,
-    progress_shown,
-    settings_options,
-    trust_option,
-)
+from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, settings_options
+from nandoctor.cli.shared import DumpPath, console, json_option, load_dump, progress_shown, trust_option
 from nandoctor.errors import NanDoctorError
 from nandoctor.text import plural, printable
 

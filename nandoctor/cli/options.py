@@ -1,0 +1,162 @@
+"""The command line's options: those of a replay are made from `Settings`, so that they cannot differ from it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.renderers.save import check_ending, is_replaceable
+from nandoctor.replaying.settings import OPTIONS, Option, OptionGroup, check_setting
+from nandoctor.text import parse_size
+
+Verb = Callable[..., None]
+
+_FORCE = "nandoctor.force"
+MODEL_AND_STEP: tuple[OptionGroup, ...] = ("model", "step", "machine")
+
+_HEADINGS: dict[OptionGroup, str] = {
+    "model": "The model",
+    "step": "The failing step",
+    "machine": "The machine",
+    "statistics": "Statistics",
+    "fixes": "The search for fixes",
+}
+
+
+class GroupedCommand(click.Command):
+    """A command whose help has examples, then its own options, then the settings of a replay by what they are about."""
+
+    def __init__(self, *args: Any, examples: Sequence[str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = examples
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what the verb does, and commands to copy."""
+        super().format_help_text(ctx, formatter)
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write("".join(f"{'':{formatter.current_indent}}nandoctor {line}\n" for line in self.examples))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one section for each group."""
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):
+            record = None if isinstance(parameter, click.Argument) else parameter.get_help_record(ctx)
+            if record is not None:
+                heading = _HEADINGS[OPTIONS[parameter.name].group] if parameter.name in OPTIONS else "Options"
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+def settings_options(*groups: OptionGroup, without: str = "") -> Callable[[Verb], Verb]:
+    """Add the options of these groups to a verb; it gets each by its name in `Settings`, None where it is not given."""
+
+    def decorate(verb: Verb) -> Verb:
+        for name, option in reversed(tuple(OPTIONS.items())):
+            if option.group in groups and name != without:
+                verb = _make_option(name, option)(verb)
+        return verb
+
+    return decorate
+
+
+def _make_option(name: str, option: Option) -> Callable[[Verb], Verb]:
+    shape: dict[str, Any] = {"metavar": option.metavar or None}
+    if option.holds == "true or false":
+        shape = {"is_flag": True}
+    elif option.choices:
+        shape = {"type": click.Choice(option.choices)}
+    elif name == "model_args":
+        shape["multiple"] = True
+    elif option.reads is not str:
+        shape["type"] = option.reads  # a ValueError of its own is wrong usage
+    elif option.metavar in ("SPEC", "PATH"):
+        shape["shell_complete"] = lambda *_: [CompletionItem("", type="file")]
+    return click.option(option.flag, name, help=option.help, callback=_check(name), **shape)
+
+
+def _check(name: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """What turns the text after a flag into a setting; a value that cannot be is wrong usage."""
+
+    def check(_: click.Context, __: click.Parameter, value: Any) -> Any:
+        if value is None or value is False or value == ():
+            return None
+        if value is True:
+            value = not OPTIONS[name].flag.startswith("--no-")
+        if name == "model_args":
+            value = dict(map(_parse_argument, value))
+        try:
+            check_setting(name, value)
+        except NanDoctorError as error:
+            raise click.BadParameter(f"{error.message} {error.remedy}") from error
+        return value
+
+    return check
+
+
+def _parse_argument(text: str) -> tuple[str, Any]:
+    """K=V, where V is a Python literal if it reads as one, and a string if not."""
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise click.BadParameter(f"{text!r} is not K=V.")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return name, value
+
+
+def read_size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
+    """Bytes: 8GB, 512 MiB, 1e9."""
+    try:
+        return None if text is None else parse_size(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no size: write 8GB or 512MiB.") from None
+
+
+def _keep_force(context: click.Context, _: click.Parameter, force: bool) -> None:
+    context.meta[_FORCE] = force
+
+
+force_option = click.option(
+    "--force", is_flag=True, is_eager=True, expose_value=False, callback=_keep_force, help="Write over any other file."
+)
+
+
+def check_replaceable(file: Path) -> None:
+    """Refuse to write over what the verb reads, and over what nandoctor did not write unless --force is given."""
+    context = click.get_current_context()
+    for value in context.params.values():
+        for path in value if isinstance(value, tuple) else (value,):
+            # A SPEC names its file before the last colon.
+            read = Path(path.rpartition(":")[0]) if isinstance(path, str) and ".py:" in path else path
+            if isinstance(read, Path) and read.exists() and file.exists() and read.samefile(file):
+                raise click.BadParameter(f"{file} is the file that is read.")
+    if not context.meta.get(_FORCE) and not is_replaceable(file):
+        raise click.BadParameter(f"{file} exists, and nandoctor did not write it: name another file, or add --force.")
+
+
+def file_option(name: str, endings: Sequence[str], about: str, *, multiple: bool = False) -> Callable[[Verb], Verb]:
+    """The option -o, which refuses before the replay what could not be written after it, or should not be."""
+
+    def check(_: click.Context, __: click.Parameter, files: Path | tuple[Path, ...] | None) -> Any:
+        for file in files if isinstance(files, tuple) else filter(None, [files]):
+            try:
+                check_ending(file, endings)
+            except NanDoctorError as error:
+                raise click.BadParameter(error.message) from error
+            check_replaceable(file)
+            if not file.parent.is_dir():
+                raise click.BadParameter(f"there is no folder {file.parent}.")
+        return files
+
+    path = click.Path(path_type=Path)
+    return click.option("-o", name, metavar="FILE", type=path, multiple=multiple, callback=check, help=about)
