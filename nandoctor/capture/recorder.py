@@ -325,8 +325,8 @@ class Recorder(RecorderSettings):
 
     def call_method(self, *args: Any, **kwargs: Any) -> None:
         """Note that `method` is about to be called with these arguments; for integrations, after `begin`."""
-        step = self._tracker.current
-        assert step is not None, "begin comes first"
+        assert self._tracker.current is not None, "begin comes first"
+        step = self._tracker.end_last(self._tracker.current)
         with self.ambient():
             step.before = self._observer.look()
         step.calls.append(pack_call(args, kwargs))

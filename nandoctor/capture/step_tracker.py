@@ -144,6 +144,10 @@ class StepTracker:
         self._note_unseen_writes(step)
         self._pending.append(step)
 
+    def _was_moved(self, step: RecordedStep) -> bool:
+        """Tell whether the loop has written weights since the step's forward; FSDP moves its own."""
+        return not self._sharded and step.stamp is not None and step.stamp.was_moved
+
     def _look_at_gradients(self, step: RecordedStep, *, over_ranks: bool) -> None:
         """Flag the gradients of a step that no update follows."""
         probe = self.trainers.probe
@@ -171,13 +175,7 @@ class StepTracker:
         if step is not None and step.explicit:
             if not with_grad and (step.flags or (step.calls and not step.without_grad)):
                 return False  # a validation within the step
-            if with_grad and self._ended is not None:
-                ended, self._ended = self._ended, None
-                self._finish(ended)
-                self.flush_pending(wait=self.trainers.copies)
-                if step.step == ended.step and not self._is_accumulating(read_scale(self._scaler)[1]):
-                    self.current = None
-                    self.current = step = self.make_step(step.batch, explicit=True)  # the update came in its block
+            step = self.end_last(step) if with_grad else step
             step = self._continue_explicit(step, with_grad=with_grad)
         elif not with_grad or not module.training:
             self.unwatched_eval = True
@@ -203,12 +201,23 @@ class StepTracker:
         step.running.append(len(step.calls) - 1)
         return is_first
 
+    def end_last(self, step: RecordedStep) -> RecordedStep:
+        """End the step before the explicit one, whose update could come until now: the first call of the model."""
+        if (ended := self._ended) is not None:
+            self._ended = None
+            self._finish(ended)
+            self.flush_pending(wait=self.trainers.copies)
+            if step.step == ended.step and not self._is_accumulating(read_scale(self._scaler)[1]):
+                self.current = None
+                self.current = step = self.make_step(step.batch, explicit=True)  # the update came in its block
+        return step
+
     def _continue_explicit(self, step: RecordedStep, *, with_grad: bool) -> RecordedStep:
         """The step that a further forward within an explicit one belongs to.
 
         After a write the weights are others: the second forward of SAM is a step of its own, as is that of a closure.
         """
-        if step.updates or (step.flags and step.stamp is not None and step.stamp.was_moved):
+        if step.updates or (step.flags and self._was_moved(step)):
             step = step.make_next()
             self._last = (step.step, step.micro_batch)
             self.start_step(step)
@@ -287,7 +296,7 @@ class StepTracker:
         found = getattr(optimizer, "found_inf", None)
         step.skip = Flag(found) if isinstance(found, torch.Tensor) else None
         self.flush_pending(wait=True)
-        if not step.updates and step.stamp is not None and step.stamp.was_moved:
+        if not step.updates and self._was_moved(step):
             self.trainers.note_write()
         if all(update.trained is not trained for update in step.updates):
             asks = self._scaler is None
