@@ -1,25 +1,14 @@
-"""What a replay takes: a forecast, a bound for what the arguments in a file ask for, and weights that are not filled.
-
-While `DeferredFills` is open, random initial values are noted instead of drawn, for the dump's own weights take their
-place; `finish` draws those that somebody still holds, each as it would have been.
-
-Memory that nothing was written to takes no space, so that a model of many gigabytes is built in little. Every tensor is
-made as it is in a plain build; whoever reads one gets it filled first, with the numbers that its turn in the random
-generator has. A model that reads its weights while it is built is therefore filled up to there.
-"""
+"""What a replay takes, before anything is built: a forecast, and a bound for what the arguments in a file ask for."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.tensors import unexpanded
@@ -27,7 +16,7 @@ from nandoctor.errors import ModelError
 from nandoctor.machine import available_memory, memory_of
 from nandoctor.replaying.module_state import LARGE_NBYTES
 from nandoctor.text import byte_size
-from nandoctor.torch_compat import TorchDispatchMode, count_storage_users, schema_of, storage_of, tree_tensors
+from nandoctor.torch_compat import TorchDispatchMode
 
 # Initial values, tied copies and tables of positions that are not saved.
 _TIMES_WEIGHTS = 4
@@ -150,176 +139,3 @@ def require_room(expected: Forecast, device: torch.device, allowed: int | None) 
         f"{room}. Nothing was built.",
         remedy=remedy,
     )
-
-
-_FACTORIES = {"randn": torch.Tensor.normal_, "rand": torch.Tensor.uniform_}
-_COPIES = frozenset({"clone", "_to_copy"})
-# These hand out the memory itself, and no operation is seen.
-_PEEKS = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "__deepcopy__"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fill:
-    """An operation that writes to `target`, and reads `source` where there is one.
-
-    `state` is the generator's before it, None where it does not draw.
-    """
-
-    operation: Callable[..., Any]
-    target: torch.Tensor
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    state: torch.Tensor | None = None
-    source: torch.Tensor | None = None
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All that it holds memory by."""
-        return [self.target] if self.source is None else [self.target, self.source]
-
-    def make(self) -> None:
-        if self.source is not None:
-            self.target.copy_(self.operation(self.source, *self.args, **self.kwargs))
-        else:
-            self.operation(self.target, *self.args, **self.kwargs)
-
-
-class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode for building a model; `finish` has to be called when its weights are loaded, before it is used."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._fills: list[_Fill] = []
-        self._pending: set[int] = set()
-        self._state: torch.Tensor | None = None
-        self.busy = False
-
-    @contextmanager
-    def building(self) -> Iterator[None]:
-        """Note the random fills of what is built here."""
-        with _Peeks(self), self:
-            yield
-
-    def finish(self) -> None:
-        """Make the fills of tensors that somebody holds, and those before them, whose numbers come first."""
-        ours = Counter(storage_of(tensor) for fill in self._fills for tensor in fill.tensors)
-        held = [count_storage_users(fill.target) > ours[storage_of(fill.target)] for fill in self._fills]
-        last = max((index for index, is_held in enumerate(held) if is_held), default=-1)
-        del self._fills[last + 1 :]
-        self.make_all()
-
-    def make_all(self) -> None:
-        """Make every fill that was noted, in order; the generator is then where a plain build has it."""
-        if not self._fills:
-            return
-        now, self.busy = torch.get_rng_state(), True
-        moved = self._state is not None and not torch.equal(now, self._state)  # seeded since the last draw
-        waiting, self._fills, self._pending = deque(self._fills), [], set()
-        try:
-            _make_in_turn(waiting)
-            if moved:
-                torch.set_rng_state(now)
-        finally:
-            self._state, self.busy = None, False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Note the operation if it fills a tensor; before one that reads such a tensor, or draws, fill them all."""
-        kwargs = kwargs or {}
-        if self.busy:
-            return func(*args, **kwargs)
-        self.busy = True
-        try:
-            result = self._defer(func, args, kwargs)
-        finally:
-            self.busy = False
-        return func(*args, **kwargs) if result is None else result
-
-    def _defer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The result of an operation that is put off, to be filled later; None where it has to run now."""
-        name, draws = func.overloadpacket.__name__, torch.Tag.nondeterministic_seeded in func.tags
-        tensors = tree_tensors((args, kwargs))
-        reads = any(not _is_plain(tensor) or storage_of(tensor) in self._pending for tensor in tensors)
-        if not (draws or reads):
-            return None
-        if kwargs.get("generator") is None and all(map(_is_plain, tensors)) and _is_cpu(kwargs):
-            if name in _FACTORIES and not tensors:
-                made = torch.empty(*args, **{key: value for key, value in kwargs.items() if key != "generator"})
-                operation = _FACTORIES[name]
-                self._note(_Fill(operation=operation, target=made, args=(), kwargs={}, state=self._read_state()))
-                return made
-            if len(tensors) == 1 and tensors[0] is args[0]:
-                first = schema_of(func).arguments[0].alias_info
-                if first is not None and first.is_write:
-                    state = self._read_state() if draws else None
-                    self._note(_Fill(operation=func, target=args[0], args=args[1:], kwargs=kwargs, state=state))
-                    return args[0]
-                returns = schema_of(func).returns
-                if len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write:
-                    return None  # a view, which reads nothing
-                if name in _COPIES:
-                    return self._copy_later(func, args, kwargs)
-        self.make_all()
-        return None
-
-    def _copy_later(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        source = args[0].detach()
-        like = func(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), **kwargs)
-        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-        self._note(_Fill(operation=func, target=made, args=(), kwargs=kwargs, source=source))
-        return made
-
-    def _note(self, fill: _Fill) -> None:
-        # Another tensor of the same memory: the model's own may be pointed to other memory meanwhile.
-        self._fills.append(replace(fill, target=fill.target.detach()))
-        self._pending.add(storage_of(fill.target))
-
-    def _read_state(self) -> torch.Tensor:
-        """The state of the generator; the same object as long as nobody seeds it."""
-        state = torch.get_rng_state()
-        if self._state is None or not torch.equal(state, self._state):
-            self._state = state
-        return self._state
-
-
-class _Peeks(TorchFunctionMode):
-    """Makes all fills before the memory of a tensor is handed out."""
-
-    def __init__(self, fills: DeferredFills) -> None:
-        super().__init__()
-        self._fills = fills
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") in _PEEKS and not self._fills.busy:
-            self._fills.make_all()
-        return func(*args, **(kwargs or {}))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether this is memory of the CPU that a dense tensor shows."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-    )
-
-
-def _is_cpu(kwargs: Mapping[str, Any]) -> bool:
-    device = kwargs.get("device")
-    return device is None or torch.device(device).type == "cpu"
-
-
-@torch.no_grad()
-def _make_in_turn(fills: deque[_Fill]) -> None:
-    """Make the fills, each from its own state of the generator, and let go of each when it is made."""
-    before: torch.Tensor | None = None
-    while fills:
-        fill = fills.popleft()
-        if fill.state is not None and fill.state is not before:
-            torch.set_rng_state(fill.state)
-            before = fill.state
-        fill.make()

@@ -28,7 +28,7 @@ from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.errors import ModelError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory
-from nandoctor.replaying.memory import DeferredFills
+from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.project import Project, folder_of, importing, in_project, program_arguments, stopped
 from nandoctor.replaying.user_code import explain_memory, kept_running, raised_at
 from nandoctor.source_files import package_of

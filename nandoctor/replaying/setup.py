@@ -37,8 +37,9 @@ from nandoctor.replaying.code_references import (
     require_approval,
     state_to_load,
 )
+from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.input_binding import Binding, bind_inputs, find_bindings
-from nandoctor.replaying.memory import DeferredFills, build_within, forecast, require_room
+from nandoctor.replaying.memory import build_within, forecast, require_room
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute, load_state
 from nandoctor.replaying.model_search import missing_model
 from nandoctor.replaying.module_state import LARGE_NBYTES

@@ -11,7 +11,7 @@ from torch import nn
 import nandoctor.replaying.setup as replay_setup
 from nandoctor.case import replay
 from nandoctor.errors import ModelError
-from nandoctor.replaying.memory import DeferredFills
+from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.model_loading import load_state
 
 

@@ -16,7 +16,7 @@ from nandoctor import file_memory
 from nandoctor.case import replay
 from nandoctor.replaying import module_state
 from nandoctor.replaying import setup as replay_setup
-from nandoctor.replaying.memory import DeferredFills
+from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.model_loading import load_state
 
 BACKWARD = [case for case in all_cases() if case.phase == "backward"][::4]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nandoctor.errors import ModelError
-from nandoctor.replaying.memory import DeferredFills
+from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state
 from nandoctor.replaying.project import Project
 
