@@ -51,7 +51,7 @@ class WeightStamp:
     @property
     def was_moved(self) -> bool:
         """True if one of the weights was written or lies elsewhere; replaced ones and `.data` apart."""
-        return self.places != [(weight.data_ptr(), version_of(weight)) for _, weight in self.weights]
+        return self.places != _find_places(self.weights)
 
 
 class Observer:
@@ -208,9 +208,14 @@ def _stamp(weights: list[tuple[Place, torch.Tensor]], held: Weights, *, values: 
     return WeightStamp(
         weights=weights,
         held=held,
-        places=[(weight.data_ptr(), version_of(weight)) for _, weight in weights],
+        places=_find_places(weights),
         values=[_take_few(weight) for _, weight in weights] if values else [],
     )
+
+
+def _find_places(weights: list[tuple[Place, torch.Tensor]]) -> list[tuple[int, int | None]]:
+    """Where each of them lies, and how often it was written."""
+    return [(weight.data_ptr(), version_of(weight)) for _, weight in weights]
 
 
 def _is_borrowed(held: torch.Tensor | None) -> bool:

@@ -37,7 +37,10 @@ def conclude_backward(
     sick = {op.key for op in reference.backward if not op.outputs_finite}
     found = []
     made = [op for op in trace.backward if op.analysis is not None]
-    for op in [op for op in made if not _is_removed(op, ops, trace.backward)] or made:
+    of_forward: dict[int | None, list[OpCall]] = {}
+    for op in trace.backward:
+        of_forward.setdefault(op.forward, []).append(op)
+    for op in [op for op in made if not _is_removed(op, ops, of_forward)] or made:
         finding = GradientFinding(
             op=op,
             forward=None if op.forward is None else ops[op.forward],
@@ -56,18 +59,18 @@ def conclude_backward(
     )
 
 
-def _is_removed(op: OpCall, ops: Mapping[int, OpCall], backward: Sequence[OpCall]) -> bool:
+def _is_removed(op: OpCall, ops: Mapping[int, OpCall], of_forward: Mapping[int | None, Sequence[OpCall]]) -> bool:
     """Tell whether each way from a backward op to a weight leads through one that gives finite gradients all the same.
 
     The backward of relu, of clamp and of where puts zeros for what comes in where they did not let the value through.
+    `of_forward` are the backward ops by the order of the forward op that they belong to.
     """
-    of_forward: dict[int | None, list[OpCall]] = {}
-    for other in backward:
-        of_forward.setdefault(other.forward, []).append(other)
     seen, open_ops = {op.order}, [op]
     while open_ops:
         forward = open_ops.pop().forward
-        for tensor in ops[forward].inputs if forward is not None else ():
+        if forward is None:
+            return False
+        for tensor in ops[forward].inputs:
             if tensor.stats is None or tensor.origin in ("batch", "buffer"):
                 continue
             after = of_forward.get(tensor.producer, []) if tensor.producer is not None else []
@@ -76,8 +79,6 @@ def _is_removed(op: OpCall, ops: Mapping[int, OpCall], backward: Sequence[OpCall
             passing = [other for other in after if not other.outputs_finite and other.order not in seen]
             seen.update(other.order for other in passing)
             open_ops += passing
-        if forward is None:
-            return False
     return True
 
 

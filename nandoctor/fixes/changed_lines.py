@@ -27,11 +27,9 @@ def failing_op(patch: SourcePatch, trace: Trace) -> OpCall | None:
 def is_in_changed(patch: SourcePatch, source: SourceLine) -> bool:
     """Tell whether a line that was run is one of a function that the patch changes, where lines have other numbers."""
     for file in (file for file in patch.files if file.path == source.file):
-        tree = parse_source(file.before)
-        old, new = file.before.splitlines(), file.after.splitlines()
-        added = max(len(new) - len(old), 0)
-        for kind, start, end, _, _ in SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes():
-            statements = map(tree.statement_at, range(start + 1, end + 2) if kind != "equal" else ())
+        tree, added = parse_source(file.before), max(file.after.count("\n") - file.before.count("\n"), 0)
+        for before, _ in _changes(file):
+            statements = map(tree.statement_at, range(before.start, before.stop + 1))
             functions = (tree.function_of(statement) for statement in statements if statement is not None)
             for place in (function for function in functions if function is not None):
                 if tree.start_of(place)[0] <= source.line <= tree.end_of(place)[0] + added:
@@ -42,8 +40,14 @@ def is_in_changed(patch: SourcePatch, source: SourceLine) -> bool:
 def _changed_lines(file: ChangedFile) -> Iterator[int]:
     """The lines of the new text that a changed statement is on, counted from 1."""
     tree = parse_source(file.after)
-    old, new = file.before.splitlines(), file.after.splitlines()
-    for kind, _, _, start, end in SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes():
-        for line in range(start + 1, end + 1) if kind != "equal" else ():
-            statement = tree.statement_at(line)
-            yield from range(tree.start_of(statement)[0], tree.end_of(statement)[0] + 1) if statement else (line,)
+    for line in (line for _, after in _changes(file) for line in after):
+        statement = tree.statement_at(line)
+        yield from range(tree.start_of(statement)[0], tree.end_of(statement)[0] + 1) if statement else (line,)
+
+
+def _changes(file: ChangedFile) -> Iterator[tuple[range, range]]:
+    """The lines that differ, in the text before and in the one after, counted from 1."""
+    matcher = SequenceMatcher(a=file.before.splitlines(), b=file.after.splitlines(), autojunk=False)
+    for kind, start, end, now_start, now_end in matcher.get_opcodes():
+        if kind != "equal":
+            yield range(start + 1, end + 1), range(now_start + 1, now_end + 1)

@@ -385,7 +385,9 @@ def _size(edit: Edit, findings: Findings) -> int:
 
 _WHOLE = 1000
 _SIZES: dict[str, int] = {
-    **dict.fromkeys(("clamp", "guard", "scale-first"), 2),
+    "clamp": 2,
+    "guard": 2,
+    "scale-first": 2,
     "keep-op": 4,
     "loss-scale": 5,
     "use-format": _WHOLE,

@@ -323,9 +323,7 @@ class _TextSubstitution(cst.CSTTransformer):
             kept = {name: getattr(original_node, name) for kind, name in names.items() if type(original_node) is kind}
             return updated_node.with_changes(**kept)
         self.left.discard(code)
-        made = cst.parse_expression(f"({self._texts[code]})")
-        bare = made.with_changes(lpar=made.lpar[1:], rpar=made.rpar[:-1])
-        return bare if isinstance(bare, _ATOMS) and "\n" not in self._texts[code] else made
+        return _grouped(self._texts[code])
 
 
 class _Rewriter(cst.CSTTransformer):
@@ -368,10 +366,9 @@ class _Rewriter(cst.CSTTransformer):
             statement = cst.parse_statement(text)
             assert isinstance(statement, cst.SimpleStatementLine)
             return statement.body[0]
-        made = cst.parse_expression(f"({text})")
-        bare = made.with_changes(lpar=made.lpar[1:], rpar=made.rpar[:-1])
         if isinstance(node, cst.BaseExpression) and node.lpar:
-            return bare if isinstance(bare, _ATOMS) and "\n" not in text else made
+            return _grouped(text)
+        made, bare = _parsed(text)
         return bare if node in self._alone or _binds_as_tightly(bare, node) else made
 
     def _wrap(self, statement: cst.SimpleStatementLine, header: str) -> cst.With:
@@ -379,6 +376,18 @@ class _Rewriter(cst.CSTTransformer):
         assert isinstance(template, cst.With)
         body = cst.IndentedBlock(body=[statement.with_changes(leading_lines=())])
         return template.with_changes(body=body, leading_lines=statement.leading_lines)
+
+
+def _parsed(text: str) -> tuple[cst.BaseExpression, cst.BaseExpression]:
+    """An expression in parentheses, and without them."""
+    made = cst.parse_expression(f"({text})")
+    return made, made.with_changes(lpar=made.lpar[1:], rpar=made.rpar[:-1])
+
+
+def _grouped(text: str) -> cst.BaseExpression:
+    """An expression that may stand anywhere: in parentheses, but for a name or a call on one line."""
+    made, bare = _parsed(text)
+    return bare if isinstance(bare, _ATOMS) and "\n" not in text else made
 
 
 def _binds_as_tightly(node: cst.BaseExpression, other: cst.CSTNode) -> bool:

@@ -208,13 +208,8 @@ def test_a_layer_in_fp32_is_written_beside_another_change(tmp_path):
     assert "torch.log((h * 1e-4).clamp(min=" in best.patch
 
 
-class GateByHand(nn.Module):
-    """A product that passes fp16's range, inside of an exponential that passes float64's."""
-
-    def __init__(self):
-        super().__init__()
-        self.read = nn.Linear(2, 2, bias=False)
-        nn.init.eye_(self.read.weight).data.mul_(1e4)
+class GateByHand(LayerAndLogarithm):
+    """The same layer inside of an exponential that passes float64's range."""
 
     def forward(self, x):
         return 1 / (1 + torch.exp(-self.read(x)))
