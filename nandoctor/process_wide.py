@@ -109,6 +109,23 @@ def is_forked() -> bool:
 
 
 @contextmanager
+def one_thread_if_forked() -> Iterator[None]:
+    """A context in which torch asks none of its threads, if this process was forked.
+
+    They are not there, and GNU's OpenMP waits for them without end: in any operation on more than some 30,000 elements.
+    """
+    num_threads = torch.get_num_threads()
+    if num_threads == 1 or not is_forked():
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@contextmanager
 def patched(patches: Iterable[Patch]) -> Iterator[None]:
     """Put wrappers in place of torch's own functions, for the whole process: nothing else in nandoctor does so.
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from nandoctor.capture.environment import read_autocast
 from nandoctor.errors import NanDoctorError
+from nandoctor.process_wide import is_forked, one_thread_if_forked
 from nandoctor.torch_compat import compiled_call, is_transforming, outside_transforms, set_compiled_call
 
 LOG = logging.getLogger("nandoctor")
@@ -74,8 +75,9 @@ def with_closure(
 class Hook:
     """A function whose failures are one line in the log: a training must not end by its recorder's fault.
 
-    It runs outside of any `torch.func` transform: a step may be saved at a forward within one. It is left out of any
-    graph, also of one that is compiled later. In a copy, or in a file that the whole model is saved to, it does
+    It runs outside of any `torch.func` transform: a step may be saved at a forward within one. In a forked process it
+    runs in one thread: it measures all weights at once, where the training may do with small operations. It is left out
+    of any graph, also of one that is compiled later. In a copy, or in a file that the whole model is saved to, it does
     nothing: an average of the weights is a deep copy of the model, and its forward is no step of the training.
     """
 
@@ -90,9 +92,9 @@ class Hook:
         try:
             if torch.compiler.is_compiling():
                 return self._left_out(*args, **kwargs)
-            if not is_transforming():
+            if not is_transforming() and not is_forked():
                 return self._function(*args, **kwargs)
-            with outside_transforms():
+            with outside_transforms(), one_thread_if_forked():
                 return self._function(*args, **kwargs)
         except NanDoctorError:
             raise

@@ -106,7 +106,8 @@ class Recorder(RecorderSettings):
             on_stop=self._handles.close,
             count=None if self._engine is None else self._engine.count,
         )
-        self._start_step, self._look_at = Hook(self._tracker.start_step), Hook(self._tracker.watch)
+        hooked = (self._tracker.start_step, self._tracker.watch, self._tracker.on_exception)
+        self._start_step, self._look_at, self._on_exception = [Hook(function) for function in hooked]
         self._scouted = False
         self._warned: set[str] = set()
         self._attach()
@@ -197,7 +198,7 @@ class Recorder(RecorderSettings):
         except NonFiniteTrainingError:
             raise
         except BaseException as error:
-            self._tracker.on_exception(error)
+            self._on_exception(error)
             raise
         self.end()
 
@@ -288,7 +289,7 @@ class Recorder(RecorderSettings):
                 remedy="Call recorder.save between the forward and the next step; in an evaluation, inside "
                 "`with recorder.step(batch):`.",
             )
-        return self._policy.save(self._tracker.current, reason)
+        return Hook(self._policy.save)(self._tracker.current, reason)  # type: ignore[no-any-return]
 
     def end(self) -> None:
         """End the step that `begin` began.
@@ -318,10 +319,10 @@ class Recorder(RecorderSettings):
             self.close()
             return
         with self._handles:
-            self._tracker.on_exception(error)
+            self._on_exception(error)
 
     def _at_exit(self) -> None:
-        self._tracker.on_exception(None if is_interactive() else getattr(sys, "last_value", None))
+        self._on_exception(None if is_interactive() else getattr(sys, "last_value", None))
 
     def call_method(self, *args: Any, **kwargs: Any) -> None:
         """Note that `method` is about to be called with these arguments; for integrations, after `begin`."""
@@ -368,8 +369,7 @@ class Recorder(RecorderSettings):
         step = self._tracker.after_forward(output)
         if step is None or not self.from_output:
             return
-        loss = step.own_loss()
-        if loss is None:
+        if (loss := step.own_loss()) is None:
             self._advise_loss()
         self._look_at(step, loss, ask_all=True)
 

@@ -62,8 +62,8 @@ class StepTracker:
         self._last = (-1, 0)
         self._given = Packed(tree=None)
         self._copies_inputs = self._is_first_call = True  # until a forward was seen to leave its inputs as they are
-        self._accumulates = False
-        self._process = os.getpid()
+        self._accumulates, self._process = False, os.getpid()
+        self._before_update, self._after_step = Hook(self.before_update), Hook(self.after_step)
 
     @property
     def _latest(self) -> RecordedStep | None:
@@ -270,11 +270,11 @@ class StepTracker:
                 loss = closure()
             else:
                 if again:
-                    self.after_step(optimizer)
+                    self._after_step(optimizer)
                 following, self.next_step = self.next_step, step.step  # one more micro-batch of the same step
                 loss = closure()
                 self.next_step = following
-            self.before_update(optimizer)
+            self._before_update(optimizer)
             return loss
 
         return evaluate

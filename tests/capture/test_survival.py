@@ -207,18 +207,38 @@ def test_a_loss_that_is_no_scalar_tensor(tmp_path, loss):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_fork_does_not_write_what_was_pending(tmp_path):
+def test_a_fork_trains_on_and_writes_nothing_of_its_parent(tmp_path):
+    """Its parent's threads are not there: what waits for them, as an operation on all weights would, hangs."""
     script = f"""
-import os, sys, torch
+import os, signal, sys, torch
 from torch import nn
 from nandoctor import Recorder
-model = nn.Linear(4, 4)
+
+class Scales(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList([torch.ones(8192) for _ in range(12)])
+
+    def forward(self, x):
+        for scale in self.scales:
+            x = x * scale
+        return x.sum()
+
+torch.set_num_threads(2)
+torch.ones(1 << 20).add(1)
+model = Scales()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-9, foreach=False)
 recorder = Recorder(model, folder={str(tmp_path)!r})
-recorder.watch(model(torch.full((1, 4), float("nan"))).sum())
+recorder.watch(model(torch.full((1, 8192), float("nan"))))
 child = os.fork()
 if child:
-    os.waitpid(child, 0)
-sys.exit(0)
+    sys.exit(os.waitpid(child, 0)[1])
+signal.alarm(60)
+for _ in range(2):
+    loss = model(torch.ones(1, 8192))
+    recorder.watch(loss)
+    loss.backward()
+    optimizer.step()
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), *sys.path])}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, timeout=300)
