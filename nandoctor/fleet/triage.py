@@ -31,7 +31,7 @@ from nandoctor.renderers.jsonfile import read_report
 from nandoctor.renderers.save import write_text
 from nandoctor.renderers.triage import triage_lines, triage_page
 from nandoctor.replaying.settings import Settings, settings_for
-from nandoctor.text import are, plural
+from nandoctor.text import are, brief, plural
 
 DUMP_ENDINGS = (".pth", ".pt")
 _MAX_FIXES_KEPT = 3
@@ -87,22 +87,25 @@ def find_dumps(patterns: Iterable[str | os.PathLike[str]]) -> list[Path]:
     Raises:
         NanDoctorError: one of them stands for nothing.
     """
-    found: dict[Path, Path] = {}
+    found: dict[str, Path] = {}
     for given in patterns:
         pattern = os.fspath(given)
         path = Path(pattern)
-        if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.suffix in DUMP_ENDINGS and file.is_file())
-        elif path.exists():
-            files = [path]
-        else:
-            names = glob.glob(pattern, recursive=True)  # noqa: PTH207  (a pattern may be absolute)
-            files = sorted(Path(name) for name in names if Path(name).is_file())
+        named = [path]
+        if not path.exists():  # else a name may have brackets
+            named = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207  (or absolute)
+        files = [file for path in named for file in (_search(path) if path.is_dir() else [path])]
         if not files:
             raise NanDoctorError(f"{pattern}: there is no dump there.", remedy="Name files, folders or patterns.")
         for file in files:
-            found.setdefault(file.resolve(), file)
+            real = os.path.realpath(file)
+            if real not in found or (found[real].is_symlink() and not file.is_symlink()):
+                found[real] = file
     return list(found.values())
+
+
+def _search(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.suffix in DUMP_ENDINGS and not file.is_dir())
 
 
 def triage(
@@ -171,7 +174,7 @@ class _TriageRun:
     def diagnose(self) -> None:
         """One result for each file, as it comes."""
         for number, result in enumerate(self._work(self.paths, fixes=False), 1):
-            self.results[result.path] = result
+            self.results[result.path] = _of_its_run(result)
             self.progress("Diagnosing", number, len(self.paths))
 
     def try_fixes(self) -> None:
@@ -260,9 +263,11 @@ class _TriageRun:
             reason = f"The file cannot be read: {error.strerror or error}."
             return DumpResult(path=shown, key="", outcome="unreadable", reason=reason)
         known = self.store.find(key)
+        is_new = key in self._made
         # What failed did so most often by the code or the environment, which may have been put right since.
-        if known is not None and (known.outcome == "analysed" or not (known.outcome == "failed" or self.options.retry)):
-            self.num_reused += key not in self._made
+        again = known is not None and known.outcome != "analysed" and (known.outcome == "failed" or self.options.retry)
+        if known is not None and (is_new or not again):
+            self.num_reused += not (is_new or fixes)
             return replace(known, path=shown)
         return Job(
             path=path.resolve(),
@@ -277,6 +282,13 @@ class _TriageRun:
 
     def _settings_for(self, path: Path, *, fixes: bool) -> Settings:
         return replace(settings_for(path, self.options.settings), fixes=fixes)
+
+
+def _of_its_run(result: DumpResult) -> DumpResult:
+    """A file that names no run is of the run whose folder it lies in, as each copy of it is."""
+    if result.when is None or result.when.run:
+        return result
+    return replace(result, when=replace(result.when, run=brief(str(Path(result.path).parent))))
 
 
 def _describe_end(job: Job, error: BaseException, elapsed_s: float, *, died: bool) -> DumpResult:
@@ -310,11 +322,12 @@ def group_results(results: Iterable[DumpResult]) -> tuple[Group, ...]:
 
 
 def find_recurring(results: Sequence[DumpResult]) -> tuple[RecurringSample, ...]:
-    """The samples that at least half of the dumps fail in.
+    """The samples that at least half of the dumps fail in; copies of a file are one dump.
 
     None where more than three do: then the batches hold the same samples anyway, and none stands out.
     """
-    known = [result.finding.samples for result in results if result.finding is not None and result.finding.samples]
+    found = {result.key.partition("-")[0]: result.finding for result in results}
+    known = [finding.samples for finding in found.values() if finding is not None and finding.samples]
     if len(known) < _MIN_DUMPS:
         return ()
     counts: Counter[SampleId] = Counter(sample for samples in known for sample in set(samples))

@@ -84,7 +84,7 @@ def _replay(job: Job) -> JobAnswer:
         key=job.key,
         outcome="analysed",
         finding=_find(report, dump),
-        when=_describe_moment(dump, job.shown),
+        when=_describe_moment(dump),
         sources=tuple(_list_sources(found)),
     )
     return JobAnswer(result=result, report=dumps(report), page=report_page(report) if job.page else "")
@@ -122,14 +122,14 @@ def _describe_place(report: Report) -> CodePlace:
     return place if source is None else replace(place, file=source.file, line=source.line, text=source.text)
 
 
-def _describe_moment(dump: Dump, shown: str) -> TrainingMoment:
-    """What the file says of step, epoch, rank and fold, under the names that the recorder and most scripts use."""
+def _describe_moment(dump: Dump) -> TrainingMoment:
+    """What the file says of run, step and so on, under the names that the recorder and most scripts use."""
     scalars = dump.scalars_by_last_name
     run = next((str(scalars[name]) for name in _RUN_NAMES if isinstance(scalars.get(name), (str, int))), None)
     fold = scalars.get("fold")
     written = scalars.get("written")
     return TrainingMoment(
-        run=brief(run if run is not None else str(Path(shown).parent)),
+        run=brief(run or ""),
         step=dump.step,
         epoch=dump.find_count("epoch"),
         rank=dump.find_count("rank", "global_rank"),
@@ -152,7 +152,9 @@ def _describe_error(job: Job, error: BaseException) -> DumpResult:
     if is_out_of_memory(error):
         outcome = "out-of-memory"
     if isinstance(error, NanDoctorError):
-        text = f"{error.message} {error.remedy}"
+        lines = [line.strip() for line in f"{error.message}\n{error.remedy}".splitlines()]
+        text = " ".join(line if line.endswith((".", ":", ",")) else f"{line};" for line in lines if line)
+        text = text.removesuffix(";")
     elif is_out_of_memory(error):
         text = "There was not enough memory to replay it."
     else:

@@ -138,8 +138,7 @@ def _group_facts(triage: Triage) -> Iterator[tuple[str, str]]:
         if verified:
             yield f"group {number}", f"{verified[0].title} (verified on {group.representative})"
         elif group.fixes:
-            changes = plural(len(group.fixes), "change")
-            yield f"group {number}", f"none of {changes} tried on {group.representative} held"
+            yield f"group {number}", f"no change that was tried on {group.representative} held"
         elif group.fix_note:
             yield f"group {number}", group.fix_note
     for found in triage.recurring:

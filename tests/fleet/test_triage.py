@@ -128,11 +128,18 @@ def test_other_settings_are_another_result(executor):
 
 
 def test_the_same_content_is_done_once(executor, workplace):
-    copy = workplace / "runs" / "b" / "copy.pth"
-    copy.write_bytes((workplace / "runs" / "b" / "nan-3.pth").read_bytes())
-    found = triage(["runs/b"], OPTIONS)
-    assert len(executor.jobs) == 1
-    assert found.groups[0].paths == ("runs/b/copy.pth", "runs/b/nan-3.pth")
+    for folder, name, content in (("a", "copy", None), ("b", "torn", b"torn"), ("b", "torn2", b"torn")):
+        copy = workplace / "runs" / folder / f"{name}.pth"
+        copy.write_bytes(content or (workplace / "runs" / "b" / "nan-3.pth").read_bytes())
+    one_worker = TriageOptions(settings={**OPTIONS.settings, "model": "models_of_the_test.py:broken"})
+    for options, outcomes in ((OPTIONS, ["analysed"] * 2), (one_worker, ["failed"] * 2)):
+        executor.jobs.clear()
+        found = triage(["runs/b", "runs/a/copy.pth"], options)
+        assert [result.outcome for result in found.dumps] == [outcomes[0], outcomes[1], "unreadable", "unreadable"]
+        assert len(executor.jobs) == 2
+    assert found.num_reused == 0
+    (group,) = triage(["runs/b", "runs/a/copy.pth"], OPTIONS).groups
+    assert (group.paths, group.runs) == (("runs/a/copy.pth", "runs/b/nan-3.pth"), ("runs/a", "runs/b"))
 
 
 def test_a_file_that_cannot_be_read_is_listed_with_its_reason(executor, workplace):
@@ -185,7 +192,14 @@ def test_a_strange_folder_is_left_alone(executor, workplace):
 
 
 def test_folders_patterns_and_names_find_each_file_once(workplace):
-    assert len(find_dumps(["runs", "runs/*/nan-*.pth", "runs/a/nan-7.pth"])) == 3
+    for name, target in (("a/link", "../b/nan-3.pth"), ("b/gone", "gone.pth"), ("b/loop", "nowhere.pth")):
+        (workplace / "runs" / f"{name}.pth").symlink_to(target)
+    names = ["nan-12.pth", "nan-3.pth", "nan-7.pth"]
+    broken = ["gone.pth", "loop.pth"]
+    assert sorted(path.name for path in find_dumps(["runs", "runs/*/nan-*.pth", "runs/a/nan-7.pth"])) == sorted(
+        names + broken
+    )
+    assert find_dumps(["runs/*"]) == find_dumps(["runs"])
     with pytest.raises(NanDoctorError, match="no dump there"):
         find_dumps(["runs/*/none-*.pth"])
 
