@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Unpack
+from pathlib import Path
+from typing import Any, Unpack
 
 from nandoctor.autocast.policy import REFERENCE
 from nandoctor.diagnosis.ranges import find_crossings, find_loss_scales, measure_layers
@@ -42,7 +43,7 @@ def checkup(
     `model` and `progress` are those of `replay`.
 
     Args:
-        checkpoints: one or more files of weights, dumps, or what `load` returns.
+        checkpoints: one or more files of weights, dumps, or what `load` returns; with `batch` all that `weights` takes.
         batch: a file with the arrays to call the model with; by default those of the checkpoint.
         **options: the keywords of `replay` but `per_sample`, `fixes`, `max_trials` and `time`.
 
@@ -57,11 +58,8 @@ def checkup(
     named, model = (model, None) if isinstance(model, str) else (None, model)
     steps = []
     for file in files:
-        dump = file if isinstance(file, Dump) else read_dump(file)
-        if batch is not None:
-            dump = add_batch(dump, batch)
-        settings = settings_for(dump.path, {**options, "model": named})
-        steps.append(_check(take_weights(dump, settings), model, settings, listener_of(progress)))
+        dump, settings, step = _read(file, batch, {**options, "model": named})
+        steps.append(replace(_check(dump, model, settings, listener_of(progress)), step=step))
     steps.sort(key=lambda checked: -1 if checked.step is None else checked.step)
     return Checkup(steps=tuple(steps), crossings=find_crossings(steps), notes=tuple(_notes(steps)))
 
@@ -72,6 +70,26 @@ def _notes(steps: Sequence[CheckedStep]) -> list[str]:
         files = part_of(len(undated), len(steps), "file")
         return [f"No step is known for {files}, left out of the trend: {undated[0]}."]
     return []
+
+
+def _read(
+    file: CheckpointFile, batch: str | os.PathLike[str] | None, options: dict[str, Any]
+) -> tuple[Dump, Settings, int | None]:
+    """The checkpoint's weights with the batch, how to run it, and the step that the checkpoint itself names."""
+    if isinstance(file, Dump) or batch is None or not _holds_weights_alone(Path(file)):
+        dump = file if isinstance(file, Dump) else read_dump(file)
+        step = dump.step if dump.step is not None else dump.find_count("epoch")
+        dump = dump if batch is None else add_batch(dump, batch)
+        settings = settings_for(dump.path, options)
+    else:
+        dump, step = replace(read_dump(batch), path=Path(file)), None
+        settings = settings_for(dump.path, options)
+        settings = replace(settings, weights=settings.weights or str(dump.path.absolute()))
+    return take_weights(dump, settings), settings, step
+
+
+def _holds_weights_alone(path: Path) -> bool:
+    return path.is_dir() or path.name.endswith((".safetensors", ".index.json"))
 
 
 def _check(dump: Dump, model: ModelSource | None, settings: Settings, progress: Listener) -> CheckedStep:
@@ -92,7 +110,7 @@ def _check(dump: Dump, model: ModelSource | None, settings: Settings, progress: 
     layers = measure_layers(wide.trace, narrow.trace, gradients)
     return CheckedStep(
         path=str(dump.path),
-        step=dump.step if dump.step is not None else dump.find_count("epoch"),
+        step=None,
         layers=layers,
         loss_scale=find_loss_scales(layers, step.loss_scale),
         run=describe_run(narrow.trace.policy, narrow.trace.format),

@@ -169,6 +169,22 @@ def test_a_gradient_that_the_sample_misses_is_known_by_its_end(tmp_path):
     assert scale.smallest == 1.0 < scale.largest
 
 
+def test_gradients_that_need_a_scale_below_one_have_one(tmp_path, x):
+    found = nandoctor.checkup(save(tmp_path, x=x), Net, loss=lambda output, batch: 1e7 * loss(output, batch))
+    assert found.steps[0].loss_scale.smallest == found.steps[0].loss_scale.largest < 1
+    assert dict(list_facts(found.steps[0]))["gradients"].startswith("fit fp16 at loss scales up to 0.")
+
+
+def test_a_directory_of_weights_is_checked_with_a_batch(tmp_path, x):
+    """The step is that of the checkpoint: a batch of step 7 says nothing about it."""
+    batch = save(tmp_path, x=x, step=7, name="batch.pth")
+    (tmp_path / "hf").mkdir()
+    torch.save(torch.load(save(tmp_path, gain=2.0))["state_dict"], tmp_path / "hf" / "pytorch_model.bin")
+    checked, same = (nandoctor.checkup(tmp_path / name, Net, batch=batch).steps[0] for name in ("hf", "step.pth"))
+    assert (checked.path, checked.step, same.step) == (str(tmp_path / "hf"), None, None)
+    assert checked.layers == same.layers
+
+
 def test_a_loss_scale_that_is_too_large_is_said_to_be(tmp_path, x):
     found = nandoctor.checkup(save(tmp_path, x=x), Net, loss=loss, loss_scale=2.0**24)
     facts = dict(list_facts(found.steps[0]))

@@ -163,6 +163,7 @@ def find_loss_scales(layers: Iterable[LayerRange], current: float | None) -> Los
     smallest, smallest_by = max(
         (_ceil_power(FP16.smallest_subnormal / (values.small or values.absmax)), module) for module, values in known
     )
+    smallest = max(smallest, min(1.0, largest))  # a scale below 1 is of no use but against overflow
     return LossScaleRange(
         current=current, largest=largest, largest_by=largest_by, smallest=smallest, smallest_by=smallest_by
     )
@@ -173,7 +174,7 @@ def _floor_power(value: float) -> float:
 
 
 def _ceil_power(value: float) -> float:
-    return 2.0 ** max(math.ceil(math.log2(value)), 0)
+    return 2.0 ** math.ceil(math.log2(value))
 
 
 def find_crossings(steps: Sequence[CheckedStep]) -> tuple[Crossing, ...]:

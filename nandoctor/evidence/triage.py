@@ -43,7 +43,7 @@ class SampleId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingMoment:
-    """When and where in a training the step was, None where the file does not say; `run` is named there, or its folder."""
+    """When and where in a training the step was, None where the file does not say; `run` is then its folder."""
 
     run: str
     step: int | None = None
