@@ -61,6 +61,8 @@ NEEDED: dict[str, str] = {
     "torch._foreach_copy_": "keeping the buffers of a model in training",
     # `tensor._base is not None` is as private.
     "torch.Tensor._is_view": "emulating autocast's cache of cast weights",
+    # nn.Parameter, made in a forward, calls it: torch has no hook for a tensor that changes its class.
+    "torch.Tensor._make_subclass": "watching layers that are built in a forward",
     # `coalesce().values()` adds up duplicates, and so shows other numbers than the tensor holds.
     "torch.Tensor._values": "reading sparse tensors",
     # `optree` would be one more dependency, and does not know the containers that transformers registers here.
@@ -89,5 +91,6 @@ AUTOCAST_EXIT = "torch.amp.autocast_mode.autocast.__exit__"
 CUSTOM_FWD_CAST = "torch.amp.autocast_mode._cast"
 DEVICE_CONTEXT_INIT = "torch.utils._device.DeviceContext.__init__"
 HIGHER_ORDER_KEYS = "torch._ops._compute_keyset"
+MAKE_SUBCLASS = "torch.Tensor._make_subclass"
 CHECKPOINT_APPLY = "torch.utils.checkpoint.CheckpointFunction.apply"
 CHECKPOINT_AUTOCAST = "torch.utils.checkpoint._get_autocast_kwargs"

@@ -36,7 +36,7 @@ from nandoctor.torch_compat import (
     unobserved,
     without_observer,
 )
-from nandoctor.torch_places import HIGHER_ORDER_KEYS
+from nandoctor.torch_places import HIGHER_ORDER_KEYS, MAKE_SUBCLASS
 
 if TYPE_CHECKING:
     from nandoctor.torch_compat import OpOverload
@@ -238,8 +238,21 @@ def _observe(keys: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _observer() -> Iterator[None]:
-    with observer_kernel(_observe), patched([Patch(HIGHER_ORDER_KEYS, without_observer)]):
+    with (
+        observer_kernel(_observe),
+        patched([Patch(HIGHER_ORDER_KEYS, without_observer), Patch(MAKE_SUBCLASS, _unseen)]),
+    ):
         yield
+
+
+def _unseen(make_subclass: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Make a parameter in a forward unseen: torch cannot give the tensor that it detaches there another class later."""
+
+    def make_unseen(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with unobserved():
+            return make_subclass(*args, **kwargs)
+
+    return staticmethod(make_unseen)
 
 
 observer_registered = Shared(_observer)

@@ -307,3 +307,14 @@ def test_an_overflow_that_a_later_part_leaves_in_place(examine):
 
     report = examine(Between(Marked()), {"x": normal(4, 8)})
     assert blamed(report) == ("precision", "middle", "mul", "elementwise-overflow")
+
+
+def test_a_layer_that_is_built_in_the_forward(examine):
+    class Share(nn.Module):
+        def forward(self, x):
+            x = nn.Linear(8, 8, bias=False)(x * (torch.arange(3) != 1)[:, None])
+            return x / x.abs().sum(-1, keepdim=True)
+
+    report = examine(Between(Share()), {"x": normal(3, 8)})
+    assert blamed(report) == ("numerics", "middle", "div", "division-by-zero")
+    assert report.origin.elements.samples == (1,)
