@@ -267,6 +267,20 @@ def gradient_error(made: Result, reference: Result, *, grain: float = 0.0) -> fl
     return difference / norm if norm else difference
 
 
+def share_rounded_to_zero(made: Result, reference: Result) -> float:
+    """Share of the reference's gradients that are 0 in the run, though one scale for their own weight would hold them.
+
+    What is less than fp16's finest step of a weight's largest gradient is noise.
+    """
+    lost = held = 0
+    for name in made.gradients.keys() & reference.gradients:
+        size = reference.gradients[name].abs()
+        counts = size > FP16.smallest_subnormal * (size.max() if size.numel() else 0)
+        held += int(counts.sum())
+        lost += int((counts & (made.gradients[name] == 0)).sum())
+    return lost / held if held else 0.0
+
+
 def _in_pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Tensors of one shape, piece by piece: what is made of a piece stays in the cache, which is ten times as fast."""
     if all(tensor.layout is torch.strided for tensor in tensors):

@@ -20,7 +20,14 @@ from nandoctor.autocast.policy import REFERENCE
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.edits import Change, KeepSamples, SetLossScale, UseFormat, flatten
 from nandoctor.evidence.formats import BF16, FP16
-from nandoctor.fixes.agreement import LARGEST_SQUARED, NOISE, Result, gradient_error, gradient_norm
+from nandoctor.fixes.agreement import (
+    LARGEST_SQUARED,
+    NOISE,
+    Result,
+    gradient_error,
+    gradient_norm,
+    share_rounded_to_zero,
+)
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
 from nandoctor.text import number, percent
@@ -116,7 +123,7 @@ class GradientCheck:
             aside = self._describe_unknown(scale, larger if excused else highest, excused=excused)
             if scale < min(_LEAST_SCALE, highest) and not excused:
                 return "failed", told + aside
-        if scale < 1 and (lost := self._loses_small_gradients(change, scale)) is not None:
+        if scale < 1 and (lost := self._loses_small_gradients(change, made, scale)) is not None:
             return "failed", f"{told}, where {lost} are rounded away"
         references = self._references(None if in_backward else change, made)
         error, allowed = _nearest(references, made, grain=FP16.smallest_subnormal / scale)
@@ -234,8 +241,11 @@ class GradientCheck:
                 return norm if math.isfinite(norm) else 1.0
         return 1.0
 
-    def _loses_small_gradients(self, change: Change, scale: float) -> str | None:
+    def _loses_small_gradients(self, change: Change, made: Result, scale: float) -> str | None:
         """Tell whose gradients are lost at a scale that holds the largest ones, which a norm of all hides."""
+        sound = self._trials.sound_reference((change,))
+        if sound.gradients_finite and (share := share_rounded_to_zero(made, sound)) > GRADIENT_TOLERANCE:
+            return f"{percent(share)} of those that are not 0 in fp32"
         if not self._healthy:
             # A loss with a scale of its own needs one below 1, and no other loss does.
             is_too_low = scale_set_by(change) is not None and scale * max(1.0, self._steepness()) < 1

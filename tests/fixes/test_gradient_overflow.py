@@ -66,6 +66,29 @@ def test_a_scale_that_rounds_small_gradients_away_is_no_fix(others, tmp_path):
     assert not any(fix.verified for fix in scales)
 
 
+class Branches(nn.Module):
+    """The gradients of one weight are 1e13 times those of the eight others, in every sample."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.large, self.small, self.share = nn.Linear(1, 1, bias=False), nn.Linear(8, 1, bias=False), share
+
+    def forward(self, x):
+        return self.large(x[:, :1]) + self.share * self.small(x)
+
+
+@pytest.mark.parametrize(("share", "holds"), [(1.0, True), (1e-13, False)])
+def test_a_scale_at_which_most_weights_stop_learning_is_no_fix(share, holds, tmp_path):
+    torch.manual_seed(0)
+    model = Branches(share)
+    torch.save({"state_dict": model.state_dict(), "x": torch.ones(4, 8)}, tmp_path / "dump.pth")
+    settings = {"loss": lambda output, _: 1e9 * output.float().mean(), "mode": "train"}
+    report = nandoctor.replay(tmp_path / "dump.pth", model, **settings).report
+    scales = [fix for fix in report.fixes if fix.kind == "setting" and fix.settings.loss_scale is not None]
+    assert scales
+    assert any(fix.verified for fix in scales) == holds
+
+
 class Logarithm(nn.Module):
     """Zeros in every sample, so that none is left to tell what gradients are usual."""
 
