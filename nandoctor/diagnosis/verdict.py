@@ -252,8 +252,8 @@ def _headline_of_healthy(trace: Trace) -> str:
         return f"Nothing failed {under}: the infinities in the output were written there by the code"
     if trace.loss is None:
         both = under if trace.format == FP32 else f"{under} and in fp32"
-        return f"Nothing is non-finite: the output is finite {both} (pass --loss to check gradients)"
-    return f"Nothing is non-finite: output, loss and gradients are finite {under}"
+        return f"The output is finite {both} (pass --loss to check gradients)"
+    return f"Output, loss and gradients are finite {under}"
 
 
 def _under(trace: Trace) -> str:

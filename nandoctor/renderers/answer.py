@@ -85,10 +85,20 @@ def describe_verdict(report: Report) -> str:
     run = report.runs.autocast if report.runs is not None else None
     under = "in the replay" if run is None or run.dtype == FP32 else describe_run(run.policy, run.dtype)
     kinds = kinds_text(report.origin.elements.kinds) if report.origin is not None else ""
-    if report.verdict == "numerics" and report.cause is not None and report.cause.code == "gradient-overflow":
+    if report.verdict == "numerics" and _fails_in_low_alone(report):
         return f"{kinds} here {under} only; fp32 is non-finite as well, at another place"
     meaning = VERDICTS[report.verdict].meaning.format(under=under, kinds=kinds or "non-finite")
     return f"{meaning}; {describe_fp32_error(report.fp32_error)}" if report.fp32_error is not None else meaning
+
+
+def _fails_in_low_alone(report: Report) -> bool:
+    """Tell whether what is blamed overflows a format that is narrower than fp32, though fp32 fails as well."""
+    if report.origin is None or report.cause is None:
+        return False
+    made, exact = report.origin.output, report.origin.would_be
+    if report.cause.code == "gradient-overflow" or made is None or exact is None:
+        return report.cause.code == "gradient-overflow"
+    return report.cause.code.endswith("-overflow") and made.dtype.max < abs(exact) <= FP32.max
 
 
 def _describe_where(report: Report) -> str:

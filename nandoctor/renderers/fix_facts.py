@@ -13,7 +13,7 @@ from typing import Literal
 
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP64
-from nandoctor.evidence.report import Check, Counterfactual, Fix, Fp32Module, Report, StepSetting, TrialOutcome
+from nandoctor.evidence.report import Check, Fix, Fp32Module, Report, StepSetting, TrialOutcome
 from nandoctor.renderers.facts import Fact, command_for, short_name
 from nandoctor.renderers.table import TableLine, describe_use
 from nandoctor.source_files import PACKAGE_FOLDERS
@@ -275,7 +275,7 @@ def why_facts(report: Report) -> Iterator[Fact]:
 
 def trial_facts(report: Report) -> list[Fact]:
     """What else was tried, and small constants that are lost where the cause is another one: it tells its own."""
-    facts = [*fp32_facts(report), *variation_facts(report.counterfactuals)]
+    facts = [*fp32_facts(report), *variation_facts(report)]
     told = report.cause is not None and "eps" in report.cause.code
     audit = () if told else report.eps_audit
     lost = [f"{constant(use.value)} in {describe_use(use)}" for use in audit if use.effect == "zero"]
@@ -334,8 +334,9 @@ def _describe_member(member: Fp32Module) -> str:
     return owner if member.children else f"{owner} without its submodules"
 
 
-def variation_facts(trials: Sequence[Counterfactual]) -> Iterator[Fact]:
+def variation_facts(report: Report) -> Iterator[Fact]:
     """With which settings the step is finite, and with which it fails, of what was varied and mattered."""
+    trials = report.counterfactuals
     groups = {trial.group for trial in trials if trial.outcome.finite}
     if trials and not groups:
         yield Fact(label="variations", text="the step fails in all of them")
@@ -348,7 +349,12 @@ def variation_facts(trials: Sequence[Counterfactual]) -> Iterator[Fact]:
     failing = [describe_setting(trial.setting) for trial in told if not trial.outcome.finite]
     if sound:
         fails = f"; fails: {', '.join(failing)}" if failing else ""
-        yield Fact(label="variations", text=f"finite: {', '.join(sound)}{fails}")
+        yield Fact(label="variations", text=f"{varied_part(report)} finite: {', '.join(sound)}{fails}")
+
+
+def varied_part(report: Report) -> str:
+    """What was looked at: where the forward itself fails, variations are run without a backward pass."""
+    return "step" if report.origin is not None and report.origin.phase == "backward" else "forward"
 
 
 def describe_setting(setting: StepSetting) -> str:

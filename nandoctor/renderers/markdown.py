@@ -11,7 +11,15 @@ from collections.abc import Iterator, Sequence
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, next_facts, note_facts
-from nandoctor.renderers.fix_facts import ShownFix, fp32_facts, list_fixes, list_variations, no_fix_heading, why_facts
+from nandoctor.renderers.fix_facts import (
+    ShownFix,
+    fp32_facts,
+    list_fixes,
+    list_variations,
+    no_fix_heading,
+    varied_part,
+    why_facts,
+)
 from nandoctor.renderers.table import CONSTANT_HEADINGS, LayerTable, list_small_constants, make_table
 from nandoctor.text import bits_text, plural, printable, split_code
 
@@ -109,7 +117,7 @@ def _trials(report: Report) -> Iterator[str]:
     if kept := list(fp32_facts(report)):
         yield from (*_facts(kept), "")
     if report.counterfactuals:
-        yield from _table(("with", "the step is"), [line.cells for line in list_variations(report)])
+        yield from _table(("with", f"the {varied_part(report)} is"), [line.cells for line in list_variations(report)])
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -15,7 +15,14 @@ from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import head_run
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.facts import detail_facts, evidence_facts, next_facts, note_facts
-from nandoctor.renderers.fix_facts import fp32_facts, list_fixes, list_variations, no_fix_heading, why_facts
+from nandoctor.renderers.fix_facts import (
+    fp32_facts,
+    list_fixes,
+    list_variations,
+    no_fix_heading,
+    varied_part,
+    why_facts,
+)
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.plots.affected_sample import caption, view_html
 from nandoctor.renderers.plots.figures import figure_svg, for_page_and_phone
@@ -53,6 +60,7 @@ def report_page(report: Report) -> str:
         near=sorted(report.headroom, key=lambda near: near.headroom_bits),
         kept_in_fp32=list(fp32_facts(report)),
         variations=list_variations(report),
+        varied_part=varied_part(report),
         constant_headings=CONSTANT_HEADINGS,
         constants=list_small_constants(report.eps_audit),
         spread=describe_spread(report.origin.grid) if report.origin and report.origin.grid else "",

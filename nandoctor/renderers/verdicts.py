@@ -44,7 +44,7 @@ VERDICTS: Mapping[Verdict, ShownVerdict] = {
         meaning="every gradient is finite at loss scale 1; a GradScaler skips such a step", tone=UNCLEAR
     ),
     "silent": ShownVerdict(meaning="finite {under}, and far from what fp32 computes", tone=FAILED),
-    "healthy": ShownVerdict(meaning="nothing is non-finite {under} or in fp32", tone=GOOD),
+    "healthy": ShownVerdict(meaning="nothing that was looked at failed {under} or in fp32", tone=GOOD),
     "not-reproduced": ShownVerdict(meaning="the saved failure did not come back", tone=UNCLEAR),
     "cannot-tell": ShownVerdict(meaning="nothing non-finite in what could be looked at", tone=UNCLEAR),
     "fixed": ShownVerdict(meaning="the step failed, and passes under the code as it is now", tone=GOOD),

@@ -238,7 +238,7 @@ def report(runs=None, **changes):
     """A report on these runs, healthy unless `changes` say otherwise."""
     made = Report(
         verdict="healthy",
-        headline="Nothing is non-finite: the output is finite under fp16 autocast and in fp32",
+        headline="The output is finite under fp16 autocast and in fp32",
         reproduction=Reproduction(
             grade="exact", output="logit", num_bad_saved=0, num_bad_replayed=0, numel=4096, max_rel_err=0.0
         ),

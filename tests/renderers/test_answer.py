@@ -106,9 +106,17 @@ def test_names_in_the_source_cannot_move_the_cursor(excerpt):
     [
         (factory.fixable, "NaN under fp16 autocast only; fp32 is finite"),
         (factory.precision, "non-finite under fp16 autocast only; fp32 is finite"),
-        (factory.healthy, "nothing is non-finite under fp16 autocast or in fp32"),
+        (factory.healthy, "nothing that was looked at failed under fp16 autocast or in fp32"),
         (factory.weights_only, "the weights or buffers in the file are to blame"),
     ],
 )
 def test_the_verdict_names_the_formats(make, text):
     assert describe_verdict(make()) == text
+
+
+@pytest.mark.parametrize(("exact", "place"), [(2.7e9, "at another place"), (5e40, "half precision is not to blame")])
+def test_what_overflows_fp16_alone_is_no_matter_of_fp32(exact, place):
+    made = factory.numerics()
+    origin = factory.origin(made, would_be=exact)
+    cause = replace(factory.fixable().cause, code="input-cast-overflow")
+    assert describe_verdict(replace(made, origin=origin, cause=cause)).endswith(place)

@@ -137,7 +137,10 @@ def test_a_lost_constant_is_told_where_it_is_not_the_cause():
 
 
 def test_variations_tell_what_is_finite_and_what_is_not():
-    assert facts(factory.fixable())[-1] == ("variations", "finite: bf16, without sample 2")  # in either mode it fails
+    assert facts(factory.fixable())[-1] == (
+        "variations",
+        "forward finite: bf16, without sample 2",
+    )  # in either mode it fails
     made = replace(factory.fixable(), counterfactuals=factory.fixable().counterfactuals[-1:])
     assert facts(made)[-1] == ("variations", "the step fails in all of them")
 
@@ -147,7 +150,7 @@ def test_a_variation_that_is_far_from_fp32_says_so():
     far = replace(made.counterfactuals[0], outcome=TrialOutcome(finite=True, max_rel_err=0.047))
     assert facts(replace(made, counterfactuals=(far,)))[-1] == (
         "variations",
-        "finite: bf16 (4.7 % off fp32)",
+        "forward finite: bf16 (4.7 % off fp32)",
     )
 
 
@@ -169,7 +172,7 @@ def test_a_variation_far_from_fp32_says_how_far():
         made.counterfactuals[0], setting=StepSetting(dtype=FP16), outcome=TrialOutcome(finite=True, max_rel_err=1.2)
     )
     told = [text for _, text in facts(replace(made, counterfactuals=(far, *made.counterfactuals)))]
-    assert "finite: fp16 (120 % off fp32), bf16, without sample 2" in told
+    assert "forward finite: fp16 (120 % off fp32), bf16, without sample 2" in told
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ def test_the_line_stands_before_the_code_and_the_message():
     assert concise_line(factory.fixable()) == (
         "net.py:45: eps-underflow: 1e-8 rounds to 0 in fp16, so MultiheadAttention divides 0 by 0"
     )
-    assert concise_line(factory.healthy()).startswith("NaN.pth: healthy: Nothing is non-finite")
+    assert concise_line(factory.healthy()).startswith("NaN.pth: healthy: The output is finite")
 
 
 def test_github_marks_the_line():
