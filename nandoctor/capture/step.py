@@ -40,10 +40,10 @@ class RecordedStep:
     `scale` is the loss scale before the step, and `scale_version` tells whether the scaler was updated since. `skip` is
     a fused optimizer's own flag, `skipped` what is known without it. `accumulated` is the largest magnitude among the
     gradients after a micro-batch that no update follows, `seen_gradient` the first of them. `num_updates` counts how
-    often an optimizer has written the weights since. `stamp` is the observer's after the first forward, and `weights` a
-    copy from before it, where the loop writes them without any optimizer. `nbytes` are those of the calls and outputs
-    held, and `num_dropped` forwards that nobody watched came before, too many to be held. `running` are the
-    places of the calls that have not returned, `ended` those of the others.
+    often an optimizer has written the weights since. `stamp` is the observer's after the first forward, or the last
+    update, and `weights` a copy from before it, where the loop writes them without any optimizer. `nbytes` are those of
+    the calls and outputs held, and `num_dropped` forwards that nobody watched came before, too many to be held.
+    `running` are the places of the calls that have not returned, `ended` those of the others.
     """
 
     step: int
@@ -136,6 +136,12 @@ class RecordedStep:
             was_left_out = not self.updates or len(self.updates) < num_optimizers
             if was_left_out or not scale.on_device:
                 self.skipped = self.skipped or scale.values() < self.scale.values()
+
+    def look_at_later_writes(self) -> None:
+        """Measure the weights as the training loop left them, which wrote them after the update: clamped, averaged."""
+        measured = [(update.trained, update.trained.weights()) for update in self.updates]
+        flags = [(trained, Flag(magnitude)) for trained, magnitude in measured if magnitude is not None]
+        self.updates += [Update(trained=trained, gradients=None, undo={}, weights=flag) for trained, flag in flags]
 
     def awaits_update(self, num_optimizers: int) -> bool:
         """True if an optimizer may yet write what it trains, after the block that marks the step."""

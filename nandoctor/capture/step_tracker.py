@@ -104,12 +104,9 @@ class StepTracker:
         step, can_add = self._latest, self._accumulates and self._scale_version == version
         if not (can_add and has_gradient(self.trainers.probe, self._observer.model)):
             return False
-        return (
-            bool(self.trainers.optimizers)
-            or self._sharded
-            or step is None
-            or not self._observer.was_written(step.stamp)
-        )
+        if self.trainers.optimizers or self._sharded or step is None:
+            return True
+        return not self._observer.was_written(step.stamp)
 
     def start_step(self, following: RecordedStep | None, *, final: bool = False) -> None:
         """End the current step and make `following` the current one; then decide on those that can be."""
@@ -156,7 +153,9 @@ class StepTracker:
             step.accumulated = self._flag_of(trained.gradients(), over_ranks=over_ranks)
 
     def _note_unseen_writes(self, step: RecordedStep) -> None:
-        """Look at weights that the loop writes without an optimizer; from such a write on they are copied."""
+        """Look at weights that the loop writes by itself; from such a write without any update on they are copied."""
+        if step.updates and not step.decided and self._was_moved(step):
+            step.look_at_later_writes()
         if step.num_updates or step.stamp is None or not self._observer.was_written(step.stamp):
             self.trainers.note_quiet(updated=step.num_updates > 0)
             return
@@ -282,8 +281,8 @@ class StepTracker:
     def before_update(self, optimizer: Optimizer | DeepSpeedEngine) -> None:
         """Read the flags before an optimizer spoils the weights that the dump needs, and keep the weights.
 
-        A plain optimizer gets here when its scaler has waited for the gradients already, and not at all where it skips.
-        A fused one gets here always, with the scaler's own flag, and leaves the weights alone by itself.
+        A plain optimizer gets here when its scaler has waited for the gradients, and not at all where it skips. A fused
+        one always does, with the scaler's own flag, and leaves the weights alone by itself.
         """
         step, trained = self._latest, self.trainers.find(optimizer)
         if step is None:
@@ -332,6 +331,7 @@ class StepTracker:
         if step is None or update is None:
             return
         update.weights = self._flag_of(update.trained.weights(), over_ranks=update.trained.sharded)
+        step.stamp = self._observer.stamp(self.trainers.held, values=False)
         if update.weights is not None and not update.weights.on_device and update.weights.nonfinite:
             if update.gradients is None:  # of several optimizers' the scaler skips one, and clipping spreads its NaN
                 update.gradients = self._flag_of(update.trained.gradients(), over_ranks=False)
