@@ -189,7 +189,7 @@ class _Search:
         if findings.fp32 is not None and not self._trials.numerics:
             self._trials.with_gradients.know_reference(findings.fp32)
         self._guilty = guilty_samples(findings)
-        self._writer = ChangeWriter(step.model, step.loss, findings.ops)
+        self._writer = ChangeWriter(step.model, step.loss, findings.ops, findings.trace.calls)
         self._verifier = self._new_verifier()
         self._untried = [_CHANGES, _FP32_SETS, _SETTINGS]
         self._tried: list[Fix] = []

@@ -19,6 +19,7 @@ from nandoctor.evidence.edits import (
     ChangedFile,
     ClampArgument,
     GuardArgument,
+    KeepModule,
     KeepOp,
     OpSite,
     ScaleFirst,
@@ -43,9 +44,11 @@ from nandoctor.fixes.source_expression import (
     target_of,
     text_with,
 )
+from nandoctor.fixes.source_forwards import Forward
+from nandoctor.fixes.source_imports import with_torch
 from nandoctor.fixes.source_logs import LogSpace
 from nandoctor.fixes.source_shares import subtract_largest
-from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, nodes_in, parse_source, with_import
+from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, nodes_in, parse_source
 from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, LOGARITHMS, MAXIMA, MOVES, PRODUCTS
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 from nandoctor.text import constant
@@ -73,14 +76,18 @@ class PastBound:
 class SourceWriter:
     """Writes the changes of one step; `ops` are those of its trace, by which arguments are told from constants.
 
-    `names_in` gives the modules and classes that code without a file has from elsewhere, by the name of its file.
+    `names_in` gives the modules and classes that code without a file has from elsewhere, by the name of its file;
+    `forward_of` the forward of a module, where only modules that are kept in fp32 have it.
     `places` are the expressions that the patch which was written last has changed for an edit, of edits that have one.
     """
 
     def __init__(
-        self, ops: Sequence[OpCall], names_in: Callable[[str], frozenset[str]] = lambda _: frozenset()
+        self,
+        ops: Sequence[OpCall],
+        names_in: Callable[[str], frozenset[str]] = lambda _: frozenset(),
+        forward_of: Callable[[str, Set[str]], Forward | None] = lambda *_: None,
     ) -> None:
-        self._ops, self._names_in = ops, names_in
+        self._ops, self._names_in, self._forward_of = ops, names_in, forward_of
         self.places: dict[SingleEdit, set[cst.CSTNode]] = {}
         self._files: dict[str, FileChange] = {}
         self._probe: Probe | None = None
@@ -92,8 +99,12 @@ class SourceWriter:
         """
         self.places, self._files, self._probe = {}, {}, probe
         try:
+            kept = {edit.module for edit in edits if isinstance(edit, KeepModule) and edit.children}
+            for path in kept:
+                self._keep_module(path, kept)
             for edit in edits:
-                self._write_one(edit)
+                if not isinstance(edit, KeepModule) or not edit.children:
+                    self._write_one(edit)
             for edit in edits:
                 if isinstance(edit, ClampArgument) and edges_of(edit):
                     self._clamp_others(edit)
@@ -160,7 +171,7 @@ class SourceWriter:
             if text is None or text == change.tree.text:
                 raise CannotWriteError
             if "torch" not in change.tree.global_imports:
-                text = with_import(change.tree, text)
+                text = with_torch(change.tree.text, text)
             before, after = (f"{change.tree.mark}{text}{change.tree.end}" for text in (change.tree.text, text))
             yield ChangedFile(path=path, before=before, after=after)
 
@@ -250,6 +261,18 @@ class SourceWriter:
             change.replace(node, float_text(change.tree, node))
         change.replacements.extend(self._casts(change.tree, source))
         change.wraps.append(Wrap(statement=statement, header=OUT_OF_AUTOCAST))
+
+    def _keep_module(self, path: str, kept: Set[str]) -> None:
+        """The whole forward outside of autocast, with what it takes in low precision cast first."""
+        forward = self._forward_of(path, kept)
+        if forward is None:
+            raise CannotWriteError
+        change = self._file(SourceLine(file=forward.file, line=forward.line, text=""))
+        function = change.tree.function_at(forward.line)
+        if function is None:
+            raise CannotWriteError
+        casts = tuple(f"{name} = {name}.float()" for name in forward.low)
+        change.wraps.append(Wrap(statement=function, header=OUT_OF_AUTOCAST, first=casts))
 
     def _tensor_names(self, tree: SourceTree, source: SourceLine) -> set[cst.BaseExpression]:
         """The names and attributes that the ops of a line took their low-precision tensors from."""

@@ -7,16 +7,15 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 import libcst as cst
-from libcst.helpers import get_full_name_for_node
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
 from nandoctor.evidence.trace import SourceLine
+from nandoctor.fixes.source_imports import imported_names
 
 _OWN_SCOPE = (cst.Lambda, cst.CompFor, cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp)
 _CONDITIONAL = (cst.IfExp, cst.BooleanOperation)
 _ATOMS = (cst.Name, cst.Attribute, cst.Call, cst.Subscript, cst.BaseNumber, cst.BaseString)
 _BYTE_ORDER_MARK = "\ufeff"
-_FOR_TYPE_CHECKERS = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 _STANDS_ALONE = (cst.Assign, cst.AnnAssign, cst.Arg, cst.Expr, cst.Return)
 
 
@@ -113,6 +112,13 @@ class SourceTree:
                 return node if isinstance(self._parents.get(node), cst.IndentedBlock) else None
         return None
 
+    def function_at(self, line: int) -> cst.FunctionDef | None:
+        """The function that begins on a line, with a decorator or not, and whose body stands on lines of its own."""
+        for node, where in self._ranges.items():
+            if isinstance(node, cst.FunctionDef) and where.start.line == line:
+                return node if isinstance(node.body, cst.IndentedBlock) else None
+        return None
+
     def module_arguments(self, statement: cst.SimpleStatementLine) -> list[cst.Name]:
         """The names that a statement hands to submodules: the `x` of `self.norm(x)`."""
         found: list[cst.Name] = []
@@ -148,12 +154,12 @@ class SourceTree:
     @cached_property
     def imported_names(self) -> set[str]:
         """The names that the file's own import statements bind, at any level."""
-        return _Imports(self.module, everywhere=True).names | self._known
+        return imported_names(self.module, everywhere=True) | self._known
 
     @cached_property
     def global_imports(self) -> set[str]:
         """Those that every function may use: imported outside of functions, and not for a type checker alone."""
-        return _Imports(self.module, everywhere=False).names | self._known
+        return imported_names(self.module, everywhere=False) | self._known
 
     def replaced(
         self, replacements: Iterable[Replacement], *, wrap: Sequence[Wrap] = (), without: Sequence[cst.CSTNode] = ()
@@ -171,7 +177,7 @@ class SourceTree:
                 return None
             if statement is not None:
                 hoisted.setdefault(statement, []).extend(item.before)
-        wrapped: dict[cst.CSTNode, str] = {item.statement: item.header for item in wrap}
+        wrapped: dict[cst.CSTNode, Wrap] = {item.statement: item for item in wrap}
         removed = {self.statement_of(node) for node in without}
         around = {parent for node in (*chosen, *hoisted, *wrapped, *without) for parent in self.ancestors(node)}
         return self.module.visit(_Rewriter(chosen, hoisted, wrapped, self._alone(chosen), around, removed)).code
@@ -251,49 +257,13 @@ def parse_source(text: str, known: frozenset[str] = frozenset()) -> SourceTree:
     return SourceTree(text, known)
 
 
-def with_import(tree: SourceTree, text: str) -> str:
-    """The text with `import torch` before its first statement that is not a docstring or a __future__ import."""
-    module = cst.parse_module(text)
-    place = next((i for i, item in enumerate(module.body) if not _must_come_first(item)), len(module.body))
-    statement = cst.parse_statement("import torch\n")
-    body = [*module.body[:place], statement, *module.body[place:]]
-    return module.with_changes(body=body).code if "torch." in text.replace(tree.text, "") else text
-
-
-def _must_come_first(statement: cst.CSTNode) -> bool:
-    if not isinstance(statement, cst.SimpleStatementLine):
-        return False
-    (first, *_) = statement.body
-    if isinstance(first, cst.Expr):
-        return isinstance(first.value, (cst.SimpleString, cst.ConcatenatedString))
-    module = first.module if isinstance(first, cst.ImportFrom) else None
-    return isinstance(module, cst.Name) and module.value == "__future__"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrap:
-    """A statement to be put into the block of a `with` statement."""
+    """A statement, or the body of a function, to be put into the block of a `with` statement, behind the `first`."""
 
-    statement: cst.SimpleStatementLine
+    statement: cst.SimpleStatementLine | cst.FunctionDef
     header: str
-
-
-class _Imports(cst.CSTVisitor):
-    def __init__(self, module: cst.Module, *, everywhere: bool) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self._everywhere = everywhere
-        module.visit(self)
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:  # noqa: N802 - libcst's own
-        return self._everywhere
-
-    def visit_If(self, node: cst.If) -> bool:  # noqa: N802
-        is_name = isinstance(node.test, cst.Name | cst.Attribute)
-        return self._everywhere or not (is_name and get_full_name_for_node(node.test) in _FOR_TYPE_CHECKERS)
-
-    def visit_ImportAlias(self, node: cst.ImportAlias) -> None:  # noqa: N802
-        self.names.add((node.evaluated_alias or node.evaluated_name).partition(".")[0])
+    first: tuple[str, ...] = ()
 
 
 class _TextSubstitution(cst.CSTTransformer):
@@ -331,7 +301,7 @@ class _Rewriter(cst.CSTTransformer):
         self,
         chosen: Mapping[cst.CSTNode, Replacement],
         hoisted: Mapping[cst.CSTNode, Sequence[str]],
-        wrapped: Mapping[cst.CSTNode, str],
+        wrapped: Mapping[cst.CSTNode, Wrap],
         alone: set[cst.CSTNode],
         around: set[cst.CSTNode],
         removed: Set[cst.CSTNode | None],
@@ -349,8 +319,8 @@ class _Rewriter(cst.CSTTransformer):
         """Replace what was chosen; put statements before, and blocks around, those that were named."""
         if original_node in self._chosen:
             return self._replace(original_node, self._chosen[original_node].text)
-        if original_node in self._wrapped and isinstance(updated_node, cst.SimpleStatementLine):
-            updated_node = self._wrap(updated_node, self._wrapped[original_node])
+        if (wrap := self._wrapped.get(original_node)) is not None:
+            updated_node = _wrapped(updated_node, wrap)
         before = self._hoisted.get(original_node)
         is_removed = original_node in self._removed
         if not before:
@@ -371,11 +341,20 @@ class _Rewriter(cst.CSTTransformer):
         made, bare = _parsed(text)
         return bare if node in self._alone or _binds_as_tightly(bare, node) else made
 
-    def _wrap(self, statement: cst.SimpleStatementLine, header: str) -> cst.With:
-        template = cst.parse_statement(f"{header}\n    pass\n")
-        assert isinstance(template, cst.With)
-        body = cst.IndentedBlock(body=[statement.with_changes(leading_lines=())])
-        return template.with_changes(body=body, leading_lines=statement.leading_lines)
+
+def _wrapped(node: cst.CSTNode, wrap: Wrap) -> cst.CSTNode:
+    """A statement in the block of a `with` statement; of a function all but its docstring."""
+    template = cst.parse_statement(f"{wrap.header}\n    pass\n")
+    assert isinstance(template, cst.With)
+    first = map(cst.parse_statement, wrap.first)
+    if isinstance(node, cst.SimpleStatementLine):
+        body = cst.IndentedBlock(body=[*first, node.with_changes(leading_lines=())])
+        return template.with_changes(body=body, leading_lines=node.leading_lines)
+    assert isinstance(node, cst.FunctionDef)
+    told = 0 if node.get_docstring() is None else 1
+    statements = node.body.body
+    block = template.with_changes(body=node.body.with_changes(body=[*first, *statements[told:]], footer=()))
+    return node.with_changes(body=node.body.with_changes(body=[*statements[:told], block]))
 
 
 def _parsed(text: str) -> tuple[cst.BaseExpression, cst.BaseExpression]:

@@ -36,9 +36,10 @@ from nandoctor.evidence.edits import (
 )
 from nandoctor.evidence.formats import BF16, LARGEST_EPS
 from nandoctor.evidence.report import ChangeKind, FixSettings
-from nandoctor.evidence.trace import LOSS, OpCall
+from nandoctor.evidence.trace import LOSS, ModuleCall, OpCall
 from nandoctor.fixes.cells import cell_name, known_names, write_snippet
 from nandoctor.fixes.source_changes import PastBound, SourceWriter
+from nandoctor.fixes.source_forwards import Forward, find_forward
 from nandoctor.ops import CASTS, DIVISIONS
 from nandoctor.text import constant
 
@@ -74,9 +75,10 @@ class WrittenChange:
 class ChangeWriter:
     """Writes the changes of one step."""
 
-    def __init__(self, model: nn.Module, loss: Any, ops: Sequence[OpCall]) -> None:
+    def __init__(self, model: nn.Module, loss: Any, ops: Sequence[OpCall], calls: Sequence[ModuleCall] = ()) -> None:
         self._low = {path for path, module in model.named_modules() if _is_low(module)}
-        self._source = SourceWriter(ops, partial(known_names, model=model, loss=loss))
+        known = partial(known_names, model=model, loss=loss)
+        self._source = SourceWriter(ops, known, lambda path, kept: self._forward_of(path, model, calls, kept))
         self._write_snippet = partial(write_snippet, model=model, loss=loss)
 
     def write(self, edit: Edit) -> Iterator[WrittenChange]:
@@ -101,6 +103,10 @@ class ChangeWriter:
         snippet = self._snippet(singles)
         if snippet is not None:
             yield WrittenChange(kind=snippet.kind, title=title, text=snippet.text, change=snippet)
+
+    def _forward_of(self, path: str, model: nn.Module, calls: Sequence[ModuleCall], kept: Set[str]) -> Forward | None:
+        """A module's forward, but where its weights are stored in low precision: these are to be widened too."""
+        return None if path == LOSS or path in self._low else find_forward(path, model, calls, kept)
 
     def _snippet(self, edits: Sequence[SingleEdit]) -> Snippet | None:
         modules = [edit for edit in edits if isinstance(edit, KeepModule) and edit.children and edit.module != LOSS]

@@ -7,7 +7,8 @@ import pytest
 
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.fixes.source_expression import negated
-from nandoctor.fixes.source_tree import Replacement, nodes_in, parse_source, with_import
+from nandoctor.fixes.source_imports import with_torch
+from nandoctor.fixes.source_tree import Replacement, nodes_in, parse_source
 
 TYPED = """from __future__ import annotations
 
@@ -28,7 +29,7 @@ def test_imports_for_type_checkers_and_functions_bind_nothing():
     tree = parse_source(TYPED)
     assert tree.imported_names == {"annotations", "TYPE_CHECKING", "torch", "math"}
     assert tree.global_imports == {"annotations", "TYPE_CHECKING"}
-    assert "annotations\nimport torch\n" in with_import(tree, TYPED + "\ntorch.zeros(1)\n")
+    assert "annotations\nimport torch\n" in with_torch(tree.text, TYPED + "\ntorch.zeros(1)\n")
 
 
 def test_lines_are_counted_as_python_counts_them():

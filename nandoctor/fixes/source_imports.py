@@ -1,0 +1,53 @@
+"""The import statements of a source file: the names that they bind, and one that a change needs."""
+
+from __future__ import annotations
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+
+_FOR_TYPE_CHECKERS = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imported_names(module: cst.Module, *, everywhere: bool) -> set[str]:
+    """The names that a file imports: `everywhere`, or where every function may use them."""
+    imports = _Imports(everywhere=everywhere)
+    module.visit(imports)
+    return imports.names
+
+
+def with_torch(before: str, text: str) -> str:
+    """A changed text with `import torch` before its first statement that may be, if only the change needs torch."""
+    if "torch." not in text.replace(before, ""):
+        return text
+    module = cst.parse_module(text)
+    place = next((i for i, item in enumerate(module.body) if not _must_come_first(item)), len(module.body))
+    body = [*module.body[:place], cst.parse_statement("import torch\n"), *module.body[place:]]
+    return module.with_changes(body=body).code
+
+
+def _must_come_first(statement: cst.CSTNode) -> bool:
+    """Tell whether a statement is a docstring or an import of __future__."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return False
+    (first, *_) = statement.body
+    if isinstance(first, cst.Expr):
+        return isinstance(first.value, (cst.SimpleString, cst.ConcatenatedString))
+    module = first.module if isinstance(first, cst.ImportFrom) else None
+    return isinstance(module, cst.Name) and module.value == "__future__"
+
+
+class _Imports(cst.CSTVisitor):
+    def __init__(self, *, everywhere: bool) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self._everywhere = everywhere
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:  # noqa: N802 - libcst's own
+        return self._everywhere
+
+    def visit_If(self, node: cst.If) -> bool:  # noqa: N802
+        is_name = isinstance(node.test, cst.Name | cst.Attribute)
+        return self._everywhere or not (is_name and get_full_name_for_node(node.test) in _FOR_TYPE_CHECKERS)
+
+    def visit_ImportAlias(self, node: cst.ImportAlias) -> None:  # noqa: N802
+        self.names.add((node.evaluated_alias or node.evaluated_name).partition(".")[0])
