@@ -350,6 +350,8 @@ def is_running_norm(module: nn.Module) -> bool:
     return isinstance(module, _find("torch.nn.modules.batchnorm._NormBase"))
 
 
+backward_under_way: Callable[[], int] = _find("torch._C._current_graph_task_id")
+"""The number of the backward pass that this thread is in, -1 for none."""
 compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = attrgetter("_compiled_call_impl")
 """What runs in place of the forward of a module that was compiled in place, None where it was not."""
 

@@ -2,6 +2,8 @@
 
 # Place -> what it is used for. The comments say why nothing public does the same.
 NEEDED: dict[str, str] = {
+    # Which forward a checkpoint computes again: nothing else tells it from that of the next step.
+    "torch._C._current_graph_task_id": "telling what a backward pass computes again",
     "torch._C._InferenceMode": "copying weights before each update",
     # One call for a few tensors of many shapes, for which `torch.cat` would need a view of each.
     "torch._utils._flatten_dense_tensors": "reading the gradients of small models",

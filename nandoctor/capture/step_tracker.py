@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,6 +24,7 @@ from nandoctor.capture.trainers import Trainers
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.errors import NonFiniteTrainingError
+from nandoctor.torch_compat import backward_under_way
 
 LOG = logging.getLogger("nandoctor")
 _ANOMALY = "returned nan values in its"  # what `torch.autograd.detect_anomaly` raises
@@ -52,8 +52,7 @@ class StepTracker:
         self.current: RecordedStep | None = None
         self._ended: RecordedStep | None = None  # its update may follow outside of the block that marked it
         self.epoch: int | None = None
-        self.next_step = 0
-        self.unwatched_eval = False
+        self.next_step, self.unwatched_eval = 0, False
         self._observer, self._policy, self._scaler, self._on_stop = observer, policy, scaler, on_stop
         self._count = count
         self._pending: list[RecordedStep] = []
@@ -169,8 +168,9 @@ class StepTracker:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Note a call of the model; True where it is the first of its step."""
-        step, with_grad = self.current, torch.is_grad_enabled()
-        self.unwatched_eval = False
+        step, with_grad, self.unwatched_eval = self.current, torch.is_grad_enabled(), False
+        if step is not None and step.calls and not step.without_grad and backward_under_way() >= 0:
+            return False  # a checkpoint computes again what it has not kept
         if step is not None and step.explicit:
             if not with_grad and (step.flags or (step.calls and not step.without_grad)):
                 return False  # a validation within the step
@@ -373,7 +373,7 @@ class StepTracker:
                 if self._scaler is None or isinstance(error, Exception):
                     self._look_at_gradients(step, over_ranks=False)
                 if isinstance(error, RuntimeError) and _ANOMALY in str(error):
-                    step.accumulated = Flag(math.nan)
+                    step.accumulated = Flag(float("nan"))
                 self._pending.append(step)
             self.flush_pending(wait=True, may_stop=False)
         except Exception as own:

@@ -7,9 +7,12 @@ from contextlib import suppress
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import nandoctor
 from nandoctor import Recorder
 from nandoctor.dumps.reader import read_dump
+from tests.capture.test_odd_loops import NUM_STEPS, Norm, loss_of, make_batches
 
 FAILING = 3
 
@@ -207,3 +210,18 @@ def test_a_skip_of_the_scaler_before_an_error_is_no_failure(tmp_path, marked):
             recorder.end()
         raise FileNotFoundError
     assert recorder.written == ()
+
+
+def test_a_forward_computed_again_in_the_backward_is_no_step(tmp_path):
+    model = Norm()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Recorder(model, folder=tmp_path, loss=loss_of) as recorder:
+        for x, y in make_batches():
+            loss = loss_of(checkpoint(model, x, use_reentrant=False), (x, y))
+            recorder.watch(loss, (x, y))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert (recorder.next_step, recorder.written[0].name) == (NUM_STEPS, f"nan-step{FAILING:06d}.pth")
+    report = nandoctor.replay(recorder.written[0], fixes=False).report
+    assert (report.reproduction.grade, report.cause.code) == ("exact", "gradient-singularity")
