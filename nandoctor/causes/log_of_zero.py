@@ -20,19 +20,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, OutsideTensor, outside_domain, site_of, writes_infinity
+from nandoctor.causes.base import Candidate, Finding, OutsideTensor, ancestors, outside_domain, site_of, writes_infinity
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.edits import SetFlag
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.ops import DOMAINS, HIDDEN_LOGARITHMS, LOGARITHMS
-from nandoctor.text import are, constant, part_of, plural
+from nandoctor.ops import CASTS, DOMAINS, HIDDEN_LOGARITHMS, LOGARITHMS, MOVES
+from nandoctor.text import are, constant, file_line, part_of, plural
 
 TITLE = "A logarithm of zero"
 PHASES = ("forward", "constant")
 
 _DEPTH = 6
+_PROBABILITIES = {"softmax": "F.log_softmax", "sigmoid": "F.logsigmoid"}
 _WRITTEN = "The code writes -inf here, the logarithm of a probability of 0, and the loss is computed from it."
 
 
@@ -81,11 +82,23 @@ def _diagnose_logarithm(finding: Finding) -> Account | None:
         headline=f"{operand(finding.op, domain.argument) or 'The argument'} is exactly {constant(edge)} in "
         f"{nonfinite}, and {op}({constant(edge)}) is infinite",
         explanation=f"The argument of {op} reaches exactly {constant(edge)}, which makes {nonfinite} "
-        f"infinite{in_fp32}.",
+        f"infinite{in_fp32}.{_tell_stable(finding, domain.argument)}",
         evidence=(
             Evidence(name="num_zero" if edge == 0 else "argument", value=zeros if edge == 0 else edge, text=text),
         ),
     )
+
+
+def _tell_stable(finding: Finding, argument: str) -> str:
+    """What to take for a probability and its logarithm, which may stand in two functions that no diff joins."""
+    taken = next((tensor for tensor in finding.op.inputs if tensor.name == argument), None)
+    made = ancestors(finding.ops, taken, _DEPTH, through=MOVES | CASTS) if taken is not None else iter(())
+    made_by = next((op for op in made if op.op in _PROBABILITIES), None)
+    logits = made_by.inputs[0].stats if made_by is not None else None
+    if made_by is None or finding.op.op != "log" or logits is None or not logits.finite:  # a mask's -Inf stays one
+        return ""
+    line = f" ({file_line(made_by.source.file, made_by.source.line)})" if made_by.source else ""
+    return f" {subject(made_by)}{line} makes it: {_PROBABILITIES[made_by.op]} there, in place of both, stays finite."
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:

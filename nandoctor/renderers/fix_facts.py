@@ -353,8 +353,9 @@ def variation_facts(report: Report) -> Iterator[Fact]:
 
 
 def varied_part(report: Report) -> str:
-    """What was looked at: where the forward itself fails, variations are run without a backward pass."""
-    return "step" if report.origin is not None and report.origin.phase == "backward" else "forward"
+    """What was looked at: where output or loss fail, variations are run without a backward pass."""
+    run = report.runs.autocast if report.runs is not None else None
+    return "step" if run is not None and run.finite and report.verdict != "silent" else "forward"
 
 
 def describe_setting(setting: StepSetting) -> str:

@@ -82,7 +82,8 @@ def fix_parts(report: Report) -> Iterator[RenderableType]:
 def evidence_parts(report: Report, *, has_page: bool) -> Iterator[RenderableType]:
     """What speaks for the answer, what else was tried, and what to do next; the layers where no fix was verified."""
     if any(fix.verified for fix in report.fixes):
-        table, left_out = None, _TOLD_BY_A_FIX
+        is_of_code = any(fix.verified and fix.kind != "data" for fix in report.fixes)
+        table, left_out = None, _TOLD_BY_A_FIX if is_of_code else _TOLD_BY_A_FIX - {"cause"}
     elif report.fixes:
         table, left_out = make_table(report, before=2, after=1), _LESS_THAN_A_FIX
     else:

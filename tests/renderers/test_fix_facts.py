@@ -143,6 +143,9 @@ def test_variations_tell_what_is_finite_and_what_is_not():
     )  # in either mode it fails
     made = replace(factory.fixable(), counterfactuals=factory.fixable().counterfactuals[-1:])
     assert facts(made)[-1] == ("variations", "the step fails in all of them")
+    made = factory.fixable()
+    runs = replace(made.runs, autocast=replace(made.runs.autocast, finite=True))  # its gradients alone fail
+    assert facts(replace(made, runs=runs))[-1] == ("variations", "step finite: bf16, without sample 2")
 
 
 def test_a_variation_that_is_far_from_fp32_says_so():

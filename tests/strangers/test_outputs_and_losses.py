@@ -243,3 +243,18 @@ def test_a_mixture_whose_last_expert_gets_nothing(examine):
             return sum(expert(x[choice == index]).mean(0) for index, expert in enumerate(self.experts))
 
     assert blamed(examine(Mixture(), {"x": normal(30, 8)})) == ("numerics", "", "mean", "empty-reduction")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_softmax_and_a_logarithm_in_two_functions(examine, masked):
+    class Chooser(nn.Linear):
+        def forward(self, x):
+            choices = super().forward(x)
+            return (choices.masked_fill(torch.eye(4).bool(), -torch.inf) if masked else choices).softmax(-1)
+
+    def loss(output, batch):
+        return -output.log().mean()
+
+    report = examine(Chooser(8, 4), {"x": normal(4, 8) if masked else 1e4 * normal(4, 8)}, loss=loss)
+    assert blamed(report) == ("numerics", "<loss>", "log", "log-of-zero")
+    assert ("F.log_softmax there, in place of both, stays finite." in report.cause.explanation) != masked
