@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -120,7 +119,7 @@ def check_weights(state: Mapping[str, torch.Tensor], nbytes: int, values: Values
     """
     checked = _take_state(Contents(nbytes=nbytes, values=values), "weights", state)
     if is_stub(checked):
-        raise stub_error(Path())
+        raise stub_error(None)
     return checked
 
 

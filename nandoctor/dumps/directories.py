@@ -19,6 +19,7 @@ Kind = Literal["dcp", "deepspeed", "hugging face", "dumps", "unknown"]
 
 _MAX_LISTED = 10_000
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.(safetensors|bin|pt|pth)$")
+_JOIN = "zero_to_fp32.py"
 _INDEX = (".safetensors.index.json", ".bin.index.json")
 _WEIGHTS: dict[Kind, str] = {
     "dcp": "a directory of torch.distributed.checkpoint (DCP)",
@@ -48,7 +49,7 @@ def list_directory(path: Path) -> Listing:
 def _kind_of(names: tuple[str, ...]) -> Kind:
     if ".metadata" in names:
         return "dcp"
-    if "zero_to_fp32.py" in names or any(name.endswith("_model_states.pt") for name in names):
+    if _JOIN in names or any(name.endswith("_model_states.pt") for name in names):
         return "deepspeed"
     if any(name.endswith((*_INDEX, ".safetensors", ".bin")) for name in names):
         return "hugging face"
@@ -94,12 +95,22 @@ def refuse_part(path: Path) -> None:
         raise stub_error(path.parent)
 
 
-def stub_error(folder: Path) -> DumpError:
-    """The error for what DeepSpeed's ZeRO leaves of the weights in the file of one rank."""
+def stub_error(folder: Path | None) -> DumpError:
+    """The error for what DeepSpeed's ZeRO leaves of the weights in the file of one rank, in this folder.
+
+    The script lies there, or in the folder above that of the step, and takes the folder that it lies in:
+    https://www.deepspeed.ai/tutorials/zero/#extracting-weights
+    """
+    homes = []
+    if folder is not None:
+        above, step = folder.absolute().parent, folder.absolute().name
+        homes = [(folder, ""), (above, f" -t {_quote(Path(step))}")]
+    found = [(_quote(home / _JOIN), _quote(home), tag) for home, tag in homes if (home / _JOIN).is_file()]
+    script, home, tag = next(iter(found), (f"DIRECTORY/{_JOIN}", "DIRECTORY", ""))
     return DumpError(
         "it holds one rank's part of what DeepSpeed's ZeRO has split, and not the weights.",
         remedy="Join the parts with the script that DeepSpeed left in the checkpoint's directory, and pass what it "
-        f"writes: python zero_to_fp32.py {_quote(folder)} weights; then --weights weights.",
+        f"writes: python {script} {home} weights{tag}; then --weights weights.",
     )
 
 

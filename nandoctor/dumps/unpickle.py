@@ -217,8 +217,8 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     },
     "datetime.datetime": _read_time,
     **{f"datetime.{name}": _drop for name in ("date", "time", "timedelta", "timezone")},
-    "decimal.Decimal": _drop,
-    "random.Random": _Opaque,
+    **dict.fromkeys(("array.array", "builtins.bytearray", "decimal.Decimal", "fractions.Fraction"), _drop),
+    **dict.fromkeys(("random.Random", "torch.torch_version.TorchVersion"), _Opaque),  # the second: torch.__version__
     **{f"numpy.random._pickle.__{kind}_ctor": _Opaque for kind in ("generator", "bit_generator", "randomstate")},
     "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": _Opaque,
     "uuid.UUID": _of_kind(_Fields, "uuid.UUID"),

@@ -139,6 +139,18 @@ WEIGHTS_ALONE = {
 }
 
 
+@pytest.mark.parametrize("above", [False, True])
+def test_the_script_of_zero_is_named_where_it_lies(tmp_path, above):
+    step = tmp_path / "global_step5"
+    step.mkdir()
+    ((tmp_path if above else step) / "zero_to_fp32.py").touch()
+    with pytest.raises(DumpError) as caught:
+        read_weights(zero3(step))
+    home = tmp_path if above else step
+    command = f"python {home}/zero_to_fp32.py {home} weights{' -t global_step5' if above else ''};"
+    assert command in caught.value.remedy
+
+
 @pytest.mark.parametrize("kind", PARTS)
 @pytest.mark.parametrize("read", [read_dump, read_weights])
 def test_a_part_is_refused_with_what_to_pass(kind, read, tmp_path):
