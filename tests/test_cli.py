@@ -271,7 +271,11 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["plot", *SICK, "-o", "ranges"], "ranges: unknown ending"),
         (["plot", *SICK, "-o", "ranges.html"], "ranges.html: unknown ending; use .png, .svg or .pdf"),
         (["plot", *SICK, "--kind", "pie"], "'pie' is not one of 'ranges', 'exponents', 'divergence', 'samples'"),
+        (["plot", "report.json", "--seed", "4"], "--seed needs a dump"),
         (["diff", "sick.pth"], "Missing argument 'B'"),
+        (["diff", "a.json", "b.json", "--model", "x.py:y"], "--model needs a dump"),
+        (["replay", *SICK, "--json", "--quiet"], "--json goes with neither --quiet nor another --output-format"),
+        (["triage", "sick.pth", "--scheduler", "tcp://x:1", "--jobs", "2"], "--scheduler goes with neither"),
         (["plto", "sick.pth"], "No such command 'plto'. Did you mean plot?"),
     ],
 )

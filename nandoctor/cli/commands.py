@@ -72,6 +72,8 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
     Exit: 0 analysed, 1 an error, 2 wrong usage, 3 the saved NaN did not come back, or not all could be looked at.
     """
     form = options.pop("form")
+    if as_json and (quiet or form not in ("full", "json")):
+        raise click.UsageError("--json goes with neither --quiet nor another --output-format.")
     form = "json" if as_json else "quiet" if quiet and form == "full" else form
     if check or (form not in ("full", "json") and not outputs):
         options["fixes"] = False  # neither an exit code nor one line has room for a fix
@@ -120,6 +122,7 @@ def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
     from nandoctor.renderers.plots.figures import save_figure
     from nandoctor.renderers.plots.kinds import draw
 
+    _refuse_idle(options, source)
     if PLOTS[kind].per_sample:
         options["per_sample"] = True
     if file is None:
@@ -151,6 +154,7 @@ def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
     from nandoctor.renderers.diff import print_comparison
     from nandoctor.renderers.jsonfile import dumps
 
+    _refuse_idle(options, before, after)
     reports = (_read_or_replay(source, options) for source in (before, after))
     comparison = compare_reports(*reports)
     if as_json:
@@ -163,7 +167,7 @@ def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
 @click.argument("dump", type=DumpPath)
 @trust_option
 def inspect(dump: Path, trust: bool) -> None:
-    """Show what is in DUMP, without running any code of it."""
+    """Show what is in DUMP, without running any code of it unless --trust is given."""
     from nandoctor.dumps.dump import summarize
     from nandoctor.dumps.reader import look_at_dump
     from nandoctor.renderers.inspect_dump import print_inspection
@@ -306,6 +310,15 @@ def _list_eps(dump: Path | None, options: dict[str, Any]) -> tuple[EpsUse, ...]:
     opened, settings = load_dump(dump, options)
     with progress_shown() as progress:
         return list_eps(opened, progress=progress, **settings)
+
+
+def _refuse_idle(options: dict[str, Any], *sources: Path) -> None:
+    """Refuse what says how to replay a dump where there are saved reports alone."""
+    from nandoctor.replaying.settings import OPTIONS
+
+    flags = [OPTIONS[name].flag for name, value in options.items() if name in OPTIONS and value is not None]
+    if flags and all(source.suffix == ".json" for source in sources):
+        raise click.UsageError(f"{flags[0]} needs a dump: a saved report is not replayed.")
 
 
 def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:

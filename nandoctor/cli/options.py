@@ -127,7 +127,12 @@ def _keep_force(context: click.Context, _: click.Parameter, force: bool) -> None
 
 
 force_option = click.option(
-    "--force", is_flag=True, is_eager=True, expose_value=False, callback=_keep_force, help="Write over any other file."
+    "--force",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_keep_force,
+    help="Let -o write over a file that nandoctor did not write.",
 )
 
 

@@ -39,7 +39,12 @@ if TYPE_CHECKING:
     "--jobs", type=click.IntRange(min=1), metavar="N", help="Worker processes (default: by cores and memory)."
 )
 @click.option("--scheduler", metavar="ADDRESS", help="Use the workers of this Dask cluster: tcp://HOST:8786.")
-@click.option("--memory", callback=read_size, metavar="SIZE", help="What one worker may allocate, such as 8GB.")
+@click.option(
+    "--memory",
+    callback=read_size,
+    metavar="SIZE",
+    help="What one worker may allocate, such as 8GB (default: its share).",
+)
 @click.option(
     "--timeout",
     "timeout_s",
@@ -61,6 +66,10 @@ def triage(context: click.Context, /, patterns: tuple[str, ...], as_json: bool, 
     Fixes are tried on one dump of each group. A file that cannot be replayed never stops the others, and what was done
     is not done again: after Ctrl-C the same command goes on.
     """
+    if options["scheduler"] is not None and (options["jobs"] or options["memory"]):
+        raise click.UsageError(
+            "--scheduler goes with neither --jobs nor --memory: the cluster's workers have their own."
+        )
     from nandoctor.fleet.triage import InterruptedTriageError, TriageOptions
     from nandoctor.fleet.triage import triage as run_triage
     from nandoctor.replaying.settings import OPTIONS

@@ -89,7 +89,7 @@ class Settings:
     model_args: Mapping[str, Any] = _setting(
         "model",
         "--model-arg",
-        "An argument for the builder.",
+        "An argument for the builder; may be repeated.",
         default={},
         metavar="K=V",
         holds="a table of names and values",
