@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -436,3 +437,13 @@ def test_the_module_is_the_command():
     assert result.returncode == 1
     assert result.stderr.startswith("nandoctor: ")
     assert python("-m", "nandoctor", "--version").stdout.startswith("nandoctor ")
+
+
+@pytest.mark.slow
+def test_too_little_memory_for_threads_ends_in_a_message(tmp_path):
+    """libgomp ends a process that may not have the stack of one more thread."""
+    command = [sys.executable, "-m", "nandoctor", "replay", *SICK, "--no-fixes", "--memory", "1MB"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "4", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert "libgomp" not in done.stderr
+    assert done.returncode == 0 or "not enough memory" in done.stderr

@@ -28,7 +28,7 @@ from torch import nn
 from nandoctor import torch_compat
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import NanDoctorError
-from nandoctor.machine import bounded_memory
+from nandoctor.machine import bounded_memory, private_memory
 from nandoctor.process_wide import generators_kept, held, is_forked
 from nandoctor.source_files import is_installed
 
@@ -166,6 +166,13 @@ _imported: dict[str, dict[str, tuple[ModuleType, _Stamp]]] = {}
 
 Many registries (of layers, of `torch.library` ops) refuse to be given the same class a second time.
 """
+
+
+def memory_with_threads() -> int | None:
+    """`private_memory`, once torch's threads run: libgomp ends a process whose limit forbids the stack of one."""
+    if not is_forked():
+        torch.ones(1 << 16).sum()  # large enough to be shared among all of them
+    return private_memory()
 
 
 class Project:

@@ -24,7 +24,7 @@ from nandoctor.dumps.tensors import comparable_values
 from nandoctor.dumps.trees import slots
 from nandoctor.errors import LossError, NanDoctorError
 from nandoctor.file_memory import cast_to_file
-from nandoctor.machine import is_out_of_memory, memory_of, private_memory, return_freed_memory
+from nandoctor.machine import is_out_of_memory, memory_of, return_freed_memory
 from nandoctor.process_wide import generators_kept
 from nandoctor.replaying.code_references import (
     build_configured,
@@ -44,7 +44,7 @@ from nandoctor.replaying.model_loading import ModelSource, build_model, find_att
 from nandoctor.replaying.model_search import missing_model
 from nandoctor.replaying.module_state import LARGE_NBYTES
 from nandoctor.replaying.progress import Listener
-from nandoctor.replaying.project import Project, arguments_of
+from nandoctor.replaying.project import Project, arguments_of, memory_with_threads
 from nandoctor.replaying.recorded_step import bind_calls, own_loss
 from nandoctor.replaying.reproduction import Preparation
 from nandoctor.replaying.runner import FailingStep
@@ -86,7 +86,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     progress = progress or Listener()
     _require_room(dump, settings, device, progress)
     # What the process may have: what is mapped already, and as much more as the settings allow.
-    taken = private_memory()
+    taken = memory_with_threads() if settings.memory is not None else None
     project = Project(None if settings.memory is None or taken is None else taken + settings.memory)
     with project.preparing(), arguments_of(dump):
         code = _import_code(dump, source, settings, device)
