@@ -18,9 +18,11 @@ from nandoctor.capture.observer import StateBefore, WeightStamp
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.dumps.recorded_format import MAX_CALLS
+from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.machine import memory_of
 from nandoctor.text import join_first
 from nandoctor.torch_compat import version_of
+from nandoctor.tracing.tensor_tree import walk_tensors
 
 _IS_RAISED, _IS_NONFINITE, _IS_READY = map(attrgetter, ("is_raised", "nonfinite", "ready"))
 _FEW_CALLS, _MAX_NBYTES_OF_CALLS = 16, 1 << 28
@@ -63,6 +65,7 @@ class RecordedStep:
     ended: list[int] = field(default_factory=list)
     passed: bool = False
     loss: torch.Tensor | None = None
+    loss_place: str | None = None
     flags: list[Flag] = field(default_factory=list)
     loss_value: Flag | None = None
     skip: Flag | None = None
@@ -290,6 +293,16 @@ class RecordedStep:
         loss = last.get("loss") if isinstance(last, dict) else None
         return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
+    def find_loss(self, watched: Any) -> str | None:
+        """The place of the loss in the output of the last call: what is `watched` itself, or a scalar of its name."""
+        if self.own_loss() is not None:
+            return "loss"
+        if not self.returned or not is_dense(watched) or watched.numel() != 1:
+            return None
+        memory = watched.data_ptr()
+        scalars = ((place, found) for place, found in walk_tensors(self.returned[-1].tree) if found.numel() == 1)
+        return next((place for place, found in scalars if is_dense(found) and found.data_ptr() == memory), None)
+
     def describe(self, function: Callable[..., Any], *, is_method: bool) -> tuple[dict[str, Any], list[str]]:
         """What a dump says of the calls of `function`, the batch and what came out, and what could not be kept.
 
@@ -297,6 +310,7 @@ class RecordedStep:
         """
         batch = self.kept_batch or pack(self.batch, "batch", kinds=True)
         names, outputs = _parameter_names(function), [packed.tree for packed in self.returned]
+        place = self.find_loss(None) if self.loss_place is None else self.loss_place
         contents = {
             "calls": [
                 {
@@ -310,7 +324,7 @@ class RecordedStep:
             "watched": list(self.inside),
             "batch": batch.tree,
             "output": outputs[0] if len(outputs) == 1 else outputs,
-            "loss_field": "loss" if len(outputs) == 1 and self.own_loss() is not None else None,
+            "loss_field": place if len(outputs) == 1 else None,
         }
         if is_method:
             inside = {name: packed.tree for name, packed in self.inside.items()}

@@ -345,7 +345,9 @@ def _flags_for(step: RecordedStep, result: StepResult, contents: Mapping[str, An
     """What the replay of this very step needs beside what all steps do."""
     if contents["method"] and len(step.flags) > 1:
         return " --call FILE.py:NAME"  # by itself it goes up to the first backward pass
-    known = contents["loss_function"] or contents["loss_field"] or result.reason != "loss" or step.loss is None
+    known = (
+        contents["loss_function"] or contents["loss_field"] is not None or result.reason != "loss" or step.loss is None
+    )
     return "" if known or not all_finite(step.outputs()) else " --loss FILE.py:NAME"
 
 

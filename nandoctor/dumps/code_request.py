@@ -38,8 +38,9 @@ def code_rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
     yield "method", f"{brief(recorded.method or 'forward')}{times}"
     if loss is not None:
         yield "loss", f"{brief(loss.spec)} ({_whereabouts(loss)})"
-    elif recorded.loss_field:
-        yield "loss", f"{brief(recorded.loss_field)} of what the model returns"
+    elif recorded.loss_field is not None:
+        part = f"{brief(recorded.loss_field)} of " if recorded.loss_field else ""
+        yield "loss", f"{part}what the model returns"
 
 
 def approving_command(dump: Path, recorded: Recorded) -> str:

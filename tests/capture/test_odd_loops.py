@@ -311,6 +311,38 @@ def test_a_loss_that_no_replay_has_is_told(tmp_path, caplog, loss, expected):
     assert ("--loss FILE.py:NAME" in caplog.text) == (loss is None)
 
 
+class Costed(nn.Linear):
+    """Returns its loss, as many models for language and for detection do: beside its output, inside of it, or alone."""
+
+    def __init__(self, form):
+        super().__init__(2, 2)
+        self.form = form
+
+    def forward(self, x, target):
+        output = super().forward(x)
+        loss = (output - target).square().mean().log()
+        return {"pair": (output, loss), "parts": {"out": output, "parts": [loss, 0.0]}, "alone": loss}[self.form]
+
+
+@pytest.mark.parametrize(
+    ("form", "place", "take"),
+    [
+        ("pair", "[1]", lambda made: made[1]),
+        ("parts", "parts[0]", lambda made: made["parts"][0]),
+        ("alone", "", lambda made: made.view(1)),
+    ],
+)
+def test_a_loss_that_the_model_returns_is_found(tmp_path, caplog, form, place, take):
+    with Recorder(model := Costed(form), folder=tmp_path, arguments={"form": form}) as recorder:
+        with torch.no_grad():
+            model.weight.zero_(), model.bias.fill_(2)
+        recorder.watch(take(model(torch.ones(3, 2), torch.tensor(2.0))))
+    assert "outside of the model" not in caplog.text
+    assert read_dump(recorder.written[0]).recorded.loss_field == place
+    report = nandoctor.replay(recorder.written[0], model=Costed, model_args={"form": form}, fixes=False).report
+    assert (report.reproduction.grade, report.cause.code, len(report.bad_gradients)) == ("exact", "log-of-zero", 2)
+
+
 class Weighted(nn.Module):
     def __init__(self):
         super().__init__()
