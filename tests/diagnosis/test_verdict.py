@@ -137,7 +137,7 @@ def test_the_headline_where_no_module_is_to_blame(verdict, conclusion, expected)
 
 @pytest.mark.parametrize(
     ("run", "expected"),
-    [(FINITE, "pass --loss"), (trace(output=(stats(1.0),), loss=stats(2.0)), "output, loss and gradients are finite")],
+    [(FINITE, "pass --loss"), (trace(output=(stats(1.0),), loss=stats(2.0)), "Output, loss and gradients are finite")],
 )
 def test_the_headline_of_a_healthy_step_says_what_was_looked_at(run, expected):
     assert expected in write_headline("healthy", run, Conclusion())
