@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 
 from torch import nn
 
@@ -31,18 +31,20 @@ class Forward:
 def find_forward(path: str, model: nn.Module, calls: Sequence[ModuleCall], kept: Set[str]) -> Forward | None:
     """The forward of a module, where it is no library's and every module that has it is among the `kept`.
 
-    None also where a tensor of low precision came in a container, or by a parameter that was no such tensor each time.
+    A subclass that calls the forward of its class by `super()` has it too, and so has each method of a decorator's.
+    None also where a tensor of low precision came in a container, or by a parameter that was no such tensor each time,
+    or has a default and may be left out: of `mask=None` there is no `mask.float()`.
     """
     modules = dict(model.named_modules())
     function = _forward_of(modules.get(path))
-    if function is None or is_installed(Path(function.__code__.co_filename)):
+    if function is None or not _can_be_in_block(function) or is_installed(Path(function.__code__.co_filename)):
         return None
-    sharing = {name for name, module in modules.items() if _forward_of(module) is function}
+    sharing = {name for name, module in modules.items() if function.__code__ in _forwards_in(type(module))}
     if not all(any(is_below(name, other) for other in kept) for name in sharing):
         return None
     parameters = [*inspect.signature(function).parameters.values()][1:]
     in_order = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    narrow, always = set[str](), {one.name for one in parameters}
+    narrow, always = set[str](), {one.name for one in parameters if one.default is one.empty}
     for call in (call for call in calls if call.module in sharing):
         taken = {_parameter(stats.path, in_order): stats.dtype for stats in call.inputs}
         narrow.update(name for name, dtype in taken.items() if dtype not in (FP32, FP64))
@@ -51,6 +53,18 @@ def find_forward(path: str, model: nn.Module, calls: Sequence[ModuleCall], kept:
         return None
     low = tuple(one.name for one in parameters if one.name in narrow)
     return Forward(file=function.__code__.co_filename, line=function.__code__.co_firstlineno, low=low)
+
+
+def _can_be_in_block(function: FunctionType) -> bool:
+    """Tell whether a block in the function is left when its call returns, and may say `torch` as the file does."""
+    is_suspended = inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function)
+    is_suspended = is_suspended or inspect.isasyncgenfunction(function)
+    return not is_suspended and "torch" not in (*function.__code__.co_varnames, *function.__code__.co_cellvars)
+
+
+def _forwards_in(of: type) -> list[CodeType | None]:
+    """The code of each forward that a class has or inherits, the overridden ones among them."""
+    return [getattr(inspect.unwrap(vars(base).get("forward", base)), "__code__", None) for base in of.__mro__]
 
 
 def _parameter(path: str, in_order: Sequence[str]) -> str:

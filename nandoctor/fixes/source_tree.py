@@ -113,7 +113,7 @@ class SourceTree:
         return None
 
     def function_at(self, line: int) -> cst.FunctionDef | None:
-        """The function that begins on a line, with a decorator or not, and whose body stands on lines of its own."""
+        """The function without decorators that begins on a line, and whose body stands on lines of its own."""
         for node, where in self._ranges.items():
             if isinstance(node, cst.FunctionDef) and where.start.line == line:
                 return node if isinstance(node.body, cst.IndentedBlock) else None
@@ -353,7 +353,8 @@ def _wrapped(node: cst.CSTNode, wrap: Wrap) -> cst.CSTNode:
     assert isinstance(node, cst.FunctionDef)
     told = 0 if node.get_docstring() is None else 1
     statements = node.body.body
-    block = template.with_changes(body=node.body.with_changes(body=[*first, *statements[told:]], footer=()))
+    inside = node.body.with_changes(body=[*first, *statements[told:]], header=cst.TrailingWhitespace(), footer=())
+    block = template.with_changes(body=inside)
     return node.with_changes(body=node.body.with_changes(body=[*statements[:told], block]))
 
 

@@ -21,7 +21,7 @@ class Gate(nn.Module):
         super().__init__()
         self.inner = nn.Linear(4, 4)
 
-    def forward(self, x, scale=1.0, *rest, mask=None):
+    def forward(self, x, scale=1.0, *rest, mask):  # gated
         """One value for each row.
 
         It stays as it is.
@@ -49,7 +49,7 @@ class Net(nn.Module):
         return self.gate(x)
 '''
 CHANGED = '''
-    def forward(self, x, scale=1.0, *rest, mask=None):
+    def forward(self, x, scale=1.0, *rest, mask):  # gated
         """One value for each row.
 
         It stays as it is.
@@ -101,6 +101,7 @@ def test_all_but_the_docstring_runs_outside_of_autocast(net):
         [take("gate", **{"[0][1]": FP16})],  # in a list
         [take("gate", **{"[0]": FP16, "[2]": FP16})],  # one of `*rest`
         [take("gate", mask=FP16), take("gate", 1)],  # not each time
+        [take("gate", **{"[0]": FP16, "[1]": FP16})],  # by a parameter that may be left out
     ],
 )
 def test_what_cannot_be_cast_by_its_name_is_cast_by_a_hook(net, calls):
@@ -112,6 +113,9 @@ def test_a_forward_is_left_alone_where_others_have_it_too(net, tmp_path):
     assert written(net, take("gate", **{"[0]": FP16})) == "snippet"
     del net.other
     assert written(net, take("short", **{"[0]": FP16}), path="short") == "snippet"  # a body on the line of its head
+    net.other = type("Heir", (type(net.gate),), {"forward": lambda self, x: super(type(self), self).forward(x)})()
+    assert written(net, take("gate", **{"[0]": FP16})) == "snippet"
+    del net.other
     net.gate.forward = net.gate.forward
     assert written(net, take("gate", **{"[0]": FP16})) == "snippet"
 
