@@ -423,6 +423,7 @@ def python(*arguments):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_a_report_is_drawn_without_torch():
     run("replay", *SICK, "-o", "report.json")
     code = (

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import click
+import pytest
 from one_test import for_each
 from parsed_files import nodes_of, parsed
 
@@ -127,6 +128,7 @@ def layer_of(file):
     return next(n for n, rooms in enumerate(contracts[0]["layers"]) if Path(file.parts[0]).stem in rooms.split(" | "))
 
 
+@pytest.mark.slow
 def test_a_dump_crosses_few_files_and_goes_down():
     """What a reader opens who follows a dump from `replay` to its report, along the calls that lead to the table's.
 

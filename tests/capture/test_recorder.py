@@ -178,6 +178,7 @@ def test_a_micro_batch_is_saved_with_the_weights_that_it_met(tmp_path):
     assert before.keys() == dump.state.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "Module.compile"])
 def test_compiled_models_are_recorded(tmp_path, in_place):
     model = make_model()
