@@ -59,7 +59,7 @@ def checkup(
     steps = []
     for file in files:
         dump, settings, step = _read(file, batch, {**options, "model": named})
-        steps.append(replace(_check(dump, model, settings, listener_of(progress)), step=step))
+        steps.append(_check(dump, model, settings, step, listener_of(progress)))
     steps.sort(key=lambda checked: -1 if checked.step is None else checked.step)
     return Checkup(steps=tuple(steps), crossings=find_crossings(steps), notes=tuple(_notes(steps)))
 
@@ -92,7 +92,9 @@ def _holds_weights_alone(path: Path) -> bool:
     return path.is_dir() or path.name.endswith((".safetensors", ".index.json"))
 
 
-def _check(dump: Dump, model: ModelSource | None, settings: Settings, progress: Listener) -> CheckedStep:
+def _check(
+    dump: Dump, model: ModelSource | None, settings: Settings, step_of_training: int | None, progress: Listener
+) -> CheckedStep:
     if not dump.arrays and settings.call is None:
         raise DumpError(
             f"{dump.path} holds weights and no batch.", remedy="Name a file that holds one: --batch batch.pth."
@@ -110,7 +112,7 @@ def _check(dump: Dump, model: ModelSource | None, settings: Settings, progress: 
     layers = measure_layers(wide.trace, narrow.trace, gradients)
     return CheckedStep(
         path=str(dump.path),
-        step=None,
+        step=step_of_training,
         layers=layers,
         loss_scale=find_loss_scales(layers, step.loss_scale),
         run=describe_run(narrow.trace.policy, narrow.trace.format),
