@@ -239,15 +239,15 @@ class Recorder(RecorderSettings):
             )
             return
         step.batch = step.batch if batch is None else held(batch)
+        self._look_at(step, self._as_tensor(loss), ask_all=True)
         if step.borrowed and step.lent is None:
             self._warn(
                 "torch.func.functional_call gives the model other weights at each call, with which no replay can call "
                 "it. Write the step up to the loss as the forward of a module that holds the model, record that "
                 "module, and give loss=loss_of, with def loss_of(output, batch): return output"
             )
-        elif self.loss is None and loss is not None and not self.method:
-            self._find_loss(step, loss)
-        self._look_at(step, self._as_tensor(loss), ask_all=True)
+        elif loss is not None and not self.method:
+            self._advise_loss(step)
 
     def _as_tensor(self, loss: Any) -> torch.Tensor | None:
         """The loss; None for what is no number, and a line in the log."""
@@ -369,14 +369,12 @@ class Recorder(RecorderSettings):
         step = self._tracker.after_forward(output)
         if step is None or not self.from_output:
             return
-        if self.loss is None:
-            self._find_loss(step, step.own_loss())
         self._look_at(step, step.own_loss(), ask_all=True)
+        self._advise_loss(step)
 
-    def _find_loss(self, step: RecordedStep, loss: Any) -> None:
-        """Look for the loss in the model's output; tell how a replay would get one that is computed outside."""
-        step.loss_place = step.find_loss(loss)
-        if step.loss_place is None:
+    def _advise_loss(self, step: RecordedStep) -> None:
+        """Tell how a replay would get the loss, where it is computed outside of the model."""
+        if self.loss is None and step.loss_place is None:
             self._warn(
                 "the loss is computed outside of the model, so a replay will see neither it nor its gradients. Give "
                 "the recorder a function at a file's top level: loss=loss_of; def loss_of(output, batch): return ..."

@@ -293,15 +293,22 @@ class RecordedStep:
         loss = last.get("loss") if isinstance(last, dict) else None
         return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
-    def find_loss(self, watched: Any) -> str | None:
-        """The place of the loss in the output of the last call: what is `watched` itself, or a scalar of its name."""
+    def take_loss(self, loss: torch.Tensor) -> None:
+        """Note the loss that was watched, and its place, as long as the output is no copy."""
+        self.loss = loss
+        self.loss_place = self._find_loss()
+
+    def _find_loss(self) -> str | None:
+        """The place of the loss in the output of the last call: a scalar of its name, or what was watched itself."""
         if self.own_loss() is not None:
             return "loss"
-        if not self.returned or not is_dense(watched) or watched.numel() != 1:
+        returned = self.returned[-1] if self.returned else Packed(tree=None)
+        scalars = [tensor for tensor, _ in returned.tensors if tensor.numel() == 1]
+        if not scalars or not is_dense(self.loss) or self.loss.numel() != 1:
             return None
-        memory = watched.data_ptr()
-        scalars = ((place, found) for place, found in walk_tensors(self.returned[-1].tree) if found.numel() == 1)
-        return next((place for place, found in scalars if is_dense(found) and found.data_ptr() == memory), None)
+        memory = self.loss.data_ptr()
+        own = [tensor for tensor in scalars if is_dense(tensor) and tensor.data_ptr() == memory]
+        return next((place for place, tensor in walk_tensors(returned.tree) if own and tensor is own[0]), None)
 
     def describe(self, function: Callable[..., Any], *, is_method: bool) -> tuple[dict[str, Any], list[str]]:
         """What a dump says of the calls of `function`, the batch and what came out, and what could not be kept.
@@ -310,7 +317,7 @@ class RecordedStep:
         """
         batch = self.kept_batch or pack(self.batch, "batch", kinds=True)
         names, outputs = _parameter_names(function), [packed.tree for packed in self.returned]
-        place = self.find_loss(None) if self.loss_place is None else self.loss_place
+        place = self._find_loss() if self.loss_place is None else self.loss_place
         contents = {
             "calls": [
                 {

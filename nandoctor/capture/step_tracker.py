@@ -242,8 +242,8 @@ class StepTracker:
     def watch(self, step: RecordedStep, loss: torch.Tensor | None, *, ask_all: bool) -> None:
         """Flag a non-finite loss, or output without a loss."""
         if loss is not None:
-            step.loss = loss.detach()
-            step.loss_value = Flag(step.loss.float().mean()) if self._policy.reads_losses else None
+            step.take_loss(loss.detach())
+            step.loss_value = Flag(loss.detach().float().mean()) if self._policy.reads_losses else None
         looked_at = step.outputs() if loss is None or step.loss is None else iter([step.loss])
         step.flags.append(flag := flag_nonfinite(looked_at, self._observer.device, ask_all=ask_all))
         if not flag.on_device and flag.is_raised:

@@ -343,6 +343,22 @@ def test_a_loss_that_the_model_returns_is_found(tmp_path, caplog, form, place, t
     assert (report.reproduction.grade, report.cause.code, len(report.bad_gradients)) == ("exact", "log-of-zero", 2)
 
 
+def test_a_loss_that_has_no_memory_of_its_own_ends_no_training(tmp_path, caplog):
+    model = nn.Linear(2, 1)
+    with Recorder(model, folder=tmp_path, arguments={"in_features": 2, "out_features": 1}) as recorder:
+
+        def loss_of(x):
+            loss = model(x).sum()
+            recorder.watch(loss)
+            return loss
+
+        torch.vmap(loss_of)(torch.ones(4, 2)).sum().backward()
+        model(torch.ones(4, 2))
+        recorder.watch(torch.ones(1).to_sparse())
+    assert "failed and may miss" not in caplog.text
+    assert caplog.text.count("outside of the model") == 1
+
+
 class Weighted(nn.Module):
     def __init__(self):
         super().__init__()
