@@ -259,7 +259,8 @@ class _Search:
     def vary_settings(self) -> None:
         """Show what the failure depends on, and whether fp32 is right where it is finite."""
         self._fp32_error = self._verifier.fp32_error
-        for outcome in vary_settings(self._trials, self._guilty, random=self._findings.random):
+        random, verified = self._findings.random, self._succeeded
+        for outcome in vary_settings(self._trials, self._guilty, random=random, verified=verified):
             self._varied.append(outcome)
             self._tell()
         self._untried.remove(_SETTINGS)
