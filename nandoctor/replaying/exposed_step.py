@@ -10,7 +10,6 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +18,13 @@ from torch import nn
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.ops import FILLS, MOVES, SELECTIONS, UNFILLED
 from nandoctor.replaying.kept_state import scopes_of
-from nandoctor.replaying.module_state import OF_EVERY_MODULE
+from nandoctor.replaying.module_state import tensors_in
 from nandoctor.replaying.runner import Batch, FailingStep, Watch
 from nandoctor.torch_compat import count_storage_users, plain_torch, storage_of, tree_tensors, version_of
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, intercepting, to_source
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
-from nandoctor.tracing.tensor_tree import walk_tensors
 
 _HANDS_ON = MOVES | SELECTIONS | UNFILLED
-_NOT_VALUES = (ModuleType, FunctionType, type, nn.Module)
 
 
 class Exposed(NamedTuple):
@@ -181,16 +178,9 @@ def _is_new(tensor: torch.Tensor, before: torch.Tensor | None, version: int | No
 def _list_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The floating-point tensors, each once, that the model holds beside its weights and buffers, with their places."""
     seen = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    owners = [(name, vars(module)) for name, module in model.named_modules()]
-    owners += [(str(scope.__name__), vars(scope)) for scope in scopes_of(model)]
+    scopes = ((str(scope.__name__), scope) for scope in scopes_of(model))
     with plain_torch():
-        for owner, names in owners:
-            values = {
-                name: value
-                for name, value in list(names.items())
-                if name not in OF_EVERY_MODULE and not name.startswith("__") and not isinstance(value, _NOT_VALUES)
-            }
-            for path, tensor in walk_tensors(values):
-                if id(tensor) not in seen and format_of(tensor.dtype) is not None:
-                    seen.add(id(tensor))
-                    yield f"{owner}.{path}".removeprefix("."), tensor
+        for place, tensor in tensors_in((*model.named_modules(), *scopes), attributes=True):
+            if id(tensor) not in seen and format_of(tensor.dtype) is not None:
+                seen.add(id(tensor))
+                yield place, tensor

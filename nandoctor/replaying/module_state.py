@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -51,8 +51,8 @@ LARGE_NBYTES = 256 << 20
 _EXPANDED_NBYTES = 32 << 20
 _READ_EACH_TIME = 1 << 14
 """Of so few values reading them takes no longer than to tell whether they were written to."""
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_HOLDS_NOTHING = frozenset({int, float, str, bool, type(None), type(len), type(lambda: 0)})
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOLDS_NOTHING = frozenset({int, float, str, bool, type(None), FunctionType})
 
 
 def is_large(model: nn.Module) -> bool:
@@ -164,7 +164,7 @@ def list_nonfinite_state(model: nn.Module, marks: Mapping[str, object] = Mapping
     """
     now = mark_weights(model) if marks else {}
     weights = (item for item in _plain_weights(model) if item[0] not in marks or now.get(item[0]) != marks[item[0]])
-    held = (*model.named_buffers(), *weights, *_tensors_in_attributes(model))
+    held = (*model.named_buffers(), *weights, *tensors_in(model.named_modules(), attributes=False))
     found = ((name, numbers_in(tensor)) for name, tensor in held if not tensor.is_meta and not all_finite(tensor))
     return {name: not bool((values < math.inf).all()) for name, values in found if values is not None}
 
@@ -177,15 +177,20 @@ def _plain_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, weight) for name, weight in model.named_parameters() if type(weight) is nn.Parameter)
 
 
-def _tensors_in_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in model.named_modules():
+def tensors_in(owners: Iterable[tuple[str, Any]], *, attributes: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that modules, classes and files hold by names of their own, with their places.
+
+    Weights and buffers are none of these, nor is what functions hold; `attributes` is as for `walk_tensors`.
+    """
+    for path, owner in owners:
         values = {
             name: value
-            for name, value in vars(module).items()
-            if name not in OF_EVERY_MODULE and type(value) not in _HOLDS_NOTHING
+            for name, value in list(vars(owner).items())
+            if not (name in _OF_EVERY_MODULE or type(value) in _HOLDS_NOTHING)
+            and (isinstance(owner, nn.Module) or not name.startswith("__"))
         }
-        for name, tensor in walk_tensors(values, attributes=False) if values else ():
-            yield f"{path}.{name}".lstrip("."), tensor
+        for name, tensor in walk_tensors(values, attributes=attributes) if values else ():
+            yield f"{path}.{name}".removeprefix("."), tensor
 
 
 def _writes_only(module: nn.Module) -> bool:
