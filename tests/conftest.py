@@ -168,6 +168,15 @@ def run_nandoctor(ready_python):
     return partial(ready_python.run, "nandoctor")
 
 
+@pytest.fixture
+def every_variation(monkeypatch):
+    """Beside a verified fix the search runs the other mode and other seeds as well, as it does where there is none."""
+    from nandoctor.fixes import search
+
+    vary = search.vary_settings
+    monkeypatch.setattr(search, "vary_settings", lambda *args, **options: vary(*args, **options | {"verified": False}))
+
+
 @pytest.fixture(scope="session")
 def sample_reports(tmp_path_factory):
     """The report of each sample dump, by name, replayed once with no option at all.

@@ -318,9 +318,7 @@ def rows_hit(findings: Findings) -> tuple[int, ...]:
     return tuple(sorted({row for stats in outputs if stats.counts for row in stats.counts.samples}))
 
 
-def vary_settings(
-    trials: Trials, guilty: tuple[int, ...], *, random: bool, verified: bool = False
-) -> Iterator[Counterfactual]:
+def vary_settings(trials: Trials, guilty: tuple[int, ...], *, random: bool, verified: bool) -> Iterator[Counterfactual]:
     """Run the step with one setting changed after the other, as long as the budget of the trials lasts.
 
     `guilty` are the samples to blame, none where they are not known; `random` tells whether the step draws random

@@ -12,9 +12,7 @@ from nandoctor.dumps.reader import read_dump
 from nandoctor.evidence.edits import KeepModule, Together, UseFormat, flatten
 from nandoctor.evidence.formats import BF16, FP32, FP64
 from nandoctor.evidence.report import StepSetting
-from nandoctor.fixes import search
 from nandoctor.fixes.budget import TrialBudget
-from nandoctor.fixes.candidates import vary_settings
 from nandoctor.fixes.fp32_sets import _called_too_late, is_undone, search_fp32_sets
 from nandoctor.fixes.verify import Trials
 from nandoctor.pipeline import replay_dump
@@ -169,9 +167,8 @@ def test_where_nothing_can_be_tried_the_reason_is_told(tmp_path):
     assert "known to give what the code means (indeterminate-form). By hand: " in report.search_notes[-1]
 
 
-def test_variations_tell_the_guilty_sample_and_the_mode(tmp_path, monkeypatch):
-    monkeypatch.setattr(search, "vary_settings", lambda *args, random, **_: vary_settings(*args, random=random))
-
+@pytest.mark.usefixtures("every_variation")
+def test_variations_tell_the_guilty_sample_and_the_mode(tmp_path):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -208,8 +205,8 @@ def total(output, _):
     return sum(output.values())
 
 
-def test_a_loss_that_another_mode_does_not_suit(tmp_path, monkeypatch):
-    monkeypatch.setattr(search, "vary_settings", lambda *args, random, **_: vary_settings(*args, random=random))
+@pytest.mark.usefixtures("every_variation")
+def test_a_loss_that_another_mode_does_not_suit(tmp_path):
     model = Detector(4, 2, bias=False)
     arrays = {"x": torch.zeros(3, 4), "output": model(torch.zeros(3, 4))}
     dump = save(tmp_path / "d.pth", model, **arrays)

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 import nandoctor
-from nandoctor.fixes import search
-from nandoctor.fixes.candidates import vary_settings
 
 
 class Scaled(nn.Module):
@@ -47,9 +45,9 @@ def pictures():
     return made
 
 
+@pytest.mark.usefixtures("every_variation")
 @pytest.mark.parametrize(("variance", "finite_in_eval"), [(1e6, True), (math.nan, False)])
-def test_a_mode_whose_statistics_are_nan_is_not_called_finite(replay, monkeypatch, variance, finite_in_eval):
-    monkeypatch.setattr(search, "vary_settings", lambda *args, random, **_: vary_settings(*args, random=random))
+def test_a_mode_whose_statistics_are_nan_is_not_called_finite(replay, variance, finite_in_eval):
     model = Scaled()
     model.norm.running_var.fill_(variance)
     report = replay(model, picture=pictures())
