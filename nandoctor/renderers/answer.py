@@ -98,7 +98,9 @@ def _fails_in_low_alone(report: Report) -> bool:
     made, exact = report.origin.output, report.origin.would_be
     if report.cause.code == "gradient-overflow" or made is None or exact is None:
         return report.cause.code == "gradient-overflow"
-    return report.cause.code.endswith("-overflow") and made.dtype.max < abs(exact) <= FP32.max
+    casts = (read.absmax or 0.0 for read in report.origin.inputs)  # what overflows may be an input's cast
+    largest = max((abs(exact), *casts))
+    return report.cause.code.endswith("-overflow") and abs(exact) <= FP32.max and made.dtype.max < largest <= FP32.max
 
 
 def _describe_where(report: Report) -> str:
