@@ -68,11 +68,11 @@ class SingleProcesses(Executor):
     def __init__(self, size: int, *, memory: int | None) -> None:
         self._memory = memory
         self._num_threads = max(count_cores() // size, 1)
+        self._lock = threading.Lock()
         self._pools = {self._start() for _ in range(size)}
         self._idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
         for pool in self._pools:
             self._idle.put(pool)
-        self._lock = threading.Lock()
 
     def _start(self) -> ProcessPoolExecutor:
         with _off_the_working_directory():
@@ -102,15 +102,18 @@ class SingleProcesses(Executor):
         try:
             if broken:
                 with self._lock:
-                    self._pools.discard(pool)
-                    pool = self._start()
-                    self._pools.add(pool)
+                    if pool in self._pools:  # not after `shutdown`, which breaks them itself
+                        self._pools.remove(pool)
+                        pool = self._start()
+                        self._pools.add(pool)
         finally:
             self._idle.put(pool)  # a broken one where no other can be made: it refuses the next call
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Stop; without `wait` the processes are killed, whatever they are doing."""
-        for pool in self._pools:
+        with self._lock:
+            pools, self._pools = self._pools, set()
+        for pool in pools:
             processes = list((getattr(pool, "_processes", None) or {}).values())
             pool.shutdown(wait=wait, cancel_futures=cancel_futures)
             if not wait:

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 
 import pytest
@@ -97,6 +99,19 @@ def test_a_call_waits_for_the_process_that_replaces_another(monkeypatch):
         monkeypatch.setattr(pool, "_release", lambda *args: (time.sleep(0.3), release(*args)))  # results come before it
         assert isinstance(pool.submit(os._exit, 1).exception(), Exception)
         assert isinstance(pool.submit(os.getpid).result(), int)
+
+
+def test_processes_killed_at_once_are_not_replaced(monkeypatch):
+    pool = SingleProcesses(4, memory=None)
+    futures = [pool.submit(time.sleep, 60) for _ in range(4)]
+    while sum(future.running() for future in futures) < len(futures):
+        time.sleep(0.01)
+    starts = []
+    monkeypatch.setattr(pool, "_start", lambda: starts.append(1))
+    monkeypatch.setattr(ProcessPoolExecutor, "shutdown", lambda *_, **__: time.sleep(0.2))  # while others break
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert all(isinstance(future.exception(timeout=30), BrokenProcessPool) for future in futures)
+    assert not starts
 
 
 INTERRUPTIBLE = """
