@@ -1,6 +1,7 @@
 """What watching, emulating and diagnosing cost in processor time, as ratios to the plain run of the same model.
 
-In: `python benchmarks/overhead.py`. Out: one table on standard output; README.md in this folder keeps one.
+In: `python benchmarks/overhead.py`. Out: one table on standard output; README.md in this folder keeps one. TorchLens
+stands in it where it is installed: `pip install --no-deps torchlens`, and tqdm, graphviz and pillow for it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ import nandoctor
 from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy
 from nandoctor.evidence.formats import FP16
 from nandoctor.replaying.runner import FailingStep
+from nandoctor.torch_compat import tree_tensors
 from nandoctor.tracing.module_tracer import Tracer
 
 NATIVE = Policy(name="native", format=FP16)
@@ -62,7 +66,6 @@ def _forwards(workload: Workload, model: torch.nn.Module) -> Variants:
         description="",
         policy=CUDA,
     )
-    watched = deepcopy(model)
 
     def plain() -> None:
         with torch.no_grad():
@@ -81,22 +84,44 @@ def _forwards(workload: Workload, model: torch.nn.Module) -> Variants:
         "plain": plain,
         "traced forward": traced,
         "a run in fp32": lambda: step.run(REFERENCE),
-        "DebugUnderflowOverflow of transformers": _debugged(watched, workload),
         "emulated fp16 forward": emulated,
         "a run in emulated fp16": step.run,
+        **_peers(workload, model),
     }
 
 
-def _debugged(model: torch.nn.Module, workload: Workload) -> Callable[[], None]:
+def _peers(workload: Workload, model: torch.nn.Module) -> Variants:
+    """Other ways to look for a NaN in the forward, each on a model of its own, for their hooks stay on it."""
     from transformers.debug_utils import DebugUnderflowOverflow
 
-    DebugUnderflowOverflow(model)  # its hooks stay on the model
-
-    def debugged() -> None:
+    def forward(watched: torch.nn.Module) -> None:
         with torch.no_grad():
-            model(**workload.batch)
+            watched(**workload.batch)
 
-    return debugged
+    hooked, debugged, traced = (deepcopy(model) for _ in range(3))
+    for module in hooked.modules():
+        module.register_forward_hook(_require_finite)
+    DebugUnderflowOverflow(debugged)
+    peers = {
+        "hooks with isfinite": partial(forward, hooked),
+        "DebugUnderflowOverflow of transformers": partial(forward, debugged),
+    }
+    if find_spec("torchlens") is None:
+        return peers
+    from torchlens.debug import find_nan
+
+    def search() -> None:
+        with torch.no_grad():
+            assert not find_nan(traced, list(workload.batch.values())).found
+
+    return {**peers, "TorchLens find_nan": search}
+
+
+def _require_finite(module: torch.nn.Module, _: Any, output: Any) -> None:
+    """The hook that most people write."""
+    for tensor in tree_tensors(output):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(f"{type(module).__name__} returned a non-finite value")
 
 
 def _print_native(workload: Workload, model: torch.nn.Module) -> None:
@@ -117,9 +142,10 @@ def _print_peaks(workload: Workload, model: torch.nn.Module) -> None:
     """Weights and the most that was allocated beside them, as torch's allocator counts."""
     weights = sum(parameter.nbytes for parameter in model.parameters())
     peaks = {name: weights + _peak_allocation(call) for name, call in _forwards(workload, model).items()}
-    print(f"  peak memory over the plain fp32 forward's {peaks['plain'] / 2**20:.0f} MiB")
-    for name in ("traced forward", "emulated fp16 forward"):
-        print(f"    {name:<40} {peaks[name] / peaks['plain']:6.2f}")
+    plain = peaks.pop("plain")
+    print(f"  peak memory over the plain fp32 forward's {plain / 2**20:.0f} MiB")
+    for name, peak in peaks.items():
+        print(f"    {name:<40} {peak / plain:6.2f}")
 
 
 def _peak_allocation(call: Callable[[], object]) -> int:
@@ -146,6 +172,10 @@ def _print_diagnoses(workload: Workload) -> None:
         model.zero_grad()
         workload.loss(model(**workload.batch), workload.batch).backward()
 
+    def anomaly() -> None:
+        with warnings.catch_warnings(action="ignore"), torch.autograd.detect_anomaly():
+            step()
+
     sick, accounts = workload.build_sick(), list[Account]()
     with dump_of(workload, sick) as path:
         variants = {
@@ -159,7 +189,7 @@ def _print_diagnoses(workload: Workload) -> None:
             print(f"      {part:<38} {statistics.median(of_part):6.2f}")
     with dump_of(workload, model) as path:
         steep = partial(_replay, path, model, "numerics", loss=workload.steep_loss, fixes=False)
-        variants = {"plain": step, "only gradients non-finite": steep}
+        variants = {"plain": step, "torch.autograd.detect_anomaly": anomaly, "only gradients non-finite": steep}
         _print_ratios("plain fp32 forward and backward", variants, REPEATS // 3)
 
 
