@@ -69,6 +69,10 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with _Peeks(self), self:
             yield
 
+    def is_unfilled(self, tensor: torch.Tensor) -> bool:
+        """Tell whether some of what is to be in the tensor's memory was put off."""
+        return _is_plain(tensor) and storage_of(tensor) in self._pending
+
     def finish(self) -> None:
         """Make the fills of tensors that somebody holds, and those before them, whose numbers come first."""
         ours = Counter(storage_of(tensor) for fill in self._fills for tensor in fill.tensors)
@@ -109,7 +113,7 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The result of an operation that is put off, to be filled later; None where it has to run now."""
         name, draws = func.overloadpacket.__name__, torch.Tag.nondeterministic_seeded in func.tags
         tensors = tree_tensors((args, kwargs))
-        reads = any(not _is_plain(tensor) or storage_of(tensor) in self._pending for tensor in tensors)
+        reads = any(not _is_plain(tensor) or self.is_unfilled(tensor) for tensor in tensors)
         if not (draws or reads):
             return None
         if kwargs.get("generator") is None and all(map(_is_plain, tensors)) and _is_cpu(kwargs):

@@ -67,6 +67,8 @@ from nandoctor.tracing.tensor_stats import format_of
 
 NUM_EXTRA_SEEDS = 3
 _SAME_LOSS = 0.05  # relative; a step in another precision, or on another device, has nearly the same
+_UNFILLED_NBYTES = 16 << 20
+"""Weights from which on drawing initial values that the dump's take the place of is worth leaving out."""
 _NEARER = 10  # times: the mean of two calls' losses is as near to the one as to the other
 _FP8_CLASS = re.compile(r"float8|fp8", re.IGNORECASE)
 
@@ -222,10 +224,10 @@ class _Code:
 
 
 def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, device: torch.device) -> _Code:
-    fills = None
-    if memory_of(dump.state.values()) >= LARGE_NBYTES:
+    nbytes = memory_of(dump.state.values())
+    if nbytes >= LARGE_NBYTES:
         return_freed_memory()
-        fills = DeferredFills()
+    fills = DeferredFills() if nbytes >= _UNFILLED_NBYTES else None
     with cuda_code(device):
         with fills.building() if fills is not None else nullcontext(), registered_state() as registered:
             model, notes = _build(dump, source, settings)
@@ -235,7 +237,7 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
             find_loss(dump.recorded.loss_function, dump.provenance) if function is None else (function, [])
         )
     check_method(model, dump, settings)
-    built = nonfinite_in(model) if registered and fills is None else {}
+    built = nonfinite_in(model, fills) if registered else {}
     return _Code(model=model, call=call, loss=loss, fills=fills, nonfinite=built, notes=(*notes, *loss_notes))
 
 

@@ -28,6 +28,7 @@ from nandoctor.dumps.tensors import count_nonfinite
 from nandoctor.dumps.weights import State, read_weights, sample_weights
 from nandoctor.errors import DumpError
 from nandoctor.file_memory import cast_to_file
+from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.model_loading import fit_prefix
 from nandoctor.replaying.settings import Settings
 from nandoctor.text import brief, dtype_name, join_first, number, plural
@@ -195,9 +196,13 @@ def registered_state() -> Iterator[set[str]]:
             hook.remove()
 
 
-def nonfinite_in(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Where the weights and buffers of a model are -inf (1), and +inf or NaN (2), of those that are not finite."""
+def nonfinite_in(model: nn.Module, fills: DeferredFills | None = None) -> dict[str, torch.Tensor]:
+    """Where the weights and buffers of a model are -inf (1), and +inf or NaN (2), of those that are not finite.
+
+    What `fills` has put off is random, and finite.
+    """
     named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
+    named = [(name, t) for name, t in named if fills is None or not fills.is_unfilled(t)]
     dense = [(name, t.detach()) for name, t in named if t.is_floating_point() and t.layout is torch.strided]
     broken = [(name, t.cpu()) for name, t in dense if t.numel() and not t.is_meta and not all_finite(t)]
     return {name: torch.where(t.isfinite(), 0, torch.where(t.isneginf(), 1, 2)) for name, t in broken}

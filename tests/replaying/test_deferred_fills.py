@@ -193,7 +193,7 @@ def test_a_replay_finds_the_same_either_way(tmp_path, monkeypatch):
     state = Net().state_dict()
     torch.save({"state_dict": state, "x": torch.randn(3, 4)}, tmp_path / "dump.pth")
     plain = replay(tmp_path / "dump.pth", Net, fixes=False).report
-    monkeypatch.setattr(replay_setup, "LARGE_NBYTES", 0)
+    monkeypatch.setattr(replay_setup, "_UNFILLED_NBYTES", 0)
     shared = replay(tmp_path / "dump.pth", Net, fixes=False).report
     assert (shared.headline, shared.origin) == (plain.headline, plain.origin)
     assert torch.equal(torch.load(tmp_path / "dump.pth")["state_dict"]["head.weight"], state["head.weight"])

@@ -26,6 +26,7 @@ BACKWARD = [case for case in all_cases() if case.phase == "backward"][::4]
 def all_are_large(monkeypatch):
     def make():
         monkeypatch.setattr(replay_setup, "LARGE_NBYTES", 0)
+        monkeypatch.setattr(replay_setup, "_UNFILLED_NBYTES", 0)
         monkeypatch.setattr(module_state, "LARGE_NBYTES", 0)
         monkeypatch.setattr(file_memory, "_LEAST_NBYTES", 0)
 
