@@ -6,6 +6,7 @@ None where the system does not tell.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -28,10 +29,24 @@ _NO_MEMORY = (
 
 
 def count_cores() -> int:
-    """The cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the number of cores that this process may use, within the CPU quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # "max" where there is no quota
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+        return min(cores, math.ceil(int(quota) / int(period)))
+    return cores
+
+
+def share_cores() -> None:
+    """Make the torch that is imported next a good neighbour; whatever the user has set stays.
+
+    OpenMP's threads spin while they wait, by default: beside other programs a replay of a small model took four times
+    as long for it. And torch counts the machine's cores, not those that a container may use.
+    https://www.openmp.org/spec-html/5.0/openmpse55.html
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if count_cores() < (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_NUM_THREADS", str(count_cores()))
 
 
 def available_memory() -> int | None:

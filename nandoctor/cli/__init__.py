@@ -101,5 +101,8 @@ def main() -> None:
     nandoctor triage runs/ --model train.py:make_model
     """  # noqa: D301  (click wants the escape itself)
     if "torch" not in sys.modules:
+        from nandoctor.machine import share_cores
+
         # What is scripted then runs as the Python that it was written in, whose expressions can be told and changed.
         os.environ.setdefault("PYTORCH_JIT", "0")
+        share_cores()
