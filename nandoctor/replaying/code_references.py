@@ -53,12 +53,12 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
             "define the class in a file, or give Recorder its builder.",
         )
     if not provenance.own:
-        raise _undecided(reference, dump, provenance.detail)
+        raise _needs_approval(reference, dump, provenance.detail)
     if not is_plain_data(reference.arguments):
-        raise _undecided(reference, dump, "its arguments are no plain data")
+        raise _needs_approval(reference, dump, "its arguments are no plain data")
     found = _import_source(reference, dump, provenance)
     if isinstance(found, type) and not issubclass(found, nn.Module):
-        raise _undecided(reference, dump, "it is no Module class")
+        raise _needs_approval(reference, dump, "it is no Module class")
 
     @functools.wraps(found)
     def build(**more: Any) -> nn.Module:
@@ -205,17 +205,17 @@ def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> 
             return _import_installed(reference, reference.spec, dump)
         if (typed := find_typed(reference.module, reference.name)) is None:
             why = "it was typed into a notebook or console, where nandoctor.replay(FILE) finds it"
-            raise _undecided(reference, dump, why)
+            raise _needs_approval(reference, dump, why)
         return typed
     source = _find_source(reference)
     if source is None:
-        raise _undecided(reference, dump, f"{brief(reference.file)} is not in the working directory")
+        raise _needs_approval(reference, dump, f"{brief(reference.file)} is not in the working directory")
     kinds = (ast.ClassDef, ast.FunctionDef) if reference.name.isidentifier() else (ast.ClassDef,)
     if not defines(source, reference.name, kinds):
-        raise _undecided(reference, dump, f"{source.name} defines no class of that name")
+        raise _needs_approval(reference, dump, f"{source.name} defines no class of that name")
     if _has_changed(reference, source) and not provenance.here:
         why = f"{brief(reference.file)} has changed since, and this is not the folder that it was recorded in"
-        raise _undecided(reference, dump, why)
+        raise _needs_approval(reference, dump, why)
     directory, spec = _from_file(reference, source)
     return find_attribute(spec, directory=directory)
 
@@ -223,9 +223,9 @@ def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> 
 def _import_installed(reference: Reference, spec: str, dump: Path) -> Any:
     path = _installed_path(spec.partition(":")[0])
     if path is None:
-        raise _undecided(reference, dump, "no installed package has it")
+        raise _needs_approval(reference, dump, "no installed package has it")
     if not defines(path, spec.rpartition(":")[2], (ast.ClassDef,)):
-        raise _undecided(reference, dump, f"{path.name} defines no class of that name")
+        raise _needs_approval(reference, dump, f"{path.name} defines no class of that name")
     return find_attribute(spec)
 
 
@@ -297,7 +297,7 @@ def _is_value(name: str, value: Any) -> bool:
     return not name.startswith("_") and name not in _CODE_OPTIONS
 
 
-def _undecided(reference: Reference, dump: Path, why: str) -> ModelError:
+def _needs_approval(reference: Reference, dump: Path, why: str) -> ModelError:
     spec = brief(reference.spec)
     command = approving_command(dump, Recorded(model=reference))
     return ModelError(

@@ -24,7 +24,7 @@ from nandoctor.torch_compat import TorchDispatchMode, count_storage_users, schem
 _FACTORIES = {"randn": torch.Tensor.normal_, "rand": torch.Tensor.uniform_}
 _COPIES = frozenset({"clone", "_to_copy"})
 # These expose the memory itself, without an operation that a dispatch mode sees.
-_PEEKS = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "__deepcopy__"})
+_EXPOSING = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "__deepcopy__"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def building(self) -> Iterator[None]:
         """Record the random fills of what is built in this context."""
-        with _Peeks(self), self:
+        with _FillBeforeExposure(self), self:
             yield
 
     def is_unfilled(self, tensor: torch.Tensor) -> bool:
@@ -89,7 +89,7 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moved = self._state is not None and not torch.equal(now, self._state)  # seeded since the last draw
         waiting, self._fills, self._pending = deque(self._fills), [], set()
         try:
-            _make_in_turn(waiting)
+            _make_in_order(waiting)
             if moved:
                 torch.set_rng_state(now)
         finally:
@@ -120,13 +120,13 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name in _FACTORIES and not tensors:
                 made = torch.empty(*args, **{key: value for key, value in kwargs.items() if key != "generator"})
                 operation = _FACTORIES[name]
-                self._note(_Fill(operation=operation, target=made, args=(), kwargs={}, state=self._read_state()))
+                self._record(_Fill(operation=operation, target=made, args=(), kwargs={}, state=self._read_state()))
                 return made
             if len(tensors) == 1 and tensors[0] is args[0]:
                 first = schema_of(func).arguments[0].alias_info
                 if first is not None and first.is_write:
                     state = self._read_state() if draws else None
-                    self._note(_Fill(operation=func, target=args[0], args=args[1:], kwargs=kwargs, state=state))
+                    self._record(_Fill(operation=func, target=args[0], args=args[1:], kwargs=kwargs, state=state))
                     return args[0]
                 returns = schema_of(func).returns
                 if len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write:
@@ -140,10 +140,10 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source = args[0].detach()
         like = func(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), **kwargs)
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-        self._note(_Fill(operation=func, target=made, args=(), kwargs=kwargs, source=source))
+        self._record(_Fill(operation=func, target=made, args=(), kwargs=kwargs, source=source))
         return made
 
-    def _note(self, fill: _Fill) -> None:
+    def _record(self, fill: _Fill) -> None:
         # Keep an alias of the same memory: the model's own tensor may be pointed elsewhere before the fill is made.
         self._fills.append(replace(fill, target=fill.target.detach()))
         self._pending.add(storage_of(fill.target))
@@ -156,7 +156,7 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._state
 
 
-class _Peeks(TorchFunctionMode):
+class _FillBeforeExposure(TorchFunctionMode):
     """A function mode that makes all fills before a tensor's memory is exposed."""
 
     def __init__(self, fills: DeferredFills) -> None:
@@ -166,7 +166,7 @@ class _Peeks(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") in _PEEKS and not self._fills.busy:
+        if getattr(func, "__name__", "") in _EXPOSING and not self._fills.busy:
             self._fills.make_all()
         return func(*args, **(kwargs or {}))
 
@@ -187,7 +187,7 @@ def _is_cpu(kwargs: Mapping[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def _make_in_turn(fills: deque[_Fill]) -> None:
+def _make_in_order(fills: deque[_Fill]) -> None:
     """Make the fills in order, each from its own generator state, and release each once it is made."""
     before: torch.Tensor | None = None
     while fills:

@@ -36,7 +36,7 @@ _OPS: tuple[tuple[type[nn.Module], str], ...] = (
 
 def measure_slots(moments: Sequence[SecondMoment], model: nn.Module, low: FloatFormat) -> tuple[OptimizerSlot, ...]:
     """Measure every second moment with exact counts, counting as flushed what `low` flushes to zero."""
-    names = _names(moments, model)
+    names = _parameter_names(moments, model)
     return tuple(
         OptimizerSlot(parameter=names.get(moment.index, ""), eps=moment.eps, moment=stats, safe_eps=_safe_eps(moment))
         for moment in moments
@@ -64,7 +64,7 @@ def _safe_eps(moment: SecondMoment) -> float | None:
     return next((eps for eps, step in steps if bool((step.abs() <= _ROUNDING * bound).all())), None)
 
 
-def _names(moments: Sequence[SecondMoment], model: nn.Module) -> Mapping[int, str]:
+def _parameter_names(moments: Sequence[SecondMoment], model: nn.Module) -> Mapping[int, str]:
     """Return the parameter name of each index: the moment's own, else by the model's order if all shapes agree."""
     parameters = list(model.named_parameters())
     own = {name for name, _ in parameters}

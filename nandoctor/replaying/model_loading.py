@@ -170,7 +170,7 @@ def _compare(own: _State, state: _State) -> tuple[set[str], list[str], list[str]
         ),
         *_describe("complex, where the model has real numbers", halved, str),
     ]
-    notes = [*_describe_whole([name for name in known if name not in reshaped], own, state)]
+    notes = [*_describe_integers([name for name in known if name not in reshaped], own, state)]
     return {*missing, *reshaped, *halved}, problems, notes
 
 
@@ -377,7 +377,7 @@ def _describe(what: str, names: Sequence[str], show: Callable[[str], str]) -> It
         yield f"  {len(names)} {what}: {', '.join(shown)}{rest}"
 
 
-def _describe_whole(names: Sequence[str], own: _State, state: _State) -> Iterator[str]:
+def _describe_integers(names: Sequence[str], own: _State, state: _State) -> Iterator[str]:
     """Yield a note on integer weights where the model has floating-point ones, as in quantized checkpoints."""
     fractions = [name for name in names if own[name].is_floating_point()]
     whole = [name for name in fractions if not (state[name].is_floating_point() or state[name].is_complex())]

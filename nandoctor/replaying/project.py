@@ -155,7 +155,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_child)
 
 # The running program and this package are never replaced by a folder's modules.
-_NEVER_HIDDEN = frozenset({"__main__", "__mp_main__", "nandoctor"})
+_NEVER_UNLOADED = frozenset({"__main__", "__mp_main__", "nandoctor"})
 
 _Stamp = tuple[int, int] | None
 """A file's modification time in ns, and its size; None for a module without a file."""
@@ -235,7 +235,7 @@ class Project:
             known = _imported.get(entry, {})
             if any(_stamp_of(module) != stamp for module, stamp in known.values()):
                 known = _imported[entry] = {}
-            _hide_others(folder)
+            _unload_shadowing(folder)
             sys.modules.update({name: module for name, (module, _) in known.items()})
         self._entries = [entry, *(other for other in self._entries if other != entry)]
         sys.path[:] = [entry, *(other for other in sys.path if other != entry)]
@@ -258,7 +258,7 @@ class Project:
                 sys.dont_write_bytecode = True
                 sys.path[:] = [*self._entries, *(entry for entry in path if entry not in self._entries)]
                 for entry in self._entries:
-                    _hide_others(Path(entry))
+                    _unload_shadowing(Path(entry))
                 sys.modules.update(self._modules)
                 write_torch_settings({**self._settings, **_OF_THE_REPLAY})
                 if is_forked():
@@ -312,23 +312,23 @@ def _file_of(module: ModuleType | None) -> Path | None:
     return Path(place) if isinstance(place, str) else None
 
 
-def _hide_others(folder: Path) -> None:
+def _unload_shadowing(folder: Path) -> None:
     """Unload modules that hide the folder's own: the `utils` of one project is not the `utils` of the next."""
     held = {path.name.removesuffix(".py") for path in folder.iterdir()} if folder.is_dir() else set()
-    hidden = {name for name in held & sys.modules.keys() if _makes_way(name, folder)}
+    hidden = {name for name in held & sys.modules.keys() if _shadows(name, folder)}
     for name in [name for name in sys.modules if name.partition(".")[0] in hidden]:
         del sys.modules[name]
 
 
-def _makes_way(name: str, folder: Path) -> bool:
+def _shadows(name: str, folder: Path) -> bool:
     """Return True if a module is a user's, from another folder; libraries are the same for every project."""
     file = _file_of(sys.modules.get(name))
-    return file is not None and name not in _NEVER_HIDDEN and file.parent != folder and not is_installed(file)
+    return file is not None and name not in _NEVER_UNLOADED and file.parent != folder and not is_installed(file)
 
 
 def _is_own(name: str, module: ModuleType, folder: Path) -> bool:
     file = _file_of(module)
-    if file is None or name.partition(".")[0] in _NEVER_HIDDEN:
+    if file is None or name.partition(".")[0] in _NEVER_UNLOADED:
         return False
     return file.is_relative_to(folder) and not is_installed(file)
 

@@ -156,7 +156,7 @@ def find_outputs(
         names.sort(key=lambda name: (not dump.arrays[name].is_floating_point(), -dump.arrays[name].numel()))
         first = next((name for name in names if not is_finite_array(dump.arrays[name])), next(iter(names), None))
     else:
-        read = {text for function in functions for text in _texts_in(function)}
+        read = {text for function in functions for text in _string_constants(function)}
         inside = {name for name in dump.arrays if name.rpartition(".")[2] in read}  # names within a container
         names = saved_outputs(dump.arrays, settings.output, taken=taken, read={*read, *inside})
         first = next(iter(names), None)
@@ -217,7 +217,7 @@ def _saved_number(dump: Dump) -> tuple[str, torch.Tensor] | None:
     return (named[0][0], torch.tensor(named[0][1], dtype=torch.float64)) if named else None
 
 
-def _texts_in(function: Callable[..., Any] | None) -> Iterator[str]:
+def _string_constants(function: Callable[..., Any] | None) -> Iterator[str]:
     """Yield the string constants in a function: the names of the arrays that it reads are among them."""
     waiting = [getattr(function, "__code__", None)]
     while waiting:

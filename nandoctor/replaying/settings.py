@@ -324,12 +324,12 @@ def _find_project(start: Path) -> tuple[Path | None, dict[str, Any]]:
     """Return the nearest pyproject.toml that has a `[tool.nandoctor]` table, and that table; (None, {}) if none has."""
     for folder in (start, *start.parents):
         path = folder / "pyproject.toml"
-        if path.is_file() and not _may_be_anybodys(path) and (table := _read_table(path)):
+        if path.is_file() and not _is_untrusted(path) and (table := _read_table(path)):
             return path, table
     return None, {}
 
 
-def _may_be_anybodys(path: Path) -> bool:
+def _is_untrusted(path: Path) -> bool:
     """Return True if another user owns a file where everyone may write, as in /tmp: its settings name code to run."""
     if not hasattr(os, "geteuid") or not path.parent.stat().st_mode & stat.S_IWOTH:
         return False

@@ -118,7 +118,7 @@ def _compare(state: State, known: Mapping[str, WeightSample]) -> _Match:
 
 
 def _take(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor | None:
-    """Return the values at these flat indices; None if there are no indices or one is out of range."""
+    """Return the values at these flat indices; None without indices, or if the tensor is not dense or too small."""
     if tensor.layout is not torch.strided or not at.numel():
         return None
     if int(at.min()) < 0 or int(at.max()) >= tensor.numel():
