@@ -1,7 +1,7 @@
-"""Where the time of a replay goes: every run of the step, with what it was for and what it cost, and the sums by part.
+"""Account for the time of a replay: every run of the step with its purpose and cost, and the sums by part.
 
-In: `python benchmarks/account.py [encoder|U-Net]`. Out: a line for each run, in processor time over a plain fp32
-forward of the same process, and a line for each part of the replay, with what it spent outside of runs.
+`python benchmarks/account.py [encoder|U-Net]` prints a line for each run, in processor time relative to a plain fp32
+forward in the same process, and a line for each part of the replay, with the time that it spent outside of runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run of the step; runs that it makes itself count in it."""
+    """One run of the step, including the runs nested in it."""
 
     part: str
     line: str
@@ -49,7 +49,7 @@ class Run:
 
 @dataclass(slots=True)
 class Account:
-    """What was run, and the processor time of each part of one replay with what it does outside of runs."""
+    """The runs of one replay, and the processor time of each part, including what it does outside of runs."""
 
     runs: list[Run] = field(default_factory=list)
     seconds: Counter[str] = field(default_factory=Counter)
@@ -61,7 +61,7 @@ class Account:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """A context in which one replay is noted."""
+        """Record one replay in this context."""
         self._since = time.process_time()
         patches = (
             mock.patch.object(FailingStep, "run", _replacing(FailingStep.run, self._run)),
@@ -79,7 +79,7 @@ class Account:
         self._turn("diagnosis")
 
     def _turn(self, part: str) -> str:
-        """Book what was spent since the last turn; the part that it was spent on."""
+        """Switch to a part; book the time since the last switch to the part before, and return that part."""
         now, before = time.process_time(), self._part
         self.seconds[before] += now - self._since
         self._part, self._since = part, now
@@ -98,7 +98,7 @@ class Account:
             return search(*args)
 
     def _take_gradients(self, take: Callable[..., Any], *args: Any) -> Any:
-        """A backward pass in the diagnosis' fp32 run, which the search alone has use for."""
+        """Book the backward pass in the diagnosis' fp32 run separately: only the search uses it."""
         started = time.process_time()
         with self._at("reference"):
             gradients = take(*args)
@@ -110,7 +110,7 @@ class Account:
             vary(search)
 
     def _verify(self, verify: Callable[..., Any], verifier: Verifier, *args: Any) -> Any:
-        """A text whose output fails was a probe: what it took is the search's."""
+        """Book the verification of a text; if its output fails, it was a probe, and its time belongs to the search."""
         first, spent = len(self.runs), self.seconds["verification"]
         with self._at("verification"):
             proof, checks = verify(verifier, *args)
@@ -147,7 +147,7 @@ class Account:
 
 
 def _replacing(method: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls `instead` with the one that it stands for first."""
+    """Return a method that calls `instead` with the original method as the first argument."""
     return lambda *args, **options: instead(method, *args, **options)
 
 
@@ -172,7 +172,7 @@ def _brief(edit: Any) -> str:
 
 
 def main() -> None:
-    """Print the account of each workload, or of the one that is named."""
+    """Print the account of each workload, or of the named one."""
     for workload in (make_encoder(), make_unet()):
         if sys.argv[1:] in ([], [workload.name]):
             _print_account(workload)

@@ -1,12 +1,12 @@
-"""Asks torch's own CUDA autocast, op by op, for the dtypes that the emulation gives; no GPU is needed.
+"""Compare the dtypes of the emulated autocast with torch's own CUDA autocast, op by op, without a GPU.
 
-In: the models of `autocast_models`. Out: a table: per model the ops that were asked and those whose dtypes differ; and
-what could not be asked, with the reason.
+For each of `autocast_models` it prints how many ops were compared and how many dtypes differ; then the ops that could
+not be compared, with the reason.
 
 A fake tensor on "cuda" goes through torch's real AutocastCUDA kernels before any device is touched. Every op that the
-emulated replay records is called so with its recorded shapes and dtypes, under the autocast state that it ran in; the
-dtypes of the results have to be equal. Values are not compared: there are none. What a composite op does on a device
-this build is not linked with cannot be asked.
+emulated replay records is called this way with its recorded shapes and dtypes, in the autocast state that it ran in;
+the dtypes of the results must be equal. Fake tensors have no values to compare. What a composite op does on a device
+that this build is not linked with cannot be checked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """An op as the emulation ran it: the call, autocast's state around it, and the dtypes that it gave."""
+    """An op as the emulation ran it: the call, the autocast state around it, and the dtypes of its results."""
 
     call: Invocation
     enabled: bool
@@ -44,7 +44,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What torch said of one op: the dtypes, or why it could not be asked."""
+    """Torch's answer for one op: the dtypes, or the reason why it could not be run."""
 
     ran: Ran
     gives: tuple[torch.dtype, ...] | None
@@ -52,12 +52,12 @@ class Verdict:
 
     @property
     def differs(self) -> bool:
-        """True where torch gives other dtypes than the emulation."""
+        """True if torch gives other dtypes than the emulation."""
         return self.gives is not None and self.gives != self.ran.gave
 
 
 def record(name: str, low: FloatFormat) -> list[Ran]:
-    """Run one model's forward under the emulation, and list its ops."""
+    """Run one model's forward under the emulation, and return its ops."""
     make, shapes = MODELS[name]
     torch.manual_seed(0)
     model, ran = make(), []
@@ -73,24 +73,24 @@ def record(name: str, low: FloatFormat) -> list[Ran]:
 
 
 def dtypes_of(output: Any) -> tuple[torch.dtype, ...]:
-    """The dtypes of the tensors in an op's output, in order."""
+    """Return the dtypes of the tensors in an op's output, in order."""
     return tuple(leaf.dtype for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
 
 
 def ask(ran: Ran) -> Verdict:
-    """Have torch's CUDA autocast run the op on fake tensors."""
+    """Run the op on fake tensors under torch's CUDA autocast."""
     if str(ran.call.op).removeprefix("aten.") in CUDNN_RNN:
         return Verdict(ran=ran, gives=None, reason="cuDNN has an autocast kernel of its own, which this build lacks")
     with FakeTensorMode() as mode, torch.no_grad(), cuda_state(ran.enabled, ran.dtype):
         try:
             call = ran.call.mapped(lambda value: to_cuda(value, mode))
             return Verdict(ran=ran, gives=dtypes_of(call.run()))
-        except Exception as error:  # whatever this build lacks for it
+        except Exception as error:  # whatever this build lacks for the op
             return Verdict(ran=ran, gives=None, reason=str(error).strip().splitlines()[0][:70])
 
 
 def to_cuda(value: Any, mode: FakeTensorMode) -> Any:
-    """A fake tensor on "cuda" like this one; a number that torch wrapped for the user stays on the CPU."""
+    """Return a fake tensor on "cuda" like this one; a Python number that torch wrapped stays on the CPU."""
     if isinstance(value, torch.Tensor):
         device = "cpu" if value.dim() == 0 and not value.requires_grad and is_number(value) else "cuda"
         with mode:
@@ -99,13 +99,13 @@ def to_cuda(value: Any, mode: FakeTensorMode) -> Any:
 
 
 def is_number(value: torch.Tensor) -> bool:
-    """Tell whether this is a Python number in a tensor: torch keeps those in its widest dtypes."""
+    """Return True if this may be a Python number in a tensor: torch keeps those in its widest dtypes."""
     return value.dtype in (torch.float64, torch.int64)
 
 
 @contextmanager
 def cuda_state(enabled: bool, dtype: torch.dtype) -> Iterator[None]:
-    """A context with that state of CUDA's autocast, and none of the CPU's."""
+    """Set CUDA's autocast to this state in this context."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", enabled)
     torch.set_autocast_dtype("cuda", dtype)
@@ -118,7 +118,7 @@ def cuda_state(enabled: bool, dtype: torch.dtype) -> Iterator[None]:
 
 
 def judge(name: str, low: FloatFormat) -> list[Verdict]:
-    """What torch says of every op of one model."""
+    """Return torch's answer for every op of one model."""
     return [ask(ran) for ran in record(name, low)]
 
 

@@ -1,9 +1,9 @@
-"""Models as unlike each other as can be, for the judge of the emulated autocast.
+"""Models that are as different from each other as possible, to compare the emulated autocast on.
 
-In: nothing; the weights are random. Out: `MODELS`: by name a function that makes a model, and the inputs that it takes.
+`MODELS` has by name a function that builds a model with random weights, and the shapes of its inputs.
 """
 
-# ruff: noqa: D102, D103 - the name of each function is the name of its model
+# ruff: noqa: D102, D103 - each function is named after its model
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 class Swish(torch.autograd.Function):
-    """A custom Function that autocast hands fp32."""
+    """A custom Function whose inputs autocast casts to fp32."""
 
     @staticmethod
     @custom_fwd(device_type="cuda", cast_inputs=torch.float32)
@@ -45,7 +45,7 @@ class Swish(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """A custom Function that runs in whatever autocast is on."""
+    """A custom Function that runs in the autocast state around it."""
 
     @staticmethod
     @custom_fwd(device_type="cuda")
@@ -284,7 +284,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
 
 
 def make_inputs(shapes: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """Normal numbers of each shape, the same every time; what is a tensor already is taken as it is."""
+    """Return the same normal random numbers of each shape every time; tensors are passed on unchanged."""
     generator = torch.Generator().manual_seed(0)
     return tuple(
         shape if isinstance(shape, torch.Tensor) else torch.randn(*shape, generator=generator) for shape in shapes

@@ -1,6 +1,6 @@
-"""What the recorder costs a training step: as a ratio to the same step without it, and in time by the model's size.
+"""Measure what the recorder costs a training step: as a ratio to the plain step, and in time by the model's size.
 
-In: `python benchmarks/capture.py [--device cuda]`. Out: two tables on standard output; README.md keeps them.
+`python benchmarks/capture.py [--device cuda]` prints two tables; README.md keeps them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import nandoctor
 ROUNDS = 150
 WARM_UP = 5
 STEPS_A_ROUND = 30
-"""A clock of the processor's time is too coarse for one step of the smallest models."""
+"""The clock of processor time is too coarse for one step of the smallest models."""
 
 
 class SmallNet(nn.Module):
@@ -48,7 +48,7 @@ class SmallNet(nn.Module):
 
 
 class SmallTransformer(nn.Module):
-    """Four layers, 128 wide, 4 heads, on 64 tokens, with dropout."""
+    """Four layers (128 wide, 4 heads) on 64 tokens, with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,12 +78,12 @@ class Stack(nn.Module):
 
 
 def loss_of(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Cross entropy; the recorder is told of it, as it should be."""
+    """Return the cross entropy; the recorder gets this function too, as recommended."""
     return F.cross_entropy(output, batch[1])
 
 
 def main() -> None:
-    """Print one line for each model and each way of training."""
+    """Print one line for each model and training mode."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     device = torch.device(parser.parse_args().device)
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def _print_by_size() -> None:
-    """Time that the recorder adds to a step, for models of 3 modules a block, with 4 parameters and 0 or 3 buffers."""
+    """Print the time that the recorder adds to a step of models with 3 modules and 4 parameters in each block."""
     print(f"time added to a step; median of the differences of {ROUNDS} rounds, and difference of the least")
     for num_blocks in (1, 16, 150):
         for batch_norm in (False, True):
@@ -118,7 +118,7 @@ def _print_by_size() -> None:
 def _measure_added(model: nn.Module, num_blocks: int, arguments: Mapping[str, Any]) -> str:
     x, target = torch.randn(4, 8), torch.randint(8, (4,))
     inner = max(1, STEPS_A_ROUND // num_blocks)
-    with ExitStack() as stack:  # a recorder that is left open would be in all later figures
+    with ExitStack() as stack:  # a recorder left open would slow all later measurements
         plain = _make_step(deepcopy(model), x, target, "fp32")
         recorded = _make_step(deepcopy(model), x, target, "fp32", stack=stack, arguments=arguments)
         rows = [[_time(step, x.device, inner) for step in (plain, recorded)] for _ in range(ROUNDS + WARM_UP)]
@@ -151,7 +151,7 @@ def _make_step(
     stack: ExitStack | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Callable[[], None]:
-    """A training step of this model; with a recorder where a stack is given to close it."""
+    """Return a training step of this model, with a recorder if a stack is given to close it."""
     device, amp = x.device, way != "fp32"
     optimizer = torch.optim.AdamW(model.parameters(), fused="fused" in way)
     scaler = torch.amp.GradScaler(device.type, enabled=amp)
@@ -175,7 +175,7 @@ def _make_step(
 
 
 def _time(step: Callable[[], None], device: torch.device, num_steps: int = 1) -> float:
-    """Seconds a step: the processor's on a CPU, which other programs do not add to; those on the clock on a GPU."""
+    """Return seconds per step: processor time on a CPU, which excludes other programs; wall time on a GPU."""
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     started = clock()
     for _ in range(num_steps):
@@ -186,7 +186,7 @@ def _time(step: Callable[[], None], device: torch.device, num_steps: int = 1) ->
 
 
 def _count_syncs(step: Callable[[], None]) -> int:
-    """How often torch makes the host wait for the device in a step; waiting for an event is not counted."""
+    """Count how often torch makes the host wait for the device in a step; waits for an event are not counted."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:

@@ -1,6 +1,6 @@
-"""How often the diagnosis is right on the corpus of sick models, their variants, and everything that is healthy.
+"""Measure how often the diagnosis is right on the sick models, their variants, and the healthy models.
 
-In: `python benchmarks/diagnosis.py`. Out: a table of every case, a summary, and exit code 1 where anything is wrong.
+`python benchmarks/diagnosis.py` prints a table of every case and a summary; exit code 1 if anything is wrong.
 """
 
 from __future__ import annotations

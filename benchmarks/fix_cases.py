@@ -1,6 +1,6 @@
-"""Every step whose fixes are judged: the sick models of the tests, the sample dumps, and failures inside libraries.
+"""The steps whose fixes are judged: the sick models of the tests, the sample dumps, and failures inside libraries.
 
-In: nothing. Out: `CASES` by name, each a sick model with its batch, and `replay_case`, the report on one.
+`CASES` has them by name, each a sick model with its batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAMPLES: dict[str, tuple[str, Callable[[nn.Module, Batch], Any]]] = {
     "poisoned_buffers": ("Classifier", lambda model, batch: model(batch["image"])),
     "log_saturated": ("Classifier", lambda model, batch: model(batch["features"])),
 }
-"""Each sample's model and how its script calls it; a dump names no loss."""
+"""Each sample's model, and the call that its script makes; the sample dumps have no loss."""
 
 
 def _sample(name: str) -> Case:
@@ -53,7 +53,7 @@ def _sample(name: str) -> Case:
 
 
 def _library(name: str, make: Callable[[], nn.Module], batch: Batch, *, spoil: tuple[str, ...], by: float) -> Case:
-    """A model of transformers, some weights of which training has made too large for fp16's products."""
+    """Return a transformers model with some weights so large that their products overflow fp16."""
 
     def build() -> nn.Module:
         model = make()

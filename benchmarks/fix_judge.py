@@ -1,7 +1,7 @@
-"""Runs a step with a printed fix in a process of its own, under `nandoctor.cuda_autocast` alone: no tracer, no search.
+"""Run a step with a printed fix in its own process, under `nandoctor.cuda_autocast` only: no tracer, no search.
 
-In: jobs, one line of JSON each, on standard input. Out: one line of JSON each on standard output; every job runs in a
-fork of a process that has imported torch and the autocast, and nothing of the step.
+Reads jobs from standard input, one line of JSON each, and prints the path of each answer, a JSON file. Every job runs
+in a fork of a process that has imported torch and the autocast, and nothing of the step.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from nandoctor.autocast.policy import cuda_autocast
 Batch = dict[str, torch.Tensor]
 BATCHES = ("as it failed", "in another order", "noisy", "halved", "doubled", "other seed")
 SUM = "sum"
-"""Its gradient through a norm or a softmax is zero, and all that is left of it noise: it only has to be finite."""
+"""Its gradient through a norm or a softmax is zero apart from noise, so it only has to be finite."""
 FIRST_SCALE = 65536.0
-"""What torch.amp.GradScaler begins with; it halves that until the gradients are finite."""
+"""The initial scale of torch.amp.GradScaler, which halves it until the gradients are finite."""
 
 
 def main() -> None:
-    """Fork for each job, so that each begins without the modules of the last."""
+    """Fork for each job, so that it starts without the modules of the previous one."""
     for line in sys.stdin:
         job = json.loads(line)
         child = os.fork()
@@ -52,7 +52,7 @@ def _work(job: dict[str, Any]) -> None:
 
 
 def _judge(job: dict[str, Any]) -> dict[str, Any]:
-    """Run the step on each batch; of a job without a fix keep the fp32 outputs and gradients for the others."""
+    """Run the step on each batch; if the job has no fix, save its outputs and gradients as the reference."""
     from fix_cases import CASES
 
     case = CASES[job["case"]]
@@ -68,7 +68,7 @@ def _judge(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exact_gradients(case: Any, name: str, job: dict[str, Any]) -> dict[str, Any]:
-    """The gradients of each loss in float64, where the model runs in it: fp32's own may be noise."""
+    """Return the gradients of each loss in float64, {} if the model does not run in it; those of fp32 may be noise."""
     wide = replace(case, build=lambda: _in_fp32(case.build).double(), batch=lambda: _widened(_in_fp32(case.batch)))
     torch.set_default_dtype(torch.float64)
     try:
@@ -81,7 +81,7 @@ def _exact_gradients(case: Any, name: str, job: dict[str, Any]) -> dict[str, Any
 
 
 def _in_fp32(make: Callable[[], Any]) -> Any:
-    """What is made with fp32 as the default dtype: other random numbers are drawn in float64."""
+    """Call `make` with fp32 as the default dtype: float64 would draw other random numbers."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -95,7 +95,7 @@ def _widened(batch: Batch) -> Batch:
 
 
 class _Reading(dict[str, torch.Tensor]):
-    """A batch that knows which of its arrays were asked for: the inputs, and not the targets."""
+    """A batch that records which of its arrays were read: the inputs, but not the targets."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
@@ -111,10 +111,10 @@ class _Reading(dict[str, torch.Tensor]):
 
 
 def _run(case: Any, name: str, job: dict[str, Any], *, autocast: bool = False) -> dict[str, Any]:
-    """Outputs, and for each loss its value and the gradients at the largest scale at which all are finite.
+    """Return the outputs, and each loss with its gradients at the largest scale at which all are finite.
 
-    That is the known scale, else what GradScaler comes to from 65,536. A loss whose gradients pass 65,504 takes it
-    below 1, so the search ends where fp16 has no digits left.
+    That is the known scale, else the one that GradScaler reaches from 65,536. Gradients above 65,504 take it below 1,
+    so the search ends where fp16 has no digits left.
     """
     settings = job.get("settings") or {}
     known = settings.get("loss_scale") or (case.loss_scale if case.loss else None)
@@ -134,7 +134,7 @@ def _run(case: Any, name: str, job: dict[str, Any], *, autocast: bool = False) -
 def _step(
     case: Any, name: str, job: dict[str, Any], compute: Callable[..., torch.Tensor], scale: float, *, autocast: bool
 ) -> tuple[list[torch.Tensor], float, dict[str, torch.Tensor]]:
-    """Forward, loss and backward as a training step has them: outputs, loss, and gradients at scale 1."""
+    """Run forward, loss and backward as in a training step; return outputs, loss, and gradients at scale 1."""
     settings = (job.get("settings") or {}) if autocast else None
     seed = 1 if name == "other seed" else 0
     with torch.random.fork_rng(devices=[]):
@@ -167,7 +167,7 @@ def _precision(settings: Mapping[str, Any] | None) -> Iterator[None]:
 
 
 def _in_or_out_of_autocast(compute: Callable[..., torch.Tensor], output: Any, batch: Batch) -> torch.Tensor:
-    """The loss, outside of autocast where it uses what CUDA's autocast refuses."""
+    """Return the loss, computed outside of autocast if it uses an op that CUDA's autocast rejects."""
     try:
         return compute(output, batch)
     except RuntimeError as error:
@@ -178,7 +178,7 @@ def _in_or_out_of_autocast(compute: Callable[..., torch.Tensor], output: Any, ba
 
 
 def _losses(case: Any) -> list[tuple[str, Callable[..., torch.Tensor]]]:
-    """The loss of the training where it is known, else two that anybody might write."""
+    """Return the training's loss if it is known, else two common losses."""
     if case.loss is not None:
         return [("its loss", case.loss)]
     return [
@@ -188,7 +188,7 @@ def _losses(case: Any) -> list[tuple[str, Callable[..., torch.Tensor]]]:
 
 
 def _distance_from_targets(leaf: torch.Tensor) -> torch.Tensor:
-    """Mean square of the difference from a fixed pattern: that of a norm's output alone would be constant."""
+    """Return the mean square difference from a fixed pattern: the mean square of a norm's output would be constant."""
     wide = leaf if leaf.dtype is torch.float64 else leaf.float()
     return (wide - torch.linspace(-1, 1, leaf.numel()).to(wide).cos().view(leaf.shape)).square().mean()
 
@@ -221,16 +221,16 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _compare(run: dict[str, Any], reference: dict[str, Any], name: str, job: dict[str, Any]) -> dict[str, Any]:
-    """What is finite, how far the outputs and gradients are from fp32 of the unchanged step, and what was harmed.
+    """Return what is finite, how far outputs and gradients are from the unchanged step in fp32, and the harm done.
 
-    A healthy sample is harmed if it is more than 1 % from fp32, and more than this from what it was under autocast.
+    A healthy sample is harmed if it is more than 1 % from fp32, and from what it was under autocast.
     """
     exact, plain = reference["fp32"][name], reference["autocast"][name]
     if job["kind"] == "data":
         exact = plain = run
     pairs = list(zip(run["values"], exact["values"], plain["values"], strict=True))
     finite = all(bool(ours[theirs.isfinite()].isfinite().all()) for ours, theirs, _ in pairs)
-    coarser = 8 if (job.get("settings") or {}).get("amp_dtype") else 1  # bf16 has 8 bits where fp16 has 11
+    coarser = 8 if (job.get("settings") or {}).get("amp_dtype") else 1  # bf16 has 8 significant bits, fp16 has 11
     harmed = max((_harm(*pair, job["guilty"], coarser) for pair in pairs), default=0.0) if job["guilty"] else 0.0
     gradients = {
         loss: {
@@ -254,7 +254,7 @@ def _compare(run: dict[str, Any], reference: dict[str, Any], name: str, job: dic
 
 
 def _error(ours: torch.Tensor, theirs: torch.Tensor, floor: float = 1e-30) -> float:
-    """The largest difference over the largest magnitude or the floor, where the reference is finite."""
+    """Return the largest difference over the largest magnitude (at least the floor), where the reference is finite."""
     sound = theirs.isfinite()
     if not sound.any():
         return 0.0
@@ -263,9 +263,9 @@ def _error(ours: torch.Tensor, theirs: torch.Tensor, floor: float = 1e-30) -> fl
 
 
 def _harm(ours: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, guilty: list[int], coarser: int) -> float:
-    """The most that a healthy sample is off by, 0 where it is as near to fp32 as it was under autocast before.
+    """Return the largest error of a healthy sample, 0 if it is as near to fp32 as it was under autocast before.
 
-    A sample of a thousandth of the others' size is measured by theirs.
+    Errors are relative to the sample's largest magnitude, or to a thousandth of the batch's if that is larger.
     """
     worst = 0.0
     floor = max(1e-3 * float(exact[exact.isfinite()].abs().max()), 1e-30) if exact.isfinite().any() else 1e-30
@@ -278,13 +278,13 @@ def _harm(ours: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, guilty: 
 
 
 def _nearest(ours: Mapping[str, torch.Tensor], *references: Mapping[str, torch.Tensor] | None) -> float | None:
-    """The distance from the nearest of the references that are finite."""
+    """Return the distance from the nearest of the finite references; None without one."""
     distances = [_distance(ours, reference) for reference in references if reference is not None]
     return min((distance for distance in distances if distance is not None), default=None)
 
 
 def _distance(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float | None:
-    """Norm of the difference over the norm, None where the reference has no finite gradients to compare with."""
+    """Return the relative norm of the difference; None if the reference's gradients are missing or not finite."""
     names = ours.keys() & theirs.keys()
     if not names or not all(theirs[name].isfinite().all() for name in names):
         return None

@@ -1,10 +1,10 @@
-"""Applies every verified fix as it is printed, and runs the step with it in a fresh process that knows nothing of it.
+"""Apply every verified fix as it is printed, and run the step with it in a fresh, independent process.
 
-In: `python benchmarks/fixes.py [--only TEXT] [--first N]`. Out: a row for each fix, and how many were applied, fixed
-the failing batch and five others, left non-finite gradients, or changed healthy samples.
+`python benchmarks/fixes.py [--only TEXT] [--first N]` prints a row for each fix, and how many were applied, fixed the
+failing batch and five others, left non-finite gradients, or changed healthy samples.
 
-The fix is applied with `git apply -p1` to a copy of the code, or executed. The process that judges it imports the step
-and `nandoctor.cuda_autocast`, and nothing of the search or of its checks (`fix_judge.py`).
+A fix is applied with `git apply -p1` to a copy of the code, or executed. The process that judges it imports the step
+and `nandoctor.cuda_autocast`, but nothing of the search or its checks (`fix_judge.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _replay(name: str, folder: Path) -> Report:
 
 
 class _Judge:
-    """A process that has nothing of nandoctor but its autocast, and forks for each fix."""
+    """A process that imports only the autocast of nandoctor, and forks for each fix."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -113,13 +113,13 @@ class _Judge:
 
 
 def copy_code(copy: Path) -> None:
-    """The code of the steps, below a folder in which a fix may change it."""
+    """Copy the code of the steps into a folder in which a fix may change it."""
     for name in ("benchmarks", "tests/sick_models", "tests/models", "sample_dumps"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def _apply(fix: Fix, copy: Path) -> bool:
-    """`git apply -p1`, in the copy of this repository or in one of the library that the diff is of."""
+    """Run `git apply -p1` in the copy of this repository, or in one of the library that the diff changes."""
     assert fix.patch_root is not None
     root = Path(fix.patch_root)
     target = copy if root == ROOT else copy / "site-packages"
@@ -132,7 +132,7 @@ def _apply(fix: Fix, copy: Path) -> bool:
 
 
 def _link_library(patch: str, root: Path, target: Path) -> None:
-    """The packages that the diff changes, by links but for the files themselves."""
+    """Copy the packages that the diff changes, with symbolic links for all files that it does not change."""
     changed = [line[6:] for line in patch.splitlines() if line.startswith("+++ b/")]
     for package in {name.partition("/")[0] for name in changed}:
         link = partial(_link, {root / name for name in changed})
@@ -147,7 +147,7 @@ def _link(changed: set[Path], source: str, place: str) -> None:
 
 
 def _failures(verdict: dict[str, Any]) -> list[str]:
-    """The batches on which output or loss is not finite, or the output is off the fp32 that there is."""
+    """Return the batches on which the output, or a loss that is finite in fp32, is not finite."""
     batches = verdict.get("batches", {}).items()
     return [name for name, run in batches if not run["finite"] or (not run["loss"] and run["reference"])]
 
@@ -162,7 +162,7 @@ def _bad_gradients(verdict: dict[str, Any]) -> list[str]:
 
 
 def _harmed(verdict: dict[str, Any]) -> float:
-    """What the worst healthy sample is off by; inputs of another size are further from an eps, and not counted."""
+    """Return the worst healthy sample's error; scaled batches do not count, as an eps weighs differently there."""
     batches = verdict.get("batches", {}).items()
     return max((run["harm"] for name, run in batches if name not in ("halved", "doubled")), default=0.0)
 

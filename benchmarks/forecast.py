@@ -1,7 +1,7 @@
-"""How near the time that is told after the first run is to what the rest of the diagnosis took.
+"""Compare the time forecast after the first run with the time that the rest of the diagnosis took.
 
-In: `python benchmarks/forecast.py`. Out: a line for each step, told over taken; exit status 1 where one is off by more
-than two.
+`python benchmarks/forecast.py` prints a line for each step, forecast over actual; exit status 1 if one is off by more
+than a factor of two.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ OFF_BY = 2.0
 
 
 class Loop(nn.Module):
-    """A field that is integrated in many small steps: (N, 8) to the same."""
+    """A field integrated in many small steps: (N, 8) to (N, 8)."""
 
     def __init__(self, num_steps: int = 400) -> None:
         super().__init__()
         self.field, self.num_steps = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), num_steps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The state at the end."""
+        """Return the final state."""
         for _ in range(self.num_steps):
             x = x + self.field(x) / self.num_steps
         return x
 
 
 def make_loop() -> Workload:
-    """Thousands of small operations."""
+    """Return a workload of thousands of small operations."""
     return Workload(
         name="loop",
         description="400 steps of a field with two linear layers, 4 x 8 numbers",
@@ -70,7 +70,7 @@ def _print_ratios(workload: Workload) -> list[float]:
 
 
 def _measure_ratio(workload: Workload, model: nn.Module, options: dict[str, Any]) -> float:
-    """Of the last of three replays: the first fills caches."""
+    """Return the ratio of the last of three replays: the first fills caches."""
     told: list[tuple[float, float]] = []
 
     def note(progress: Listener, num_runs: float) -> None:

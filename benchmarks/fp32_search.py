@@ -1,6 +1,6 @@
-"""What the search for minimal fp32 sets costs on a network of 63 modules with two independent overflows.
+"""Measure the search for minimal fp32 sets on a network of 63 modules with two independent overflows.
 
-In: `python benchmarks/fp32_search.py`. Out: probes and time, with and without the diagnosis as a first guess.
+`python benchmarks/fp32_search.py` prints probes and time, with and without the diagnosis as a first guess.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nandoctor.replaying.runner import FailingStep
 
 
 class Lane(nn.Module):
-    """Thirty layers, one of which passes 65504."""
+    """Thirty layers, one with outputs above 65504."""
 
     def __init__(self, loud: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Lane(nn.Module):
             layer.weight.data += torch.linspace(0, 1e4 if index == loud else 1e-3, 64)[:, None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor [n, 64], brought back to size after each layer."""
+        """Map (N, 64) to (N, 64), rescaled after each layer."""
         for layer in self.layers:
             x = layer(x)
             x = x / x.float().abs().amax(-1, keepdim=True)
@@ -40,19 +40,19 @@ class Lane(nn.Module):
 
 
 class TwoLanes(nn.Module):
-    """Two lanes side by side, each with an overflow of its own."""
+    """Two parallel lanes, each with its own overflow."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = Lane(13), Lane(22)
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """A tensor [n, 64] through both."""
+        """Pass (N, 64) through both lanes."""
         return [self.left(x), self.right(x)]
 
 
 def main() -> None:
-    """Probes and time, with and without the diagnosis as a first guess."""
+    """Print probes and time, with and without the diagnosis as a first guess."""
     torch.manual_seed(0)
     model = TwoLanes()
     batch = {"x": torch.rand(16, 64) + 0.5}

@@ -1,7 +1,7 @@
-"""What a replay keeps in memory of its own: anonymous memory (RssAnon) on models of 0.3 to 2.2 billion parameters.
+"""Measure the anonymous memory (RssAnon) of a replay on models of 0.3 to 2.2 billion parameters.
 
-In: `python benchmarks/memory.py [BILLIONS...] [--dtype float32|bfloat16]`. Out: the peak of each way to replay, beside
-the limit of 1 GB + four times the largest layer, and the slope in bytes per parameter. Weights are random. Linux.
+`python benchmarks/memory.py [BILLIONS...] [--dtype float32|bfloat16]` prints the peak of each way to replay, the limit
+of 1 GB + four times the largest layer, and the slope in bytes per parameter. Weights are random. Linux only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROW = "{:<12}{:>14}" + "{:>14}" * len(WAYS)
 
 
 class Block(nn.Module):
-    """(N, L, WIDTH) to the same: a norm and a feed-forward network."""
+    """A norm and a feed-forward network with a residual: (N, L, WIDTH) to (N, L, WIDTH)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -41,12 +41,12 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, dtype=dtype), nn.Linear(4 * WIDTH, WIDTH, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add what the network makes of the normed input."""
+        """Add the network's output for the normed input."""
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Stack(nn.Module):
-    """Blocks, and a head whose product is too large for fp16."""
+    """Blocks, and a head whose product overflows fp16."""
 
     def __init__(self, layers: int = 2, dtype: str = "float32") -> None:
         super().__init__()
@@ -54,14 +54,14 @@ class Stack(nn.Module):
         self.head = nn.Linear(WIDTH, 8, dtype=getattr(torch, dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, L, WIDTH) to (N, L, 8)."""
+        """Map (N, L, WIDTH) to (N, L, 8)."""
         for block in self.blocks:
             x = block(x)
         return self.head(x * 1e4) * 1e3
 
 
 def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Something to differentiate."""
+    """Return the mean square, as something to differentiate."""
     return output.square().mean()
 
 
@@ -96,7 +96,7 @@ def main() -> int:
 
 
 def write_dump(path: Path, layers: int, dtype: str) -> Path:
-    """A dump with small random weights, tiled from one block of numbers."""
+    """Write a dump whose weights all start with the same small random numbers; return its path."""
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Stack(layers).state_dict().items()}
     noise = (torch.randn(LARGEST) * 0.02).to(getattr(torch, dtype))
@@ -106,7 +106,7 @@ def write_dump(path: Path, layers: int, dtype: str) -> Path:
 
 
 def start(path: Path, layers: int, dtype: str, way: str) -> float:
-    """The peak of one replay in a process of its own, in bytes."""
+    """Return the peak of one replay in its own process, in bytes."""
     command = [sys.executable, __file__, "--dtype", dtype, "--measure", str(path), str(layers), way]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -115,7 +115,7 @@ def start(path: Path, layers: int, dtype: str, way: str) -> float:
 
 
 def measure(path: Path, layers: int, dtype: str, way: str) -> None:
-    """Replay, and print the peak above what torch takes by itself."""
+    """Replay, and print the verdict, the cause and the peak of anonymous memory in bytes."""
     import nandoctor
 
     options = dict(WAYS[way])

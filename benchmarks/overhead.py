@@ -1,7 +1,7 @@
-"""What watching, emulating and diagnosing cost in processor time, as ratios to the plain run of the same model.
+"""Measure what watching, emulating and diagnosing cost in processor time, as ratios to a plain run of the model.
 
-In: `python benchmarks/overhead.py`. Out: one table on standard output; README.md in this folder keeps one. TorchLens
-stands in it where it is installed: `pip install --no-deps torchlens`, and tqdm, graphviz and pillow for it.
+`python benchmarks/overhead.py` prints one table; README.md in this folder keeps one. TorchLens is included if it is
+installed: `pip install --no-deps torchlens`, and its dependencies tqdm, graphviz and pillow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-os.environ["KINETO_LOG_LEVEL"] = "99"  # torch.profiler would write of its start and stop
+os.environ["KINETO_LOG_LEVEL"] = "99"  # torch.profiler would log its start and stop
 import torch
 from account import PARTS, Account
 from torch.profiler import ProfilerActivity, profile
@@ -47,7 +47,7 @@ def main() -> None:
         print(f"\n{workload.name}: {workload.description}")
         model = workload.build().train()
         _print_ratios("plain fp32 forward", _forwards(workload, model), REPEATS)
-        if workload.name == "U-Net":  # the encoder's products are hardly slower in torch's own fp16
+        if workload.name == "U-Net":  # the encoder's matrix products are hardly slower in torch's own fp16
             _print_native(workload, model)
         _print_peaks(workload, model)
         _print_diagnoses(workload)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _forwards(workload: Workload, model: torch.nn.Module) -> Variants:
-    """The plain forward first, and everything that is compared with it; all without an autograd graph."""
+    """Return the plain forward first, then all that is compared with it; none builds an autograd graph."""
     step = FailingStep(
         model=model,
         batch=workload.batch,
@@ -91,7 +91,7 @@ def _forwards(workload: Workload, model: torch.nn.Module) -> Variants:
 
 
 def _peers(workload: Workload, model: torch.nn.Module) -> Variants:
-    """Other ways to look for a NaN in the forward, each on a model of its own, for their hooks stay on it."""
+    """Return other ways to find a NaN in the forward, each on its own copy of the model, since their hooks stay on."""
     from transformers.debug_utils import DebugUnderflowOverflow
 
     def forward(watched: torch.nn.Module) -> None:
@@ -118,14 +118,14 @@ def _peers(workload: Workload, model: torch.nn.Module) -> Variants:
 
 
 def _require_finite(module: torch.nn.Module, _: Any, output: Any) -> None:
-    """The hook that most people write."""
+    """Raise on a non-finite output: the hook that most people write."""
     for tensor in tree_tensors(output):
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"{type(module).__name__} returned a non-finite value")
 
 
 def _print_native(workload: Workload, model: torch.nn.Module) -> None:
-    """Torch's own fp16 autocast of the CPU over the emulated one, on a corner of one image: it is that slow."""
+    """Compare torch's own CPU fp16 autocast with the emulated one, on a corner of one image: torch's is that slow."""
     corner = {name: tensor[:1, :, :64, :64] for name, tensor in workload.batch.items()}
 
     def forward(policy: Any) -> Callable[[], None]:
@@ -139,7 +139,7 @@ def _print_native(workload: Workload, model: torch.nn.Module) -> None:
 
 
 def _print_peaks(workload: Workload, model: torch.nn.Module) -> None:
-    """Weights and the most that was allocated beside them, as torch's allocator counts."""
+    """Print the peak memory of the weights and what was allocated beside them, as torch's allocator counts it."""
     weights = sum(parameter.nbytes for parameter in model.parameters())
     peaks = {name: weights + _peak_allocation(call) for name, call in _forwards(workload, model).items()}
     plain = peaks.pop("plain")
@@ -161,7 +161,7 @@ def _peak_allocation(call: Callable[[], object]) -> int:
 
 
 def _print_diagnoses(workload: Workload) -> None:
-    """The whole replay of a dump file, from reading it to the report, over what the training step itself takes."""
+    """Print the time of the whole replay of a dump, from file to report, relative to the training step itself."""
     model = workload.build().train()
 
     def forward() -> None:
@@ -200,7 +200,7 @@ def _account(accounts: list[Account], path: Path, model: torch.nn.Module) -> Non
 
 
 def _replay(path: Path, model: torch.nn.Module, verdict: str, **options: Any) -> None:
-    case = nandoctor.replay(path, model=lambda: model, **options)  # the model in hand: to build it is no part of this
+    case = nandoctor.replay(path, model=lambda: model, **options)  # an existing model: building it is not measured
     assert case.verdict == verdict, case
 
 
@@ -227,12 +227,12 @@ def _command(arguments: list[str]) -> Callable[[], object]:
 
 
 def _print_ratios(baseline: str, variants: Variants, repeats: int) -> list[float]:
-    """Time the variants in turn, and print the median of each over the first, whose seconds it gives."""
+    """Time the variants in turn, print the median ratio of each to the first, and return the first's seconds."""
     times = _time_in_turn(variants, repeats)
     first, *others = times
     print(f"  processor time over the {baseline}'s {1e3 * statistics.median(times[first]):.0f} ms, {repeats} rounds")
     for name in others:
-        # Round by round, so that what else the machine does falls on both sides of the ratio.
+        # Round by round, so that other load on the machine affects both sides of the ratio.
         ratios = [ours / plain for ours, plain in zip(times[name], times[first], strict=True)]
         print(f"    {name:<40} {statistics.median(ratios):6.2f}")
     return times[first]
@@ -250,7 +250,7 @@ def _time_in_turn(variants: Variants, repeats: int) -> dict[str, list[float]]:
 
 
 def _processor_time() -> float:
-    """Seconds of this process and of those that it started: what else runs on the machine does not count."""
+    """Return processor seconds of this process and its children, which exclude other programs on the machine."""
     used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 

@@ -1,12 +1,12 @@
-"""nandoctor and four other ways of finding where a NaN comes from, on the corpus of sick models.
+"""Compare nandoctor with four other ways to find where a NaN comes from, on the sick models of the tests.
 
-In: `python benchmarks/peers.py`. Out: for each of them how many modules and ops it names rightly, how often it raises
-a false alarm, and what it takes.
+`python benchmarks/peers.py` prints for each of them how many modules and ops it names correctly, how often it raises a
+false alarm, and what it costs.
 
-Each runs one training step of the case, with its loss, under the emulated CUDA autocast. What it reports is read in
-its favour: an infinite input blames the module around, or the batch where that is non-finite; a leaf that is named (a
-Linear) names its op as well; a traceback that shows the right line names its module; a cast inside of an emulated
-product names the product. Needs `pip install --no-deps torchlens` (and tqdm, graphviz, pandas, safetensors, pillow).
+Each runs one training step of the case, with its loss, under the emulated CUDA autocast. Its report is read in its
+favour: an infinite input blames the enclosing module, or the batch if that is non-finite; naming a leaf (a Linear)
+counts as naming its op; a traceback that shows the right line names its module; a cast inside an emulated product
+names the product. Needs `pip install --no-deps torchlens` (and tqdm, graphviz, pandas, safetensors, pillow).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROW = "{:<36} {:>9} {:>9} {:>12} {:>13} {:>14} {:>8} {:>11} {:>6}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a tool says of one step: whether anything is wrong, and where. `line` is a line of source it shows."""
+    """What a tool says about one step: whether anything is wrong, and where; `line` is a source line that it shows."""
 
     alarm: bool = False
     module: str | None = None
@@ -74,7 +74,7 @@ def main() -> None:
     print(f"{len(sick)} sick models, {len(twins)} healthy twins, {len(decoys)} that look ill and are not\n")
     titles = ("module", "op", "not noticed", "alarm: twins", "alarm: decoys", "crashes", "CPU ms/step", "ratio")
     print(ROW.format("", *titles))
-    _ask_all(take_plain_step, sick)  # what torch does once it has done by now
+    _ask_all(take_plain_step, sick)  # warms up torch
     _, plain_ms = _ask_all(take_plain_step, sick)
     print(ROW.format("(the step alone)", *[""] * 6, f"{plain_ms:.0f}", "1.0"))
     for name, ask in tools.items():
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def _ask_all(ask: Tool, cases: Sequence[Case]) -> tuple[list[Claim], float]:
-    """The tool's claims, and the CPU time a case took in ms, this process alone: the machine may be busy."""
+    """Return the tool's claims and the CPU time per case in ms, of this process only: the machine may be busy."""
     _guarded(ask, cases[0])  # imports and caches
     started = time.process_time()
     claims = [_guarded(ask, case) for case in cases]
@@ -105,7 +105,7 @@ def _ask_all(ask: Tool, cases: Sequence[Case]) -> tuple[list[Claim], float]:
 
 
 def _guarded(ask: Tool, case: Case) -> Claim:
-    """The tool's claim; where it fails on the model itself, that it crashed."""
+    """Return the tool's claim; if the tool raises, that it crashed."""
     noise = io.StringIO()
     with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
         torch.manual_seed(0)
@@ -116,18 +116,18 @@ def _guarded(ask: Tool, case: Case) -> Claim:
 
 
 def names_module(case: Case, claim: Claim) -> bool:
-    """Whether the module is right, or the line shown is the line at fault."""
+    """Return True if the claim has the right module, or shows the line at fault."""
     shows_line = bool(case.line) and case.line in claim.line
     return claim.alarm and (claim.module == case.module or shows_line)
 
 
 def names_op(case: Case, claim: Claim) -> bool:
-    """Tell whether the op is right by any of its names; for a non-finite state or batch the right owner says it all."""
+    """Return True if the op has one of its right names; for a non-finite state or batch, its owner is enough."""
     return names_module(case, claim) and (not case.op or _plain(claim.op) in _other_names(case.op))
 
 
 def _plain(op: str) -> str:
-    """add_, __truediv__, SqrtBackward0, Conv2d -> the aten name, as far as it is one."""
+    """Return the aten name, if there is one, of add_, __truediv__, SqrtBackward0 or Conv2d."""
     name = re.sub(r"Backward\d*$", "", op).strip("_").removeprefix("native_")
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     operators = {"truediv": "div", "rtruediv": "div", "iadd": "add", "imul": "mul", "isub": "sub", "radd": "add"}
@@ -135,7 +135,7 @@ def _plain(op: str) -> str:
 
 
 def _other_names(op: str) -> set[str]:
-    """What an op may be called by a tool that sees its kernel, its graph node, or the cast that ends our emulation."""
+    """Return the names by which a tool may know an op: of its kernel, its graph node, or the emulation's last cast."""
     names = {op, _plain(op), f"safe_{op}"}
     if op in PRODUCTS:
         names |= PRODUCTS.keys() | {"to_copy", "to", "thnn_fused_lstm_cell"}
@@ -148,7 +148,7 @@ def _other_names(op: str) -> set[str]:
 
 
 def ask_nandoctor(case: Case) -> Claim:
-    """By way of a dump file, as a user would: two precisions, every op, an analysis."""
+    """Diagnose a dump file, as a user would: in two precisions, op by op, with an analysis."""
     with tempfile.TemporaryDirectory() as folder:
         report = diagnose(case, Path(folder))
     if report.origin is None:
@@ -169,7 +169,7 @@ def _loss(case: Case, output: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _backward(case: Case, loss: Tensor) -> None:
-    """Outside of autocast, at the scale of the case, as GradScaler has it."""
+    """Run the backward pass outside of autocast, at the case's loss scale, as with GradScaler."""
     with torch.autocast("cpu", enabled=False):
         (loss * case.loss_scale).backward()
 
@@ -183,7 +183,7 @@ def _around(module: str) -> str:
 
 
 def take_plain_step(case: Case) -> Claim:
-    """The step that all of them watch, with nobody watching."""
+    """Run the step that the tools watch, without a tool."""
     model, batch = case.build().train(case.train), case.batch()
     with cuda_autocast(torch.float16):
         _backward(case, _loss(case, case.call(model, batch), batch))
@@ -194,7 +194,7 @@ def take_plain_step(case: Case) -> Claim:
 
 
 class _Found(Exception):  # noqa: N818
-    """Carries the claim out of a hook; it is no error."""
+    """An exception that carries the claim out of a hook; not an error."""
 
     def __init__(self, claim: Claim) -> None:
         super().__init__()
@@ -202,9 +202,9 @@ class _Found(Exception):  # noqa: N818
 
 
 def ask_plain_hooks(case: Case) -> Claim:
-    """What most people write: look at every module's inputs and outputs, at the loss, then at the gradients.
+    """Check every module's inputs and outputs, the loss, then the gradients, as most people would write it.
 
-    Where a module is found, its own weights and the batch are looked at before it is blamed.
+    When a module is found, the batch is checked before the module is blamed.
     """
     try:
         _step(case, _hook_forward)
@@ -260,7 +260,7 @@ def _leaf_name(module: nn.Module) -> str:
 
 
 def ask_transformers(case: Case) -> Claim:
-    """Its last frame names the module, and its first remark whether weights, inputs or outputs were non-finite."""
+    """Run its debugger: the last frame names the module, the first remark whether its input was non-finite."""
     from transformers.debug_utils import DebugUnderflowOverflow
 
     model, batch = case.build().train(case.train), case.batch()
@@ -280,7 +280,7 @@ def _read_frames(text: str, debugger: Any) -> Claim:
     place = re.search(r"^(\S+) has (?:nans|infs)$", text, re.MULTILINE)
     headers = re.findall(rf"^{debugger.prefix} ((?:\S+)?) ?(\S+)$", text, re.MULTILINE)
     module, kind = headers[-1] if headers else ("", "")
-    if place is not None and place[1].startswith("input"):  # it can stop without a word on what it saw
+    if place is not None and place[1].startswith("input"):  # it can stop without saying what it saw
         return Claim(alarm=True, module=_around(module))
     return Claim(alarm=True, module=module, op=kind)
 
@@ -289,7 +289,7 @@ def _read_frames(text: str, debugger: Any) -> Claim:
 
 
 def ask_anomaly_mode(case: Case) -> Claim:
-    """It names a node of the graph and shows the traceback of the forward call that made it."""
+    """Run anomaly mode, which names a graph node and shows the traceback of the forward call that made it."""
     model, batch = case.build().train(case.train), case.batch()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -306,7 +306,7 @@ def ask_anomaly_mode(case: Case) -> Claim:
 
 
 def _innermost_line(traceback: str) -> str:
-    """The last line of a traceback that is of the step: not torch's, nor of the emulated autocast or this file."""
+    """Return a traceback's last line in the step's code, outside of torch, the emulated autocast and this file."""
     frames = re.findall(r'File "(.+)", line (\d+), in ', traceback)
     own = [(file, int(line)) for file, line in frames if not file.startswith(NOT_OF_THE_STEP)]
     return linecache.getline(*own[-1]).strip() if own else ""
@@ -316,7 +316,7 @@ def _innermost_line(traceback: str) -> str:
 
 
 class _Step(nn.Module):
-    """The model's call and its loss as one module, since TorchLens calls modules by position."""
+    """The model's call and loss as one module, since TorchLens passes inputs by position."""
 
     def __init__(self, case: Case, names: list[str]) -> None:
         super().__init__()
@@ -330,7 +330,7 @@ class _Step(nn.Module):
 
 
 def ask_torchlens(case: Case) -> Claim:
-    """The first op of the forward or the loss that makes a NaN or an infinity; then the same of the backward."""
+    """Return the first op that makes a NaN or an infinity in the forward or loss, else in the backward."""
     import torchlens
     from torchlens.debug import _nan, bisect_nan_backward, find_nan
 
@@ -347,15 +347,15 @@ def ask_torchlens(case: Case) -> Claim:
         trace = torchlens.trace(step, list(batch.values()), capture=saving)
         _backward(case, trace[trace.output_layers[0]].out)
     backward = bisect_nan_backward(trace)
-    first = backward.birth  # its word for where a gradient goes non-finite
-    if first is None:  # it cannot tell for every node; whoever looks at the gradients knows as much
+    first = backward.birth  # its name for where a gradient goes non-finite
+    if first is None:  # it cannot tell for every node; non-finite gradients count as an alarm
         return Claim(alarm=backward.found or not _finite([weight.grad for weight in step.parameters()]))
     return _claim_of_torchlens(first.module, first.source_line, first.grad_fn_class)
 
 
 @contextlib.contextmanager
 def _unlogged_kernels() -> Iterator[None]:
-    """The emulated autocast's kernels as one op each: torch's own are, and TorchLens would log the casts inside."""
+    """Show TorchLens each kernel of the emulated autocast as one op, like torch's own, not the casts inside."""
     from torchlens._state import pause_logging
 
     make = kernels._make_kernel
@@ -377,7 +377,7 @@ def _unlogged_kernels() -> Iterator[None]:
 
 
 def _line_of_the_step(error: BaseException) -> str | None:
-    """The last line of the step; TorchLens names that of the emulated autocast, through which every call goes."""
+    """Return the last line of the step; TorchLens itself names the emulated autocast, which handles every call."""
     others = (*NOT_OF_THE_STEP, str(Path(sys.modules["torchlens"].__file__ or "").parent))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
@@ -390,7 +390,7 @@ def _claim_of_torchlens(address: str | None, source_line: str | None, op: str) -
 
 
 def _without_step(address: str | None, source_line: str | None) -> str:
-    """`model.layer.linear` -> `layer.linear`; what the step itself called, in no module, is the loss."""
+    """Turn `model.layer.linear` into `layer.linear`; calls of the step itself, in no module, are the loss."""
     file, _, line = (source_line or "").rpartition(":")
     if address is None or (file == __file__ and "_loss(" in linecache.getline(file, int(line))):
         return LOSS

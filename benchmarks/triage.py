@@ -1,8 +1,8 @@
-"""Many dumps: a loop in the shell beside `nandoctor triage`, by processor time and by cores.
+"""Compare `nandoctor triage` on many dumps with a shell loop, by wall time, processor time and cores.
 
-In: `python benchmarks/triage.py [NUMBER [LOOPED]]` (40, of which the loop does 20). Out: seconds of the wall and of the
-processor for each way, per dump beside the loop, and exit code 1 where a dump is in a wrong group or where the workers
-of a Dask cluster on this machine make other groups. All only diagnose.
+`python benchmarks/triage.py [NUMBER [LOOPED]]` (40, and 20 of them in the loop) prints wall and processor seconds for
+each way, and the time per dump relative to the loop. Exit code 1 if a dump is in the wrong group, or if the workers of
+a local Dask cluster make other groups. All runs only diagnose.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nandoctor.machine import count_cores  # noqa: E402
 
 COMMAND = (sys.executable, "-m", "nandoctor")
 Timing = tuple[float, float | None]
-"""Seconds of the wall, and of the processor where it is known."""
+"""Wall seconds, and processor seconds if known."""
 ROW = "{:<26} {:>9} {:>12} {:>14} {:>14}"
 
 
@@ -59,13 +59,13 @@ def main() -> int:
 
 
 def run_loop(folder: Path, paths: list[str]) -> tuple[float, float]:
-    """One command for each dump, as a shell script would."""
+    """Run one command for each dump, as a shell script would; return the total seconds."""
     timings = [measure(folder, ["replay", path, "--no-fixes", "-o", f"{path}.json"]) for path in paths]
     return sum(wall for wall, _ in timings), sum(busy for _, busy in timings)
 
 
 def measure(folder: Path, arguments: list[str]) -> tuple[float, float]:
-    """Seconds of the wall, and of the processor in all processes that were started."""
+    """Run a command; return its wall seconds, and the processor seconds of all processes that it started."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     began, used = time.perf_counter(), busy_seconds()
     done = subprocess.run([*COMMAND, *arguments], cwd=folder, env=environment, capture_output=True, check=False)
@@ -75,13 +75,13 @@ def measure(folder: Path, arguments: list[str]) -> tuple[float, float]:
 
 
 def busy_seconds() -> float:
-    """Processor time of all children that have ended."""
+    """Return the processor time of all child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def show(name: str, number: int, timing: Timing, loop: float | None) -> float:
-    """Print one way, beside the loop in the wall's time, and give its seconds per dump."""
+    """Print one way, relative to the loop in wall time, and return its seconds per dump."""
     wall, busy = timing
     ratio = f"{loop * number / wall:.1f}x faster" if loop is not None else ""
     used = f"{busy:.1f}" if busy is not None else ""
@@ -90,13 +90,13 @@ def show(name: str, number: int, timing: Timing, loop: float | None) -> float:
 
 
 def read_groups(folder: Path) -> dict[str, list[str]]:
-    """The paths in each group, by its cause and representative."""
+    """Return the paths in each group, by its cause and representative."""
     lines = map(json.loads, (folder / "triage.jsonl").read_text().splitlines())
     return {f"{line['cause']}: {line['representative']}": line["paths"] for line in lines if line["kind"] == "group"}
 
 
 def list_wrong(groups: dict[str, list[str]], truth: dict[str, str]) -> list[str]:
-    """The dumps that are in no group of their cause, or in one of several."""
+    """Return a line for each dump in a group of another cause or in none, and one if the number of groups is wrong."""
     found = {path: name.partition(":")[0] for name, paths in groups.items() for path in paths}
     wrong = [f"{path}: {found.get(path)}, not {cause}" for path, cause in truth.items() if found.get(path) != cause]
     return wrong + [f"{len(groups)} groups, not {len(CAUSES)}"] * (len(groups) != len(CAUSES))

@@ -1,7 +1,6 @@
-"""The two models that everything is measured on, healthy and made to fail.
+"""The two models that everything is measured on, healthy and made to fail, with random weights from a fixed seed.
 
-In: nothing but a seed; the weights are random. Out: `Workload`s: how to build the model, its batch and its loss; the
-dump of a step.
+A `Workload` has the model's builder, its batch and its losses; `dump_of` writes the dump of a step.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ Batch = Mapping[str, torch.Tensor]
 class Workload:
     """A model and one batch for it.
 
-    `build` makes the model, always with the same weights. `middle` is the path of a weight in the middle that, scaled
-    up, overflows in fp16 and not in fp32. `loss` is finite, and so are its gradients; `steep_loss` has the same value
-    and an infinite gradient at an output of zero.
+    `build` always makes the model with the same weights. `middle` is the path of a weight in the middle of the model
+    that, scaled up, overflows in fp16 but not in fp32. `loss` and its gradients are finite; `steep_loss` has the same
+    value and NaN gradients.
     """
 
     name: str
@@ -41,16 +40,16 @@ class Workload:
     pick: Callable[[Any], torch.Tensor]
 
     def loss(self, output: Any, batch: Batch) -> torch.Tensor:
-        """Mean square of the output."""
+        """Return the mean square of the output."""
         return self.pick(output).float().square().mean()
 
     def steep_loss(self, output: Any, batch: Batch) -> torch.Tensor:
-        """The same, with the root of a quantity that is zero: its gradient is infinite times zero."""
+        """Return the same value, plus the root of a sum that is zero: its gradient is infinity times zero."""
         values = self.pick(output).float()
         return values.square().mean() + (values - values).abs().sum().sqrt()
 
     def build_sick(self) -> nn.Module:
-        """The model with its middle weight scaled so that the layer's product passes 65504."""
+        """Build the model with its middle weight scaled so that the layer's product exceeds 65504."""
         model = self.build()
         with torch.no_grad():
             model.get_parameter(self.middle).mul_(3e5)
@@ -59,7 +58,7 @@ class Workload:
 
 @contextmanager
 def dump_of(workload: Workload, model: torch.nn.Module) -> Iterator[Path]:
-    """The dump that a training script under autocast would have written at this step."""
+    """Yield the path of the dump that a training script under autocast would have written at this step."""
     torch.manual_seed(0)
     with torch.no_grad(), apply_policy(CUDA, torch.device("cpu")):
         logit = workload.pick(model.train()(**workload.batch))
@@ -70,7 +69,7 @@ def dump_of(workload: Workload, model: torch.nn.Module) -> Iterator[Path]:
 
 
 def make_encoder() -> Workload:
-    """A BERT-base-sized encoder of four layers (768 wide, 12 heads) on 2 x 128 tokens."""
+    """Return an encoder of BERT-base's size with four layers (768 wide, 12 heads), on 2 x 128 tokens."""
     from transformers import BertConfig, BertModel
 
     def build() -> nn.Module:
@@ -93,7 +92,7 @@ def make_encoder() -> Workload:
 
 
 def make_unet() -> Workload:
-    """A plain U-Net (32, 64 and 64 channels, batch norm) on 4 x 3 x 128 x 128 pixels."""
+    """Return a plain U-Net (32, 64 and 64 channels, batch norm), on 4 x 3 x 128 x 128 pixels."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -123,7 +122,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(32, 1, 1)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """A logit for each pixel: (N, 3, H, W) to (N, 1, H, W)."""
+        """Return a logit for each pixel: (N, 3, H, W) to (N, 1, H, W)."""
         full = self.enter(image)
         half = self.down1(F.max_pool2d(full, 2))
         quarter = self.down2(F.max_pool2d(half, 2))

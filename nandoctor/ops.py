@@ -1,6 +1,6 @@
-"""What is known of torch's operations: families, singular points, domains, lengths of products, autocast's lists.
+"""What nandoctor knows about torch's ops: families, singular points, domains, lengths of products, autocast lists.
 
-Ops go by their aten names without namespace, overload and the in-place underscore.
+Ops are known by their aten names, without namespace, overload or the in-place underscore.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ _ALIASES = {
 
 
 def _names(text: str) -> frozenset[str]:
-    """Names written as text, and their aliases."""
+    """Return the names in a text, and their aliases."""
     written = set(text.split())
     return frozenset(written | {alias for alias, name in _ALIASES.items() if name in written})
 
 
 Arguments = Mapping[str, Any]
-"""The arguments of a call by their names in the schema; what equals its default may be missing."""
+"""The arguments of a call by their schema names; those that equal their default may be missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
     """A sum of products: which arguments are multiplied, and how many terms one output element sums.
 
-    `factors` are names of the schema; a list of tensors counts with all its items.
+    `factors` are schema names; one that names a list of tensors includes all its items.
     """
 
     factors: tuple[str, ...]
     length: Callable[[Arguments], int]
 
     def has_factor(self, name: str) -> bool:
-        """Tell whether the tensor `name` ("weight", "tensors[1]") is one of the factors."""
+        """Return True if the tensor `name` ("weight", "tensors[1]") is one of the factors."""
         return name in self.factors or name.partition("[")[0] in self.factors
 
 
@@ -79,7 +79,7 @@ def _last_dim(name: str) -> Callable[[Arguments], int]:
 
 
 def _matrices(*names: str) -> Callable[[Arguments], int]:
-    """Sum what each of several weight matrices takes, as the gates of a recurrent cell do."""
+    """Sum the input sizes of several weight matrices, as for the gates of a recurrent cell."""
     return lambda taken: sum(taken[name].shape[-1] for name in names)
 
 
@@ -96,12 +96,12 @@ def _along_dims(taken: Arguments) -> int:
 
 
 def _between(name: str) -> Callable[[Arguments], int]:
-    """Multiply the sizes at which each of a chain of matrices meets the next."""
+    """Multiply the inner dimensions of a chain of matrices."""
     return lambda taken: math.prod(matrix.shape[-1] for matrix in taken[name][:-1])
 
 
 def _einsum(taken: Arguments) -> int:
-    """Multiply the sizes of the labels that the output lacks; those of an ellipsis are all kept."""
+    """Multiply the sizes of the labels that are not in the output; an ellipsis always is."""
     operands, _, output = taken["equation"].replace(" ", "").replace("...", ".").partition("->")
     sizes: dict[str, int] = {}
     for labels, tensor in zip(operands.split(","), taken["tensors"], strict=True):
@@ -121,7 +121,7 @@ def _convolution(taken: Arguments) -> int:
 
 
 def _transposed(taken: Arguments) -> int:
-    """Count the terms at most: of `size` taps every `stride / gcd(stride, dilation)`-th meets an output element."""
+    """Bound the number of terms: every `stride / gcd(stride, dilation)`-th of `size` taps reaches an output element."""
     channels, _, *sizes = taken["weight"].shape
     strides, dilations = (_per_dim(taken.get(name, 1), len(sizes)) for name in ("stride", "dilation"))
     taps = (
@@ -184,9 +184,9 @@ _ONLY_WRITTEN = _names(
 
 
 def unread_inputs(name: str, arguments: Arguments) -> tuple[str, ...]:
-    """The inputs that the op does not read with these arguments: what it only writes to, or takes the shape of.
+    """Return the inputs that the op does not read with these arguments: it only writes to them, or takes their shape.
 
-    With `beta` 0 that is what a product is added to.
+    With a `beta` of 0 this includes the tensor that a product is added to.
     """
     is_unread = name in _ONLY_WRITTEN or (name in _ADDED_TO and arguments.get("beta", 1) == 0)
     return ("self",) if is_unread else ()
@@ -203,7 +203,7 @@ REDUCTIONS = _names(
     fft_rfftn fft_irfft fft_irfft2 fft_irfftn fft_hfft fft_ihfft stft istft"""
 )
 SERIAL_PRODUCTS = _names("prod cumprod")
-"""Reductions that multiply, and pass float64's limit where no sum of finite terms does."""
+"""Reductions that multiply, and so can overflow float64 where no sum of finite terms does."""
 EXPONENTIALS = _names("exp exp2 expm1 sinh cosh i0 softplus pow")
 GROWING_ON_BOTH_SIDES = _names("sinh cosh i0")
 """Exponentials that grow on both sides of 0."""
@@ -226,11 +226,11 @@ MOVES = _names(
     detach slice select narrow split chunk unbind index gather t mT numpy_T movedim roll flip cat stack repeat
     repeat_interleave alias dropout as_strided lift_fresh pad constant_pad_nd unfold broadcast_tensors broadcast_to"""
 )
-"""Ops that hand values on as they are."""
+"""Ops that pass values on unchanged."""
 RESHAPES = _names("view reshape _unsafe_view flatten unflatten")
 TRANSPOSES = _names("transpose permute t mT numpy_T movedim")
 _ROWS_ANEW = _names("take masked_select masked_scatter repeat repeat_interleave unfold rot90")
-"""Ops that may put rows in other places, along which dimension is not recorded."""
+"""Ops that may move rows along a dimension that is not recorded."""
 _REORDERED = _names("flip roll")
 _ALONG_DIM = _names(
     """gather take_along_dim sort topk index_select index_add index_copy index_fill index_reduce scatter scatter_add
@@ -240,13 +240,13 @@ _INDEXED = _names("index index_put _unsafe_index")
 
 
 def dims_of(op: OpCall, rank: int) -> tuple[int, ...]:
-    """The dimensions, of `rank` in all, that the op was called with; () where it took none, or its default."""
+    """Return the dimensions, out of `rank`, that the op was called with; () if it takes none or used the default."""
     given = (value for name, value in op.scalars if name.partition("[")[0] in ("dim", "dims"))
     return tuple(int(value) % max(rank, 1) for value in given)
 
 
 def moves_rows(op: OpCall, dim: int) -> bool:
-    """Tell whether the op may put rows along a dimension in other places."""
+    """Return True if the op may move rows along a dimension."""
     if op.op in _INDEXED:
         return any(tensor.name == f"indices[{dim}]" for tensor in op.inputs)
     num_dims = len(op.outputs[0].shape) + (op.op == "select")
@@ -257,32 +257,32 @@ def moves_rows(op: OpCall, dim: int) -> bool:
 
 
 FILLS = _names("full full_like new_full fill masked_fill where scalar_tensor pad constant_pad_nd")
-"""Ops that put a given number in places."""
+"""Ops that write a given number to some elements."""
 CHECKED_FILLS = _names("full full_like new_full fill masked_fill pad constant_pad_nd")
-"""Those of FILLS that raise where the number does not fit the format."""
+"""The FILLS that raise if the number does not fit the format."""
 UNFILLED = _names("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
-"""Ops that give memory as it lies there; what fills it need not be an op: torch.tensor() writes to it directly."""
+"""Ops that return uninitialized memory; it may be filled without an op, as by torch.tensor()."""
 SELECTIONS = _names("where masked_fill masked_scatter masked_select nan_to_num index")
-"""Ops that take some elements of a tensor and leave others, whose gradient is then zero."""
+"""Ops that select some elements of a tensor; the gradient of the others is zero."""
 SEES_NAN = _names(
     "isnan isfinite isinf isposinf isneginf isreal nan_to_num nansum nanmean nanmedian nanquantile fmax fmin"
 )
-"""Ops that are there for tensors with NaN in them."""
+"""Ops that are meant for tensors with NaN in them."""
 COMPARISONS = _names("gt ge lt le eq ne greater greater_equal less less_equal not_equal isclose")
 LIMITS = CLAMPS | MAXIMA | MINIMA | _names("relu")
-"""Ops that replace what is past a limit, and select by the value itself."""
+"""Ops that replace values past a limit, and so select by the value itself."""
 
 
 def is_average(name: str) -> bool:
-    """Tell whether the op averages, so that 0/0 comes of nothing to average: a reduction, or a loss."""
+    """Return True if the op averages (a reduction or a loss), so that it gives 0/0 with nothing to average."""
     return name in REDUCTIONS or "loss" in name or "cross_entropy" in name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """Where a real function is defined: from `low` to `high`; where `is_open`, it is infinite on these edges.
+    """The interval from `low` to `high` where a real function is defined; if `is_open`, it is infinite at its ends.
 
-    `argument` is the schema's name of what it is about.
+    `argument` is the schema name of the input that the interval applies to.
     """
 
     low: float
@@ -306,7 +306,7 @@ DOMAINS: Mapping[str, Domain] = {
 }
 
 POINTWISE = EXPONENTIALS | LOGARITHMS | DIVISIONS | (DOMAINS.keys() - NORMALISATIONS)
-"""Functions of each element by itself that are infinite for some finite ones."""
+"""Elementwise functions that are infinite for some finite inputs."""
 
 SINGULAR_INPUTS: Mapping[str, tuple[str, ...]] = {
     **{name: (domain.argument,) for name, domain in DOMAINS.items() if name not in NORMALISATIONS},
@@ -316,18 +316,18 @@ SINGULAR_INPUTS: Mapping[str, tuple[str, ...]] = {
     "_weight_norm": ("v",),  # g * v / norm(v)
     **dict.fromkeys(_names("atan2"), ("self", "other")),
 }
-"""The inputs at one value of which an op, or its derivative, is infinite: at zero, or at an edge of its domain."""
+"""The inputs for which an op, or its derivative, is infinite at some value: at zero, or at an end of its domain."""
 
 BACKWARD_HOOK = "full_backward_hook"
-"""Stands for what the user's full backward hooks of a module make, which run in a Function of torch's own."""
+"""The op name for what the user's full backward hooks return; they run in an autograd Function of torch's own."""
 HIDDEN_LOGARITHMS = {
     "logdet": "the determinant is zero",
     "linalg_slogdet": "the determinant is zero",
     "ctc_loss": "no alignment of a target fits the length of its input, so its probability is zero",
 }
-"""Ops that take the logarithm of what they compute, and when that is zero."""
+"""Ops that take the logarithm of an intermediate result, and when that is zero."""
 NEGATIVE_LOGARITHMS = {"logdet": "the determinant is negative"}
-"""Those of them that are NaN where what they compute is negative."""
+"""Those of them that are NaN if the intermediate result is negative."""
 HAS_STABLE_LOGARITHM = _names("softmax sigmoid tanh exp expm1 cosh i0")
 
 # CUDA's kernels add this eps to statistics in fp32 (at::acc_type), whatever the input is: layer_norm_kernel.cu,
@@ -340,4 +340,4 @@ ROOT_IN_INPUT = _names("group_norm")
 
 _FP32_LISTS = (op_lists.FP32, op_lists.FP32_SET_OPT_DTYPE, op_lists.FP32_APPEND_DTYPE)
 RUN_IN_FP32 = frozenset(name.partition(".")[0] for names in _FP32_LISTS for name in names)
-"""Ops that CUDA autocast runs in fp32, in some overload at least."""
+"""Ops that CUDA autocast runs in fp32, in at least one overload."""

@@ -1,7 +1,7 @@
-"""Process-wide changes that several threads may hold at the same time.
+"""Make process-wide changes that several threads may hold at the same time.
 
-`Shared` is made by the first that enters and undone by the last; `patched` is the one context manager that puts
-functions of nandoctor's in place of torch's.
+`Shared` is applied by the first holder to enter and undone by the last to leave; `patched` is the only context manager
+that replaces torch's functions.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "deterministic_algorithms": ("are_deterministic_algorithms_enabled", "use_deterministic_algorithms"),
     "num_threads": ("get_num_threads", "set_num_threads"),
 }
-"""Torch's switches that decide which kernel runs, by their names in a file: what reads each, and what sets it."""
+"""Torch's switches that decide which kernel runs, by their names in a file: the getter and the setter of each."""
 
 
 def read_backend(name: str) -> Any:
-    """What a switch is set to. Raises AttributeError where torch lacks it, RuntimeError where it reads a newer one."""
+    """Return a switch's value; raise AttributeError if torch lacks it, RuntimeError if a newer setting is in use."""
     value = attrgetter(BACKENDS[name][0])(torch)
     return value() if callable(value) else value
 
 
 class Shared:
-    """A context manager, re-entrant and usable from any thread, around one process-wide change."""
+    """A context manager around one process-wide change, re-entrant and usable from any thread."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
-        self._lock = threading.RLock()  # a holder may be released by the garbage collector, at any line of ours
+        self._lock = threading.RLock()  # re-entrant: the garbage collector may release a holder at any line
         self._num_holders = 0
         self._change: AbstractContextManager[None] | None = None
 
     @property
     def held(self) -> bool:
-        """Tell whether anybody holds the change."""
+        """True while the change has a holder."""
         return self._num_holders > 0
 
     def __enter__(self) -> None:
@@ -72,7 +72,7 @@ class Shared:
             if self._num_holders == 0:
                 assert self._change is not None
                 change, self._change = self._change, None
-                # An exception of one holder is no business of the change that all of them share.
+                # All holders share the change, so it is not told the exception of one.
                 change.__exit__(None, None, None)
 
 
@@ -88,12 +88,12 @@ def _collection_paused() -> Iterator[None]:
 
 
 collection_paused = Shared(_collection_paused)
-"""A context in which Python does not look for cyclic garbage: for making many small objects that live on, which set off
-collections that go through all of torch and of the model, again and again."""
+"""A context without cyclic garbage collection, for creating many small objects that live on: they would trigger
+collections that traverse all of torch and of the model again and again."""
 
 
 class Patch(NamedTuple):
-    """One function of torch's, and what makes a replacement of it."""
+    """One function of torch, and the wrapper that makes its replacement."""
 
     place: str
     wrap: Callable[[Any], Any]
@@ -104,15 +104,16 @@ _imported_in = os.getpid()
 
 
 def is_forked() -> bool:
-    """Tell whether this process was forked off the one that imported nandoctor."""
+    """Return True if this process was forked from the one that imported nandoctor."""
     return os.getpid() != _imported_in
 
 
 @contextmanager
 def one_thread_if_forked() -> Iterator[None]:
-    """A context in which torch asks none of its threads, if this process was forked.
+    """Limit torch to one thread in this context, if this process was forked.
 
-    They are not there, and GNU's OpenMP waits for them without end: in any operation on more than some 30,000 elements.
+    Torch's worker threads do not exist in a fork, and GNU's OpenMP waits for them forever, in any operation on more
+    than some 30,000 elements.
     """
     num_threads = torch.get_num_threads()
     if num_threads == 1 or not is_forked():
@@ -127,9 +128,9 @@ def one_thread_if_forked() -> Iterator[None]:
 
 @contextmanager
 def patched(patches: Iterable[Patch]) -> Iterator[None]:
-    """Put wrappers in place of torch's own functions, for the whole process: nothing else in nandoctor does so.
+    """Replace torch's own functions with wrappers, process-wide; nothing else in nandoctor does so.
 
-    Two contexts for the same place must be nested, which `Shared` sees to where threads meet.
+    Two contexts for the same place must be nested; `Shared` ensures that across threads.
     """
     with ExitStack() as undo:
         with _patching:
@@ -142,7 +143,7 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
 
 
 def _put_back(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute to what its owner had; None where the owner had inherited it."""
+    """Restore an attribute to the owner's own value; delete it if that is None, since the owner had inherited it."""
     with _patching:
         if value is None:
             delattr(owner, name)
@@ -152,7 +153,7 @@ def _put_back(owner: Any, name: str, value: Any) -> None:
 
 @contextmanager
 def held(*settings: tuple[Any, str, Any]) -> Iterator[None]:
-    """A context in which each attribute, an (owner, name, value), has that value; the last is put back first."""
+    """Set each attribute, an (owner, name, value), in this context; restore them in reverse order."""
     with ExitStack() as undo:
         for owner, name, value in settings:
             undo.callback(setattr, owner, name, getattr(owner, name))
@@ -162,7 +163,7 @@ def held(*settings: tuple[Any, str, Any]) -> Iterator[None]:
 
 @contextmanager
 def generators_kept(device: torch.device | None = None) -> Iterator[None]:
-    """Put Python's, numpy's and torch's generators back: torch's on the CPU, and on `device` where that is CUDA's."""
+    """Restore the generators of Python, numpy and torch after this context; torch's of the CPU, and a CUDA `device`."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
         try:

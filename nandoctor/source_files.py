@@ -1,6 +1,6 @@
-"""Source files: which are the project's own, what they are called, and by their hashes what has changed in them.
+"""Find the project's own source files, their package names, and what changed in them, by hashes.
 
-The hashes of single lines are short: they tell where a file changed, and nobody can read the code in them.
+The hashes of single lines are short: they locate a change in a file without revealing its code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceHash:
-    """The sha256 of a file, and eight hexadecimal digits for each of its lines; "" where those are not known."""
+    """The sha256 of a file, and eight hexadecimal digits for each of its lines; "" if those are unknown."""
 
     sha256: str
     lines: str = ""
@@ -44,17 +44,17 @@ class SourceHash:
 
 @lru_cache(maxsize=16)
 def parse(text: str) -> ast.Module | None:
-    """The syntax tree of a file's text, shared by all who ask and not to be changed; None where it is no Python."""
+    """Return the syntax tree of a file's text, None if it is not Python; the tree is cached, so do not modify it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the file's own invalid escapes are not the reader's matter
+            warnings.simplefilter("ignore")  # such as the file's own invalid escapes
             return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
 def defines(path: Path, name: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
-    """Tell from the source whether the file defines that name, the last part of it by a statement of these kinds."""
+    """Return True if the source defines that (dotted) name, its last part by a statement of one of these kinds."""
     tree = _try_to_parse(path)
     body: list[ast.stmt] = tree.body if tree is not None else []
     *outer, last = name.split(".")
@@ -64,10 +64,10 @@ def defines(path: Path, name: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
 
 
 def binds_at_top_level(path: Path, name: str) -> bool:
-    """Tell whether the file binds the name by statements at its top level alone, so that each import gives the same.
+    """Return True if the file binds the name only in top-level statements, so that every import gives the same value.
 
-    Below `if __name__ == "__main__":`, or by a function that calls it global, it would have another value in the script
-    than where the file is imported.
+    Below `if __name__ == "__main__":`, or by `global` in a function, it could have another value in the script than in
+    an import.
     """
     tree = _try_to_parse(path)
     if tree is None or any(isinstance(node, ast.Global) and name in node.names for node in ast.walk(tree)):
@@ -84,7 +84,7 @@ def _walk_scope(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _parse_file(path: Path) -> ast.Module | None:
-    """Raises OSError, SyntaxError or UnicodeDecodeError where the file cannot be read."""
+    """Parse a file as `parse` does; raise OSError, SyntaxError or UnicodeDecodeError if it cannot be read."""
     return parse(decode_source(path.read_bytes())[0].removeprefix("\ufeff"))
 
 
@@ -101,28 +101,28 @@ def _names_of(statement: ast.stmt) -> list[str]:
 
 
 def is_interactive() -> bool:
-    """Tell whether this is a notebook or a console, which goes on after its errors."""
+    """Return True in a notebook or console, which continues after errors."""
     return hasattr(sys, "ps1")
 
 
 def find_typed(module: str, name: str) -> Any:
-    """What this notebook or console defines under that name, in no file; None elsewhere."""
+    """Return what this notebook or console itself defines under that name; None elsewhere."""
     return getattr(sys.modules["__main__"], name, None) if module == "__main__" and is_interactive() else None
 
 
 def decode_source(data: bytes) -> tuple[str, str]:
-    """The text of a source file, a byte order mark and its line endings included, and the encoding that it declares.
+    """Return the text of a source file, including a byte order mark and its line endings, and its declared encoding.
 
-    Raises SyntaxError or UnicodeDecodeError where Python could not read it.
+    Raise SyntaxError or UnicodeDecodeError if Python could not read it.
     """
     encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0].replace("utf-8-sig", "utf-8")
     return data.decode(encoding), encoding
 
 
 def package_of(path: Path) -> tuple[Path, str] | None:
-    """The folder that holds the package of a file, and the file's name in it; None where it imports nothing relatively.
+    """Return the parent folder of a file's package, and the file's dotted name; None without relative imports.
 
-    Raises OSError, SyntaxError or UnicodeDecodeError where the file cannot be read.
+    Raise OSError, SyntaxError or UnicodeDecodeError if the file cannot be read.
     """
     tree = _parse_file(path)
     statements = tree.body if tree is not None else []
@@ -134,25 +134,25 @@ def package_of(path: Path) -> tuple[Path, str] | None:
 
 
 def is_installed(path: Path) -> bool:
-    """Tell whether a file is of Python or of an installed package."""
+    """Return True if a file belongs to Python itself or to an installed package."""
     return path.is_relative_to(_STDLIB) or not PACKAGE_FOLDERS.isdisjoint(path.parts)
 
 
 def holds_packages(folder: Path) -> bool:
-    """Tell whether packages are installed into a folder: a virtual environment, or the one of its packages."""
+    """Return True if packages are installed in a folder: a virtual environment, or its site-packages."""
     return folder.name in PACKAGE_FOLDERS or (folder / "pyvenv.cfg").is_file()
 
 
 def shown_path(path: Path) -> str:
-    """The path as a person reads it: relative to the working directory where it lies inside."""
+    """Return the path to show: relative to the working directory if it lies inside."""
     path, here = path.resolve(), Path.cwd().resolve()
     return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
 
 
 def own_source(file: str) -> Path | None:
-    """The source file of the project in the working directory that has this relative path; None where there is none.
+    """Return the project's source file with this path relative to the working directory; None if there is none.
 
-    What was installed into a folder of the project, such as a virtual environment, is not of the project.
+    Packages installed in a folder of the project, such as a virtual environment, do not belong to the project.
     """
     here = Path.cwd().resolve()
     if not file:
@@ -160,7 +160,7 @@ def own_source(file: str) -> Path | None:
     try:
         path = (here / file).resolve()
         inside = path.is_relative_to(here) and path.suffix == ".py" and path.is_file() and os.access(path, os.R_OK)
-    except (OSError, RuntimeError, ValueError):  # a loop of links, a name that is too long or no name
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a name that is too long or invalid
         return None
     folders = [folder for folder in path.parents if folder.is_relative_to(here)]
     installed = any(map(holds_packages, folders))
@@ -168,13 +168,13 @@ def own_source(file: str) -> Path | None:
 
 
 def hash_of(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal. Raises OSError."""
+    """Return the sha256 of a file in hexadecimal; raise OSError if it cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_source(path: Path, *, lines: bool = True) -> SourceHash | None:
-    """The hashes of a file; None where it cannot be read, or is too large to be code that somebody wrote."""
+    """Return the hashes of a file; None if it cannot be read, or is too large to be hand-written code."""
     try:
         if path.stat().st_size > _MAX_HASHED_NBYTES:
             return None
@@ -187,7 +187,7 @@ def hash_source(path: Path, *, lines: bool = True) -> SourceHash | None:
 
 
 def changed_lines(was: SourceHash, path: Path) -> tuple[int, int] | None:
-    """The first line of the file that is not as it was, from 1, and how many differ; None where that is not known."""
+    """Return the first changed line of the file, from 1, and the number of changed lines; None if unknown."""
     now = hash_source(path)
     if now is None or not was.lines or max(len(was.lines), len(now.lines)) > _MAX_LINES * _LINE_DIGITS:
         return None
@@ -195,10 +195,10 @@ def changed_lines(was: SourceHash, path: Path) -> tuple[int, int] | None:
 
 
 def count_changes(before: Sequence[str], after: Sequence[str]) -> tuple[int, int] | None:
-    """The first line of `after` that differs, from 1, and how many lines do; None where none does.
+    """Return the first line of `after` that differs, from 1, and how many lines differ; None if none does.
 
-    A line that was taken out counts for one that was put in, wherever. The time is linear: the lines may be a
-    stranger's, made so that a search for the shortest difference takes minutes.
+    A removed line cancels out an added one, wherever they are. The time is linear: the lines may come from a stranger,
+    and be made so that a search for the shortest difference takes minutes.
     """
     if before == after:
         return None

@@ -7,8 +7,8 @@ import json
 import logging
 import os
 
-# The models are tiny and there is a process per core: a second thread costs more than it brings, here and in
-# subprocesses. Read when torch is loaded.
+# The models are tiny and there is a process per core: a second thread costs more than it saves, here and in
+# subprocesses. Torch reads this when it is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import sys
@@ -22,13 +22,13 @@ ROOT = Path(__file__).parent.parent
 
 
 def pytest_configure(config):
-    """Import what takes seconds, except in the process that hands tests out to others, which wait for it."""
+    """Import what takes seconds, but not in the process that distributes the tests, since the others wait for it."""
     if config.option.dist != "no" and config.option.tx:
         return
     gc.disable()  # until all tests are imported
     from hypothesis import HealthCheck, settings
 
-    # No test depends on how busy the machine is, and each run makes the same examples.
+    # No test depends on how busy the machine is, and each run generates the same examples.
     checks = [HealthCheck.too_slow]
     settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=checks)
     settings.load_profile("repeatable")
@@ -48,16 +48,16 @@ SLOW_TO_IMPORT = {
 
 
 def pytest_collection_finish():
-    """Have pytest pass over torch's loggers: it gives two handlers to each that stands alone, six times a test."""
+    """Make pytest skip torch's loggers: it adds two handlers to each that does not propagate, six times a test."""
     gc.enable()
-    gc.set_threshold(10_000, 20, 100)  # a round through all that was imported takes 0.4 s
+    gc.set_threshold(10_000, 20, 100)  # a full collection of all that was imported takes 0.4 s
     for name, logger in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
             logger.propagate = True
 
 
 def pytest_sessionfinish():
-    """Collect garbage once: pytest does so five times, each for 0.4 s. Not before: a replay asks for referrers."""
+    """Collect and freeze once: pytest collects five times, 0.4 s each. Not earlier: a replay asks for referrers."""
     gc.collect()
     gc.freeze()
 
@@ -66,14 +66,14 @@ LONGEST = {"test_readme.py", "test_workers.py", "test_page_in_browser.py"}
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leave what takes seconds to import in every process to the runs that use it: all in these files is slow."""
+    """Ignore files that take seconds to import in every process, in runs without slow tests: they have no others."""
     if collection_path.name in SLOW_TO_IMPORT and config.option.markexpr == "not slow":
         return True
     return None
 
 
 def pytest_collection_modifyitems(items):
-    """Put what takes longest first: each process has a share, and an idle one takes from the end of another."""
+    """Put the longest tests first: each process has a share, and an idle one takes tests from the end of another's."""
 
     def rank(item):
         return 0 if "sample_reports" in item.fixturenames else 1 if item.path.name in LONGEST else 2
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="session")
 def own_configuration(tmp_path_factory):
-    """A configuration folder of the tests' own, for them and for the processes that they start."""
+    """Give the tests, and the processes that they start, their own configuration folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANDOCTOR_CONFIG_DIR", str(tmp_path_factory.mktemp("configuration")))
         yield
@@ -91,9 +91,9 @@ def own_configuration(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="session")
 def observer_kept():
-    """The op tracer stays known to torch, idle: to register it takes longer than to trace a small model.
+    """Keep the op tracer registered with torch, but idle: registering it takes longer than tracing a small model.
 
-    That each test lets go of it shows in `torch_state`.
+    `torch_state` shows that each test releases it.
     """
     from nandoctor.torch_compat import OBSERVER_KEY
     from nandoctor.tracing.dispatch_hook import observer_registered
@@ -147,7 +147,7 @@ def torch_state():
 
 @pytest.fixture(autouse=True)
 def torch_is_restored():
-    """Design rule 9: every hook, mode, RNG state, flag and registered kernel is restored, whatever is raised."""
+    """Check design rule 9: every hook, mode, RNG state, flag and registered kernel is restored, whatever is raised."""
     before = torch_state()
     rng = torch.get_rng_state()
     yield
@@ -157,20 +157,20 @@ def torch_is_restored():
 
 @pytest.fixture(scope="session")
 def ready_python(own_configuration):
-    """Processes of their own for programs, that have what a replay, a page, an optimizer and FSDP2 import."""
+    """Start programs in their own processes, which have already imported what a replay, a page and FSDP2 need."""
     with ReadyPython("nandoctor.pipeline", "nandoctor.renderers.page", "torch._dynamo") as python:
         yield python
 
 
 @pytest.fixture(scope="session")
 def run_nandoctor(ready_python):
-    """`python -m nandoctor`, in a process of its own that need not import torch."""
+    """Run `python -m nandoctor` in its own process, which has already imported torch."""
     return partial(ready_python.run, "nandoctor")
 
 
 @pytest.fixture
 def every_variation(monkeypatch):
-    """Beside a verified fix the search runs the other mode and other seeds as well, as it does where there is none."""
+    """Make the search try the other mode and other seeds even beside a verified fix, as it does without one."""
     from nandoctor.fixes import search
 
     vary = search.vary_settings
@@ -179,9 +179,9 @@ def every_variation(monkeypatch):
 
 @pytest.fixture(scope="session")
 def sample_reports(tmp_path_factory):
-    """The report of each sample dump, by name, replayed once with no option at all.
+    """Return the report of each sample dump by name, replayed once without any option.
 
-    Processes that run the tests together share them: every second begins at the other end.
+    Processes that run tests in parallel share the reports; every second process starts from the other end.
     """
     from nandoctor.evidence.report import Report
     from nandoctor.evidence.serialization import from_plain, to_plain

@@ -1,4 +1,4 @@
-"""Traces made by hand: a few calls with the numbers that matter, the rest filled in."""
+"""Build traces by hand: a few calls with the numbers that matter, and defaults for the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAN, INF = math.nan, math.inf
 
 
 def stats(*values, path="", shape=None):
-    """The statistics of a tensor of these values, with a counts."""
+    """Return the statistics and counts of a tensor with these values."""
     finite = [value for value in values if math.isfinite(value)]
     nonfinite = [index for index, value in enumerate(values) if not math.isfinite(value)]
     magnitudes = sorted(abs(value) for value in finite if value)
@@ -47,7 +47,7 @@ GOOD = stats(1.0)
 
 
 def call(module, enter, leave, *, inputs=(GOOD,), outputs=(GOOD,), depth=None, number=0, state=()):
-    """A call of a module; the depth is that of its dotted path unless given."""
+    """Return a call of a module; its depth defaults to that of the dotted path."""
     return ModuleCall(
         module=module,
         type=module.rpartition(".")[2].capitalize() or "Net",
@@ -62,7 +62,7 @@ def call(module, enter, leave, *, inputs=(GOOD,), outputs=(GOOD,), depth=None, n
 
 
 def trace(*calls, batch=(GOOD,), output=(GOOD,), low=True, raised=None, **fields):
-    """A trace of these calls, in fp16 under autocast or as the fp32 reference."""
+    """Return a trace of these calls, in fp16 under autocast or as the fp32 reference."""
     return Trace(
         policy="cuda" if low else "fp32",
         format=FP16 if low else FP32,
@@ -78,5 +78,5 @@ def trace(*calls, batch=(GOOD,), output=(GOOD,), low=True, raised=None, **fields
 
 
 def reference(*calls, **fields):
-    """A trace of the fp32 reference."""
+    """Return a trace of the fp32 reference."""
     return trace(*calls, low=False, **fields)

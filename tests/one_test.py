@@ -1,4 +1,4 @@
-"""Many small cases in one test: as a test of its own, each would take longer to be handed out than to be run."""
+"""Run many small cases in one test: as separate tests, they would take longer to distribute than to run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from itertools import product
 
 
 def for_each(*axes, star=False):
-    """Call the test with each combination of one item of each axis; the items are its arguments, with `star` unpacked.
+    """Call the test with each combination of one item per axis as its arguments; with `star`, items are unpacked.
 
-    Every case that fails is told, with its arguments.
+    All failing cases are reported, with their arguments.
     """
 
     def decorate(test):

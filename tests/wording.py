@@ -1,7 +1,4 @@
-"""What a printed text says, without what follows the processor: other kernels sum in another order.
-
-In: what a command, a renderer or a notebook printed. Out: its words, to be compared with those of another machine.
-"""
+"""Compare printed texts across machines, without the numbers that depend on the processor's order of summation."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ AGREEMENT = re.compile(
     r"(?<=non-finite, )all others (identical|within # % of the largest)"
     r"|(?<=finite in both, )(and identical|its values within # % of the largest)"
 )
-"""A replay that agrees to the last bit here may agree within rounding there, and the other way round."""
+"""A replay that is bit-identical on one machine may agree only within rounding on another, and vice versa."""
 
 
 def words(text: str) -> list[str]:
-    """The words of `text`: each number is #, the bars of a table are left out, and two ways to agree are one."""
+    """Return the words of `text` with # for each number, without a table's bars, and one word for both agreements."""
     plainer = " ".join(NUMBER.sub("#", BAR.sub("", text)).split())
     return AGREEMENT.sub("AGREES", plainer).split()

@@ -1,8 +1,8 @@
-"""Tells what has changed in the code since a dump was written, and finds the code as it was then.
+"""Find what changed in the code since a dump was written, and the code as it was then.
 
-A recorder's dump has the hashes of the training's files. Of any other dump only its age is known: a file that is not
-newer has not been written since, and one that is may still have the text that git had for it at the time, as after a
-fresh clone. Only bodies of functions can be taken back in a model that is built already.
+A recorder's dump has hashes of the training's source files. Any other dump has only its modification time: files that
+are no newer are unchanged, and a newer file may still have the text that git had at that time, as after a fresh clone.
+In a model that is already built, only function bodies can be reverted.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from nandoctor.source_files import (
 )
 
 _MAX_FILES = 500
-_MAX_HASHED_NBYTES = 64 << 20  # of all files together: half a second
+_MAX_HASHED_NBYTES = 64 << 20  # in total, which takes half a second
 _GIT_SECONDS = 10
 _MAX_COMMITS = 50
 _BUILD = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"})
 
 
 def find_changes(dump: Dump, step: FailingStep, settings: Settings, *, told: Sequence[Path] = ()) -> CodeState:
-    """Compare the code of the step with that of the training; `told` are files that the user says were changed."""
+    """Compare the step's code with the training's; `told` lists files that the user says were changed."""
     of_model = _files_of(step.model)
     helpers = {path.resolve() for path in step.project.files(step.model)} - _named_by_user(settings)
     by_user = tuple(CodeChange(file=shown_path(path), known_by="user") for path in told)
@@ -56,32 +56,32 @@ def find_changes(dump: Dump, step: FailingStep, settings: Settings, *, told: Seq
 
 
 def _files_of(model: nn.Module) -> set[Path]:
-    """The project's own files that the classes of the model's modules come from."""
+    """Return the project's own files that define the methods of the model's modules."""
     classes = {base for module in model.modules() for base in type(module).__mro__ if base is not nn.Module}
     names = {_file_of(member) for kind in classes for member in vars(kind).values()} - {None}
     return {path.resolve() for path in map(Path, map(str, names)) if path.is_file() and not is_installed(path)}
 
 
 def _named_by_user(settings: Settings) -> set[Path]:
-    """Files of functions that stand around the model in the replay: they may have been written for the replay."""
+    """Return the files of `--call` and `--loss`: they may have been written for the replay."""
     specs = [item for item in (settings.call, settings.loss) if item is not None]
     places = [item.rpartition(":")[0] if isinstance(item, str) else _file_of(item) for item in specs]
     return {(settings.directory / place).resolve() for place in places if place}
 
 
 def _file_of(item: Callable[..., Any] | Any) -> str | None:
-    """The file of a function, through decorators that say what they wrap."""
+    """Return the file of a function, seen through a decorator that sets `__wrapped__`; None if it has no code."""
     code = getattr(getattr(item, "__wrapped__", item), "__code__", None)
     return getattr(code, "co_filename", None)
 
 
 def _compare_hashes(recorded: Recorded, of_model: Collection[Path]) -> CodeState | None:
-    """By the hashes in the dump; None where it has none of a file that is here.
+    """Compare files by the hashes in the dump; return None if it has no hash of a file that is here.
 
-    A model that comes from a file which the training did not have is another one than the training's.
+    A file of the model without a recorded hash counts as changed: the training used another model.
     """
     hashes = recorded_hashes(recorded)
-    # A name that is not plain is no recorder's: there are endlessly many names of one file.
+    # A recorder writes normalized names only; one file has endlessly many others.
     plain = [name for name in list(hashes)[:_MAX_FILES] if name == os.path.normpath(name).replace(os.sep, "/")]
     named = {name: path for name in plain if (path := own_source(name)) is not None}
     here = dict(_take_within(named, _MAX_HASHED_NBYTES))
@@ -99,7 +99,7 @@ def _compare_hashes(recorded: Recorded, of_model: Collection[Path]) -> CodeState
 
 
 def _take_within(files: Mapping[str, Path], nbytes: int) -> Iterator[tuple[str, Path]]:
-    """The files that have no more bytes together, without the larger ones among them that do not fit any more."""
+    """Yield the files in order, leaving out each that would bring their total size above `nbytes`."""
     for name, path in files.items():
         size = path.stat().st_size
         if size <= nbytes:
@@ -108,14 +108,14 @@ def _take_within(files: Mapping[str, Path], nbytes: int) -> Iterator[tuple[str, 
 
 
 def recorded_hashes(recorded: Recorded) -> dict[str, SourceHash]:
-    """By relative path; an older recorder kept those of the model's and the loss's file alone."""
+    """Return the hashes by relative path; older recorders kept only those of the model's and the loss's file."""
     references = [reference for reference in (recorded.model, recorded.loss_function) if reference is not None]
     single = {item.file: SourceHash(sha256=item.sha256) for item in references if item.file and item.sha256}
     return {**single, **{name: source for name, source in recorded.sources.items() if source.sha256}}
 
 
 def _change(file: str, known_by: Literal["hash", "time"], lines: tuple[int, int] | None) -> CodeChange:
-    """A changed file, with its first changed line and their number where `lines` has them."""
+    """Build the record of a changed file; `lines` is its first changed line and the number of changed lines."""
     line, num_lines = lines or (None, None)
     return CodeChange(file=file, known_by=known_by, line=line, num_lines=num_lines)
 
@@ -144,27 +144,27 @@ def _lines(data: bytes) -> list[str]:
 
 
 def _changed_settings(recorded: Recorded, settings: Settings) -> Iterator[str]:
-    """What the user asked of the replay that the training did not do, by the record of it."""
+    """Yield the settings of the replay that differ from the recorded training."""
     autocast = recorded.autocast
     if autocast is not None and settings.amp_dtype is not None and settings.amp_dtype != autocast.dtype:
         yield f"autocast in {settings.amp_dtype}, in the training in {autocast.dtype}"
 
 
 def text_at(path: Path, time_ns: int, *, any_branch: bool) -> bytes | None:
-    """The file as the last commit before that time has it, of what is checked out or of `any_branch`."""
+    """Return the file as of the last commit before that time, on HEAD or `any_branch`; None if git has none."""
     before = datetime.datetime.fromtimestamp(time_ns / 1e9, tz=datetime.UTC).isoformat()
     commits = _commits(path, f"--before={before}", "-1", *(["--all"] if any_branch else []))
     return _show(path, commits[0]) if commits else None
 
 
 def text_with_hash(path: Path, sha256: str) -> bytes | None:
-    """The file as it was in one of the last commits of what is checked out, with that sha256."""
+    """Return the version of the file with that sha256 from the last commits on HEAD; None if there is none."""
     texts = (_show(path, commit) for commit in _commits(path, f"-{_MAX_COMMITS}"))
     return next((text for text in texts if text is not None and hashlib.sha256(text).hexdigest() == sha256), None)
 
 
 def _commits(path: Path, *which: str) -> list[str]:
-    """The commits that changed the file, the last one first."""
+    """Return the commits that changed the file, newest first."""
     listed = _git(path.parent, "log", *which, "--format=%H", "--", path.name)
     return listed.decode("ascii").split() if listed else []
 
@@ -174,7 +174,7 @@ def _show(path: Path, commit: str) -> bytes | None:
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
-    # Nothing that a repository's own configuration names is to be started.
+    # Both features can start a program that the repository's own configuration names.
     harmless = ["-c", "core.fsmonitor=false", "-c", "log.showSignature=false"]
     command = ["git", "-C", str(folder), *harmless, "--no-pager", *arguments]
     try:
@@ -185,10 +185,10 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 
 
 def find_unchanged(dump: Dump, code: CodeState, told: Mapping[Path, str | None]) -> SourcePatch | None:
-    """The patch that made the changes in `code`; `told` has the texts of before that the caller knows.
+    """Return the patch from the training's code to the code now; `told` has the earlier texts that the caller knows.
 
-    The project that the code belongs to is open. None where nothing has changed, or one of the files as it was is not
-    known or cannot be run.
+    The code's project must be open. Return None if nothing has changed, or if a file's earlier text is unknown or
+    cannot be run.
     """
     files = []
     for change in code.changes:
@@ -201,7 +201,7 @@ def find_unchanged(dump: Dump, code: CodeState, told: Mapping[Path, str | None])
         if before is None or not _can_be_undone(before, after):
             return None
         if before != after:
-            # The file by the name that its functions have it, which may go through a link.
+            # Use the path that the module was loaded from, which may be a symbolic link.
             names = {str(getattr(module, "__file__", "")) for module in list(sys.modules.values())}
             same = (name for name in names if name.endswith(path.name) and Path(name).resolve() == path)
             files.append(ChangedFile(path=next(same, str(path)), before=before, after=after))
@@ -209,9 +209,9 @@ def find_unchanged(dump: Dump, code: CodeState, told: Mapping[Path, str | None])
 
 
 def _find_text(dump: Dump, name: str, path: Path) -> str | None:
-    """The text in git that has the recorded hash; of a file without one, that of when the dump was written.
+    """Return git's text with the recorded hash or, without a hash, as of the dump's modification time.
 
-    It will be run: a branch that was fetched from somebody else is not looked into, nor is a stranger's dump followed.
+    The text will be run, so fetched branches are not searched, and the hashes in a stranger's dump are ignored.
     """
     known = recorded_hashes(dump.recorded).get(name) if dump.provenance.own else None
     if known is None:
@@ -222,7 +222,7 @@ def _find_text(dump: Dump, name: str, path: Path) -> str | None:
 
 
 def _can_be_undone(before: str, after: str) -> bool:
-    """Tell whether two texts differ in nothing but imports and in bodies of functions that run after the building."""
+    """Return True if two texts differ only in imports and in bodies of functions that run after the model is built."""
     try:
         skeletons = [ast.dump(_Skeleton().visit(ast.parse(text))) for text in (before, after)]
     except (SyntaxError, ValueError, RecursionError):
@@ -231,7 +231,7 @@ def _can_be_undone(before: str, after: str) -> bool:
 
 
 class _Skeleton(ast.NodeTransformer):
-    """Leaves out imports and the bodies of functions, but for those that build a model."""
+    """A transformer that drops imports and function bodies, except of functions that build a model."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         if node.name not in _BUILD:

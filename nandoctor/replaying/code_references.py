@@ -1,8 +1,8 @@
-"""Decides which code a replay may run, and finds the code that a dump of the user's own names.
+"""Decide which code a replay may run, and find the code that the user's own dump names.
 
-Nothing is imported for a file that this user's recorder did not sign. Of the user's own, a Module class of an installed
-package or of the working directory is imported, and called with plain data alone; so is a function of the working
-directory that the training built its model by. Where it is defined is read off the source before anything is imported.
+Nothing is imported for a dump that this user's recorder did not sign. For the user's own dump, a Module class from an
+installed package or the working directory is imported, and called with plain data only; so is a function in the working
+directory that built the training's model. The source is checked for the definition before anything is imported.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import ASSIGNED, defines, find_typed, hash_of, own_source
 from nandoctor.text import brief, plural
 
-# transformers takes any other name of an implementation for one to fetch, flash attention included where it is missing.
+# transformers tries to fetch an implementation of any other name, even flash attention if it is not installed.
 _ATTENTION = ("eager", "sdpa")
 _CODE_OPTIONS = frozenset({"auto_map", "trust_remote_code", "use_kernels", "allow_all_kernels", "quantization_config"})
 
 
 def find_model(reference: Reference | None, dump: Path, provenance: Provenance) -> Callable[[], nn.Module]:
-    """What builds the model that a dump of the user's own names, from the working directory and installed packages.
+    """Return the builder of the model that the user's own dump names, from the working directory or a package.
 
     Raises:
-        ModelError: the dump names none, it is not to be found, or importing or calling it is the user's decision.
+        ModelError: the dump names no model, the code is not found, or only the user may approve running it.
     """
     if reference is None or not reference.name:
         raise ModelError(
@@ -53,12 +53,12 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
             "define the class in a file, or give Recorder its builder.",
         )
     if not provenance.own:
-        raise _undecided(reference, dump, provenance.detail)
+        raise _needs_approval(reference, dump, provenance.detail)
     if not is_plain_data(reference.arguments):
-        raise _undecided(reference, dump, "its arguments are no plain data")
+        raise _needs_approval(reference, dump, "its arguments are no plain data")
     found = _import_source(reference, dump, provenance)
     if isinstance(found, type) and not issubclass(found, nn.Module):
-        raise _undecided(reference, dump, "it is no Module class")
+        raise _needs_approval(reference, dump, "it is no Module class")
 
     @functools.wraps(found)
     def build(**more: Any) -> nn.Module:
@@ -76,12 +76,12 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
 def build_configured(
     source: ModelSource, config: str, reference: Reference | None, directory: Path
 ) -> Callable[[], nn.Module]:
-    """What builds a model of transformers from the class and the configuration class that the user named.
+    """Return the builder of a transformers model, given the model and configuration classes that the user named.
 
-    The configuration's values are the dump's.
+    The configuration's values come from the dump.
 
     Raises:
-        ModelError: the dump holds no such values, or the names are not of such classes.
+        ModelError: the dump holds no configuration values, or the names are not of such classes.
     """
     if reference is None or not isinstance(reference.arguments.get("config"), Mapping):
         raise ModelError(
@@ -93,10 +93,10 @@ def build_configured(
 
 
 def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Callable[..., Any] | None, list[str]]:
-    """The loss that a dump of the user's own names: a function or a Module class of the project's own files.
+    """Return the loss that the user's own dump names, a function or Module class of the project's files, and notes.
 
-    Else None, and a note that says what to type. A source that was edited since is told as well; in another folder than
-    the training's it could be anything, and is not run.
+    Without a loss, return None and a note that says what to type. A source edited since the training gets a note too;
+    outside the training's folder it could be anything, and is not run.
     """
     if reference is None:
         return None, []
@@ -117,7 +117,7 @@ def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Call
 
 
 def build_loss(found: Any) -> Any:
-    """The loss; an instance of it where a Module class was named.
+    """Return the loss; if it is a Module class, an instance of it.
 
     Raises:
         ModelError: the class cannot be called without arguments.
@@ -134,7 +134,7 @@ def build_loss(found: Any) -> Any:
 
 
 def _name_of_loss(reference: Reference) -> str:
-    """What to type for the loss."""
+    """Return the instruction that tells the user how to pass the loss."""
     if reference.can_be_named:
         return f"add --loss {shlex.quote(brief(reference.spec))}"
     file = brief(reference.file or "FILE.py")
@@ -143,7 +143,7 @@ def _name_of_loss(reference: Reference) -> str:
 
 
 def _why_no_loss(reference: Reference, source: Path | None, provenance: Provenance) -> str:
-    """Why the loss is not imported; "" where it is."""
+    """Return why the loss is not imported; "" if it is."""
     if not provenance.own:
         return f"The loss that the file names was not run, for {provenance.detail}"
     if "<" in reference.name:
@@ -158,9 +158,9 @@ def _why_no_loss(reference: Reference, source: Path | None, provenance: Provenan
 
 
 def give_classes(dump: Dump, model: nn.Module) -> Dump:
-    """The dump with the classes of the objects among its arguments and in its batch, so that these have their methods.
+    """Return the dump with the objects in its arguments and batch given their classes, and so their methods.
 
-    Of the user's own dump they are looked up in what the model's code has imported by now; nothing more is imported.
+    Only the user's own dumps are changed. Classes are looked up among loaded modules; nothing more is imported.
     """
     if not dump.provenance.own:
         return dump
@@ -171,7 +171,7 @@ def give_classes(dump: Dump, model: nn.Module) -> Dump:
 
 
 def _find_imported(kind: str, main: str) -> type[Any] | None:
-    """The class of that dotted name; what the training's script defines is looked for beside the model."""
+    """Return the class with that dotted name, or None; for `__main__` look in `main`, the model's module."""
     place, _, name = kind.rpartition(".")
     outer: list[str] = []
     while place and place != "__main__" and place not in sys.modules:
@@ -184,7 +184,7 @@ def _find_imported(kind: str, main: str) -> type[Any] | None:
 
 
 def describe_code_change(reference: Reference | None, model: nn.Module) -> list[str]:
-    """Notes on what is not as it was: the source of the model, and the model itself as Python prints it."""
+    """Return notes on what differs from the training: the model's source, and the model as Python prints it."""
     if reference is None:
         return []
     notes = []
@@ -193,29 +193,29 @@ def describe_code_change(reference: Reference | None, model: nn.Module) -> list[
         notes.append(f"{brief(reference.file or reference.module)} has changed since the training.")
     pairs = zip(reference.structure.splitlines(), str(model).splitlines(), strict=False)
     lines = next(((was.strip(), now.strip()) for was, now in pairs if was != now), None)
-    if lines and "OptimizedModule(" not in reference.structure:  # a part that was compiled prints otherwise
+    if lines and "OptimizedModule(" not in reference.structure:  # compiled parts print differently
         notes.append(f"The model is not built as it was in the training: {brief(lines[0])} is now {lines[1]}.")
     return notes
 
 
 def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> Any:
-    """The class; of the project's own files also a function at the top level, which the training built the model by."""
+    """Import the referenced class or, from the project's own files, the top-level function that built the model."""
     if not reference.file:
         if reference.module != "__main__":
             return _import_installed(reference, reference.spec, dump)
         if (typed := find_typed(reference.module, reference.name)) is None:
             why = "it was typed into a notebook or console, where nandoctor.replay(FILE) finds it"
-            raise _undecided(reference, dump, why)
+            raise _needs_approval(reference, dump, why)
         return typed
     source = _find_source(reference)
     if source is None:
-        raise _undecided(reference, dump, f"{brief(reference.file)} is not in the working directory")
+        raise _needs_approval(reference, dump, f"{brief(reference.file)} is not in the working directory")
     kinds = (ast.ClassDef, ast.FunctionDef) if reference.name.isidentifier() else (ast.ClassDef,)
     if not defines(source, reference.name, kinds):
-        raise _undecided(reference, dump, f"{source.name} defines no class of that name")
+        raise _needs_approval(reference, dump, f"{source.name} defines no class of that name")
     if _has_changed(reference, source) and not provenance.here:
         why = f"{brief(reference.file)} has changed since, and this is not the folder that it was recorded in"
-        raise _undecided(reference, dump, why)
+        raise _needs_approval(reference, dump, why)
     directory, spec = _from_file(reference, source)
     return find_attribute(spec, directory=directory)
 
@@ -223,24 +223,24 @@ def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> 
 def _import_installed(reference: Reference, spec: str, dump: Path) -> Any:
     path = _installed_path(spec.partition(":")[0])
     if path is None:
-        raise _undecided(reference, dump, "no installed package has it")
+        raise _needs_approval(reference, dump, "no installed package has it")
     if not defines(path, spec.rpartition(":")[2], (ast.ClassDef,)):
-        raise _undecided(reference, dump, f"{path.name} defines no class of that name")
+        raise _needs_approval(reference, dump, f"{path.name} defines no class of that name")
     return find_attribute(spec)
 
 
 def _find_source(reference: Reference) -> Path | None:
-    """The file in the working directory, or in an installed package where the reference names none."""
+    """Return the referenced file in the working directory or, if no file is named, in an installed package."""
     return own_source(reference.file) if reference.file else _installed_path(reference.module)
 
 
 def _has_changed(reference: Reference, source: Path) -> bool:
-    """Tell whether its file has changed since; true too where no hash was recorded."""
+    """Return True if the source differs from the recorded hash, or no hash was recorded."""
     return hash_of(source) != reference.sha256
 
 
 def _from_file(reference: Reference, path: Path) -> tuple[Path, str]:
-    """The folder to import from and the SPEC: a module keeps its dotted name, for its relative imports need it."""
+    """Return the folder to import from and the SPEC; a module keeps its dotted name for its relative imports."""
     parts = reference.module.split(".")
     stem = list(path.with_suffix("").parts)
     stem = stem[:-1] if stem[-1] == "__init__" else stem
@@ -250,13 +250,13 @@ def _from_file(reference: Reference, path: Path) -> tuple[Path, str]:
 
 
 def _installed_path(module: str) -> Path | None:
-    """The source of a module of an installed distribution, found without importing its packages."""
+    """Return the source file of an installed distribution's module, found without importing its packages."""
     top, *parts = module.split(".")
     if not all(part.isidentifier() for part in [top, *parts]):
         return None
     elsewhere = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
     found = importlib.machinery.PathFinder.find_spec(top, elsewhere)
-    # Asked last: it reads the records of everything that is installed, for a second.
+    # Checked last: it reads the metadata of every installed distribution, which takes a second.
     if found is None or found.origin is None or top not in importlib.metadata.packages_distributions():
         return None
     base = Path(found.origin).parent.joinpath(*parts)
@@ -265,7 +265,7 @@ def _installed_path(module: str) -> Path | None:
 
 
 def _build_from_config(model: Callable[..., nn.Module], kind: Any, reference: Reference) -> nn.Module:
-    """A model of transformers from its configuration class and the values that the dump has for it."""
+    """Build a transformers model from its configuration class and the dump's values for it."""
     if not is_transformers_config(kind):
         raise ModelError(
             f"{getattr(kind, '__name__', kind)} is no configuration class of transformers.",
@@ -278,10 +278,10 @@ def _build_from_config(model: Callable[..., nn.Module], kind: Any, reference: Re
 
 
 def _only_values(config: Any) -> Any:
-    """The configuration without what could make transformers fetch code or weights.
+    """Return the configuration without entries that could make transformers fetch code or weights.
 
-    Names of implementations may be those of kernels on a hub, private entries set its own state, and a backbone brings
-    its weights along unless told otherwise.
+    Implementation names may refer to kernels on a hub, private entries set internal state, and a backbone loads its
+    pretrained weights unless told otherwise.
     """
     if isinstance(config, (list, tuple)):
         return [_only_values(item) for item in config]
@@ -297,7 +297,7 @@ def _is_value(name: str, value: Any) -> bool:
     return not name.startswith("_") and name not in _CODE_OPTIONS
 
 
-def _undecided(reference: Reference, dump: Path, why: str) -> ModelError:
+def _needs_approval(reference: Reference, dump: Path, why: str) -> ModelError:
     spec = brief(reference.spec)
     command = approving_command(dump, Recorded(model=reference))
     return ModelError(
@@ -310,13 +310,13 @@ _OWN_METHODS = ("", "training_step")
 
 
 def require_approval(dump: Dump, settings: Settings, *, has_model: bool) -> None:
-    """Check that what the dump names is the user's own, or was named by the user.
+    """Check that the code that the dump names is the user's own, or was named by the user.
 
-    `has_model`: the user named the model. A loss that nobody approved does not stop a replay: it goes without.
+    `has_model`: the user named the model. Without approval of its loss, a replay still runs, but without the loss.
 
     Raises:
-        UnapprovedCodeError: the model or its method is named by the file alone, and the file is not the user's own.
-        ModelError: the user named another method than the one that was recorded.
+        UnapprovedCodeError: only the file names the model or its method, and the file is not the user's own.
+        ModelError: the user named a different method from the recorded one.
     """
     recorded = dump.recorded
     method = recorded.method
@@ -339,10 +339,10 @@ def require_approval(dump: Dump, settings: Settings, *, has_model: bool) -> None
 
 
 def check_method(model: nn.Module, dump: Dump, settings: Settings) -> None:
-    """Check that the recorded method is one that the model's class defines.
+    """Check that the model's class defines the recorded method.
 
     Raises:
-        ModelError: it has none of that name, or something else than a function.
+        ModelError: the class has nothing of that name, or something other than a function.
     """
     method = dump.recorded.method
     if not method or settings.call is not None or settings.inputs:
@@ -356,9 +356,9 @@ def check_method(model: nn.Module, dump: Dump, settings: Settings) -> None:
 
 
 def state_to_load(dump: Dump) -> tuple[Mapping[str, torch.Tensor], list[str]]:
-    """The dump's weights for the model, and notes; of a file that is not the user's own without extra states.
+    """Return the dump's weights for the model, and notes; without extra states if the dump is not the user's own.
 
-    A module may do anything with its extra state, and some of the installed ones unpickle it.
+    A module may do anything with its extra state, and some installed ones unpickle it.
     """
     extra = [name for name in dump.state if is_extra_state(name)]
     if dump.provenance.own or not extra:

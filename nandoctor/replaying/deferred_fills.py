@@ -1,11 +1,11 @@
-"""Leaves initial weights unfilled that the dump's own weights take the place of.
+"""Build a model without drawing the initial weights that the dump's weights replace.
 
-While `DeferredFills` is open, random initial values are noted instead of drawn; `finish` draws those that somebody
-still holds, each as it would have been.
+While `DeferredFills` is open, random initial values are recorded instead of drawn; `finish` draws those of tensors that
+are still in use, with the same values as in a plain build.
 
-Memory that nothing was written to takes no space, so that a model of many gigabytes is built in little. Every tensor is
-made as it is in a plain build; whoever reads one gets it filled first, with the numbers that its turn in the random
-generator has. A model that reads its weights while it is built is therefore filled up to there.
+Memory that was never written takes no space, so a model of many gigabytes is built in little. Every tensor is created
+as in a plain build. Reading one fills it first, with the numbers of its turn in the random generator, so a model that
+reads its weights while it is built is filled up to that point.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from nandoctor.torch_compat import TorchDispatchMode, count_storage_users, schem
 
 _FACTORIES = {"randn": torch.Tensor.normal_, "rand": torch.Tensor.uniform_}
 _COPIES = frozenset({"clone", "_to_copy"})
-# These hand out the memory itself, and no operation is seen.
-_PEEKS = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "__deepcopy__"})
+# These expose the memory itself, without an operation that a dispatch mode sees.
+_EXPOSING = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "__deepcopy__"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fill:
-    """An operation that writes to `target`, and reads `source` where there is one.
+    """An operation that writes to `target`, and reads `source` if there is one.
 
-    `state` is the generator's before it, None where it does not draw.
+    `state` is the generator's state before it; None if it draws no random numbers.
     """
 
     operation: Callable[..., Any]
@@ -43,7 +43,7 @@ class _Fill:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that it holds memory by."""
+        """The tensors through which the fill holds memory."""
         return [self.target] if self.source is None else [self.target, self.source]
 
     def make(self) -> None:
@@ -54,7 +54,7 @@ class _Fill:
 
 
 class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode for building a model; `finish` has to be called when its weights are loaded, before it is used."""
+    """A mode for building a model; call `finish` after loading the weights, before the model is used."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -65,16 +65,16 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Note the random fills of what is built here."""
-        with _Peeks(self), self:
+        """Record the random fills of what is built in this context."""
+        with _FillBeforeExposure(self), self:
             yield
 
     def is_unfilled(self, tensor: torch.Tensor) -> bool:
-        """Tell whether some of what is to be in the tensor's memory was put off."""
+        """Return True if a write to the tensor's memory is still deferred."""
         return _is_plain(tensor) and storage_of(tensor) in self._pending
 
     def finish(self) -> None:
-        """Make the fills of tensors that somebody holds, and those before them, whose numbers come first."""
+        """Make the fills of tensors that are still in use, and all fills before them, which draw first."""
         ours = Counter(storage_of(tensor) for fill in self._fills for tensor in fill.tensors)
         held = [count_storage_users(fill.target) > ours[storage_of(fill.target)] for fill in self._fills]
         last = max((index for index, is_held in enumerate(held) if is_held), default=-1)
@@ -82,14 +82,14 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.make_all()
 
     def make_all(self) -> None:
-        """Make every fill that was noted, in order; the generator is then where a plain build has it."""
+        """Make every recorded fill in order, leaving the generator as a plain build does."""
         if not self._fills:
             return
         now, self.busy = torch.get_rng_state(), True
         moved = self._state is not None and not torch.equal(now, self._state)  # seeded since the last draw
         waiting, self._fills, self._pending = deque(self._fills), [], set()
         try:
-            _make_in_turn(waiting)
+            _make_in_order(waiting)
             if moved:
                 torch.set_rng_state(now)
         finally:
@@ -98,7 +98,7 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note the operation if it fills a tensor; before one that reads such a tensor, or draws, fill them all."""
+        """Defer an operation that fills a tensor; make all fills before any other that draws or reads a pending one."""
         kwargs = kwargs or {}
         if self.busy:
             return func(*args, **kwargs)
@@ -110,7 +110,7 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs) if result is None else result
 
     def _defer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The result of an operation that is put off, to be filled later; None where it has to run now."""
+        """Return the result of a deferred operation, to be filled later; None if the operation has to run now."""
         name, draws = func.overloadpacket.__name__, torch.Tag.nondeterministic_seeded in func.tags
         tensors = tree_tensors((args, kwargs))
         reads = any(not _is_plain(tensor) or self.is_unfilled(tensor) for tensor in tensors)
@@ -120,13 +120,13 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name in _FACTORIES and not tensors:
                 made = torch.empty(*args, **{key: value for key, value in kwargs.items() if key != "generator"})
                 operation = _FACTORIES[name]
-                self._note(_Fill(operation=operation, target=made, args=(), kwargs={}, state=self._read_state()))
+                self._record(_Fill(operation=operation, target=made, args=(), kwargs={}, state=self._read_state()))
                 return made
             if len(tensors) == 1 and tensors[0] is args[0]:
                 first = schema_of(func).arguments[0].alias_info
                 if first is not None and first.is_write:
                     state = self._read_state() if draws else None
-                    self._note(_Fill(operation=func, target=args[0], args=args[1:], kwargs=kwargs, state=state))
+                    self._record(_Fill(operation=func, target=args[0], args=args[1:], kwargs=kwargs, state=state))
                     return args[0]
                 returns = schema_of(func).returns
                 if len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write:
@@ -140,24 +140,24 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source = args[0].detach()
         like = func(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), **kwargs)
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-        self._note(_Fill(operation=func, target=made, args=(), kwargs=kwargs, source=source))
+        self._record(_Fill(operation=func, target=made, args=(), kwargs=kwargs, source=source))
         return made
 
-    def _note(self, fill: _Fill) -> None:
-        # Another tensor of the same memory: the model's own may be pointed to other memory meanwhile.
+    def _record(self, fill: _Fill) -> None:
+        # Keep an alias of the same memory: the model's own tensor may be pointed elsewhere before the fill is made.
         self._fills.append(replace(fill, target=fill.target.detach()))
         self._pending.add(storage_of(fill.target))
 
     def _read_state(self) -> torch.Tensor:
-        """The state of the generator; the same object as long as nobody seeds it."""
+        """Return the generator's state; the same object until the generator is seeded."""
         state = torch.get_rng_state()
         if self._state is None or not torch.equal(state, self._state):
             self._state = state
         return self._state
 
 
-class _Peeks(TorchFunctionMode):
-    """Makes all fills before the memory of a tensor is handed out."""
+class _FillBeforeExposure(TorchFunctionMode):
+    """A function mode that makes all fills before a tensor's memory is exposed."""
 
     def __init__(self, fills: DeferredFills) -> None:
         super().__init__()
@@ -166,13 +166,13 @@ class _Peeks(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") in _PEEKS and not self._fills.busy:
+        if getattr(func, "__name__", "") in _EXPOSING and not self._fills.busy:
             self._fills.make_all()
         return func(*args, **(kwargs or {}))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether this is memory of the CPU that a dense tensor shows."""
+    """Return True for a plain tensor or parameter: dense, on the CPU, not quantized."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"
@@ -187,8 +187,8 @@ def _is_cpu(kwargs: Mapping[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def _make_in_turn(fills: deque[_Fill]) -> None:
-    """Make the fills, each from its own state of the generator, and let go of each when it is made."""
+def _make_in_order(fills: deque[_Fill]) -> None:
+    """Make the fills in order, each from its own generator state, and release each once it is made."""
     before: torch.Tensor | None = None
     while fills:
         fill = fills.popleft()

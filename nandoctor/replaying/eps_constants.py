@@ -1,6 +1,6 @@
-"""The small constants that a model's modules and its optimizer carry.
+"""Collect the small constants that a model's modules and its optimizer carry.
 
-Those of modules go by name and value alone: what they did only a replay can tell.
+Constants of modules are recognized by name and value only; what they did, only a replay can show.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRIED = tuple(digit * 10.0**power for power in range(-8, -1) for digit in (1, 2
 _ROUNDING = 1.05
 _IS_EPS = re.compile(r"(^|[^a-z])eps(ilon)?([^a-z]|$)", re.IGNORECASE)  # not the "eps" of "steps"
 
-# Torch's own layers, and the op whose eps theirs is.
+# Torch's own layers, and the op that takes their eps.
 _OPS: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.LayerNorm, "layer_norm"),
     (nn.GroupNorm, "group_norm"),
@@ -35,8 +35,8 @@ _OPS: tuple[tuple[type[nn.Module], str], ...] = (
 
 
 def measure_slots(moments: Sequence[SecondMoment], model: nn.Module, low: FloatFormat) -> tuple[OptimizerSlot, ...]:
-    """Every second moment with exact counts, flushes judged against `low`."""
-    names = _names(moments, model)
+    """Measure every second moment with exact counts, counting as flushed what `low` flushes to zero."""
+    names = _parameter_names(moments, model)
     return tuple(
         OptimizerSlot(parameter=names.get(moment.index, ""), eps=moment.eps, moment=stats, safe_eps=_safe_eps(moment))
         for moment in moments
@@ -45,10 +45,10 @@ def measure_slots(moments: Sequence[SecondMoment], model: nn.Module, low: FloatF
 
 
 def _safe_eps(moment: SecondMoment) -> float | None:
-    """The smallest eps tried with which the step is what the optimizer promises: finite, and no longer than its bound.
+    """Return the smallest eps tried that keeps the optimizer's step finite and within its bound; None if none does.
 
-    The bound, over the learning rate: (1 - beta1) / sqrt(1 - beta2) or 1, from Kingma and Ba, "Adam" (2015), 2.1. A
-    gradient that was not kept may be as large as one whose square is still flushed to zero.
+    The bound, in units of the learning rate, is (1 - beta1) / sqrt(1 - beta2) or 1: Kingma and Ba, "Adam" (2015), 2.1.
+    A gradient that was not kept is taken as the largest whose square is still flushed to zero.
     """
     decay1, decay2 = moment.decays
     own = format_of(moment.values.dtype)
@@ -64,8 +64,8 @@ def _safe_eps(moment: SecondMoment) -> float | None:
     return next((eps for eps, step in steps if bool((step.abs() <= _ROUNDING * bound).all())), None)
 
 
-def _names(moments: Sequence[SecondMoment], model: nn.Module) -> Mapping[int, str]:
-    """The parameter of each index: by its own name, else by the model's order where every shape agrees with it."""
+def _parameter_names(moments: Sequence[SecondMoment], model: nn.Module) -> Mapping[int, str]:
+    """Return the parameter name of each index: the moment's own, else by the model's order if all shapes agree."""
     parameters = list(model.named_parameters())
     own = {name for name, _ in parameters}
     named = {moment.index: moment.name for moment in moments if moment.name in own}
@@ -77,7 +77,7 @@ def _names(moments: Sequence[SecondMoment], model: nn.Module) -> Mapping[int, st
 
 
 def list_constants(model: nn.Module) -> tuple[EpsUse, ...]:
-    """Every small number among the modules' attributes, or those of their classes, whose name says eps."""
+    """Return every small float whose name says eps among the attributes of modules and their classes."""
     return tuple(
         EpsUse(place="module", module=path, type=type(module).__name__, name=name, value=value, op=_op_of(module))
         for path, module in model.named_modules()
@@ -95,7 +95,7 @@ def _constants_of(module: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def _op_of(module: nn.Module) -> str | None:
-    """The op of torch's own forward; a subclass that has another may do anything."""
+    """Return the op of torch's own layer; None for a subclass, whose forward may do anything."""
     for kind, op in _OPS:
         if isinstance(module, kind) and type(module).__module__.startswith("torch."):
             return op

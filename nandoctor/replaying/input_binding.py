@@ -1,4 +1,4 @@
-"""Matches the arrays of a dump to the parameters of a model's forward."""
+"""Match the arrays of a dump to the parameters of a model's forward."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ WHOLE_BATCH = "*"
 _NONE: Mapping[str, Any] = {}
 
 _MAPPING_ANNOTATION = re.compile(r"dict\b|mapping", re.IGNORECASE)
-# Without values() and copy(), which tensors and models have as well.
+# Not values() and copy(), which tensors and models have too.
 _MAPPING_METHODS = frozenset({"get", "keys", "items", "pop", "setdefault", "update"})
 _BATCH_NAMES = frozenset({"batch", "batch_dict", "input_dict", "inputs_dict", "data", "data_dict", "sample", "samples"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """One way to call the model: `arrays` names what it takes, `forward(model, batch)` makes the call."""
+    """One way to call the model: `arrays` names its inputs, `forward(model, batch)` makes the call."""
 
     description: str
     arrays: tuple[str, ...]
@@ -38,7 +38,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parameters:
-    """What forward takes: its named parameters in order, those without a default, and the name of its *args."""
+    """The parameters of forward: the named ones in order, those without a default, and the name of its *args."""
 
     named: tuple[inspect.Parameter, ...]
     required: tuple[inspect.Parameter, ...]
@@ -48,7 +48,7 @@ class _Parameters:
 def bind_inputs(
     inputs: Sequence[str], available: Mapping[str, Any], tensors: Sequence[str], containers: Mapping[str, Any] = _NONE
 ) -> Binding:
-    """The binding that the user spelled out: names by position, `parameter=array` pairs, or "*" for a dict of all.
+    """Return the binding that the user spelled out: names by position, `parameter=array`, or "*" for a dict of all.
 
     `available`, `tensors` and `containers` as in `find_bindings`.
 
@@ -70,25 +70,25 @@ def bind_inputs(
 def find_bindings(
     model: nn.Module, available: Mapping[str, Any], tensors: Sequence[str], containers: Mapping[str, Any] = _NONE
 ) -> list[Binding]:
-    """Ways to call `model` with what is `available` (arrays and plain values), the likeliest first.
+    """Return the ways to call `model` with what is `available` (arrays and plain values), likeliest first.
 
-    By the names of forward's parameters; one parameter that is left takes the one array of `tensors` that is left and
-    is no target; a single parameter used as a mapping takes a dict of all. `tensors` are the arrays that may go in,
-    `containers` the lists and dicts of them, which a parameter takes that has the name of one, a dict if it must.
+    Parameters of forward match by name. A single unmatched one takes the only array of `tensors` left that is no
+    target; a single parameter used as a mapping takes a dict of all. `tensors` are the arrays that may go in,
+    `containers` the lists and dicts of them; a parameter takes the one of its name, a dict only if it is required.
 
     Raises:
-        ModelError: there is no way, or several and nothing to choose by; the candidates are listed.
+        ModelError: there is no way, or nothing to choose between several; the message lists the candidates.
     """
     parameters = _read_parameters(model)
     named = {p.name: array for p in parameters.named if (array := _find_array(p.name, available))}
     unmet = [p for p in parameters.required if p.name not in named]
-    alone = len(unmet) == 1 and not named  # it may want a container's content, or all there is
+    alone = len(unmet) == 1 and not named  # it may want a container's content, or everything
     for parameter in unmet:
         container = _find_array(parameter.name, containers)
         if container is not None and not (alone and is_plain_dict(containers[container])):
             named[parameter.name] = container
     unmet = [p for p in unmet if p.name not in named]
-    # A dict of an optional parameter's name may be all of the batch: `forward(x, edges, batch=None)`.
+    # A dict named like an optional parameter may be the whole batch: `forward(x, edges, batch=None)`.
     lists = {name for name, container in containers.items() if not is_plain_dict(container)}
     named |= {p.name: p.name for p in parameters.named if p.name in lists - named.keys()}
     left = [name for name in tensors if name not in named.values()]
@@ -109,12 +109,12 @@ def find_bindings(
 
 
 def required_names(model: nn.Module) -> frozenset[str]:
-    """The names of the parameters that forward cannot do without."""
+    """Return the names of forward's parameters without a default."""
     return frozenset(parameter.name for parameter in _read_parameters(model).required)
 
 
 def _find_array(parameter: str, available: Mapping[str, Any]) -> str | None:
-    """The array of a parameter's name, or the only one of that name in a container ("image" finds "batch.image")."""
+    """Return the array of a parameter's name, or the only one in a container ("image" finds "batch.image"), or None."""
     if parameter in available:
         return parameter
     nested = [name for name in available if name.endswith(f".{parameter}")]
@@ -122,7 +122,7 @@ def _find_array(parameter: str, available: Mapping[str, Any]) -> str | None:
 
 
 def _bind_parameters(parameters: _Parameters, chosen: Mapping[str, str]) -> Binding:
-    """The call that gives each parameter its chosen array, by name wherever forward allows it."""
+    """Bind each parameter to its chosen array, by keyword unless it is positional-only."""
     positional = [p.name for p in parameters.named if p.kind is p.POSITIONAL_ONLY and p.name in chosen]
     keyword = {parameter: array for parameter, array in chosen.items() if parameter not in positional}
     return _bind_names([chosen[parameter] for parameter in positional], keyword)
@@ -138,7 +138,7 @@ def _bind_names(positional: Sequence[str], keyword: Mapping[str, str]) -> Bindin
 
 
 def _bind_whole(available: Mapping[str, Any], tensors: Sequence[str], containers: Mapping[str, Any]) -> Binding:
-    """The call with everything as one dict; a batch saved as a dict of its own ("batch.image") is that dict again."""
+    """Bind everything as one dict; a batch saved as its own dict ("batch.image") is passed as that dict."""
     first = tensors[0].partition(".")[0] if tensors else ""
     prefix = f"{first}." if all(name.startswith(f"{first}.") for name in tensors) else ""
     if prefix and first in containers:
@@ -178,7 +178,7 @@ def _read_schema(model: torch.jit.ScriptModule) -> _Parameters:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """The module whose forward has the names: wrappers (DataParallel, a compiled module) hand anything on."""
+    """Return the module inside wrappers that pass on any arguments, as DataParallel and compiled modules do."""
     children = list(model.children())
     if isinstance(model, torch.jit.ScriptModule) or len(children) != 1:
         return model
@@ -188,7 +188,7 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _takes_mapping(model: nn.Module, parameter: inspect.Parameter) -> bool:
-    """Tell whether forward uses this parameter as a dict: by annotation, by what the code does with it, by name."""
+    """Return True if forward uses this parameter as a dict, judged by its annotation, the code or its name."""
     annotation = "" if parameter.annotation is parameter.empty else str(parameter.annotation)
     if _MAPPING_ANNOTATION.search(annotation):
         return True
@@ -202,7 +202,7 @@ def _takes_mapping(model: nn.Module, parameter: inspect.Parameter) -> bool:
 
 
 def _used_as_mapping(node: ast.AST) -> str | None:
-    """The name of what the code reads by a text as its key, asks for items, or unpacks into keywords."""
+    """Return the name that the node uses as a mapping: with a string key, a dict method or `**`; None otherwise."""
     match node:
         case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str())):
             return name

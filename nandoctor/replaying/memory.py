@@ -1,4 +1,4 @@
-"""What a replay takes, before anything is built: a forecast, and a bound for what the arguments in a file ask for."""
+"""Bound a replay's memory before anything is built: a forecast, and a limit on what a dump's arguments ask for."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from nandoctor.replaying.module_state import LARGE_NBYTES
 from nandoctor.text import byte_size
 from nandoctor.torch_compat import TorchDispatchMode
 
-# Initial values, tied copies and tables of positions that are not saved.
+# Leaves room for initial values, tied copies and position tables that are not saved.
 _TIMES_WEIGHTS = 4
 _FLOOR_NBYTES = 512 << 20
 _COUNTED_BY_A_NUMBER = frozenset({"arange", "linspace", "logspace", "eye", "randperm"})
-_MAX_CALLS = 2_000_000  # operations of a minute: a hundred thousand layers
-_WIDE = 4  # bytes: products of half precision are computed in fp32
+_MAX_CALLS = 2_000_000  # a minute of operations, or a hundred thousand layers
+_WIDE = 4  # bytes: half-precision products are computed in fp32
 
 
 def build_within(make: Callable[[], nn.Module], weights: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Call `make`, with at most a few times the bytes of `weights` for new tensors.
+    """Call `make`, allowing at most a few times the bytes of `weights` for new tensors.
 
     Raises:
-        ModelError: it asks for more.
+        ModelError: `make` asks for more.
     """
     nbytes = memory_of(weights.values())
     with _Allowance(_TIMES_WEIGHTS * nbytes + _FLOOR_NBYTES, weights_nbytes=nbytes):
@@ -38,7 +38,7 @@ def build_within(make: Callable[[], nn.Module], weights: Mapping[str, torch.Tens
 
 
 class _Allowance(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of new tensors: before they are filled, where their size is an argument."""
+    """A mode that limits the bytes of new tensors; where their size is an argument, before they are allocated."""
 
     def __init__(self, nbytes: int, *, weights_nbytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ class _Allowance(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _wanted_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """What a factory of tensors is about to make, as its arguments say it; 0 for what takes tensors."""
+    """Return the bytes that the arguments of a factory op ask for; 0 for an op that takes tensors."""
     if any(isinstance(item, torch.Tensor) for item in args):
         return 0
     name = func.overloadpacket.__name__
@@ -83,9 +83,9 @@ def _wanted_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Bytes that lie in files, and bytes of memory at the least, by part.
+    """The bytes that stay in mapped files, and the least bytes of memory by part.
 
-    What layers give is not in it: that shows only when they are run.
+    Activations are not included: their size shows only when the model runs.
     """
 
     mapped_nbytes: int
@@ -93,7 +93,7 @@ class Forecast:
 
     @property
     def nbytes(self) -> int:
-        """The memory that it takes at the least."""
+        """The least memory that the replay takes."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
@@ -102,10 +102,9 @@ class Forecast:
 
 
 def forecast(dump: Dump, device: torch.device, *, backward: bool) -> Forecast:
-    """What the replay of this dump takes on this device, with the backward pass of a loss or without.
+    """Return what the replay of this dump takes on this device, with or without a backward pass.
 
-    The weights of a large model stay in the file, and one layer's at a time is widened; its gradients are let go one by
-    one.
+    A large model's weights stay in the file and are widened one layer at a time; its gradients are freed one by one.
     """
     arrays = (unexpanded(array) if array.layout is torch.strided else array for array in dump.arrays.values())
     weights, batch = memory_of(dump.state.values()), memory_of(arrays)
@@ -120,10 +119,10 @@ def forecast(dump: Dump, device: torch.device, *, backward: bool) -> Forecast:
 
 
 def require_room(expected: Forecast, device: torch.device, allowed: int | None) -> None:
-    """Check that the step can fit into what is free, and into what the user allows.
+    """Check that the step fits into the free memory, and into what the user allows.
 
     Raises:
-        ModelError: it cannot; the message has the figures.
+        ModelError: it does not; the message has the figures.
     """
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     if allowed is not None and expected.nbytes > allowed:

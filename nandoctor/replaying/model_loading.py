@@ -1,4 +1,4 @@
-"""Finds, builds and loads the model that a dump belongs to.
+"""Find, build and load the model that a dump belongs to.
 
 A SPEC is `package.module:attr` or `path/to/file.py:attr`.
 """
@@ -49,14 +49,14 @@ _find_near = partial(difflib.get_close_matches, n=1, cutoff=0.75)
 
 
 def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: Path | None = None) -> nn.Module:
-    """Find what `spec` names and make a Module of it.
+    """Return the Module that `spec` names or builds.
 
     `spec` is a Module, a Module class, a function that returns a Module, or the SPEC of one of these; paths and
-    packages are looked up from `directory`, the working directory by default. A live Module is copied, so that the
-    caller's own stays as it is.
+    packages are looked up from `directory`, the working directory by default. A live Module is copied, so the caller's
+    stays unchanged.
 
     Raises:
-        ModelError: nothing there, the code fails when imported or called, or it makes something else.
+        ModelError: nothing is found, the code fails on import or call, or the result is not a Module.
     """
     with in_project():
         found = find_attribute(spec, directory=directory)
@@ -77,9 +77,9 @@ def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: P
 
 
 def find_attribute(spec: Any, *, directory: Path | None = None) -> Any:
-    """The object that a SPEC names, or what was given in its place; it is imported with its folder on the import path.
+    """Return the object that a SPEC names, imported with its folder on the import path; return other objects as is.
 
-    Within `Project.preparing` that is part of the project; else the folder leaves the import path again.
+    Within `Project.preparing` the folder stays on the project's import path; otherwise it is removed again.
 
     Raises:
         ModelError: the SPEC is malformed, or nothing is found there.
@@ -120,12 +120,12 @@ def load_state(
 ) -> list[str]:
     """Copy `state` into `model`, and return notes on what was adapted.
 
-    A prefix that only one side carries (`model.`, `module.`, a wrapper's name) is added or taken off. With `fills`, of
-    the mode that the model was built under, weights become those of `state` instead of copies, and what is not in it
+    A prefix that only one side has (`model.`, `module.`, a wrapper's name) is added or removed. With `fills`, the mode
+    that the model was built under, weights share the memory of `state` instead of being copied, and what `state` lacks
     is filled.
 
     Raises:
-        ModelError: names or shapes disagree and `strict` is set, or nothing at all fits.
+        ModelError: names or shapes disagree and `strict` is set, or nothing fits.
     """
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     own = {name: tensor for name, tensor in own.items() if name in state or not is_extra_state(name)}
@@ -146,19 +146,19 @@ def load_state(
     loaded = {name: state[name] for name in own if name not in left_out}
     if fills is not None:
         loaded = _share_weights(model, loaded)
-        own.clear()  # it shows the initial weights, which nobody else holds now
+        own.clear()  # it holds the initial weights, which nothing else uses any more
         fills.finish()
     _copy_state(model, loaded, "")
     return notes + [f"--no-strict: {problem}" for problem in problems]
 
 
 def _compare(own: _State, state: _State) -> tuple[set[str], list[str], list[str]]:
-    """The model's names that `state` does not fit, what is wrong in words, and notes on what is changed to fit."""
+    """Return the model's names that `state` does not fit, the problems in words, and notes on what is adapted."""
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     known = [name for name in own if name in state and not is_lazy(own[name])]
     reshaped = [name for name in known if own[name].shape != state[name].shape]
-    # torch copies a complex number into a real one without its imaginary part.
+    # torch drops the imaginary part when it copies a complex tensor into a real one.
     halved = [name for name in known if state[name].is_complex() and not own[name].is_complex()]
     problems = [
         *_describe("missing from the weights", missing, lambda name: name + _suggest(name, unexpected)),
@@ -170,12 +170,12 @@ def _compare(own: _State, state: _State) -> tuple[set[str], list[str], list[str]
         ),
         *_describe("complex, where the model has real numbers", halved, str),
     ]
-    notes = [*_describe_whole([name for name in known if name not in reshaped], own, state)]
+    notes = [*_describe_integers([name for name in known if name not in reshaped], own, state)]
     return {*missing, *reshaped, *halved}, problems, notes
 
 
 def _tied(state: _State, own: _State) -> dict[str, torch.Tensor]:
-    """Weights that are not in the state by their name, but by another of the same memory, as safetensors are written.
+    """Return the weights that the state has only under the name of a tensor tied to them, as safetensors files do.
 
     https://huggingface.co/docs/safetensors/torch_shared_tensors
     """
@@ -189,7 +189,7 @@ def _tied(state: _State, own: _State) -> dict[str, torch.Tensor]:
 
 
 def _share_weights(model: nn.Module, state: _State) -> dict[str, torch.Tensor]:
-    """Point the weights of modules that load plainly to the memory of `state`; what is left of `state` to copy."""
+    """Point the weights of modules that load plainly to the memory of `state`; return the rest of it, to be copied."""
     left = dict(state)
     waiting = [("", model)] if type(model).load_state_dict is nn.Module.load_state_dict else []
     while waiting:
@@ -204,7 +204,7 @@ def _share_weights(model: nn.Module, state: _State) -> dict[str, torch.Tensor]:
 
 
 def _can_share(parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
-    """Tell whether a weight may lie where the file's does: it is as dense, and in the same order."""
+    """Return True if a weight can use the memory of the file's tensor: both are dense, with the same strides."""
     return (
         type(parameter) is nn.Parameter
         and parameter.device.type == "cpu"
@@ -217,10 +217,10 @@ def _can_share(parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
 
 
 def _copy_state(module: nn.Module, state: _State, path: str) -> None:
-    """`load_state_dict`, child by child: torch's own goes through all names once for each child.
+    """Load the state child by child: torch's own `load_state_dict` goes through all names once for each child.
 
-    A module that loads in a way of its own, or has hooks for it, is given all its names at once. As in torch, a
-    `load_state_dict` that a class overrides counts for the model itself alone.
+    A module with its own loading method, or with hooks for it, gets all its names at once. As in torch, an overridden
+    `load_state_dict` counts only on the model itself.
     """
     load = nn.Module.load_state_dict if path else type(module).load_state_dict
     plain = loads_plainly(module) and load is nn.Module.load_state_dict
@@ -291,7 +291,7 @@ def _signature(factory: Callable[..., Any]) -> str:
 
 
 def _import_file(path: Path, project: Project) -> ModuleType:
-    if not os.path.isfile(path):  # noqa: PTH113  (False of a name that no system takes)
+    if not os.path.isfile(path):  # noqa: PTH113  (False for a name that the system rejects)
         beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         remedy = _guess(path.name, beside, "Check what stands before the colon.")
         raise ModelError(f"There is no file {relative_path(str(path))}.", remedy=remedy)
@@ -304,7 +304,7 @@ def _import_file(path: Path, project: Project) -> ModuleType:
     project.enter_folder(path.parent)
     name = path.stem
     while name in sys.modules and folder_of(name) != path.parent:
-        name += "_"  # a file called types.py must not take the place of Python's own
+        name += "_"  # a file called types.py must not replace Python's own module
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -345,7 +345,7 @@ def _explain_import(name: str, error: BaseException) -> ModelError:
 
 
 def fit_prefix(state: _State, own: _State) -> tuple[_State, list[str]]:
-    """The state under the prefix, taken off or put on, that makes the most names fit, whichever parts are wrapped."""
+    """Return the state with the prefix added or removed that makes most names fit, wrappers aside, and notes."""
     wrapped = {unwrapped_name(name): name for name in own}
     state = {name if name in own else wrapped.get(unwrapped_name(name), name): state[name] for name in state}
     taken_off = {prefix: sum(prefix + name in state for name in own) for prefix in _prefixes(state, own)}
@@ -365,7 +365,7 @@ def fit_prefix(state: _State, own: _State) -> tuple[_State, list[str]]:
 
 
 def _prefixes(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> list[str]:
-    """What stands before a name of `shorter` wherever it ends a name of `longer`; judged by its longest names."""
+    """Return the prefixes that turn names of `shorter` into names of `longer`, judged by its longest names."""
     names = sorted(shorter, key=len)[-_MAX_NAMES_COMPARED:]
     return sorted({key[: -len(name)] for key in longer for name in names if key.endswith("." + name)})
 
@@ -377,8 +377,8 @@ def _describe(what: str, names: Sequence[str], show: Callable[[str], str]) -> It
         yield f"  {len(names)} {what}: {', '.join(shown)}{rest}"
 
 
-def _describe_whole(names: Sequence[str], own: _State, state: _State) -> Iterator[str]:
-    """A note on weights that hold integers where the model computes with fractions, as quantized checkpoints do."""
+def _describe_integers(names: Sequence[str], own: _State, state: _State) -> Iterator[str]:
+    """Yield a note on integer weights where the model has floating-point ones, as in quantized checkpoints."""
     fractions = [name for name in names if own[name].is_floating_point()]
     whole = [name for name in fractions if not (state[name].is_floating_point() or state[name].is_complex())]
     if whole:

@@ -1,6 +1,6 @@
-"""Which code near a dump may build its model: what gives its modules the names that the weights have.
+"""Find code near a dump that may build its model: classes that assign the names of its weights.
 
-Files are read as text; nothing of them is run.
+Files are parsed as text; none of their code is run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REGISTERING = frozenset({"add_module", "register_module", "register_buffer", "r
 
 
 def missing_model(dump: Dump) -> ModelError:
-    """What to say of a dump without its model's code, where no `--model` is given."""
+    """Return the error for a dump without its model's code when no `--model` is given."""
     remedy = (
         "Name what builds the model: --model train.py:make_model, or --model package.module:attr; or set model in "
         "[tool.nandoctor] of the project's pyproject.toml."
@@ -37,15 +37,15 @@ def missing_model(dump: Dump) -> ModelError:
 
 
 def suggest_models(names: Collection[str], folders: Collection[Path]) -> list[str]:
-    """What to try for `--model`, "train.py:make_model": the classes whose code assigns all that the names begin with.
+    """Return candidates for `--model`, "train.py:make_model": classes that assign the first parts of all `names`.
 
-    `names` are those of a state dict, `folders` are searched to a depth of three. A function that does nothing but
-    build such a class, and needs no argument, stands for it. Of the files those that have the most of the names count.
+    `names` are those of a state dict; `folders` are searched to a depth of three. A function that only builds such a
+    class, and needs no argument, replaces it. Only the files that contain the most parts of the names count.
     """
     parts = [unwrapped_name(name).split(".") for name in names]
     firsts = {first for first, *_ in parts}
     wanted = [firsts]
-    if len(firsts) == 1:  # of a wrapper, as Lightning's `model.`
+    if len(firsts) == 1:  # a wrapper's prefix, such as Lightning's `model.`
         wanted.append({part[1] for part in parts if len(part) > 1})
     words = {word for part in parts for word in part if not word.isdigit()}
     found = []
@@ -59,19 +59,19 @@ def suggest_models(names: Collection[str], folders: Collection[Path]) -> list[st
 
 
 def _find_classes(text: str, wanted: Collection[Collection[str]]) -> Iterator[tuple[int, str]]:
-    """What builds the classes of a file that assign all the names of one set, each with how many it assigns."""
+    """Yield, for each class that assigns all names of one set, how many it assigns and what builds it."""
     tree = parse(text)
     if tree is None:
         return
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    for name in classes if not _runs_on(tree) else ():
+    for name in classes if not _may_train(tree) else ():
         assigned = _names_assigned(name, classes)
         if classes[name].bases and any(members and assigned.issuperset(members) for members in wanted):
             yield len(assigned), next(_find_builders(name, tree), name)
 
 
-def _runs_on(tree: ast.Module) -> bool:
-    """Tell whether a file that is loaded runs a loop, or a function of its own: it may train."""
+def _may_train(tree: ast.Module) -> bool:
+    """Return True if importing the file runs a loop or one of its own functions."""
     own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     calls = (node.value for node in tree.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
     return any(isinstance(node, ast.For | ast.While) for node in tree.body) or any(
@@ -80,7 +80,7 @@ def _runs_on(tree: ast.Module) -> bool:
 
 
 def _read(path: Path) -> str:
-    """The text of an ordinary file that Python may read; "" of any other."""
+    """Return the text of a regular file that Python can read; "" for any other."""
     try:
         status = path.stat()
         is_text = stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_NBYTES
@@ -105,12 +105,12 @@ def _find_sources(folders: Collection[Path]) -> Iterator[Path]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Tell whether to look into a folder: one that may be looked into, not hidden, and nothing that was installed."""
+    """Return True for a folder to search: accessible, not hidden, and without installed packages."""
     return not folder.name.startswith((".", "_")) and os.access(folder, os.X_OK) and not holds_packages(folder)
 
 
 def _names_assigned(name: str, classes: dict[str, ast.ClassDef], seen: frozenset[str] = frozenset()) -> set[str]:
-    """What the code of a class sets on `self`, and that of its bases in the same file."""
+    """Return the names that a class, and its bases in the same file, set on `self`."""
     if name not in classes or name in seen:
         return set()
     found = set()
@@ -127,7 +127,7 @@ def _names_assigned(name: str, classes: dict[str, ast.ClassDef], seen: frozenset
 
 
 def _is_plain(line: ast.stmt) -> bool:
-    """Tell whether a line only names something, or is text."""
+    """Return True if a statement is a constant, such as a docstring, or an assignment without a call."""
     named = isinstance(line, ast.Assign) and not any(isinstance(node, ast.Call) for node in ast.walk(line))
     return named or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
 
@@ -137,7 +137,7 @@ def _is_self(node: ast.expr) -> bool:
 
 
 def _find_builders(name: str, tree: ast.Module) -> Iterator[str]:
-    """The functions at the top level that do nothing but call the class and return it, without an argument to give."""
+    """Yield the top-level functions that only return an instance of the class, and need no argument."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and isinstance(made := node.body[-1], ast.Return):
             required = len(node.args.posonlyargs + node.args.args) - len(node.args.defaults)

@@ -1,9 +1,8 @@
-"""The code that a step comes from: what it imports and what it sets in torch are in force only while it is open.
+"""Confine the imports and torch settings of a step's code: they apply only while its project is open.
 
-A training script is imported for what it defines, up to the place where it begins to train: without
-`if __name__ == "__main__":` it would train again whenever a replay takes the model's class from it. One that reads
-its arguments on the way gets those of the recorded training, or none, and never nandoctor's; where it ends for want of
-them, what it has defined by then is there.
+A training script is imported only up to where it begins to train: without `if __name__ == "__main__":` it would train
+again whenever a replay imports the model's class from it. If it reads its arguments on the way, it gets those of the
+recorded training, or none, but never nandoctor's. If it exits for lack of them, what it has defined so far is used.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from nandoctor.source_files import is_installed
 
 
 def read_torch_settings() -> dict[str, Any]:
-    """Every setting, as this thread has it now."""
+    """Return every setting as this thread has it now."""
     return {name: read() for name, (read, _) in _SETTINGS.items()}
 
 
 def write_torch_settings(settings: Mapping[str, Any]) -> None:
-    """Set what differs from `settings`."""
+    """Apply those of `settings` that differ from torch's current values."""
     for name, value in settings.items():
         read, write = _SETTINGS[name]
         if read() != value:
@@ -47,12 +46,12 @@ def write_torch_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _write_device(device: torch.device) -> None:
-    # Where nobody had set one torch tells "cpu", and to set that would put a mode in the way of every call.
+    # Torch reports "cpu" if no default was set; setting "cpu" would install a mode that intercepts every call.
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
 def _flushes_denormals() -> bool:
-    """Torch can set this and not tell it: the smallest normal double, halved, is subnormal, for Python as for torch."""
+    """Return True if half the smallest normal double is 0; torch has no getter, and its setting affects Python too."""
     return sys.float_info.min / 2 == 0
 
 
@@ -74,7 +73,7 @@ def _read_products() -> tuple[str | None, ...]:
 
 
 def _read_legacy_products() -> str | None:
-    # torch refuses to read the old setting where both are in use:
+    # torch refuses to read the old setting if the old and the new API are both in use:
     # https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
     with suppress(RuntimeError):
         return torch.get_float32_matmul_precision()
@@ -83,7 +82,7 @@ def _read_legacy_products() -> str | None:
 
 def _write_products(setting: tuple[str | None, ...]) -> None:
     legacy, *precisions = setting
-    if legacy is not None and legacy != _read_legacy_products():  # which changes some of the others
+    if legacy is not None and legacy != _read_legacy_products():  # setting it changes some of the others
         torch.set_float32_matmul_precision(legacy)
     for place, precision in zip(_FP32_PRODUCTS, precisions, strict=True):
         backend = attrgetter(place)(torch.backends)
@@ -128,11 +127,11 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 _OF_THE_REPLAY = {"gradients": True, "anomaly detection": (False, True)}
-"""What a replay needs whatever the user has set: anomaly detection raises at the NaN whose gradient is looked for."""
+"""Settings that a replay overrides: anomaly detection would raise at the NaN gradient that the replay looks for."""
 
 
-# The import path, the loaded modules, torch's settings, its kernels and the generators belong to the process, so the
-# code of one project runs at a time: replays in several threads wait for each other.
+# The import path, the loaded modules, torch's settings and kernels, and the random generators are process-wide, so only
+# one project's code runs at a time: replays in several threads wait for each other.
 _lock = threading.RLock()
 _open_projects: list[Project] = []
 _has_run = False
@@ -140,10 +139,10 @@ _forked_within = False
 
 
 def _begin_child() -> None:
-    """In a forked process: the lock may be held by a thread that is not here, and its replay will not end.
+    """Replace the lock in a forked process: a thread that does not exist here may hold it forever.
 
-    The threads that torch computed with are not here either, and to wait for one hangs
-    (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=58378): after a replay in the parent, its child has one thread.
+    Torch's worker threads do not exist here either, and waiting for one hangs
+    (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=58378): after a replay in the parent, its child uses one thread.
     """
     global _lock, _forked_within  # noqa: PLW0603
     _lock = threading.RLock()
@@ -155,33 +154,33 @@ def _begin_child() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_child)
 
-# They stay whatever a folder holds: the program that is running, and this package.
-_NEVER_HIDDEN = frozenset({"__main__", "__mp_main__", "nandoctor"})
+# The running program and this package are never replaced by a folder's modules.
+_NEVER_UNLOADED = frozenset({"__main__", "__mp_main__", "nandoctor"})
 
 _Stamp = tuple[int, int] | None
-"""When a file was written, in ns, and its size; None for a module without one."""
+"""A file's modification time in ns, and its size; None for a module without a file."""
 
 _imported: dict[str, dict[str, tuple[ModuleType, _Stamp]]] = {}
-"""Per folder the modules that were imported from it: another project takes them over, as long as no file has changed.
+"""The modules imported from each folder: the next project reuses them unless a file has changed.
 
-Many registries (of layers, of `torch.library` ops) refuse to be given the same class a second time.
+Many registries (of layers, of `torch.library` ops) reject a second registration of the same class.
 """
 
 
 def memory_with_threads() -> int | None:
-    """`private_memory`, once torch's threads run: libgomp ends a process whose limit forbids the stack of one."""
+    """Return `private_memory` with torch's threads started: libgomp aborts if the limit is too low for their stacks."""
     if not is_forked():
-        torch.ones(1 << 16).sum()  # large enough to be shared among all of them
+        torch.ones(1 << 16).sum()  # large enough to run on all threads
     return private_memory()
 
 
 class Project:
-    """The imports and torch settings of one step's code; empty for a model that is alive already.
+    """The imports and torch settings of one step's code; empty for a model that is already built.
 
-    While it is open its folders are first on `sys.path`, its modules are in `sys.modules`, and torch is set as its code
-    had set it when it was imported. Afterwards `sys.path` and torch's settings are as they were, and so is
-    `sys.modules`, save for libraries and submodules of packages that were loaded before. Meanwhile the process may have
-    `memory_limit` bytes, as `bounded_memory` counts them.
+    While it is open, its folders come first on `sys.path`, its modules are in `sys.modules`, torch has the settings
+    that its code made on import, and the process may use `memory_limit` bytes, as `bounded_memory` counts them.
+    Afterwards `sys.path`, torch's settings and `sys.modules` are restored, except that libraries and submodules of
+    packages that were loaded before stay loaded.
     """
 
     def __init__(self, memory_limit: int | None = None) -> None:
@@ -192,7 +191,7 @@ class Project:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Import and build: what the code sets in torch holds for every run.
+        """Import and build in this context; torch settings that the code makes here apply to every run.
 
         Raises:
             NanDoctorError: this process was forked while a replay was running.
@@ -214,7 +213,7 @@ class Project:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the step: what the code sets in torch ends with the run, also within another."""
+        """Run the step in this context; torch settings that the code makes here end with it, even if nested."""
         with _lock:
             settings = read_torch_settings() if self in _open_projects else {}
             with self._open():
@@ -224,19 +223,19 @@ class Project:
                     write_torch_settings(settings)
 
     def files(self, model: nn.Module) -> set[Path]:
-        """The user's own files that were imported for the step, and those that define the classes of `model`."""
+        """Return the user's own files that were imported for the step or define the classes of `model`."""
         classes = {sys.modules.get(type(module).__module__) for module in model.modules()}
         found = {_file_of(module) for module in (*self._modules.values(), *classes)}
         return {file for file in found if file is not None and file.is_file() and not is_installed(file)}
 
     def enter_folder(self, folder: Path) -> None:
-        """Put a folder first on the import path of the project, which is open."""
+        """Put a folder first on the project's import path; the project must be open."""
         entry = str(folder)
         if entry not in self._entries:
             known = _imported.get(entry, {})
             if any(_stamp_of(module) != stamp for module, stamp in known.values()):
                 known = _imported[entry] = {}
-            _hide_others(folder)
+            _unload_shadowing(folder)
             sys.modules.update({name: module for name, (module, _) in known.items()})
         self._entries = [entry, *(other for other in self._entries if other != entry)]
         sys.path[:] = [entry, *(other for other in sys.path if other != entry)]
@@ -254,16 +253,16 @@ class Project:
             writes_no_bytecode = sys.dont_write_bytecode
             _open_projects.append(self)
             try:
-                # Python takes a compiled file for that of any source of the same second and size: a fix may be written
-                # and taken back within one.
+                # Python reuses bytecode if the source's size and mtime in whole seconds are the same: a fix may be
+                # written and reverted within one second.
                 sys.dont_write_bytecode = True
                 sys.path[:] = [*self._entries, *(entry for entry in path if entry not in self._entries)]
                 for entry in self._entries:
-                    _hide_others(Path(entry))
+                    _unload_shadowing(Path(entry))
                 sys.modules.update(self._modules)
                 write_torch_settings({**self._settings, **_OF_THE_REPLAY})
                 if is_forked():
-                    torch.set_num_threads(1)  # whatever the code of the project has set
+                    torch.set_num_threads(1)  # whatever the project's code has set
                 with bounded_memory(self._memory_limit):
                     yield
             finally:
@@ -275,7 +274,7 @@ class Project:
                 sys.path[:] = path
 
     def _keep_modules(self, before: Mapping[str, ModuleType]) -> None:
-        """Take the project's own modules out of `sys.modules`, and put back what they stood in place of."""
+        """Move the project's own modules out of `sys.modules`, and restore the modules that they replaced."""
         now = dict(sys.modules)
         if list(now) == list(before) and all(map(is_, now.values(), before.values())):
             return
@@ -293,7 +292,7 @@ class Project:
 
 @contextmanager
 def in_project() -> Iterator[Project]:
-    """The project that this thread has open; one of its own, closed again at the end, where there is none."""
+    """Yield the project that this thread has open or, without one, a new project that closes at the end."""
     with _lock:
         project = _open_projects[-1] if _open_projects else Project()
         with project.preparing():
@@ -301,35 +300,35 @@ def in_project() -> Iterator[Project]:
 
 
 def folder_of(name: str) -> Path | None:
-    """The folder on the import path that a loaded top-level module came from, None for those from elsewhere."""
+    """Return the folder that a loaded top-level module lies in; None if it has no file or is not loaded."""
     file = _file_of(sys.modules.get(name))
     return None if file is None else file.parent
 
 
 def _file_of(module: ModuleType | None) -> Path | None:
-    """The file of a module, the folder of a package; None for what is built in or makes its attributes up."""
+    """Return a module's file or a package's folder, or None; from `__dict__`, as some modules make up attributes."""
     attributes = getattr(module, "__dict__", {})
     place = next(iter(attributes.get("__path__") or ()), None) or attributes.get("__file__")
     return Path(place) if isinstance(place, str) else None
 
 
-def _hide_others(folder: Path) -> None:
-    """Make way for a folder's modules: the `utils` of one project is not the `utils` of the next."""
+def _unload_shadowing(folder: Path) -> None:
+    """Unload modules that hide the folder's own: the `utils` of one project is not the `utils` of the next."""
     held = {path.name.removesuffix(".py") for path in folder.iterdir()} if folder.is_dir() else set()
-    hidden = {name for name in held & sys.modules.keys() if _makes_way(name, folder)}
+    hidden = {name for name in held & sys.modules.keys() if _shadows(name, folder)}
     for name in [name for name in sys.modules if name.partition(".")[0] in hidden]:
         del sys.modules[name]
 
 
-def _makes_way(name: str, folder: Path) -> bool:
-    """Tell whether a module is somebody's own, from another folder; libraries are the same for every project."""
+def _shadows(name: str, folder: Path) -> bool:
+    """Return True if a module is a user's, from another folder; libraries are the same for every project."""
     file = _file_of(sys.modules.get(name))
-    return file is not None and name not in _NEVER_HIDDEN and file.parent != folder and not is_installed(file)
+    return file is not None and name not in _NEVER_UNLOADED and file.parent != folder and not is_installed(file)
 
 
 def _is_own(name: str, module: ModuleType, folder: Path) -> bool:
     file = _file_of(module)
-    if file is None or name.partition(".")[0] in _NEVER_HIDDEN:
+    if file is None or name.partition(".")[0] in _NEVER_UNLOADED:
         return False
     return file.is_relative_to(folder) and not is_installed(file)
 
@@ -345,16 +344,16 @@ def _stamp_of(module: ModuleType) -> _Stamp:
 _importing: ContextVar[bool] = ContextVar("importing", default=False)
 _arguments: ContextVar[tuple[str, ...]] = ContextVar("arguments", default=())
 stopped: WeakKeyDictionary[ModuleType, BaseException] = WeakKeyDictionary()
-"""The modules that were not executed to their end, and what ended them."""
+"""The modules whose execution ended early, and the exception that ended it."""
 
 
 class _TrainingBegins(BaseException):
-    """Not to be caught by the script itself."""
+    """A BaseException, so that the script itself does not catch it."""
 
 
 @contextmanager
 def importing(module: ModuleType) -> Iterator[None]:
-    """Around the execution of a module: `stop_import` and an exit of its own end it, and nothing is raised."""
+    """Execute a module in this context; `stop_import` and the module's own exit end it without raising."""
     token = _importing.set(True)
     try:
         with program_arguments(str(module.__file__)):
@@ -367,10 +366,9 @@ def importing(module: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def arguments_of(dump: Dump) -> Iterator[None]:
-    """A context in which what is imported gets the command line of the training, if the user's own recorder wrote it.
+    """Give imports in this context the command line of the training, if the user's own recorder wrote it.
 
-    A script may read at its top level what it cannot go on without. Anybody else's words are not given to the user's
-    code.
+    A script may need its arguments at the top level. Those of anybody else's dump are not given to the user's code.
     """
     token = _arguments.set(dump.recorded.argv if dump.provenance.own else ())
     try:
@@ -380,11 +378,11 @@ def arguments_of(dump: Dump) -> Iterator[None]:
 
 
 def program_arguments(program: str) -> AbstractContextManager[None]:
-    """A context in which `sys.argv` is not nandoctor's own; process-wide, under a project's lock."""
+    """Return a context in which `sys.argv` is the program's, not nandoctor's; process-wide, under a project's lock."""
     return held((sys, "argv", [program, *_arguments.get()]))
 
 
 def stop_import() -> None:
-    """Called where a training begins: an import for a replay has seen enough."""
+    """End an import for a replay; called where a training begins."""
     if _importing.get():
         raise _TrainingBegins

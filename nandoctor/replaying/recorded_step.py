@@ -1,4 +1,4 @@
-"""Runs a step as the recorder saw it: the very calls, modes, generators' states and switches of torch."""
+"""Run a step as the recorder saw it: with the same calls, modes, generator states and torch switches."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from nandoctor.tracing.tensor_tree import walk_tensors
 
 Tensors = Mapping[str, torch.Tensor]
 
-_wanting: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
-"""Of a saved input that gradients were wanted of, what the last call was given for it."""
+_with_grad: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+"""For each saved input that required a gradient, the tensor that the last call got for it."""
 
 _from_saved_states: ContextVar[bool] = ContextVar("from_saved_states", default=False)
-"""True in a run in which each call starts from the generators' states that the dump has for it."""
+"""True in a run where each call starts from its generator states in the dump."""
 
 
 def bind_calls(recorded: Recorded, device: torch.device) -> Binding:
-    """The calls of the training, with the arguments that they had; several give the list of what they returned."""
+    """Bind the training's calls to their recorded arguments; several calls give the list of their outputs."""
     names = [name for call in recorded.calls for name in slots([call.args, call.kwargs])]
 
     def forward(model: nn.Module, tensors: Mapping[str, Any]) -> Any:
@@ -57,26 +57,26 @@ def _call(model: nn.Module, method: str, call: Call, tensors: Tensors, device: t
         restore_generators(call.random.torch_states, device)
         restore_host_generators(call.random)
     for name in call.differentiable:
-        _wanting[tensors[name]] = _wanting_gradients(tensors[name])
-    tensors = _as_given(tensors)
-    return _called(model, method)(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device))
+        _with_grad[tensors[name]] = _require_grad(tensors[name])
+    tensors = _as_passed(tensors)
+    return _entry_point(model, method)(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device))
 
 
-def _as_given(tensors: Tensors) -> Tensors:
-    """The tensors as the model was given them, so that a loss can ask for gradients of what its batch has of them."""
-    return {name: _wanting.get(tensor, tensor) for name, tensor in tensors.items()} if _wanting else tensors
+def _as_passed(tensors: Tensors) -> Tensors:
+    """Return the tensors as passed to the model, so that a loss can ask for gradients of those in its batch."""
+    return {name: _with_grad.get(tensor, tensor) for name, tensor in tensors.items()} if _with_grad else tensors
 
 
-def _wanting_gradients(tensor: torch.Tensor) -> torch.Tensor:
-    """As an upstream model gives it: reentrant checkpointing has no gradients without one that wants some."""
+def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that requires grad, as if from an upstream model; reentrant checkpointing needs such an input."""
     if not tensor.is_floating_point() and not tensor.is_complex():
         return tensor
     with unobserved():
-        return tensor.detach().requires_grad_().clone()  # no leaf, for a model may write to what it is given
+        return tensor.detach().requires_grad_().clone()  # not a leaf: a model may write to its input in place
 
 
 def restore_generators(states: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Hand each saved state to the generator that it fits by its size: the CPU's has thousands of bytes, CUDA's 16."""
+    """Restore each saved state to the generator that it fits by size: the CPU's has thousands of bytes, CUDA's 16."""
     for state in states:
         if state.numel() == torch.get_rng_state().numel():
             torch.set_rng_state(state)
@@ -85,14 +85,14 @@ def restore_generators(states: Iterable[torch.Tensor], device: torch.device) -> 
 
 
 def make_batch(recorded: Recorded, tensors: Tensors, device: torch.device) -> Any:
-    """The batch as the training loop had it; where it gave none, the arguments of the first call by their names."""
+    """Return the training loop's batch or, if none was recorded, the arguments of the calls by name."""
     if recorded.batch is not None:
-        return fill(recorded.batch, _as_given(tensors), device)
+        return fill(recorded.batch, _as_passed(tensors), device)
     return {name.rpartition(".")[2]: tensors[name] for name in bind_calls(recorded, device).arrays}
 
 
 def own_loss(place: str) -> Callable[[Any, Any], torch.Tensor]:
-    """A loss function that takes the loss that the model itself returned, or all that a function in its stead did."""
+    """Return a loss function that reads the loss at `place` in the model's output; without one, the whole output."""
 
     def loss(output: Any, _: Any) -> torch.Tensor:
         found = dict(walk_tensors(output))
@@ -104,7 +104,7 @@ def own_loss(place: str) -> Callable[[Any, Any], torch.Tensor]:
 
 @contextmanager
 def recorded_backends(recorded: Recorded, device: torch.device) -> Iterator[None]:
-    """Torch's switches as they were, where the replay is on the kind of device that they were set for."""
+    """Set torch's recorded switches in this context, if the replay is on the kind of device that they were set for."""
     if recorded.autocast is None or recorded.autocast.device != device.type:
         yield
         return
@@ -113,7 +113,7 @@ def recorded_backends(recorded: Recorded, device: torch.device) -> Iterator[None
             if name not in BACKENDS or not _is_possible(name, value):
                 continue
             _, write = BACKENDS[name]
-            with suppress(AttributeError, RuntimeError):  # torch lacks it, or does not let it be set beside a newer one
+            with suppress(AttributeError, RuntimeError):  # torch lacks it, or rejects it beside a newer setting
                 before = read_backend(name)
                 if type(value) is type(before) and value != before:
                     _write(write, value)
@@ -122,8 +122,8 @@ def recorded_backends(recorded: Recorded, device: torch.device) -> Iterator[None
 
 
 def _is_possible(name: str, value: Any) -> bool:
-    """Tell whether a switch can have this value; torch warns of others, in the file's own words."""
-    if name == "num_threads":  # a forked process has one, and none of its parent's
+    """Return True if a switch can have this value; torch's warnings about others would quote the file."""
+    if name == "num_threads":  # a forked process has none of its parent's threads
         return type(value) is int and 0 < value <= (1 if is_forked() else os.cpu_count() or 1)
     return type(value) is bool or (name == "float32_matmul_precision" and value in ("highest", "high", "medium"))
 
@@ -138,22 +138,22 @@ def _write(place: str, value: Any) -> None:
 
 
 def restore_host_generators(saved: RandomStates) -> None:
-    """Hand numpy's and Python's generators their saved states."""
+    """Restore the saved states of numpy's and Python's generators."""
     if saved.numpy_state is not None:
         np.random.set_state(saved.numpy_state)
     if saved.python_state is not None:
         random.setstate(saved.python_state)
 
 
-def _called(model: nn.Module, method: str) -> Callable[..., Any]:
-    """The model's call; a method of its own is called through the forward's place, so that hooks see it."""
+def _entry_point(model: nn.Module, method: str) -> Callable[..., Any]:
+    """Return what calls the model; a recorded method is called in place of forward, so that hooks see it."""
     if not method:
         return model
 
     def once(*args: Any, **kwargs: Any) -> Any:
-        del model.forward  # for the method may call the model itself
+        del model.forward  # the method may call the model itself
         own = getattr(model, method)
-        # A module of Lightning whose `training_step` calls its optimizers itself.
+        # A LightningModule with manual optimization: its `training_step` calls the optimizers.
         by_hand = getattr(model, "automatic_optimization", True) is False and hasattr(model, "manual_backward")
         return call_up_to_backward(model, own, *args, **kwargs) if by_hand else own(*args, **kwargs)
 
@@ -172,7 +172,7 @@ def _called(model: nn.Module, method: str) -> Callable[..., Any]:
 
 @contextmanager
 def _watching(model: nn.Module, recorded: Recorded) -> Iterator[dict[str, Any]]:
-    """The outputs of the watched modules, filled in as they are called."""
+    """Yield a dict that collects the outputs of the watched modules."""
     inside: dict[str, Any] = {}
     with ExitStack() as stack:
         for name in recorded.watched:
@@ -184,7 +184,7 @@ def _watching(model: nn.Module, recorded: Recorded) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def in_mode(model: nn.Module, training: bool, recorded: Mapping[str, bool]) -> Iterator[None]:
-    """Put the model in train or eval mode; where that is the recorded mode, every module in its own recorded one."""
+    """Put the model in train or eval mode; if that is the recorded mode, every module in its own recorded mode."""
     with held(*((module, "training", module.training) for module in model.modules())):
         model.train(training)
         if recorded.get("") is training:
@@ -198,9 +198,9 @@ def in_mode(model: nn.Module, training: bool, recorded: Mapping[str, bool]) -> I
 def seeded(
     seed: int | None, device: torch.device, states: Sequence[torch.Tensor], recorded: Recorded
 ) -> Iterator[Callable[[], bool]]:
-    """Seed torch, numpy and Python, and restore all three after; yield a function that tells if torch's were drawn.
+    """Seed torch, numpy and Python, and restore all three after; yield a function that tells if torch drew numbers.
 
-    A `seed` of None starts from the saved `states` of torch's generators, and from what `recorded` has of the others.
+    With a `seed` of None, start from the saved `states` of torch's generators and those in `recorded` of the others.
     """
     with generators_kept(device):
         random.seed(seed or 0)
@@ -219,10 +219,10 @@ def seeded(
 
 
 def _seed_torch(seed: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of `device`, which alone are put back after a run.
+    """Seed the generators of the CPU and of `device`, the only ones that are restored after a run.
 
-    `torch.manual_seed` seeds those of every device there is; where CUDA has not been used it notes for each of them,
-    with a traceback of milliseconds, what it would have done.
+    `torch.manual_seed` seeds every device; before CUDA is initialized it queues a call for each of them, with a
+    traceback that takes milliseconds.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -236,12 +236,12 @@ def _generator_states(device: torch.device) -> list[torch.Tensor]:
 
 
 def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The loss that the method calls `manual_backward` with first; what it returns where it never does.
+    """Return the loss of the method's first `manual_backward` call, or the method's result if it makes none.
 
-    What it asks of its Trainer until then (optimizers, schedules, toggling) does nothing: no update comes before a
-    backward pass.
+    Calls to its Trainer before that (optimizers, schedulers, toggling) do nothing: no update precedes the backward
+    pass.
     """
-    idle = _Idle()
+    idle = _NoOp()
     count = _count_optimizers(model)
     stand_ins = {
         "manual_backward": _stop,
@@ -259,7 +259,7 @@ def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any
             vars(model).pop(name, None)
 
 
-class _BackwardReached(BaseException):  # no `except Exception` of the training's may take it
+class _BackwardReached(BaseException):  # the training's `except Exception` must not catch it
     def __init__(self, loss: Any) -> None:
         super().__init__()
         self.loss = loss
@@ -270,7 +270,7 @@ def _stop(loss: Any, *_: Any, **__: Any) -> None:
 
 
 def _count_optimizers(model: Any) -> int:
-    """How many `self.optimizers()` gives; 1 where that cannot be known without a Trainer."""
+    """Return how many optimizers `self.optimizers()` gives; 1 if that cannot be known without a Trainer."""
     made: Any = None
     with suppress(Exception):
         made = model.configure_optimizers()
@@ -279,19 +279,19 @@ def _count_optimizers(model: Any) -> int:
     return 1
 
 
-class _Idle:
-    """Stands for an optimizer or a schedule: whatever is asked of it does nothing, but closures are called."""
+class _NoOp:
+    """A stand-in for an optimizer or scheduler that does nothing but call the closures it is given."""
 
-    def __getattr__(self, name: str) -> _Idle:
+    def __getattr__(self, name: str) -> _NoOp:
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> _Idle:
+    def __call__(self, *args: Any, **kwargs: Any) -> _NoOp:
         for given in (*args, *kwargs.values()):
-            if callable(given) and not isinstance(given, (_Idle, nn.Module)):
+            if callable(given) and not isinstance(given, (_NoOp, nn.Module)):
                 given()
         return self
 
-    def __enter__(self) -> _Idle:
+    def __enter__(self) -> _NoOp:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -300,7 +300,7 @@ class _Idle:
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
-    def __getitem__(self, _: object) -> _Idle:
+    def __getitem__(self, _: object) -> _NoOp:
         return self
 
     def __setitem__(self, _: object, __: object) -> None:

@@ -1,4 +1,4 @@
-"""The arrays of a dump: the loop's batch, the outputs to compare a replay with, the precisions that they tell of."""
+"""Read a dump's arrays: the loop's batch, the outputs to compare a replay with, the precisions that they indicate."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from nandoctor.tracing.tensor_stats import format_of
 _CONTAINERS = (dict, list, tuple)
 
 MakeBatch = Callable[[Mapping[str, torch.Tensor]], Any]
-"""Makes the loop's batch of the arrays by name."""
+"""Builds the loop's batch from arrays by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBatch:
     """Every array of a dump on the replay's device, and what may go into the model.
 
-    That are the `inputs`, which are the arrays that are no outputs, the plain `scalars`, and the `containers` of both
-    as trees, all by name. `make` gives the batch that a loss or a call of the user's is given.
+    That is, by name: the `inputs` (arrays that are not outputs), the plain `scalars`, and the `containers` of both, as
+    trees. `make` builds the batch that the user's loss or call receives.
     """
 
     arrays: Mapping[str, torch.Tensor]
@@ -52,7 +52,7 @@ class SavedBatch:
     notes: tuple[str, ...] = ()
 
     def on_loop_batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A user's function of something and the batch, made to take the arrays by name."""
+        """Adapt a user's function of something and the batch to take the arrays by name instead of the batch."""
 
         @functools.wraps(function)
         def take(first: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -62,10 +62,10 @@ class SavedBatch:
 
 
 def read_batch(dump: Dump, model: nn.Module, outputs: Collection[str], device: torch.device) -> SavedBatch:
-    """The batch of a dump on the device.
+    """Return the batch of a dump on the device.
 
     A recorder's file has the formats of the training. In any other, float64 is what numpy made of float32, unless the
-    model is in float64 itself.
+    model itself has float64 parameters.
     """
     keeps_float64 = dump.is_recorded or any(item.dtype == torch.float64 for item in model.parameters())
     narrowed = [name for name, array in dump.arrays.items() if array.dtype == torch.float64 and not keeps_float64]
@@ -88,10 +88,10 @@ def read_batch(dump: Dump, model: nn.Module, outputs: Collection[str], device: t
 
 
 def _batch_maker(dump: Dump, inputs: Collection[str], device: torch.device) -> MakeBatch:
-    """A recorder's file has the loop's batch.
+    """Return a function that builds the loop's batch.
 
-    Of any other it is the container that all inputs stand in, `batch` in `{"batch": {...}, "logit": ...}`; where there
-    is no such, all that was saved.
+    A recorder's file holds the batch. In any other it is the container of all inputs, `batch` in
+    `{"batch": {...}, "logit": ...}`; without such a container, everything that was saved.
     """
     if dump.is_recorded:
         return lambda tensors: make_batch(dump.recorded, tensors, device)
@@ -103,7 +103,7 @@ def _batch_maker(dump: Dump, inputs: Collection[str], device: torch.device) -> M
 
 
 def _list_containers(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """All containers below the root of a tree, by their dotted names."""
+    """Yield all containers below the root of a tree, each with its dotted name."""
     items = enumerate(tree) if isinstance(tree, (list, tuple)) else tree.items() if isinstance(tree, dict) else ()
     for key, item in items:
         if isinstance(item, _CONTAINERS):
@@ -113,7 +113,7 @@ def _list_containers(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def describe_batch(batch: Any) -> str:
-    """What a function was given, in words: "batch has image, targets"."""
+    """Describe the batch that a function was given: "batch has image, targets"."""
     if isinstance(batch, Mapping):
         return f"batch has {', '.join(map(str, batch)) or 'nothing in it'}"
     if isinstance(batch, (list, tuple)):
@@ -123,11 +123,11 @@ def describe_batch(batch: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedOutputs:
-    """The `names` of the arrays that do not go in, and the one to compare with, by its name.
+    """The `names` of the arrays that are not inputs, and `graded`, the name and values of the one to compare with.
 
-    `field` is the user's name for the field of the model's output that it belongs to, or its exact place there where
-    the recorder noted that. `perhaps` are arrays whose names a function of the user reads, of the batch or of the
-    output: one is taken for an output only where the replay agrees with it.
+    `field` is the user's name for the matching field of the model's output, or its exact place there if the recorder
+    noted it. `perhaps` are arrays whose names a function of the user reads, from the batch or from the output: one
+    counts as an output only if the replay agrees with it.
     """
 
     names: tuple[str, ...]
@@ -137,27 +137,27 @@ class SavedOutputs:
 
     @property
     def array(self) -> torch.Tensor | None:
-        """The saved array to compare with; None where there is none, or a single number alone."""
+        """The saved array to compare with; None if there is none, or only a single number."""
         return self.graded[1] if self.graded is not None and self.graded[0] in self.names else None
 
 
 def find_outputs(
     dump: Dump, model: nn.Module, settings: Settings, functions: Collection[Callable[..., Any] | None]
 ) -> SavedOutputs:
-    """The saved outputs; what the user's `functions` read by its name is an input of theirs.
+    """Return the saved outputs; arrays that the user's `functions` read by name are inputs of those.
 
     Raises:
-        DumpError: the settings name an output that is not there.
+        DumpError: the settings name an output that does not exist.
     """
     taken = {*required_names(model), *(item.rpartition("=")[2] for item in settings.inputs)}
     if dump.is_recorded and settings.output is None:
-        # The largest array of floating-point numbers first.
+        # The largest floating-point array first.
         names = [name for name in dump.arrays if name.partition(".")[0] == "output"]
         names.sort(key=lambda name: (not dump.arrays[name].is_floating_point(), -dump.arrays[name].numel()))
         first = next((name for name in names if not is_finite_array(dump.arrays[name])), next(iter(names), None))
     else:
-        read = {text for function in functions for text in _texts_in(function)}
-        inside = {name for name in dump.arrays if name.rpartition(".")[2] in read}  # a container's own names
+        read = {text for function in functions for text in _string_constants(function)}
+        inside = {name for name in dump.arrays if name.rpartition(".")[2] in read}  # names within a container
         names = saved_outputs(dump.arrays, settings.output, taken=taken, read={*read, *inside})
         first = next(iter(names), None)
     if first is None:
@@ -173,14 +173,14 @@ def find_outputs(
 def saved_outputs(
     arrays: Mapping[str, torch.Tensor], key: str | None, *, taken: Collection[str] = (), read: Collection[str] = ()
 ) -> list[str]:
-    """The names of the arrays that are saved outputs, the one to grade against first.
+    """Return the names of the arrays that are saved outputs, the one to compare with first.
 
-    `key` is the user's word. Else they go by their names, those that hold non-finite values first; failing that, a
-    floating-point array of no known role that holds some is taken for one: a training script saves its dump because of
-    it. What the model has `taken` by its name is none, nor is one of no known role that the user's functions `read`.
+    `key` is the user's choice. Otherwise arrays are recognized by name, non-finite ones first. Failing that, any
+    non-finite floating-point array of no known role counts, since a training script saves its dump because of it. An
+    array whose name the model has `taken` is no output, nor is one of no known role that the user's functions `read`.
 
     Raises:
-        DumpError: `key` names no array, nor a likely field of the model's output beside a saved one.
+        DumpError: `key` names no array, and there is no saved output that it could be a field of.
     """
     named = [name for name in arrays if role_of(name) == "output" and name not in taken]
     named.sort(key=lambda name: is_finite_array(arrays[name]))
@@ -202,13 +202,13 @@ def _unknown_nonfinite(arrays: Mapping[str, torch.Tensor], known: Collection[str
 
 
 def is_finite_array(array: torch.Tensor) -> bool:
-    """Tell whether all stored values are finite; those of integers are."""
+    """Return True if all stored values are finite; integers always are."""
     values = comparable_values(array)
     return not values.is_floating_point() or bool(torch.isfinite(values).all())
 
 
 def _saved_number(dump: Dump) -> tuple[str, torch.Tensor] | None:
-    """A saved output or loss of a single number, where no array was saved: one that is non-finite before others."""
+    """Return the name and value of a saved scalar output or loss, a non-finite one first; None if there is none."""
     if dump.is_recorded:
         return None
     outputs = {name: value for name, value in dump.scalars.items() if isinstance(value, float)}
@@ -217,8 +217,8 @@ def _saved_number(dump: Dump) -> tuple[str, torch.Tensor] | None:
     return (named[0][0], torch.tensor(named[0][1], dtype=torch.float64)) if named else None
 
 
-def _texts_in(function: Callable[..., Any] | None) -> Iterator[str]:
-    """The texts written in a function, and so the names of the arrays that it reads."""
+def _string_constants(function: Callable[..., Any] | None) -> Iterator[str]:
+    """Yield the string constants in a function: the names of the arrays that it reads are among them."""
     waiting = [getattr(function, "__code__", None)]
     while waiting:
         constants = getattr(waiting.pop(), "co_consts", ())
@@ -235,7 +235,7 @@ _MAX_IDS = 256
 
 
 def view_sample(arrays: Mapping[str, torch.Tensor], sample: int) -> SampleView | None:
-    """The sample of the first array that can be looked at; None where there is none."""
+    """Return a view of the sample in the first array that can be displayed; None if none can."""
     for name, array in arrays.items():
         is_seen = is_dense(array) and array.dim() > 1 and sample < array.shape[0] and not array.is_complex()
         if not is_seen or (array.dim() < 4 and is_flags(array)):
@@ -247,12 +247,12 @@ def view_sample(arrays: Mapping[str, torch.Tensor], sample: int) -> SampleView |
 
 
 def is_flags(array: torch.Tensor) -> bool:
-    """Tell whether an array holds nothing but zeros and ones."""
+    """Return True if an array holds only zeros and ones."""
     return bool(((array == 0) | (array == 1)).all())
 
 
 def _view_image(name: str, array: torch.Tensor, sample: int) -> Picture | None:
-    """An image, channels first: averaged over the channels, shrunk, and stretched to 256 grey levels."""
+    """Return an image (channels first) averaged over its channels, shrunk and stretched to 256 grey levels, or None."""
     if array.dim() != 4 or min(array.shape[2:]) < _MIN_SIDE or array.shape[1] not in _IMAGE_CHANNELS:
         return None
     image = array[sample].double()
@@ -283,7 +283,7 @@ def _view_ids(name: str, array: torch.Tensor, sample: int) -> TokenIds | None:
 
 
 def _view_signal(name: str, array: torch.Tensor, sample: int) -> Signal | None:
-    """A few curves along the longer dimension, each cut into pieces that keep its limits."""
+    """Return a few curves along the longer dimension, each as the limits of its pieces; None for other arrays."""
     if array.dim() > 3:
         return None
     channels = array[sample].double().reshape(-1 if array.dim() == 3 else 1, array.shape[-1])
@@ -309,13 +309,13 @@ def _limit(piece: torch.Tensor, limit: torch.Tensor) -> float | None:
 
 
 _ENOUGH = 8
-"""So many different values that all fit a format tell that they were computed in it."""
+"""This many distinct values that all fit a format show that they were computed in it."""
 _BITS_OF_ANY = 5
-"""bf16 has 8 bits; a value that was rounded to so many fits 5 by a chance of one in eight."""
+"""bf16 has 8 significant bits; a value rounded to 8 bits fits 5 with a chance of one in eight."""
 
 
 def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None = None) -> tuple[Policy, ...]:
-    """The user's word; else what the recorder saw; else what there is to try, by the weights and the `saved` output."""
+    """Return the user's policy, else the recorded one, else those to try, judged by the weights and `saved` output."""
     recorded = dump.recorded.autocast
     dtype = weight_dtype(dump.state)
     weights = format_of(dtype) if dtype in LOW_DTYPES else None
@@ -332,19 +332,19 @@ def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None =
         return (Policy(name=_op_lists(recorded), format=_recorded_format(recorded) or weights or FP16),)
     low = weights or (None if saved is None else _computed_in(saved)) or FP16
     autocast = [Policy(name="cuda", format=format_) for format_ in (low, BF16 if low is FP16 else FP16)]
-    # With fp32 weights the format is that of the model's own regions, until a run shows none.
+    # With fp32 weights, this is the format of the model's own autocast regions until a run shows that it has none.
     without = Policy(name="cuda", format=weights or FP16, ambient=False)
     return (without, *autocast) if dtype is not None else (*autocast, without)
 
 
 def weight_dtype(state: Mapping[str, torch.Tensor]) -> torch.dtype | None:
-    """The format other than fp32 that all weights were saved in; None where some are in another."""
+    """Return the one format other than fp32 that all weights were saved in; None if there is no such format."""
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point() or tensor.is_complex()}
     return next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= {*LOW_DTYPES, torch.float64} else None
 
 
 def _op_lists(autocast: Autocast | None) -> Literal["cuda", "native"]:
-    """Whose op lists a recorded autocast followed; those of CUDA where nothing is known."""
+    """Return whose op lists a recorded autocast followed; CUDA's if unknown."""
     return "cuda" if autocast is None or autocast.device == "cuda" or autocast.emulated else "native"
 
 
@@ -355,13 +355,13 @@ def _recorded_format(autocast: Autocast | None) -> FloatFormat | None:
 
 
 def are_round(values: torch.Tensor) -> torch.Tensor:
-    """Tell which values need so few bits, as zeros, ones and counts do, that they show nothing of their format."""
+    """Return a mask of the values that fit so few bits, as zeros and counts do, that they do not show their format."""
     fractions: torch.Tensor = torch.frexp(values.double())[0]
     return torch.eq((fractions * 2**_BITS_OF_ANY) % 1, 0)
 
 
 def _computed_in(saved: torch.Tensor) -> FloatFormat | None:
-    """The half-precision format of a saved output, or the one that all its values fit in, as `.float()` leaves them."""
+    """Return a saved output's half-precision format, or the one that its fp32 values all fit, as after `.float()`."""
     if saved.dtype in LOW_DTYPES:
         return format_of(saved.dtype)
     if saved.dtype is not torch.float32:

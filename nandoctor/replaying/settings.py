@@ -1,4 +1,4 @@
-"""How to replay: what each setting is called, holds and means, on the command line, in Python and in pyproject.toml."""
+"""The settings of a replay: their names, values and meanings on the command line, in Python and in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 OptionGroup = Literal["model", "step", "machine", "statistics", "fixes"]
-"""What a setting is about; a verb offers the groups that it acts on."""
+"""What a setting is about; each verb offers the groups that it uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """One setting as the command line, Python, pyproject.toml and the docs know it.
 
-    `holds` says in words what `accepts` takes; `reads` makes a value of what stands after the flag.
+    `holds` says in words what `accepts` allows; `reads` parses the text after the flag.
     """
 
     group: OptionGroup
@@ -49,7 +49,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _setting(group: OptionGroup, flag: str, text: str, *, default: Any = None, **more: Any) -> Any:
-    """A field of `Settings`, with what it is to the command line and the docs."""
+    """Build a field of `Settings` with its `Option` for the command line and the docs."""
     plain = {"holds": "a name", "accepts": lambda value: isinstance(value, str)}
     metadata = {"option": Option(group=group, flag=flag, help=text, **{**plain, **more})}
     made = {"default_factory": dict} if default == {} else {"default": default}
@@ -79,7 +79,7 @@ def _switch(group: OptionGroup, flag: str, text: str, *, default: bool) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that a replay can be told; None means: find out.
+    """All settings of a replay; None means that the replay finds out.
 
     `call` is `(model, batch) -> output`, `loss` is `(output, batch) -> scalar`; SPECs and paths are looked up from
     `directory`.
@@ -157,7 +157,7 @@ class Settings:
         metavar="N",
         holds="a whole number from 0 to 2**31 - 1",
         reads=int,
-        accepts=lambda value: type(value) is int and 0 <= value < 1 << 31,  # numpy takes 32 bits; a few more are tried
+        accepts=lambda value: type(value) is int and 0 <= value < 1 << 31,  # numpy takes 32 bits; the next few follow
     )
     memory: int | None = _setting(
         "machine",
@@ -199,7 +199,7 @@ class Settings:
 
 
 class StepOptions(TypedDict, total=False):
-    """The settings of the model and of the failing step as Python gives them; None for what is left out."""
+    """The settings of the model and of the failing step as passed in Python; None leaves one as it is."""
 
     model_args: Mapping[str, Any] | None
     config: str | None
@@ -220,7 +220,7 @@ class StepOptions(TypedDict, total=False):
 
 
 class ReplayOptions(StepOptions, total=False):
-    """All settings of a replay but the model."""
+    """All settings of a replay except the model."""
 
     per_sample: bool | None
     fixes: bool | None
@@ -237,15 +237,15 @@ MEANINGS = {
     name: f"False to {option.help[0].lower()}{option.help[1:]}" if option.flag.startswith("--no-") else option.help
     for name, option in OPTIONS.items()
 }
-"""What each setting means to Python, where a switch that is on by itself has no flag of another name."""
+"""What each setting means in Python, where a switch that is on by default has no `--no-` flag."""
 _DEFAULTS = {item.name: item.default for item in dataclasses.fields(Settings) if item.name in OPTIONS}
 
 
 def check_setting(name: str, value: Any) -> Any:
-    """The value of one setting as `Settings` keeps it.
+    """Return the value of one setting as `Settings` stores it.
 
-    A list or a comma-separated string may stand for a tuple, a torch dtype or device for its name, inf for no limit,
-    and None where None is the default.
+    `inputs` may be a list or a comma-separated string, a dtype or device torch's own, a limit inf, and any setting None
+    whose default is None.
 
     Raises:
         NanDoctorError: there is no such setting, or it cannot have this value.
@@ -261,12 +261,12 @@ def check_setting(name: str, value: Any) -> Any:
 
 
 def settings_for(dump: Path, options: Mapping[str, Any]) -> Settings:
-    """The project's settings for this dump, with `options` that are not None put over them, SPECs made absolute."""
+    """Return the project's settings for this dump, overridden by the `options` that are not None, SPECs absolute."""
     return override(read_settings(dump), anchored({k: value for k, value in options.items() if value is not None}))
 
 
 def override(settings: Settings, options: Mapping[str, Any]) -> Settings:
-    """`settings` with `options` put over them; raises as `check_setting`."""
+    """Return `settings` overridden by `options`; raise as `check_setting` does."""
     return dataclasses.replace(settings, **{name: check_setting(name, value) for name, value in options.items()})
 
 
@@ -274,19 +274,19 @@ _SPECS = ("model", "config", "call", "loss")
 
 
 def anchored(options: Mapping[str, Any]) -> dict[str, Any]:
-    """These options with the files of their SPECs, and the path of the weights, made absolute."""
+    """Return the options with the files of their SPECs, and the path of the weights, made absolute."""
     made = {name: anchor(value) if name in _SPECS else value for name, value in options.items()}
     return made if made.get("weights") is None else {**made, "weights": str(Path(made["weights"]).absolute())}
 
 
 def anchor(spec: Any) -> Any:
-    """A file's SPEC made absolute, so that it does not move when the project's pyproject.toml lies further up."""
+    """Make the file of a SPEC absolute, so that it does not depend on where the project's pyproject.toml is."""
     location, separator, attribute = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
     return f"{Path(location).absolute()}{separator}{attribute}" if location.endswith(".py") else spec
 
 
 def _plain(name: str, value: Any) -> Any:
-    """The value as `Settings` keeps it. A torch dtype or device is known by its `str`, so that torch is not needed."""
+    """Return the value as `Settings` stores it; torch dtypes and devices go by their `str`, which needs no torch."""
     if name == "inputs" and isinstance(value, (str, list)):
         return tuple(str(item).strip() for item in (value.split(",") if isinstance(value, str) else value))
     if name in ("amp_dtype", "device") and value is not None:
@@ -300,13 +300,13 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def read_settings(dump: Path, *, start: Path | None = None) -> Settings:
-    """Defaults for this dump from `[tool.nandoctor]` in the nearest pyproject.toml at or above `start`.
+    """Return the settings for this dump from `[tool.nandoctor]` in the nearest pyproject.toml at or above `start`.
 
-    Tables in `[[tool.nandoctor.dumps]]` whose `pattern` matches the dump's path (as the project sees it, or its bare
-    name) override the general ones, the last match last. Keys are the fields of `Settings`, with "-" or "_".
+    Tables in `[[tool.nandoctor.dumps]]` whose `pattern` matches the dump's path (relative to the project, or its bare
+    name) override the general ones; the last match wins. Keys are the fields of `Settings`, with "-" or "_".
 
     Raises:
-        NanDoctorError: the file is not TOML, or holds a key or value that means nothing.
+        NanDoctorError: the file is not TOML, or has an unknown key or an invalid value.
     """
     project, table = _find_project((start or Path.cwd()).resolve())
     if project is None:
@@ -321,16 +321,16 @@ def read_settings(dump: Path, *, start: Path | None = None) -> Settings:
 
 
 def _find_project(start: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The nearest pyproject.toml that has a `[tool.nandoctor]` table, and that table."""
+    """Return the nearest pyproject.toml that has a `[tool.nandoctor]` table, and that table; (None, {}) if none has."""
     for folder in (start, *start.parents):
         path = folder / "pyproject.toml"
-        if path.is_file() and not _may_be_anybodys(path) and (table := _read_table(path)):
+        if path.is_file() and not _is_untrusted(path) and (table := _read_table(path)):
             return path, table
     return None, {}
 
 
-def _may_be_anybodys(path: Path) -> bool:
-    """Tell whether another user wrote a file where everyone may write, as in /tmp: its settings name code to run."""
+def _is_untrusted(path: Path) -> bool:
+    """Return True if another user owns a file where everyone may write, as in /tmp: its settings name code to run."""
     if not hasattr(os, "geteuid") or not path.parent.stat().st_mode & stat.S_IWOTH:
         return False
     return path.stat().st_uid not in (0, os.geteuid())
@@ -339,7 +339,7 @@ def _may_be_anybodys(path: Path) -> bool:
 def _read_table(path: Path) -> dict[str, Any]:
     try:
         table = _parse_toml(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:  # ValueError: no TOML, no UTF-8, a number too long
+    except (ValueError, RecursionError, OSError) as error:  # ValueError: not TOML, not UTF-8, or too long a number
         raise NanDoctorError(
             f"{path} cannot be read as TOML: {brief(str(error))}", remedy="Correct the file and run again."
         ) from error
@@ -350,7 +350,7 @@ def _read_table(path: Path) -> dict[str, Any]:
     return dict(table)
 
 
-_parse_toml = lru_cache(maxsize=4)(tomllib.loads)  # for each dump, a long file takes milliseconds
+_parse_toml = lru_cache(maxsize=4)(tomllib.loads)  # called for each dump; a long file takes milliseconds
 
 
 def _matching_tables(dump: Path, entries: Any, project: Path) -> Iterator[dict[str, Any]]:

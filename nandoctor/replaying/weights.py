@@ -1,7 +1,7 @@
-"""The weights of the step: from a checkpoint, or from the one state dict of the file that fits the model.
+"""Choose the weights of the step: from a checkpoint, or the state dict of the dump that fits the model.
 
-What FSDP2's MixedPrecisionPolicy does in a training is repeated: weights, inputs and outputs are cast module by
-module. A reference widens the weights again, and inputs then follow them.
+FSDP2's MixedPrecisionPolicy is repeated: weights, inputs and outputs are cast module by module. A reference run widens
+the weights again, and inputs then follow them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from nandoctor.tracing.tensor_stats import all_finite
 
 
 def take_weights(dump: Dump, settings: Settings) -> Dump:
-    """The dump with the weights of `settings.weights`, if given; what the recorder kept of buffers stays.
+    """Return the dump with the weights of `settings.weights`, if given; recorded buffers are kept.
 
     Raises:
-        DumpError: no weights are given and the dump holds none, or those that are given cannot be read.
+        DumpError: no weights are given and the dump holds none, or the given weights cannot be read.
     """
     if settings.weights is None:
         if not dump.holds_weights:
@@ -81,7 +81,7 @@ def _missing_weights(dump: Dump) -> DumpError:
 
 
 def _in_format(tensor: torch.Tensor, sample: WeightSample | None) -> torch.Tensor:
-    """The weight in the format that the training had it in, which a checkpoint may have widened."""
+    """Return the weight in the training's format, which a checkpoint may have widened."""
     if sample is None or sample.values.dtype == tensor.dtype or not tensor.is_floating_point():
         return tensor
     return cast_to_file(tensor, sample.values.dtype)
@@ -89,10 +89,10 @@ def _in_format(tensor: torch.Tensor, sample: WeightSample | None) -> torch.Tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Match:
-    """How many weights were compared, how many are others, and how far the values are apart.
+    """The numbers of weights that were compared and that differ, and the distance between the values.
 
-    `rounded_to` is the format that the checkpoint has rounded the very values to, "" where it has not. `distance` is
-    ||checkpoint - dump|| / ||dump|| over all values that the dump has; inf where that is not a number.
+    `rounded_to` is the format that the checkpoint rounded the values to, "" if it did not. `distance` is
+    ||checkpoint - dump|| / ||dump|| over all values that the dump has; inf if that is not a number.
     """
 
     num_compared: int = 0
@@ -108,7 +108,7 @@ def _compare(state: State, known: Mapping[str, WeightSample]) -> _Match:
         if values is None or not sample.at.numel():
             continue
         num_compared += 1
-        values, saved, rounded = _alike(values, sample.values)
+        values, saved, rounded = _in_common_format(values, sample.values)
         rounded_to = rounded or rounded_to
         num_other += not bool(((values == saved) | (values.isnan() & saved.isnan())).all())
         off += float((values - saved).abs().square().sum())
@@ -118,7 +118,7 @@ def _compare(state: State, known: Mapping[str, WeightSample]) -> _Match:
 
 
 def _take(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor | None:
-    """The values at these places; None where there are none of them."""
+    """Return the values at these flat indices; None without indices, or if the tensor is not dense or too small."""
     if tensor.layout is not torch.strided or not at.numel():
         return None
     if int(at.min()) < 0 or int(at.max()) >= tensor.numel():
@@ -126,8 +126,8 @@ def _take(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor | None:
     return tensor[torch.unravel_index(at, tensor.shape)] if tensor.dim() else tensor.reshape(1)
 
 
-def _alike(found: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Both in the coarser of their formats, to be compared, and the name of that where it is the checkpoint's."""
+def _in_common_format(found: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Return both rounded to the narrower of their formats, and its name if it is the checkpoint's, else ""."""
     exact = torch.complex128 if found.is_complex() else torch.float64
     if found.dtype == saved.dtype or not (found.is_floating_point() and saved.is_floating_point()):
         return found.to(exact), saved.to(exact), ""
@@ -153,13 +153,13 @@ def _describe_match(match: _Match, path: str) -> str:
 
 
 def fit_state(dump: Dump, model: nn.Module) -> Dump:
-    """The dump with the one of its state dicts that fits the model best; where several do alike, with its own."""
+    """Return the dump with the one of its state dicts that fits the model best; in a tie, keep its own."""
     if not dump.other_states:
         return dump
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     beside = {name: strip_wrappers(state)[0] for name, state in dump.other_states.items()}
     states = {dump.state_name: dump.state, **beside}
-    # How many weights of the model are in each, of the same shape.
+    # How many of the model's weights each has in the same shape.
     fitted = {name: fit_prefix(state, own)[0] for name, state in states.items()}
     num_fitting = {
         name: sum(key in state and state[key].shape == tensor.shape for key, tensor in own.items())
@@ -174,7 +174,7 @@ def fit_state(dump: Dump, model: nn.Module) -> Dump:
 
 
 def nonfinite_state(dump: Dump) -> Dump:
-    """The dump with the first of its state dicts that holds something non-finite; where none does, with its own."""
+    """Return the dump with the first of its state dicts that holds non-finite values; if none does, unchanged."""
     for name, state in ((dump.state_name, dump.state), *dump.other_states.items()):
         if any(any(count_nonfinite(tensor)) for tensor in state.values()):
             return replace(dump, state=state, state_name=name)
@@ -183,7 +183,7 @@ def nonfinite_state(dump: Dump) -> Dump:
 
 @contextmanager
 def registered_state() -> Iterator[set[str]]:
-    """A context that names the state that modules are given in it: none by a builder that hands out a trained model."""
+    """Yield the set of names of state registered in this context; empty if a builder returns an existing model."""
     names = set[str]()
     hooks = [
         register(lambda _, name, __: names.add(name))
@@ -197,9 +197,9 @@ def registered_state() -> Iterator[set[str]]:
 
 
 def nonfinite_in(model: nn.Module, fills: DeferredFills | None = None) -> dict[str, torch.Tensor]:
-    """Where the weights and buffers of a model are -inf (1), and +inf or NaN (2), of those that are not finite.
+    """Return, by name, where a model's non-finite weights and buffers are -inf (1), and +inf or NaN (2).
 
-    What `fills` has put off is random, and finite.
+    Tensors whose fills are deferred by `fills` are random, and finite.
     """
     named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
     named = [(name, t) for name, t in named if fills is None or not fills.is_unfilled(t)]
@@ -209,7 +209,7 @@ def nonfinite_in(model: nn.Module, fills: DeferredFills | None = None) -> dict[s
 
 
 def cast_weights(dump: Dump) -> Dump:
-    """The dump with its weights in the formats that they were cast to; a note names those that overflow by it."""
+    """Return the dump with its weights in the formats that FSDP cast them to; a note names those that overflow."""
     casts = dump.recorded.module_casts
     if casts is None:
         return dump
@@ -227,7 +227,7 @@ def cast_weights(dump: Dump) -> Dump:
 
 
 def add_casts(model: nn.Module, recorded: Recorded) -> None:
-    """Cast floating-point inputs and outputs of the modules that the policy was of."""
+    """Cast floating-point inputs and outputs of the modules that the recorded policy applied to."""
     casts = recorded.module_casts
     if casts is None:
         return
@@ -243,7 +243,7 @@ def add_casts(model: nn.Module, recorded: Recorded) -> None:
 
 
 def _caster(path: str, dtype: str, casts: ModuleCasts, parameters: Mapping[str, nn.Parameter]) -> Callable[[Any], Any]:
-    """What casts a module's values: to the recorded format, or a wider one that its weights are in for this run."""
+    """Return a function that casts a module's values to the recorded format, or to its weights' if that is wider."""
     names = (name for name in casts.parameters if name in parameters and name.startswith(f"{path}." if path else ""))
     weight, recorded = parameters.get(next(names, "")), getattr(torch, dtype)
 
