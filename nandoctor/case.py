@@ -116,7 +116,7 @@ def verify(
     progress: Progress = lambda *_: None,
     **options: Unpack[StepOptions],
 ) -> Verification:
-    """Tell whether the step of a dump, which failed, passes under the code as it is now.
+    """Check whether the step of a dump, which failed, passes under the current code.
 
     `dump`, `model` and `progress` are those of `replay`.
 
@@ -285,7 +285,7 @@ class Case:
         return self.report.fixes
 
     def table(self) -> Any:
-        """One row per module call, both runs side by side: a pandas DataFrame, or a list of dicts without pandas."""
+        """Return one row per module call, with both runs: a pandas DataFrame, or a list of dicts without pandas."""
         rows = tabulate(self.report.runs)
         try:
             import pandas as pd

@@ -90,7 +90,7 @@ def _tally(stored: _Stored, subnormal: int, flushed: int) -> tuple[int, ...]:
         nonfinite = magnitudes >= infinity
         num_bad, num_nan = _count(nonfinite), _count(magnitudes > infinity)
         num_posinf = _count(signed == infinity) if num_nan < num_bad else 0
-        # Non-finite elements count as zero here; those of the other sign are negative integers, below it.
+        # Non-finite elements become zero here, and those of the other sign are negative integers, below zero.
         finite = signed * ~nonfinite
         lowest, highest = int((finite ^ sign).max()), int(finite.max())
     if smallest == 0:
