@@ -97,7 +97,7 @@ def replay(
 
 
 def _listener(progress: Progress | None) -> Listener:
-    """What hears how the replay gets on: the caller's, else a bar in a notebook, else nobody."""
+    """Return the caller's progress listener, a notebook progress bar, or a silent listener."""
     if progress is not None:
         return listener_of(progress)
     if "IPython" in sys.modules:
@@ -116,7 +116,7 @@ def verify(
     progress: Progress = lambda *_: None,
     **options: Unpack[StepOptions],
 ) -> Verification:
-    """Tell whether the step of a dump, which failed, passes under the code as it is now.
+    """Check whether the step of a dump, which failed, passes under the current code.
 
     `dump`, `model` and `progress` are those of `replay`.
 
@@ -143,10 +143,10 @@ def check(
     progress: Progress = lambda *_: None,
     **options: Any,
 ) -> tuple[Verification, Report]:
-    """The verification of a dump, with the report of its replay; `options` are those of `replay`, and `model`.
+    """Return the verification of a dump and the report of its replay; `options` are those of `replay`, plus `model`.
 
-    `changed` may have the texts of before; `failed_before`: in this mode and with this seed the unchanged code was seen
-    to fail.
+    `changed` may map files to their earlier texts. `failed_before` says that the unchanged code was seen to fail in
+    this mode and with this seed.
     """
     model = anchor(options.pop("model", None))
     dump, settings = _read(dump, options)
@@ -192,7 +192,7 @@ def list_eps(
     progress: Progress = lambda *_: None,
     **options: Unpack[StepOptions],
 ) -> tuple[EpsUse, ...]:
-    """List every eps of a model; with a dump, every small constant of its step, and what each was really used in.
+    """List every eps of a model; with a dump, every small constant of its step, and the format that each was used in.
 
     Arguments are those of `replay`. Without a dump only `model` and `model_args` matter: nothing is run.
 
@@ -210,7 +210,7 @@ def list_eps(
 
 
 def _read(dump: Dump | str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[Dump, Settings]:
-    """The dump, and how to replay it."""
+    """Return the dump, and the settings to replay it with."""
     dump = dump if isinstance(dump, Dump) else read_dump(dump)
     settings = settings_for(dump.path, options)
     return take_weights(dump, settings), settings
@@ -236,7 +236,7 @@ def describe(tensor: torch.Tensor) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Replayed:
-    """What was replayed: the dump, the model that was given, and how."""
+    """The arguments of a replay, for running it again."""
 
     dump: Dump
     model: ModelSource | None
@@ -285,7 +285,7 @@ class Case:
         return self.report.fixes
 
     def table(self) -> Any:
-        """One row per module call, both runs side by side: a pandas DataFrame, or a list of dicts without pandas."""
+        """Return one row per module call, with both runs: a pandas DataFrame, or a list of dicts without pandas."""
         rows = tabulate(self.report.runs)
         try:
             import pandas as pd

@@ -1,4 +1,4 @@
-"""Checks healthy steps before the accident: `checkup` measures how near each layer comes to the ends of the formats."""
+"""Checks healthy steps: `checkup` measures how near each layer comes to overflow and underflow."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _notes(steps: Sequence[CheckedStep]) -> list[str]:
 def _read(
     file: CheckpointFile, batch: str | os.PathLike[str] | None, options: dict[str, Any]
 ) -> tuple[Dump, Settings, int | None]:
-    """The checkpoint's weights with the batch, how to run it, and the step that the checkpoint itself names."""
+    """Return the checkpoint's weights with the batch, the settings, and the step that the checkpoint itself names."""
     if isinstance(file, Dump) or batch is None or not _holds_weights_alone(Path(file)):
         dump = file if isinstance(file, Dump) else read_dump(file)
         step = dump.step if dump.step is not None else dump.find_count("epoch")
@@ -122,7 +122,7 @@ def _check(
 
 
 def _run_first(steps: Sequence[FailingStep]) -> tuple[FailingStep, Outcome]:
-    """The step in the first way to call it that the model takes, and its run in fp32, backwards too with a loss."""
+    """Return the step in the first call that the model accepts, and its fp32 run (with backward if it has a loss)."""
     first: ModelError | None = None
     for step in steps:
         watch = Watch(stage="checkup", ops=True, backward=step.loss is not None, keep=step.loss is not None)

@@ -1,4 +1,4 @@
-"""The main job, one way: replays a dump under autocast and in fp32, diagnoses it, adds the fixes."""
+"""The whole job in one place: replays a dump under autocast and in fp32, diagnoses it, adds the fixes."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosed:
-    """A report without fixes, the step that it is about, to be run again, and what was found in it.
+    """A report without fixes, with the step and the findings that the search for fixes takes.
 
-    `step` and `findings` are None where nothing was run, `step` also after an interrupt: nothing more is to be run.
-    `random` tells whether the step draws random numbers, in one of the modes that were tried.
+    Both are None if nothing was run; `step` also after an interrupt, as nothing more is to be run then. `random` is
+    True if the step drew random numbers in any of the modes that were tried.
     """
 
     report: Report
@@ -91,8 +91,8 @@ def replay_dump(
 ) -> Diagnosed:
     """Replay `dump` under autocast and in fp32, diagnose the step, and report.
 
-    A file of weights alone is judged by its weights, and needs no model. A loss that the dump names and that raises
-    here is left out, and a note says so.
+    A file of weights alone is judged by its weights, and needs no model. If the loss that the dump names raises here,
+    it is left out and a note says so.
 
     Raises:
         ModelError: no model is known, it does not fit the weights, or it cannot be called with the batch.
@@ -103,7 +103,7 @@ def replay_dump(
         return Diagnosed(report=_report_weights(nonfinite_state(dump), choose_policies(dump, settings)[0].format))
     preparation = prepare(dump, model, settings, listener_of(progress))
     with preparation.steps[0].kept_ready():
-        found = _with_loss_if_it_can(preparation, settings, partial(_diagnose_step, for_fixes=settings.fixes))
+        found = _with_or_without_loss(preparation, settings, partial(_diagnose_step, for_fixes=settings.fixes))
     if settings.per_sample and found.step is not None:
         samples = found.report.origin.elements.samples if found.report.origin is not None else None
         used = {name: array for name, array in found.step.batch.items() if name in found.step.used}
@@ -112,7 +112,7 @@ def replay_dump(
 
 
 def add_fixes(found: Diagnosed, settings: Settings) -> Report:
-    """The report with the changes that were tried on the failing step; as it is where the settings say to try none."""
+    """Return the report with the fixes that were tried; unchanged if `settings.fixes` is False or nothing ran."""
     if not settings.fixes or found.step is None or found.findings is None:
         return found.report
     budget = TrialBudget(max_trials=settings.max_trials, time_s=settings.time)
@@ -134,8 +134,8 @@ def add_fixes(found: Diagnosed, settings: Settings) -> Report:
     )
 
 
-def _with_loss_if_it_can(preparation: Preparation, settings: Settings, use: Callable[[Preparation], T]) -> T:
-    """What `use` makes of the step; of the step without its loss where that raises, and is not the user's own."""
+def _with_or_without_loss(preparation: Preparation, settings: Settings, use: Callable[[Preparation], T]) -> T:
+    """Return `use` of the step, or of the step without its loss if that raises and is not from the settings."""
     try:
         return use(preparation)
     except LossError as error:
@@ -159,9 +159,9 @@ def _diagnose_step(preparation: Preparation, *, for_fixes: bool) -> Diagnosed:
 def audit_dump(
     dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
 ) -> tuple[EpsUse, ...]:
-    """Every eps and small constant of the dump's step, also where nothing in it is non-finite; raises as above."""
+    """Return every eps and small constant of the dump's step, even if all is finite; raises as `replay_dump` does."""
     preparation = prepare(dump, model, settings, listener_of(progress))
-    return _with_loss_if_it_can(preparation, settings, _audit_step)
+    return _with_or_without_loss(preparation, settings, _audit_step)
 
 
 def _audit_step(preparation: Preparation) -> tuple[EpsUse, ...]:
@@ -180,7 +180,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
     first, *others = shown.diagnoses or (None,)
     runs = summarize_runs(trace, reference, step.low)
     known, same = step.loss is not None, replayed.reproduction.grade == "exact"
-    # The headline is about the cause's own expression, else the origin's.
+    # The excerpt shows the expression that the headline names: the cause's own, else the origin's.
     source = None if first is None else (first.cause and first.cause.source) or first.origin.source
     return Report(
         verdict=verdict,
@@ -203,7 +203,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
             *describe_idle_state(verdict, summary, trace.built),
             *describe_blindness(trace),
             *describe_narrow_reference(reference, step.low),
-            *(() if findings.random else describe_error_source(runs.autocast.modules)),  # formats draw unlike numbers
+            *(() if findings.random else describe_error_source(runs.autocast.modules)),  # each format draws others
         ),
         next_steps=advise(verdict, summary, findings.gaps, has_loss=known, same_output=same, built=trace.built),
         excerpt=None if source is None else read_excerpt(source),
@@ -211,7 +211,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
 
 
 def describe_environment(device: torch.device) -> Environment:
-    """The versions and the device of this replay."""
+    """Return the versions and the device of this replay."""
     return Environment(
         nandoctor=__version__,
         torch=str(torch.__version__),  # a subclass of str
@@ -222,7 +222,7 @@ def describe_environment(device: torch.device) -> Environment:
 
 
 def _find(replayed: Replayed, *, for_fixes: bool) -> Findings:
-    """What the step shows; after an interrupt that the progress takes, what is known of it."""
+    """Diagnose the step; after an interrupt that the progress listener handles, return what is known by then."""
     progress = replayed.step.progress
     if progress.interrupted:
         return find_so_far(replayed.trace, None)
@@ -236,7 +236,7 @@ def _find(replayed: Replayed, *, for_fixes: bool) -> Findings:
 
 
 def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
-    """Forward and loss, then the backward pass where there is a loss, then what the optimizer would do next."""
+    """Diagnose forward and loss, then the backward pass if there is a loss, then the optimizer's next update."""
     findings = _diagnose_forward(replayed, for_fixes=for_fixes)
     if replayed.step.progress.interrupted:
         return without_backward(findings)
@@ -260,7 +260,7 @@ def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
 
 
 def _with_gaps(findings: Findings, replayed: Replayed) -> Findings:
-    """The findings with what could not be looked at: where nothing was found, that decides."""
+    """Add to the findings what could not be looked at, which decides the verdict if nothing was found."""
     step, flags = replayed.step, replayed.step.saved_flags
     gaps = tuple(find_gaps(findings.trace, flags, replayed.reproduction, has_loss=step.loss is not None))
     if findings.trace.finite and not findings.reference.finite:
@@ -281,10 +281,10 @@ def _with_gaps(findings: Findings, replayed: Replayed) -> Findings:
 
 
 def _diagnose_forward(replayed: Replayed, *, for_fixes: bool) -> Findings:
-    """The fp32 run beside the replay, op by op in both where something went wrong."""
+    """Compare the replay with a run in fp32, op by op if something went wrong."""
     step, trace = replayed.step, replayed.trace
     if trace.unread and not trace.ops:
-        trace = step.run(watch=CLOSELY).trace  # what goes into an unread output shows in the ops alone
+        trace = step.run(watch=CLOSELY).trace  # only the ops show what goes into an unread output
     in_fp32 = _run_reference(step, trace, for_fixes=for_fixes and takes_gradients(step))
     reference, conclusion = in_fp32.trace, Conclusion()
     if trace.finite and reference.finite and not outputs_differ(trace.output, reference.output):
@@ -305,23 +305,23 @@ def _diagnose_forward(replayed: Replayed, *, for_fixes: bool) -> Findings:
 
 
 def _run_reference(step: FailingStep, trace: Trace, *, for_fixes: bool) -> Outcome:
-    """The step in fp32, as closely as what went wrong in its replay asks for; `for_fixes` with its gradients."""
+    """Run the step in fp32, watched as closely as its replay's failure asks for; `for_fixes` keeps the gradients."""
     closely = replace(CLOSELY, stage="replay", keep=for_fixes)
     if trace.finite and not trace.unread:
         return run_whole(step, REFERENCE, closely) if trace.bad_gradients else step.run(REFERENCE)
-    if for_fixes:  # it may not run with a graph
+    if for_fixes:  # the step may not run with a graph
         return run_or(step, REFERENCE, replace(closely, stand_in=surrogate_loss), simpler=closely)
     return step.run(REFERENCE, closely)
 
 
 def _counted(step: FailingStep, trace: Trace, policy: Policy) -> Trace:
-    """The trace, with exact counts wherever it asks for them."""
+    """Return the trace, run again with exact counts if it needs them."""
     closer = Watch(stage="closer look", statistics="counts")
     return step.run(policy, closer).trace if needs_counts(trace, step.low) else trace
 
 
 def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
-    """The backward pass at the step's loss scale: a sound forward can end in non-finite gradients."""
+    """Diagnose the backward pass at the step's loss scale: a sound forward can end in non-finite gradients."""
     sound = findings.trace.finite or findings.verdict == "healthy"  # an output may hold infinities that are meant
     watch = Watch(stage="backward", ops=True, backward=True)
     trace = findings.trace if findings.trace.backward else step.run(watch=watch).trace
@@ -329,7 +329,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     told = (UNSCALED,) if step.loss_scale is None and trace.format is FP16 else ()
     loss = findings.trace.loss
     if loss is not None and not loss.finite and not trace.bad_gradients:
-        if trace.raised is not None:  # a backward pass that ended early has left no gradient, finite or not
+        if trace.raised is not None:  # then the backward pass ended early, and left no gradients
             return findings
         at = f"at loss scale {number(step.loss_factor)}"
         note = f"The loss is non-finite and every gradient is finite {at}: GradScaler does not skip such a step."
@@ -345,9 +345,9 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
 
 
 def _diagnose_optimizer(findings: Findings, update: OptimizerUpdate | None) -> Findings:
-    """An optimizer that divides by zero spoils the weights after a step in which all was finite.
+    """Diagnose an optimizer that divides by zero, and so makes weights non-finite after a finite step.
 
-    A file from after that step has non-finite weights already; the optimizer, or the recorded `update`, made them so.
+    In a file saved after that, the weights are non-finite already. A recorded `update` that did it is diagnosed too.
     """
     diagnoses = tuple(diagnose_optimizer(findings.slots, findings.trace))
     if diagnoses and findings.verdict == "healthy":
@@ -365,7 +365,7 @@ def _diagnose_optimizer(findings: Findings, update: OptimizerUpdate | None) -> F
 
 
 def _report_weights(dump: Dump, low: FloatFormat) -> Report:
-    """The report on a file that holds no batch: its weights are non-finite, or there is nothing to say."""
+    """Report on a file without a batch, if its weights are non-finite; else raise DumpError."""
     summary = summarize(dump)
     nonfinite = (*summary.bad_weights, *summary.bad_buffers)
     if not nonfinite:

@@ -1,4 +1,4 @@
-"""For the tests of a project: the step that once failed has to pass."""
+"""An assertion for the tests of a project: the step that once failed has to pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["assert_step_passes"]
 def assert_step_passes(dump: Dump | str | os.PathLike[str], model: ModelSource | None = None, **settings: Any) -> None:
     """Replay the step of a dump with `model`, and check that output, loss and gradients are finite and near to fp32.
 
-    That the code has changed since a plain dump was written is taken for granted.
+    For a plain dump, which holds no hashes of the code, it is assumed that the code has changed since.
 
     Args:
         dump: a path, or what `nandoctor.load` returns.

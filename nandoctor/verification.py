@@ -1,10 +1,10 @@
-"""Tells whether the step of a dump passes under the code as it is now, and whether that can be told at all.
+"""Decides whether the step of a dump passes under the current code, and whether that can be decided at all.
 
-`replay --check`, `verify`, `fix --write` and the tests of a project all ask here.
+`replay --check`, `verify`, `fix --write` and a project's tests all use this.
 
-A step that passes has been fixed only if it is the step that failed, and something about it has changed. Where the mode
-or the random state of the failing step is not known, where nothing has changed, or where what failed is not replayed,
-nothing can be told.
+A step that passes has been fixed only if it is the step that failed, and something about it has changed. If the mode
+or the random state of the failing step is unknown, if nothing has changed, or if what failed is not replayed, the
+answer is that it cannot be told.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from nandoctor.replaying.settings import Settings
 from nandoctor.text import are, join_first, mode_text, part_of, percent
 
 Changed = bool | Sequence[Path] | Mapping[Path, str | None]
-"""Files that were changed, with the text that they had where that is known; True for some that are not named."""
+"""Files that were changed, mapped to their earlier texts if those are known; True for files that are not named."""
 
 _PASSES = ("healthy", "not-reproduced")
 _SAYS_WHAT_FAILED = {
@@ -49,11 +49,11 @@ _SAYS_WHAT_FAILED = {
 }
 _OF_THE_STEP = ("loss", "buffers", "gradients", "loss scale", "healthy samples")
 _NEEDED = ("state_dict", "input", "batch", "the weights of the step")
-"""Beginnings of what a recorder could not keep, and a replay cannot do without."""
+"""Prefixes of the entries of `Dump.missing` that a replay cannot do without."""
 
 
 def _failing_without(step: FailingStep, made: SourcePatch) -> Trials | None:
-    """The trials of the step with the patch taken back; None where that cannot be run, or does not fail."""
+    """Return trials of the step with the patch taken back; None if that cannot be run or does not fail."""
     before = replace(step, applied=made)
     trials = Trials(before, TrialBudget(), numerics=False).with_gradients
     failed = trials.run()
@@ -64,7 +64,7 @@ def _failing_without(step: FailingStep, made: SourcePatch) -> Trials | None:
 
 
 def _same_finite(one: Result, other: Result) -> bool:
-    """Tell whether two runs are finite in the same places, gradients included: what is infinite in both is meant."""
+    """Return True if two runs are finite in the same places, gradients included; infinities in both are meant."""
     pairs = [(one.values[name], other.values.get(name)) for name in one.values]
     same = all(b is not None and a.shape == b.shape and torch.equal(a.isfinite(), b.isfinite()) for a, b in pairs)
     return one.ran and other.ran and same and one.gradients_finite == other.gradients_finite
@@ -79,9 +79,10 @@ def _nonfinite_samples(failed: Result, num_samples: int | None) -> tuple[int, ..
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What is asked: the dump, how to replay it, and what the caller knows.
+    """A request: the dump, how to replay it, and what the caller knows.
 
-    `other_mode_differs`: the step passes in train mode, and fails in eval mode by the running statistics in the file.
+    `other_mode_differs`: the step passes in train mode, but fails in eval mode because of running statistics in the
+    file.
     """
 
     dump: Dump
@@ -100,11 +101,10 @@ def verify_dump(
     failed_before: bool = False,
     progress: Progress = lambda *_: None,
 ) -> tuple[Verification, Report]:
-    """Replay the step under the code as it is now, and tell whether it has been fixed; with the report of the replay.
+    """Replay the step under the current code; return whether it has been fixed, and the report of the replay.
 
-    `changed` are files of which the caller says that they were changed, where the dump cannot tell, with the texts that
-    they had where those are known; or True.
-    `failed_before`: in this mode and with these random numbers the unchanged code was seen to fail.
+    `changed` are files that the caller says were changed, for a dump that cannot tell, with their earlier texts if
+    known; or True. `failed_before`: the unchanged code was seen to fail in this mode and with these random numbers.
 
     Raises:
         NanDoctorError: the step cannot be replayed.
@@ -122,14 +122,14 @@ def verify_dump(
 
 
 def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Report:
-    """The report of a replay in which the saved failure did not come back, with what the code's changes say to that."""
+    """Return the report of a replay that did not reproduce the failure, with what is known of changes to the code."""
     if found.step is None:
         return found.report
     return _retell(found.report, _conclude(found, _Asked(dump=dump, settings=settings)))
 
 
 def _retell(report: Report, verification: Verification) -> Report:
-    """The report; "not-reproduced" becomes "fixed" where the dump's own hashes show that the code has changed."""
+    """Return the report; "not-reproduced" becomes "fixed" if the dump's hashes show that the code has changed."""
     if report.verdict != "not-reproduced":
         return report
     code = verification.code
@@ -145,7 +145,7 @@ def _retell(report: Report, verification: Verification) -> Report:
 
 
 def _fails_by_running_statistics(report: Report) -> bool:
-    """Tell whether buffers in the file are all that is wrong, as after a failing forward in train mode."""
+    """Return True if nothing but buffers in the file is wrong, as after a failing forward in train mode."""
     causes = [report.cause, *(diagnosis.cause for diagnosis in report.also)]
     return report.verdict == "state" and all(cause and cause.code == "poisoned-buffers" for cause in causes)
 
@@ -174,7 +174,7 @@ def _conclude(found: Diagnosed, asked: _Asked) -> Verification:
         return _cannot_tell(blank, [report.headline], report.next_steps)
     if report.verdict not in _PASSES:
         return _fails(blank, report, asked)
-    if _guessed_mode(asked.dump, asked.settings):  # it passes in both, and a failing step was most likely a training's
+    if _guessed_mode(asked.dump, asked.settings):  # it passes in both, and most likely failed in train mode
         step = replace(step, training=True)
         modes = (attempt.training for attempt in report.reproduction.attempts)
         blank = replace(blank, run=mode_text(step.seed, *modes))
@@ -188,7 +188,7 @@ def _conclude(found: Diagnosed, asked: _Asked) -> Verification:
 
 
 def _compare_code(found: Diagnosed, asked: _Asked) -> CodeState:
-    """The code beside that of the training, with what the caller says of it."""
+    """Return how the code differs from that of the training, including what the caller says about it."""
     assert found.step is not None
     told = () if isinstance(asked.changed, bool) else tuple(asked.changed)
     code = find_changes(asked.dump, found.step, asked.settings, told=told)
@@ -197,13 +197,13 @@ def _compare_code(found: Diagnosed, asked: _Asked) -> CodeState:
 
 
 def _fails(blank: Verification, report: Report, asked: _Asked) -> Verification:
-    """What a replay that is still non-finite, or wrong, says."""
+    """Return the answer for a replay that is still non-finite, or wrong."""
     shown = replace(blank, origin=report.origin, cause=report.cause, first_nonfinite=report.first_nonfinite)
     if report.origin is not None and report.origin.phase == "optimizer":
         reason = "The optimizer's settings and state are those in the file: a change of the training is not seen here."
         return _cannot_tell(shown, [reason])
     if asked.dump.other_weights:
-        shown = replace(shown, notes=asked.dump.notes)  # whose weights they are
+        shown = replace(shown, notes=asked.dump.notes)  # these say whose weights they are
         if report.verdict == "state":
             reason = "The weights that were given are non-finite, and not known to be those of the failing step."
             return _cannot_tell(shown, [reason], ["Give a checkpoint from before the failing step with --weights."])
@@ -223,7 +223,7 @@ def _cannot_tell(blank: Verification, reasons: Sequence[str], next_steps: Sequen
 
 
 def _describe_failure(report: Report, step: FailingStep | None) -> str | None:
-    """What in the file shows that the step failed."""
+    """Return what in the file shows that the step failed, or None if nothing does."""
     reason = dict(report.dump.scalars).get("reason", "")
     if report.dump.layout == "nandoctor.dump/1" and reason in _SAYS_WHAT_FAILED:
         return _SAYS_WHAT_FAILED[reason]
@@ -238,10 +238,10 @@ def _describe_failure(report: Report, step: FailingStep | None) -> str | None:
 
 
 def _measure(blank: Verification, step: FailingStep, asked: _Asked, *, random: bool) -> Verification:
-    """Run the step, gradients included, and its variations, beside the code that it had before.
+    """Run the step with its gradients and its variations, and compare them with the code that it had before.
 
-    Where that code is not known, or does not fail when the change is taken back, the reference is fp32 of the code as
-    it is. Where memory runs out, nothing is known of the output.
+    If that code is not known, or does not fail when the change is taken back, the reference is fp32 of the current
+    code. If memory runs out, nothing is known of the output.
     """
     with step.project.running():
         told = asked.changed if isinstance(asked.changed, Mapping) else {}
@@ -279,7 +279,7 @@ def _describe_failures(measured: Verification) -> Iterator[str]:
 
 
 def _doubts(measured: Verification, found: Diagnosed, asked: _Asked) -> Iterator[str]:
-    """Why a step that passes may not be the one that failed."""
+    """Yield reasons why a step that passes may not be the one that failed."""
     code = measured.code
     for text in asked.dump.missing if asked.dump.is_recorded else ():
         if text.startswith(_NEEDED):
@@ -300,7 +300,7 @@ def _doubts(measured: Verification, found: Diagnosed, asked: _Asked) -> Iterator
 
 
 def _draws_others(found: Diagnosed, asked: _Asked) -> bool:
-    """Tell whether the step draws random numbers, and the replay may draw others than the failing step did."""
+    """Return True if the step draws random numbers, and the replay may draw others than the failing step did."""
     step, autocast = found.step, asked.dump.recorded.autocast
     assert step is not None
     if not found.random or asked.settings.seed is not None or asked.failed_before:
@@ -310,7 +310,7 @@ def _draws_others(found: Diagnosed, asked: _Asked) -> bool:
 
 
 def _advise(measured: Verification, found: Diagnosed, asked: _Asked) -> Iterator[str]:
-    """What would make it certain."""
+    """Yield what would make the answer certain."""
     step, code = found.step, measured.code
     assert step is not None
     if _draws_others(found, asked):
@@ -323,7 +323,7 @@ def _advise(measured: Verification, found: Diagnosed, asked: _Asked) -> Iterator
 
 
 def _notes(measured: Verification, asked: _Asked, step: FailingStep) -> Iterator[str]:
-    """What was not checked, and what was assumed."""
+    """Yield what was not checked, and what was assumed."""
     if step.loss is None:
         yield "The gradients of your loss were not checked: pass --loss."
     if measured.code.changes and measured.reference == "changed":

@@ -1,4 +1,4 @@
-"""Applies a fix to the working tree: every file whole or not at all, and back again where it does not help."""
+"""Applies a fix to the working tree, all files or none, and takes it back if it does not help."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PatchError(NanDoctorError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchedFile:
-    """One file: its bytes as they are, and as they will be."""
+    """One file: its bytes before and after the patch."""
 
     path: Path
     before: bytes
@@ -28,17 +28,17 @@ class PatchedFile:
 
 
 def plan_patch(files: Sequence[ChangedFile], *, allow_installed: bool = False) -> tuple[PatchedFile, ...]:
-    """Read the files as they are, and tell what becomes of each; nothing is written.
+    """Read the files and return what becomes of each; nothing is written.
 
     Raises:
-        PatchError: a file is missing or has changed since, is no text, or belongs to an installed package and
+        PatchError: a file is missing, has changed since or is not text, or it belongs to an installed package and
             `allow_installed` is not set.
     """
     return tuple(_plan_file(file, allow_installed) for file in files)
 
 
 def encode_diff(patch: SourcePatch) -> bytes:
-    """The diff as bytes; the lines of a file in its own encoding, since `git apply` compares bytes."""
+    """Return the diff as bytes, each file's lines in its own encoding, since `git apply` compares bytes."""
     parts = list[bytes]()
     for file in patch.files:
         old, new, hunks = SourcePatch(root=patch.root, files=(file,)).diff.split("\n", 2)
@@ -47,10 +47,10 @@ def encode_diff(patch: SourcePatch) -> bytes:
 
 
 def write_files(files: Sequence[PatchedFile]) -> None:
-    """Write all files; where one cannot be written, those before it are put back.
+    """Write all files; if one cannot be written, restore those before it.
 
     Raises:
-        NanDoctorError: a file cannot be written, or is not as it was when the patch was planned.
+        NanDoctorError: a file cannot be written, or has changed since the patch was planned.
     """
     for file in files:
         if file.path.read_bytes() != file.before:
@@ -64,14 +64,14 @@ def write_files(files: Sequence[PatchedFile]) -> None:
 
 
 def restore_files(files: Sequence[PatchedFile]) -> None:
-    """Put back what `write_files` wrote; a file that somebody has changed in the meantime is left alone."""
+    """Undo `write_files`; a file that was changed in the meantime is left alone."""
     for file in files:
         if file.path.is_file() and file.path.read_bytes() == file.after:
             _write(file.before, file.path)
 
 
 def _write(source: bytes, path: Path) -> None:
-    """Write the file and drop its bytecode, which Python takes for that of any text of the same size and second."""
+    """Write the file and delete its bytecode, which Python accepts for any source of the same size and second."""
     write_bytes(source, path)
     with suppress(OSError, NotImplementedError):
         Path(cache_from_source(path)).unlink()

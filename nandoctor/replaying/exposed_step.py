@@ -1,7 +1,7 @@
-"""A step that returns beside its output what else a NaN can hide in, so that it is looked at as the output is.
+"""A step that also returns other tensors in which a NaN can hide, so that they are examined like its output.
 
-That is what the forward leaves in the model's weights and attributes, in containers and in the files that its classes
-are written in, and what went into an op that gave whole numbers, truth values, or finite numbers alone.
+These are what the forward leaves in the model's weights and attributes, in containers and in the files that define its
+classes, and the arguments of ops that returned integers, booleans or only finite numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from nandoctor.torch_compat import count_storage_users, plain_torch, storage_of,
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, intercepting, to_source
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
 
-_HANDS_ON = MOVES | SELECTIONS | UNFILLED
+_PASS_THROUGH = MOVES | SELECTIONS | UNFILLED
 
 
 class Exposed(NamedTuple):
-    """What the model returned; by their names what it left behind, and what ops took that hid it."""
+    """The model's output; by name, the tensors that it left behind, and op arguments whose NaN or Inf was hidden."""
 
     output: Any
     kept: dict[str, torch.Tensor]
@@ -36,7 +36,7 @@ class Exposed(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """An argument of an op, and where the op stands."""
+    """An argument of an op, and the line of the op."""
 
     op: str
     argument: str
@@ -47,9 +47,9 @@ class Taken(NamedTuple):
 class Exposing:
     """Makes `step` return an `Exposed`.
 
-    It holds the tensors of these paths `only`, whatever their values; where that is None all that changed, and all that
-    an op took which hid what is non-finite in it. `sites` tells of the latter, by their paths in the output. What the
-    op took that is called `replaced` becomes numbers first, in the `way` that `_replace` tells of.
+    With `only`, that holds the tensors at these paths, whatever their values; else all that changed, and all op
+    arguments whose non-finite values the op hid. `sites` describes the latter by their paths in the output. The op
+    argument named `replaced` is given finite numbers first, by the `way` that `_replace` describes.
     """
 
     step: FailingStep
@@ -62,7 +62,7 @@ class Exposing:
 
     @property
     def exposed(self) -> FailingStep:
-        """The step with what it exposes in its output, and none of that in its loss."""
+        """The step with the exposed tensors in its output, and none of them in its loss."""
         return replace(self.step, forward=self._forward, loss=None if self.step.loss is None else self._loss)
 
     def _forward(self, batch: Batch) -> Exposed:
@@ -81,7 +81,7 @@ class Exposing:
         return Exposed(output, kept, self._taken)
 
     def _shows(self, path: str, could_hide: Callable[..., bool], *given: Any) -> bool:
-        """Tell whether a place is exposed: one of those asked for, else wherever something could hide."""
+        """Return True if a place is exposed: one of `only`, or without that, any where something could hide."""
         return path in self.only if self.only is not None else could_hide(*given)
 
     def _loss(self, made: Exposed, batch: Batch) -> torch.Tensor:
@@ -97,7 +97,7 @@ class Exposing:
             argument, tensor = names[self.replaced]
             return proceed(call.with_argument(argument, _replace(tensor, self.way)))
         made = proceed(call)
-        for name, (argument, tensor) in names.items() if call.name not in _HANDS_ON else ():
+        for name, (argument, tensor) in names.items() if call.name not in _PASS_THROUGH else ():
             if self._shows(f"taken.{name}", _hides, call, tensor, made):
                 self._taken[name] = tensor
                 self.sites[f"taken.{name}"] = Taken(call.name, argument, to_source(find_place()))
@@ -105,9 +105,9 @@ class Exposing:
 
 
 def find_held(step: FailingStep) -> Taken | None:
-    """The first op whose NaN outlives the step where it cannot be looked for: in a closure, or another file's variable.
+    """Return the first op whose NaN outlives the step out of sight: in a closure, or in another file's variable.
 
-    What the model and its files hold was put back by then. NaN that is written down is meant.
+    What the model and its files hold was restored by then. A NaN that the code writes is meant.
     """
     shown = (*step.model.parameters(), *step.model.buffers(), *(tensor for _, tensor in _list_state(step.model)))
     known = {storage_of(tensor) for tensor in (*shown, *step.batch.values()) if tensor.layout is torch.strided}
@@ -133,18 +133,18 @@ def find_held(step: FailingStep) -> Taken | None:
 
     if find() is None:
         return None
-    gc.collect()  # through all of torch and of the model: only where something is there that may be garbage
+    gc.collect()  # walks all of torch and the model, so only if what is there may be garbage
     return find()
 
 
 def _hides(call: Invocation, taken: torch.Tensor, made: Any) -> bool:
-    """Tell whether the op made whole numbers of what is non-finite in its argument, or finite ones of a NaN."""
+    """Return True if the op made integers or booleans from a non-finite argument, or finite numbers from a NaN."""
     leaves = tree_tensors(made)
     floats = [leaf for leaf in leaves if format_of(leaf.dtype) is not None]
     numbers = numbers_in(taken)
     if numbers is None or all_finite(taken):
         return False
-    # `x != x` is the oldest way to ask for NaN.
+    # `x != x` tests for NaN, and hides nothing.
     if len(floats) < len(leaves) or not leaves:
         return not (call.name in ("eq", "ne") and call.args[0] is call.args[1])
     return all(map(all_finite, floats)) and bool(torch.isnan(numbers).any())
@@ -154,11 +154,11 @@ WAYS = 4
 
 
 def _replace(tensor: torch.Tensor, way: int) -> torch.Tensor:
-    """The tensor with numbers that fp16 holds: any for NaN, large ones for infinities.
+    """Return the tensor with numbers that fp16 holds: any for NaN, large ones for infinities.
 
-    Where several are non-finite no two get the same, and another of them the largest in each `way`, so that the result
-    is another where their order matters. In the third all NaN are large, in the last they are 0, which counts and truth
-    values tell from every other number.
+    No two non-finite elements get the same number, and each `way` gives the largest to another, so that the result
+    changes if their order matters. In way 2 all NaN are large; in way 3 they are all 0 instead, which counts and
+    booleans tell from any other number.
     """
     steps = torch.linspace(0, 1, tensor.numel(), device=tensor.device)
     steps = (steps.flip(0) if way == 1 else steps).view(tensor.shape)
@@ -168,7 +168,7 @@ def _replace(tensor: torch.Tensor, way: int) -> torch.Tensor:
 
 
 def _is_new(tensor: torch.Tensor, before: torch.Tensor | None, version: int | None) -> bool:
-    """Tell whether this is another tensor than there was before the forward, or was written to since."""
+    """Return True if the tensor is another one than before the forward, or was written to since."""
     if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
         return True
     is_same = before is tensor and version == version_of(tensor)
@@ -176,7 +176,7 @@ def _is_new(tensor: torch.Tensor, before: torch.Tensor | None, version: int | No
 
 
 def _list_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The floating-point tensors, each once, that the model holds beside its weights and buffers, with their places."""
+    """Yield the floating-point tensors that the model holds besides weights and buffers, each once, by place."""
     seen = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     scopes = ((str(scope.__name__), scope) for scope in scopes_of(model))
     with plain_torch():

@@ -1,4 +1,4 @@
-"""Makes edits to a run, and undoes them."""
+"""Applies edits to a run, and undoes them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UNLOWERED = {policy.format.name: policy for policy in (REFERENCE, EXACT)}
 
 
 def choose_policy(edits: Sequence[SingleEdit], policy: Policy) -> Policy:
-    """The policy that the edits ask for."""
+    """Return the policy that the edits ask for."""
     for edit in edits:
         if isinstance(edit, UseFormat):
             policy = _UNLOWERED.get(edit.format.name) or replace(policy, format=edit.format, ambient=True)
@@ -41,14 +41,14 @@ def choose_policy(edits: Sequence[SingleEdit], policy: Policy) -> Policy:
 
 
 def choose_loss_scale(edits: Sequence[SingleEdit], loss_scale: float | None) -> float | None:
-    """The loss scale that the edits ask for."""
+    """Return the loss scale that the edits ask for."""
     return next((edit.value for edit in edits if isinstance(edit, SetLossScale)), loss_scale)
 
 
 def select_samples(
     edits: Sequence[SingleEdit], batch: Mapping[str, torch.Tensor], used: frozenset[str]
 ) -> dict[str, torch.Tensor]:
-    """The batch with the samples that the edits keep: every array that is as long as those the model takes."""
+    """Return the batch with the samples that the edits keep, in every array as long as those that the model takes."""
     kept = next((edit.samples for edit in edits if isinstance(edit, KeepSamples)), None)
     if kept is None:
         return dict(batch)
@@ -64,22 +64,22 @@ _LISTED = re.compile(r"\.\d+\.")
 
 
 def batch_size(batch: Mapping[str, torch.Tensor], used: frozenset[str]) -> int | None:
-    """How many samples there are: the length that most of the arrays have which the model takes, or of all."""
+    """Return the number of samples: the most frequent length of the arrays that the model takes, or of all."""
     taken = {name: tensor for name, tensor in batch.items() if name in used} or batch
     lengths = Counter(tensor.shape[0] for tensor in _of_all_samples(taken) if tensor.dim())
     return lengths.most_common(1)[0][0] if lengths else None
 
 
 def _of_all_samples(batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The arrays but for those in a list of dicts (`labels.1.boxes`), the rows of one sample, if others are left."""
+    """Return the arrays except those in a list of dicts (`labels.1.boxes`), which are one sample's, if any remain."""
     others = [tensor for name, tensor in batch.items() if not _LISTED.search(name)]
     return others or list(batch.values())
 
 
 def sample_count(batch: Mapping[str, torch.Tensor], used: frozenset[str]) -> int | None:
-    """The same, where it is beyond doubt: None where as many arrays have another length, or list the edges of a graph.
+    """Return `batch_size`, or None if as many arrays have another length, or arrays list the edges of a graph.
 
-    Edges are two rows of whole numbers, from and to, or a sparse tensor.
+    Edges are two rows of integers, from and to, or a sparse tensor.
     """
     size = batch_size(batch, used)
     taken = _of_all_samples({name: tensor for name, tensor in batch.items() if name in used and tensor.dim()})
@@ -93,9 +93,9 @@ def sample_count(batch: Mapping[str, torch.Tensor], used: frozenset[str]) -> int
 def may_have_time_first(
     batch: Mapping[str, torch.Tensor], used: frozenset[str]
 ) -> Literal["never", "unlikely", "possible"]:
-    """Tell whether the dimension that `sample_count` counts along may be time: where sequences are of that length.
+    """Return how likely dimension 0, which `sample_count` counts, is time: it may be if sequences have that length.
 
-    It is unlikely beside an array of as many rows that is no sequence, a target say, and of token ids.
+    It is unlikely beside an array of as many rows that is no sequence, such as a target, and for token ids.
     """
     size = sample_count(batch, used)
     arrays = [tensor for tensor in batch.values() if tensor.dim() and tensor.shape[0] == size]
@@ -111,7 +111,7 @@ def may_have_time_first(
 def intervene(
     edits: Sequence[SingleEdit], model: nn.Module, device: torch.device, owner: Callable[[], Owner]
 ) -> Iterator[None]:
-    """A context in which the edits to modules and ops are made; `owner` tells which module call runs."""
+    """Apply the edits to modules and ops while the context is open; `owner` returns the running module call."""
     with ExitStack() as stack:
         for edit in edits:
             if isinstance(edit, SetAttribute):
@@ -129,7 +129,7 @@ def intervene(
 
 @contextmanager
 def loss_in_fp32(edits: Sequence[SingleEdit], device: torch.device) -> Iterator[Callable[[Any], Any]]:
-    """A context for the loss function; what it yields makes the output that the loss function gets."""
+    """Open a context for the loss function, and yield a function that prepares the output for it."""
     if not any(isinstance(edit, KeepModule) and edit.module == LOSS for edit in edits):
         yield lambda output: output
         return
@@ -139,9 +139,9 @@ def loss_in_fp32(edits: Sequence[SingleEdit], device: torch.device) -> Iterator[
 
 @contextmanager
 def _modules_kept(kept: Mapping[str, bool], model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Hooks that switch autocast off around modules of `kept`, and on again around children that are not to be."""
+    """Switch autocast off by hooks around the modules in `kept`, and on again around children that are not kept."""
     modules = dict(model.named_modules())
-    kept = {path: children for path, children in kept.items() if path in modules}  # others are made by the forward
+    kept = {path: children for path, children in kept.items() if path in modules}  # others are built in the forward
     modes = {id(modules[path]): children for path, children in kept.items()}
     regions, in_files = _Regions(modes, device), is_large(model)
     with ExitStack() as stack:
@@ -160,10 +160,10 @@ def _modules_kept(kept: Mapping[str, bool], model: nn.Module, device: torch.devi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Open:
-    """A module call that is open: the region made for it, and autocast's state as the model has it without that.
+class _OpenCall:
+    """An open module call: the region made for it, and autocast's state without that region.
 
-    `depth` is how many regions were open when its forward began: where there are more, the model opened one itself.
+    `depth` is how many regions were open when its forward began: if there are more, the model opened one itself.
     """
 
     module: nn.Module
@@ -173,15 +173,15 @@ class _Open:
 
 
 class _Regions:
-    """The autocast regions around the module calls that are open; `modes` tells by id which modules are in fp32.
+    """The autocast regions around the open module calls; `modes` has the ids of the modules in fp32.
 
-    True stands for a module with all below it, False for its forward alone, which gets its children's output in fp32.
+    True means a module with all below it, False its forward alone, which gets its children's output in fp32.
     """
 
     def __init__(self, modes: Mapping[int, bool], device: torch.device) -> None:
         self._modes = modes
         self._device = device
-        self._open: list[_Open] = []
+        self._open: list[_OpenCall] = []
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         name = self._device.type
@@ -194,7 +194,7 @@ class _Regions:
             region = torch.autocast(name, enabled=False)
         if region is not None:
             region.__enter__()
-        self._open.append(_Open(module=module, region=region, state=state, depth=_autocast_depth()))
+        self._open.append(_OpenCall(module=module, region=region, state=state, depth=_autocast_depth()))
         return widen((args, kwargs)) if id(module) in self._modes else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -204,7 +204,7 @@ class _Regions:
         return widen(output) if self._is_in_kept_forward() else None
 
     def _is_in_kept_forward(self) -> bool:
-        """Tell whether the innermost open call is of a module whose forward alone is in fp32."""
+        """Return True if the innermost open call is of a module whose forward alone is in fp32."""
         return bool(self._open) and self._modes.get(id(self._open[-1].module)) is False
 
     def close(self) -> None:
@@ -218,6 +218,6 @@ class _Regions:
 
 
 def _autocast_depth() -> int:
-    """How many autocast regions are open in this thread."""
+    """Return how many autocast regions are open in this thread."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())

@@ -1,4 +1,4 @@
-"""The memory of a model's tensors: copied before a run, or before the first write to it, and put back after it."""
+"""Copies the memory of a model's tensors before a run, or before the first write to it, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from nandoctor.torch_compat import OpOverload
 
 _WATCHED_NBYTES = 32 << 20
-"""Less is copied more quickly than every operation is looked at."""
+"""Less memory than this is copied faster than every op is watched."""
 _SMALL_NBYTES = 1 << 16
 
 
 @contextmanager
 def tensors_kept(tensors: Sequence[torch.Tensor], *, traced: bool) -> Iterator[None]:
-    """Give every tensor its class, memory, shape and content back.
+    """Restore every tensor's class, memory, shape and content after the context.
 
-    Small ones are copied before the run. Of large ones, whose memory may be a mapped file, what is written to is copied
-    just before the first write.
+    Small tensors are copied before the run. Large ones, whose memory may be a mapped file, are copied just before the
+    first write to them.
     """
-    with no_subclass_methods():  # what is asked of a tensor here is not for its class to answer
+    with no_subclass_methods():  # a subclass's own methods may answer otherwise
         dense = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
         headers = [_Header(tensor) for tensor in dense]
         others = [(tensor, tensor.detach().clone()) for tensor in tensors if tensor.layout is not torch.strided]
@@ -64,7 +64,7 @@ def tensors_kept(tensors: Sequence[torch.Tensor], *, traced: bool) -> Iterator[N
 
 
 class _Header:
-    """What a tensor has beside its memory."""
+    """A tensor's attributes besides its memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._kind, self._data = tensor, type(tensor), tensor.data
@@ -84,7 +84,7 @@ class _Header:
 
 
 class _Memory:
-    """The storages of tensors, each once however many tensors share it, and copies of those that are kept."""
+    """The storages of some tensors, each once, and the copies that were made of them."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._flat = {storage_of(tensor): _bytes_of(tensor) for tensor in tensors}
@@ -103,13 +103,13 @@ class _Memory:
             )
 
     def keep_all(self, *, below: float = math.inf) -> None:
-        """Copy every storage of less than so many bytes."""
+        """Copy every storage of less than `below` bytes."""
         for storage, flat in self._flat.items():
             if flat.numel() < below:
                 self.keep(storage, in_file=False)
 
     def keep_written(self, call: Invocation, proceed: Proceed) -> Any:
-        """Copy what an operation writes to, and run it."""
+        """Copy what an op writes to, and run it."""
         written = written_by(call.op)
         for name, value in call.arguments() if written else ():
             for tensor in tree_leaves(value) if name in written else ():
@@ -131,17 +131,17 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def written_by(op: OpOverload) -> frozenset[str]:
-    """The names of the arguments that an operation writes to; a batch norm does not say so of its statistics."""
+    """Return the names of the arguments that an op writes to; a batch norm's schema does not mark its statistics."""
     aliases = ((argument.name, argument.alias_info) for argument in schema_of(op).arguments)
     return frozenset(name for name, it in aliases if (it is not None and it.is_write) or name.startswith("running_"))
 
 
 class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has memory copied before the first operation that writes to it."""
+    """A mode that copies memory before the first op that writes to it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave out torch's wrapper around each call: it imports the compiler, and takes as long as all else here."""
+        """Leave out torch's wrapper around each call, which imports the compiler and takes as long as all else here."""
         return False
 
     def __init__(self, memory: _Memory) -> None:
@@ -151,6 +151,6 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not written_by(func):  # as of nearly all
+        if not written_by(func):  # as for nearly all ops
             return func(*args, **(kwargs or {}))
         return self._memory.keep_written(Invocation(op=func, args=args, kwargs=kwargs or {}), Invocation.run)

@@ -1,7 +1,7 @@
-"""The state that a forward may change beside its output: what to keep of it before a run, and put back after it.
+"""Saves the state that a forward may change besides its output before a run, and restores it afterwards.
 
-After `restored`, parameters, buffers, other tensors, attributes, containers, random generators and caches of the model,
-and of the files that its classes are written in, are as they were.
+`restored` covers parameters, buffers, other tensors, attributes, containers, random generators and caches of the
+model, and of the files that define its classes.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ _GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.
 _UNBOUND = (staticmethod, classmethod)
 _UNSET = object()
 _THE_INTERPRETERS = (vars(builtins), sys.modules)
-"""Every file refers to the first, a model may to the second: what a run adds to them others may be using."""
+"""Every file refers to the first, a model may refer to the second: other code may be using what a run adds to them."""
 
 
 @contextmanager
 def restored(model: nn.Module, *, traced: bool = False) -> Iterator[Sequence[torch.Tensor]]:
-    """Put back what a forward changes: weights and buffers, written in place or replaced, and all other state.
+    """Restore weights and buffers, written in place or replaced, and all other state that a forward changes.
 
-    It yields the tensors that the model holds. What lies in closures, in iterators and in the memory of compiled
-    extensions is not known here. `traced` says that the run's operations are intercepted, beside which no dispatch mode
-    can be open.
+    It yields the tensors that the model holds. State in closures, in iterators and in the memory of compiled extensions
+    is not covered. `traced` says that the run's ops are intercepted, so that no dispatch mode can be open.
     """
     found = _find_state(model)
     with ExitStack() as stack:
@@ -58,7 +57,7 @@ def restored(model: nn.Module, *, traced: bool = False) -> Iterator[Sequence[tor
 
 
 class _Known(threading.local):
-    """What this thread's runs have found of a model's state, with the model; None where it may change between them."""
+    """A thread's cache of models and the state found in them; None while a model may change between runs."""
 
     states: dict[object, tuple[nn.Module, _State]] | None = None
 
@@ -67,7 +66,7 @@ _known = _Known()
 
 
 def state_known() -> AbstractContextManager[None]:
-    """A context for many runs of models that nothing else changes: to go through all that they hold is done once."""
+    """Return a context for many runs of models that nothing else changes, in which each model is searched only once."""
     return held((_known, "states", {}))
 
 
@@ -82,7 +81,7 @@ def _find_state(model: nn.Module) -> _State:
 
 
 def _undo_all(undo: list[Undo]) -> None:
-    """The last first, and all of them whatever one of them raises."""
+    """Undo in reverse order, all of it whatever one of them raises."""
     try:
         while undo:
             undo.pop()()
@@ -92,12 +91,12 @@ def _undo_all(undo: list[Undo]) -> None:
 
 
 class _State:
-    """All that can be reached from a model: its tensors, each once, and how to put everything else back."""
+    """All that can be reached from a model: its tensors, each once, and how to restore everything else."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors: list[torch.Tensor] = []
         self.undo: list[Undo] = []
-        # With the values, for the id of one that is gone may be another's.
+        # With the values, since the id of a deleted one may be reused.
         self._seen: dict[int, Any] = {id(value): value for value in _THE_INTERPRETERS}
         self._waiting: deque[tuple[Any, int]] = deque()
         self._left = _MOST_VALUES
@@ -108,7 +107,7 @@ class _State:
             self._keep(*self._waiting.popleft())
 
     def _add(self, values: Iterable[Any], depth: int) -> None:
-        of_module = depth >= _DEPTH - 1  # itself, or an attribute of it: kept however many there are
+        of_module = depth >= _DEPTH - 1  # a module or an attribute of it: no limit on these
         for value in values:
             if type(value) not in _PLAIN and id(value) not in self._seen and (of_module or self._left > 0):
                 self._seen[id(value)] = value
@@ -116,17 +115,17 @@ class _State:
                 self._waiting.append((value, depth))
 
     def _add_scope(self, scope: Any) -> None:
-        """Keep what a class, or the file that it is written in, has beside functions."""
+        """Save what a class, or the file that defines it, holds besides functions."""
         saved = dict(vars(scope))
         self.undo.append(lambda: _reset_names(scope, saved))
         plain = (getattr(value, "__func__", value) if _is(value, *_UNBOUND) else value for value in saved.values())
         self._add((value for value in plain if _is(value, *_CONTAINERS, *_GENERATORS, _Cached, torch.Tensor)), 2)
 
     def _keep(self, value: Any, depth: int) -> None:
-        if type(value) in _CONTAINERS and depth:  # as most are
+        if type(value) in _CONTAINERS and depth:  # the usual case
             self._keep_container(value, depth - 1)
         elif _is(value, torch.Tensor):
-            if hasattr(type(value), "__tensor_flatten__"):  # a wrapper of others, which hold the memory
+            if hasattr(type(value), "__tensor_flatten__"):  # a wrapper, whose parts hold the memory
                 self._add((getattr(value, name) for name in value.__tensor_flatten__()[0]), 0)
             else:
                 self.tensors.append(value)
@@ -151,7 +150,7 @@ class _State:
             self._keep_container(value, depth - 1)
 
     def _keep_container(self, value: Any, depth: int) -> None:
-        # Of a subclass, the methods may do or refuse anything: those of the type that it is made of are asked.
+        # A subclass's methods may do or refuse anything, so those of the built-in type are called.
         base = next((kind for kind in type(value).__mro__ if kind in _CONTAINERS), None)
         if base is OrderedDict or base is dict:
             saved = list(base.keys(value)), list(base.values(value))
@@ -175,12 +174,12 @@ class _State:
 
 
 def _is(value: Any, *kinds: Any) -> bool:
-    """Tell whether a value is one of a type; unlike `isinstance`, without asking the value, which may be a proxy."""
+    """Return True if the value's own type is one of these; `isinstance` would ask the value, which may be a proxy."""
     return issubclass(type(value), kinds)
 
 
 def scopes_of(model: nn.Module) -> Iterator[Any]:
-    """The classes of the model that are not torch's, and the files they are from; never the interactive session."""
+    """Yield the model's classes that are not torch's, and the files that define them, but no interactive session."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if _is_of_the_model(kind)}
     yield from kinds
     files = {str(kind.__module__) for kind in kinds} - {"__main__"}
@@ -192,7 +191,7 @@ def _is_of_the_model(kind: type) -> bool:
 
 
 def _attributes_of(value: Any) -> dict[str, Any] | None:
-    """The dict of an object's attributes, whatever its class makes of the name `__dict__`."""
+    """Return the dict of an object's attributes, even if its class redefines `__dict__`."""
     places = (vars(kind).get("__dict__") for kind in type(value).__mro__)
     own = next((place for place in places if isinstance(place, (GetSetDescriptorType, MemberDescriptorType))), None)
     return None if own is None else own.__get__(value)
@@ -233,13 +232,13 @@ def _relist(base: Any, target: Any, items: list[Any]) -> None:
 
 
 def _is_dead(value: Any) -> bool:
-    """Tell whether it is a weak reference to what is gone, which no weak collection would hold any longer."""
+    """Return True for a weak reference to a deleted object, which no weak collection would hold any longer."""
     return _is(value, weakref.ref) and value() is None
 
 
 def _reset_names(scope: Any, saved: dict[str, Any]) -> None:
-    """Set the names of a class or a file as they were; what was imported or defined meanwhile stays."""
-    base = type if _is(scope, type) else ModuleType  # the class of either may refuse to be written to
+    """Restore the names of a class or file; what was imported or defined meanwhile stays."""
+    base = type if _is(scope, type) else ModuleType  # the class of either may refuse writes
     now = dict(vars(scope))
     for name, value in now.items():
         if name not in saved and not (name.startswith("__") or _is(value, ModuleType, type, FunctionType)):
@@ -250,7 +249,7 @@ def _reset_names(scope: Any, saved: dict[str, Any]) -> None:
 
 
 def _generator_state(value: Any) -> Undo:
-    """How to put a random generator of the model's own back."""
+    """Return a function that restores a random generator of the model's own."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if isinstance(value, random.SystemRandom):  # has no state
@@ -263,7 +262,7 @@ def _generator_state(value: Any) -> Undo:
 
 
 def _keep_array(values: np.ndarray[Any, Any]) -> Undo:
-    if not values.flags.writeable:  # as a data set's is that is mapped from a file
+    if not values.flags.writeable:  # such as a dataset mapped from a file
         return lambda: None
     plain = values.view(np.ndarray)
     saved = plain.copy()

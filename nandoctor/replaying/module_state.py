@@ -1,10 +1,10 @@
-"""A model's weights, buffers and gradients as a run meets them: their names, format, and which are non-finite.
+"""A model's weights, buffers and gradients in a run: their names, formats, and which are non-finite.
 
-In a large model each gradient is read when the backward pass has completed it, and let go.
+In a large model each gradient is read when the backward pass has completed it, and then freed.
 
-A float64 run draws the same random numbers as one in fp32, so that it is of the same step: `randn` and `rand` take
-another number of bits from the generator in float64, so that everything after them differs; fp16 and bf16 draw what
-fp32 does, rounded. Dropout draws the same mask in every format.
+A float64 run draws the same random numbers as an fp32 run, so that it runs the same step. By themselves `randn` and
+`rand` take another number of bits from the generator in float64, and everything drawn after them differs. fp16 and bf16
+draw what fp32 does, rounded. Dropout draws the same mask in every format.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ from nandoctor.tracing.tensor_stats import Reading, all_finite, collect, is_fini
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 LARGE_NBYTES = 256 << 20
-"""Weights from which on memory counts for more than the time that it takes to save it."""
+"""The size of weights from which on memory counts for more than the time that it takes to save it."""
 
 _EXPANDED_NBYTES = 32 << 20
 _READ_EACH_TIME = 1 << 14
-"""Of so few values reading them takes no longer than to tell whether they were written to."""
+"""Up to so many values, reading them takes no longer than checking whether they were written to."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOLDS_NOTHING = frozenset({int, float, str, bool, type(None), FunctionType})
 
 
 def is_large(model: nn.Module) -> bool:
-    """Tell whether the weights on the CPU are worth the trouble."""
+    """Return True if the model has so many weights on the CPU that saving memory is worth the time."""
     return memory_of(tensor for tensor in model.parameters() if tensor.device.type == "cpu") >= LARGE_NBYTES
 
 
 def run_backward(
     model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool
 ) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
-    """Run the backward pass; the parameters' non-finite gradients, and all of them where they are to be kept.
+    """Run the backward pass; return the statistics of non-finite parameter gradients, and all gradients if `keep`.
 
-    Those that are kept are of loss x `loss_scale`, but of a large model, as `kept_scale` tells: to divide all of them
-    takes a third of a backward pass. None are left on the model. Raises LossError where the loss has no gradient.
+    Kept gradients are of loss x `loss_scale`, as dividing all of them takes a third of a backward pass; those of a
+    large model are at scale 1. None are left on the model. Raises LossError if the loss has no gradient.
     """
     with held(*((parameter, "grad", None) for parameter in model.parameters())):
         if not loss.requires_grad:
@@ -85,14 +85,14 @@ def run_backward(
 
 
 def kept_scale(model: nn.Module, loss_scale: float) -> float:
-    """The loss scale that the gradients are at which `run_backward` keeps: those of a large model lie in files."""
+    """Return the loss scale of the gradients that `run_backward` keeps: 1 for a large model's, which lie in files."""
     return 1.0 if is_large(model) else loss_scale
 
 
 def _run_releasing(
     model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool
 ) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
-    """Read each gradient when it is complete, and let it go; those that are kept lie in files, at scale 1."""
+    """Read each gradient when it is complete, then free it; those that are kept lie in files, at scale 1."""
     parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
     readings: dict[str, Reading] = {}
     kept: dict[str, torch.Tensor] = {}
@@ -105,7 +105,7 @@ def _run_releasing(
         if reading is not None and not is_finite(reading):
             readings[name] = reading
         if keep:
-            before = kept.get(name)  # a reentrant checkpoint adds its part by itself
+            before = kept.get(name)  # a reentrant checkpoint adds its part separately
             unscaled = gradient / loss_scale
             unscaled = unscaled if before is None else unscaled + before
             kept[name] = map_empty(unscaled.shape, unscaled.dtype).copy_(unscaled)
@@ -121,7 +121,7 @@ def _run_releasing(
 def known_tensors(
     model: nn.Module, batch: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[TensorKind, str, torch.Tensor]]:
-    """What the ops meet from outside."""
+    """Yield the tensors that ops get from outside: weights, buffers and the batch, each with its kind and name."""
     idle = (module for module in model.modules() if _writes_only(module))
     unread = {id(buffer) for module in idle for buffer in module.buffers(recurse=False)}
     yield from (("weight", name, tensor) for name, tensor in model.named_parameters() if not is_lazy(tensor))
@@ -134,7 +134,7 @@ def known_tensors(
 def with_nonfinite_state(
     calls: tuple[ModuleCall, ...], modules: Tracer, model: nn.Module, low: FloatFormat
 ) -> tuple[ModuleCall, ...]:
-    """The calls of a run, each with its module's non-finite state; after a failure every weight is read for it."""
+    """Return a run's calls, each with its module's non-finite state, for which every weight is read after a failure."""
     if all(stats.finite for call in calls for stats in (*call.inputs, *call.outputs)):
         return calls
     state: dict[str, tuple[TensorStats, ...]] = {}
@@ -147,9 +147,9 @@ def with_nonfinite_state(
 
 
 def mark_weights(model: nn.Module) -> dict[str, tuple[int | None, int]]:
-    """The large weights of torch's own layers, each with what changes when it is written to, but by way of `.data`.
+    """Return the large weights of torch's own layers, each with a mark that changes at a write, unless through `.data`.
 
-    Their own code writes to none, and their values need not be read again.
+    The layers' own code writes to none, so their values need not be read again.
     """
     ours = {id(it) for module in model.modules() if not _is_torchs(module) for it in module.parameters(recurse=False)}
     large = ((name, weight) for name, weight in _plain_weights(model) if weight.numel() > _READ_EACH_TIME)
@@ -157,10 +157,10 @@ def mark_weights(model: nn.Module) -> dict[str, tuple[int | None, int]]:
 
 
 def list_nonfinite_state(model: nn.Module, marks: Mapping[str, object] = MappingProxyType({})) -> dict[str, bool]:
-    """What a model keeps that is not finite, and whether it holds a NaN, or an Inf, as squares overflow to.
+    """Return the tensors of a model that are not finite: True if one holds a NaN, or a +Inf as squares overflow to.
 
-    Its buffers, the tensors in attributes of its modules and in containers there, and the weights, but for those that
-    still have the mark which they had. A -Inf alone may be a mask's.
+    These may be buffers, tensors in its modules' attributes and in containers there, and weights, except those whose
+    mark is unchanged. A -Inf alone may be a mask's.
     """
     now = mark_weights(model) if marks else {}
     weights = (item for item in _plain_weights(model) if item[0] not in marks or now.get(item[0]) != marks[item[0]])
@@ -178,9 +178,9 @@ def _plain_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def tensors_in(owners: Iterable[tuple[str, Any]], *, attributes: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that modules, classes and files hold by names of their own, with their places.
+    """Yield the tensors that modules, classes and files hold by names of their own, with their places.
 
-    Weights and buffers are none of these, nor is what functions hold; `attributes` is as for `walk_tensors`.
+    Weights, buffers and what functions hold are left out; `attributes` is as for `walk_tensors`.
     """
     for path, owner in owners:
         values = {
@@ -194,23 +194,23 @@ def tensors_in(owners: Iterable[tuple[str, Any]], *, attributes: bool) -> Iterat
 
 
 def _writes_only(module: nn.Module) -> bool:
-    """Whether this is a norm layer in train mode, which writes its running statistics and does not read them."""
+    """Return True for a norm layer in train mode, which writes its running statistics and does not read them."""
     return is_running_norm(module) and module.training
 
 
 def state_widened(state: Iterable[torch.Tensor], policy: Policy) -> AbstractContextManager[None]:
-    """The model's tensors in the format of a reference, which half-precision ones would round."""
+    """Return a context that holds the model's tensors in a reference's format, as half precision would round."""
     narrower = [tensor for tensor in state if _is_narrower(tensor, policy)]
     return state_in(narrower, torch_dtype(policy.format), in_files=memory_of(narrower) >= LARGE_NBYTES)
 
 
 def in_reference_format(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
-    """The tensor in the format of a reference."""
+    """Return the tensor in the format of a reference, or as it is under another policy."""
     return tensor.to(torch_dtype(policy.format)) if _is_narrower(tensor, policy) else tensor
 
 
 def copied_input(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
-    """A copy of an input for one run, in the format of a reference; a large expanded one takes what is stored of it.
+    """Return a copy of an input for one run, in a reference's format; of a large expanded one, only what it stores.
 
     A smaller one is written out, so that the model may write to it.
     """
@@ -221,14 +221,14 @@ def copied_input(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
 
 
 def _is_narrower(tensor: torch.Tensor, policy: Policy) -> bool:
-    """Tell whether a reference widens this tensor: fp32 half precision, fp64 everything."""
+    """Return True if a reference widens this tensor: fp32 widens half precision, fp64 everything."""
     if is_lazy(tensor):
         return False
     return tensor.dtype in LOW_DTYPES if policy is REFERENCE else policy is EXACT and tensor.is_floating_point()
 
 
 def state_in(tensors: Iterable[torch.Tensor], dtype: torch.dtype, *, in_files: bool) -> AbstractContextManager[None]:
-    """A context in which these weights and buffers are held in another dtype; their own values come back after it.
+    """Return a context in which these weights and buffers have another dtype; their own values come back after it.
 
     With `in_files` large ones lie in files meanwhile.
     """
@@ -243,7 +243,7 @@ _DRAWING = frozenset(
 
 
 def drawn_in_fp32() -> AbstractContextManager[Any]:
-    """A context in which float64 random numbers are drawn in fp32, and cast."""
+    """Return a context in which float64 random numbers are drawn in fp32, and cast."""
     return intercepting(_draw)
 
 
@@ -256,7 +256,7 @@ def _draw(call: Invocation, proceed: Proceed) -> Any:
         if not _is_wide(target):
             return proceed(call)
         return target.copy_(proceed(call.with_argument("self", torch.empty_like(target, dtype=torch.float32))))
-    # What is drawn has torch's default dtype where neither a tensor nor the call says another.
+    # Without a dtype from a tensor or the call, torch draws in its default dtype.
     has_dtype = any(argument.name == "dtype" for argument in schema.arguments) and call.kwargs.get("dtype") is None
     by_default = has_dtype and next(call.tensors(), None) is None and torch.get_default_dtype() is torch.float64
     if not (by_default or any(map(_is_wide, tree_leaves((call.args, call.kwargs))))):

@@ -39,7 +39,7 @@ _CLOSE = 1e-6
 
 
 def widen(value: Any) -> Any:
-    """Low-precision tensors in fp32, wherever in the value they are."""
+    """Return the value with all low-precision tensors in it in fp32."""
 
     def widen_leaf(leaf: Any) -> Any:
         return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in LOW_DTYPES else leaf
@@ -48,7 +48,7 @@ def widen(value: Any) -> Any:
 
 
 class OpEdits:
-    """The edits among `edits` that change single ops; `owner` tells which module call runs."""
+    """The edits among `edits` that change single ops; `owner` returns the running module call."""
 
     def __init__(self, edits: Sequence[SingleEdit], owner: Callable[[], Owner]) -> None:
         self._owner = owner
@@ -61,16 +61,16 @@ class OpEdits:
         return bool(self._changes)
 
     def handle(self, call: Invocation, proceed: Proceed) -> Any:
-        """Run one op, changed where it is meant."""
+        """Run one op, with the edits that apply to it."""
         owner = self._owner()
         run = proceed
         for edit, site, change in self._changes:
-            # What writes to its argument cannot give a tensor of another dtype, nor one that is not that argument.
+            # An in-place op can return neither a tensor of another dtype nor another tensor than its argument.
             possible = not schema_of(call.op).is_mutable or _keeps_target(edit, call.op)
             if possible and self._is_meant(site, call, owner):
                 run = partial(change, proceed=run)
         output = run(call)
-        # Counted as the op tracer counts: what gives no floating-point tensor is not there.
+        # Counted as by the op tracer, which skips ops without a floating-point output.
         if any(format_of(leaf.dtype) for leaf in tree_tensors(output)):
             self._counts[owner, call.name] += 1
         return output
@@ -87,9 +87,9 @@ class OpEdits:
 
 
 def _keeps_target(edit: SingleEdit, op: OpOverload) -> bool:
-    """Tell whether an op with this edit writes to the same tensor: other values of it, or another argument.
+    """Return True if an op with this edit writes to the same tensor: only its values or another argument change.
 
-    What is selected after an op with `out=` would be another tensor.
+    Selecting from the result of an op with `out=` would make another tensor.
     """
     if isinstance(edit, GuardArgument) and any(argument.is_out for argument in schema_of(op).arguments):
         return False
@@ -97,7 +97,7 @@ def _keeps_target(edit: SingleEdit, op: OpOverload) -> bool:
 
 
 def _is_at(source: SourceLine) -> bool:
-    """Tell whether the user's code is at this line, and in this expression of it where the source names one."""
+    """Return True if the user's code is at this line and, if the source names one, in this expression."""
     found = to_source(find_place())
     if found is None or (found.file, found.line) != (source.file, source.line):
         return False
@@ -105,7 +105,7 @@ def _is_at(source: SourceLine) -> bool:
 
 
 def _changes_of(edit: SingleEdit) -> Iterator[tuple[OpSite, Callable[..., Any]]]:
-    """The ops that an edit changes, each with `(call, proceed) -> output`, where `proceed` runs the op given to it."""
+    """Yield the ops that an edit changes, each with `(call, proceed) -> output`, where `proceed` runs an op."""
     if isinstance(edit, ScaleFirst):
         yield edit.product, partial(_scale_first, edit.factor)
         yield edit.scale, lambda call, proceed: next(tensor for _, tensor in call.tensors())
@@ -114,14 +114,14 @@ def _changes_of(edit: SingleEdit) -> Iterator[tuple[OpSite, Callable[..., Any]]]
 
 
 def _run_in_fp32(edit: KeepOp, call: Invocation, proceed: Proceed) -> Any:
-    """The op on wide operands; a composite op passes the type of its operand on, as cross_entropy to log_softmax."""
+    """Run the op on wide operands; a composite op passes its operand's dtype on, as cross_entropy to log_softmax."""
     wide = call.mapped(widen)
     if call.name not in CASTS and dict(call.arguments()).get("dtype") in LOW_DTYPES:
         wide = wide.with_argument("dtype", torch.float32)
     with without_autocast():
         made = proceed(wide)
     if call.name in CASTS and isinstance(made, torch.Tensor) and made.dtype in LOW_DTYPES:
-        _, taken = next(call.tensors())  # the cast itself is what does not fit
+        _, taken = next(call.tensors())  # the cast itself is the failing op
         return taken.to(device=made.device, dtype=torch.float32)
     return made
 
@@ -135,13 +135,13 @@ def _set_argument(edit: SetArgument, call: Invocation, proceed: Proceed) -> Any:
 
 
 def _format_at(call: Invocation) -> torch.dtype:
-    """The dtype that a number in this op is held in: that of its first floating-point tensor."""
+    """Return the dtype of a number in this op: that of its first floating-point tensor."""
     dtypes = [tensor.dtype for _, tensor in call.tensors() if tensor.is_floating_point() and tensor.dim()]
     return dtypes[0] if dtypes else torch.float32
 
 
 def _clamp_argument(edit: ClampArgument, call: Invocation, proceed: Proceed) -> Any:
-    """The op with an argument clamped, or with its result clamped where the edit names none."""
+    """Run the op with an argument clamped, or with its result clamped if the edit names no argument."""
     if not edit.argument:
         hides = edit.nan and any(bool(torch.isnan(taken).any()) for _, taken in call.tensors())
         return proceed(call) if hides else tree_map(partial(_clamp, edit), proceed(call))
@@ -150,7 +150,7 @@ def _clamp_argument(edit: ClampArgument, call: Invocation, proceed: Proceed) -> 
 
 
 def _with_values(call: Invocation, argument: str, value: Any) -> Invocation:
-    """The call with other values for an argument; the tensor that the op writes to is given them itself."""
+    """Return the call with other values for an argument; a tensor that the op writes to is given them in place."""
     given = dict(call.arguments())[argument]
     if argument not in written_by(call.op) or not isinstance(given, torch.Tensor):
         return call.with_argument(argument, value)
@@ -190,7 +190,7 @@ def _scale_first(factor: float, call: Invocation, proceed: Proceed) -> Any:
 
 
 def _run_unmasked(edit: UnmaskRows, call: Invocation, proceed: Proceed) -> Any:
-    """The softmax or attention with its fully masked rows opened, and zero where they were."""
+    """Run the softmax or attention with its fully masked rows unmasked, and return zeros there."""
     closed = full_rows(call)
     if closed is None:
         return proceed(call)
@@ -208,4 +208,4 @@ _CHANGES: Mapping[str, Callable[..., Any]] = {
     "guard": _guard_argument,
     "unmask-rows": _run_unmasked,
 }
-"""By the kind of an edit, what it makes of the op at its site."""
+"""The function that runs the op at an edit's site, by the kind of the edit."""

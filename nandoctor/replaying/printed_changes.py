@@ -1,7 +1,7 @@
-"""Runs a change as it is printed: patched source, and snippets as they stand.
+"""Runs a change as it is printed: patched source, and snippets as they are.
 
-Every live function of a patched file takes the code that the new text gives it. It keeps its identity, closure and
-defaults, so that modules, decorators and hooks that hold it need not be built again; see `function.__code__` in
+Every live function of a patched file is given its code from the new text. It keeps its identity, closure and defaults,
+so modules, decorators and hooks that hold it need not be built again; see `function.__code__` in
 https://docs.python.org/3/reference/datamodel.html.
 """
 
@@ -30,7 +30,7 @@ _EMPTY_CELL = CellType()
 
 
 class CannotRunError(NanDoctorError):
-    """The changed text cannot be run in this process: it would take a new import of the module."""
+    """The changed text cannot be run in this process: the module would have to be imported again."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why, remedy="Apply the patch and run `nandoctor verify` in a new process.")
@@ -38,14 +38,14 @@ class CannotRunError(NanDoctorError):
 
 @contextmanager
 def swapped_code(files: Sequence[ChangedFile], model: nn.Module, loss: Any = None) -> Iterator[None]:
-    """Give every live function of `files` its new code, and put the old code back, whatever is raised.
+    """Give every live function of `files` its new code, and restore the old code, whatever is raised.
 
-    Functions are found in the modules that are imported, in the classes of the model's modules and in the loss, through
+    Functions are found in the imported modules, in the classes of the model's modules and in the loss, through
     decorators and down to the functions that these have made.
 
     Raises:
-        CannotRunError: no function that is alive has the changed code, or its closure or the module's own statements
-            change as well.
+        CannotRunError: no live function has the changed code, or its closure or the module's own statements change
+            as well.
     """
     swaps = [swap for file in files for swap in find_swaps(file, model, loss)]
     names = [name for file in files for name in _import_names(file, [function for function, _ in swaps])]
@@ -57,7 +57,7 @@ def swapped_code(files: Sequence[ChangedFile], model: nn.Module, loss: Any = Non
 
 
 def find_swaps(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[FunctionType, CodeType]]:
-    """The live functions that a file changes, each with its new code. Raises CannotRunError as `swapped_code`."""
+    """Return the live functions that a file changes, each with its new code; raise as `swapped_code` does."""
     changed = _changed_codes(file)
     found = _functions_with(changed, [function for function, _ in reachable(file.path, model, loss)])
     if not found:
@@ -70,9 +70,9 @@ def find_swaps(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[Fun
 
 
 def find_places(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[FunctionType, CodeType, str]]:
-    """Those of them that can be found from the `model`, each with the expression for it.
+    """Return those that can be found from the `model`, each with its new code and an expression that gives it.
 
-    What is not found belongs to other models that are alive, or it is of no code that is found. Raises CannotRunError.
+    Others belong to other models that are alive; if none with some changed code is found, raise CannotRunError.
     """
     places = {id(function): place for function, place in reachable(file.path, model, loss) if place}
     swaps = find_swaps(file, model, loss)
@@ -82,9 +82,9 @@ def find_places(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[Fu
     return found
 
 
-@lru_cache(maxsize=16)  # a search runs each change some ten times
+@lru_cache(maxsize=16)  # a search runs each change about ten times
 def _changed_codes(file: ChangedFile) -> Mapping[tuple[object, ...], CodeType]:
-    """The code that the change gives to functions, by the key of what they have now."""
+    """Return the new code of the functions that change, by the key of their present code."""
     try:
         texts = (text.removeprefix("\ufeff") for text in (file.before, file.after))
         old, new = (compile(text, file.path, "exec", dont_inherit=True) for text in texts)
@@ -94,11 +94,11 @@ def _changed_codes(file: ChangedFile) -> Mapping[tuple[object, ...], CodeType]:
 
 
 def _functions_with(keys: Container[tuple[object, ...]], reachable: Iterable[FunctionType]) -> list[FunctionType]:
-    """Every live function whose code has one of these keys; those that are `reachable` in its file are known.
+    """Return every live function whose code has one of these keys; `reachable` are those that are known in its file.
 
-    Not by gc.get_objects(): it hands out tuples that another thread is still building, which breaks that thread
-    (https://github.com/python/cpython/issues/59313). Who refers to a code object can be asked safely. It takes a walk
-    over the whole memory, so it is asked only where the functions that are known do not account for every reference.
+    Not by gc.get_objects(): it returns tuples that another thread is still building, which breaks that thread
+    (https://github.com/python/cpython/issues/59313). Asking for the referrers of a code object is safe. It walks the
+    whole memory, so it is done only if the known functions do not account for every reference.
     """
     known = list({id(function): function for function in reachable}.values())
     wanted = {id(code): code for function in known for code in _all_codes(function.__code__) if _key(code) in keys}
@@ -114,30 +114,30 @@ def _all_codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _are_the_only_holders(functions: Iterable[FunctionType], codes: Mapping[int, CodeType]) -> bool:
-    """Tell whether the functions, and the codes around, account for every reference to some codes."""
+    """Return True if the functions, and the codes around theirs, account for every reference to these codes."""
     outer = {id(code): code for function in functions for code in _all_codes(function.__code__)}
     accounted = Counter(id(function.__code__) for function in functions)
     accounted.update(id(inner) for code in outer.values() for inner in _inner(code))
     del outer
-    # What has no holder shows how many references the mapping and the counting itself make.
+    # An object without holders shows how many references the mapping and the counting itself make.
     alone, *counts = [sys.getrefcount(code) for code in ({0: compile("0", "", "eval")} | dict(codes)).values()]
     return all(count == alone + 1 + accounted[key] for key, count in zip(codes, counts, strict=True))
 
 
 def reachable(path: str, model: nn.Module, loss: Any = None) -> Iterator[tuple[FunctionType, str]]:
-    """The functions of the file that the model's classes, its modules and the loss hold, also inside decorators.
+    """Yield the functions of the file that the model's classes, its modules and the loss hold, also inside decorators.
 
-    Each has an expression that finds it where `model` is in scope, "" where there is none.
+    Each comes with an expression that finds it if `model` is in scope, or "" if there is none.
     """
     modules = [
         module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get("__file__") == path
     ]
-    # The names may be a stranger's: as JSON they are string literals, whatever is in them.
+    # The names are untrusted: as JSON they are string literals, whatever is in them.
     named = ((module, json.dumps(name)) for name, module in model.named_modules())
     places = {module: "model" if name == '""' else f"model.get_submodule({name})" for module, name in named}
     waiting = deque(_classes_of(places))
     others = deque((part, f"{place}.{name}") for module, place in places.items() for part, name in _attributes(module))
-    others.extend((item, "") for item in (*map(vars, modules), loss))  # last: what has a place is found by that
+    others.extend((item, "") for item in (*map(vars, modules), loss))  # last, so that a place is found first
     seen: set[int] = set()
     while waiting or others:
         item, place = (waiting or others).popleft()
@@ -148,13 +148,13 @@ def reachable(path: str, model: nn.Module, loss: Any = None) -> Iterator[tuple[F
             is_of_file = item.__code__.co_filename == path
             if is_of_file:
                 yield item, place
-            if is_of_file or "__file__" not in item.__globals__:  # not in sys.modules, or the cells of a notebook
+            if is_of_file or "__file__" not in item.__globals__:  # code outside sys.modules, or a notebook's cells
                 waiting.append((item.__globals__, place and f"{place}.__globals__"))
         waiting.extend((part, place and place + suffix) for part, suffix in _parts(item))
 
 
 def _classes_of(places: Mapping[nn.Module, str]) -> Iterator[tuple[Any, str]]:
-    """The classes of some modules and what these have and inherit, each with the expression that gives it."""
+    """Yield the classes of some modules, and what these have and inherit, each with the expression that gives it."""
     first = {type(module): place for module, place in reversed([*places.items()])}
     seen: set[type] = set()
     for kind, place in reversed([*first.items()]):
@@ -167,7 +167,7 @@ def _classes_of(places: Mapping[nn.Module, str]) -> Iterator[tuple[Any, str]]:
 
 
 def _parts(item: Any) -> Iterator[tuple[Any, str]]:
-    """What may hold a function: a namespace, a class of the file or the model, a descriptor, a closure."""
+    """Yield the parts of a namespace, class, descriptor or closure that may hold a function, each with its suffix."""
     if isinstance(item, dict):
         yield from ((value, f"[{name!r}]") for name, value in item.items() if isinstance(value, _HOLDERS))
     elif type(item) is FunctionType:
@@ -184,19 +184,19 @@ def _parts(item: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _attributes(owner: Any) -> Iterator[tuple[Any, str]]:
-    """What an object itself has as attributes, as looking them up gives it: of a static method that is the function."""
+    """Yield an object's own attributes as looking them up gives them: for a static method, the function."""
     for name, value in vars(owner).items():
         if isinstance(value, _HOLDERS):
             yield value.__func__ if isinstance(value, staticmethod) else value, name
 
 
 def _key(code: CodeType) -> tuple[object, ...]:
-    """Place and content: a function of another text, or another lambda of the same line, is not taken for this one."""
+    """Return a code's place and content, which tell it from that of another text and from other lambdas in its line."""
     return code.co_name, code.co_firstlineno, repr(_own(code))
 
 
 def _changed_pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
-    """Function codes that differ, or hold one that does; the module's and the classes' own are left out."""
+    """Yield the pairs of codes in two modules that differ or hold one that does, those of class bodies included."""
     ours, theirs = _inner(old), _inner(new)
     if [code.co_name for code in ours] != [code.co_name for code in theirs]:
         raise CannotRunError("The change adds or removes a function.")
@@ -211,19 +211,19 @@ def _inner(code: CodeType) -> list[CodeType]:
 
 
 def codes_differ(was: CodeType, now: CodeType) -> bool:
-    """Tell whether two codes, or codes in them, do something else."""
+    """Return True if two codes, or codes in them, do different things."""
     pairs = zip(_inner(was), _inner(now), strict=False)
     return _own(was) != _own(now) or any(codes_differ(*pair) for pair in pairs)
 
 
 def _own(code: CodeType) -> tuple[object, ...]:
-    """What a code object does, without its place in the file: 0.0 and -0.0 or 1 and True are told apart by repr."""
+    """Return what a code does, without its place in the file: repr tells 0.0 from -0.0 and 1 from True."""
     constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
 
 
 def _import_names(file: ChangedFile, functions: Iterable[FunctionType]) -> list[tuple[dict[str, object], str]]:
-    """Run the imports that the new text adds, in the globals of its functions; the names that were not there before."""
+    """Run the imports that the new text adds, in the globals of its functions; return the names that are new there."""
     imports = added_imports(file)
     spaces = {id(function.__globals__): function.__globals__ for function in functions}
     made = []
@@ -238,7 +238,7 @@ def _import_names(file: ChangedFile, functions: Iterable[FunctionType]) -> list[
 
 @lru_cache(maxsize=16)
 def added_imports(file: ChangedFile) -> str:
-    """The import statements, at the top level of the new text, that the old one lacks."""
+    """Return the top-level import statements of the new text that the old one lacks."""
     before, after = (
         [
             ast.unparse(node)
@@ -252,7 +252,7 @@ def added_imports(file: ChangedFile) -> str:
 
 @contextmanager
 def printed_changes(changes: Sequence[PrintedChange], model: nn.Module, loss: Any = None) -> Iterator[None]:
-    """Run with `changes` made to the source, which is left as it was, and to the model, which a run puts back itself.
+    """Run with `changes` made to the source, which is restored, and to the model, which the run restores itself.
 
     `loss` may be made of functions of the changed files that nothing else holds.
 
@@ -265,7 +265,7 @@ def printed_changes(changes: Sequence[PrintedChange], model: nn.Module, loss: An
         for file in _files_of(changes, Snippet):
             functions += [function for function, _, _ in find_places(file, model, loss)]
             for namespace, name in _import_names(file, functions):
-                del namespace[name]  # the snippet is to bring it
+                del namespace[name]  # the snippet has to import it
                 undo.callback(namespace.pop, name, None)
         before = [(function, "__code__", function.__code__) for function in functions]
         undo.enter_context(held(*before))
@@ -285,7 +285,7 @@ def _files_of(changes: Sequence[PrintedChange], kind: type) -> Iterator[ChangedF
 
 
 def changed_batch(changes: Sequence[PrintedChange], batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The batch after the snippets that change the data."""
+    """Return the batch after the snippets that change the data."""
     made = dict(batch)
     for change in changes:
         if isinstance(change, Snippet) and change.kind == "data":

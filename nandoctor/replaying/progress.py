@@ -1,4 +1,4 @@
-"""How far the runs of one replay are."""
+"""Reports how far the runs of a replay are."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from nandoctor.evidence.report import Report
 
 LONG_S = 2.0
-"""A run from which on it is worth telling how long the rest takes."""
+"""The length of a run from which on the time that the rest takes is worth reporting."""
 
 Progress = Callable[[str, int, int | None], None]
-"""Told (stage, module calls done, module calls in all or None where that is not known yet)."""
+"""Called with (stage, module calls done, module calls in all or None if that is not known yet)."""
 
 
 class Listener:
-    """Hears how a replay gets on, and hands that on to a `Progress`: each run is a stage of it.
+    """A listener to a replay that reports to a `Progress`; each run is a stage.
 
-    A subclass can also hear the diagnosis, and how the search for fixes gets on. With `stops_gently` an interrupt ends
-    the replay, and the report has what was found until then; `interrupted` tells that this happened.
+    A subclass can also take the diagnosis, and the progress of the search for fixes. With `stops_gently` an interrupt
+    ends the replay with a report of what was found until then; `interrupted` is True if that happened.
     """
 
     stops_gently = False
@@ -36,45 +36,45 @@ class Listener:
         self._progress = progress
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
-        """Hear how far a run is, as a `Progress` does."""
+        """Report how far a run is, as a `Progress` does."""
         self._progress(stage, done, total)
 
     def begin(self, stage: str) -> None:
-        """Hear that a run begins."""
+        """Report that a run begins."""
         self._started_s, self._stage = time.perf_counter(), stage
         self(stage, 0, self._num_calls)
 
     def on_call(self, done: int) -> None:
-        """Hear that `done` module calls of the run have returned."""
+        """Report that `done` module calls of the run have returned."""
         self(self._stage, done, self._num_calls)
 
     def end(self, num_calls: int) -> None:
-        """Hear that the run has ended, and how many calls it made."""
+        """Note that the run has ended after `num_calls` module calls."""
         self.elapsed_s, self._num_calls = time.perf_counter() - self._started_s, num_calls
 
     def expected(self, forecast: str) -> None:
-        """Hear what memory a large model takes at least, before it is built; after a long run, what time is left."""
+        """Report the least memory that a large model takes, before it is built, or the time left after a long run."""
 
     def expect_rest(self, num_runs: float) -> None:
-        """Hear how many times the last run the rest of the diagnosis takes, which is worth telling of a long one."""
+        """Report the time left if the last run was long; the rest of the diagnosis takes `num_runs` times as long."""
         if self.elapsed_s >= LONG_S:
             self.expected(f"the diagnosis in roughly {number(max(round(num_runs * self.elapsed_s), 1))} s")
 
     def tell(self, report: Report) -> None:
-        """Hear the diagnosis, before any fix was tried."""
+        """Report the diagnosis, before any fix was tried."""
 
     def close(self) -> None:
-        """Hear that the replay has ended, in whatever way."""
+        """Clean up after the replay, however it ended."""
 
     def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:
-        """Hear how many runs were spent on fixes, how many there may be, and the title of the first verified one."""
+        """Report the runs spent on fixes, how many there may be, and the title of the first verified fix."""
 
     def stop(self) -> bool:
-        """Hear of an interrupt, and tell whether to report what is known."""
+        """Handle an interrupt; return True if what is known is to be reported."""
         self.interrupted = self.stops_gently
         return self.interrupted
 
 
 def listener_of(progress: Progress) -> Listener:
-    """The progress itself where it is a listener, else one that hands on to it."""
+    """Return `progress` if it is a listener, else a listener that reports to it."""
     return progress if isinstance(progress, Listener) else Listener(progress)

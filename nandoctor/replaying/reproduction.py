@@ -1,4 +1,4 @@
-"""Brings the failing step back: the precision, mode and seed under which the replay agrees with the saved output."""
+"""Reproduces the failing step: finds the precision, mode and seed in which the replay agrees with the saved output."""
 
 from __future__ import annotations
 
@@ -31,21 +31,20 @@ CLOSE_ENOUGH = 0.02
 other hardware sums in another order, and fp16 rounds at every layer."""
 
 _OPS, _BACKWARD, _FP32 = 1.5, 2.5, 0.8
-"""How long a run takes whose operations are watched, one with a backward pass, and one in fp32, over any other; by
-`benchmarks/forecast.py`."""
+"""Times relative to a plain run: with ops watched, with a backward pass, and in fp32; by `benchmarks/forecast.py`."""
 
 CLEARLY = 4.0
-"""So many times nearer is another precision, and not the luck of one rounding."""
+"""How many times nearer a replay in another precision has to be: less may be the luck of one rounding."""
 
 _GRADE_RANK = {"exact": 0, "same-mask": 1, "elsewhere": 2, "no-reference": 3, "finite": 3}
 _HALF = (FP16, BF16)
 
 
 def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None = None) -> Reproduction:
-    """Compare the saved array with its counterpart in `output`; `no-reference` where either is missing.
+    """Compare the saved array with its counterpart in `output`; `no-reference` if either is missing.
 
-    The counterpart is the leaf at that very place, which `logit.1` has in a tuple saved as `logit`, else the field of
-    that name (`logit` also finds `logits`), else the only tensor of that shape.
+    The counterpart is the leaf at that very place (`logit.1` in a tuple saved as `logit`), else the field of that name
+    (`logit` also finds `logits`), else the only tensor of that shape.
     """
     if saved is None:
         return Reproduction(grade="no-reference")
@@ -59,9 +58,9 @@ def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None =
         return Reproduction(grade="no-reference", output=name)
     leaf = leaves[path].to("cpu").reshape(reference.shape)
     replayed, reference = comparable_values(leaf.to(reference.dtype)), comparable_values(reference)
-    # What only the cast to a narrower format makes infinite is finite in the replay.
+    # Values that only the cast to a narrower format makes infinite are finite in the replay.
     saved_nonfinite, replayed_nonfinite = ~torch.isfinite(reference), ~torch.isfinite(comparable_values(leaf))
-    if replayed_nonfinite.shape != reference.shape:  # a complex number is two
+    if replayed_nonfinite.shape != reference.shape:  # complex numbers are compared as two
         replayed_nonfinite = ~torch.isfinite(replayed)
     both = ~(saved_nonfinite | replayed_nonfinite) & torch.isfinite(replayed)
     return Reproduction(
@@ -78,7 +77,7 @@ def _find_counterpart(name: str, reference: torch.Tensor, leaves: Mapping[str, t
     if name in leaves and leaves[name].shape == reference.shape:
         return name
     fitting = [path for path, leaf in leaves.items() if _squeezed(leaf) == _squeezed(reference)]
-    # Places in an output as a dump's names have them: `hidden.2` for `hidden[2]`.
+    # Places in an output as a dump names them: `hidden.2` for `hidden[2]`.
     dotted = {path: path.replace("[", ".").replace("]", "").lstrip(".") for path in fitting}
     placed = [path for path in fitting if f".{name}".endswith(f".{dotted[path]}")]
     if placed:
@@ -102,7 +101,7 @@ def _judge(
 
 
 def _max_relative_error(replayed: torch.Tensor, reference: torch.Tensor) -> float | None:
-    """Of the largest number; one that stands for -inf in both would make every other difference small."""
+    """Return the largest difference relative to the largest number; without numbers that stand for -inf in both."""
     meant = _is_edge(replayed) & _is_edge(reference) & (replayed.sign() == reference.sign())
     replayed, reference = replayed[~meant], reference[~meant]
     if not reference.numel():
@@ -119,11 +118,10 @@ def _is_edge(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """What a replay starts from: the step in every way to call the model, and the saved output to grade against.
+    """The start of a replay: the step in every way to call the model, and the saved output to grade against.
 
-    `dump` has the one of its state dicts that the model took.
-    The likeliest of `steps` comes first. `modes` are the train flags to try, `seeds` the seeds, None for the saved
-    random state, and `policies` the precisions.
+    `dump` has only the state dict that the model took. `steps` begins with the likeliest. `modes` are the train flags
+    to try, `seeds` the seeds (None for the saved random state), and `policies` the precisions.
     """
 
     dump: Dump
@@ -136,20 +134,20 @@ class Preparation:
 
     @property
     def saved_nonfinite(self) -> bool:
-        """Whether the saved output is non-finite, so that a failure is to be expected."""
+        """True if the saved output is non-finite, so that a failure is to be expected."""
         return self.outputs.graded is not None and not is_finite_array(self.outputs.graded[1])
 
     def without_loss(self, note: str) -> Preparation:
-        """The same without its loss, for the reason that the note gives."""
+        """Return the preparation without its loss, for the reason that the note gives."""
         steps = tuple(replace(step, loss=None) for step in self.steps)
         return replace(self, steps=steps, notes=(*self.notes, note))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """The failing step in one call, mode and seed, the trace of its run, and how well that agrees with the saved one.
+    """The failing step in one call, mode and seed, its run's trace, and how well its output agrees with the saved one.
 
-    `random` tells whether the run drew random numbers, `any_random` whether one of those that were tried did.
+    `random` is True if the run drew random numbers, `any_random` if any run that was tried did.
     """
 
     step: FailingStep
@@ -161,21 +159,21 @@ class Replayed:
 
     @property
     def accepted(self) -> bool:
-        """Whether this is the failing step again, so that no other setting need be tried."""
+        """True if this reproduces the failing step, so that no other setting need be tried."""
         if self.reproduction.grade == "no-reference":
             return not self.trace.finite
         return _agrees(self.reproduction)
 
     @property
     def num_runs_left(self) -> float:
-        """How long the rest of the diagnosis takes, in runs as this one was; without what is looked at once more."""
+        """The expected time of the rest of the diagnosis, in runs like this one; optional closer looks do not count."""
         trace, closely = self.trace, 1.0 if self.trace.ops else _OPS
         has_loss = self.step.loss is not None
         if trace.bad_gradients:
             return 1.0
         if trace.finite and trace.backward:
             return _FP32 / _BACKWARD
-        if trace.finite:  # without a loss the gradients of a stand-in are asked for
+        if trace.finite:  # without a loss, the gradients are those of a stand-in
             inside = 0.0 if has_loss else closely
             return _FP32 + inside + _BACKWARD * (closely if has_loss else float(self.step.training))
         again = 0.0 if trace.ops else closely
@@ -183,14 +181,14 @@ class Replayed:
 
     @property
     def rank(self) -> tuple[int, bool, float]:
-        """Sorts the better replay first."""
+        """A sort key that puts the better replay first."""
         return _GRADE_RANK[self.reproduction.grade], self.trace.finite, self.reproduction.max_rel_err or 0.0
 
 
 def reproduce(preparation: Preparation) -> Replayed:
-    """Replay until the failing step is shown again, else as near to it as can be; all settings tried are named.
+    """Replay until the failing step is reproduced, else as nearly as possible; all settings tried are named.
 
-    An interrupt that the progress takes (its `interrupted` is True then) leaves the best replay so far.
+    If the progress listener handles an interrupt (its `interrupted` is True then), the best replay so far is returned.
 
     Raises:
         ModelError: the model cannot be called with the batch.
@@ -202,12 +200,12 @@ def reproduce(preparation: Preparation) -> Replayed:
         if not made.trace.calls or not stop.step.progress.stop():
             raise
         reproduction = Reproduction(grade="no-reference")
-        if made.trace.output:  # only the backward pass, or the loss, was not seen to its end
+        if made.trace.output:  # only the loss or the backward pass was cut short
             reproduction = _grade_all(preparation, made.output, made.loss)
         return Replayed(step=stop.step, trace=made.trace, random=made.random, reproduction=reproduction)
     for policy in others:
         grade_of_best, raised = best.reproduction.grade, best.trace.raised is not None
-        has_more = raised and preparation.outputs.graded is not None  # a run that stopped had nothing to compare
+        has_more = raised and preparation.outputs.graded is not None  # a run that raised had nothing to compare
         if best.step.progress.interrupted or (grade_of_best in ("exact", "no-reference") and not has_more):
             break
         steps = tuple(replace(step, policy=policy) for step in (best.step, *preparation.steps))
@@ -222,9 +220,9 @@ def reproduce(preparation: Preparation) -> Replayed:
 
 
 def _search_first(preparation: Preparation) -> tuple[Replayed, tuple[Policy, ...]]:
-    """The best replay under the first policy that the model runs under, and the policies after that one.
+    """Return the best replay under the first policy that the model runs under, and the policies after that one.
 
-    One that is not the first has to show the failing step.
+    A policy other than the first has to reproduce the failing step.
     """
     try:
         return _search(preparation.steps, preparation), preparation.policies[1:]
@@ -244,7 +242,7 @@ def _search_first(preparation: Preparation) -> tuple[Replayed, tuple[Policy, ...
 
 @contextmanager
 def _leaving(best: Replayed | None) -> Iterator[None]:
-    """Let an interrupt that the progress takes end what is inside, where there is a replay to leave."""
+    """Let an interrupt that the progress listener handles end the block, if there is a replay to return."""
     try:
         yield
     except KeyboardInterrupt:
@@ -253,7 +251,7 @@ def _leaving(best: Replayed | None) -> Iterator[None]:
 
 
 def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replayed:
-    """The best replay under one policy."""
+    """Return the best replay under one policy."""
     tried: list[Replayed] = []
     calls = steps
     first, *more = preparation.seeds
@@ -278,30 +276,30 @@ def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replaye
 
 
 def _agrees_better(other: Replayed, best: Replayed) -> bool:
-    """Tell whether a replay in another precision is so much nearer to the saved output that it was that."""
+    """Return True if a replay in another precision is so much nearer to the saved output that it was that precision."""
     ranks = [_GRADE_RANK[replayed.reproduction.grade] for replayed in (other, best)]
     errors = [replayed.reproduction.max_rel_err or 0.0 for replayed in (other, best)]
     return ranks[0] < ranks[1] or (ranks[0] == ranks[1] and CLEARLY * errors[0] < errors[1])
 
 
 def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: bool) -> Replayed:
-    """Replay the first of `steps`, or the next where the model rejects the arguments themselves.
+    """Replay the first of `steps`, or the next if the model rejects the arguments themselves.
 
-    The `is_first` setting that is tried may well be that of the failing step: where output and loss agree and the loss
-    is finite, its backward pass, which is looked at as well, follows at once.
+    With `is_first`, the setting may well be that of the failing step: if output and loss agree and the loss is finite,
+    the backward pass, which is needed as well, follows in the same run.
     """
     step, *others = steps
     try:
         outcome = _run(step, preparation, backward=is_first and step.loss is not None and step.policy.ambient)
     except ModelError as error:
         if others and isinstance(error.__cause__, WRONG_CALL):
-            with suppress(ModelError):  # where no call fits, the error of the likeliest is the one to show
+            with suppress(ModelError):  # if no call fits, the likeliest one's error is raised
                 return _replay(others, preparation, is_first=is_first)
         raise
     trace = outcome.trace
     seen = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs, *call.state))
     has_half = any(stats.dtype in _HALF for stats in (*trace.batch, *trace.output, *seen))
-    if not step.policy.ambient and step.low in _HALF and not has_half:  # whose limits do not matter then
+    if not step.policy.ambient and step.low in _HALF and not has_half:  # so its limits do not matter
         plain = replace(step, policy=replace(step.policy, format=FP32))
         return _replay([plain], preparation, is_first=is_first)
     reproduction = _grade_all(preparation, outcome.output, outcome.loss)
@@ -321,7 +319,7 @@ def _run(step: FailingStep, preparation: Preparation, *, backward: bool) -> Outc
 
 
 def run_whole(step: FailingStep, policy: Policy | None, watch: Watch) -> Outcome:
-    """Forward, loss and backward pass op by op in one run; as `watch` has it where the backward pass cannot be run.
+    """Run forward, loss and backward pass op by op in one run, or as `watch` says if the backward pass cannot be run.
 
     Raises as `FailingStep.run` does.
     """
@@ -329,7 +327,7 @@ def run_whole(step: FailingStep, policy: Policy | None, watch: Watch) -> Outcome
 
 
 def run_or(step: FailingStep, policy: Policy | None, watch: Watch, *, simpler: Watch) -> Outcome:
-    """The step run under `watch`; under the `simpler` one where that cannot be, or does not see it to its end.
+    """Run the step under `watch`, or under the `simpler` one if that raises or does not reach the end.
 
     Raises as `FailingStep.run` does.
     """
@@ -341,22 +339,22 @@ def run_or(step: FailingStep, policy: Policy | None, watch: Watch, *, simpler: W
 
 
 def _grade_all(preparation: Preparation, output: Any, loss: torch.Tensor | None) -> Reproduction:
-    """The grade of the saved output, or of the array beside it that agrees where that does not."""
+    """Return the grade of the saved output or, if that disagrees, of an array saved beside it that agrees."""
     saved = preparation.outputs
     if saved.field is not None and not preparation.dump.is_recorded and saved.field not in preparation.dump.arrays:
         _require_field(saved.field, output)
-    stands_beside = saved.array is None or not preparation.dump.is_recorded  # of a model's own losses each is graded
+    stands_beside = saved.array is None or not preparation.dump.is_recorded  # a model's own losses are each graded
     if stands_beside and saved.graded is not None and loss is not None and is_loss(saved.graded[0]):
         output = {saved.graded[0]: loss}
     grades = [grade(saved.graded, output, saved.field), *(grade(named, output) for named in saved.perhaps)]
     reproduction = next(filter(_agrees, grades), grades[0])
     if preparation.dump.other_weights and reproduction.grade == "exact":
-        return replace(reproduction, grade="same-mask")  # an output that is all NaN is no witness
+        return replace(reproduction, grade="same-mask")  # if it is all NaN, other weights give the same
     return reproduction
 
 
 def _require_field(name: str, output: Any) -> None:
-    """Refuse what --output cannot mean: it was taken for a wish, and another output graded."""
+    """Raise if `--output` names neither a saved array nor a field, instead of grading another output."""
     fields = [path for path, _ in walk_tensors(output)]
     if fields and not any(name in (path, path.rpartition(".")[2], path.partition("[")[0]) for path in fields):
         has = f"has {join_first(fields, 5)}" if any(fields) else "is one tensor"

@@ -1,4 +1,4 @@
-"""The one engine: a `FailingStep`, and `run`, which runs it under a precision policy and puts back what it touches."""
+"""The one engine: `FailingStep.run` runs the failing step under a precision policy, and restores what it changes."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ Loss = Callable[[Any, Batch], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """What to record beside every module call, and what to call the run while it is in progress.
+    """What a run records besides module calls, and the `stage` that progress shows for it.
 
-    `statistics` are those of the tensors that modules take and return. `ops` records every operation, `on_op` is given
-    each with its tensors. `backward` runs the backward pass of loss x the step's loss scale, recorded with `ops`, where
-    `worth_backward` says so of output and loss; `keep` leaves the gradients themselves in the outcome. So does
-    `stand_in`, of a pass that is not recorded: of the step's loss, of this one where it has none, if that is finite.
+    `statistics` are read of the tensors that modules take and return. `ops` records every op, and `on_op` gets each
+    with its tensors. `backward` runs the backward pass of loss x the step's loss scale, if `worth_backward` accepts
+    output and loss; it is recorded if `ops` is set, and `keep` leaves the gradients in the outcome. So does `stand_in`,
+    from a pass that is not recorded: of the step's loss, else of `stand_in`, if that is finite.
     """
 
     stage: str = "replay"
@@ -79,10 +79,10 @@ CLOSELY = Watch(stage="closer look", statistics="counts", ops=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a run leaves: its trace, the output (None if the forward raised), and whether it drew random numbers.
+    """The result of a run: its trace, the output (None if the forward raised), and whether it drew random numbers.
 
-    `gradients`, by the names of the parameters and of loss x `gradient_scale`, are there where the watch keeps them.
-    `kept` is what it left non-finite in the model, and whether with more than a -Inf; `out_of_memory`: that ended it.
+    `gradients` are of loss x `gradient_scale`, by parameter name, if the watch keeps them. `kept` names the state that
+    the run left non-finite in the model, True if with more than -Inf. `out_of_memory` is True if that ended the run.
     """
 
     trace: Trace
@@ -96,7 +96,7 @@ class Outcome:
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """The user interrupted a run: `step` is what ran, `outcome` what there was until then."""
+    """The user interrupted a run of `step`; `outcome` is what it had made until then."""
 
     def __init__(self, step: FailingStep, outcome: Outcome) -> None:
         super().__init__()
@@ -105,17 +105,17 @@ class RunInterrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailingStep:
-    """A model with the dump's weights, and all that it takes to run the step that failed: `run` is the one engine.
+    """A model with the dump's weights, and everything that it takes to run the step that failed.
 
     `batch` holds every array that may be needed, on `device`; `forward` takes it and returns the model's output,
-    reading the arrays in `used`. `loss`, where there is one, makes a scalar of output and batch; the backward pass is
-    that of loss x `loss_scale`, or of the loss as it is. `description` shows the call. `policy` is what the step failed
-    under. Where `training` is the recorded flag of the model its modules have theirs; a `seed` of None means the saved
-    random state: `rng_states` of torch, and what `recorded` has of numpy's and Python's. `recorded` also has torch's
-    switches. `second_moments` and `optimizer_eps` are the optimizer's. With `per_sample` every tensor is counted in
-    every run that measures. `applied` is a change that the loaded code has already: the step without it is this one.
-    `saved_flags` are what the dump says went wrong, `built` what of its state its own code makes non-finite, True where
-    -inf alone. `progress` is told of every run. `project` is the code of the step.
+    reading the arrays in `used`. `loss`, if any, makes a scalar of output and batch; the backward pass is that of loss
+    x `loss_scale`, or of the loss itself if that is None. `description` shows the call. `policy` is the precision in
+    which the step failed. If `training` is the model's recorded flag, its modules have theirs. A `seed` of None means
+    the saved random state: torch's in `rng_states`, numpy's and Python's in `recorded`, which also has torch's
+    switches. `second_moments` and `optimizer_eps` are the optimizer's. With `per_sample` every run that measures counts
+    every tensor. `applied` is a change in the loaded code that this step does not have: a run undoes it unless it is
+    asked for. `saved_flags` are what the dump says went wrong, `built` the state that the model's own code makes
+    non-finite, True if with -inf alone. `progress` is told of every run. `project` is the code of the step.
     """
 
     model: nn.Module
@@ -146,7 +146,7 @@ class FailingStep:
         return self.policy.format
 
     def _beyond_loaded(self, printed: Iterable[PrintedChange]) -> tuple[PrintedChange, ...]:
-        """What is to be made to the code that is loaded, which has one change already."""
+        """Return the changes to make to the loaded code, which may already have one (`applied`)."""
         asked = tuple(printed)
         if self.applied is None:
             return asked
@@ -155,29 +155,29 @@ class FailingStep:
 
     @property
     def loss_factor(self) -> float:
-        """What the loss is multiplied by before the backward pass."""
+        """The factor of the loss in the backward pass."""
         return self.loss_scale if self.loss_scale is not None else 1.0
 
     @property
     def num_samples(self) -> int | None:
-        """The length of the batch, None where its arrays have none."""
+        """The batch size, or None if no array has a dimension."""
         return interventions.batch_size(self.batch, self.used)
 
     @contextmanager
     def kept_ready(self) -> Iterator[None]:
-        """A context for many runs: what each of them needs of Python and torch is made and undone once."""
+        """Set up once, for all runs within the context, what each of them needs of Python and torch."""
         with observer_registered, self.project.running(), kernels_kept(self.policy, self.device), state_known():
             yield
 
     def run(self, policy: Policy | None = None, watch: Watch = MODULES_ONLY, changes: Sequence[Change] = ()) -> Outcome:
-        """Run the forward, the loss where there is one, and the backward pass where `watch` asks for it; record them.
+        """Run the forward, the loss if there is one, and the backward pass if `watch` asks for it, and record them.
 
-        Every run starts from the same model, batch and random state, so that two runs differ in `policy` (None: the
-        step's own), in `watch` and in `changes` alone. The changes are undone after it.
+        Every run starts from the same model, batch and random state, so two runs differ only in `policy` (None: the
+        step's own), `watch` and `changes`. The changes are undone afterwards.
 
         Raises:
             ModelError: the forward raised while everything was still finite, so the call itself is wrong.
-            LossError: the loss that the dump names did.
+            LossError: the loss that the dump names raised.
             RunInterrupted: the user interrupted the run.
         """
         policy = policy or self.policy
@@ -200,7 +200,7 @@ class FailingStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RunPlan:
-    """One run to be made: with an autograd graph from the start only where `grad` says so."""
+    """The plan of one run; it has an autograd graph from the start only if `grad` is True."""
 
     step: FailingStep
     policy: Policy
@@ -211,14 +211,14 @@ class _RunPlan:
 
 
 def _run(run: _RunPlan) -> Outcome:
-    # Once more with a graph, for what takes gradients or hooks them.
+    # If it raises without a graph, try again with one: the forward may take gradients or hook them.
     for grad in sorted({run.watch.backward or run.watch.stand_in is not None, True}):
         outcome, error = _record(run := replace(run, grad=grad))
         if error is None or user_code.explains(outcome.trace, error):
             return outcome
         if user_code.is_wrong_call(error):
             user_code.raise_explained(error, run.policy)
-    # What is made and checked in one forward shows in its ops alone.
+    # Only its ops show a value that one forward both makes and checks. If ops were watched, that may be what raised.
     blinded = f"{type(error).__name__}: {error}" if run.watch.ops else None
     outcome, error = _record(replace(run, watch=replace(run.watch, ops=not run.watch.ops)))
     if error is not None and not user_code.explains(outcome.trace, error):
@@ -227,8 +227,8 @@ def _run(run: _RunPlan) -> Outcome:
 
 
 def _record(run: _RunPlan) -> tuple[Outcome, Exception | None]:
-    """One run, and the exception that ended it."""
-    with nullcontext() if is_large(run.step.model) else collection_paused:  # it would go through all of torch
+    """Run once; return the outcome and the exception that ended it, or None."""
+    with nullcontext() if is_large(run.step.model) else collection_paused:  # a collection walks all of torch
         outcome, error = _record_once(run)
     if error is None or not is_unobserved(error):
         return outcome, error
@@ -269,7 +269,7 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
 
 
 class _RecordedRun:
-    """One run with its tracers, those of its ops and its backward pass where it is watched so, and what it leaves."""
+    """One run with its tracers (of ops and the backward pass, if watched) and its results."""
 
     def __init__(self, run: _RunPlan, batch: Batch) -> None:
         step, watch = run.step, run.watch
@@ -296,7 +296,7 @@ class _RecordedRun:
         self._bad_gradients: tuple[TensorStats, ...] = ()
 
     def make(self) -> None:
-        """Run the step under the policy of the run and with its edits, and read what it was given and what it made."""
+        """Run the step under the run's policy and edits, and read what it was given and what it made."""
         run, step, read = self._run, self._run.step, self.modules.read
         marks = mark_weights(step.model)
         self._taken = read({name: self._batch[name] for name in self._batch if name in step.used}, counts=True)
@@ -315,7 +315,7 @@ class _RecordedRun:
             self.kept = list_nonfinite_state(step.model, marks)
 
     def trace(self, calls: tuple[ModuleCall, ...], kept: Mapping[str, bool]) -> Trace:
-        """What was recorded; `calls` are those of the modules, `kept` as in the outcome."""
+        """Return the trace; `calls` are the module calls, `kept` as in `Outcome`."""
         run, step = self._run, self._run.step
         ops = self._ops.calls() if self._ops else ()
         taken, given, losses = collect_all([self._taken, self._given, self._losses])
@@ -344,7 +344,7 @@ class _RecordedRun:
         )
 
     def _execute(self) -> None:
-        """Forward and loss under the policy that is open, backward outside of autocast, as a training step has them."""
+        """Run forward and loss under the open policy, and backward outside of autocast, as a training step does."""
         run, watch, model = self._run, self._run.watch, self._run.step.model
         try:
             with user_code.kept_running(), kept_in_files(run.grad and is_large(model)):
@@ -361,7 +361,7 @@ class _RecordedRun:
                 self._backward.close()
 
     def _run_forward(self) -> None:
-        """Fill in output and loss; where the loss raises, the output stays."""
+        """Compute output and loss; if the loss raises, the output stays."""
         run, step, ops = self._run, self._run.step, self._ops
         with (
             self.modules,
@@ -384,7 +384,7 @@ class _RecordedRun:
             return run_backward(step.model, loss, loss_scale=step.loss_factor, keep=keep)
 
     def _take_gradients(self, stand_in: Loss) -> Mapping[str, torch.Tensor] | None:
-        """The gradients, with nothing recorded of them; None where the loss or one is not finite, or they raise."""
+        """Return the gradients, unrecorded; None if the loss or a gradient is non-finite, or anything raises."""
         step, loss = self._run.step, self.loss
         try:
             if step.loss is None:
@@ -393,7 +393,7 @@ class _RecordedRun:
                 return None
             nonfinite, gradients = self._run_backward(loss, keep=True)
             return None if nonfinite else gradients
-        except (Exception, KeyboardInterrupt) as error:  # whatever it is, the forward stands without them
+        except (Exception, KeyboardInterrupt) as error:  # of any kind: the forward stands without them
             if isinstance(error, KeyboardInterrupt) and not step.progress.stop():
                 raise
             return None

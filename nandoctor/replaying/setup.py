@@ -1,6 +1,6 @@
-"""Turns a dump into the step that failed, in every way that it may have been called.
+"""Turns a dump into the failing step, in every way that it may have been called.
 
-Below here nobody reads a `Dump`.
+No code below this reads a `Dump`.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ from nandoctor.torch_compat import unobserved
 from nandoctor.tracing.tensor_stats import format_of
 
 NUM_EXTRA_SEEDS = 3
-_SAME_LOSS = 0.05  # relative; a step in another precision, or on another device, has nearly the same
+_SAME_LOSS = 0.05  # relative; in another precision, or on another device, a step has nearly the same
 _UNFILLED_NBYTES = 16 << 20
-"""Weights from which on drawing initial values that the dump's take the place of is worth leaving out."""
-_NEARER = 10  # times: the mean of two calls' losses is as near to the one as to the other
+"""The size of weights from which on it pays not to draw initial values that the dump replaces."""
+_NEARER = 10  # times: the mean of two calls' losses is as near to one as to the other
 _FP8_CLASS = re.compile(r"float8|fp8", re.IGNORECASE)
 
 
@@ -77,7 +77,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     """Build the model, load the weights and match the arrays to the call; `model` overrides `settings.model`.
 
     Raises:
-        ModelError: no model is known, it does not fit the weights or memory, or there is no telling how to call it.
+        ModelError: no model is known, it does not fit the weights or memory, or it is not clear how to call it.
         DumpError: the output named in the settings is not in the dump.
         NanDoctorError: torch is in a mode that a replay cannot run in.
     """
@@ -87,7 +87,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     require_approval(dump, settings, has_model=source is not None)
     progress = progress or Listener()
     _require_room(dump, settings, device, progress)
-    # What the process may have: what is mapped already, and as much more as the settings allow.
+    # The limit of the process: what it has mapped already, and as much more as the settings allow.
     taken = memory_with_threads() if settings.memory is not None else None
     project = Project(None if settings.memory is None or taken is None else taken + settings.memory)
     with project.preparing(), arguments_of(dump):
@@ -113,7 +113,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
 
 
 def _modes(dump: Dump, settings: Settings) -> tuple[bool, ...]:
-    """The user's word, else what the recorder saw, else both."""
+    """Return the mode in the settings, else the recorded one, else both."""
     if settings.mode:
         return (settings.mode == "train",)
     recorded = dump.recorded.training.get("")
@@ -121,13 +121,13 @@ def _modes(dump: Dump, settings: Settings) -> tuple[bool, ...]:
 
 
 def _seeds(dump: Dump, settings: Settings) -> tuple[int | None, ...]:
-    """The user's word, else the saved random state (None), else 0; and those of further tries."""
+    """Return the seed in the settings, else the saved random state (None), else 0; then those of further tries."""
     first = settings.seed if settings.seed is not None or dump.rng_states else 0
     return first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1))
 
 
 def _bind_loss(loss: Callable[..., Any] | None, dump: Dump, make: MakeBatch) -> Callable[..., Any] | None:
-    """The loss as a function of the output and the arrays by name; without one, that which the model returns itself."""
+    """Return the loss as a function of output and arrays by name; without one, that which the model itself returns."""
     if loss is None:
         field = dump.recorded.loss_field
         return own_loss(field) if field is not None else None
@@ -137,11 +137,11 @@ def _bind_loss(loss: Callable[..., Any] | None, dump: Dump, make: MakeBatch) -> 
 
 
 def _of_last_call(loss: Callable[..., Any], num_calls: int, saved: float | None) -> Callable[..., Any]:
-    """The loss of the list of all outputs; where it takes no list, of the last, if that gives the loss that was saved.
+    """Return the loss of the list of all outputs; if it takes no list, of the last output if that gives the saved loss.
 
-    The calls before it may have made its batch: an adversarial training does so.
+    Earlier calls may have made its batch, as in adversarial training.
     """
-    if num_calls < 2 or saved is None or not math.isfinite(saved):  # NaN could be that of anything
+    if num_calls < 2 or saved is None or not math.isfinite(saved):  # anything may give NaN
         return loss
     takes_last = False
 
@@ -162,14 +162,14 @@ def _of_last_call(loss: Callable[..., Any], num_calls: int, saved: float | None)
 
 
 def _is_of_last(loss: Callable[..., Any], outputs: Sequence[Any], batch: Any, saved: float) -> bool:
-    """Tell whether the loss of the last of these outputs is the one that was saved, and no other's is near to it."""
+    """Return True if the loss of the last of these outputs is the saved one, and no other output's is near to it."""
     with unobserved(), torch.no_grad(), generators_kept():
         *others, last = (abs(float(loss(output, batch)) - saved) for output in outputs)
     return last <= _SAME_LOSS * abs(saved) and not any(other < _NEARER * last for other in others)
 
 
 def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callable[..., Any]:
-    """The loss with a `LossError` for whatever goes wrong in it: the training may have called it with other things."""
+    """Wrap the loss so that any error in it is a `LossError`: the training may have called it with other arguments."""
 
     @functools.wraps(loss)
     def compute(output: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -199,7 +199,7 @@ def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callab
 
 
 def _require_room(dump: Dump, settings: Settings, device: torch.device, progress: Listener) -> None:
-    """Check that the replay fits into memory, and tell what that of a large model takes."""
+    """Raise if the replay does not fit into memory, and report what that of a large model takes."""
     has_loss = settings.loss is not None or dump.recorded.loss_function is not None
     expected = forecast(dump, device, backward=has_loss)
     require_room(expected, device, settings.memory)
@@ -209,10 +209,10 @@ def _require_room(dump: Dump, settings: Settings, device: torch.device, progress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Code:
-    """What was imported for the step: the model as it is built, functions for call and loss if there are; and notes.
+    """The code imported for the step: the model as built, the functions for call and loss if there are any, and notes.
 
-    `fills` are the initial values that a large model was not given yet. `nonfinite` is where others are so by what the
-    model's own code writes, such as a causal mask with the slopes of ALiBi.
+    `fills` are initial values that a large model has not been given yet. `nonfinite` marks non-finite values that are
+    not among them: those that the model's own code writes, such as a causal mask with the slopes of ALiBi.
     """
 
     model: nn.Module
@@ -242,17 +242,17 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
 
 
 def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.device) -> list[str]:
-    """Give the model the dump's weights, on the device and in their formats; the notes tell what did not fit."""
+    """Load the dump's weights, on the device and in their formats; return notes on what did not fit."""
     state, state_notes = state_to_load(dump)
     notes = [*load_state(code.model, state, strict=settings.strict, fills=code.fills), *state_notes]
-    with cuda_code(device):  # where buffers are made on the host and sent to the device
+    with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device
         code.model.to(device)
     add_casts(code.model, dump.recorded)
     return [*notes, *_take_dtypes(code.model, dump), *_describe_fp8(code.model)]
 
 
 def _describe_fp8(net: nn.Module) -> Iterator[str]:
-    """Tell of modules that compute in fp8 by themselves, as those of torchao do: no policy of ours reaches inside."""
+    """Yield a note on modules that compute in fp8 by themselves, as torchao's do: no policy reaches inside these."""
     found = [name for name, module in net.named_modules() if _FP8_CLASS.search(type(module).__name__)]
     if found:
         yield (
@@ -262,8 +262,8 @@ def _describe_fp8(net: nn.Module) -> Iterator[str]:
 
 
 def _describe_guess(policies: Sequence[Policy], saved: torch.Tensor | None) -> tuple[str, ...]:
-    """Tell of a precision that nothing in the file speaks for: any may have made an output of NaN, zeros and ones."""
-    told = len(policies) == 1 or not policies[0].ambient  # by the user, the recorder or the weights
+    """Return a note if nothing in the file shows the precision: any may have given NaN, zeros and ones."""
+    told = len(policies) == 1 or not policies[0].ambient  # the user, the recorder or the weights tell
     if told or saved is None or not saved.numel() or saved.dtype in LOW_DTYPES:
         return ()
     values = comparable_values(saved)
@@ -278,7 +278,7 @@ def _describe_guess(policies: Sequence[Policy], saved: torch.Tensor | None) -> t
 
 
 def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[nn.Module, list[str]]:
-    """The model that the user named, else the one that the dump does."""
+    """Build the model that the user named, else the one that the dump names."""
     if source is not None:
         if settings.config is not None:
             configured = build_configured(source, settings.config, dump.recorded.model, settings.directory)
@@ -293,9 +293,9 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
 
 
 def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:
-    """Weights and buffers in the formats that the training had them in: a recorder's file has those, others may.
+    """Give weights and buffers the formats that they had in training, which a recorder's file has.
 
-    Of another file they are taken where all of its weights are in one that is not fp32; a note says so.
+    Those of another file are taken if all its weights share one that is not fp32; a note says so.
     """
     dtype = weight_dtype(dump.state)
     if not dump.is_recorded and dtype is None:
@@ -311,7 +311,7 @@ def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:
 
 
 def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Settings) -> list[Binding]:
-    """The ways to call the model: the user's word, else the recorder's, else what the names of its parameters allow."""
+    """Return the ways to call the model: the user's, else the recorded one, else those that parameter names allow."""
     if code.call is not None:
         shown = f"{getattr(code.call, '__name__', 'call')}(model, batch)"
         return [Binding(description=shown, arrays=tuple(batch.arrays), forward=batch.on_loop_batch(code.call))]
@@ -326,7 +326,7 @@ def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Setting
 def _make_step(
     binding: Binding, dump: Dump, code: _Code, batch: SavedBatch, settings: Settings, policy: Policy
 ) -> FailingStep:
-    """The step, with the model called in this way."""
+    """Return the step with the model called in this way."""
     model, device = code.model, torch.device(settings.device)
     plain = {name: batch.scalars[name] for name in binding.arrays if name in batch.scalars and name not in batch.arrays}
     trees = {name: batch.containers[name] for name in binding.arrays if name in batch.containers}
@@ -339,7 +339,7 @@ def _make_step(
 
     dtype = weight_dtype(dump.state)
     arrays = dict(batch.arrays)
-    if dtype is not None and not dump.is_recorded and settings.call is None:  # so a loop without autocast passes them
+    if dtype is not None and not dump.is_recorded and settings.call is None:  # as a loop without autocast passes them
         arrays |= {name: arrays[name].to(dtype) for name in used if arrays[name].dtype is torch.float32}
     first = code.nonfinite
     now = nonfinite_in(model) if first else {}  # it reads every weight
@@ -364,7 +364,7 @@ def _make_step(
 
 
 def find_device(name: str) -> torch.device:
-    """The device to replay on, where the code around the call lets it make tensors with values, and gradients of them.
+    """Return the device to replay on, if tensors made around the call are real there and can have gradients.
 
     Raises:
         NanDoctorError: there is none of that name, inference mode is on, or tensors are made on another device.

@@ -1,4 +1,4 @@
-"""Runs the user's code: what would end the process is an error like any other, and what it raised is explained."""
+"""Runs the user's code: makes an exit of the process an error like any other, and explains what the code raised."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nandoctor.replaying.module_state import run_backward
 from nandoctor.text import brief
 
 NOT_UNDER_AUTOCAST = "unsafe to autocast"
-"""What torch says where a loss is refused under autocast; it is computed outside of it then."""
+"""What torch says when autocast refuses a loss, which is then computed outside of autocast."""
 WRONG_CALL = (TypeError, AttributeError, LookupError, NameError)
 
 
@@ -32,7 +32,7 @@ class ProcessEndError(RuntimeError):
 
 
 class _Inside(threading.local):
-    """The process in which this thread runs code of the user's, None where it does not: a fork of it may exit."""
+    """A thread's flag: the id of the process in which it runs user code, else None; a fork of that process may exit."""
 
     process: int | None = None
 
@@ -42,9 +42,9 @@ _inside = _Inside()
 
 @contextmanager
 def kept_running() -> Iterator[None]:
-    """A context in which this thread's `sys.exit` and `os._exit` raise.
+    """Make this thread's `sys.exit` and `os._exit` raise while the context is open.
 
-    Raises ProcessEndError where the code inside called one of them; its traceback is that of the call.
+    Raises ProcessEndError, with the traceback of the call, if the code inside called one of them.
     """
     try:
         with held((_inside, "process", os.getpid())), _exits_raise:
@@ -72,7 +72,7 @@ _exits_raise = Shared(_patched_exit)
 
 
 def compute_loss(loss: Callable[..., torch.Tensor], *args: Any, device: torch.device) -> torch.Tensor:
-    """The loss under autocast, or outside of it where it uses what CUDA's autocast refuses, as training must have."""
+    """Return the loss under autocast, or outside of it if CUDA's autocast refuses it, as training must have done."""
     try:
         return loss(*args)
     except RuntimeError as error:
@@ -83,7 +83,7 @@ def compute_loss(loss: Callable[..., torch.Tensor], *args: Any, device: torch.de
 
 
 def is_wrong_call(error: Exception) -> bool:
-    """Tell whether a module or a loss was called with what it is not made for, which no value of a tensor explains."""
+    """Return True if a module or loss was called with arguments that it cannot take, whatever the tensors' values."""
     if isinstance(error, LossError):
         return isinstance(error.__cause__, (*WRONG_CALL, type(None)))
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -91,7 +91,7 @@ def is_wrong_call(error: Exception) -> bool:
 
 
 def explains(trace: Trace, error: Exception) -> bool:
-    """Tell whether the forward may have raised for what went non-finite before; a -inf that was asked for is a mask."""
+    """Return True if earlier non-finite values may be why the forward raised; a -inf that was asked for is a mask."""
     if is_wrong_call(error):
         return False
     calls = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs))
@@ -102,7 +102,7 @@ def explains(trace: Trace, error: Exception) -> bool:
 
 
 def raise_explained(error: Exception, policy: Policy) -> NoReturn:
-    """Raise the error for a forward that raised under `policy` while all was finite; that of a loss as it is."""
+    """Raise the error for a forward that raised under `policy` while all was finite; a LossError as it is."""
     if isinstance(error, LossError):
         raise error
     if is_out_of_memory(error):
@@ -126,7 +126,7 @@ def raise_explained(error: Exception, policy: Policy) -> NoReturn:
 
 
 def explain_memory(doing: str, error: BaseException) -> ModelError:
-    """The error for memory that ran out, which is no fault of the user's code."""
+    """Return the error for memory that ran out, which is no fault of the user's code."""
     detail = brief(next(iter(str(error).strip().splitlines()), "") or type(error).__name__)
     return ModelError(
         f"There is not enough memory to {doing} ({detail}).",
@@ -135,7 +135,7 @@ def explain_memory(doing: str, error: BaseException) -> ModelError:
 
 
 def raised_at(error: BaseException) -> str:
-    """The last line outside torch, nandoctor and Python's own library that `error` came through, as " at file:line"."""
+    """Return the last line that `error` came through outside torch, nandoctor and Python, as " at file:line"."""
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         package = frame.f_globals.get("__name__", "").partition(".")[0]

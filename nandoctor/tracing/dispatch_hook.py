@@ -1,4 +1,4 @@
-"""Stands between a model and torch: every op that a thread calls is handed to whoever asked for it."""
+"""Intercepts every op that a thread calls, and passes it to the handlers that are installed."""
 
 from __future__ import annotations
 
@@ -45,11 +45,10 @@ _DIMENSIONS = frozenset({"dim", "dims"})
 
 
 class Signature(NamedTuple):
-    """What an op's schema says, read once: torch makes new objects of it each time.
+    """The parts of an op's schema that are used here, cached because torch rebuilds the objects on each access.
 
-    `name` is the aten name without namespace, overload and the in-place underscore, `add` for `add_.Tensor`; of an op
-    with dimensions its family's. `written` are the arguments that the op only writes to, `eps` the default of the one
-    of that name.
+    `name` is the aten name without namespace, overload, in-place underscore and `_nd`: `add` for `add_.Tensor`.
+    `written` names the arguments that the op only writes to; `eps` is the default of the argument of that name.
     """
 
     name: str
@@ -62,7 +61,7 @@ class Signature(NamedTuple):
 
 @cache
 def signature_of(op: OpOverload) -> Signature:
-    """The signature of an op."""
+    """Return the signature of an op."""
     schema = schema_of(op)
     name = schema.name.partition("::")[2].removesuffix("_nd")
     defaults = (argument.default_value for argument in schema.arguments if argument.name == "eps")
@@ -78,7 +77,7 @@ def signature_of(op: OpOverload) -> Signature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invocation:
-    """An op and the arguments that it was called with; the call as the code made it, where it was changed since."""
+    """An op and its arguments; `original` is the call as the user's code made it, if a handler has changed it."""
 
     op: OpOverload
     args: tuple[Any, ...]
@@ -92,21 +91,21 @@ class Invocation:
 
     @property
     def is_random(self) -> bool:
-        """Tell whether the op draws from torch's generator."""
+        """True if the op draws from torch's generator."""
         return signature_of(self.op).is_random
 
     @property
     def is_mutable(self) -> bool:
-        """Tell whether the op writes to one of its arguments."""
+        """True if the op writes to one of its arguments."""
         return signature_of(self.op).is_mutable
 
     def arguments(self) -> Iterator[tuple[str, Any]]:
-        """The arguments that were given, by their names in the schema."""
+        """Yield the arguments that were given, by their names in the schema."""
         yield from zip(signature_of(self.op).arguments, self.args, strict=False)
         yield from self.kwargs.items()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that the op reads; those of a list are numbered, and what it only writes to is left out."""
+        """Yield the tensors whose values the op reads, those in a list as `name[i]`; it only writes to the others."""
         arguments = dict(self.arguments())
         skipped = signature_of(self.op).written.union(unread_inputs(self.name, arguments))
         for name, value in arguments.items():
@@ -118,9 +117,9 @@ class Invocation:
                 yield from ((f"{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, torch.Tensor))
 
     def scalars(self) -> Iterator[tuple[str, float]]:
-        """Plain numbers among the arguments, and listed dimensions; the numbers of a list are numbered as well.
+        """Yield the plain numbers among the arguments, and listed dimensions as `name[i]`.
 
-        A 0-dim tensor on the CPU is a number that torch wrapped for the user.
+        A 0-dim tensor on the CPU counts as a number: torch wraps the user's numbers like that.
         """
         for name, value in self.arguments():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -134,19 +133,19 @@ class Invocation:
             yield "eps", eps
 
     def run(self) -> Any:
-        """What the op returns."""
+        """Run the op and return its output."""
         return self.op(*self.args, **self.kwargs)
 
     def kept(self) -> Invocation:
-        """The same call with the arguments as they are now: copied where the op will write to them."""
+        """Return the call with its arguments as they are now: tensors are copied if the op writes to one of them."""
         return self.mapped(_copy) if self.is_mutable else self
 
     def widened(self) -> Invocation:
-        """The same call in float64, or complex128: tensors and dtypes both."""
+        """Return the same call in float64, or complex128: tensors and dtype arguments both."""
         return self.mapped(_widen)
 
     def with_argument(self, name: str, value: Any) -> Invocation:
-        """The same call with another value for one argument: by its schema's name, or numbered as in `tensors`."""
+        """Return the same call with another value for one argument, named as in the schema or as in `tensors`."""
         listed, _, index = name.partition("[")
         if index:
             items = list(dict(self.arguments())[listed])
@@ -159,9 +158,9 @@ class Invocation:
         return replace(self, kwargs={**self.kwargs, name: value})
 
     def refused_fill(self, error: RuntimeError) -> Invocation | None:
-        """The call as it would be with an infinity for the number that `error` says does not fit; None for any other.
+        """Return the call with an infinity for the number that `error` says does not fit; None for any other error.
 
-        Torch rounds a product or a sum that passes the limit to Inf, and refuses to write such a number itself.
+        Torch rounds a product or sum past the limit to Inf, but raises when it is told to write such a number itself.
         """
         if "without overflow" not in str(error) or not schema_of(self.op).returns:
             return None
@@ -172,13 +171,13 @@ class Invocation:
         return None if largest is None else self.with_argument(largest[0], math.copysign(math.inf, largest[1]))
 
     def mapped(self, change: Any) -> Invocation:
-        """The same call with `change` made to every value among the arguments."""
+        """Return the same call with `change` applied to every value among the arguments."""
         args, kwargs = tree_map(change, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
-    """Tell whether float() can read it: not a complex number, nor one of many under `torch.vmap`."""
+    """Return True if float() can read the tensor: 0-dim, on the CPU, not complex and not batched by `torch.vmap`."""
     is_one = tensor.dim() == 0 and tensor.device.type == "cpu"
     return is_one and not tensor.is_complex() and not is_wrapped(tensor)
 
@@ -201,14 +200,14 @@ def _widest(dtype: torch.dtype) -> torch.dtype:
 
 Proceed = Callable[[Invocation], Any]
 Handler = Callable[[Invocation, Proceed], Any]
-"""Takes an op and what runs it, by way of the handlers further in; returns what the op's caller gets."""
+"""Takes a call and a function that runs it through the inner handlers; returns what the op's caller gets."""
 
-# Composites of which one part or the other is to blame; they are on no autocast list themselves.
+# Composite ops that are on no autocast list themselves. Their parts are observed instead: one of those is to blame.
 _LOOKED_INTO = frozenset({"cross_entropy_loss"})
 _PACKAGES = (Path(torch.__file__).parent, Path(__file__).parent.parent)
-# With the separator at its end: torchvision lies beside torch, and is the user's to hear of.
+# With a trailing separator: torchvision lies beside torch, and its lines are worth reporting.
 _SKIPPED_ROOTS = (*(f"{folder}{os.sep}" for folder in _PACKAGES), "<frozen", "<eval_with_key>")
-# Other words for torch's operations, whose own lines tell no more of a model than torch's do.
+# Notations for torch's ops, whose own lines say no more about a model than torch's do.
 _NOTATIONS = frozenset({"einops", "einx", "opt_einsum"})
 _MAX_EXPRESSION_LINES = 20
 _RUNNER = str(Path(__file__).parent.parent / "replaying" / "runner.py")
@@ -224,7 +223,7 @@ _handlers = _Handlers()
 
 @contextmanager
 def intercepting(handler: Handler) -> Iterator[None]:
-    """Hand every op of this thread to `handler`; of two contexts the outer one's is asked first."""
+    """Pass every op of this thread to `handler` while the context is open; an outer context's handler comes first."""
     with observer_registered, held((_handlers, "stack", (*_handlers.stack, handler))), observed():
         yield
 
@@ -233,7 +232,7 @@ def _observe(keys: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if signature_of(op).name in _LOOKED_INTO:
         return call_below_observer(op, keys, *args, **kwargs)
     with unobserved():
-        return _hand_on(_handlers.stack, Invocation(op=op, args=args, kwargs=kwargs))
+        return _dispatch(_handlers.stack, Invocation(op=op, args=args, kwargs=kwargs))
 
 
 @contextmanager
@@ -246,7 +245,7 @@ def _observer() -> Iterator[None]:
 
 
 def _unseen(make_subclass: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Make a parameter in a forward unseen: torch cannot give the tensor that it detaches there another class later."""
+    """Make parameters without the hook: torch cannot change the class of a detached tensor that a hook returned."""
 
     def make_unseen(*args: Any, **kwargs: Any) -> torch.Tensor:
         with unobserved():
@@ -256,8 +255,8 @@ def _unseen(make_subclass: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 observer_registered = Shared(_observer)
-"""Where the hook is known to torch. To register it takes longer than a run of a small model, and it is idle outside of
-`intercepting`: whoever makes many runs holds it meanwhile."""
+"""Registers the hook with torch, which takes longer than a run of a small model. The hook is idle outside of
+`intercepting`, so hold this open across many runs."""
 
 
 @contextmanager
@@ -274,37 +273,37 @@ def _observer_for_each_op() -> Iterator[None]:
 def _observe_named(namespace: str, name: str, keys: Any, *args: Any, **kwargs: Any) -> Any:
     packet, _, overload = name.partition(".")
     op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-    # Torch remembers this function when its library is gone, and calls it in the fallback's stead, which takes the op.
+    # After the library is gone, torch may still call this in place of the fallback, which takes the op as an argument.
     return _observe(keys, op, *(args[1:] if args and args[0] is op else args), **kwargs)
 
 
 classes_observed = Shared(_observer_for_each_op)
-"""Where the hook sees those ops as well that a tensor class or a dispatch mode answers itself.
+"""Registers the hook so that it also sees ops that a tensor class or a dispatch mode handles itself.
 
-Torch finds no kernel for these but one that was registered for the very op, which takes fifty times as long.
+For these torch finds only kernels registered for the very op; registering one for each takes fifty times as long.
 """
 
 
 def is_unobserved(error: Exception) -> bool:
-    """Tell whether torch found no kernel of the hook for an op that a tensor class or a dispatch mode answers."""
+    """Return True if torch found no kernel of the hook for an op that a tensor class or a mode handles itself."""
     return "func != nullptr INTERNAL ASSERT" in str(error)
 
 
-def _hand_on(handlers: tuple[Handler, ...], call: Invocation) -> Any:
+def _dispatch(handlers: tuple[Handler, ...], call: Invocation) -> Any:
     if not handlers:
         return call.run()
 
     def proceed(changed: Invocation) -> Any:
         is_same = changed is call
-        return _hand_on(handlers[1:], call if is_same else replace(changed, original=call.original or call))
+        return _dispatch(handlers[1:], call if is_same else replace(changed, original=call.original or call))
 
     return handlers[0](call, proceed)
 
 
 class CallSite(NamedTuple):
-    """A frame's code object, the instruction in it that is running, and its line; the TorchScript that it runs, if any.
+    """A frame's code object, current instruction and line, and the TorchScript that it runs, if any.
 
-    There is no code where torch's own modules call each other throughout.
+    `code` is None where only torch's own modules call each other.
     """
 
     code: CodeType | None
@@ -314,14 +313,14 @@ class CallSite(NamedTuple):
 
 
 def find_place(frame: FrameType | None = None) -> CallSite:
-    """Where the user's innermost frame is."""
+    """Return the call site in the innermost frame of the user's code."""
     frame = frame or sys._getframe(1)
     script = script_traceback()
     while frame is not None and (
         frame.f_code.co_filename.startswith(_SKIPPED_ROOTS)
         or frame.f_globals.get("__name__", "").partition(".")[0] in _NOTATIONS
     ):
-        # Further out than the runner is whoever called nandoctor.
+        # Frames outside the runner belong to nandoctor's caller.
         frame = None if frame.f_code.co_filename == _RUNNER else frame.f_back
     if frame is None:
         return CallSite(None, 0, 0, script)
@@ -329,10 +328,10 @@ def find_place(frame: FrameType | None = None) -> CallSite:
 
 
 def to_source(place: CallSite) -> SourceLine | None:
-    """The line of a place, with the expression that it is in where the interpreter keeps columns.
+    """Return the source line of a call site, with the expression if the interpreter keeps columns.
 
-    Where TorchScript runs the line is that of the script, for the caller's shows another operation; None where the
-    script is in an archive that `torch.jit.load` read.
+    In TorchScript it is the script's line, since the caller's shows another operation; None if the script comes from an
+    archive that `torch.jit.load` read.
     """
     if (scripted := script_line(place.script)) is not None:
         text = linecache.getline(*scripted).strip()
@@ -349,7 +348,7 @@ def to_source(place: CallSite) -> SourceLine | None:
 
 
 def _read_expression(source: SourceLine) -> str:
-    """The expression on one line, its line breaks and indentation joined to single spaces; "" where it is unknown."""
+    """Return the source's expression with line breaks and indentation collapsed to spaces; "" if it is unknown."""
     if source.column is None or source.end_line is None or source.end_column is None:
         return ""
     lines = [linecache.getline(source.file, line).encode() for line in range(source.line, source.end_line + 1)]

@@ -1,7 +1,7 @@
-"""Exact counts of one tensor: what is NaN, infinite, zero, subnormal; in which samples, places and exponents.
+"""Exact counts of one tensor: NaN, infinite, zero and subnormal elements, and their samples, places and exponents.
 
-Everything is counted on the integers that the numbers are stored as, which order magnitudes as the numbers themselves:
-numpy compares those of a CPU's five to ten times as fast as torch compares fp16. On another device torch does.
+Everything is counted on the stored bits read as integers, which order magnitudes as the numbers do. For a CPU tensor
+numpy compares these five to ten times as fast as torch compares fp16; on another device torch does it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Limits = tuple[float, float]
 
 
 class _Stored(NamedTuple):
-    """A tensor's numbers as integers, with their signs; those of a magnitude above `infinity` are NaN.
+    """A tensor's numbers, read as signed integers; a magnitude above `infinity` is NaN.
 
-    An array of numpy's for a tensor on the CPU, else a tensor: both have the operators that are used here. `kind` are
-    the limits of the integers: the sign is the least of them.
+    `signed` is a numpy array for a CPU tensor, else a tensor: both have the operators used here. `kind` has the limits
+    of the integers; the least of them is the sign bit.
     """
 
     signed: Any
@@ -39,9 +39,9 @@ class _Stored(NamedTuple):
 
     @staticmethod
     def of(values: torch.Tensor) -> _Stored:
-        """What lies in the tensor's own memory."""
+        """Return a view of the tensor's own memory."""
         kind = _INTEGERS[values.element_size()]
-        with plain_torch():  # a transform of torch.func would wrap what it gives
+        with plain_torch():  # a transform of torch.func would wrap the result
             integers = unwrap(values).detach().resolve_neg().view(kind)
             signed: Any = integers.numpy() if values.device.type == "cpu" else integers
         stored = FORMATS[dtype_name(values.dtype)]
@@ -59,28 +59,28 @@ class _Stored(NamedTuple):
         return mask
 
     def parts(self) -> Iterator[_Stored]:
-        """The same numbers in pieces that stay in the processor's cache: what is made of a whole large one does not."""
+        """Yield the numbers in pieces whose temporaries stay in the processor's cache."""
         return (self._replace(signed=part) for part in _cut(self.signed))
 
 
 def _cut(numbers: Any) -> Iterator[Any]:
-    """Flat pieces of an array, each until the next is taken; a tensor whole. An expanded array is not written out."""
+    """Return flat pieces of an array, each valid until the next, or a whole tensor. Expanded arrays are not copied."""
     if isinstance(numbers, torch.Tensor):
         return iter([numbers])
     return iter(np.nditer(numbers, _IN_PIECES, buffersize=_AT_ONCE)) if numbers.size else iter([numbers.ravel()])
 
 
 def _tally(stored: _Stored, subnormal: int, flushed: int) -> tuple[int, ...]:
-    """Count what is non-finite, NaN, +Inf, zero, subnormal, flushed to zero in one piece.
+    """Count the elements of one piece that are non-finite, NaN, +Inf, zero, subnormal and flushed to zero.
 
-    Then come the integers of its smallest magnitude above zero and of its limits, where it has them. `subnormal` and
-    `flushed` are the integers of the largest that is so.
+    Three integers follow: of the smallest magnitude above zero, of the lowest and of the highest finite value.
+    `subnormal` and `flushed` are the integers of the largest magnitude that counts as such.
     """
     signed, sign, infinity = stored.signed, stored.kind.min, stored.infinity
     magnitudes = signed & stored.kind.max
     size = math.prod(signed.shape)
     smallest = int(magnitudes.min()) if size else infinity
-    if smallest >= infinity:  # what is finite has no smallest and no limits
+    if smallest >= infinity:  # no element is finite, so there are no limits
         num_nan = size if smallest > infinity else _count(magnitudes > infinity)
         num_posinf = _count(signed == infinity) if num_nan < size else 0
         return size, num_nan, num_posinf, 0, 0, 0, infinity, 0, 0
@@ -90,12 +90,12 @@ def _tally(stored: _Stored, subnormal: int, flushed: int) -> tuple[int, ...]:
         nonfinite = magnitudes >= infinity
         num_bad, num_nan = _count(nonfinite), _count(magnitudes > infinity)
         num_posinf = _count(signed == infinity) if num_nan < num_bad else 0
-        # What is not finite counts as zero, and so does whatever has the other sign.
+        # Non-finite elements become zero here, and those of the other sign are negative integers, below zero.
         finite = signed * ~nonfinite
         lowest, highest = int((finite ^ sign).max()), int(finite.max())
     if smallest == 0:
         num_zero = _count(magnitudes == 0)
-        smallest = int(((magnitudes - 1) & stored.kind.max).min()) + 1  # zero becomes the largest of all
+        smallest = int(((magnitudes - 1) & stored.kind.max).min()) + 1  # zero wraps around to the largest
     num_subnormal = _count(magnitudes <= subnormal) - num_zero if smallest <= subnormal else 0
     num_flushed = _count(magnitudes <= flushed) - num_zero if smallest <= flushed else 0
     return num_bad, num_nan, num_posinf, num_zero, num_subnormal, num_flushed, smallest, lowest, highest
@@ -110,10 +110,10 @@ def count_exactly(
     place: bool = False,
     per_sample: bool = False,
 ) -> tuple[NonfiniteCounts, Limits | None]:
-    """The counts of one strided tensor in format `own`, and the limits of its finite elements, None without any.
+    """Count the elements of one strided tensor in format `own`; also return the finite elements' limits, or None.
 
-    Flushes to zero are judged against `target`; `samples` is False where dimension 0 is not the batch. `place` asks
-    where non-finite elements are, `per_sample` for the samples and exponents of any tensor.
+    Flushes to zero are judged against `target`. `samples` is False if dimension 0 is not the batch. `place` asks where
+    non-finite elements are, `per_sample` for samples and exponents even if all elements are finite.
     """
     stored = _Stored.of(values)
     subnormal = _last_up_to(own.smallest_normal - own.smallest_subnormal, stored.format)
@@ -145,7 +145,7 @@ def count_exactly(
 
 
 def find_nonfinite(values: torch.Tensor) -> torch.Tensor:
-    """The mask of what is NaN or infinite, many times as fast as `~torch.isfinite(values)`."""
+    """Return the mask of NaN and infinite elements, many times as fast as `~torch.isfinite(values)`."""
     return torch.as_tensor(_Stored.of(values).nonfinite)
 
 
@@ -154,7 +154,7 @@ def _count(mask: Any) -> int:
 
 
 def _number(integer: int, stored: FloatFormat) -> float:
-    """The magnitude that an integer stands for."""
+    """Return the magnitude that an integer stands for."""
     exponent, fraction = integer >> stored.fraction_bits, integer & ((1 << stored.fraction_bits) - 1)
     if exponent:
         fraction += 1 << stored.fraction_bits
@@ -162,14 +162,14 @@ def _number(integer: int, stored: FloatFormat) -> float:
 
 
 def _last_up_to(limit: float, stored: FloatFormat) -> int:
-    """The integer of the largest magnitude that is no larger than `limit`, which is no larger than the format's own."""
+    """Return the integer of the largest magnitude up to `limit`, which must not exceed the format's own limit."""
     exponent = max(math.frexp(limit)[1] - 1, stored.min_exponent)
     steps = math.floor(math.ldexp(limit, stored.fraction_bits - exponent))
     return steps + ((exponent - stored.min_exponent) << stored.fraction_bits)
 
 
 def _count_samples(stored: _Stored, *, everywhere: bool) -> tuple[SampleStats, ...]:
-    """The non-finite elements and the largest finite magnitude of each of the first MAX_SAMPLES along dimension 0."""
+    """Return non-finite counts and largest finite magnitudes of the first MAX_SAMPLES samples along dimension 0."""
     if stored.signed.ndim < 2:
         return ()
     rows = stored.signed[:MAX_SAMPLES]
@@ -196,9 +196,9 @@ def _count_samples(stored: _Stored, *, everywhere: bool) -> tuple[SampleStats, .
 def _locate(
     stored: _Stored, by_sample: Sequence[SampleStats], *, everywhere: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The index of the first non-finite element, and the indices along dimension 0 that hold one.
+    """Return the index of the first non-finite element, and the indices along dimension 0 that hold one.
 
-    `by_sample` tells the latter, unless there are more.
+    `by_sample` tells the latter, unless there are more samples than it lists.
     """
     shape = tuple(stored.signed.shape)
     if not shape:
@@ -220,9 +220,9 @@ MAX_SAMPLES = 64
 
 
 def place_nonfinite(nonfinite: torch.Tensor) -> Grid | None:
-    """Where the True elements of `nonfinite` are, over the two dimensions along which their number varies most.
+    """Count the True elements of `nonfinite` over the two dimensions along which their number varies most.
 
-    Dimension 0, the batch, is left out where two others are there: which samples are non-finite is told apart.
+    Dimension 0, the batch, is left out if there are two others: the affected samples are reported separately.
     """
     if nonfinite.dim() == 0:
         return None
@@ -244,7 +244,7 @@ def place_nonfinite(nonfinite: torch.Tensor) -> Grid | None:
 
 
 def _unevenness(totals: torch.Tensor, dim: int) -> float:
-    """By how much the share of non-finite elements differs along a dimension; -1 where that has no second place."""
+    """Return how much the share of non-finite elements varies along a dimension; -1 if its size is below 2."""
     if totals.shape[dim] < 2:
         return -1.0
     counts = _sum_others(totals, (dim,))
@@ -257,7 +257,7 @@ def _sum_others(totals: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 
 
 def _join_cells(counts: torch.Tensor, axis: int) -> torch.Tensor:
-    """Neighbours along `axis` added up until at most MAX_CELLS are left."""
+    """Add up neighbours along `axis` until at most MAX_CELLS are left."""
     size = counts.shape[axis]
     num_cells = min(size, MAX_CELLS)
     cells = torch.arange(size, device=counts.device) * num_cells // size
@@ -266,7 +266,7 @@ def _join_cells(counts: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def count_exponents(magnitudes: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """How many finite non-zero elements have each binary exponent, floor(log2(magnitude)), in rising order."""
+    """Count the finite non-zero elements by binary exponent, floor(log2(magnitude)), in rising order."""
     kept = magnitudes[(magnitudes > 0) & torch.isfinite(magnitudes)]
     if not kept.numel():
         return ()

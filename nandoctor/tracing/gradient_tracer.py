@@ -29,7 +29,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 class _Claim(NamedTuple):
-    """Whose a graph node is: the forward op's order (None for a custom Function), its name and its module call."""
+    """The owner of a graph node: its forward op's order (None for a custom Function), name and module call."""
 
     forward: int | None
     op: str
@@ -46,10 +46,10 @@ class _RecordedNode:
 
 
 class GradientTracer:
-    """Hooks the graph nodes of traced ops, and records what passes through them in the backward pass.
+    """A recorder of what passes through the graph nodes of traced ops in the backward pass.
 
-    A node of a custom autograd Function goes by its class, and belongs to the module call of the last op that ran
-    without a graph, `owner_inside`: that was in the Function's own forward. `functions` may watch what it runs.
+    The node of a custom autograd Function is named after its class. It belongs to `owner_inside`, the module call of
+    the last op that ran without a graph: that op was in the Function's forward. `functions` may record its backward.
     """
 
     def __init__(self, *, low: FloatFormat, functions: FunctionTracer | None = None) -> None:
@@ -61,7 +61,7 @@ class GradientTracer:
         self._handles = ExitStack()
 
     def claim(self, outputs: Sequence[torch.Tensor], forward: int, op: str, owner: Owner) -> None:
-        """Note that the nodes between these outputs and whatever was claimed before are those of one forward op."""
+        """Assign the nodes between these outputs and those claimed before to one forward op, and hook them."""
         waiting: list[Any] = [output.grad_fn for output in outputs]
         while waiting:
             node = waiting.pop()
@@ -76,7 +76,7 @@ class GradientTracer:
 
     def _claim_function(self, node: Any) -> _Claim:
         name = type(node).__name__.removesuffix("Backward")
-        if name == "BackwardHookFunction":  # of torch.utils.hooks: its backward hands on what it is given
+        if name == "BackwardHookFunction":  # of torch.utils.hooks: its backward passes gradients through
             return _Claim(None, BACKWARD_HOOK, self.owner_inside)
         if self._functions is None:
             return _Claim(None, name, self.owner_inside)
@@ -85,11 +85,11 @@ class GradientTracer:
         return _Claim(None, name, self.owner_inside, source)
 
     def close(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         self._handles.close()
 
     def calls(self, forward: Sequence[OpCall]) -> tuple[OpCall, ...]:
-        """The records of the backward pass; `forward` are the traced ops that the nodes were claimed for."""
+        """Return the records of the backward pass; `forward` holds the traced ops that the nodes were claimed for."""
         counts: Counter[_Claim] = Counter()
         calls = []
         readings = (group for recording in self._recordings for group in (recording.incoming, recording.outgoing))
@@ -149,7 +149,7 @@ class GradientTracer:
 
 
 class _Checkpoints(threading.local):
-    """Tell whether this thread runs reentrant checkpoints as plain calls."""
+    """A thread's flag: `opened` is True while its reentrant checkpoints run as plain calls."""
 
     opened = False
 
@@ -159,9 +159,9 @@ _checkpoints = _Checkpoints()
 
 @contextmanager
 def open_checkpoints() -> Iterator[None]:
-    """A context in which this thread's reentrant checkpoints run as plain calls.
+    """Run this thread's reentrant checkpoints as plain calls while the context is open.
 
-    Their backward computes the block again in a graph of its own, and would show all of it as one CheckpointFunction.
+    Their backward recomputes the block in a graph of its own, and would show all of it as one CheckpointFunction.
     A block without an input that needs a gradient is left alone: the checkpoint gives it none.
     """
     with held((_checkpoints, "opened", True)), _checkpoint_patch:
@@ -170,8 +170,8 @@ def open_checkpoints() -> Iterator[None]:
 
 def _apply_opened(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        asks = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
-        if asks and _checkpoints.opened:
+        needs_gradient = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
+        if needs_gradient and _checkpoints.opened:
             return function(*args)
         return checkpoint(function, preserve_rng_state, *args)
 

@@ -1,4 +1,4 @@
-"""Watches every module of a model while it runs."""
+"""Records every module call while a model runs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Owner = tuple[str, str, int]
 """A module call: path, type name and call number."""
 
 Statistics = Literal["none", "ranges", "counts", "per sample"]
-"""What is read of a tensor: nothing, which is quicker where the output alone matters; its limits; exact counts as well
-where it is non-finite or near the limits of the low format; or every tensor's counts with its samples and exponents."""
+"""What is read of a tensor: nothing (quicker if only the output matters), its limits, also exact counts if it is
+non-finite or near the low format's limits, or exact counts of every tensor with samples and exponents."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _OpenCall:
-    """A call under way, and what was read of it so far; `handling` is the exception that its caller was handling."""
+    """A call in progress, and what was read of it so far; `handling` is the exception that its caller was handling."""
 
     module: nn.Module
     name: str
@@ -47,7 +47,7 @@ class _OpenCall:
 
     @property
     def type_name(self) -> str:
-        """The module's class; for a ScriptModule the one that it was made from."""
+        """The module's class; for a ScriptModule the class that it was made from."""
         module = self.module
         return str(module.original_name) if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
 
@@ -55,10 +55,9 @@ class _OpenCall:
 class Tracer:
     """A context in which every call of every module of `model` is recorded.
 
-    Flushes are judged against `counts_for`. `on_call` is told after each call how many have returned. Of a traced op,
-    `producer_of` finds the one that made a tensor, `reading_of` what was read of it there. A shared module goes by the
-    first of its names. What is compiled runs eagerly meanwhile: a graph would leave the hooks out, or be traced through
-    them.
+    Flushes to zero are judged against `counts_for`. `on_call` gets the number of returned calls after each.
+    `producer_of` returns the traced op that made a tensor, `reading_of` what was read of it there. A shared module goes
+    by its first name. Compiled code runs eagerly meanwhile: a graph would skip the hooks, or be traced through them.
     """
 
     def __init__(
@@ -91,8 +90,8 @@ class Tracer:
                 hooks.enter_context(torch.compiler.set_stance("force_eager"))
             with collection_paused:
                 for name, module in self._model.named_modules():
-                    # A ScriptModule refuses hooks, which its graph could not keep; Module's own methods serve calls
-                    # from Python. What other hooks compute (a spectral norm) is part of the call.
+                    # A ScriptModule refuses hooks, which its graph could not keep; Module's own methods add them for
+                    # calls from Python. Ours comes first: what other hooks compute (spectral norm) is in the call.
                     pre_hook, hook = nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook
                     hooks.callback(pre_hook(module, partial(self._on_entry, name), prepend=True).remove)
                     hooks.callback(pre_hook(module, self._on_arguments, with_kwargs=True).remove)
@@ -107,7 +106,7 @@ class Tracer:
         self._seen.clear()
 
     def read(self, *values: Any, counts: bool = False, attributes: bool = True) -> Readings:
-        """Measure every tensor in `values`; one that was measured before and not written since costs nothing.
+        """Measure every tensor in `values`; one that was measured before and not written to since costs nothing.
 
         `attributes` as in `walk_tensors`.
         """
@@ -117,11 +116,11 @@ class Tracer:
         return [(path, reading) for path, reading in readings if reading is not None]
 
     def reading_of(self, tensor: torch.Tensor) -> Reading | None:
-        """What a traced op has read of a tensor as it is now, else what there is to read."""
+        """Return a traced op's reading of the tensor in its present state, else measure it."""
         return (self._reading_of(tensor) if self._reading_of is not None else None) or measure(tensor)
 
     def calls(self) -> tuple[ModuleCall, ...]:
-        """The calls so far, in the order in which they were entered."""
+        """Return the calls so far, in the order in which they were entered."""
         stats = collect_all([call.inputs for call in self._calls] + [call.outputs for call in self._calls])
         inputs, outputs = stats[: len(self._calls)], stats[len(self._calls) :]
         return tuple(
@@ -152,9 +151,9 @@ class Tracer:
         self._open.append(call)
 
     def _on_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Read the arguments as other hooks have left them."""
+        """Read the arguments as other hooks left them."""
         if self._open and self._open[-1].module is module and self._statistics != "none":
-            # What an argument refers to may be the whole model, and is nothing that the module made.
+            # An object among the arguments may refer to the whole model, and the module made none of that.
             self._open[-1].inputs = self.read(args, kwargs, attributes=False)
 
     def _on_return(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -170,7 +169,7 @@ class Tracer:
             self._on_call(self._num_returned)
 
     def owner(self) -> Owner:
-        """The module call that is running, ("", "", 0) before the first and after the last."""
+        """Return the module call that is running, ("", "", 0) before the first and after the last."""
         if not self._open:
             return ("", "", 0)
         call = self._open[-1]
@@ -189,7 +188,7 @@ class Tracer:
         return reading
 
     def _is_current(self, reading: Reading, tensor: torch.Tensor) -> bool:
-        """Tell whether no traced op has written to the tensor since, not even through `.data`."""
+        """Return True if no traced op has written to the tensor since, not even through `.data`."""
         return self._producer_of is None or reading.producer == self._producer_of(tensor)
 
     def _measure(self, tensor: torch.Tensor, counts: bool) -> Reading | None:

@@ -1,4 +1,4 @@
-"""The analysis of an operation that made a non-finite value, while its tensors are still in hand."""
+"""Analyses an op that made a non-finite value, while its tensors are still there."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
 
 
 def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatFormat) -> OpAnalysis:
-    """Examine one op one of whose `outputs` is non-finite; `call` holds the arguments as they were before it ran."""
+    """Analyse an op with a non-finite output; `call` holds the arguments as they were before it ran."""
     made = [numbers_in(output) for output in outputs]
     place, output = next((i, o) for i, o in enumerate(made) if o is not None and not all_finite(o))
     exact, rows = recompute(call, place, like=output), full_rows(call)
-    with plain_torch():  # a transform of torch.func would wrap every number that is taken of these
+    with plain_torch():  # a transform of torch.func would wrap every number that is read
         output = _without_passed_on(call, output)
         own = format_of(output.dtype) or FP64
         counts, _ = count_exactly(output, own, low, place=True)
@@ -43,33 +43,33 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatForm
 
 
 def _without_passed_on(call: Invocation, output: torch.Tensor) -> torch.Tensor:
-    """The output with zeros for the infinities that an elementwise op was given at that very place.
+    """Return the output with zeros for infinities that an elementwise op was given at the same element.
 
-    Rows of a mask are no sample's fault; where nothing else is non-finite the output stays as it is.
+    Masked rows are no sample's fault. If nothing else is non-finite, the output is returned as it is.
     """
     operands = [values for _, tensor in call.tensors() if (values := numbers_in(tensor)) is not None]
     if call.name in PRODUCTS or all(map(all_finite, operands)):
         return output
     try:
         infinite = [torch.isinf(values).expand(output.shape) for values in operands]
-    except RuntimeError:  # a reduction, say, whose operands are of another shape
+    except RuntimeError:  # such as a reduction, whose operands have another shape
         return output
     others = output.masked_fill(torch.isinf(output) & reduce(torch.logical_or, infinite), 0.0)
     return output if all_finite(others) else others
 
 
 def _operand_values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    """The numbers of an operand: those of integers as well where they are counted with, as by a division."""
+    """Return the numbers of an operand; integers too if the op computes with them, as a division does."""
     is_integer = format_of(tensor.dtype) is None and tensor.dtype is not torch.bool
     return tensor.double() if is_integer and name in ("self", "other") else numbers_in(tensor)
 
 
 def recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tensor | None:
-    """The op's output at `place` in float64 from the same inputs, None where it cannot be had (no float64 kernel)."""
+    """Return the op's output at `place` in float64 from the same inputs, or None if that fails (no float64 kernel)."""
     try:
         with torch.no_grad(), without_autocast():
             output = call.widened().run()
-    except (RuntimeError, NotImplementedError, TypeError, AssertionError):  # the last of a tensor class of its own
+    except (RuntimeError, NotImplementedError, TypeError, AssertionError):  # AssertionError: from a tensor class
         return None
     leaves = tree_tensors(output)
     values = numbers_in(leaves[place]) if place < len(leaves) else None
@@ -78,10 +78,10 @@ def recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tens
 
 
 def _find_worst(nonfinite: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...], float | None]:
-    """The non-finite element whose exact value is largest, and that value; the first, where none is exactly finite."""
+    """Return the non-finite element with the largest exact value, and that value; else the first one and None."""
     if exact is not None:
         values = np.abs(exact.numpy(force=True))
-        magnitudes = np.where(nonfinite.numpy(force=True) & (values < math.inf), values, -1.0)  # no NaN is less
+        magnitudes = np.where(nonfinite.numpy(force=True) & (values < math.inf), values, -1.0)  # NaN < inf is False
         worst = _find_largest(magnitudes)
         if magnitudes[worst] >= 0:
             return worst, float(exact[worst])
@@ -89,14 +89,14 @@ def _find_worst(nonfinite: torch.Tensor, exact: torch.Tensor | None) -> tuple[tu
 
 
 def _find_largest(values: NDArray[Any]) -> tuple[int, ...]:
-    """The index of the largest value, the first of several: numpy finds it many times as fast as torch."""
+    """Return the index of the first largest value; numpy finds it many times as fast as torch."""
     return tuple(int(place) for place in np.unravel_index(values.argmax(), values.shape))
 
 
 def describe_operand(
     name: str, tensor: torch.Tensor, worst: tuple[int, ...] | None, output: torch.Tensor, low: FloatFormat
 ) -> Operand:
-    """The counts of one operand, and its value where it meets the worst element of `output`."""
+    """Return the counts of one operand, and its value where it meets the worst element of `output`."""
     tensor = tensor.detach()
     own = format_of(tensor.dtype) or FP64
     counts, limits = count_exactly(tensor, own, low)
@@ -113,7 +113,7 @@ def describe_operand(
 
 
 def _broadcast_value(tensor: torch.Tensor, index: tuple[int, ...] | None, output: torch.Tensor) -> float | None:
-    """The operand's element that meets the output's element at `index`, where the shapes broadcast."""
+    """Return the operand's element that meets the output's at `index`; None if it is not finite or shapes differ."""
     if index is None:
         return None
     try:
@@ -124,7 +124,7 @@ def _broadcast_value(tensor: torch.Tensor, index: tuple[int, ...] | None, output
 
 
 def _length(call: Invocation, operands: Sequence[torch.Tensor], output: torch.Tensor) -> int | None:
-    """How many terms one output element sums, for products and reductions."""
+    """Return how many terms one output element sums, for products and reductions."""
     if (product := PRODUCTS.get(call.name)) is not None:
         return product.length(dict(call.arguments()))
     if len(operands) == 1 and output.numel() and operands[0].numel() > output.numel():
@@ -133,9 +133,9 @@ def _length(call: Invocation, operands: Sequence[torch.Tensor], output: torch.Te
 
 
 def full_rows(call: Invocation) -> torch.Tensor | None:
-    """Which rows are -inf throughout, along the dimension of a softmax; in attention, along the keys of a mask.
+    """Return the mask of rows that are -inf throughout, along a softmax's dimension or the keys of an attention mask.
 
-    That dimension is of length 1 in the answer, which is None for an op without such rows.
+    That dimension has length 1 in the result, which is None for an op without such rows.
     """
     named = dict(call.arguments())
     if call.name == "scaled_dot_product_attention":

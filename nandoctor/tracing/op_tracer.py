@@ -1,4 +1,4 @@
-"""Watches every operation while a model runs, and in custom Functions' backwards: on which line, with what."""
+"""Records every op that a run calls, also in custom Functions' backwards, with its source line and tensors."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from nandoctor.tracing.tensor_stats import (
 )
 
 OnOp = Callable[[int, Invocation, Any], None]
-"""Told the order of a recorded op, the arguments as they were before it ran, and what it gave."""
+"""Called with a recorded op's order, the call with its arguments as they were before it ran, and the output."""
 
 MAX_ANALYSES = 64
 LOSS_OWNER: Owner = (LOSS, "", 0)
 
 TensorKind = Literal["weight", "buffer", "unread", "batch"]
-"""What a tensor from outside is; an unread buffer is one that ops take and only write: what it holds is all one."""
+"""The kind of a tensor from outside. Ops only write to an unread buffer, so its content does not matter."""
 
 Name = tuple[TensorKind, str]
 
@@ -64,7 +64,7 @@ class _Tensor(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class _RecordedOp:
-    """An op as it was recorded; the readings stay on the device until they are collected."""
+    """A recorded op; its readings stay on the device until they are collected."""
 
     op: str
     owner: Owner
@@ -78,7 +78,7 @@ class _RecordedOp:
 
 
 class _Writer(NamedTuple):
-    """Who wrote a tensor last, at which version, and what was read of it."""
+    """The last known write to a tensor: the op's order, the tensor's version then, and what was read of it."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -87,7 +87,7 @@ class _Writer(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    """A living tensor whose memory this is, who wrote there last, and who wrote non-finite values that may be there."""
+    """A storage: a living tensor in it, the last op that wrote there, and the last one whose NaN or Inf may be left."""
 
     tensor: weakref.ref[torch.Tensor]
     order: int | None
@@ -95,11 +95,11 @@ class _Storage(NamedTuple):
 
 
 class OpTracer:
-    """Records the ops of the current thread while `watching()` is open.
+    """A recorder of the ops that the current thread calls while `watching()` is open.
 
-    `known` are the tensors from outside with their names. An op that makes non-finite values is examined on the spot,
-    overflow judged against `low`. `gradients` is shown every output, to find the graph nodes of the op, `on_op` every
-    op with its tensors.
+    `known` lists the tensors from outside, with their names. An op that makes non-finite values is analysed on the
+    spot, with overflow judged against `low`. `gradients` gets every output, to claim the op's graph nodes; `on_op` gets
+    every op with its tensors.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class OpTracer:
             self._name(plain_part(tensor), (kind, name))
 
     def _name(self, tensor: torch.Tensor, name: Name) -> None:
-        """Know a tensor by its identity, and by its memory under another guise: `weight.data`."""
+        """Register a tensor by its identity, and by its memory for others that share it, such as `weight.data`."""
         self._names[id(tensor)] = name
         if _has_memory(tensor) and tensor.data_ptr():
             self._names[tensor.data_ptr()] = name
@@ -133,14 +133,14 @@ class OpTracer:
 
     @contextmanager
     def watching(self, owner: Callable[[], Owner]) -> Iterator[None]:
-        """Record every op that this thread calls until the context is left; `owner` tells which module call runs."""
-        # The two tracers of a run know each other: in a cycle they, and the code that they saw run, would live on
-        # until the next garbage collection, and `printed_changes` would look for whoever else holds that code.
+        """Record every op that this thread calls while the context is open; `owner` returns the running module call."""
+        # `owner` may belong to the module tracer, which refers to this one. A lasting cycle would keep both, and code
+        # that they saw, until the next garbage collection, and `printed_changes` would search for holders of that code.
         with held((self, "_find_owner", owner)), intercepting(self._observe):
             yield
 
     def producer_of(self, tensor: torch.Tensor) -> int | None:
-        """The order of the recorded op that wrote `tensor` last, None where it is not known."""
+        """Return the order of the recorded op that wrote `tensor` last, or None if it is not known."""
         tensor = plain_part(tensor)
         if (writer := self._find_current(tensor)) is not None:
             return writer.order
@@ -150,12 +150,12 @@ class OpTracer:
         return storage.nonfinite
 
     def reading_of(self, tensor: torch.Tensor) -> Reading | None:
-        """What was read of `tensor` as it is now, None where nothing was."""
+        """Return what was read of `tensor` in its present state, or None if nothing was."""
         writer = self._find_current(plain_part(tensor))
         return None if writer is None else writer.reading
 
     def calls(self) -> tuple[OpCall, ...]:
-        """The ops so far, in order."""
+        """Return the ops so far, in order."""
         inputs = [[(tensor.name, tensor.reading) for tensor in r.inputs if tensor.reading] for r in self._recordings]
         outputs = [[("", reading) for reading in recording.outputs] for recording in self._recordings]
         stats = collect_all(inputs + outputs)
@@ -163,14 +163,14 @@ class OpTracer:
         return tuple(_to_call(order, recording, taken, given) for order, (recording, taken, given) in enumerate(pairs))
 
     def _observe(self, call: Invocation, proceed: Proceed) -> Any:
-        """Run one op and record it. Ops without floating-point output, or with none yet, are run and forgotten."""
+        """Run one op and record it, unless it has no floating-point output or one that is still to be filled."""
         inputs = self._identify_all(call)
         before = call.kept()
         rng_state = torch.get_rng_state() if call.is_random else None
         try:
             output = proceed(call)
         except RuntimeError as error:
-            # What the op was to write is an infinity in its format, and the step ends here for that.
+            # In the op's format the number is an infinity, and the step ends here because of it.
             if (meant := call.refused_fill(error)) is not None:
                 self._note(before, inputs, meant.run(), rng_state)
             raise
@@ -187,7 +187,7 @@ class OpTracer:
         analysis = None
         is_known = self._num_analyses < MAX_ANALYSES and not any(is_unreadable(tensor) for _, tensor in call.tensors())
         if is_known and _makes_nonfinite(inputs, readings):
-            # An infinity that the code wrote down is a mask most of the time: every layer may have one.
+            # An infinity in the code is usually a mask, and every layer may have one: do not count it.
             self._num_analyses += not any(math.isinf(value) for _, value in call.scalars())
             analysis = self._examine(call, leaves, rng_state)
         self._record(call, inputs, readings, analysis)
@@ -201,7 +201,7 @@ class OpTracer:
             self._on_op(order, call, output)
 
     def _identify_all(self, call: Invocation) -> list[_Tensor]:
-        """The tensors that an op reads; what an edit made of another has the other's origin, for edits go unseen."""
+        """Return the tensors that an op reads; edits go unseen, so a tensor made by one has the original's origin."""
         found = [self._identify(name, plain_part(tensor)) for name, tensor in call.tensors()]
         if call.original is None:
             return found
@@ -226,18 +226,18 @@ class OpTracer:
         return _Tensor(name, writer.reading, writer.order, known_as)
 
     def _find_alias(self, tensor: torch.Tensor) -> Name | None:
-        """The name of the tensor from outside that lies at the same place, if nobody wrote there since."""
+        """Return the name of the tensor from outside at the same address, or None if an op wrote there since."""
         is_known = _has_memory(tensor) and self.producer_of(tensor) is None
         return self._names.get(tensor.data_ptr()) if is_known else None
 
     def _find_current(self, tensor: torch.Tensor) -> _Writer | None:
-        """What was noted of this very tensor, where nothing was written to it since."""
+        """Return the record of this tensor, or None if there is none or it was written to since."""
         writer = self._writers.get(id(tensor))
         is_known = writer is not None and writer.tensor() is tensor and not self._is_outdated(writer, tensor)
         return writer if is_known else None
 
     def _is_outdated(self, writer: _Writer, tensor: torch.Tensor) -> bool:
-        """Tell whether the tensor was written to since; also through `.data`, which counts versions of its own."""
+        """Return True if the tensor was written to since, also through `.data`, which has its own version counter."""
         storage = self._find_storage(tensor)
         written = None if storage is None else storage.order
         if writer.version != _version(tensor) or written is None:
@@ -245,7 +245,7 @@ class OpTracer:
         return writer.order is None or written > writer.order
 
     def _find_storage(self, tensor: torch.Tensor) -> _Storage | None:
-        """The memory behind a tensor; None where its owner is gone, and something else may lie there by now."""
+        """Return the storage behind a tensor; None if its owner is gone, since the address may have been reused."""
         storage = self._storages.get(_address(tensor))
         return storage if storage is not None and storage.tensor() is not None else None
 
@@ -300,7 +300,7 @@ class OpTracer:
 
 
 def _makes_nonfinite(inputs: list[_Tensor], outputs: list[Reading | None]) -> bool:
-    """Tell whether the op made non-finite values of finite ones, NaN of infinities, or both signs of one.
+    """Return True if the op made non-finite values from finite ones, NaN from infinities, or infinities of a new sign.
 
     The last may be an overflow beside infinities that are meant, or mere arithmetic with them: the analysis tells.
     """
@@ -311,7 +311,7 @@ def _makes_nonfinite(inputs: list[_Tensor], outputs: list[Reading | None]) -> bo
 
 
 def _kinds(readings: Iterable[Reading | None]) -> set[str]:
-    """Which of "nan", "inf" and "-inf" there are; beside a NaN nothing else shows."""
+    """Return which of "nan", "inf" and "-inf" occur; a NaN hides the others."""
     limits = [limit for reading in readings if reading is not None for limit in limits_of(reading)]
     return {str(limit) for limit in limits if not math.isfinite(limit)}
 
@@ -322,7 +322,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Views share their memory, so a write through one of them is found from all; without any, the tensor's own id."""
+    """Return the address of a tensor's memory, which all views share; for one without memory, a key from its id."""
     address = tensor.untyped_storage().data_ptr() if _has_memory(tensor) else 0
     return address or -id(tensor)
 
@@ -364,14 +364,14 @@ def _to_tensor(tensor: _Tensor, stats: TensorStats | None) -> OpTensor:
 
 
 class FunctionTracer:
-    """Records with `ops` whatever the nodes in `watch` run; the orders count through all of them."""
+    """A recorder of the ops that watched graph nodes run; `ops` numbers them in one sequence."""
 
     def __init__(self, ops: OpTracer) -> None:
         ops.phase = "backward"
         self.ops = ops
 
     def watch(self, node: Any, owner: Owner) -> Callable[[], None]:
-        """Record the ops of this node's backward as `owner`'s; return what undoes it."""
+        """Record the ops of this node's backward as `owner`'s; return a function that undoes this."""
 
         def watched(backward: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(backward)
@@ -384,7 +384,7 @@ class FunctionTracer:
         return replace_function_backward(node, watched)
 
     def line_of(self, node: Any) -> SourceLine | None:
-        """The line of the `def backward`, below its decorators; None for what was not written in Python."""
+        """Return the line of the `def backward`, below its decorators; None if it was not written in Python."""
         code = getattr(inspect.unwrap(function_backward(node)), "__code__", None)
         if code is None:
             return None

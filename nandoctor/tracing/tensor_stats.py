@@ -1,6 +1,6 @@
-"""Numbers about one tensor: a cheap pass for all, exact counts for the few that need them.
+"""Statistics of one tensor: a cheap pass for all, exact counts for the few that need them.
 
-Statistics are read from the device once, at the end of the run.
+Results are copied from the device once, at the end of the run.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 class Reading(NamedTuple):
-    """What the cheap pass keeps of one tensor; `limits` and `sample` stay on another device until they are collected.
+    """What the cheap pass keeps of one tensor.
 
-    Those of a CPU's tensor are there at once, the sample in fp32.
+    `limits` and `sample` stay on a device other than the CPU until they are collected. For a CPU tensor they are there
+    at once, the sample in fp32.
     """
 
     shape: tuple[int, ...]
@@ -57,15 +58,15 @@ Readings = list[tuple[str, Reading]]
 
 
 def format_of(dtype: torch.dtype) -> FloatFormat | None:
-    """The format of a floating-point or complex dtype, None for every other."""
+    """Return the format of a floating-point or complex dtype, None for any other."""
     return _FORMATS.get(dtype)
 
 
 def measure(tensor: torch.Tensor, *, counts_for: FloatFormat | None = None) -> Reading | None:
-    """Measure one tensor, or return None where there is nothing to measure (integers, empty, meta).
+    """Measure one tensor, or return None if there is nothing to measure (integers, empty, meta).
 
     The cheap pass is `torch.aminmax`, which sees NaN and both infinities in one sweep without a temporary the size
-    of the tensor, and a spread sample. `counts_for` asks for exact counts too, flushes judged against that format.
+    of the tensor, and a spread sample. `counts_for` asks for exact counts too, with flushes judged against that format.
     The shape is that of the numbers themselves: a complex tensor's ends in 2, a nested one's starts with all rows, a
     sparse one's with its stored values, one under `torch.vmap` has the mapped dimension.
     """
@@ -83,7 +84,7 @@ def measure(tensor: torch.Tensor, *, counts_for: FloatFormat | None = None) -> R
 def add_counts(
     reading: Reading, tensor: torch.Tensor, low: FloatFormat, *, place: bool = False, per_sample: bool = False
 ) -> Reading:
-    """The reading of a tensor with exact counts; the rest as in `count_exactly`."""
+    """Return the reading with exact counts added; the other arguments are those of `count_exactly`."""
     values = numbers_in(tensor)
     assert values is not None
     rows_are_samples = not tensor.is_nested and tensor.layout == torch.strided
@@ -94,31 +95,31 @@ def add_counts(
 
 
 def asks_for_counts(reading: Reading, low: FloatFormat) -> bool:
-    """Tell whether exact counts would tell more, as of `TensorStats`; this waits for the device."""
+    """Return True if exact counts would add anything, as in `TensorStats`; this waits for the device."""
     if not is_finite(reading):
         return True
     sample = reading.sample
     magnitudes = np.abs(sample.float().numpy(force=True) if isinstance(sample, torch.Tensor) else sample)
     num_small = np.count_nonzero((magnitudes > 0) & (magnitudes < low.smallest_normal))
-    if not num_small:  # as in nearly all
+    if not num_small:  # as in nearly all tensors
         return False
     num_counted = np.count_nonzero((magnitudes > 0) & (magnitudes < math.inf))
-    return bool(num_small > round(_LOWEST * (num_counted - 1)))  # of which the 5 % quantile is one
+    return bool(num_small > round(_LOWEST * (num_counted - 1)))  # so the 5 % quantile is small
 
 
 def is_finite(reading: Reading | None) -> bool:
-    """Tell whether no NaN and no infinity was read; this waits for the device."""
+    """Return True if neither NaN nor infinity was read; this waits for the device."""
     return reading is None or all(map(math.isfinite, limits_of(reading)))
 
 
 def limits_of(reading: Reading) -> Sequence[float]:
-    """Smallest and largest value, both NaN beside a NaN; this waits for the device."""
+    """Return the smallest and largest value, both NaN if there is a NaN; this waits for the device."""
     limits = reading.limits
     return limits if isinstance(limits, tuple) else limits.tolist()
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor holds no NaN and no infinity."""
+    """Return True if a tensor holds neither NaN nor infinity."""
     values = numbers_in(tensor)
     return values is None or holds_finite(values)
 
@@ -126,18 +127,18 @@ def all_finite(tensor: torch.Tensor) -> bool:
 def measure_all(
     tensors: Iterable[tuple[str, torch.Tensor]], *, counts_for: FloatFormat | None = None
 ) -> tuple[TensorStats, ...]:
-    """The statistics of all that have numbers, by their names; `counts_for` as in `measure`."""
+    """Return the statistics of all tensors that have numbers, by name; `counts_for` as in `measure`."""
     readings = [(name, measure(tensor, counts_for=counts_for)) for name, tensor in tensors]
     return collect([(name, reading) for name, reading in readings if reading is not None])
 
 
 def collect(readings: Readings) -> tuple[TensorStats, ...]:
-    """Bring readings from the device, and name them by their places."""
+    """Copy readings from the device, and name them by their places."""
     return collect_all([readings])[0]
 
 
 def collect_all(groups: Sequence[Readings]) -> list[tuple[TensorStats, ...]]:
-    """Bring many groups of readings from the device in two transfers; what stands in several is summed up once."""
+    """Copy many groups of readings from the device in two transfers; a reading in several is summarized once."""
     distinct = {id(reading): reading for group in groups for _, reading in group}
     limits = _fetch([reading.limits for reading in distinct.values()], torch.float64)
     samples = _fetch([reading.sample for reading in distinct.values()], torch.float32)
@@ -153,7 +154,7 @@ def collect_all(groups: Sequence[Readings]) -> list[tuple[TensorStats, ...]]:
 
 
 def _fetch(values: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """The same with flat tensors as arrays on the host, with one transfer from each device."""
+    """Return the values with flat tensors as arrays on the host, using one transfer per device."""
     fetched = list(values)
     for device in {value.device for value in values if isinstance(value, torch.Tensor)}:
         places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.device == device]
@@ -166,7 +167,7 @@ def _fetch(values: Sequence[Any], dtype: torch.dtype) -> list[Any]:
 
 
 def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor's numbers as one real, dense tensor without autograd; None for those that have none to show."""
+    """Return the tensor's numbers as one real, dense tensor without autograd, or None if it shows none."""
     if format_of(tensor.dtype) is None or is_lazy(tensor):
         return None
     tensor = plain_part(tensor)
@@ -179,16 +180,16 @@ def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = sparse_values(tensor)
     if tensor.layout != torch.strided or tensor.is_quantized:
         return None
-    if tensor.element_size() == 1:  # fp8 has storage and casts, hardly any other kernels
+    if tensor.element_size() == 1:  # fp8 has storage and casts, but hardly any other kernels
         return tensor.float()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def plain_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor inside of one that wraps it: under `torch.vmap`, or in a class of its own that lists its parts.
+    """Return the plain tensor inside a wrapper: under `torch.vmap`, or in a tensor class that lists its parts.
 
-    Of several parts (the numbers and their scale in fp8) it is one that is non-finite, else the largest. A class that
-    lists none comes back as it is.
+    Of several parts (in fp8 the numbers and their scale) it is one that is non-finite, else the largest. A tensor whose
+    class lists none is returned as it is.
     """
     tensor = unwrap(tensor)
     while answers_itself(tensor) and (parts := _parts(tensor)):
@@ -197,8 +198,8 @@ def plain_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The floating-point tensors that a class lists by `__tensor_flatten__`, the protocol of torch's own subclasses."""
-    with suppress(Exception):  # the class's own code
+    """Return the floating-point tensors listed by `__tensor_flatten__`, the protocol of torch's own subclasses."""
+    with suppress(Exception):  # runs the class's own code
         named = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
         tensors = (part for part in named if isinstance(part, torch.Tensor) and not part.is_meta)
         return [part for part in tensors if format_of(part.dtype) is not None]
@@ -206,12 +207,12 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def is_unreadable(tensor: torch.Tensor) -> bool:
-    """Tell whether the numbers of a floating-point tensor cannot be had."""
+    """Return True if the numbers of a floating-point tensor cannot be read."""
     return format_of(tensor.dtype) is not None and answers_itself(tensor) and numbers_in(tensor) is None
 
 
 def _read(values: torch.Tensor) -> tuple[Any, Any]:
-    """The limits and the sample of a `Reading`. A device other than the CPU is not waited for."""
+    """Return the limits and the sample of a `Reading`, without waiting for a device other than the CPU."""
     numel = values.numel()
     with outside_transforms(), without_autocast():
         sample = values.reshape(-1) if numel <= SAMPLE_SIZE else values.take(_sample_indices(numel, values.device))
@@ -220,7 +221,7 @@ def _read(values: torch.Tensor) -> tuple[Any, Any]:
             # Without `out`, bf16 autocast refuses fp16.
             return torch.stack(ends, out=ends.min.new_empty(0)), sample.clone()
         numbers = sample.to(torch.float32, copy=True).numpy()
-        if math.isnan(numbers.min()):  # as after most failures, and it tells all
+        if math.isnan(numbers.min()):  # usual after a failure, and both limits are then NaN
             return (math.nan, math.nan), numbers
         low, high = torch.aminmax(as_stored(values))
         return (low.item(), high.item()), numbers
@@ -228,9 +229,9 @@ def _read(values: torch.Tensor) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=256)
 def _sample_indices(numel: int, device: torch.device) -> torch.Tensor:
-    """Evenly spread indices that keep clear of the shape's periods: the additive recurrence of the golden ratio.
+    """Return evenly spread indices that avoid the shape's periods: the additive recurrence of the golden ratio.
 
-    A plain stride would fall on the same column or channel each time where it divides a dimension.
+    A plain stride that divides a dimension would fall on the same column or channel each time.
     Source: Roberts, "The unreasonable effectiveness of quasirandom sequences" (2018), for one dimension.
     """
     fractions = torch.arange(1, SAMPLE_SIZE + 1, dtype=torch.float64, device="cpu") * _GOLDEN_RATIO
@@ -262,7 +263,7 @@ def _summarize(
 
 
 def _quantiles(samples: Sequence[NDArray[np.float32]]) -> list[_Quantiles]:
-    """The 5 %, 50 % and 95 % quantiles of the non-zero finite magnitudes in each sample; many at once, by length."""
+    """Return the 5 %, 50 % and 95 % quantiles of each sample's non-zero finite magnitudes, batched by length."""
     places: dict[int, list[int]] = {}
     for place, sample in enumerate(samples):
         places.setdefault(len(sample), []).append(place)

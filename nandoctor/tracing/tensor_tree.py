@@ -1,4 +1,4 @@
-"""Finds every tensor in what a model takes or gives, whatever holds it."""
+"""Finds every tensor in a model's arguments and outputs, in any container or object."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from nandoctor.tracing.tensor_stats import format_of, numbers_in
 
 _MAX_NESTING = 8
 _MAX_OBJECTS = 2000
-"""Objects with attributes in one value: a result holds a handful, whatever holds more leads out of the result."""
+"""Objects with attributes in one value: a result holds a handful, and a search that finds more has left it."""
 
-# Without a tensor of the step in them: a module holds weights, which are looked at as the model's state.
+# Types that hold no tensor of the step. A module's weights are read as the model's state.
 _WITHOUT_TENSORS = (
     *(type(None), bool, int, complex, str, bytes, bytearray, range, slice, type(...), enum.Enum, PurePath),
     *(type, types.ModuleType, weakref.ref, np.dtype, np.random.Generator, nn.Module),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator),
 )
-_NUMPY_FLOATS = "efdFD"  # the kinds that torch has as well
+_NUMPY_FLOATS = "efdFD"  # those that torch has as well
 
 
 def walk_tensors(value: Any, *, attributes: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in nested containers, arrays of numpy and, with `attributes`, what any other object refers to.
+    """Yield every tensor in nested containers, numpy arrays and, with `attributes`, what any other object refers to.
 
     Each comes with its place ("", "[0]", "logit", "hidden[2]"). Generators are not consumed: the model's caller still
     needs them.
@@ -44,16 +44,16 @@ def walk_tensors(value: Any, *, attributes: bool = True) -> Iterator[tuple[str, 
 
 
 def list_unread(value: Any) -> tuple[str, ...]:
-    """The places in `value` that may hold numbers and cannot be looked into, each with what is there.
+    """Return the places in `value` that may hold numbers but cannot be read, each with what is there.
 
-    So is a plain number that is NaN or infinite: it may have been a tensor, and no op is known to have made it.
+    A plain number that is NaN or infinite is one: it may have been a tensor, and no op is known to have made it.
     """
-    found = ((place, _closed(leaf)) for place, leaf in _Walk(attributes=True).leaves(value))
+    found = ((place, _describe_unread(leaf)) for place, leaf in _Walk(attributes=True).leaves(value))
     return tuple(f"{place} ({what})" if place else what for place, what in found if what)
 
 
-def _closed(leaf: torch.Tensor | str) -> str:
-    """What hides the numbers of a leaf, "" for one that can be read or has none."""
+def _describe_unread(leaf: torch.Tensor | str) -> str:
+    """Return what hides the numbers of a leaf, "" if it can be read or has none."""
     if isinstance(leaf, str):
         return leaf
     has_values = format_of(leaf.dtype) is not None and leaf.numel() > 0
@@ -63,12 +63,12 @@ def _closed(leaf: torch.Tensor | str) -> str:
 class _Walk:
     """One walk through a value; an object with attributes is entered once.
 
-    Its leaves are tensors, and of what cannot be looked into a text that says what that is.
+    Its leaves are tensors, and a text for each value that cannot be read.
     """
 
     def __init__(self, *, attributes: bool) -> None:
         self._attributes = attributes
-        self._entered: dict[int, Any] = {}  # kept alive, for an id is the next object's when its owner is gone
+        self._entered: dict[int, Any] = {}  # the values keep objects alive, so no id is reused
 
     def leaves(self, value: Any, place: str = "", nesting: int = 0) -> Iterator[tuple[str, torch.Tensor | str]]:
         leaf = _as_leaf(value)
@@ -86,7 +86,7 @@ class _Walk:
             yield place, "nested too deeply"
 
     def _items(self, value: Any) -> list[tuple[str, Any]] | None:
-        """What is in a value, () for what holds no tensor and None for what cannot be looked into."""
+        """Return what is in a value, [] if it holds no tensor and None if it cannot be read."""
         if isinstance(value, (*_WITHOUT_TENSORS, float)):
             return []
         contained = _contained(value)
@@ -99,7 +99,7 @@ class _Walk:
 
 
 def _as_leaf(value: Any) -> torch.Tensor | str | None:
-    """The value itself where it is numbers."""
+    """Return the value as a leaf if it holds numbers, else None."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, np.ndarray) and value.dtype.char in _NUMPY_FLOATS:
@@ -110,7 +110,7 @@ def _as_leaf(value: Any) -> torch.Tensor | str | None:
 
 
 def _contained(value: Any) -> list[tuple[str, Any]] | None:
-    """The items of a container; None where it is none."""
+    """Return the items of a container, or None if it is none."""
     if isinstance(value, Mapping):
         return [(f".{key}", item) for key, item in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -125,7 +125,7 @@ def _contained(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _references_of(value: Any) -> list[tuple[str, Any]] | None:
-    """What an object refers to: attributes, slots, a function's closure and defaults. A property would run code."""
+    """Return what an object refers to (attributes, slots, closures), None if it hides that. No property is run."""
     if isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         closed = [(f".{name}", cell.cell_contents) for name, cell in cells if cell != types.CellType()]
@@ -143,7 +143,7 @@ def _references_of(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _slots(value: Any) -> list[str]:
-    """The names of an object's slots, as an attribute has them: a private one goes by its class."""
+    """Return an object's slots by their attribute names: a private one is mangled with its class."""
     names = []
     for kind in type(value).__mro__:
         own = vars(kind).get("__slots__", ())
