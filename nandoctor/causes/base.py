@@ -171,7 +171,7 @@ class OutsideTensor:
 def outside_evidence(kind: str, finding: OutsideTensor, how: str = "is non-finite") -> tuple[Evidence, ...]:
     """The tensor, called by its `kind`, and what is wrong with it."""
     text = f"{finding.name} {list(finding.stats.shape)} {how}"
-    return (Evidence(name=kind, value=finding.name, text=text),)
+    return (Evidence(kind, finding.name, text),)
 
 
 def factors(finding: Finding) -> list[Operand]:
@@ -299,10 +299,10 @@ def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
     incoming = [operand.absmax for operand in analysis.operands if operand.absmax is not None]
     outgoing = nonfinite_part(analysis.kinds, analysis.num_bad, analysis.numel, "outgoing element")
     reached = (
-        Evidence(name="grad_output_absmax", value=value, text=f"the incoming gradient reaches {number(value)}")
+        Evidence("grad_output_absmax", value, f"the incoming gradient reaches {number(value)}")
         for value in sorted(incoming)[-1:]
     )
-    return (*reached, Evidence(name="num_bad", value=analysis.num_bad, text=outgoing))
+    return (*reached, Evidence("num_bad", analysis.num_bad, outgoing))
 
 
 def site_of(op: OpCall) -> OpSite:

@@ -61,9 +61,7 @@ def _explain(finding: Finding, name: str, zeros: int) -> Account:
     return Account(
         headline=f"{subject(finding.op)} divides by zero: {divisor} is 0 in {plural(zeros, 'element')}{meant}",
         explanation=f"{finding.op.op} divides by exact zeros: {found}.",
-        evidence=(
-            Evidence(name="num_zero", value=zeros, text=f"{divisor} is exactly 0 in {plural(zeros, 'element')}"),
-        ),
+        evidence=(Evidence("num_zero", zeros, f"{divisor} is exactly 0 in {plural(zeros, 'element')}"),),
     )
 
 
@@ -82,9 +80,7 @@ def _explain_norm(finding: Finding) -> Account | None:
     return Account(
         headline=f"{subject(finding.op)} divides by a spread of exactly 0",
         explanation=f"{finding.op.op} divides by a spread that is exactly zero, and its eps does not prevent it.",
-        evidence=(
-            Evidence(name="num_bad", value=num_bad, text=f"{plural(num_bad, 'element')} without a finite value"),
-        ),
+        evidence=(Evidence("num_bad", num_bad, f"{plural(num_bad, 'element')} without a finite value"),),
     )
 
 

@@ -90,8 +90,8 @@ def diagnose(finding: Finding | GradientFinding) -> Account | None:
         headline=_headline(finding, singular, lost),
         explanation=f"{constant(eps)} {how} in {dtype}, so {what} is evaluated {point}{otherwise}.",
         evidence=(
-            Evidence(name="eps", value=eps, text=f"the constant is {constant(eps)}, used by {place.op} in {dtype}"),
-            Evidence(name="eps_rounded", value=rounded, text=f"it is {number(rounded)} in {dtype}"),
+            Evidence("eps", eps, f"the constant is {constant(eps)}, used by {place.op} in {dtype}"),
+            Evidence("eps_rounded", rounded, f"it is {number(rounded)} in {dtype}"),
             *evidence,
         ),
         source=place.source,
@@ -226,9 +226,9 @@ def _is_absorbed(lost: _Lost) -> bool:
 def _zeros(finding: Finding) -> tuple[Evidence, ...]:
     return tuple(
         Evidence(
-            name=f"zeros_{operand.name}",
-            value=operand.counts.num_zero,
-            text=f"{argument(finding.op, operand.name)} is exactly 0 in {plural(operand.counts.num_zero, 'element')}",
+            f"zeros_{operand.name}",
+            operand.counts.num_zero,
+            f"{argument(finding.op, operand.name)} is exactly 0 in {plural(operand.counts.num_zero, 'element')}",
         )
         for operand in finding.analysis.operands
         if operand.counts.num_zero

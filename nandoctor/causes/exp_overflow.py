@@ -71,7 +71,7 @@ def _explain(finding: Finding, exponential: OpCall) -> Account:
     reach = "" if largest is None else f" of {'magnitudes' if two_sided else 'values'} up to {number(largest)}"
     made_by = " of ".join(dict.fromkeys((finding.op.op, exponential.op)))
     text = f"the argument of {exponential.op} reaches {number(largest)}"
-    evidence = Evidence(name="argument_max", value=largest, text=text)
+    evidence = Evidence("argument_max", largest, text)
     return explain_overflow(finding, f"The {made_by}{reach}", [evidence])
 
 

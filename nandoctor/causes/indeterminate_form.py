@@ -61,9 +61,9 @@ def diagnose(finding: Finding | GradientFinding) -> Account | None:
         f"{plural(finding.analysis.num_bad, 'element')} without a value.",
         evidence=(
             Evidence(
-                name="num_infinite",
-                value=infinite + len(written),
-                text=f"{plural(infinite, 'infinity', 'infinities')} among the inputs",
+                "num_infinite",
+                infinite + len(written),
+                f"{plural(infinite, 'infinity', 'infinities')} among the inputs",
             ),
         ),
     )
@@ -88,9 +88,7 @@ def _explain_written(finding: Finding, what: str) -> Account:
     return Account(
         headline=f"{subject(finding.op)} writes {kinds_text(finding.analysis.kinds)}, which {what}",
         explanation=f"The {kinds_text(finding.analysis.kinds)} that {finding.op.op} writes here {what}.",
-        evidence=(
-            Evidence(name="num_infinite", value=num_bad, text=f"it writes {plural(num_bad, 'non-finite value')}"),
-        ),
+        evidence=(Evidence("num_infinite", num_bad, f"it writes {plural(num_bad, 'non-finite value')}"),),
     )
 
 

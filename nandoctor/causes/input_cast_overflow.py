@@ -49,9 +49,9 @@ def diagnose(finding: Finding) -> Account | None:
                 f"value {number(taken.absmax, unlike=target.max)} becomes Inf before anything is computed.",
                 evidence=(
                     Evidence(
-                        name="input_absmax",
-                        value=taken.absmax,
-                        text=f"{name or written or 'the input'} reaches {number(taken.absmax, unlike=target.max)} in "
+                        "input_absmax",
+                        taken.absmax,
+                        f"{name or written or 'the input'} reaches {number(taken.absmax, unlike=target.max)} in "
                         f"{taken.dtype}, {excess(taken.absmax, target.max)} what {target} can hold",
                     ),
                 ),

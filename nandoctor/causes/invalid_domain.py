@@ -59,8 +59,8 @@ def _explain_domain(finding: Finding, outside: float) -> Account:
         explanation=f"{finding.op.op} is defined from {number(domain.low)} to {number(domain.high)}, and its "
         f"{argument} reaches {reached}{in_fp32}.",
         evidence=(
-            Evidence(name="argument", value=outside, text=f"the argument reaches {reached}"),
-            Evidence(name="num_bad", value=num_bad, text=f"{plural(num_bad, 'non-finite element')} in the result"),
+            Evidence("argument", outside, f"the argument reaches {reached}"),
+            Evidence("num_bad", num_bad, f"{plural(num_bad, 'non-finite element')} in the result"),
         ),
     )
 
@@ -79,7 +79,7 @@ def _explain_pole(finding: Finding) -> Account | None:
     is_function = op not in _NO_FUNCTIONS and not op.startswith("_")  # of torch's inner ops some carry a derivative
     if not is_function or finding.had_inf_input or finding.overflowed:
         return None
-    evidence = Evidence(name="num_bad", value=num_bad, text=plural(num_bad, "non-finite element"))
+    evidence = Evidence("num_bad", num_bad, plural(num_bad, "non-finite element"))
     if op in NEGATIVE_LOGARITHMS and finding.analysis.kinds == ("nan",):
         why = NEGATIVE_LOGARITHMS[op]
         headline = f"{subject(finding.op)} is NaN: {why}"
@@ -91,7 +91,7 @@ def _explain_pole(finding: Finding) -> Account | None:
             return None
         values = ", ".join(map(number, taken))
         where = f"at {values}"
-        evidence = Evidence(name="argument", value=taken[0], text=f"the argument is {values}")
+        evidence = Evidence("argument", taken[0], f"the argument is {values}")
     return Account(
         headline=f"{subject(finding.op)} has no finite value {where}",
         explanation=f"{op} has no finite value {where}, not even in float64.",

@@ -56,7 +56,7 @@ def _explain_written(num_infinite: int) -> Account:
 
 
 def _explain(num_infinite: int, headline: str, explanation: str) -> Account:
-    num_bad = Evidence(name="num_bad", value=num_infinite, text=f"{plural(num_infinite, 'infinite value')}")
+    num_bad = Evidence("num_bad", num_infinite, f"{plural(num_infinite, 'infinite value')}")
     return Account(headline=headline, explanation=explanation, evidence=(num_bad,))
 
 
@@ -83,9 +83,7 @@ def _diagnose_logarithm(finding: Finding) -> Account | None:
         f"{nonfinite}, and {op}({constant(edge)}) is infinite",
         explanation=f"The argument of {op} reaches exactly {constant(edge)}, which makes {nonfinite} "
         f"infinite{in_fp32}.{_tell_stable(finding, domain.argument)}",
-        evidence=(
-            Evidence(name="num_zero" if edge == 0 else "argument", value=zeros if edge == 0 else edge, text=text),
-        ),
+        evidence=(Evidence("num_zero" if edge == 0 else "argument", zeros if edge == 0 else edge, text),),
     )
 
 

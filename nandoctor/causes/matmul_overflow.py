@@ -34,12 +34,12 @@ def diagnose(finding: Finding) -> Account | None:
     if finding.op.op not in PRODUCTS or not finding.overflowed:
         return None
     length = finding.analysis.length
-    terms = () if length is None else (Evidence(name="length", value=length, text=f"each element sums {length} terms"),)
+    terms = () if length is None else (Evidence("length", length, f"each element sums {length} terms"),)
     sizes = tuple(
         Evidence(
-            name=f"absmax_{operand.name}",
-            value=operand.absmax,
-            text=f"{argument(finding.op, operand.name)} reaches {number(operand.absmax)}",
+            f"absmax_{operand.name}",
+            operand.absmax,
+            f"{argument(finding.op, operand.name)} reaches {number(operand.absmax)}",
         )
         for operand in factors(finding)
     )

@@ -39,16 +39,8 @@ def diagnose(slot: OptimizerSlot) -> Account | None:
         f"{zeros} of {slot.parameter or 'a parameter'}: "
         "its step divides by zero there.",
         evidence=(
-            Evidence(name="eps", value=slot.eps, text=f"the {is_zero}"),
-            Evidence(
-                name="num_zero",
-                value=counts.num_zero,
-                text=f"{zeros} {are(counts.num_zero)} exactly zero",
-            ),
-            Evidence(
-                name="smallest",
-                value=counts.smallest,
-                text=f"the smallest of the others is {number(counts.smallest)}",
-            ),
+            Evidence("eps", slot.eps, f"the {is_zero}"),
+            Evidence("num_zero", counts.num_zero, f"{zeros} {are(counts.num_zero)} exactly zero"),
+            Evidence("smallest", counts.smallest, f"the smallest of the others is {number(counts.smallest)}"),
         ),
     )

@@ -138,8 +138,8 @@ def _overflow_evidence(finding: Finding) -> tuple[Evidence, ...]:
         beyond = f"{excess(exact, low.max)} what {low} can hold ({number(low.max)})"
         text = f"the largest exact value is {number(exact, unlike=low.max)}, {beyond}"
     return (
-        Evidence(name="would_be", value=exact, text=text),
-        Evidence(name="num_bad", value=num_bad, text=f"{part_of(num_bad, numel, 'element')} {are(num_bad)} non-finite"),
+        Evidence("would_be", exact, text),
+        Evidence("num_bad", num_bad, f"{part_of(num_bad, numel, 'element')} {are(num_bad)} non-finite"),
     )
 
 

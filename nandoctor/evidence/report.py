@@ -105,7 +105,7 @@ class Origin:
     function: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """One number that speaks for a cause, and the sentence it belongs to."""
 
