@@ -60,9 +60,9 @@ def make_answer(report: Report, *, context: int = 3, width: int | None = None) -
         place = printable(f"{_in_package(excerpt.path)}:{excerpt.line}")
         path = Path(excerpt.file)
         link = path.as_uri() if path.is_absolute() else ""
-    facts = [Fact(label=report.verdict, text=describe_verdict(report))]
+    facts = [Fact(report.verdict, describe_verdict(report))]
     if report.verdict != "interrupted" or report.reproduction.grade != "no-reference":
-        facts.append(Fact(label="replay", text=describe_reproduction(report.reproduction)))
+        facts.append(Fact("replay", describe_reproduction(report.reproduction)))
     return Answer(
         headline=printable(report.headline),
         place=place,

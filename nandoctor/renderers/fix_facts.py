@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import Check, Fix, Fp32Module, Report, StepSetting, TrialOutcome
 from nandoctor.renderers.facts import Fact, command_for, short_name
-from nandoctor.renderers.table import TableLine, describe_use
+from nandoctor.renderers.table import CONSTANT_HEADINGS, TableLine, describe_use, list_small_constants
 from nandoctor.source_files import PACKAGE_FOLDERS
 from nandoctor.text import (
     constant,
@@ -115,11 +115,11 @@ def check_facts(fix: Fix) -> Iterator[Fact]:
         told = [_describe_check(check, " ").partition("; ")[0] for check in passed if check.name in _TOLD_IN_FULL]
         others = [check for check in passed if check.name not in _TOLD_IN_FULL]
         more = f"{len(others)} more checks" if len(others) > 1 else "".join(map(_name_check, others))
-        yield Fact(label="checked", text="; ".join(filter(None, [*told, more])))
+        yield Fact("checked", "; ".join(filter(None, [*told, more])))
     if skipped:
         told = [_describe_check(check) for check in skipped[:_REASONS]]
         names = ", ".join(map(_name_check, skipped[_REASONS:]))
-        yield Fact(label="not checked", text="; ".join(filter(None, [*told, names])))
+        yield Fact("not checked", "; ".join(filter(None, [*told, names])))
 
 
 def every_check(fix: Fix) -> Iterator[Fact]:
@@ -127,7 +127,7 @@ def every_check(fix: Fix) -> Iterator[Fact]:
     for status, label in (("failed", "FAILED"), ("passed", "checked"), ("not-checked", "not checked")):
         for check in fix.checks:
             if check.status == status:
-                yield Fact(label=label, text=_describe_check(check))
+                yield Fact(label, _describe_check(check))
 
 
 def _name_check(check: Check) -> str:
@@ -149,9 +149,9 @@ def _how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
         pick = () if number_of == 1 else (f"--pick {number_of}",)
         command = command_for("fix", report, *pick, *write_flags(fix))
         with_git = f"git apply, in {printable(_from_here(fix.patch_root) if fix.patch_root else 'your project')}"
-        yield Fact(label="apply it", text=command or with_git, is_command=command is not None)
+        yield Fact("apply it", command or with_git, is_command=command is not None)
     elif fix.kind in WHERE_TO_RUN:
-        yield Fact(label="apply it", text=WHERE_TO_RUN[fix.kind])
+        yield Fact("apply it", WHERE_TO_RUN[fix.kind])
 
 
 _WORTH_TELLING = 0.05
@@ -170,9 +170,9 @@ def reason_facts(fix: Fix) -> Iterator[Fact]:
     edits = flatten((fix.edit,))
     reasons = dict.fromkeys(_WHY[edit.kind] for edit in edits if edit.kind in _WHY)
     if fix.verified and reasons:
-        yield Fact(label="why", text=" ".join(reasons))
+        yield Fact("why", " ".join(reasons))
     if fix.verified and (cost := _describe_cost(fix)):
-        yield Fact(label="cost", text=cost)
+        yield Fact("cost", cost)
 
 
 def _describe_cost(fix: Fix) -> str:
@@ -241,7 +241,7 @@ def summarize_fixes(report: Report) -> FixSummary | None:
     fixes = list_fixes(report)
     verified = [fix for fix in fixes if fix.verified]
     if not verified:
-        tried = tuple(Fact(label="tried", text=f"{fix.title} ({fix.result})") for fix in fixes[:_MAX_LISTED])
+        tried = tuple(Fact("tried", f"{fix.title} ({fix.result})") for fix in fixes[:_MAX_LISTED])
         more = f", of {plural(len(fixes), 'change')}" if len(fixes) > _MAX_LISTED else ""
         heading = no_fix_heading(report)
         return FixSummary(heading=f"{heading}{more}", patch=(), facts=(*tried, *why_facts(report))) if heading else None
@@ -250,12 +250,12 @@ def summarize_fixes(report: Report) -> FixSummary | None:
     where = " on this batch alone" if first.kind == "data" else ""
     beside = [f"{fix.title} ({fix.outcome})" for fix in others[:_SHOWN_BESIDE]]
     beside += [f"{len(others) - len(beside)} more in the report"] if len(others) > len(beside) else []
-    alternatives = [Fact(label="or", text="; ".join(beside))] if others else []
+    alternatives = [Fact("or", "; ".join(beside))] if others else []
     untaken = fixes[len(verified) :][:_SHOWN_BESIDE] if all(fix.kind == "data" for fix in verified) else ()
-    refused = tuple(Fact(label="not verified", text=f"{fix.title} ({fix.result})") for fix in untaken)
+    refused = tuple(Fact("not verified", f"{fix.title} ({fix.result})") for fix in untaken)
     patch, left = _shorten_patch(first)
     command = command_for("fix", report) if left else None
-    rest = [Fact(label="all of it", text=command, is_command=True)] if command else []
+    rest = [Fact("all of it", command, is_command=True)] if command else []
     return FixSummary(
         heading=f"Fix{of}, verified{where}: {first.title}",
         patch=patch,
@@ -270,7 +270,20 @@ def no_fix_heading(report: Report) -> str:
 
 def why_facts(report: Report) -> Iterator[Fact]:
     """Why there is no verified fix."""
-    yield from (Fact(label="why", text=printable(note)) for note in report.search_notes)
+    yield from (Fact("why", printable(note)) for note in report.search_notes)
+
+
+def trial_values(report: Report) -> dict[str, Any]:
+    """What a template shows of the trials besides the fixes, and of small constants, by the names that it has there."""
+    return {
+        "no_fix": no_fix_heading(report),
+        "why": list(why_facts(report)),
+        "kept_in_fp32": list(fp32_facts(report)),
+        "variations": list_variations(report),
+        "varied_part": varied_part(report),
+        "constant_headings": CONSTANT_HEADINGS,
+        "constants": list_small_constants(report.eps_audit),
+    }
 
 
 def trial_facts(report: Report) -> list[Fact]:
@@ -280,7 +293,7 @@ def trial_facts(report: Report) -> list[Fact]:
     audit = () if told else report.eps_audit
     lost = [f"{constant(use.value)} in {describe_use(use)}" for use in audit if use.effect == "zero"]
     if lost:
-        facts.append(Fact(label="eps", text=join_first(lost, 1)))
+        facts.append(Fact("eps", join_first(lost, 1)))
     return facts
 
 
@@ -297,7 +310,7 @@ def fp32_facts(report: Report) -> Iterator[Fact]:
     doubt = "" if search.complete else " (the search was cut short)"
     members = [[_describe_member(module) for module in found.modules] for found in search.sets]
     sets = [f"{join_first(names, _MAX_LISTED)}{' together' if len(names) > 1 else ''}" for names in members]
-    yield Fact(label="keep in fp32", text=f"{enough}: {'; or '.join(sets)}{doubt}")
+    yield Fact("keep in fp32", f"{enough}: {'; or '.join(sets)}{doubt}")
 
 
 def _shorten_patch(fix: ShownFix) -> tuple[tuple[str, ...], int]:
@@ -339,7 +352,7 @@ def variation_facts(report: Report) -> Iterator[Fact]:
     trials = report.counterfactuals
     groups = {trial.group for trial in trials if trial.outcome.finite}
     if trials and not groups:
-        yield Fact(label="variations", text="the step fails in all of them")
+        yield Fact("variations", "the step fails in all of them")
     told = [trial for trial in trials if trial.group in groups]
     sound = []
     for trial in (trial for trial in told if trial.outcome.finite):
@@ -349,7 +362,7 @@ def variation_facts(report: Report) -> Iterator[Fact]:
     failing = [describe_setting(trial.setting) for trial in told if not trial.outcome.finite]
     if sound:
         fails = f"; fails: {', '.join(failing)}" if failing else ""
-        yield Fact(label="variations", text=f"{varied_part(report)} finite: {', '.join(sound)}{fails}")
+        yield Fact("variations", f"{varied_part(report)} finite: {', '.join(sound)}{fails}")
 
 
 def varied_part(report: Report) -> str:
