@@ -22,7 +22,7 @@ from nandoctor.evidence.trace import OpCall
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.minimize import Failure, find_failure, shrink
-from nandoctor.repro_scripts.nearest_passing import mend
+from nandoctor.repro_scripts.nearest_passing import find_passing_case
 from nandoctor.repro_scripts.op_extraction import NOT_THE_SAME, ExtractedOps, cut
 from nandoctor.repro_scripts.program import Node, Program, Ref
 from nandoctor.repro_scripts.script import write_script
@@ -44,7 +44,7 @@ def make_script(report: Report, step: FailingStep | None, saved: Mapping[str, to
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is tried on the way is nobody's code
         smallest = shrink(program, failure)
-        script = write_script(smallest, failure, mend(smallest), dict(_facts(report)))
+        script = write_script(smallest, failure, find_passing_case(smallest), dict(_facts(report)))
         # Run the script as it is: it must fail as it says, and the nearest case pass.
         complaint = run_afresh(script)
         if complaint is not None:

@@ -129,7 +129,7 @@ class _Shrinking:
     def _simplify(self, program: Program, values_for: Callable[[torch.Tensor], Iterator[torch.Tensor]]) -> Program:
         """The plainest of these values for each leaf."""
         for name, leaf in program.leaves.items():
-            simpler = (program.with_leaves(**{name: values}) for values in _by_parts(values_for, leaf))
+            simpler = (program.with_values(**{name: values}) for values in _by_parts(values_for, leaf))
             program = next(filter(self._holds, simpler), program)
         return program
 
@@ -140,7 +140,7 @@ class _Shrinking:
         first = next(iter(varied), "")
         for name in (first, ""):
             constant = {other: -values if other == name else values for other, values in varied.items()}
-            if self._holds(simpler := program.with_leaves(**constant)):
+            if self._holds(simpler := program.with_values(**constant)):
                 return simpler
         return program
 
@@ -186,7 +186,7 @@ def _with_fitting_gradient(program: Program, start: float) -> Program:
         for dim, (size, wanted) in enumerate(zip(gradient.shape, shape, strict=True)):
             if wanted < size:
                 gradient = gradient.narrow(dim, min(round(start * size), size - wanted), wanted)
-    return program.with_leaves(**{program.gradient: gradient})
+    return program.with_values(**{program.gradient: gradient})
 
 
 def _sliced_with_sizes(program: Program, slots: tuple[Dimension, ...], kept: torch.Tensor) -> Program:

@@ -119,13 +119,10 @@ class Program:
         """Every value among the arguments of the ops, out of their lists."""
         return tree_leaves([(node.args, dict(node.kwargs)) for node in self.nodes])
 
-    def with_leaves(self, **leaves: torch.Tensor) -> Program:
-        """The same ops on other tensors."""
-        return replace(self, leaves={**self.leaves, **leaves})
-
-    def with_numbers(self, **numbers: float) -> Program:
-        """The same ops with other constants."""
-        return replace(self, numbers={**self.numbers, **numbers})
+    def with_values(self, **values: Any) -> Program:
+        """The same ops with other values for leaves or numbers of these names."""
+        numbers = {name: values.pop(name, number) for name, number in self.numbers.items()}
+        return replace(self, leaves={**self.leaves, **values}, numbers=numbers)
 
     def _run(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> tuple[torch.Tensor, ...]:
         if self.gradient is None:
