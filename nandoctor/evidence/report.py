@@ -177,7 +177,7 @@ class LayerRow:
 
     @property
     def finite(self) -> bool:
-        """Whether every output tensor is finite."""
+        """Tell whether every output tensor is finite."""
         return all(stats.finite for stats in self.outputs)
 
     @property

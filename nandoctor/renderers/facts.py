@@ -109,7 +109,8 @@ def describe_reproduction(reproduction: Reproduction) -> str:
         if reproduction.output:
             return f"unchecked: none of the outputs is known to be the saved {output}"
         return "unchecked: there is no saved output to compare with"
-    saved = f"{_count(reproduction.num_bad_saved)} of {_values(reproduction.numel)} of {output}"
+    values = "? values" if reproduction.numel is None else plural(reproduction.numel, "value")
+    saved = f"{_count(reproduction.num_bad_saved)} of {values} of {output}"
     saved_are = f"{saved} {are(reproduction.num_bad_saved or 0)}"
     if reproduction.grade in ("exact", "same-mask"):
         same = f"the same {saved_are} non-finite" if reproduction.num_bad_saved else f"{output} is finite in both"
@@ -122,10 +123,6 @@ def describe_reproduction(reproduction: Reproduction) -> str:
 
 def _count(count: int | None) -> str:
     return "?" if count is None else f"{count:,}" if count else "none"
-
-
-def _values(count: int | None) -> str:
-    return "? values" if count is None else plural(count, "value")
 
 
 def _closeness(reproduction: Reproduction) -> str:

@@ -64,7 +64,7 @@ class ShownFix:
 
     @property
     def verified(self) -> bool:
-        """Whether it held in every check that was made."""
+        """Tell whether it held in every check that was made."""
         return self.state == "verified"
 
 

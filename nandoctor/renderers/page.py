@@ -6,9 +6,7 @@ Whatever a dump named is escaped.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-
-from markupsafe import Markup
+from typing import Any
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Report
@@ -24,15 +22,6 @@ from nandoctor.renderers.plots.origin import describe_spread, is_uniform
 from nandoctor.renderers.table import make_tree
 from nandoctor.renderers.templating import render
 from nandoctor.renderers.verdicts import VERDICTS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plot:
-    """A plot of the page: a heading, what it shows in a sentence, and the drawing."""
-
-    heading: str
-    finding: str
-    svg: Markup
 
 
 def report_page(report: Report) -> str:
@@ -61,8 +50,8 @@ def report_page(report: Report) -> str:
     )
 
 
-def _draw_plots(report: Report) -> Iterator[tuple[str, Plot]]:
-    """By kind, the plots that this report has the numbers for."""
+def _draw_plots(report: Report) -> Iterator[tuple[str, dict[str, Any]]]:
+    """By kind, the plots that this report has the numbers for: heading, what it shows in a sentence, and drawing."""
     for kind, plot in PLOTS.items():
         if kind == "origin" and is_uniform(report):
             continue
@@ -74,4 +63,4 @@ def _draw_plots(report: Report) -> Iterator[tuple[str, Plot]]:
         for figure in figures.values():
             figure.suptitle("")  # a line of the page breaks where the page does
         drawings = (figure_svg(figure, prefix=prefix, title=finding) for prefix, figure in figures.items())
-        yield kind, Plot(heading=plot.title, finding=finding, svg=for_page_and_phone(*drawings))
+        yield kind, {"heading": plot.title, "finding": finding, "svg": for_page_and_phone(*drawings)}

@@ -165,7 +165,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def is_cast(value: Any) -> bool:
-    """Whether autocast would cast this."""
+    """Tell whether autocast would cast this."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 

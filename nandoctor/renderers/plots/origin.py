@@ -84,7 +84,7 @@ def is_uniform(report: Report) -> bool:
 
 
 def _fits(picture: Picture, origin: Origin) -> bool:
-    """Whether the map is over the two image dimensions of a batch of images of about the picture's proportions."""
+    """Tell whether the map is over the two image dimensions of a batch of images of about the picture's proportions."""
     if origin.grid is None or origin.output is None or len(origin.output.shape) != 4:
         return False
     ratio = picture.width / picture.height
