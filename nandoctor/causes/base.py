@@ -225,7 +225,7 @@ def is_constant(tensor: OpTensor) -> bool:
 
 def is_written(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:
     """Tell whether the argument `name` was written down or stored, and not computed: a 0-dim tensor can be either."""
-    tensor = next((tensor for tensor in op.inputs if tensor.name == name), None)
+    tensor = op.find_input(name)
     while tensor is not None and tensor.producer is not None:
         maker = ops[tensor.producer]
         if maker.op not in MOVES | CASTS | FILLS | UNFILLED:

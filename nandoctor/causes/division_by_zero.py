@@ -67,9 +67,9 @@ def _explain(finding: Finding, name: str, zeros: int) -> Account:
 
 def _smallest_in_fp32(finding: Finding, name: str) -> float | None:
     """What rounding made 0 of: the least that the divisor is in fp32, where it is above 0 throughout."""
-    taken = finding.reference_op.inputs if finding.reference_op is not None else ()
-    lows = [it.stats.min for it in taken if it.name == name and it.stats is not None and it.stats.finite]
-    return next((low for low in lows if low is not None and low > 0), None)
+    divisor = finding.reference_op.find_input(name) if finding.reference_op is not None else None
+    stats = None if divisor is None else divisor.stats
+    return stats.min if stats is not None and stats.finite and (stats.min or 0.0) > 0 else None
 
 
 def _explain_norm(finding: Finding) -> Account | None:

@@ -116,7 +116,8 @@ def clamp_into_domain(op: OpCall) -> Candidate:
     nearest = _MARGINS if domain.low == 0 else _MARGINS[1:]  # beside another edge 1e-12 is lost in fp32
     margins = (0.0, *nearest) if is_smooth else nearest
     ends = [(domain.low + margin, None if math.isinf(domain.high) else domain.high - margin) for margin in margins]
-    taken = next((tensor.stats for tensor in op.inputs if tensor.name == domain.argument), None)
-    if op.op == "xlogy" and taken is not None and taken.max == 1:  # a density may take x and 1 - x at once
+    taken = op.find_input(domain.argument)
+    stats = None if taken is None else taken.stats
+    if op.op == "xlogy" and stats is not None and stats.max == 1:  # a density may take x and 1 - x at once
         ends += [(margin, 1 - margin) for margin in _MARGINS_OF_BOTH]
     return clamp_candidate(op, domain.argument, ends)

@@ -305,6 +305,10 @@ class OpCall:
         """What tells this op from every other of the run, and finds it in another run."""
         return (self.module, self.call, self.op, self.nth)
 
+    def find_input(self, name: str) -> OpTensor | None:
+        """The tensor that the op took under this name of its schema, None where it took none."""
+        return next((tensor for tensor in self.inputs if tensor.name == name), None)
+
     @property
     def outputs_finite(self) -> bool:
         """Tell whether all that the op gave is finite."""

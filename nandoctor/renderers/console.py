@@ -124,7 +124,7 @@ class Column:
 
     @property
     def least_width(self) -> int:
-        """Those that it needs."""
+        """The fewest that its cells can be cut to."""
         return self.width if self.least is None else min(self.width, self.least)
 
 

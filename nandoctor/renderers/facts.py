@@ -78,7 +78,7 @@ def evidence_facts(report: Report) -> list[Fact]:
 
 
 def detail_facts(report: Report) -> list[Fact]:
-    """What is looked up: the extent of the damage, and which replays were tried."""
+    """Details to look up: the extent of the damage, and which replays were tried."""
     facts = []
     if report.first_nonfinite is not None:
         facts.append(Fact("extent", describe_extent(report.first_nonfinite)))
@@ -92,18 +92,18 @@ def detail_facts(report: Report) -> list[Fact]:
 
 
 def note_facts(report: Report) -> list[Fact]:
-    """What else there is to say; of the search for fixes where it has found one, else that stands with the fixes."""
+    """The notes; those of the search for fixes only where it has found one, for else they stand with the fixes."""
     of_search = report.search_notes if any(fix.verified for fix in report.fixes) else ()
     return [Fact("note", printable(note)) for note in (*report.notes, *of_search)]
 
 
 def describe_fp32_error(error: float) -> str:
-    """That fp32 does not give the right values either: what is near to it may be as wrong."""
+    """A sentence for fp32 that is far from float64 itself: what is near to it may be as wrong."""
     return f"fp32's own output is wrong, {percent(error)} off float64"
 
 
 def describe_reproduction(reproduction: Reproduction) -> str:
-    """The replay's grade against the saved output: may the rest be believed."""
+    """How well the replay reproduces the saved output, and with it how far the rest can be trusted."""
     output = short_name(reproduction.output or "the output")
     if reproduction.grade == "no-reference":
         if reproduction.output:
@@ -353,7 +353,7 @@ def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def command_for(verb: str, report: Report, *rest: str) -> str | None:
-    """What runs another verb on the dump of the report, with `rest` at the end; None where no line can say it."""
+    """The command for another verb on the report's dump, with `rest` at the end; None where no line can express it."""
     if not report.arguments:
         return None
     return " ".join(["nandoctor", verb, *(shlex.quote(printable(word)) for word in report.arguments), *rest])

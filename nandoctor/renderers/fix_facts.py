@@ -31,7 +31,7 @@ from nandoctor.text import (
 
 _MAX_LISTED = 3
 _MAX_PATCH_LINES = 40
-_TOLD_IN_FULL = ("output", "gradients")
+_SHOWN_IN_FULL = ("output", "gradients")
 """The others, of the loss and of variations of the batch, are counted."""
 _REASONS = 2
 _SHOWN_BESIDE = 1
@@ -108,18 +108,18 @@ def _judge(fix: Fix, report: Report) -> tuple[FixState, str]:
 
 
 def check_facts(fix: Fix) -> Iterator[Fact]:
-    """What was checked and what was not, in two lines; `every_check` tells the rest."""
+    """What was checked and what was not, in two lines; `every_check` has the rest."""
     passed = [check for check in fix.checks if check.status == "passed"]
     skipped = [check for check in fix.checks if check.status == "not-checked"]
     if passed:
-        told = [_describe_check(check, " ").partition("; ")[0] for check in passed if check.name in _TOLD_IN_FULL]
-        others = [check for check in passed if check.name not in _TOLD_IN_FULL]
+        texts = [_describe_check(check, " ").partition("; ")[0] for check in passed if check.name in _SHOWN_IN_FULL]
+        others = [check for check in passed if check.name not in _SHOWN_IN_FULL]
         more = f"{len(others)} more checks" if len(others) > 1 else "".join(map(_name_check, others))
-        yield Fact("checked", "; ".join(filter(None, [*told, more])))
+        yield Fact("checked", "; ".join(filter(None, [*texts, more])))
     if skipped:
-        told = [_describe_check(check) for check in skipped[:_REASONS]]
+        texts = [_describe_check(check) for check in skipped[:_REASONS]]
         names = ", ".join(map(_name_check, skipped[_REASONS:]))
-        yield Fact("not checked", "; ".join(filter(None, [*told, names])))
+        yield Fact("not checked", "; ".join(filter(None, [*texts, names])))
 
 
 def every_check(fix: Fix) -> Iterator[Fact]:
@@ -166,7 +166,7 @@ _WHY = {
 
 
 def reason_facts(fix: Fix) -> Iterator[Fact]:
-    """A sentence for each of the two; none of a fix that was not verified."""
+    """Why a verified fix is written as it is, and what it costs."""
     edits = flatten((fix.edit,))
     reasons = dict.fromkeys(_WHY[edit.kind] for edit in edits if edit.kind in _WHY)
     if fix.verified and reasons:
@@ -188,14 +188,14 @@ def _describe_cost(fix: Fix) -> str:
 
 
 def write_flags(fix: Fix) -> tuple[str, ...]:
-    """What makes the change, also where it is one of an installed package."""
+    """The flags of `nandoctor fix` that write the change, also to files of an installed package."""
     names = re.findall(r"^\+\+\+ b/(.*)$", fix.patch, re.MULTILINE)
     installed = any(PACKAGE_FOLDERS.intersection(Path(fix.patch_root or "", name).parts) for name in names)
     return ("--write", "--allow-installed") if installed else ("--write",)
 
 
 def git_flags(fix: Fix) -> tuple[str, ...]:
-    """What takes the diff from a pipe, in the folder that its paths start from."""
+    """The flags of `nandoctor fix` and the pipe with which git writes the change, in the patch's own folder."""
     folder = _from_here(fix.patch_root) if fix.patch_root else "."
     place = () if folder == "." else ("-C", shlex.quote(printable(folder)))
     return "--diff", "| git", *place, "apply"
@@ -287,12 +287,11 @@ def trial_values(report: Report) -> dict[str, Any]:
 
 
 def trial_facts(report: Report) -> list[Fact]:
-    """What else was tried, and small constants that are lost where the cause is another one: it tells its own."""
+    """What else was tried; and small constants that are lost, where they are not the cause, which names its own."""
     facts = [*fp32_facts(report), *variation_facts(report)]
-    told = report.cause is not None and "eps" in report.cause.code
-    audit = () if told else report.eps_audit
-    lost = [f"{constant(use.value)} in {describe_use(use)}" for use in audit if use.effect == "zero"]
-    if lost:
+    is_cause = report.cause is not None and "eps" in report.cause.code
+    lost = [f"{constant(use.value)} in {describe_use(use)}" for use in report.eps_audit if use.effect == "zero"]
+    if lost and not is_cause:
         facts.append(Fact("eps", join_first(lost, 1)))
     return facts
 
@@ -348,21 +347,21 @@ def _describe_member(member: Fp32Module) -> str:
 
 
 def variation_facts(report: Report) -> Iterator[Fact]:
-    """With which settings the step is finite, and with which it fails, of what was varied and mattered."""
+    """With which settings the step is finite, and with which it fails, of those whose value made a difference."""
     trials = report.counterfactuals
     groups = {trial.group for trial in trials if trial.outcome.finite}
     if trials and not groups:
         yield Fact("variations", "the step fails in all of them")
-    told = [trial for trial in trials if trial.group in groups]
-    sound = []
-    for trial in (trial for trial in told if trial.outcome.finite):
+    varied = [trial for trial in trials if trial.group in groups]
+    failing = [describe_setting(trial.setting) for trial in varied if not trial.outcome.finite]
+    finite = []
+    for trial in (trial for trial in varied if trial.outcome.finite):
         error = trial.outcome.max_rel_err or 0.0
         off = f" ({percent(error)} off fp32)" if error > _VISIBLE_ERROR else ""
-        sound.append(f"{describe_setting(trial.setting)}{off}")
-    failing = [describe_setting(trial.setting) for trial in told if not trial.outcome.finite]
-    if sound:
+        finite.append(f"{describe_setting(trial.setting)}{off}")
+    if finite:
         fails = f"; fails: {', '.join(failing)}" if failing else ""
-        yield Fact("variations", f"{varied_part(report)} finite: {', '.join(sound)}{fails}")
+        yield Fact("variations", f"{varied_part(report)} finite: {', '.join(finite)}{fails}")
 
 
 def varied_part(report: Report) -> str:

@@ -44,7 +44,7 @@ class Failure:
     results: frozenset[int]
 
     def is_shown_by(self, program: Program) -> bool:
-        """Tell whether the program fails so; one that does not run does not."""
+        """Tell whether the program fails in this way; one that raises does not."""
         try:
             found = _find(program, lambda kinds: self.kind if self.kind in kinds else None)
         except Exception:  # shapes that do not fit each other raise whatever the op raises

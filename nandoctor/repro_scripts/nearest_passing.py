@@ -1,4 +1,4 @@
-"""The nearest case that passes: one argument of a program changed, by as little as does it."""
+"""The nearest case that passes: arguments of a program changed, by as little as is enough."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _nonfinite_values(program: Program) -> Iterator[Proposal]:
 
 
 def _scales(program: Program) -> Iterator[Proposal]:
-    """A tensor scaled down, by as little as does it."""
+    """A tensor scaled down, by as little as is enough."""
     found = []
     for name, leaf in program.leaves.items():
         if not (leaf.is_floating_point() or leaf.is_complex()) or not leaf.any():
@@ -133,7 +133,7 @@ def _scales(program: Program) -> Iterator[Proposal]:
 
 
 def _floors(program: Program) -> Iterator[Proposal]:
-    """What is zero or negative raised to a positive number, the smallest that does it."""
+    """What is zero or negative raised to a positive number, the smallest that is enough."""
     for name, leaf in program.leaves.items():
         if not leaf.is_floating_point() or not leaf.numel() or name == program.gradient:
             continue
