@@ -36,7 +36,7 @@ _MAX_OTHERS = 3
 def print_verification(verification: Verification, console: Console) -> None:
     """Print the outcome, what has changed, what was checked, and what to do next."""
     word, tone = _SHOWN[verification.outcome]
-    badge = Text(f"{word}:", style=tone.badge.partition(" on ")[2] + " bold")
+    badge = Text(f"{word}:", style=f"{tone.text} bold")
     headline = Text.assemble(badge, " ", literal(verification.headline))
     facts = list(_facts(verification))
     print_parts([headline, *[Text()] * bool(facts), *fact_rows(facts)], console, crop=False)

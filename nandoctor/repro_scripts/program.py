@@ -20,7 +20,7 @@ ValueKind = Literal["nan", "+inf", "-inf"]
 METHOD = "Tensor."
 """What the name of a method starts with; one that writes to its tensor is given a copy."""
 
-_TESTS: dict[ValueKind, Callable[[torch.Tensor], torch.Tensor]] = {
+TESTS: dict[ValueKind, Callable[[torch.Tensor], torch.Tensor]] = {
     "nan": torch.isnan,
     "+inf": torch.isposinf,
     "-inf": torch.isneginf,
@@ -172,4 +172,4 @@ def is_cast(value: Any) -> bool:
 def kinds_of(tensors: tuple[torch.Tensor, ...]) -> tuple[ValueKind, ...]:
     """Which non-finite values there are, the worst first; none where all is finite."""
     parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-    return tuple(kind for kind, test in _TESTS.items() if any(bool(test(part).any()) for part in parts))
+    return tuple(kind for kind, test in TESTS.items() if any(bool(test(part).any()) for part in parts))

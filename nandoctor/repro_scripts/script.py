@@ -16,11 +16,10 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.repro_scripts.minimize import Failure
 from nandoctor.repro_scripts.nearest_passing import PassingCase
-from nandoctor.repro_scripts.program import METHOD, Node, Program, Ref, is_cast
+from nandoctor.repro_scripts.program import METHOD, TESTS, Node, Program, Ref, is_cast
 from nandoctor.text import dtype_name, number
 
 _NAMES = {"nan": "NaN", "+inf": "an infinity", "-inf": "a negative infinity"}
-_TESTS = {"nan": "torch.isnan", "+inf": "torch.isposinf", "-inf": "torch.isneginf"}
 _INDENT = "    "
 _WIDTH = 110
 _TENSOR_WIDTH = 100
@@ -156,7 +155,7 @@ def _checks(program: Program, failure: Failure, passing: PassingCase | None) -> 
     yield f"got = case({', '.join(program.leaves)})"
     yield "where = ~torch.isfinite(got)"
     yield 'print("got:", got[where])'
-    yield f"assert {_TESTS[failure.kind]}(got).any()"
+    yield f"assert torch.{TESTS[failure.kind].__name__}(got).any()"
     yield ""
     yield from _reference(program, failure)
     if passing is not None:
