@@ -19,7 +19,7 @@ from nandoctor.evidence.exhibits import Picture
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import Grid
 from nandoctor.renderers.facts import describe_origin
-from nandoctor.renderers.plots.figures import NONFINITE_COLOR, figure_width, new_figure, write_finding, write_legend
+from nandoctor.renderers.plots.figures import NONFINITE_COLOR, new_figure, write_finding, write_legend
 from nandoctor.text import brief, percent, shape_text
 
 _SHARES = LinearSegmentedColormap.from_list("shares", ["#FBE3D5", NONFINITE_COLOR, "#7A3300"])
@@ -45,9 +45,8 @@ def draw_origin(report: Report, *, narrow: bool = False) -> Figure:
             remedy="That is known where an operation or a saved array is to blame; `nandoctor replay` names it.",
         )
     with matplotlib.style.context("default"):
-        figure = new_figure()
         height = _LINE_HEIGHT_IN if len(origin.grid.dims) == 1 else _NARROW_HEIGHT_IN if narrow else _HEIGHT_IN
-        figure.set_size_inches(figure_width(narrow=narrow), height)
+        figure = new_figure(height, narrow=narrow)
         place, samples = figure.subplots(1, 2, width_ratios=(5 if narrow else 8, 1))
         picture = report.sample if isinstance(report.sample, Picture) and _fits(report.sample, origin) else None
         _draw_map(place, origin, origin.grid, picture)
