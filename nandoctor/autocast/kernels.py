@@ -178,8 +178,8 @@ def _emulate(call: _Call, dtype: torch.dtype, lower: Callable[[Tensor], Tensor])
         # matmul folds a batch into one matrix only where the weight says that it needs a gradient, no_grad or not
         # (should_fold, aten/src/ATen/native/LinearAlgebra.cpp): without this the copy would take the slower bmm.
         # Under torch.vmap and its kin only the outside may ask for gradients.
-        asks = tensor.requires_grad and not lifted.requires_grad and not torch_compat.is_transforming()
-        return lifted.requires_grad_() if asks else lifted
+        lost_gradient = tensor.requires_grad and not lifted.requires_grad and not torch_compat.is_transforming()
+        return lifted.requires_grad_() if lost_gradient else lifted
 
     return _round(call.cast(lift).run(), dtype)
 

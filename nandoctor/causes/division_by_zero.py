@@ -55,11 +55,11 @@ def diagnose(finding: Finding) -> Account | None:
 
 def _explain(finding: Finding, name: str, zeros: int) -> Account:
     divisor, smallest = argument(finding.op, name), _smallest_in_fp32(finding, name)
-    meant = f" (at least {number(smallest)} in fp32)" if smallest is not None else ""
+    in_fp32 = f" (at least {number(smallest)} in fp32)" if smallest is not None else ""
     then = f"; in fp32 none is, and the smallest is {number(smallest)}" if smallest is not None else ""
     found = f"{plural(zeros, 'element')} of {divisor} {are(zeros)} 0{then}"
     return Account(
-        headline=f"{subject(finding.op)} divides by zero: {divisor} is 0 in {plural(zeros, 'element')}{meant}",
+        headline=f"{subject(finding.op)} divides by zero: {divisor} is 0 in {plural(zeros, 'element')}{in_fp32}",
         explanation=f"{finding.op.op} divides by exact zeros: {found}.",
         evidence=(Evidence("num_zero", zeros, f"{divisor} is exactly 0 in {plural(zeros, 'element')}"),),
     )

@@ -168,9 +168,9 @@ def _small_constants(op: OpCall, finding: Finding | GradientFinding) -> Iterator
 def _constants(op: OpCall, finding: Finding | GradientFinding) -> Iterator[tuple[float, FloatFormat]]:
     """The constants among the arguments, each with its format; what was rounded before the op as fp32 has it."""
     reference = finding.references.get(op.key)
-    meant = {tensor.name: tensor.stats for tensor in reference.inputs} if reference is not None else {}
+    in_fp32 = {tensor.name: tensor.stats for tensor in reference.inputs} if reference is not None else {}
     for tensor in op.inputs:
-        value, used = _only_value(meant.get(tensor.name)), _only_value(tensor.stats)
+        value, used = _only_value(in_fp32.get(tensor.name)), _only_value(tensor.stats)
         if value is None or used in (None, value) or not is_written(op, tensor.name, finding.ops):
             continue
         if tensor.stats is not None and tensor.stats.dtype.round(value) == used:

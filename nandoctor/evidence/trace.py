@@ -156,7 +156,7 @@ class TensorStats:
     producer: int | None = None
     sample: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
 
-    def asks_for_counts(self, low: FloatFormat) -> bool:
+    def needs_counts(self, low: FloatFormat) -> bool:
         """Tell whether exact counts tell more: something is non-finite, or small enough for `low` to flush to zero."""
         return not self.finite or (self.p05 is not None and self.p05 < low.smallest_normal)
 

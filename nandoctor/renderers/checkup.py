@@ -73,9 +73,9 @@ def list_facts(checked: CheckedStep) -> list[tuple[str, str]]:
     facts = [("file", checked.path if checked.step is None else f"{checked.path} (step {checked.step:,})")]
     for format in CHECKED_FORMATS:  # noqa: A001
         fits = [layer.values.fit_in(format).fit for layer in checked.layers if layer.values is not None]
-        counts = {fit: fits.count(fit) for fit in ("overflows", "near")}
-        worst = [f"{counts['overflows']:,} overflow"] * bool(counts["overflows"])
-        worst += [f"{counts['near']:,} have less than one doubling left"] * bool(counts["near"])
+        overflow, near = fits.count("overflows"), fits.count("near")
+        worst = [f"{overflow:,} overflow"] * bool(overflow)
+        worst += [f"{near:,} have less than one doubling left"] * bool(near)
         facts.append((format.label, f"of {plural(len(fits), 'module')}, {', '.join(worst) or 'none overflows'}"))
     if not checked.run_finite:
         facts.append(("replay", f"the step is non-finite {checked.run} already: nandoctor replay {checked.path}"))

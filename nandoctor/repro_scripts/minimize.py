@@ -98,7 +98,8 @@ class _Shrinking:
                     program = self._narrow(program, slots, finest)
         return program
 
-    def _holds(self, program: Program) -> bool:
+    def _still_fails(self, program: Program) -> bool:
+        """Tell whether the program fails as the first one did; False once the runs are used up."""
         self._runs_left -= 1
         return self._runs_left > 0 and self._failure.is_shown_by(program)
 
@@ -123,14 +124,14 @@ class _Shrinking:
         def kept(chosen: Iterable[range]) -> torch.Tensor:
             return torch.tensor(sorted(itertools.chain.from_iterable(chosen)))
 
-        fewest = minimise(parts, lambda chosen: self._holds(change(kept(chosen))))
+        fewest = minimise(parts, lambda chosen: self._still_fails(change(kept(chosen))))
         return change(kept(fewest)) if len(fewest) < len(parts) else program
 
     def _simplify(self, program: Program, values_for: Callable[[torch.Tensor], Iterator[torch.Tensor]]) -> Program:
         """The plainest of these values for each leaf."""
         for name, leaf in program.leaves.items():
             simpler = (program.with_values(**{name: values}) for values in _by_parts(values_for, leaf))
-            program = next(filter(self._holds, simpler), program)
+            program = next(filter(self._still_fails, simpler), program)
         return program
 
     def _simplify_all(self, program: Program) -> Program:
@@ -140,7 +141,7 @@ class _Shrinking:
         first = next(iter(varied), "")
         for name in (first, ""):
             constant = {other: -values if other == name else values for other, values in varied.items()}
-            if self._holds(simpler := program.with_values(**constant)):
+            if self._still_fails(simpler := program.with_values(**constant)):
                 return simpler
         return program
 

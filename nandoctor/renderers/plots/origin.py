@@ -124,8 +124,8 @@ def _share_of_samples(origin: Origin, grid: Grid) -> float:
     """The share of samples that are affected; 1 where that is not known, or the map shows the samples itself."""
     shape = origin.output.shape if origin.output is not None else ()
     samples = origin.elements.samples or ()
-    told = 0 < len(samples) < _NUM_SAMPLES and len(shape) > 1 and 0 not in grid.dims
-    return len(samples) / shape[0] if told else 1.0
+    is_known = 0 < len(samples) < _NUM_SAMPLES and len(shape) > 1 and 0 not in grid.dims
+    return len(samples) / shape[0] if is_known else 1.0
 
 
 def picture_levels(picture: Picture) -> NDArray[np.uint8]:
