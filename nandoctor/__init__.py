@@ -27,21 +27,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Case": "nandoctor.case",
-    "NanDoctorError": "nandoctor.errors",
-    "NonFiniteTrainingError": "nandoctor.errors",
-    "Recorder": "nandoctor.capture.recorder",
-    "TriageOptions": "nandoctor.fleet.triage",
-    "checkup": "nandoctor.margins",
-    "cuda_autocast": "nandoctor.autocast.policy",
-    "describe": "nandoctor.case",
-    "load": "nandoctor.case",
-    "replay": "nandoctor.case",
-    "repro": "nandoctor.case",
-    "triage": "nandoctor.fleet.triage",
-    "verify": "nandoctor.case",
+_NAMES = {
+    "nandoctor.autocast.policy": "cuda_autocast",
+    "nandoctor.capture.recorder": "Recorder",
+    "nandoctor.case": "Case describe load replay repro verify",
+    "nandoctor.errors": "NanDoctorError NonFiniteTrainingError",
+    "nandoctor.fleet.triage": "TriageOptions triage",
+    "nandoctor.margins": "checkup",
 }
+_HOMES = dict(sorted((name, module) for module, names in _NAMES.items() for name in names.split()))
 
 __all__ = list(_HOMES)
 

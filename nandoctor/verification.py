@@ -78,7 +78,7 @@ def _nonfinite_samples(failed: Result, num_samples: int | None) -> tuple[int, ..
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Query:
     """A request: the dump, how to replay it, and what the caller knows.
 
     `other_mode_differs`: the step passes in train mode, but fails in eval mode because of running statistics in the
@@ -111,24 +111,24 @@ def verify_dump(
     """
     settings = replace(settings, fixes=False)
     found = replay_dump(dump, model, settings, progress=progress)
-    asked = _Asked(dump=dump, settings=settings, changed=changed, failed_before=failed_before)
+    query = _Query(dump=dump, settings=settings, changed=changed, failed_before=failed_before)
     if _fails_by_running_statistics(found.report) and _guessed_mode(dump, settings):
         trained = replay_dump(dump, model, replace(settings, mode="train"), progress=progress)
         if trained.report.verdict in _PASSES:
-            asked = replace(asked, other_mode_differs=True)
-            found = trained if _compare_code(trained, asked).changed else found
-    verification = _conclude(found, asked)
-    return verification, _retell(found.report, verification)
+            query = replace(query, other_mode_differs=True)
+            found = trained if _compare_code(trained, query).changed else found
+    verification = _conclude(found, query)
+    return verification, _add_outcome(found.report, verification)
 
 
 def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Report:
     """Return the report of a replay that did not reproduce the failure, with what is known of changes to the code."""
     if found.step is None:
         return found.report
-    return _retell(found.report, _conclude(found, _Asked(dump=dump, settings=settings)))
+    return _add_outcome(found.report, _conclude(found, _Query(dump=dump, settings=settings)))
 
 
-def _retell(report: Report, verification: Verification) -> Report:
+def _add_outcome(report: Report, verification: Verification) -> Report:
     """Return the report; "not-reproduced" becomes "fixed" if the dump's hashes show that the code has changed."""
     if report.verdict != "not-reproduced":
         return report
@@ -154,7 +154,7 @@ def _guessed_mode(dump: Dump, settings: Settings) -> bool:
     return settings.mode is None and not dump.recorded.training
 
 
-def _conclude(found: Diagnosed, asked: _Asked) -> Verification:
+def _conclude(found: Diagnosed, query: _Query) -> Verification:
     report, step = found.report, found.step
     failure = _describe_failure(report, step)
     run = report.runs.autocast if report.runs is not None else None
@@ -169,46 +169,46 @@ def _conclude(found: Diagnosed, asked: _Asked) -> Verification:
     )
     if step is None:
         return _cannot_tell(blank, ["The file holds no batch, so there is no step to run."])
-    blank = replace(blank, code=_compare_code(found, asked), run=mode_text(step.seed, step.training))
+    blank = replace(blank, code=_compare_code(found, query), run=mode_text(step.seed, step.training))
     if report.verdict == "cannot-tell":
         return _cannot_tell(blank, [report.headline], report.next_steps)
     if report.verdict not in _PASSES:
-        return _fails(blank, report, asked)
-    if _guessed_mode(asked.dump, asked.settings):  # it passes in both, and most likely failed in train mode
+        return _fails(blank, report, query)
+    if _guessed_mode(query.dump, query.settings):  # it passes in both, and most likely failed in train mode
         step = replace(step, training=True)
         modes = (attempt.training for attempt in report.reproduction.attempts)
         blank = replace(blank, run=mode_text(step.seed, *modes))
-    measured = _measure(blank, step, asked, random=found.random)
-    measured = replace(measured, notes=tuple(_notes(measured, asked, step)))
-    if reasons := [*_describe_failures(measured), *_doubts(measured, found, asked)]:
-        return _cannot_tell(measured, reasons, tuple(_advise(measured, found, asked)))
+    measured = _measure(blank, step, query, random=found.random)
+    measured = replace(measured, notes=tuple(_notes(measured, query, step)))
+    if reasons := [*_describe_failures(measured), *_doubts(measured, found, query)]:
+        return _cannot_tell(measured, reasons, tuple(_advise(measured, found, query)))
     if failure is None:
         return replace(measured, outcome="passes", headline="the step passes, and the file does not say that it failed")
     return replace(measured, outcome="fixed", headline="the step that failed passes now")
 
 
-def _compare_code(found: Diagnosed, asked: _Asked) -> CodeState:
+def _compare_code(found: Diagnosed, query: _Query) -> CodeState:
     """Return how the code differs from that of the training, including what the caller says about it."""
     assert found.step is not None
-    told = () if isinstance(asked.changed, bool) else tuple(asked.changed)
-    code = find_changes(asked.dump, found.step, asked.settings, told=told)
-    by_word = ("the code, as you say",) if asked.changed is True else ()
+    told = () if isinstance(query.changed, bool) else tuple(query.changed)
+    code = find_changes(query.dump, found.step, query.settings, told=told)
+    by_word = ("the code, as you say",) if query.changed is True else ()
     return replace(code, settings=(*code.settings, *by_word))
 
 
-def _fails(blank: Verification, report: Report, asked: _Asked) -> Verification:
+def _fails(blank: Verification, report: Report, query: _Query) -> Verification:
     """Return the answer for a replay that is still non-finite, or wrong."""
     shown = replace(blank, origin=report.origin, cause=report.cause, first_nonfinite=report.first_nonfinite)
     if report.origin is not None and report.origin.phase == "optimizer":
         reason = "The optimizer's settings and state are those in the file: a change of the training is not seen here."
         return _cannot_tell(shown, [reason])
-    if asked.dump.other_weights:
-        shown = replace(shown, notes=asked.dump.notes)  # these say whose weights they are
+    if query.dump.other_weights:
+        shown = replace(shown, notes=query.dump.notes)  # these say whose weights they are
         if report.verdict == "state":
             reason = "The weights that were given are non-finite, and not known to be those of the failing step."
             return _cannot_tell(shown, [reason], ["Give a checkpoint from before the failing step with --weights."])
     explain = [] if report.cause is None else [f"nandoctor explain {report.cause.code}"]
-    if asked.other_mode_differs:
+    if query.other_mode_differs:
         explain.append(
             "The step passes in train mode: if that is where it failed, and the code has changed, --mode train"
         )
@@ -237,16 +237,16 @@ def _describe_failure(report: Report, step: FailingStep | None) -> str | None:
     return "the saved loss is non-finite" if step is not None and step.saved_flags.loss is not None else None
 
 
-def _measure(blank: Verification, step: FailingStep, asked: _Asked, *, random: bool) -> Verification:
+def _measure(blank: Verification, step: FailingStep, query: _Query, *, random: bool) -> Verification:
     """Run the step with its gradients and its variations, and compare them with the code that it had before.
 
     If that code is not known, or does not fail when the change is taken back, the reference is fp32 of the current
     code. If memory runs out, nothing is known of the output.
     """
     with step.project.running():
-        told = asked.changed if isinstance(asked.changed, Mapping) else {}
-        made = find_unchanged(asked.dump, blank.code, {path.resolve(): text for path, text in told.items()})
-    lowered = asked.settings.loss_scale if asked.dump.loss_scale not in (None, asked.settings.loss_scale) else None
+        told = query.changed if isinstance(query.changed, Mapping) else {}
+        made = find_unchanged(query.dump, blank.code, {path.resolve(): text for path, text in told.items()})
+    lowered = query.settings.loss_scale if query.dump.loss_scale not in (None, query.settings.loss_scale) else None
     try:
         failing = _failing_without(step, made) if made is not None else None
         edit: Edit = Together(edits=()) if lowered is None else SetLossScale(value=lowered)
@@ -278,17 +278,17 @@ def _describe_failures(measured: Verification) -> Iterator[str]:
             yield "The step is finite in the replay, but not whenever it is run."
 
 
-def _doubts(measured: Verification, found: Diagnosed, asked: _Asked) -> Iterator[str]:
+def _doubts(measured: Verification, found: Diagnosed, query: _Query) -> Iterator[str]:
     """Yield reasons why a step that passes may not be the one that failed."""
     code = measured.code
-    for text in asked.dump.missing if asked.dump.is_recorded else ():
+    for text in query.dump.missing if query.dump.is_recorded else ():
         if text.startswith(_NEEDED):
             yield f"The recorder could not keep {text}."
-    if asked.dump.other_weights and not asked.failed_before:
+    if query.dump.other_weights and not query.failed_before:
         yield "The weights are not known to be those of the failing step, which may still fail with its own."
-    if _draws_others(found, asked):
+    if _draws_others(found, query):
         yield "The step draws random numbers, and the state of the generator that it drew from is not here."
-    if measured.failure is None or asked.failed_before or code.changed:
+    if measured.failure is None or query.failed_before or code.changed:
         return
     files = join_first(list(code.compared), 3)
     if code.basis == "hash":
@@ -299,21 +299,21 @@ def _doubts(measured: Verification, found: Diagnosed, asked: _Asked) -> Iterator
         yield "The dump holds no hashes of the code, so there is no telling whether it has changed."
 
 
-def _draws_others(found: Diagnosed, asked: _Asked) -> bool:
+def _draws_others(found: Diagnosed, query: _Query) -> bool:
     """Return True if the step draws random numbers, and the replay may draw others than the failing step did."""
-    step, autocast = found.step, asked.dump.recorded.autocast
+    step, autocast = found.step, query.dump.recorded.autocast
     assert step is not None
-    if not found.random or asked.settings.seed is not None or asked.failed_before:
+    if not found.random or query.settings.seed is not None or query.failed_before:
         return False
     elsewhere = autocast is not None and autocast.device != step.device.type
     return elsewhere or step.seed is not None or not step.rng_states
 
 
-def _advise(measured: Verification, found: Diagnosed, asked: _Asked) -> Iterator[str]:
+def _advise(measured: Verification, found: Diagnosed, query: _Query) -> Iterator[str]:
     """Yield what would make the answer certain."""
     step, code = found.step, measured.code
     assert step is not None
-    if _draws_others(found, asked):
+    if _draws_others(found, query):
         yield "Give the --seed with which the unchanged code fails."
     if not code.changed and code.basis != "hash":
         yield "Name the file that you changed: --changed FILE"
@@ -322,13 +322,13 @@ def _advise(measured: Verification, found: Diagnosed, asked: _Asked) -> Iterator
         yield "Give the loss scale of the failing step: --loss-scale N, or 1 where nothing scales the loss."
 
 
-def _notes(measured: Verification, asked: _Asked, step: FailingStep) -> Iterator[str]:
+def _notes(measured: Verification, query: _Query, step: FailingStep) -> Iterator[str]:
     """Yield what was not checked, and what was assumed."""
     if step.loss is None:
         yield "The gradients of your loss were not checked: pass --loss."
     if measured.code.changes and measured.reference == "changed":
         yield "The reference is the current code in fp32: the code that failed cannot be run here."
-    if asked.other_mode_differs:
+    if query.other_mode_differs:
         yield (
             "Replayed in train mode. Eval mode reads the running statistics in the file, which the failing step has "
             "made non-finite: reset them before you go on from these weights."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -63,11 +63,11 @@ def _registered_kernels(device_type: str) -> Iterator[None]:
 @cache
 def _make_kernels(device_type: str) -> dict[str, Callable[..., Any]]:
     """The kernel of each listed op that this torch has; the other ops of the device's own list fall through."""
-    ops = {name: op for name in _runs() if (op := _find_op(name)) is not None}
+    ops = {name: op for name in _RUNS if (op := _find_op(name)) is not None}
     listed = torch_compat.list_ops(f"Autocast{device_type.upper()}")
     own = [name.removeprefix("aten::") for name in listed if name.startswith("aten::")]
-    kernels = {name: _make_kernel(op, _runs()[name], device_type) for name, op in ops.items()}
-    return dict.fromkeys([name for name in own if name not in _runs()], fallthrough_kernel) | kernels
+    kernels = {name: _make_kernel(op, _RUNS[name], device_type) for name, op in ops.items()}
+    return dict.fromkeys([name for name in own if name not in _RUNS], fallthrough_kernel) | kernels
 
 
 def _find_op(name: str) -> OpOverload | None:
@@ -178,8 +178,8 @@ def _emulate(call: _Call, dtype: torch.dtype, lower: Callable[[Tensor], Tensor])
         # matmul folds a batch into one matrix only where the weight says that it needs a gradient, no_grad or not
         # (should_fold, aten/src/ATen/native/LinearAlgebra.cpp): without this the copy would take the slower bmm.
         # Under torch.vmap and its kin only the outside may ask for gradients.
-        asks = tensor.requires_grad and not lifted.requires_grad and not torch_compat.is_transforming()
-        return lifted.requires_grad_() if asks else lifted
+        lost_gradient = tensor.requires_grad and not lifted.requires_grad and not torch_compat.is_transforming()
+        return lifted.requires_grad_() if lost_gradient else lifted
 
     return _round(call.cast(lift).run(), dtype)
 
@@ -272,26 +272,23 @@ def _run_cast(call: _Call) -> Any:
     return call.op(*map(widen, call.args), **{name: widen(value) for name, value in call.kwargs.items()})
 
 
-@cache
-def _runs() -> dict[str, Run]:
-    """How each op runs; a later line overrides an earlier one."""
-    table: tuple[tuple[Iterable[str], Run], ...] = (
-        (op_lists.LOWER_PRECISION, _run_product),
-        (op_lists.SEVERAL_PRODUCTS, _run_several_products),
-        (op_lists.CUDNN_RNN, _run_cudnn_rnn),
-        (op_lists.FP32, _run_in_fp32),
-        (op_lists.FP32_SET_OPT_DTYPE, _run_with_fp32_result),
-        (op_lists.FP32_APPEND_DTYPE, _run_norm),
-        (op_lists.PROMOTE, _run_in_widest),
-        (op_lists.PROMOTED_AND_ROUNDED_ONCE, _run_in_widest_rounded_once),
-        (op_lists.BANNED, _refuse),
-        (op_lists.NORMS, _run_half),
-        (op_lists.ROUNDED_ONCE_ON_CUDA, _run_half),
-        (op_lists.HALF_ON_CUDA_ALONE, _run_half),
-        (op_lists.SCALING, _run_scaling),
-        (op_lists.CASTS, _run_cast),
-    )
-    return {name: run for names, run in table for name in names}
+_RUNS: dict[str, Run] = {
+    **dict.fromkeys(op_lists.LOWER_PRECISION, _run_product),
+    **dict.fromkeys(op_lists.SEVERAL_PRODUCTS, _run_several_products),  # those among the above
+    **dict.fromkeys(op_lists.CUDNN_RNN, _run_cudnn_rnn),
+    **dict.fromkeys(op_lists.FP32, _run_in_fp32),
+    **dict.fromkeys(op_lists.FP32_SET_OPT_DTYPE, _run_with_fp32_result),
+    **dict.fromkeys(op_lists.FP32_APPEND_DTYPE, _run_norm),
+    **dict.fromkeys(op_lists.PROMOTE, _run_in_widest),
+    **dict.fromkeys(op_lists.PROMOTED_AND_ROUNDED_ONCE, _run_in_widest_rounded_once),  # those among the above
+    **dict.fromkeys(op_lists.BANNED, _refuse),
+    **dict.fromkeys(op_lists.NORMS, _run_half),
+    **dict.fromkeys(op_lists.ROUNDED_ONCE_ON_CUDA, _run_half),
+    **dict.fromkeys(op_lists.HALF_ON_CUDA_ALONE, _run_half),
+    **dict.fromkeys(op_lists.SCALING, _run_scaling),
+    **dict.fromkeys(op_lists.CASTS, _run_cast),
+}
+"""How each op runs."""
 
 
 def _round(result: Any, dtype: torch.dtype) -> Any:

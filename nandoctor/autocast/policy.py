@@ -200,51 +200,38 @@ class cuda_autocast(ContextDecorator):  # noqa: N801 - it stands where `torch.au
             )
         self._policy = Policy(name="cuda", format=FORMATS[name])
         self._device = torch.device(device)
-        self._entered = _Entered()
 
     def __enter__(self) -> None:
-        self._entered.regions.append(_open.enter(self._policy, self._device))
+        with ExitStack() as stack:
+            stack.enter_context(_checkpoints)
+            stack.enter_context(apply_policy(self._policy, self._device))
+            _open.regions.append(_Region(opened_by=self, undo=stack.pop_all()))
 
     def __exit__(self, *raised: object) -> None:
-        _open.leave(self._entered.regions.pop())
+        mine = [region for region in _open.regions if region.opened_by is self and not region.is_left]
+        mine[-1].is_left = True
+        while _open.regions and _open.regions[-1].is_left:
+            _open.regions.pop().undo.close()
 
 
-class _Entered(threading.local):
-    """The regions that this thread has opened by one object and not left yet."""
+@dataclass(slots=True, kw_only=True)
+class _Region:
+    """A region that a thread has opened.
 
-    def __init__(self) -> None:
-        self.regions: list[ExitStack] = []
+    It restores what was before it. One that is left before those inside it, as begin and end hooks may do, is
+    therefore undone only after them; until then the thread stays in it.
+    """
+
+    opened_by: cuda_autocast
+    undo: ExitStack
+    is_left: bool = False
 
 
 class _OpenRegions(threading.local):
-    """The regions that this thread is in, the innermost last.
-
-    A region restores what was before it. One that is left before those inside it, as begin and end hooks may do, is
-    therefore undone only after them; until then this thread stays in it.
-    """
+    """The regions that this thread is in, the innermost last."""
 
     def __init__(self) -> None:
-        self._regions: list[ExitStack] = []
-        self._left: set[int] = set()
-
-    @property
-    def any(self) -> bool:
-        """True if this thread is in one."""
-        return bool(self._regions)
-
-    def enter(self, policy: Policy, device: torch.device) -> ExitStack:
-        with ExitStack() as stack:
-            stack.enter_context(_checkpoints)
-            stack.enter_context(apply_policy(policy, device))
-            self._regions.append(region := stack.pop_all())
-        return region
-
-    def leave(self, region: ExitStack) -> None:
-        self._left.add(id(region))
-        while self._regions and id(self._regions[-1]) in self._left:
-            innermost = self._regions.pop()
-            self._left.remove(id(innermost))
-            innermost.close()
+        self.regions: list[_Region] = []
 
 
 _open = _OpenRegions()
@@ -267,7 +254,7 @@ def _keep_kernels(read: Callable[..., Any]) -> Callable[..., Any]:
 
     def read_and_keep(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         device_arguments, cpu_arguments = read(*args, **kwargs)
-        return device_arguments, _Recomputation(cpu_arguments, "cpu") if _open.any else cpu_arguments
+        return device_arguments, _Recomputation(cpu_arguments, "cpu") if _open.regions else cpu_arguments
 
     return read_and_keep
 

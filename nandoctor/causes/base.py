@@ -27,7 +27,6 @@ _STAYS_SO = frozenset(
 """Of tensors that are nowhere negative these make none that is; an op that moves values takes indices beside them."""
 _FACTORS = frozenset({"other", "alpha", "value", "min"})
 _DEPTH = 16
-_TAKERS_DEPTH = 4
 
 
 def is_nonnegative(tensor: OpTensor, ops: Mapping[int, OpCall], depth: int = _DEPTH) -> bool:
@@ -171,7 +170,7 @@ class OutsideTensor:
 def outside_evidence(kind: str, finding: OutsideTensor, how: str = "is non-finite") -> tuple[Evidence, ...]:
     """The tensor, called by its `kind`, and what is wrong with it."""
     text = f"{finding.name} {list(finding.stats.shape)} {how}"
-    return (Evidence(name=kind, value=finding.name, text=text),)
+    return (Evidence(kind, finding.name, text),)
 
 
 def factors(finding: Finding) -> list[Operand]:
@@ -225,7 +224,7 @@ def is_constant(tensor: OpTensor) -> bool:
 
 def is_written(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:
     """Tell whether the argument `name` was written down or stored, and not computed: a 0-dim tensor can be either."""
-    tensor = next((tensor for tensor in op.inputs if tensor.name == name), None)
+    tensor = op.find_input(name)
     while tensor is not None and tensor.producer is not None:
         maker = ops[tensor.producer]
         if maker.op not in MOVES | CASTS | FILLS | UNFILLED:
@@ -245,26 +244,25 @@ def is_log_of_mask(op: OpCall, ops: Sequence[OpCall]) -> bool:
 
 def feeds_product(written: OpCall, ops: Iterable[OpCall]) -> bool:
     """Tell whether the infinities of `written` reach a product along `ops`: a mask's are gone by then."""
-    carriers = {written.order}
-    for op in ops:
-        if any(tensor.producer in carriers for tensor in op.nonfinite_inputs):
-            if op.op in PRODUCTS:
-                return True
-            carriers.add(op.order)
-    return False
+    return any(op.op in PRODUCTS for op in _reached_ops(written, ops))
 
 
 def is_infinite_loss(made: OpCall, ops: Mapping[int, OpCall]) -> bool:
     """Tell whether the infinities of `made` stay so, and are of a loss: made in it, or in a number of the model's."""
-    carriers, is_loss = {made.order}, made.module == LOSS
-    for order in sorted(order for order in ops if order > made.order):
-        op = ops[order]
-        if op.phase != "backward" and any(tensor.producer in carriers for tensor in op.nonfinite_inputs):
-            if any(tensor.counts is not None and tensor.counts.num_nan for tensor in op.outputs):
-                return False
-            carriers.add(order)
-            is_loss = is_loss or (op.module != LOSS and op.outputs[0].shape == ())
-    return is_loss
+    later = [ops[order] for order in sorted(ops) if order > made.order and ops[order].phase != "backward"]
+    reached = [*_reached_ops(made, later)]
+    if any(tensor.counts is not None and tensor.counts.num_nan for op in reached for tensor in op.outputs):
+        return False
+    return made.module == LOSS or any(op.module != LOSS and op.outputs[0].shape == () for op in reached)
+
+
+def _reached_ops(made: OpCall, ops: Iterable[OpCall]) -> Iterator[OpCall]:
+    """Those of `ops`, in their order, that the non-finite values of `made` reach."""
+    carriers = {made.order}
+    for op in ops:
+        if any(tensor.producer in carriers for tensor in op.nonfinite_inputs):
+            carriers.add(op.order)
+            yield op
 
 
 def ancestors(
@@ -284,13 +282,15 @@ def ancestors(
         wave = following
 
 
-def takers(ops: Mapping[int, OpCall], made: int, *, through: frozenset[str]) -> Iterator[OpCall]:
-    """The ops that take what the op `made` gave, nearest first; a few steps deep, seen `through` these ops alone."""
+def descendants(
+    ops: Mapping[int, OpCall], made: int, steps: int, *, through: frozenset[str] | None = None
+) -> Iterator[OpCall]:
+    """The ops that take what the op `made` gave, nearest first, as `ancestors` gives those before it."""
     wave = {made}
-    for _ in range(_TAKERS_DEPTH):
+    for _ in range(steps):
         found = [op for op in ops.values() if any(tensor.producer in wave for tensor in op.inputs)]
         yield from found
-        wave = {op.order for op in found if op.op in through}
+        wave = {op.order for op in found if through is None or op.op in through}
 
 
 def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
@@ -299,10 +299,10 @@ def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
     incoming = [operand.absmax for operand in analysis.operands if operand.absmax is not None]
     outgoing = nonfinite_part(analysis.kinds, analysis.num_bad, analysis.numel, "outgoing element")
     reached = (
-        Evidence(name="grad_output_absmax", value=value, text=f"the incoming gradient reaches {number(value)}")
+        Evidence("grad_output_absmax", value, f"the incoming gradient reaches {number(value)}")
         for value in sorted(incoming)[-1:]
     )
-    return (*reached, Evidence(name="num_bad", value=analysis.num_bad, text=outgoing))
+    return (*reached, Evidence("num_bad", analysis.num_bad, outgoing))
 
 
 def site_of(op: OpCall) -> OpSite:

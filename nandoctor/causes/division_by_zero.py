@@ -55,23 +55,21 @@ def diagnose(finding: Finding) -> Account | None:
 
 def _explain(finding: Finding, name: str, zeros: int) -> Account:
     divisor, smallest = argument(finding.op, name), _smallest_in_fp32(finding, name)
-    meant = f" (at least {number(smallest)} in fp32)" if smallest is not None else ""
+    in_fp32 = f" (at least {number(smallest)} in fp32)" if smallest is not None else ""
     then = f"; in fp32 none is, and the smallest is {number(smallest)}" if smallest is not None else ""
     found = f"{plural(zeros, 'element')} of {divisor} {are(zeros)} 0{then}"
     return Account(
-        headline=f"{subject(finding.op)} divides by zero: {divisor} is 0 in {plural(zeros, 'element')}{meant}",
+        headline=f"{subject(finding.op)} divides by zero: {divisor} is 0 in {plural(zeros, 'element')}{in_fp32}",
         explanation=f"{finding.op.op} divides by exact zeros: {found}.",
-        evidence=(
-            Evidence(name="num_zero", value=zeros, text=f"{divisor} is exactly 0 in {plural(zeros, 'element')}"),
-        ),
+        evidence=(Evidence("num_zero", zeros, f"{divisor} is exactly 0 in {plural(zeros, 'element')}"),),
     )
 
 
 def _smallest_in_fp32(finding: Finding, name: str) -> float | None:
     """What rounding made 0 of: the least that the divisor is in fp32, where it is above 0 throughout."""
-    taken = finding.reference_op.inputs if finding.reference_op is not None else ()
-    lows = [it.stats.min for it in taken if it.name == name and it.stats is not None and it.stats.finite]
-    return next((low for low in lows if low is not None and low > 0), None)
+    divisor = finding.reference_op.find_input(name) if finding.reference_op is not None else None
+    stats = None if divisor is None else divisor.stats
+    return stats.min if stats is not None and stats.finite and (stats.min or 0.0) > 0 else None
 
 
 def _explain_norm(finding: Finding) -> Account | None:
@@ -82,9 +80,7 @@ def _explain_norm(finding: Finding) -> Account | None:
     return Account(
         headline=f"{subject(finding.op)} divides by a spread of exactly 0",
         explanation=f"{finding.op.op} divides by a spread that is exactly zero, and its eps does not prevent it.",
-        evidence=(
-            Evidence(name="num_bad", value=num_bad, text=f"{plural(num_bad, 'element')} without a finite value"),
-        ),
+        evidence=(Evidence("num_bad", num_bad, f"{plural(num_bad, 'element')} without a finite value"),),
     )
 
 

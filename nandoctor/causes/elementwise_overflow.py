@@ -38,7 +38,7 @@ def diagnose(finding: Finding) -> Account | None:
         return None
     there = {operand.name: operand.at_worst for operand in finding.analysis.operands if operand.at_worst is not None}
     evidence = tuple(
-        Evidence(name=f"worst_{name}", value=value, text=f"{argument(finding.op, name)} is {number(value)} there")
+        Evidence(f"worst_{name}", value, f"{argument(finding.op, name)} is {number(value)} there")
         for name, value in there.items()
     )
     made_of = " and ".join(map(number, there.values()))

@@ -41,7 +41,7 @@ def diagnose(finding: Finding) -> Account | None:
         return Account(
             headline=f"{subject(finding.op)} takes the {extreme} of nothing: that is {infinity}",
             explanation=f"{op} takes the {extreme} of no elements, which it gives as {infinity}.",
-            evidence=(Evidence(name="num_bad", value=num_bad, text=f"{plural(num_bad, extreme)} of nothing"),),
+            evidence=(Evidence("num_bad", num_bad, f"{plural(num_bad, extreme)} of nothing"),),
         )
     if kinds != ("nan",):
         return None
@@ -49,7 +49,7 @@ def diagnose(finding: Finding) -> Account | None:
     return Account(
         headline=f"{subject(finding.op)} has {lacks}: 0/0 is NaN",
         explanation=f"{op} has nothing to average: its inputs are finite, and even float64 gives NaN.",
-        evidence=(Evidence(name="num_bad", value=num_bad, text=f"{plural(num_bad, 'average')} of 0/0"),),
+        evidence=(Evidence("num_bad", num_bad, f"{plural(num_bad, 'average')} of 0/0"),),
     )
 
 

@@ -90,8 +90,8 @@ def diagnose(finding: Finding | GradientFinding) -> Account | None:
         headline=_headline(finding, singular, lost),
         explanation=f"{constant(eps)} {how} in {dtype}, so {what} is evaluated {point}{otherwise}.",
         evidence=(
-            Evidence(name="eps", value=eps, text=f"the constant is {constant(eps)}, used by {place.op} in {dtype}"),
-            Evidence(name="eps_rounded", value=rounded, text=f"it is {number(rounded)} in {dtype}"),
+            Evidence("eps", eps, f"the constant is {constant(eps)}, used by {place.op} in {dtype}"),
+            Evidence("eps_rounded", rounded, f"it is {number(rounded)} in {dtype}"),
             *evidence,
         ),
         source=place.source,
@@ -168,9 +168,9 @@ def _small_constants(op: OpCall, finding: Finding | GradientFinding) -> Iterator
 def _constants(op: OpCall, finding: Finding | GradientFinding) -> Iterator[tuple[float, FloatFormat]]:
     """The constants among the arguments, each with its format; what was rounded before the op as fp32 has it."""
     reference = finding.references.get(op.key)
-    meant = {tensor.name: tensor.stats for tensor in reference.inputs} if reference is not None else {}
+    in_fp32 = {tensor.name: tensor.stats for tensor in reference.inputs} if reference is not None else {}
     for tensor in op.inputs:
-        value, used = _only_value(meant.get(tensor.name)), _only_value(tensor.stats)
+        value, used = _only_value(in_fp32.get(tensor.name)), _only_value(tensor.stats)
         if value is None or used in (None, value) or not is_written(op, tensor.name, finding.ops):
             continue
         if tensor.stats is not None and tensor.stats.dtype.round(value) == used:
@@ -226,9 +226,9 @@ def _is_absorbed(lost: _Lost) -> bool:
 def _zeros(finding: Finding) -> tuple[Evidence, ...]:
     return tuple(
         Evidence(
-            name=f"zeros_{operand.name}",
-            value=operand.counts.num_zero,
-            text=f"{argument(finding.op, operand.name)} is exactly 0 in {plural(operand.counts.num_zero, 'element')}",
+            f"zeros_{operand.name}",
+            operand.counts.num_zero,
+            f"{argument(finding.op, operand.name)} is exactly 0 in {plural(operand.counts.num_zero, 'element')}",
         )
         for operand in finding.analysis.operands
         if operand.counts.num_zero

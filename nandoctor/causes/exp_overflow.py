@@ -42,13 +42,10 @@ def diagnose(finding: Finding) -> Account | None:
     if finding.op.op in PRODUCTS or not finding.overflowed:
         return None
     largest = max(finding.analysis.operands, key=_magnitude, default=None)
-    for tensor in finding.op.inputs:
-        if largest is None or tensor.name != largest.name:
-            continue
-        for source in finding.sources(tensor):
-            if source.op in EXPONENTIALS - {"pow", "softplus"}:
-                return _explain(finding, source)
-    return None
+    tensor = None if largest is None else finding.op.find_input(largest.name)
+    sources = () if tensor is None else finding.sources(tensor)
+    exponential = next((source for source in sources if source.op in EXPONENTIALS - {"pow", "softplus"}), None)
+    return None if exponential is None else _explain(finding, exponential)
 
 
 def _magnitude(operand: Operand) -> float:
@@ -58,7 +55,7 @@ def _magnitude(operand: Operand) -> float:
 
 def _grows(finding: Finding) -> bool:
     if finding.op.op == "pow":
-        return finding.overflowed and any(tensor.name == "exponent" for tensor in finding.op.inputs)
+        return finding.overflowed and finding.op.find_input("exponent") is not None
     operands = finding.analysis.operands[:1]
     argument = next((taken.absmax if finding.op.op in GROWING_ON_BOTH_SIDES else taken.max for taken in operands), None)
     return finding.overflowed or (argument is not None and argument > _FLOAT64_LIMIT)
@@ -71,7 +68,7 @@ def _explain(finding: Finding, exponential: OpCall) -> Account:
     reach = "" if largest is None else f" of {'magnitudes' if two_sided else 'values'} up to {number(largest)}"
     made_by = " of ".join(dict.fromkeys((finding.op.op, exponential.op)))
     text = f"the argument of {exponential.op} reaches {number(largest)}"
-    evidence = Evidence(name="argument_max", value=largest, text=text)
+    evidence = Evidence("argument_max", largest, text)
     return explain_overflow(finding, f"The {made_by}{reach}", [evidence])
 
 
@@ -85,10 +82,9 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     exponential = next((op for op in ops if op.op in EXPONENTIALS), None)
     yield from stable_forms(finding.op, finding.ops)
     if exponential is not None and exponential.op == "pow":
-        base = dict(exponential.scalars).get("self")
-        taken = next((tensor.stats for tensor in exponential.inputs if tensor.name == "self"), None)
-        largest = base if taken is None else taken.absmax
-        if largest is not None and any(tensor.name == "exponent" for tensor in exponential.inputs):
+        base = exponential.find_input("self")
+        largest = base.stats.absmax if base is not None and base.stats else dict(exponential.scalars).get("self")
+        if largest is not None and exponential.find_input("exponent") is not None:
             yield clamp_candidate(exponential, "exponent", [(0.0, None) if largest < 1 else (None, 0.0)])
     elif exponential is not None and exponential.inputs:
         both = exponential.op in GROWING_ON_BOTH_SIDES

@@ -41,7 +41,7 @@ def diagnose(finding: Finding) -> Account | None:
         f"so {subject(finding.op)} divides 0 by 0",
         explanation=f"{masked} of the scores {'is' if rows == 1 else 'are'} entirely -inf (every position masked), so "
         f"{finding.op.op} is 0/0.",
-        evidence=(Evidence(name="num_full_rows", value=rows, text=f"{masked} with every position masked"),),
+        evidence=(Evidence("num_full_rows", rows, f"{masked} with every position masked"),),
     )
 
 

@@ -57,11 +57,11 @@ def diagnose(finding: GradientFinding) -> Account | None:
     limits = None if argument is None else (argument.min, argument.max)
     reach = "" if limits is None or None in limits else f" (its input goes from {' to '.join(map(number, limits))})"
     is_beside = _is_beside_singularity(forward)
-    return _explain(
-        finding,
-        _headline(finding, forward, edge, is_beside=is_beside),
-        f"The derivative of {forward.op} is {'too large' if is_beside else 'infinite'} where it was evaluated{reach}: "
-        "the gradient that comes in is finite, the one that goes out is not, in fp32 either.",
+    return Account(
+        headline=_headline(finding, forward, edge, is_beside=is_beside),
+        explanation=f"The derivative of {forward.op} is {'too large' if is_beside else 'infinite'} where it was "
+        f"evaluated{reach}: the gradient that comes in is finite, the one that goes out is not, in fp32 either.",
+        evidence=gradient_evidence(finding),
     )
 
 
@@ -76,12 +76,12 @@ def _is_beside_singularity(forward: OpCall) -> bool:
 
 
 def _explain_rounding(finding: GradientFinding, forward: OpCall, edge: float) -> Account:
-    return _explain(
-        finding,
-        f"{finding.low} rounds {operand(forward, 'self') or 'the argument'} to {constant(edge)}, where "
+    return Account(
+        headline=f"{finding.low} rounds {operand(forward, 'self') or 'the argument'} to {constant(edge)}, where "
         f"the derivative of {subject(forward)} is infinite",
-        f"Rounding to {finding.low} makes the argument of {forward.op} exactly {constant(edge)}, where its derivative "
-        "is infinite; in fp32 it stays beside that point, and the gradient is finite.",
+        explanation=f"Rounding to {finding.low} makes the argument of {forward.op} exactly {constant(edge)}, where its "
+        "derivative is infinite; in fp32 it stays beside that point, and the gradient is finite.",
+        evidence=gradient_evidence(finding),
     )
 
 
@@ -90,10 +90,6 @@ def _headline(finding: GradientFinding, forward: OpCall, edge: float | None, *, 
     if is_beside:
         return f"The gradient of {subject(forward)} is too large even for fp32, so it is {kinds}"
     return f"The derivative of {subject(forward)} is infinite{' at 0' if edge == 0 else ''}, so its gradient is {kinds}"
-
-
-def _explain(finding: GradientFinding, headline: str, explanation: str) -> Account:
-    return Account(headline=headline, explanation=explanation, evidence=gradient_evidence(finding))
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:

@@ -54,28 +54,23 @@ def diagnose(finding: Finding | GradientFinding) -> Account | None:
     if "nan" not in finding.analysis.kinds or not (finding.had_inf_input or written):
         return None
     infinite = sum(operand.counts.num_posinf + operand.counts.num_neginf for operand in finding.analysis.operands)
-    deed, told = _form(finding)
+    among = plural(infinite, "infinity", "infinities")
+    what_it_does, detail = _form(finding)
     return Account(
-        headline=f"{subject(finding.op)} {deed}",
-        explanation=f"{finding.op.op} makes NaN of infinities{told}: "
+        headline=f"{subject(finding.op)} {what_it_does}",
+        explanation=f"{finding.op.op} makes NaN of infinities{detail}: "
         f"{plural(finding.analysis.num_bad, 'element')} without a value.",
-        evidence=(
-            Evidence(
-                name="num_infinite",
-                value=infinite + len(written),
-                text=f"{plural(infinite, 'infinity', 'infinities')} among the inputs",
-            ),
-        ),
+        evidence=(Evidence("num_infinite", infinite + len(written), f"{among} among the inputs"),),
     )
 
 
 def _form(finding: Finding) -> tuple[str, str]:
-    """Which form it is, as far as the op and its operands tell: what the op does, and the same after "infinities"."""
+    """Name the form, as far as op and operands show it: for the headline, and for after "infinities"."""
     op, operands = finding.op.op, finding.analysis.operands
     zeros = sum(operand.counts.num_zero for operand in operands)
     if (op in PRODUCTS or op == "mul") and zeros:
-        told = f", which it multiplies by zeros (0 * inf; {plural(zeros, 'zero')} among the inputs)"
-        return "multiplies 0 by Inf", told
+        detail = f", which it multiplies by zeros (0 * inf; {plural(zeros, 'zero')} among the inputs)"
+        return "multiplies 0 by Inf", detail
     if op in SUMS or op in PRODUCTS:
         return "subtracts Inf from Inf", ", which it subtracts from each other (inf - inf)"
     if op in DIVISIONS:
@@ -88,9 +83,7 @@ def _explain_written(finding: Finding, what: str) -> Account:
     return Account(
         headline=f"{subject(finding.op)} writes {kinds_text(finding.analysis.kinds)}, which {what}",
         explanation=f"The {kinds_text(finding.analysis.kinds)} that {finding.op.op} writes here {what}.",
-        evidence=(
-            Evidence(name="num_infinite", value=num_bad, text=f"it writes {plural(num_bad, 'non-finite value')}"),
-        ),
+        evidence=(Evidence("num_infinite", num_bad, f"it writes {plural(num_bad, 'non-finite value')}"),),
     )
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from nandoctor.causes.base import Finding
 from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.report import Account, Evidence
+from nandoctor.evidence.trace import Operand
 from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.text import code, excess, number
 
@@ -32,28 +33,26 @@ def diagnose(finding: Finding) -> Account | None:
         return None
     target = finding.format
     for taken in finding.analysis.operands:
-        wider = taken.dtype.max > target.max
-        if wider and taken.absmax is not None and not target.holds(taken.absmax):
-            tensor = next(t for t in finding.op.inputs if t.name == taken.name)
-            name = code(tensor.path) if finding.is_from_batch(tensor) and tensor.path else None
-            written = operand(finding.op, taken.name)
-            named = name or written or f"The input of {subject(finding.op)}"
-            what = (
-                f"the batch's {tensor.path or taken.name}" if finding.is_from_batch(tensor) else written or "its input"
-            )
-            how = "it is cast to" if finding.op.op in CASTS else "autocast casts it to"
-            reached = number(taken.absmax, unlike=target.max)
-            return Account(
-                headline=f"{named} reaches {reached}; {how} {target}, which stops at {number(target.max)}",
-                explanation=f"{finding.op.op} casts {what} to {target}, which holds at most {number(target.max)}; the "
-                f"value {number(taken.absmax, unlike=target.max)} becomes Inf before anything is computed.",
-                evidence=(
-                    Evidence(
-                        name="input_absmax",
-                        value=taken.absmax,
-                        text=f"{name or written or 'the input'} reaches {number(taken.absmax, unlike=target.max)} in "
-                        f"{taken.dtype}, {excess(taken.absmax, target.max)} what {target} can hold",
-                    ),
-                ),
-            )
+        if taken.dtype.max > target.max and taken.absmax is not None and not target.holds(taken.absmax):
+            return _explain(finding, taken, taken.absmax)
     return None
+
+
+def _explain(finding: Finding, taken: Operand, absmax: float) -> Account:
+    target, tensor = finding.format, finding.op.find_input(taken.name)
+    assert tensor is not None
+    is_from_batch = finding.is_from_batch(tensor)
+    name = code(tensor.path) if is_from_batch and tensor.path else operand(finding.op, taken.name)
+    what = f"the batch's {tensor.path or taken.name}" if is_from_batch else name or "its input"
+    how = "it is cast to" if finding.op.op in CASTS else "autocast casts it to"
+    reached, limit = number(absmax, unlike=target.max), number(target.max)
+    beyond = f"{excess(absmax, target.max)} what {target} can hold"
+    return Account(
+        headline=f"{name or f'The input of {subject(finding.op)}'} reaches {reached}; {how} {target}, which stops at "
+        f"{limit}",
+        explanation=f"{finding.op.op} casts {what} to {target}, which holds at most {limit}; the value {reached} "
+        "becomes Inf before anything is computed.",
+        evidence=(
+            Evidence("input_absmax", absmax, f"{name or 'the input'} reaches {reached} in {taken.dtype}, {beyond}"),
+        ),
+    )

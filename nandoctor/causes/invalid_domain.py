@@ -59,8 +59,8 @@ def _explain_domain(finding: Finding, outside: float) -> Account:
         explanation=f"{finding.op.op} is defined from {number(domain.low)} to {number(domain.high)}, and its "
         f"{argument} reaches {reached}{in_fp32}.",
         evidence=(
-            Evidence(name="argument", value=outside, text=f"the argument reaches {reached}"),
-            Evidence(name="num_bad", value=num_bad, text=f"{plural(num_bad, 'non-finite element')} in the result"),
+            Evidence("argument", outside, f"the argument reaches {reached}"),
+            Evidence("num_bad", num_bad, f"{plural(num_bad, 'non-finite element')} in the result"),
         ),
     )
 
@@ -79,7 +79,7 @@ def _explain_pole(finding: Finding) -> Account | None:
     is_function = op not in _NO_FUNCTIONS and not op.startswith("_")  # of torch's inner ops some carry a derivative
     if not is_function or finding.had_inf_input or finding.overflowed:
         return None
-    evidence = Evidence(name="num_bad", value=num_bad, text=plural(num_bad, "non-finite element"))
+    evidence = Evidence("num_bad", num_bad, plural(num_bad, "non-finite element"))
     if op in NEGATIVE_LOGARITHMS and finding.analysis.kinds == ("nan",):
         why = NEGATIVE_LOGARITHMS[op]
         headline = f"{subject(finding.op)} is NaN: {why}"
@@ -91,7 +91,7 @@ def _explain_pole(finding: Finding) -> Account | None:
             return None
         values = ", ".join(map(number, taken))
         where = f"at {values}"
-        evidence = Evidence(name="argument", value=taken[0], text=f"the argument is {values}")
+        evidence = Evidence("argument", taken[0], f"the argument is {values}")
     return Account(
         headline=f"{subject(finding.op)} has no finite value {where}",
         explanation=f"{op} has no finite value {where}, not even in float64.",
@@ -116,7 +116,8 @@ def clamp_into_domain(op: OpCall) -> Candidate:
     nearest = _MARGINS if domain.low == 0 else _MARGINS[1:]  # beside another edge 1e-12 is lost in fp32
     margins = (0.0, *nearest) if is_smooth else nearest
     ends = [(domain.low + margin, None if math.isinf(domain.high) else domain.high - margin) for margin in margins]
-    taken = next((tensor.stats for tensor in op.inputs if tensor.name == domain.argument), None)
-    if op.op == "xlogy" and taken is not None and taken.max == 1:  # a density may take x and 1 - x at once
+    taken = op.find_input(domain.argument)
+    stats = None if taken is None else taken.stats
+    if op.op == "xlogy" and stats is not None and stats.max == 1:  # a density may take x and 1 - x at once
         ends += [(margin, 1 - margin) for margin in _MARGINS_OF_BOTH]
     return clamp_candidate(op, domain.argument, ends)

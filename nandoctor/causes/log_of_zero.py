@@ -56,7 +56,7 @@ def _explain_written(num_infinite: int) -> Account:
 
 
 def _explain(num_infinite: int, headline: str, explanation: str) -> Account:
-    num_bad = Evidence(name="num_bad", value=num_infinite, text=f"{plural(num_infinite, 'infinite value')}")
+    num_bad = Evidence("num_bad", num_infinite, plural(num_infinite, "infinite value"))
     return Account(headline=headline, explanation=explanation, evidence=(num_bad,))
 
 
@@ -82,16 +82,14 @@ def _diagnose_logarithm(finding: Finding) -> Account | None:
         headline=f"{operand(finding.op, domain.argument) or 'The argument'} is exactly {constant(edge)} in "
         f"{nonfinite}, and {op}({constant(edge)}) is infinite",
         explanation=f"The argument of {op} reaches exactly {constant(edge)}, which makes {nonfinite} "
-        f"infinite{in_fp32}.{_tell_stable(finding, domain.argument)}",
-        evidence=(
-            Evidence(name="num_zero" if edge == 0 else "argument", value=zeros if edge == 0 else edge, text=text),
-        ),
+        f"infinite{in_fp32}.{_name_stable_function(finding, domain.argument)}",
+        evidence=(Evidence("num_zero" if edge == 0 else "argument", zeros if edge == 0 else edge, text),),
     )
 
 
-def _tell_stable(finding: Finding, argument: str) -> str:
-    """What to take for a probability and its logarithm, which may stand in two functions that no diff joins."""
-    taken = next((tensor for tensor in finding.op.inputs if tensor.name == argument), None)
+def _name_stable_function(finding: Finding, argument: str) -> str:
+    """Name the function to use for a probability and its logarithm, which may stand far apart in the code."""
+    taken = finding.op.find_input(argument)
     made = ancestors(finding.ops, taken, _DEPTH, through=MOVES | CASTS) if taken is not None else iter(())
     made_by = next((op for op in made if op.op in _PROBABILITIES), None)
     logits = made_by.inputs[0].stats if made_by is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from nandoctor.causes.base import Candidate, ancestors, site_of
+from nandoctor.causes.base import Candidate, ancestors, descendants, site_of
 from nandoctor.evidence.edits import StableLog
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import CASTS, HAS_STABLE_LOGARITHM, MOVES, SUBTRACTIONS
@@ -21,7 +21,8 @@ def stable_forms(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
     made_of = [op, *(source for tensor in op.inputs for source in _behind(ops, tensor))]
     if not any(source.op in HAS_STABLE_LOGARITHM for source in made_of):
         return
-    after = [op, *_descendants(ops, op)]
+    later = {taker.order for taker in descendants(ops, op.order, _STEPS)}
+    after = [op, *(ops[order] for order in sorted(later))]
     for names in (_LOGARITHMS, _QUOTIENTS):
         for made in (made for made in after if made.op in names and made.inputs):
             taken = made.inputs[-1] if made.op == "div" else made.inputs[0]
@@ -36,13 +37,3 @@ def stable_forms(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
 
 def _behind(ops: Mapping[int, OpCall], tensor: OpTensor) -> Iterator[OpCall]:
     return ancestors(ops, tensor, _STEPS, through=_SEEN_THROUGH)
-
-
-def _descendants(ops: Mapping[int, OpCall], op: OpCall) -> Iterator[OpCall]:
-    """The ops that take what an op made, in order, those that take what these made, and so on, a few steps deep."""
-    depth = {op.order: 0}
-    for order in sorted(order for order in ops if order > op.order):
-        steps = [depth[tensor.producer] for tensor in ops[order].inputs if tensor.producer in depth]
-        if steps and min(steps) < _STEPS:
-            depth[order] = min(steps) + 1
-            yield ops[order]

@@ -31,9 +31,7 @@ def diagnose(finding: GradientFinding) -> Account | None:
     """An overflow that scale 1 does not have."""
     if not finding.fixed_by_scale:
         return None
-    scale = Evidence(
-        name="loss_scale", value=finding.loss_scale, text=f"the loss scale was {number(finding.loss_scale)}"
-    )
+    scale = Evidence("loss_scale", finding.loss_scale, f"the loss scale was {number(finding.loss_scale)}")
     return Account(
         headline=f"At a loss scale of {number(finding.loss_scale)} the gradient through {subject(finding.op)} exceeds "
         f"{number(finding.low.max)}, the largest number of {finding.low}",

@@ -46,12 +46,8 @@ def diagnose(finding: Finding) -> Account | None:
         headline=_headline(finding, masking),
         explanation=f"The mask's constant {constant(masking)} {_consequence(finding)}.",
         evidence=(
-            Evidence(name="constant", value=masking, text=f"the mask's constant is {constant(masking)}"),
-            Evidence(
-                name="num_bad",
-                value=finding.analysis.num_bad,
-                text=f"{plural(finding.analysis.num_bad, 'element')} became -inf",
-            ),
+            Evidence("constant", masking, f"the mask's constant is {constant(masking)}"),
+            Evidence("num_bad", finding.analysis.num_bad, f"{plural(finding.analysis.num_bad, 'element')} became -inf"),
         ),
     )
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, factors, site_of, takers
+from nandoctor.causes.base import Candidate, Finding, descendants, factors, site_of
 from nandoctor.causes.sentences import argument, explain_overflow
 from nandoctor.evidence.edits import ScaleFirst
 from nandoctor.evidence.report import Account, Evidence
@@ -27,6 +27,7 @@ from nandoctor.text import number
 
 TITLE = "A matrix product is too large for its format"
 PHASES = ("forward",)
+_DEPTH = 4
 
 
 def diagnose(finding: Finding) -> Account | None:
@@ -34,12 +35,12 @@ def diagnose(finding: Finding) -> Account | None:
     if finding.op.op not in PRODUCTS or not finding.overflowed:
         return None
     length = finding.analysis.length
-    terms = () if length is None else (Evidence(name="length", value=length, text=f"each element sums {length} terms"),)
+    terms = () if length is None else (Evidence("length", length, f"each element sums {length} terms"),)
     sizes = tuple(
         Evidence(
-            name=f"absmax_{operand.name}",
-            value=operand.absmax,
-            text=f"{argument(finding.op, operand.name)} reaches {number(operand.absmax)}",
+            f"absmax_{operand.name}",
+            operand.absmax,
+            f"{argument(finding.op, operand.name)} reaches {number(operand.absmax)}",
         )
         for operand in factors(finding)
     )
@@ -50,7 +51,7 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     """Scale before the product, where a multiplication or division by a number follows it."""
     if finding.op.op not in FACTORABLE:
         return
-    for scale in takers(finding.ops, finding.op.order, through=MOVES):
+    for scale in descendants(finding.ops, finding.op.order, _DEPTH, through=MOVES):
         numbers = [value for name, value in scale.scalars if name == "other" and value]
         if scale.op in SCALINGS and numbers:
             factor = 1 / numbers[0] if scale.op in DIVISIONS else numbers[0]

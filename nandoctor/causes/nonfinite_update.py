@@ -47,10 +47,10 @@ def diagnose(update: OptimizerUpdate) -> Account | None:
 def _evidence(update: OptimizerUpdate) -> Iterator[Evidence]:
     for name, value in update.settings.items():
         if not math.isfinite(value):
-            yield Evidence(name=name, value=str(value), text=f"the optimizer's {name} is {value:g}")
+            yield Evidence(name, str(value), f"the optimizer's {name} is {value:g}")
     for name, (num_bad, numel) in update.parameters.items():
         text = f"{part_of(num_bad, numel, 'value')} of {name} {are(num_bad)} non-finite after the update"
-        yield Evidence(name="weight", value=name, text=text)
+        yield Evidence("weight", name, text)
     if update.largest_gradient is not None:
         text = f"the largest gradient before the update is {number(update.largest_gradient)}"
-        yield Evidence(name="largest_gradient", value=update.largest_gradient, text=text)
+        yield Evidence("largest_gradient", update.largest_gradient, text)

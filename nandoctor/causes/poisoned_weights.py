@@ -30,17 +30,17 @@ ABSURD = 65504.0
 
 def diagnose(finding: OutsideTensor) -> Account | None:
     """A weight that is non-finite before anything runs, or absurdly large."""
-    stats, low = finding.stats, finding.low
-    if stats.finite and (stats.absmax or 0.0) <= ABSURD:
+    stats, low, absmax = finding.stats, finding.low, finding.stats.absmax or 0.0
+    if stats.finite and absmax <= ABSURD:
         return None
-    how, then = "holds non-finite values", ""
+    how, headline, then = "holds non-finite values", f"{how_nonfinite(stats)} before the forward starts", ""
     if stats.finite:
-        how = f"reaches {number(stats.absmax)}"
-        is_rounded = low is not None and not low.holds(stats.absmax or 0.0)
-        then = f"; {low} holds at most {number(low.max)}, so its copy in {low} is Inf" if low and is_rounded else ""
-    told = f"{how}{then}" if stats.finite else f"{how_nonfinite(stats)} before the forward starts"
+        if low is not None and not low.holds(absmax):
+            then = f"; {low} holds at most {number(low.max)}, so its copy in {low} is Inf"
+        how = f"reaches {number(absmax)}"
+        headline = f"{how}{then}"
     return Account(
-        headline=f"The weight {code(finding.name)} {told}",
+        headline=f"The weight {code(finding.name)} {headline}",
         explanation=f"The weight {finding.name} {how} before the forward starts{then}.",
         evidence=outside_evidence("weight", finding, how),
     )

@@ -36,7 +36,7 @@ def diagnose(finding: Finding) -> Account | None:
     length = finding.analysis.length
     terms: tuple[Evidence, ...] = ()
     if length is not None:
-        terms = (Evidence(name="length", value=length, text=f"each element sums {plural(length, 'term')}"),)
+        terms = (Evidence("length", length, f"each element sums {plural(length, 'term')}"),)
     over = f" over {plural(length, 'element')}" if length else ""
     return explain_overflow(finding, f"The {finding.op.op}{over}", terms)
 

@@ -106,8 +106,8 @@ def find_cause(phase: CausePhase, finding: Any) -> Cause | None:
     for module in CAUSES:
         account = module.diagnose(finding) if phase in module.PHASES else None
         if account is not None:
-            told = {item.name: getattr(account, item.name) for item in fields(account)}
-            return Cause(code=code_of(module), title=module.TITLE, **told)
+            words = {item.name: getattr(account, item.name) for item in fields(account)}
+            return Cause(code=code_of(module), title=module.TITLE, **words)
     return None
 
 

@@ -13,16 +13,16 @@ from nandoctor.ops import CASTS, DIVISIONS, LOGARITHMS, NORMALISATIONS
 from nandoctor.text import are, code, excess, nonfinite_part, number, part_of
 
 _CAST_METHODS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
-_OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
-    ast.Add: ("add",),
-    ast.Sub: ("sub",),
-    ast.Mult: ("mul",),
-    ast.Div: ("div",),
-    ast.MatMult: ("matmul",),
-    ast.Pow: ("pow",),
-    ast.Mod: ("remainder",),
+_OPERATORS: dict[type[ast.operator], str] = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.Div: "div",
+    ast.MatMult: "matmul",
+    ast.Pow: "pow",
+    ast.Mod: "remainder",
 }
-_BINARY = frozenset(name for names in _OPERATORS.values() for name in names)
+_BINARY = frozenset(_OPERATORS.values())
 _OPERAND_KEYWORDS = frozenset({None, "input", "self", "other", "exponent"})
 _REFLECTED = {ast.Sub: "rsub", ast.Div: "reciprocal"}
 """What torch calls where a number stands on the left: 1 - x, 1 / x."""
@@ -74,10 +74,10 @@ def place_of_operand(op: str, name: str, *, alone: bool) -> str:
 def _arguments(statement: ast.stmt, op: str, *, alone: bool) -> dict[str, ast.expr]:
     """The arguments of an operator or of a call of a function of one tensor, by the names of the schema."""
     node = statement.value if isinstance(statement, ast.Expr) else statement
-    if isinstance(node, ast.AugAssign) and op in _OPERATORS.get(type(node.op), ()):
+    if isinstance(node, ast.AugAssign) and op == _OPERATORS.get(type(node.op)):
         return {"self": node.target, "other": node.value, "exponent": node.value}
     if isinstance(node, ast.BinOp):
-        if op in _OPERATORS.get(type(node.op), ()):
+        if op == _OPERATORS.get(type(node.op)):
             return {"self": node.left, "other": node.right, "exponent": node.right}
         return {"self": node.right, "other": node.left} if op == _REFLECTED.get(type(node.op)) else {}
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and op in CASTS:
@@ -138,8 +138,8 @@ def _overflow_evidence(finding: Finding) -> tuple[Evidence, ...]:
         beyond = f"{excess(exact, low.max)} what {low} can hold ({number(low.max)})"
         text = f"the largest exact value is {number(exact, unlike=low.max)}, {beyond}"
     return (
-        Evidence(name="would_be", value=exact, text=text),
-        Evidence(name="num_bad", value=num_bad, text=f"{part_of(num_bad, numel, 'element')} {are(num_bad)} non-finite"),
+        Evidence("would_be", exact, text),
+        Evidence("num_bad", num_bad, f"{part_of(num_bad, numel, 'element')} {are(num_bad)} non-finite"),
     )
 
 

@@ -22,11 +22,11 @@ from collections.abc import Iterator, Mapping
 from nandoctor.causes.base import (
     Candidate,
     GradientFinding,
+    descendants,
     divisor_candidate,
     gradient_evidence,
     guard_candidate,
     singular_inputs,
-    takers,
 )
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import stable_forms
@@ -38,6 +38,7 @@ from nandoctor.ops import CASTS, DIVISIONS, LIMITS, LOGARITHMS, MOVES, SCALINGS,
 TITLE = "NaN gradient through the unselected branch of torch.where"
 PHASES = ("backward",)
 
+_DEPTH = 4
 _KEEPS_PLACE = MOVES | CASTS | SUMS | SCALINGS | {"neg"}
 
 
@@ -63,10 +64,10 @@ def _hiding_selection(ops: Mapping[int, OpCall], made: int) -> str | None:
 
     Behind arithmetic a limit need not meet the singular place: relu(1 - sqrt(x)) keeps x = 0.
     """
-    for op in takers(ops, made, through=_KEEPS_PLACE):
+    for op in descendants(ops, made, _DEPTH, through=_KEEPS_PLACE):
         if op.op in SELECTIONS or _is_masking(op):
             return op.op
-    return next((op.op for op in takers(ops, made, through=MOVES | CASTS) if op.op in LIMITS), None)
+    return next((op.op for op in descendants(ops, made, _DEPTH, through=MOVES | CASTS) if op.op in LIMITS), None)
 
 
 def _is_masking(op: OpCall) -> bool:

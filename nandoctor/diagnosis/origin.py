@@ -107,7 +107,7 @@ def list_elements(counts: NonfiniteCounts, numel: int, samples: tuple[int, ...] 
 def needs_counts(trace: Trace, low: FloatFormat) -> bool:
     """Tell whether anything in the trace asks for exact counts and has none."""
     tensors = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs))
-    return any(stats.counts is None and stats.asks_for_counts(low) for stats in tensors)
+    return any(stats.counts is None and stats.needs_counts(low) for stats in tensors)
 
 
 def describe_first(first: NonfinitePlace, trace: Trace, reference: Trace) -> FirstNonfinite:

@@ -57,10 +57,10 @@ class FloatFormat:
         return self.smallest_subnormal / 2
 
     def holds(self, magnitude: float) -> bool:
-        """Whether a value of this magnitude stays finite when rounded to the format."""
+        """Tell whether a value of this magnitude stays finite when rounded to the format."""
         # A tie goes to the even neighbour: up from a fraction of all ones, but back to e4m3fn's, which ends in a zero.
-        tie_holds = not self.has_inf
-        return abs(magnitude) < self.overflow_threshold or (tie_holds and abs(magnitude) == self.overflow_threshold)
+        is_held_tie = abs(magnitude) == self.overflow_threshold and not self.has_inf
+        return abs(magnitude) < self.overflow_threshold or is_held_tie
 
     def absorbed_from(self, addend: float) -> float:
         """Smallest magnitude from which on x + addend rounds back to x, whatever x; 0 if everywhere, inf if nowhere.
@@ -130,20 +130,20 @@ class RoundedConstant:
 
 
 def round_constant(value: float, format: FloatFormat) -> RoundedConstant:  # noqa: A002 - the field's own name
-    """The rounded of a finite number other than zero."""
+    """What a format makes of a finite number other than zero."""
     rounded = format.round(value)
     return RoundedConstant(
         format=format,
         value=value,
         rounded=rounded,
         rel_err=abs(rounded - value) / abs(value),
-        effect=_effect(rounded, format, held=format.holds(value)),
+        effect=_effect(rounded, format),
         absorbed_from=format.absorbed_from(value),
     )
 
 
-def _effect(rounded: float, format: FloatFormat, *, held: bool) -> Effect:  # noqa: A002
-    if not held:
+def _effect(rounded: float, format: FloatFormat) -> Effect:  # noqa: A002
+    if not math.isfinite(rounded):
         return "overflow"
     if rounded == 0:
         return "zero"

@@ -105,7 +105,7 @@ class Origin:
     function: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """One number that speaks for a cause, and the sentence it belongs to."""
 
@@ -177,7 +177,7 @@ class LayerRow:
 
     @property
     def finite(self) -> bool:
-        """Whether every output tensor is finite."""
+        """Tell whether every output tensor is finite."""
         return all(stats.finite for stats in self.outputs)
 
     @property

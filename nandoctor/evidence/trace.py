@@ -156,8 +156,8 @@ class TensorStats:
     producer: int | None = None
     sample: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
 
-    def asks_for_counts(self, low: FloatFormat) -> bool:
-        """Whether exact counts tell more: something is non-finite, or small enough for `low` to flush to zero."""
+    def needs_counts(self, low: FloatFormat) -> bool:
+        """Tell whether exact counts tell more: something is non-finite, or small enough for `low` to flush to zero."""
         return not self.finite or (self.p05 is not None and self.p05 < low.smallest_normal)
 
 
@@ -305,9 +305,13 @@ class OpCall:
         """What tells this op from every other of the run, and finds it in another run."""
         return (self.module, self.call, self.op, self.nth)
 
+    def find_input(self, name: str) -> OpTensor | None:
+        """The tensor that the op took under this name of its schema, None where it took none."""
+        return next((tensor for tensor in self.inputs if tensor.name == name), None)
+
     @property
     def outputs_finite(self) -> bool:
-        """Whether all that the op gave is finite."""
+        """Tell whether all that the op gave is finite."""
         return all(stats.finite for stats in self.outputs)
 
     @property
@@ -360,13 +364,13 @@ class Trace:
 
     @property
     def output_finite(self) -> bool:
-        """Whether the model's own calls returned, also before an error of the loss, what is finite throughout."""
+        """Tell whether the model's own calls returned, also before an error of the loss, what is finite throughout."""
         outputs = [stats for call in self.calls if not call.module for stats in call.outputs]
         return bool(outputs) and all(stats.finite for stats in outputs)
 
     @property
     def finite(self) -> bool:
-        """Whether the model's output, and the loss where there is one, are finite throughout."""
+        """Tell whether the model's output, and the loss where there is one, are finite throughout."""
         ends = (*self.output, self.loss) if self.loss else self.output
         hidden = self.handed_out if self.unread else ()
         return self.raised is None and all(stats.finite for stats in ends) and not hidden

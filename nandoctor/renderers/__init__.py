@@ -1,4 +1,11 @@
-"""A report made visible: on the terminal, as a picture, as JSON, in a notebook.
+"""A report made visible: on the terminal, as a page, as Markdown, as JSON, as pictures, in a notebook.
 
-From a `Report` or `DumpSummary`, never a tensor. Each file stands alone: import what you need.
+What is said is written once: `answer` (cause, place, verdict), `facts` (evidence, next commands), `fix_facts` (fixes,
+and what else was tried), `layers` and `table` (both runs side by side), `plots`. The surfaces arrange it: `terminal`,
+`page`, `markdown`, `notebook_card`; `save` chooses by the ending of a file, `jsonfile` writes the record itself,
+`notebook` shows its parts. `checkup`, `diff`, `eps`, `explain`, `inspect_dump`, `triage` and `verification` print what
+the other commands give. All share `console` (shapes of rich), `templating` (jinja), `verdicts` (words and colours) and
+`progress`.
+
+Nothing here reads a tensor.
 """

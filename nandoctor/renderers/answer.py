@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +61,9 @@ def make_answer(report: Report, *, context: int = 3, width: int | None = None) -
         place = printable(f"{_in_package(excerpt.path)}:{excerpt.line}")
         path = Path(excerpt.file)
         link = path.as_uri() if path.is_absolute() else ""
-    facts = [Fact(label=report.verdict, text=describe_verdict(report))]
+    facts = [Fact(report.verdict, describe_verdict(report))]
     if report.verdict != "interrupted" or report.reproduction.grade != "no-reference":
-        facts.append(Fact(label="replay", text=describe_reproduction(report.reproduction)))
+        facts.append(Fact("replay", describe_reproduction(report.reproduction)))
     return Answer(
         headline=printable(report.headline),
         place=place,
@@ -141,19 +142,19 @@ def _code_lines(excerpt: Excerpt, remark: str, context: int, width: int | None) 
     texts = {number: printable(excerpt.lines[number - excerpt.first]) for number in shown}
     dent = min((len(text) - len(text.lstrip()) for text in texts.values() if text), default=0)
     gutter = len(str(shown.stop - 1))
-    room = None if width is None else max(width - gutter - len("> ") - len(" | "), 20)
-    hidden = _hidden(excerpt, dent, room) if room is not None else 0
+    room = sys.maxsize if width is None else max(width - gutter - len("> ") - len(" | "), 20)
+    hidden = _hidden(excerpt, dent, room)
     start = dent + hidden
     for number, text in texts.items():
         inside = excerpt.line <= number <= excerpt.end_line
         seen = f"{'…' if hidden else text[start : start + 1]}{text[start + 1 :]}" if text[dent:] else ""
         if text or inside:
-            cut = seen if room is None or cell_len(seen) <= room else f"{set_cell_size(seen, room - 1)}…"
+            cut = seen if cell_len(seen) <= room else f"{set_cell_size(seen, room - 1)}…"
             line = f"{'>' if inside else ' '} {number:>{gutter}} | {cut}"
             yield ExcerptLine(text=line.rstrip(), kind="marked" if inside else "context")
         if inside and (caret := _carets(excerpt, number, text, start, seen)):
             note, blank = printable(remark) if number == excerpt.end_line else "", f"  {'':>{gutter}} |"
-            fits = room is None or cell_len(f"{caret} {note}") <= room
+            fits = cell_len(f"{caret} {note}") <= room
             yield ExcerptLine(text=f"{blank} {caret[:room]}", kind="caret", remark=note if fits else "")
             if note and not fits:
                 yield ExcerptLine(text=blank, kind="caret", remark=note)

@@ -73,9 +73,9 @@ def list_facts(checked: CheckedStep) -> list[tuple[str, str]]:
     facts = [("file", checked.path if checked.step is None else f"{checked.path} (step {checked.step:,})")]
     for format in CHECKED_FORMATS:  # noqa: A001
         fits = [layer.values.fit_in(format).fit for layer in checked.layers if layer.values is not None]
-        counts = {fit: fits.count(fit) for fit in ("overflows", "near")}
-        worst = [f"{counts['overflows']:,} overflow"] * bool(counts["overflows"])
-        worst += [f"{counts['near']:,} have less than one doubling left"] * bool(counts["near"])
+        overflow, near = fits.count("overflows"), fits.count("near")
+        worst = [f"{overflow:,} overflow"] * bool(overflow)
+        worst += [f"{near:,} have less than one doubling left"] * bool(near)
         facts.append((format.label, f"of {plural(len(fits), 'module')}, {', '.join(worst) or 'none overflows'}"))
     if not checked.run_finite:
         facts.append(("replay", f"the step is non-finite {checked.run} already: nandoctor replay {checked.path}"))
@@ -132,19 +132,19 @@ def _table(layers: Sequence[LayerRange]) -> FittedTable:
     values = [layer.values for layer in layers if layer.values is not None]
     columns = [
         Column(
-            heading="module",
-            cells=names,
+            "module",
+            names,
             short=(f"in {common[:-1]}", [name.removeprefix(common) for name in names]) if common else None,
             least=_MIN_NAME_WIDTH,
         ),
-        Column(heading="largest", cells=[number(found.absmax) for found in values], right=True),
+        Column("largest", [number(found.absmax) for found in values], right=True),
     ]
     for place, shown in enumerate(CHECKED_FORMATS):
         fits = [found.fit_in(shown) for found in values]
         cells = [literal(bits_text(fit.headroom_bits), _STYLES[fit.fit]) for fit in fits]
-        columns.append(Column(heading=shown.label, cells=cells, right=True, spare=place))
+        columns.append(Column(shown.label, cells, right=True, spare=place))
     flushed = [percent(share) if (share := found.fit_in(FP16).flushed_share) else "-" for found in values]
-    return FittedTable([*columns, Column(heading="to 0 in fp16", cells=flushed, right=True, spare=9)])
+    return FittedTable([*columns, Column("to 0 in fp16", flushed, right=True, spare=9)])
 
 
 def _name(layer: LayerRange) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -100,7 +100,7 @@ def plain_table() -> Table:
     return Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Column:
     """A column of a `FittedTable`; a cell that is a `Text` has its own style.
 
@@ -111,6 +111,7 @@ class Column:
 
     heading: str
     cells: Sequence[str | Text]
+    _: KW_ONLY
     right: bool = False
     short: tuple[str, Sequence[str]] | None = None
     least: int | None = None
@@ -123,7 +124,7 @@ class Column:
 
     @property
     def least_width(self) -> int:
-        """Those that it needs."""
+        """The fewest that its cells can be cut to."""
         return self.width if self.least is None else min(self.width, self.least)
 
 

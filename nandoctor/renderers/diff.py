@@ -62,11 +62,11 @@ def _table(changes: Sequence[LayerChange]) -> FittedTable:
     times = ["-" if change.growth is None else number(change.growth) for change in changes]
     headroom = [bits_text(change.headroom_after) for change in changes]
     columns = (
-        Column(heading="layer", cells=[brief(change.place.label) for change in changes], least=_MIN_NAME_WIDTH),
-        Column(heading="before", cells=before, right=True),
-        Column(heading="after", cells=after, right=True),
-        Column(heading="times", cells=times, right=True, spare=2),
-        Column(heading="headroom", cells=headroom, right=True, spare=1),
+        Column("layer", [brief(change.place.label) for change in changes], least=_MIN_NAME_WIDTH),
+        Column("before", before, right=True),
+        Column("after", after, right=True),
+        Column("times", times, right=True, spare=2),
+        Column("headroom", headroom, right=True, spare=1),
     )
     styles = {(False, True): "green", (True, False): "red"}
     return FittedTable(columns, [styles.get((change.finite_before, change.finite_after), "") for change in changes])

@@ -12,7 +12,7 @@ from rich.text import Text
 from nandoctor.diagnosis.eps_audit import OUTLOOK, describe_rounding, in_half_precision, in_mixed_precision
 from nandoctor.evidence.formats import RoundedConstant
 from nandoctor.evidence.report import EpsUse
-from nandoctor.renderers.console import labelled, literal, plain_table, print_parts
+from nandoctor.renderers.console import labelled, literal, plain_table, print_parts, spaced
 from nandoctor.renderers.jsonfile import dumps
 from nandoctor.renderers.table import describe_use
 from nandoctor.text import brief, constant, number, printable, shorten
@@ -30,17 +30,13 @@ def dumps_eps(rounded_constants: Iterable[RoundedConstant], uses: Iterable[EpsUs
 
 def print_rounded(rounded_constants: Sequence[RoundedConstant], console: Console) -> None:
     """Print one block for each number, one line for each format."""
-    for place, value in enumerate(dict.fromkeys(rounded.value for rounded in rounded_constants)):
-        table = _table(constant(value), "becomes", "which is", "lost when added to |x| >=")
-        for rounded in (rounded for rounded in rounded_constants if rounded.value == value):
-            cells = (
-                rounded.format.label,
-                constant(rounded.rounded),
-                describe_rounding(rounded),
-                _absorbed_from(rounded),
-            )
-            table.add_row(*map(literal, cells), style=_WARNING.get(rounded.effect, ""))
-        print_parts([*([Text()] if place else []), table], console)
+    tables: dict[float, Table] = {}
+    for rounded in rounded_constants:
+        headings = (constant(rounded.value), "becomes", "which is", "lost when added to |x| >=")
+        table = tables.setdefault(rounded.value, _table(*headings))
+        cells = (rounded.format.label, constant(rounded.rounded), describe_rounding(rounded), _absorbed_from(rounded))
+        table.add_row(*map(literal, cells), style=_WARNING.get(rounded.effect, ""))
+    print_parts(spaced(*([table] for table in tables.values())), console)
 
 
 def print_uses(uses: Sequence[EpsUse], console: Console) -> None:

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rich.console import Console, RenderableType
+from rich.constrain import Constrain
 from rich.padding import Padding
 from rich.text import Text
 
 from nandoctor.causes.registry import Page
-from nandoctor.renderers.console import Encodable, labelled, literal
+from nandoctor.renderers.console import labelled, literal, print_parts
 
 _WIDTH = 88  # a line that is longer is hard to read
 
 
 def print_catalogue(pages: Iterable[Page], console: Console) -> None:
     """Print every code with its title."""
-    console.print(Encodable(labelled((page.code, page.title) for page in pages)), highlight=False)
+    print_parts([labelled((page.code, page.title) for page in pages)], console)
 
 
 def print_page(page: Page, console: Console) -> None:
     """Print all that is known about one cause."""
-    for part in _parts(page):
-        console.print(Encodable(part), highlight=False, width=min(console.width, _WIDTH))
+    print_parts((Constrain(part, _WIDTH) for part in _parts(page)), console)
 
 
 def _parts(page: Page) -> Iterator[RenderableType]:

@@ -53,7 +53,7 @@ _CLOSE = 0.02
 """Share of the largest saved value: other hardware sums in another order and ends about this near in fp16."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Fact:
     """A label and a sentence, or with `is_command` a line to type, which is never broken.
 
@@ -69,47 +69,48 @@ def evidence_facts(report: Report) -> list[Fact]:
     """What speaks for the answer: the cause, the layers, how it spread, what fp32 has there, what else is wrong."""
     facts = []
     if report.cause is not None:
-        facts.append(Fact(label="cause", text=f"{report.cause.code}: {printable(report.cause.explanation)}"))
+        facts.append(Fact("cause", f"{report.cause.code}: {printable(report.cause.explanation)}"))
     if report.origin is not None and report.excerpt is None and report.origin.op is not None:
-        facts.append(Fact(label="origin", text=describe_origin(report.origin)))
+        facts.append(Fact("origin", describe_origin(report.origin)))
     if report.first_nonfinite is not None:
         facts += _first_facts(report.first_nonfinite, report)
     return [*facts, *_spread_facts(report), *_run_facts(report)]
 
 
 def detail_facts(report: Report) -> list[Fact]:
-    """What is looked up: the extent of the damage, and which replays were tried."""
+    """Details to look up: the extent of the damage, and which replays were tried."""
     facts = []
     if report.first_nonfinite is not None:
-        facts.append(Fact(label="extent", text=describe_extent(report.first_nonfinite)))
+        facts.append(Fact("extent", describe_extent(report.first_nonfinite)))
     if report.reproduction.attempts and report.reproduction.grade in ("elsewhere", "finite"):
         attempts = (
             f"{mode_text(attempt.seed, attempt.training)}: {GRADES[attempt.grade]}"
             for attempt in report.reproduction.attempts
         )
-        facts.append(Fact(label="replays", text="; ".join(attempts)))
+        facts.append(Fact("replays", "; ".join(attempts)))
     return facts
 
 
 def note_facts(report: Report) -> list[Fact]:
-    """What else there is to say; of the search for fixes where it has found one, else that stands with the fixes."""
+    """The notes; those of the search for fixes only where it has found one, for else they stand with the fixes."""
     of_search = report.search_notes if any(fix.verified for fix in report.fixes) else ()
-    return [Fact(label="note", text=printable(note)) for note in (*report.notes, *of_search)]
+    return [Fact("note", printable(note)) for note in (*report.notes, *of_search)]
 
 
 def describe_fp32_error(error: float) -> str:
-    """That fp32 does not give the right values either: what is near to it may be as wrong."""
+    """A sentence for fp32 that is far from float64 itself: what is near to it may be as wrong."""
     return f"fp32's own output is wrong, {percent(error)} off float64"
 
 
 def describe_reproduction(reproduction: Reproduction) -> str:
-    """The replay's grade against the saved output: may the rest be believed."""
+    """How well the replay reproduces the saved output, and with it how far the rest can be trusted."""
     output = short_name(reproduction.output or "the output")
     if reproduction.grade == "no-reference":
         if reproduction.output:
             return f"unchecked: none of the outputs is known to be the saved {output}"
         return "unchecked: there is no saved output to compare with"
-    saved = f"{_count(reproduction.num_bad_saved)} of {_values(reproduction.numel)} of {output}"
+    values = "? values" if reproduction.numel is None else plural(reproduction.numel, "value")
+    saved = f"{_count(reproduction.num_bad_saved)} of {values} of {output}"
     saved_are = f"{saved} {are(reproduction.num_bad_saved or 0)}"
     if reproduction.grade in ("exact", "same-mask"):
         same = f"the same {saved_are} non-finite" if reproduction.num_bad_saved else f"{output} is finite in both"
@@ -124,10 +125,6 @@ def _count(count: int | None) -> str:
     return "?" if count is None else f"{count:,}" if count else "none"
 
 
-def _values(count: int | None) -> str:
-    return "? values" if count is None else plural(count, "value")
-
-
 def _closeness(reproduction: Reproduction) -> str:
     if reproduction.grade == "exact" or reproduction.max_rel_err == 0:
         return "all others identical" if reproduction.num_bad_saved else "and identical"
@@ -138,12 +135,12 @@ def _closeness(reproduction: Reproduction) -> str:
 
 
 def _first_facts(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
-    yield Fact(label="layers", text=_describe_place(first, report))
+    yield Fact("layers", _describe_place(first, report))
     if first.inputs:
-        yield Fact(label="input", text=describe_inputs(first.inputs))
+        yield Fact("input", describe_inputs(first.inputs))
     if reference := _describe_reference(first, report):
         doubt = "" if report.fp32_error is None else f" (whose output is {percent(report.fp32_error)} off float64)"
-        yield Fact(label="in fp32", text=f"{reference}{doubt}")
+        yield Fact("in fp32", f"{reference}{doubt}")
 
 
 def _spread_facts(report: Report) -> Iterator[Fact]:
@@ -151,16 +148,16 @@ def _spread_facts(report: Report) -> Iterator[Fact]:
     if len(report.chain) > 1:
         stops = [f"{link.op} in {short_place(link.place).in_words}" for link in report.chain]
         shown = stops if len(stops) <= _MAX_STOPS else [*stops[: _MAX_STOPS - 1], "...", stops[-1]]
-        yield Fact(label="path", text=" -> ".join(shown))
+        yield Fact("path", " -> ".join(shown))
     if report.bad_gradients:
         names = [short_name(stats.path) for stats in report.bad_gradients]
-        yield Fact(label="gradients", text=f"non-finite: {join_first(names, _MAX_LISTED)}")
+        yield Fact("gradients", f"non-finite: {join_first(names, _MAX_LISTED)}")
     if report.also:
-        yield Fact(label="also", text=join_first(_describe_others(report.also), _MAX_LISTED))
+        yield Fact("also", join_first(_describe_others(report.also), _MAX_LISTED))
     for label, arrays in (("weights", report.dump.bad_weights), ("buffers", report.dump.bad_buffers)):
         if arrays:
             texts = [f"{short_name(array.name)} ({part_of(array.num_bad, math.prod(array.shape))})" for array in arrays]
-            yield Fact(label=label, text=f"non-finite: {join_first(texts, _MAX_LISTED)}")
+            yield Fact(label, f"non-finite: {join_first(texts, _MAX_LISTED)}")
 
 
 def describe_origin(origin: Origin) -> str:
@@ -258,11 +255,11 @@ def _run_facts(report: Report) -> Iterator[Fact]:
     too_large, first = report.runs.first_unholdable, report.first_nonfinite
     if too_large and (first is None or too_large.key != first.place.key):
         text = f"{short_place(too_large).label} is the first whose fp32 value {report.runs.autocast.dtype} cannot hold"
-        yield Fact(label="too large", text=text)
+        yield Fact("too large", text)
     for run in (report.runs.autocast, report.runs.fp32):
         if run.raised not in (None, INTERRUPTED):
             message = brief(run.raised, _MESSAGE_WIDTH)
-            yield Fact(label="raised", text=f"the {run.dtype} run stopped early: {message}")
+            yield Fact("raised", f"the {run.dtype} run stopped early: {message}")
 
 
 def short_name(name: str) -> str:
@@ -356,7 +353,7 @@ def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def command_for(verb: str, report: Report, *rest: str) -> str | None:
-    """What runs another verb on the dump of the report, with `rest` at the end; None where no line can say it."""
+    """The command for another verb on the report's dump, with `rest` at the end; None where no line can express it."""
     if not report.arguments:
         return None
     return " ".join(["nandoctor", verb, *(shlex.quote(printable(word)) for word in report.arguments), *rest])
@@ -367,7 +364,7 @@ def next_facts(report: Report, *, page: bool = True) -> list[Fact]:
     facts = list(step_facts(report.next_steps))
     explain = f"nandoctor explain {report.cause.code}" if report.cause is not None else None
     commands = filter(None, (explain, command_for("replay", report, "-o report.html") if page else None))
-    return [*facts, *(Fact(label="more", text=command, is_command=True) for command in commands)]
+    return [*facts, *(Fact("more", command, is_command=True) for command in commands)]
 
 
 def step_facts(steps: Sequence[str]) -> Iterator[Fact]:
@@ -375,6 +372,6 @@ def step_facts(steps: Sequence[str]) -> Iterator[Fact]:
     for step in steps:
         sentence, command = _COMMAND.match(printable(step)).groups()  # type: ignore[union-attr]
         if sentence:
-            yield Fact(label="next", text=sentence)
+            yield Fact("next", sentence)
         if command:
-            yield Fact(label="next", text=command, is_command=True)
+            yield Fact("next", command, is_command=True)

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import Check, Fix, Fp32Module, Report, StepSetting, TrialOutcome
 from nandoctor.renderers.facts import Fact, command_for, short_name
-from nandoctor.renderers.table import TableLine, describe_use
+from nandoctor.renderers.table import CONSTANT_HEADINGS, TableLine, describe_use, list_small_constants
 from nandoctor.source_files import PACKAGE_FOLDERS
 from nandoctor.text import (
     constant,
@@ -31,7 +31,7 @@ from nandoctor.text import (
 
 _MAX_LISTED = 3
 _MAX_PATCH_LINES = 40
-_TOLD_IN_FULL = ("output", "gradients")
+_SHOWN_IN_FULL = ("output", "gradients")
 """The others, of the loss and of variations of the batch, are counted."""
 _REASONS = 2
 _SHOWN_BESIDE = 1
@@ -64,7 +64,7 @@ class ShownFix:
 
     @property
     def verified(self) -> bool:
-        """Whether it held in every check that was made."""
+        """Tell whether it held in every check that was made."""
         return self.state == "verified"
 
 
@@ -108,18 +108,18 @@ def _judge(fix: Fix, report: Report) -> tuple[FixState, str]:
 
 
 def check_facts(fix: Fix) -> Iterator[Fact]:
-    """What was checked and what was not, in two lines; `every_check` tells the rest."""
+    """What was checked and what was not, in two lines; `every_check` has the rest."""
     passed = [check for check in fix.checks if check.status == "passed"]
     skipped = [check for check in fix.checks if check.status == "not-checked"]
     if passed:
-        told = [_describe_check(check, " ").partition("; ")[0] for check in passed if check.name in _TOLD_IN_FULL]
-        others = [check for check in passed if check.name not in _TOLD_IN_FULL]
+        texts = [_describe_check(check, " ").partition("; ")[0] for check in passed if check.name in _SHOWN_IN_FULL]
+        others = [check for check in passed if check.name not in _SHOWN_IN_FULL]
         more = f"{len(others)} more checks" if len(others) > 1 else "".join(map(_name_check, others))
-        yield Fact(label="checked", text="; ".join(filter(None, [*told, more])))
+        yield Fact("checked", "; ".join(filter(None, [*texts, more])))
     if skipped:
-        told = [_describe_check(check) for check in skipped[:_REASONS]]
+        texts = [_describe_check(check) for check in skipped[:_REASONS]]
         names = ", ".join(map(_name_check, skipped[_REASONS:]))
-        yield Fact(label="not checked", text="; ".join(filter(None, [*told, names])))
+        yield Fact("not checked", "; ".join(filter(None, [*texts, names])))
 
 
 def every_check(fix: Fix) -> Iterator[Fact]:
@@ -127,7 +127,7 @@ def every_check(fix: Fix) -> Iterator[Fact]:
     for status, label in (("failed", "FAILED"), ("passed", "checked"), ("not-checked", "not checked")):
         for check in fix.checks:
             if check.status == status:
-                yield Fact(label=label, text=_describe_check(check))
+                yield Fact(label, _describe_check(check))
 
 
 def _name_check(check: Check) -> str:
@@ -149,9 +149,9 @@ def _how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
         pick = () if number_of == 1 else (f"--pick {number_of}",)
         command = command_for("fix", report, *pick, *write_flags(fix))
         with_git = f"git apply, in {printable(_from_here(fix.patch_root) if fix.patch_root else 'your project')}"
-        yield Fact(label="apply it", text=command or with_git, is_command=command is not None)
+        yield Fact("apply it", command or with_git, is_command=command is not None)
     elif fix.kind in WHERE_TO_RUN:
-        yield Fact(label="apply it", text=WHERE_TO_RUN[fix.kind])
+        yield Fact("apply it", WHERE_TO_RUN[fix.kind])
 
 
 _WORTH_TELLING = 0.05
@@ -166,13 +166,13 @@ _WHY = {
 
 
 def reason_facts(fix: Fix) -> Iterator[Fact]:
-    """A sentence for each of the two; none of a fix that was not verified."""
+    """Why a verified fix is written as it is, and what it costs."""
     edits = flatten((fix.edit,))
     reasons = dict.fromkeys(_WHY[edit.kind] for edit in edits if edit.kind in _WHY)
     if fix.verified and reasons:
-        yield Fact(label="why", text=" ".join(reasons))
+        yield Fact("why", " ".join(reasons))
     if fix.verified and (cost := _describe_cost(fix)):
-        yield Fact(label="cost", text=cost)
+        yield Fact("cost", cost)
 
 
 def _describe_cost(fix: Fix) -> str:
@@ -188,14 +188,14 @@ def _describe_cost(fix: Fix) -> str:
 
 
 def write_flags(fix: Fix) -> tuple[str, ...]:
-    """What makes the change, also where it is one of an installed package."""
+    """The flags of `nandoctor fix` that write the change, also to files of an installed package."""
     names = re.findall(r"^\+\+\+ b/(.*)$", fix.patch, re.MULTILINE)
     installed = any(PACKAGE_FOLDERS.intersection(Path(fix.patch_root or "", name).parts) for name in names)
     return ("--write", "--allow-installed") if installed else ("--write",)
 
 
 def git_flags(fix: Fix) -> tuple[str, ...]:
-    """What takes the diff from a pipe, in the folder that its paths start from."""
+    """The flags of `nandoctor fix` and the pipe with which git writes the change, in the patch's own folder."""
     folder = _from_here(fix.patch_root) if fix.patch_root else "."
     place = () if folder == "." else ("-C", shlex.quote(printable(folder)))
     return "--diff", "| git", *place, "apply"
@@ -241,7 +241,7 @@ def summarize_fixes(report: Report) -> FixSummary | None:
     fixes = list_fixes(report)
     verified = [fix for fix in fixes if fix.verified]
     if not verified:
-        tried = tuple(Fact(label="tried", text=f"{fix.title} ({fix.result})") for fix in fixes[:_MAX_LISTED])
+        tried = tuple(Fact("tried", f"{fix.title} ({fix.result})") for fix in fixes[:_MAX_LISTED])
         more = f", of {plural(len(fixes), 'change')}" if len(fixes) > _MAX_LISTED else ""
         heading = no_fix_heading(report)
         return FixSummary(heading=f"{heading}{more}", patch=(), facts=(*tried, *why_facts(report))) if heading else None
@@ -250,12 +250,12 @@ def summarize_fixes(report: Report) -> FixSummary | None:
     where = " on this batch alone" if first.kind == "data" else ""
     beside = [f"{fix.title} ({fix.outcome})" for fix in others[:_SHOWN_BESIDE]]
     beside += [f"{len(others) - len(beside)} more in the report"] if len(others) > len(beside) else []
-    alternatives = [Fact(label="or", text="; ".join(beside))] if others else []
+    alternatives = [Fact("or", "; ".join(beside))] if others else []
     untaken = fixes[len(verified) :][:_SHOWN_BESIDE] if all(fix.kind == "data" for fix in verified) else ()
-    refused = tuple(Fact(label="not verified", text=f"{fix.title} ({fix.result})") for fix in untaken)
+    refused = tuple(Fact("not verified", f"{fix.title} ({fix.result})") for fix in untaken)
     patch, left = _shorten_patch(first)
     command = command_for("fix", report) if left else None
-    rest = [Fact(label="all of it", text=command, is_command=True)] if command else []
+    rest = [Fact("all of it", command, is_command=True)] if command else []
     return FixSummary(
         heading=f"Fix{of}, verified{where}: {first.title}",
         patch=patch,
@@ -270,17 +270,29 @@ def no_fix_heading(report: Report) -> str:
 
 def why_facts(report: Report) -> Iterator[Fact]:
     """Why there is no verified fix."""
-    yield from (Fact(label="why", text=printable(note)) for note in report.search_notes)
+    yield from (Fact("why", printable(note)) for note in report.search_notes)
+
+
+def trial_values(report: Report) -> dict[str, Any]:
+    """What a template shows of the trials besides the fixes, and of small constants, by the names that it has there."""
+    return {
+        "no_fix": no_fix_heading(report),
+        "why": list(why_facts(report)),
+        "kept_in_fp32": list(fp32_facts(report)),
+        "variations": list_variations(report),
+        "varied_part": varied_part(report),
+        "constant_headings": CONSTANT_HEADINGS,
+        "constants": list_small_constants(report.eps_audit),
+    }
 
 
 def trial_facts(report: Report) -> list[Fact]:
-    """What else was tried, and small constants that are lost where the cause is another one: it tells its own."""
+    """What else was tried; and small constants that are lost, where they are not the cause, which names its own."""
     facts = [*fp32_facts(report), *variation_facts(report)]
-    told = report.cause is not None and "eps" in report.cause.code
-    audit = () if told else report.eps_audit
-    lost = [f"{constant(use.value)} in {describe_use(use)}" for use in audit if use.effect == "zero"]
-    if lost:
-        facts.append(Fact(label="eps", text=join_first(lost, 1)))
+    is_cause = report.cause is not None and "eps" in report.cause.code
+    lost = [f"{constant(use.value)} in {describe_use(use)}" for use in report.eps_audit if use.effect == "zero"]
+    if lost and not is_cause:
+        facts.append(Fact("eps", join_first(lost, 1)))
     return facts
 
 
@@ -297,7 +309,7 @@ def fp32_facts(report: Report) -> Iterator[Fact]:
     doubt = "" if search.complete else " (the search was cut short)"
     members = [[_describe_member(module) for module in found.modules] for found in search.sets]
     sets = [f"{join_first(names, _MAX_LISTED)}{' together' if len(names) > 1 else ''}" for names in members]
-    yield Fact(label="keep in fp32", text=f"{enough}: {'; or '.join(sets)}{doubt}")
+    yield Fact("keep in fp32", f"{enough}: {'; or '.join(sets)}{doubt}")
 
 
 def _shorten_patch(fix: ShownFix) -> tuple[tuple[str, ...], int]:
@@ -335,21 +347,21 @@ def _describe_member(member: Fp32Module) -> str:
 
 
 def variation_facts(report: Report) -> Iterator[Fact]:
-    """With which settings the step is finite, and with which it fails, of what was varied and mattered."""
+    """With which settings the step is finite, and with which it fails, of those whose value made a difference."""
     trials = report.counterfactuals
     groups = {trial.group for trial in trials if trial.outcome.finite}
     if trials and not groups:
-        yield Fact(label="variations", text="the step fails in all of them")
-    told = [trial for trial in trials if trial.group in groups]
-    sound = []
-    for trial in (trial for trial in told if trial.outcome.finite):
+        yield Fact("variations", "the step fails in all of them")
+    varied = [trial for trial in trials if trial.group in groups]
+    failing = [describe_setting(trial.setting) for trial in varied if not trial.outcome.finite]
+    finite = []
+    for trial in (trial for trial in varied if trial.outcome.finite):
         error = trial.outcome.max_rel_err or 0.0
         off = f" ({percent(error)} off fp32)" if error > _VISIBLE_ERROR else ""
-        sound.append(f"{describe_setting(trial.setting)}{off}")
-    failing = [describe_setting(trial.setting) for trial in told if not trial.outcome.finite]
-    if sound:
+        finite.append(f"{describe_setting(trial.setting)}{off}")
+    if finite:
         fails = f"; fails: {', '.join(failing)}" if failing else ""
-        yield Fact(label="variations", text=f"{varied_part(report)} finite: {', '.join(sound)}{fails}")
+        yield Fact("variations", f"{varied_part(report)} finite: {', '.join(finite)}{fails}")
 
 
 def varied_part(report: Report) -> str:

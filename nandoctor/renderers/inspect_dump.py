@@ -54,11 +54,11 @@ def _outline(summary: DumpSummary) -> Iterator[tuple[str, str]]:
 
 def _table(title: str, arrays: Sequence[ArraySummary]) -> FittedTable:
     columns = (
-        Column(heading=title, cells=[brief(array.name, _NAME_WIDTH) for array in arrays], least=_MIN_NAME_WIDTH),
-        Column(heading="shape", cells=[shape_text(array.shape) for array in arrays], spare=1),
-        Column(heading="dtype", cells=[shorten(array.dtype, _DTYPE_WIDTH) for array in arrays], spare=2),
-        Column(heading="role", cells=[array.role or "" for array in arrays], spare=3),
-        Column(heading="non-finite", cells=[_describe_nonfinite(array) for array in arrays]),
+        Column(title, [brief(array.name, _NAME_WIDTH) for array in arrays], least=_MIN_NAME_WIDTH),
+        Column("shape", [shape_text(array.shape) for array in arrays], spare=1),
+        Column("dtype", [shorten(array.dtype, _DTYPE_WIDTH) for array in arrays], spare=2),
+        Column("role", [array.role or "" for array in arrays], spare=3),
+        Column("non-finite", [_describe_nonfinite(array) for array in arrays]),
     )
     return FittedTable(columns, ["red" if array.num_bad else "" for array in arrays])
 

@@ -34,7 +34,7 @@ def show_records() -> None:
     if shell is None:
         return
     html, plain = (shell.display_formatter.formatters[kind] for kind in ("text/html", "text/plain"))
-    for cls in _ROWS:
+    for cls in _SHOWN:
         html.for_type(cls, record_html)
         plain.for_type(cls, lambda record, printer, _: printer.text(record_line(record)))
     plain.for_type(TensorStats, lambda stats, printer, _: printer.text(describe_tensor(stats)))
@@ -52,18 +52,14 @@ def _find_shell() -> Any:
 
 def record_html(record: Any) -> str:
     """What a record says, a small table of names and values, in the words of the other surfaces."""
-    return render("rows.html.j2", rows=list(_ROWS[type(record)](record)))
+    rows_of, _ = _SHOWN[type(record)]
+    return render("rows.html.j2", rows=list(rows_of(record)))
 
 
 def record_line(record: Any) -> str:
     """A record in one line, for where there is no HTML."""
-    if isinstance(record, Origin):
-        return describe_origin(record)
-    if isinstance(record, Cause):
-        return printable(f"{record.code}: {record.explanation}")
-    if isinstance(record, FirstNonfinite):
-        return printable(f"{record.place.with_type}: {describe_tensor(record.value)}")
-    return printable(str(getattr(record, "headline", None) or record.title))
+    _, line_of = _SHOWN[type(record)]
+    return printable(line_of(record))
 
 
 def _first_rows(first: FirstNonfinite) -> Iterator[tuple[str, str]]:
@@ -108,13 +104,14 @@ def _comparison_rows(comparison: Comparison) -> Iterator[tuple[str, str]]:
     yield "layers", describe_layers(comparison)
 
 
-_ROWS: Mapping[type, Callable[[Any], Iterator[tuple[str, str]]]] = {
-    FirstNonfinite: _first_rows,
-    Origin: _origin_rows,
-    Cause: _cause_rows,
-    Fix: _fix_rows,
-    Comparison: _comparison_rows,
+_SHOWN: Mapping[type, tuple[Callable[[Any], Iterator[tuple[str, str]]], Callable[[Any], str]]] = {
+    FirstNonfinite: (_first_rows, lambda first: f"{first.place.with_type}: {describe_tensor(first.value)}"),
+    Origin: (_origin_rows, describe_origin),
+    Cause: (_cause_rows, lambda cause: f"{cause.code}: {cause.explanation}"),
+    Fix: (_fix_rows, lambda fix: fix.title),
+    Comparison: (_comparison_rows, lambda comparison: comparison.headline),
 }
+"""By their classes, what tells of a record in rows and in one line."""
 
 
 class NotebookProgress(Listener):

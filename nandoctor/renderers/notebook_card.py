@@ -28,6 +28,6 @@ def report_html(report: Report) -> str:
             *detail_facts(report),
             *note_facts(report),
             *next_facts(report, page=False),
-            Fact(label="more", text='case.save("report.html")', is_command=True),
+            Fact("more", 'case.save("report.html")', is_command=True),
         ],
     )

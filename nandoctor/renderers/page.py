@@ -6,40 +6,22 @@ Whatever a dump named is escaped.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-
-from markupsafe import Markup
+from typing import Any
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import head_run
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.facts import detail_facts, evidence_facts, next_facts, note_facts
-from nandoctor.renderers.fix_facts import (
-    fp32_facts,
-    list_fixes,
-    list_variations,
-    no_fix_heading,
-    varied_part,
-    why_facts,
-)
+from nandoctor.renderers.fix_facts import list_fixes, trial_values
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.plots.affected_sample import caption, view_html
 from nandoctor.renderers.plots.figures import figure_svg, for_page_and_phone
 from nandoctor.renderers.plots.kinds import PLOTS, draw
 from nandoctor.renderers.plots.origin import describe_spread, is_uniform
-from nandoctor.renderers.table import CONSTANT_HEADINGS, list_small_constants, make_tree
+from nandoctor.renderers.table import make_tree
 from nandoctor.renderers.templating import render
 from nandoctor.renderers.verdicts import VERDICTS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plot:
-    """A plot of the page: a heading, what it shows in a sentence, and the drawing."""
-
-    heading: str
-    finding: str
-    svg: Markup
 
 
 def report_page(report: Report) -> str:
@@ -52,17 +34,10 @@ def report_page(report: Report) -> str:
         tone=VERDICTS[report.verdict].tone,
         fixes=[fix for fix in fixes if fix.verified],
         others=[fix for fix in fixes if not fix.verified],
-        no_fix=no_fix_heading(report),
-        why=list(why_facts(report)),
         evidence=[fact for fact in evidence_facts(report) if fact.label != "path"],  # shown link by link below
         details=[*detail_facts(report), *note_facts(report)],
         next_facts=next_facts(report, page=False),
         near=sorted(report.headroom, key=lambda near: near.headroom_bits),
-        kept_in_fp32=list(fp32_facts(report)),
-        variations=list_variations(report),
-        varied_part=varied_part(report),
-        constant_headings=CONSTANT_HEADINGS,
-        constants=list_small_constants(report.eps_audit),
         spread=describe_spread(report.origin.grid) if report.origin and report.origin.grid else "",
         sample=report.sample,
         sample_caption=caption(report.sample) if report.sample else "",
@@ -71,11 +46,12 @@ def report_page(report: Report) -> str:
         tree=make_tree(report),
         run_heading=head_run(report.runs.autocast.policy, report.runs.autocast.dtype) if report.runs else "",
         markdown=report_markdown(report).splitlines(),
+        **trial_values(report),
     )
 
 
-def _draw_plots(report: Report) -> Iterator[tuple[str, Plot]]:
-    """By kind, the plots that this report has the numbers for."""
+def _draw_plots(report: Report) -> Iterator[tuple[str, dict[str, Any]]]:
+    """By kind, the plots that this report has the numbers for: heading, what it shows in a sentence, and drawing."""
     for kind, plot in PLOTS.items():
         if kind == "origin" and is_uniform(report):
             continue
@@ -87,4 +63,4 @@ def _draw_plots(report: Report) -> Iterator[tuple[str, Plot]]:
         for figure in figures.values():
             figure.suptitle("")  # a line of the page breaks where the page does
         drawings = (figure_svg(figure, prefix=prefix, title=finding) for prefix, figure in figures.items())
-        yield kind, Plot(heading=plot.title, finding=finding, svg=for_page_and_phone(*drawings))
+        yield kind, {"heading": plot.title, "finding": finding, "svg": for_page_and_phone(*drawings)}

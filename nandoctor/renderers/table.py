@@ -141,20 +141,19 @@ UNFOLDED = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeRow:
-    """One call. `parent` is the number of the row that holds this one, None at the top; `path` + `name` is the label.
+    """One call. `parent` is the index of the row that holds this one, None at the top; `path` + `name` is the label.
 
     `folded` hides the rows inside, `shown` tells that no row around this one is folded.
     """
 
     cells: TableRow
-    number: int
     parent: int | None
     depth: int
     path: str
     name: str
-    has_children: bool = False
-    folded: bool = False
-    shown: bool = True
+    has_children: bool
+    folded: bool
+    shown: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +171,27 @@ def make_tree(report: Report) -> LayerTree:
     pairs = align_calls(report.runs)
     nonfinite = select_layers(report).first_nonfinite_place
     ordered = _order(_keep(pairs, nonfinite))
-    cells = [make_row(report.runs, pair, first_nonfinite=pair.place == nonfinite) for pair in ordered]
-    return LayerTree(rows=_fold(_nest(ordered, cells)), num_calls=len(pairs))
+    parents = _find_parents(ordered)
+    holders = set(parents)
+    unfolded = _find_unfolded(ordered, parents, nonfinite)
+    rows: list[TreeRow] = []
+    for place, (pair, parent) in enumerate(zip(ordered, parents, strict=True)):
+        around = None if parent is None else rows[parent]
+        owner = "" if parent is None else ordered[parent].place.module
+        path = f"{owner}." if owner else ""
+        rows.append(
+            TreeRow(
+                cells=make_row(report.runs, pair, first_nonfinite=pair.place == nonfinite),
+                parent=parent,
+                depth=0 if around is None else around.depth + 1,
+                path=printable(path),
+                name=printable(replace(pair.place, module=pair.place.module.removeprefix(path)).label),
+                has_children=place in holders,
+                folded=place in holders and around is not None and place not in unfolded,
+                shown=around is None or (around.shown and not around.folded),
+            )
+        )
+    return LayerTree(rows=tuple(rows), num_calls=len(pairs))
 
 
 def _keep(pairs: Sequence[LayerPair], nonfinite: Place | None) -> Sequence[LayerPair]:
@@ -205,44 +223,27 @@ def _ancestry(module: str) -> Iterator[str]:
         yield ".".join(steps[:depth])
 
 
-def _nest(pairs: Sequence[LayerPair], cells: Sequence[TableRow]) -> list[TreeRow]:
-    """Each call below the first call of the nearest module around it that was called at all."""
-    owners: dict[str, int] = {}
-    rows: list[TreeRow] = []
+def _find_parents(pairs: Sequence[LayerPair]) -> list[int | None]:
+    """For each call the index of the first call of the nearest module around it that was called at all."""
+    first_call: dict[str, int] = {}
+    parents = []
     for place, pair in enumerate(pairs):
-        module = pair.place.module
-        around = [path for path in _ancestry(module) if path in owners and path != module]
-        parent = owners[around[-1]] if around else None
-        path = f"{around[-1]}." if around and around[-1] else ""
-        owners.setdefault(module, place)
-        rows.append(
-            TreeRow(
-                cells=cells[place],
-                number=place,
-                parent=parent,
-                depth=0 if parent is None else rows[parent].depth + 1,
-                path=printable(path),
-                name=printable(replace(pair.place, module=module.removeprefix(path)).label),
-            )
-        )
-    holders = {row.parent for row in rows}
-    return [replace(row, has_children=row.number in holders) for row in rows]
+        *around, module = _ancestry(pair.place.module)
+        parents.append(next((first_call[path] for path in reversed(around) if path in first_call), None))
+        first_call.setdefault(module, place)
+    return parents
 
 
-def _fold(rows: Sequence[TreeRow]) -> tuple[TreeRow, ...]:
-    """Open everything in a small model, in a large one what leads to the first non-finite layer and the top."""
-    way: set[int | None] = set()
-    place = next((row.number for row in rows if row.cells.first_nonfinite), None)
+def _find_unfolded(pairs: Sequence[LayerPair], parents: Sequence[int | None], nonfinite: Place | None) -> set[int]:
+    """The calls whose insides are shown: of a large model those on the way to the first non-finite layer."""
+    if len(pairs) <= UNFOLDED:
+        return set(range(len(pairs)))
+    opened = set()
+    place = next((place for place, pair in enumerate(pairs) if pair.place == nonfinite), None)
     while place is not None:
-        way.add(place)
-        place = rows[place].parent
-    folded: list[TreeRow] = []
-    for row in rows:
-        around = folded[row.parent] if row.parent is not None else None
-        shown = around is None or (around.shown and not around.folded)
-        closed = len(rows) > UNFOLDED and row.has_children and row.depth > 0 and row.number not in way
-        folded.append(replace(row, folded=closed, shown=shown))
-    return tuple(folded)
+        opened.add(place)
+        place = parents[place]
+    return opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

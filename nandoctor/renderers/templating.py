@@ -1,12 +1,14 @@
-"""The one environment of all HTML templates: every string is made printable and escaped, whoever wrote it."""
+"""The templates of pages and of Markdown: every string is made printable and escaped, whoever wrote it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import jinja2
-from markupsafe import Markup, escape
+from markupsafe import Markup
+from markupsafe import escape as escape_html
 
 from nandoctor.renderers.facts import list_operands
 from nandoctor.text import (
@@ -22,18 +24,18 @@ from nandoctor.text import (
 )
 
 
-def render(template: str, **values: Any) -> str:
-    """The template of this name in `templates/`, filled in."""
-    return _environment().get_template(template).render(**values)
+def render(template: str, *, escape: Callable[[str], str] = printable, **values: Any) -> str:
+    """The template of this name in `templates/`, filled in; what `escape` makes no Markup of is escaped for HTML."""
+    return _environment(escape).get_template(template).render(**values)
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def _environment(escape: Callable[[str], str]) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("nandoctor.renderers"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+        finalize=lambda value: escape(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -48,11 +50,11 @@ def _environment() -> jinja2.Environment:
 def with_code(text: str) -> Markup:
     """A sentence with its code as code elements."""
     return Markup("").join(
-        Markup("<code>{}</code>").format(part) if is_code else escape(part)
+        Markup("<code>{}</code>").format(part) if is_code else escape_html(part)
         for part, is_code in split_code(printable(text))
     )
 
 
 def code_line(line: str) -> Markup:
     """A line of code to be copied: its tabs are kept."""
-    return escape(printable_code(line))
+    return escape_html(printable_code(line))

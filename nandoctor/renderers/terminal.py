@@ -46,7 +46,7 @@ def print_report(report: Report, console: Console, *, told: bool = False, has_pa
     if not told:
         print_parts(answer_parts(report, console.width), console, crop=False)
     elif report.fp32_error is not None:  # the search for fixes has found it out
-        print_parts(fact_rows([Fact(label="fp32", text=describe_fp32_error(report.fp32_error))], _INDENT), console)
+        print_parts(fact_rows([Fact("fp32", describe_fp32_error(report.fp32_error))], _INDENT), console)
     print_parts(fix_parts(report), console, crop=False)
     print_parts(evidence_parts(report, has_page=has_page), console, crop=False)
 
@@ -96,7 +96,7 @@ def evidence_parts(report: Report, *, has_page: bool) -> Iterator[RenderableType
     notes = note_facts(report)
     if len(notes) > _MAX_NOTES:
         more = f"{len(notes) - _MAX_NOTES} more in the report (-o report.json)"
-        notes[_MAX_NOTES:] = [Fact(label="note", text=more)]
+        notes[_MAX_NOTES:] = [Fact("note", more)]
     last = [*detail_facts(report), *notes, *next_facts(report, page=not has_page)]
     evidence, last = ([fact for fact in facts if fact.label not in left_out] for facts in (evidence, last))
     if table is None:
@@ -131,17 +131,17 @@ def _layers(layers: LayerTable) -> FittedTable:
     cells = [[getattr(row, field) for row in rows] for field in ("autocast", "fp32", "rel_err")]
     columns = (
         Column(
-            heading=f"  {name}",
-            cells=[f"{row.mark} {row.layer}" for row in rows],
+            f"  {name}",
+            [f"{row.mark} {row.layer}" for row in rows],
             short=(f"  in {layers.common[:-1]}", short) if layers.common else None,
             least=_MIN_NAME_WIDTH,
         ),
-        Column(heading=kind, cells=[row.type for row in rows], least=_MIN_TYPE_WIDTH, spare=3),
+        Column(kind, [row.type for row in rows], least=_MIN_TYPE_WIDTH, spare=3),
         *(
-            Column(heading=heading, cells=column, right=True, spare=place)
+            Column(heading, column, right=True, spare=place)
             for place, (heading, column) in enumerate(zip(numbers, cells, strict=True))
         ),
-        Column(heading=headroom, cells=[_headroom(row) for row in rows]),
+        Column(headroom, [_headroom(row) for row in rows]),
     )
     return FittedTable(columns, ["bold red" if row.first_nonfinite else "" if row.finite else "red" for row in rows])
 

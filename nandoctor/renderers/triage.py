@@ -106,19 +106,19 @@ def _table(groups: Sequence[Group]) -> FittedTable:
     """The columns that say something; where the window is narrow the last ones are on the page alone."""
     places = [group.place for group in groups]
     columns = (
-        Column(heading="dumps", cells=[f"{len(group.paths):,}" for group in groups], right=True),
-        Column(heading="cause", cells=[group.cause or group.verdict for group in groups], least=_CAUSE_WIDTH),
+        Column("dumps", [f"{len(group.paths):,}" for group in groups], right=True),
+        Column("cause", [group.cause or group.verdict for group in groups], least=_CAUSE_WIDTH),
         Column(
-            heading="place",
-            cells=[describe_place(place) for place in places],
+            "place",
+            [describe_place(place) for place in places],
             short=("place", [file_line(it.file, it.line) if it.file else describe_place(it) for it in places]),
             least=_MIN_PLACE_WIDTH,
         ),
-        Column(heading="samples", cells=[shorten(describe_samples(it), _SAMPLES_WIDTH) for it in groups], spare=1),
-        Column(heading="steps", cells=[describe_steps(group) for group in groups], right=True, spare=2),
-        Column(heading="ranks", cells=[_listed(group.ranks) for group in groups], spare=3),
-        Column(heading="folds", cells=[_listed(group.folds) for group in groups], spare=4),
-        Column(heading="runs", cells=[f"{len(group.runs):,}" for group in groups], right=True, spare=5),
+        Column("samples", [shorten(describe_samples(it), _SAMPLES_WIDTH) for it in groups], spare=1),
+        Column("steps", [describe_steps(group) for group in groups], right=True, spare=2),
+        Column("ranks", [_listed(group.ranks) for group in groups], spare=3),
+        Column("folds", [_listed(group.folds) for group in groups], spare=4),
+        Column("runs", [f"{len(group.runs):,}" for group in groups], right=True, spare=5),
     )
     return FittedTable([column for column in columns if any(cell not in ("-", "") for cell in column.cells)])
 

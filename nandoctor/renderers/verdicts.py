@@ -27,7 +27,7 @@ UNCLEAR = Tone(name="unclear", badge="black on yellow", text="yellow", color="#8
 FAILED = Tone(name="failed", badge="white on red", text="red", color="#b04a00")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ShownVerdict:
     """A verdict as people read it; `meaning` has room for what is non-finite, `kinds`, and in which run, `under`."""
 
@@ -36,17 +36,15 @@ class ShownVerdict:
 
 
 VERDICTS: Mapping[Verdict, ShownVerdict] = {
-    "precision": ShownVerdict(meaning="{kinds} {under} only; fp32 is finite", tone=FAILED),
-    "numerics": ShownVerdict(meaning="{kinds} in fp32 as well: half precision is not to blame", tone=FAILED),
-    "state": ShownVerdict(meaning="the weights or buffers in the file are to blame", tone=FAILED),
-    "input": ShownVerdict(meaning="the batch in the file is non-finite before any layer reads it", tone=FAILED),
-    "loss-scale": ShownVerdict(
-        meaning="every gradient is finite at loss scale 1; a GradScaler skips such a step", tone=UNCLEAR
-    ),
-    "silent": ShownVerdict(meaning="finite {under}, and far from what fp32 computes", tone=FAILED),
-    "healthy": ShownVerdict(meaning="nothing that was looked at failed {under} or in fp32", tone=GOOD),
-    "not-reproduced": ShownVerdict(meaning="the saved failure did not come back", tone=UNCLEAR),
-    "cannot-tell": ShownVerdict(meaning="nothing non-finite in what could be looked at", tone=UNCLEAR),
-    "fixed": ShownVerdict(meaning="the step failed, and passes under the code as it is now", tone=GOOD),
-    "interrupted": ShownVerdict(meaning="the diagnosis was stopped before it was complete", tone=UNCLEAR),
+    "precision": ShownVerdict("{kinds} {under} only; fp32 is finite", FAILED),
+    "numerics": ShownVerdict("{kinds} in fp32 as well: half precision is not to blame", FAILED),
+    "state": ShownVerdict("the weights or buffers in the file are to blame", FAILED),
+    "input": ShownVerdict("the batch in the file is non-finite before any layer reads it", FAILED),
+    "loss-scale": ShownVerdict("every gradient is finite at loss scale 1; a GradScaler skips such a step", UNCLEAR),
+    "silent": ShownVerdict("finite {under}, and far from what fp32 computes", FAILED),
+    "healthy": ShownVerdict("nothing that was looked at failed {under} or in fp32", GOOD),
+    "not-reproduced": ShownVerdict("the saved failure did not come back", UNCLEAR),
+    "cannot-tell": ShownVerdict("nothing non-finite in what could be looked at", UNCLEAR),
+    "fixed": ShownVerdict("the step failed, and passes under the code as it is now", GOOD),
+    "interrupted": ShownVerdict("the diagnosis was stopped before it was complete", UNCLEAR),
 }

@@ -36,7 +36,7 @@ _MAX_OTHERS = 3
 def print_verification(verification: Verification, console: Console) -> None:
     """Print the outcome, what has changed, what was checked, and what to do next."""
     word, tone = _SHOWN[verification.outcome]
-    badge = Text(f"{word}:", style=tone.badge.partition(" on ")[2] + " bold")
+    badge = Text(f"{word}:", style=f"{tone.text} bold")
     headline = Text.assemble(badge, " ", literal(verification.headline))
     facts = list(_facts(verification))
     print_parts([headline, *[Text()] * bool(facts), *fact_rows(facts)], console, crop=False)
@@ -50,28 +50,24 @@ def short_story(verification: Verification) -> str:
 
 
 def _facts(verification: Verification) -> Iterator[Fact]:
-    yield from (Fact(label=label, text=text) for label, text in _findings(verification))
-    yield from step_facts(verification.next_steps)
-
-
-def _findings(verification: Verification) -> Iterator[tuple[str, str]]:
-    yield from (("because", printable(reason)) for reason in verification.reasons[1:])
+    yield from (Fact("because", printable(reason)) for reason in verification.reasons[1:])
     if verification.failure is not None:
-        yield "failed", printable(verification.failure)
+        yield Fact("failed", printable(verification.failure))
     if verification.code.changed or verification.outcome == "fixed":
-        yield "changed", printable(describe_changes(verification.code))
+        yield Fact("changed", printable(describe_changes(verification.code)))
     yield from _place(verification)
     if verification.output is not None and verification.output.finite:
         error = verification.output.max_rel_err
         far = "" if error is None else ", equal to fp32" if error == 0 else f", {percent(error)} off fp32"
         far += " of the unchanged code" if far and verification.reference == "unchanged" else ""
-        yield "output", f"finite {verification.under}{far}"
+        yield Fact("output", f"finite {verification.under}{far}")
     for check in (check for check in verification.checks if check.name == "gradients"):
         skipped = "not checked: " if check.status == "not-checked" else ""
-        yield "gradients", f"{skipped}{printable(check.text.removeprefix('gradients '))}"
+        yield Fact("gradients", f"{skipped}{printable(check.text.removeprefix('gradients '))}")
     if verification.run is not None:
-        yield "replayed", printable(f"in {verification.run}")
-    yield from (("note", printable(note)) for note in verification.notes)
+        yield Fact("replayed", printable(f"in {verification.run}"))
+    yield from (Fact("note", printable(note)) for note in verification.notes)
+    yield from step_facts(verification.next_steps)
 
 
 def describe_changes(code: CodeState) -> str:
@@ -87,18 +83,18 @@ def describe_changes(code: CodeState) -> str:
     return "; ".join([*since, *code.settings])
 
 
-def _place(verification: Verification) -> Iterator[tuple[str, str]]:
+def _place(verification: Verification) -> Iterator[Fact]:
     """Where it still fails, and why."""
     origin = verification.origin
     if origin is not None:
         where = printable(origin.place.in_words)
         source = origin.source
         place = (file_line(source.file, source.line), brief(source.text)) if source else (origin.phase,)
-        yield "where", f"{': '.join(filter(None, place))}, in {where}"
+        yield Fact("where", f"{': '.join(filter(None, place))}, in {where}")
     elif verification.first_nonfinite is not None:
-        yield "where", printable(verification.first_nonfinite.place.with_type)
+        yield Fact("where", printable(verification.first_nonfinite.place.with_type))
     if verification.cause is not None:
-        yield "cause", f"{verification.cause.code}: {printable(verification.cause.explanation)}"
+        yield Fact("cause", f"{verification.cause.code}: {printable(verification.cause.explanation)}")
 
 
 def print_fix(choice: FixChoice, report: Report, console: Console) -> None:
@@ -134,17 +130,17 @@ def _settings_as_code(settings: FixSettings) -> Iterator[str]:
 
 def _fix_facts(choice: FixChoice, report: Report) -> Iterator[Fact]:
     chosen = choice.fix
-    yield Fact(label="result", text=describe_outcome(chosen.outcome))
+    yield Fact("result", describe_outcome(chosen.outcome))
     yield from every_check(chosen)
     yield from reason_facts(chosen)
     if chosen.kind != "source":
-        yield Fact(label="where", text=WHERE_TO_RUN[chosen.kind])
+        yield Fact("where", WHERE_TO_RUN[chosen.kind])
     elif choice.verification is None:
         pick = () if choice.pick == 1 else (f"--pick {choice.pick}",)
         for label, flags in (("apply it", write_flags(chosen)), ("or", git_flags(chosen))):
             if command := command_for("fix", report, *pick, *flags):
-                yield Fact(label=label, text=command, is_command=True)
+                yield Fact(label, command, is_command=True)
     verified = (item for item in report.fixes if item.verified)
     for place, other in list(enumerate(verified, 1))[:_MAX_OTHERS]:
         if other is not chosen:
-            yield Fact(label=f"--pick {place}", text=f"{printable(other.title)}: {describe_outcome(other.outcome)}")
+            yield Fact(f"--pick {place}", f"{printable(other.title)}: {describe_outcome(other.outcome)}")

@@ -22,8 +22,8 @@ from nandoctor.evidence.trace import OpCall
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.minimize import Failure, find_failure, shrink
-from nandoctor.repro_scripts.nearest_passing import mend
-from nandoctor.repro_scripts.op_extraction import NOT_THE_SAME, ExtractedOps, cut
+from nandoctor.repro_scripts.nearest_passing import find_passing_case
+from nandoctor.repro_scripts.op_extraction import NOT_THE_SAME, ExtractedOps, extract_ops
 from nandoctor.repro_scripts.program import Node, Program, Ref
 from nandoctor.repro_scripts.script import write_script
 from nandoctor.text import file_line, printable
@@ -44,7 +44,7 @@ def make_script(report: Report, step: FailingStep | None, saved: Mapping[str, to
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is tried on the way is nobody's code
         smallest = shrink(program, failure)
-        script = write_script(smallest, failure, mend(smallest), dict(_facts(report)))
+        script = write_script(smallest, failure, find_passing_case(smallest), dict(_facts(report)))
         # Run the script as it is: it must fail as it says, and the nearest case pass.
         complaint = run_afresh(script)
         if complaint is not None:
@@ -60,19 +60,20 @@ def _find_program(
 ) -> tuple[Program, Failure]:
     origin = report.origin
     if step is None:
-        return _failing(_nonfinite_weight(report, saved))
+        return _with_failure(_nonfinite_weight(report, saved))
     if origin is None:
         raise NanDoctorError("The report names no origin.", remedy=_SEE_REPLAY)
     if origin.phase == "optimizer":
-        return _failing(_optimizer_step(origin, step.second_moments))
+        return _with_failure(_optimizer_step(origin, step.second_moments))
     backward = origin.phase == "backward"
     ops = step.run(watch=Watch(stage="repro", ops=True, backward=backward)).trace.ops
-    target = _reader_of(origin, ops) if origin.phase in ("state", "input") else _find(origin, ops)
-    extracted = cut(step, ops, target, backward=backward)
+    target = _find_reader(origin, ops) if origin.phase in ("state", "input") else _find_origin(origin, ops)
+    extracted = extract_ops(step, ops, target, backward=backward)
     return _grow(extracted, wants_finite=report.verdict in _FINITE_IN_FP32)
 
 
-def _failing(program: Program) -> tuple[Program, Failure]:
+def _with_failure(program: Program) -> tuple[Program, Failure]:
+    """The program and how it fails; raises where it does not fail by itself."""
     failure = find_failure(program)
     if failure is None:
         raise NanDoctorError(
@@ -82,7 +83,7 @@ def _failing(program: Program) -> tuple[Program, Failure]:
     return program, failure
 
 
-def _find(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
+def _find_origin(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
     key = (*origin.place.key, origin.op, origin.nth)
     for op in ops if origin.function is None else ():
         if op.key == key:
@@ -95,7 +96,7 @@ def _find(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
     )
 
 
-def _reader_of(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
+def _find_reader(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
     """The first op that takes the non-finite weight, buffer or array."""
     takers = [
         (tensor.stats.finite, -(tensor.stats.absmax or 0.0) if tensor.stats.finite else 0.0, op.order)
@@ -115,7 +116,7 @@ def _belongs(origin: Origin, kind: str, path: str) -> bool:
 def _grow(extracted: ExtractedOps, *, wants_finite: bool) -> tuple[Program, Failure]:
     """The op alone; where fp32 fails from the same rounded inputs, too, with those before it that made them."""
     orders = [extracted.target]
-    program, failure = _failing(extracted.program(orders))
+    program, failure = _with_failure(extracted.program(orders))
     alone = program, failure
     while wants_finite and not failure.finite_in_fp32:
         grown = next(_grown(extracted, orders, failure), None)
@@ -134,7 +135,7 @@ def _grown(
 ) -> Iterator[tuple[list[int], Program, Failure]]:
     for supplier in extracted.suppliers(orders):
         with contextlib.suppress(NanDoctorError):  # an op that cannot be run by itself stays outside
-            program, found = _failing(extracted.program([*orders, supplier]))
+            program, found = _with_failure(extracted.program([*orders, supplier]))
             if found.kind == failure.kind:
                 yield [*orders, supplier], program, found
 

@@ -44,7 +44,7 @@ class Failure:
     results: frozenset[int]
 
     def is_shown_by(self, program: Program) -> bool:
-        """Whether the program fails so; one that does not run does not."""
+        """Tell whether the program fails in this way; one that raises does not."""
         try:
             found = _find(program, lambda kinds: self.kind if self.kind in kinds else None)
         except Exception:  # shapes that do not fit each other raise whatever the op raises
@@ -98,7 +98,8 @@ class _Shrinking:
                     program = self._narrow(program, slots, finest)
         return program
 
-    def _holds(self, program: Program) -> bool:
+    def _still_fails(self, program: Program) -> bool:
+        """Tell whether the program fails as the first one did; False once the runs are used up."""
         self._runs_left -= 1
         return self._runs_left > 0 and self._failure.is_shown_by(program)
 
@@ -123,14 +124,14 @@ class _Shrinking:
         def kept(chosen: Iterable[range]) -> torch.Tensor:
             return torch.tensor(sorted(itertools.chain.from_iterable(chosen)))
 
-        fewest = minimise(parts, lambda chosen: self._holds(change(kept(chosen))))
+        fewest = minimise(parts, lambda chosen: self._still_fails(change(kept(chosen))))
         return change(kept(fewest)) if len(fewest) < len(parts) else program
 
     def _simplify(self, program: Program, values_for: Callable[[torch.Tensor], Iterator[torch.Tensor]]) -> Program:
         """The plainest of these values for each leaf."""
         for name, leaf in program.leaves.items():
-            simpler = (program.with_leaves(**{name: values}) for values in _by_parts(values_for, leaf))
-            program = next(filter(self._holds, simpler), program)
+            simpler = (program.with_values(**{name: values}) for values in _by_parts(values_for, leaf))
+            program = next(filter(self._still_fails, simpler), program)
         return program
 
     def _simplify_all(self, program: Program) -> Program:
@@ -140,7 +141,7 @@ class _Shrinking:
         first = next(iter(varied), "")
         for name in (first, ""):
             constant = {other: -values if other == name else values for other, values in varied.items()}
-            if self._holds(simpler := program.with_leaves(**constant)):
+            if self._still_fails(simpler := program.with_values(**constant)):
                 return simpler
         return program
 
@@ -186,7 +187,7 @@ def _with_fitting_gradient(program: Program, start: float) -> Program:
         for dim, (size, wanted) in enumerate(zip(gradient.shape, shape, strict=True)):
             if wanted < size:
                 gradient = gradient.narrow(dim, min(round(start * size), size - wanted), wanted)
-    return program.with_leaves(**{program.gradient: gradient})
+    return program.with_values(**{program.gradient: gradient})
 
 
 def _sliced_with_sizes(program: Program, slots: tuple[Dimension, ...], kept: torch.Tensor) -> Program:

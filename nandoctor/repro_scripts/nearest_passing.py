@@ -1,4 +1,4 @@
-"""The nearest case that passes: one argument of a program changed, by as little as does it."""
+"""The nearest case that passes: arguments of a program changed, by as little as is enough."""
 
 from __future__ import annotations
 
@@ -16,20 +16,34 @@ _HALVINGS = 140
 _BISECTIONS = 12
 _RAISED = "with the eps raised just enough"
 
+Proposal = tuple[Mapping[str, str], str]
+"""Leaves or numbers of a program, each with the expression that is to take its place; and the change in words."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassingCase:
-    """Arguments of the program, each with the expression that takes its place; `program` passes, `words` say how."""
+    """A `Proposal` with which a program passes: `program` is the changed one."""
 
     changes: Mapping[str, str]
     words: str
     program: Program
 
 
-def mend(program: Program) -> PassingCase | None:
+def find_passing_case(program: Program) -> PassingCase | None:
     """The first that passes of: a constant raised, a mask opened, a tensor scaled, its zeros raised, one row more."""
-    ways = (_numbers, _scalars, _masks, _nonfinite_values, _scales, _floors, _whole_numbers, _rows)
-    return next((found for way in ways for found in way(program)), None)
+    sources = (_numbers, _scalars, _masks, _nonfinite_values, _scales, _floors, _whole_numbers, _rows)
+    cases = (_try(program, changes, words) for source in sources for changes, words in source(program))
+    return next(filter(None, cases), None)
+
+
+def _try(program: Program, changes: Mapping[str, str], words: str) -> PassingCase | None:
+    """The program with these expressions, as the script will have them, in place of arguments; None if it fails."""
+    try:
+        values = {name: eval(text, {"torch": torch, **program.leaves}) for name, text in changes.items()}
+    except (RuntimeError, TypeError):
+        return None
+    changed = program.with_values(**values)
+    return PassingCase(changes=changes, words=words, program=changed) if _passes(changed) else None
 
 
 def _passes(program: Program) -> bool:
@@ -39,36 +53,29 @@ def _passes(program: Program) -> bool:
         return False
 
 
-def _numbers(program: Program) -> Iterator[PassingCase]:
+def _passes_with(program: Program, name: str, template: str, value: float) -> bool:
+    """Tell whether the program passes with this value in the expression for an argument."""
+    return _try(program, {name: template.format(value)}, "") is not None
+
+
+def _numbers(program: Program) -> Iterator[Proposal]:
     """An eps raised just enough, or a constant made one that the format holds."""
     for name, number in program.numbers.items():
-        if abs(number) <= LARGEST_EPS:
-            value, words = _least(number, partial(_passes_with_number, program, name)), _RAISED
-        else:
-            value = math.copysign(torch.finfo(program.low).max, number)
-            words = "with the largest constant that the format holds"
-        if value is not None and _passes_with_number(program, name, value):
-            mended = program.with_numbers(**{name: value})
-            yield PassingCase(changes={name: repr(value)}, words=words, program=mended)
+        if abs(number) > LARGEST_EPS:
+            largest = math.copysign(torch.finfo(program.low).max, number)
+            yield {name: repr(largest)}, "with the largest constant that the format holds"
+        elif (value := _least(number, partial(_passes_with, program, name, "{!r}"))) is not None:
+            yield {name: repr(value)}, _RAISED
 
 
-def _passes_with_number(program: Program, name: str, number: float) -> bool:
-    return _passes(program.with_numbers(**{name: number}))
-
-
-def _scalars(program: Program) -> Iterator[PassingCase]:
+def _scalars(program: Program) -> Iterator[Proposal]:
     """An eps that is a tensor of its own raised just enough."""
     for name, leaf in program.leaves.items():
         if leaf.dim() == 0 and leaf.is_floating_point() and 0 < abs(leaf) <= LARGEST_EPS:
-            value = _least(float(leaf), partial(_passes_with, program, name, torch.full_like))
+            template = f"torch.full_like({name}, {{!r}})"
+            value = _least(float(leaf), partial(_passes_with, program, name, template))
             if value is not None:
-                yield from _try(program, {name: f"torch.full_like({name}, {value!r})"}, _RAISED)
-
-
-def _passes_with(
-    program: Program, name: str, change: Callable[[torch.Tensor, float], torch.Tensor], strength: float
-) -> bool:
-    return _passes(program.with_leaves(**{name: change(program.leaves[name], strength)}))
+                yield {name: template.format(value)}, _RAISED
 
 
 def _least(start: float, passes: Callable[[float], bool]) -> float | None:
@@ -94,77 +101,64 @@ def _bisected(failing: float, passing: float, passes: Callable[[float], bool]) -
     return passing
 
 
-def _masks(program: Program) -> Iterator[PassingCase]:
+def _masks(program: Program) -> Iterator[Proposal]:
     """A mask opened: no key is hidden."""
     for name, leaf in program.leaves.items():
         if leaf.dtype == torch.bool:
             for function in ("zeros_like", "ones_like"):
-                yield from _try(program, {name: f"torch.{function}({name})"}, "with the mask opened")
+                yield {name: f"torch.{function}({name})"}, "with the mask opened"
         elif "-inf" in kinds_of((leaf,)):
-            expression = f"{name}.masked_fill({name}.isneginf(), 0.0)"
-            yield from _try(program, {name: expression}, "with the mask opened")
+            yield {name: f"{name}.masked_fill({name}.isneginf(), 0.0)"}, "with the mask opened"
 
 
-def _nonfinite_values(program: Program) -> Iterator[PassingCase]:
+def _nonfinite_values(program: Program) -> Iterator[Proposal]:
     """Zeros for what is non-finite in one tensor, else in all of them."""
     nonfinite = [name for name, leaf in program.leaves.items() if kinds_of((leaf,))]
     for names in [*([name] for name in nonfinite), nonfinite] if nonfinite else []:
-        changes = {name: f"{name}.nan_to_num(0.0, 0.0, 0.0)" for name in names}
-        yield from _try(program, changes, "with zeros for the non-finite values")
+        yield {name: f"{name}.nan_to_num(0.0, 0.0, 0.0)" for name in names}, "with zeros for the non-finite values"
 
 
-def _scales(program: Program) -> Iterator[PassingCase]:
-    """A tensor scaled down, by as little as does it."""
+def _scales(program: Program) -> Iterator[Proposal]:
+    """A tensor scaled down, by as little as is enough."""
     found = []
     for name, leaf in program.leaves.items():
         if not (leaf.is_floating_point() or leaf.is_complex()) or not leaf.any():
             continue
-        passes = partial(_passes_with, program, name, torch.mul)
+        passes = partial(_passes_with, program, name, f"{name} * {{!r}}")
         factor = next((2.0**-k for k in range(1, _HALVINGS) if passes(2.0**-k)), None)
         if factor is not None and (leaf * factor).any():
             found.append((_bisected(2 * factor, factor, passes), name))
     for factor, name in sorted(found, reverse=True):
-        yield from _try(program, {name: f"{name} * {factor!r}"}, f"with {name} scaled down just enough")
+        yield {name: f"{name} * {factor!r}"}, f"with {name} scaled down just enough"
 
 
-def _floors(program: Program) -> Iterator[PassingCase]:
-    """What is zero or negative raised to a positive number, the smallest that does it."""
+def _floors(program: Program) -> Iterator[Proposal]:
+    """What is zero or negative raised to a positive number, the smallest that is enough."""
     for name, leaf in program.leaves.items():
         if not leaf.is_floating_point() or not leaf.numel() or name == program.gradient:
             continue
         floor = _least(1e-8, partial(_passes_above_zero, program, name))
         if floor is not None:
-            yield from _try(program, {name: f"{name}.clamp(min={floor!r})"}, f"with {name} kept above zero")
+            yield {name: f"{name}.clamp(min={floor!r})"}, f"with {name} kept above zero"
 
 
 def _passes_above_zero(program: Program, name: str, floor: float) -> bool:
-    """Whether a floor does it that the leaf's format tells from zero."""
+    """Tell whether the program passes with a floor that the leaf's format tells from zero."""
     raised = program.leaves[name].clamp(min=floor)
-    return bool(raised.all()) and _passes(program.with_leaves(**{name: raised}))
+    return bool(raised.all()) and _passes(program.with_values(**{name: raised}))
 
 
-def _whole_numbers(program: Program) -> Iterator[PassingCase]:
+def _whole_numbers(program: Program) -> Iterator[Proposal]:
     """Classes that are not ignored, or counts of at least one."""
     for name, leaf in program.leaves.items():
         if not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool):
-            yield from _try(program, {name: f"torch.zeros_like({name})"}, f"with {name} that count")
-            yield from _try(program, {name: f"{name}.clamp(min=1)"}, f"with {name} of at least 1")
+            yield {name: f"torch.zeros_like({name})"}, f"with {name} that count"
+            yield {name: f"{name}.clamp(min=1)"}, f"with {name} of at least 1"
 
 
-def _rows(program: Program) -> Iterator[PassingCase]:
+def _rows(program: Program) -> Iterator[Proposal]:
     """One element more along a dimension: a mean of nothing, a deviation of one."""
     for name, leaf in program.leaves.items():
         for dim in range(leaf.dim()):
             for more in (f"{name} + 1", f"{name}.new_ones({[max(size, 1) for size in leaf.shape]})"):
-                yield from _try(program, {name: f"torch.cat([{name}, {more}], {dim})"}, "with one element more")
-
-
-def _try(program: Program, changes: Mapping[str, str], words: str) -> Iterator[PassingCase]:
-    """The mend, if its expressions, as the script will have them, pass."""
-    try:
-        values = {name: eval(text, {"torch": torch, **program.leaves}) for name, text in changes.items()}
-    except (RuntimeError, TypeError):
-        return
-    mended = program.with_leaves(**values)
-    if _passes(mended):
-        yield PassingCase(changes=changes, words=words, program=mended)
+                yield {name: f"torch.cat([{name}, {more}], {dim})"}, "with one element more"

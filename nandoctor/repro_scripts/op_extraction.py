@@ -91,7 +91,7 @@ class ExtractedOps:
         yield from sorted((p for p in producers - chosen if p is not None and p in self.pieces), reverse=True)
 
 
-def cut(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, backward: bool) -> ExtractedOps:
+def extract_ops(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, backward: bool) -> ExtractedOps:
     """Run the step once more, and keep the tensors of the op `target` of its trace `ops`, and of some before it.
 
     Raises NanDoctorError where the op took what cannot be written down: tensors that are sparse, nested or mapped.

@@ -20,7 +20,7 @@ ValueKind = Literal["nan", "+inf", "-inf"]
 METHOD = "Tensor."
 """What the name of a method starts with; one that writes to its tensor is given a copy."""
 
-_TESTS: dict[ValueKind, Callable[[torch.Tensor], torch.Tensor]] = {
+TESTS: dict[ValueKind, Callable[[torch.Tensor], torch.Tensor]] = {
     "nan": torch.isnan,
     "+inf": torch.isposinf,
     "-inf": torch.isneginf,
@@ -119,13 +119,10 @@ class Program:
         """Every value among the arguments of the ops, out of their lists."""
         return tree_leaves([(node.args, dict(node.kwargs)) for node in self.nodes])
 
-    def with_leaves(self, **leaves: torch.Tensor) -> Program:
-        """The same ops on other tensors."""
-        return replace(self, leaves={**self.leaves, **leaves})
-
-    def with_numbers(self, **numbers: float) -> Program:
-        """The same ops with other constants."""
-        return replace(self, numbers={**self.numbers, **numbers})
+    def with_values(self, **values: Any) -> Program:
+        """The same ops with other values for leaves or numbers of these names."""
+        numbers = {name: values.pop(name, number) for name, number in self.numbers.items()}
+        return replace(self, leaves={**self.leaves, **values}, numbers=numbers)
 
     def _run(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> tuple[torch.Tensor, ...]:
         if self.gradient is None:
@@ -168,11 +165,11 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def is_cast(value: Any) -> bool:
-    """Whether autocast would cast this."""
+    """Tell whether autocast would cast this."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def kinds_of(tensors: tuple[torch.Tensor, ...]) -> tuple[ValueKind, ...]:
     """Which non-finite values there are, the worst first; none where all is finite."""
     parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-    return tuple(kind for kind, test in _TESTS.items() if any(bool(test(part).any()) for part in parts))
+    return tuple(kind for kind, test in TESTS.items() if any(bool(test(part).any()) for part in parts))

@@ -16,11 +16,10 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.repro_scripts.minimize import Failure
 from nandoctor.repro_scripts.nearest_passing import PassingCase
-from nandoctor.repro_scripts.program import METHOD, Node, Program, Ref, is_cast
+from nandoctor.repro_scripts.program import METHOD, TESTS, Node, Program, Ref, is_cast
 from nandoctor.text import dtype_name, number
 
 _NAMES = {"nan": "NaN", "+inf": "an infinity", "-inf": "a negative infinity"}
-_TESTS = {"nan": "torch.isnan", "+inf": "torch.isposinf", "-inf": "torch.isneginf"}
 _INDENT = "    "
 _WIDTH = 110
 _TENSOR_WIDTH = 100
@@ -28,11 +27,11 @@ _MAX_NUMEL = 20_000
 _MAX_ASSIGNED = 12
 
 
-def write_script(program: Program, failure: Failure, mend: PassingCase | None, facts: Mapping[str, str]) -> str:
+def write_script(program: Program, failure: Failure, passing: PassingCase | None, facts: Mapping[str, str]) -> str:
     """The script; `facts` are the labelled lines of its docstring."""
     tensors = "\n".join(f"{name} = {write_tensor(leaf, name)}" for name, leaf in program.leaves.items())
     head = f"{_docstring(program, failure, facts)}\n\n{_imports(program)}"
-    body = f"{tensors}\n\n" + "\n".join(_checks(program, failure, mend))
+    body = f"{tensors}\n\n" + "\n".join(_checks(program, failure, passing))
     return "\n\n\n".join([head, "\n".join(_wrap(line, 8) for line in _case(program)), body]) + "\n"
 
 
@@ -152,18 +151,18 @@ class _Writer:
         return name + cast
 
 
-def _checks(program: Program, failure: Failure, mend: PassingCase | None) -> Iterator[str]:
+def _checks(program: Program, failure: Failure, passing: PassingCase | None) -> Iterator[str]:
     yield f"got = case({', '.join(program.leaves)})"
     yield "where = ~torch.isfinite(got)"
     yield 'print("got:", got[where])'
-    yield f"assert {_TESTS[failure.kind]}(got).any()"
+    yield f"assert torch.{TESTS[failure.kind].__name__}(got).any()"
     yield ""
     yield from _reference(program, failure)
-    if mend is not None:
+    if passing is not None:
         yield ""
-        yield f"# The nearest case that passes: {mend.words}."
-        leaves = [mend.changes.get(name, name) for name in program.leaves]
-        numbers = [f"{name}={mend.changes[name]}" for name in program.numbers if name in mend.changes]
+        yield f"# The nearest case that passes: {passing.words}."
+        leaves = [passing.changes.get(name, name) for name in program.leaves]
+        numbers = [f"{name}={passing.changes[name]}" for name in program.numbers if name in passing.changes]
         yield f"passing = case({', '.join([*leaves, *numbers])})"
         yield 'print("passes:", passing[where])'
         yield "assert torch.isfinite(passing).all()"

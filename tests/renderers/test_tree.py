@@ -26,7 +26,7 @@ def test_parents_stand_before_what_they_hold():
         ("", "encoder.blocks.0"),
         ("encoder.blocks.0.", "norm"),
     ]
-    assert all(row.parent is None or row.parent < row.number for row in rows)
+    assert all(row.parent is None or row.parent < place for place, row in enumerate(rows))
     assert all(row.shown and not row.folded for row in rows)
 
 

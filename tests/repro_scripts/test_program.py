@@ -1,4 +1,4 @@
-"""Extracting ops, shrinking, mending and writing, one by one."""
+"""Extracting ops, shrinking, passing cases and writing, one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 import nandoctor
 from nandoctor.errors import NanDoctorError
 from nandoctor.repro_scripts.minimize import find_failure, shrink
-from nandoctor.repro_scripts.nearest_passing import mend
+from nandoctor.repro_scripts.nearest_passing import find_passing_case
 from nandoctor.repro_scripts.program import Node, Program, Ref, find_function, kinds_of
 from nandoctor.repro_scripts.script import write_tensor, write_value
 
@@ -132,7 +132,7 @@ def test_the_gradient_of_a_strided_convolution_shrinks_with_it():
     x, weight = torch.randn(2, 4, 32, 32), torch.randn(8, 4, 3, 3) * 100
     conv = replace(program("torch.nn.functional.conv2d", x, weight, mode="product"), gradient="grad", trained=("x",))
     node = replace(conv.nodes[0], kwargs={"stride": [2, 2], "padding": [1, 1]})
-    found = smallest(replace(conv.with_leaves(grad=torch.randn(2, 8, 16, 16) * 3e3), nodes=(node,)))
+    found = smallest(replace(conv.with_values(grad=torch.randn(2, 8, 16, 16) * 3e3), nodes=(node,)))
     assert found.result_shape == found.leaves["grad"].shape
     assert sum(leaf.numel() for leaf in found.leaves.values()) < 40
 
@@ -140,7 +140,7 @@ def test_the_gradient_of_a_strided_convolution_shrinks_with_it():
 def test_the_gradient_that_overflows_stays_the_one():
     """Of x * weight the gradient of x overflows; with no weight and a large x that of the weight would."""
     x, weight = torch.full((3, 4), 0.5), torch.full((3, 4), 300.0)
-    case = program("torch.mul", x.half(), weight.half()).with_leaves(grad=torch.full((3, 4), 400.0).half())
+    case = program("torch.mul", x.half(), weight.half()).with_values(grad=torch.full((3, 4), 400.0).half())
     found = smallest(replace(case, gradient="grad", trained=("x", "y")))
     of_x, of_weight = found.run()
     assert not of_x.isfinite().all()
@@ -162,18 +162,18 @@ def test_the_gradient_that_overflows_stays_the_one():
     ],
 )
 def test_the_nearest_case_that_passes(case, expression):
-    found = mend(case)
+    found = find_passing_case(case)
     assert expression in found.changes.values()
     assert not kinds_of(found.program.run())
 
 
 def test_a_constant_too_large_for_the_format_becomes_its_max():
-    found = mend(program("torch.mul", half(1.0), numbers={"constant": -1e9}))
+    found = find_passing_case(program("torch.mul", half(1.0), numbers={"constant": -1e9}))
     assert found.changes == {"constant": "-65504.0"}
 
 
-def test_some_failures_have_no_mend():
-    assert mend(program("torch.full", others=([1], NAN))) is None
+def test_some_failures_have_no_passing_case():
+    assert find_passing_case(program("torch.full", others=([1], NAN))) is None
 
 
 def test_a_method_that_writes_to_its_tensor_gets_a_copy():

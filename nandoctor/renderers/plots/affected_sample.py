@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from nandoctor.evidence.exhibits import Picture, SampleView, Signal, TokenIds
-from nandoctor.renderers.plots.figures import NONFINITE_COLOR, figure_svg, figure_width, for_page_and_phone, new_figure
+from nandoctor.renderers.plots.figures import NONFINITE_COLOR, figure_svg, for_page_and_phone, new_figure
 from nandoctor.renderers.plots.origin import picture_levels
 from nandoctor.text import are, number, plural
 
@@ -71,8 +71,7 @@ def view_html(view: SampleView) -> Markup:
 
 def _signal_svg(view: Signal, *, narrow: bool) -> Markup:
     with matplotlib.style.context("default"):
-        figure = new_figure()
-        figure.set_size_inches(figure_width(narrow=narrow), _HEIGHT_IN)
+        figure = new_figure(_HEIGHT_IN, narrow=narrow)
         axes = figure.subplots()
         for curve in range(len(view.lows)):
             _draw_curve(axes, view, curve)

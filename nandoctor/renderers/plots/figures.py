@@ -102,9 +102,9 @@ def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str, n
         return figure
 
 
-def new_figure() -> Figure:
-    """A figure that belongs to no pyplot window."""
-    figure = NotebookFigure(layout="constrained")
+def new_figure(height: float = 1.0, *, narrow: bool) -> Figure:
+    """A figure of so many inches, as wide as a page or a phone, that belongs to no pyplot window."""
+    figure = NotebookFigure(figsize=(_NARROW_WIDTH_IN if narrow else _WIDTH_IN, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -126,7 +126,7 @@ def _draw(
     report: Report, layers: Layers, draw: DrawPanel, shown: Sequence[range], *, narrow: bool
 ) -> tuple[Figure, Sequence[Artist]]:
     """One panel for each part of the layers, and what a legend should explain."""
-    figure = new_figure()
+    figure = new_figure(narrow=narrow)
     panels = list(figure.subplots(len(shown), squeeze=False)[:, 0])
     legends = [draw(axes, layers, part) for axes, part in zip(panels, shown, strict=True)]
     for axes, part in zip(panels, shown, strict=True):
@@ -137,14 +137,8 @@ def _draw(
         title = f"layers {part.start + 1:,} to {part.stop:,} of {len(layers.pairs):,}, the dotted part above"
         panels[1].set_title(title, **_SMALL)
     longest = [max(len(label.get_text()) for label in axes.get_xticklabels()) for axes in panels]
-    height = _TEXT_HEIGHT_IN + sum(_PANEL_HEIGHT_IN + _LETTER_IN * letters for letters in longest)
-    figure.set_size_inches(figure_width(narrow=narrow), height)
+    figure.set_figheight(_TEXT_HEIGHT_IN + sum(_PANEL_HEIGHT_IN + _LETTER_IN * letters for letters in longest))
     return figure, legends[0]
-
-
-def figure_width(*, narrow: bool) -> float:
-    """The width of every figure in inches, that of a page or of a phone."""
-    return _NARROW_WIDTH_IN if narrow else _WIDTH_IN
 
 
 def _mark_first(axes: Axes, first: FirstNonfinite | None, layers: Layers, *, named: bool) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nandoctor.evidence.report import Report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PlotKind:
     """One kind. `title` heads it on the page; `per_sample` kinds need a replay with per-sample statistics."""
 
@@ -28,28 +28,12 @@ class PlotKind:
 
 
 PLOTS: Mapping[str, PlotKind] = {
-    "ranges": PlotKind(
-        title="Ranges of every layer",
-        shows="what every layer's values span, against what the format can hold",
-    ),
-    "exponents": PlotKind(
-        title="Exponents",
-        shows="how they spread over the exponents",
-        per_sample=True,
-    ),
-    "divergence": PlotKind(
-        title="Error against fp32",
-        shows="how far every layer is from fp32, and which one makes the error",
-    ),
-    "samples": PlotKind(
-        title="Samples",
-        shows="which samples are non-finite, or near the limit, in which layer",
-        per_sample=True,
-    ),
+    "ranges": PlotKind("Ranges of every layer", "what every layer's values span, against what the format can hold"),
+    "exponents": PlotKind("Exponents", "how they spread over the exponents", per_sample=True),
+    "divergence": PlotKind("Error against fp32", "how far every layer is from fp32, and which one makes the error"),
+    "samples": PlotKind("Samples", "which samples are non-finite, or near the limit, in which layer", per_sample=True),
     "origin": PlotKind(
-        title="Where in the tensor",
-        shows="which elements of the tensor are the first non-finite ones",
-        per_sample=True,
+        "Where in the tensor", "which elements of the tensor are the first non-finite ones", per_sample=True
     ),
 }
 

@@ -19,7 +19,7 @@ from nandoctor.evidence.exhibits import Picture
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import Grid
 from nandoctor.renderers.facts import describe_origin
-from nandoctor.renderers.plots.figures import NONFINITE_COLOR, figure_width, new_figure, write_finding, write_legend
+from nandoctor.renderers.plots.figures import NONFINITE_COLOR, new_figure, write_finding, write_legend
 from nandoctor.text import brief, percent, shape_text
 
 _SHARES = LinearSegmentedColormap.from_list("shares", ["#FBE3D5", NONFINITE_COLOR, "#7A3300"])
@@ -45,9 +45,8 @@ def draw_origin(report: Report, *, narrow: bool = False) -> Figure:
             remedy="That is known where an operation or a saved array is to blame; `nandoctor replay` names it.",
         )
     with matplotlib.style.context("default"):
-        figure = new_figure()
         height = _LINE_HEIGHT_IN if len(origin.grid.dims) == 1 else _NARROW_HEIGHT_IN if narrow else _HEIGHT_IN
-        figure.set_size_inches(figure_width(narrow=narrow), height)
+        figure = new_figure(height, narrow=narrow)
         place, samples = figure.subplots(1, 2, width_ratios=(5 if narrow else 8, 1))
         picture = report.sample if isinstance(report.sample, Picture) and _fits(report.sample, origin) else None
         _draw_map(place, origin, origin.grid, picture)
@@ -84,7 +83,7 @@ def is_uniform(report: Report) -> bool:
 
 
 def _fits(picture: Picture, origin: Origin) -> bool:
-    """Whether the map is over the two image dimensions of a batch of images of about the picture's proportions."""
+    """Tell whether the map is over the two image dimensions of a batch of images of about the picture's proportions."""
     if origin.grid is None or origin.output is None or len(origin.output.shape) != 4:
         return False
     ratio = picture.width / picture.height
@@ -125,8 +124,8 @@ def _share_of_samples(origin: Origin, grid: Grid) -> float:
     """The share of samples that are affected; 1 where that is not known, or the map shows the samples itself."""
     shape = origin.output.shape if origin.output is not None else ()
     samples = origin.elements.samples or ()
-    told = 0 < len(samples) < _NUM_SAMPLES and len(shape) > 1 and 0 not in grid.dims
-    return len(samples) / shape[0] if told else 1.0
+    is_known = 0 < len(samples) < _NUM_SAMPLES and len(shape) > 1 and 0 not in grid.dims
+    return len(samples) / shape[0] if is_known else 1.0
 
 
 def picture_levels(picture: Picture) -> NDArray[np.uint8]:

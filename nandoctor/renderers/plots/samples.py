@@ -27,15 +27,15 @@ NEAR_BITS = 1.0
 ROOM_BITS = 4.0
 
 _BLANK, _FINITE, _ROOM, _CLOSE, _NEAR, _NONFINITE = range(6)
-_COLORS = ("#FFFFFF", "#F0F0F0", "#D3EAF8", SKY, ORANGE, NONFINITE_COLOR)
-_NAMES = {
-    _BLANK: "not counted by sample",
-    _FINITE: "finite",
-    _ROOM: f"more than {ROOM_BITS:.0f} bits of room",
-    _CLOSE: f"{NEAR_BITS:.0f} to {ROOM_BITS:.0f} bits of room",
-    _NEAR: "within a factor of two of the limit",
-    _NONFINITE: "non-finite",
-}
+_CLASSES = (
+    ("not counted by sample", "#FFFFFF"),
+    ("finite", "#F0F0F0"),
+    (f"more than {ROOM_BITS:.0f} bits of room", "#D3EAF8"),
+    (f"{NEAR_BITS:.0f} to {ROOM_BITS:.0f} bits of room", SKY),
+    ("within a factor of two of the limit", ORANGE),
+    ("non-finite", NONFINITE_COLOR),
+)
+"""Name and colour of each class."""
 
 
 def draw_samples(report: Report, *, narrow: bool = False) -> Figure:
@@ -129,12 +129,12 @@ def _draw_panel(
         image,
         aspect="auto",
         extent=(shown.start - 0.5, shown.stop - 0.5, image.shape[0] - 0.5, -0.5),
-        cmap=ListedColormap(_COLORS),
+        cmap=ListedColormap([color for _, color in _CLASSES]),
         vmin=-0.5,
-        vmax=len(_COLORS) - 0.5,
+        vmax=len(_CLASSES) - 0.5,
         interpolation="nearest",
     )
     axes.set_ylabel("sample")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=9))
-    shown_classes = ((_COLORS[kind], name) for kind, name in _NAMES.items() if kind in classes)
-    return [Patch(facecolor=color, edgecolor="#999999", linewidth=0.5, label=name) for color, name in shown_classes]
+    named = [_CLASSES[kind] for kind in sorted(classes)]
+    return [Patch(facecolor=color, edgecolor="#999999", linewidth=0.5, label=name) for name, color in named]
