@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nandoctor.dumps.array_roles import is_loss, role_of
+from nandoctor.dumps.checksums import Checksums
 from nandoctor.dumps.code_request import code_rows
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import FORMAT, Recorded
@@ -58,6 +59,7 @@ class Dump:
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     other_weights: bool = False
+    checksums: Checksums = field(default_factory=Checksums)
 
     @property
     def is_recorded(self) -> bool:
@@ -124,11 +126,17 @@ _SCALE_NAMES = frozenset({"scale", "loss_scale", "grad_scale", "scaler"})
 
 
 def summarize(dump: Dump) -> DumpSummary:
-    """Count what is in the dump: exact numbers of NaN and infinities, in one pass over each finite tensor."""
+    """Count what is in the dump: exact numbers of NaN and infinities, in one pass over each finite tensor.
+
+    Raises:
+        DumpError: the data of one that is not finite has changed since it was written.
+    """
     arrays = _summarize_arrays(dump.arrays)
     nonfinite = [
         entry for entry in (_summarize(name, tensor, None) for name, tensor in dump.state.items()) if entry.num_bad
     ]
+    dump.checksums.check({entry.name: dump.state[entry.name] for entry in nonfinite})
+    dump.checksums.check({entry.name: dump.arrays[entry.name] for entry in arrays if entry.num_bad})
     bad_buffers = tuple(entry for entry in nonfinite if is_buffer(entry.name))
     return DumpSummary(
         path=brief(str(dump.path), 1000),

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from nandoctor.dumps.checksums import Checksums
 from nandoctor.dumps.classify import choose_state, is_stub, sort_contents, sort_recorded, strip_wrappers
 from nandoctor.dumps.directories import refuse_part, stub_error
 from nandoctor.dumps.dump import Dump
@@ -164,6 +165,7 @@ def _make_dump(container: Container, values: Values, scan: Scan | None = None, *
         optimizer_eps=contents.optimizer_eps,
         tree=contents.tree,
         left_out=(*(name for name in contents.states if name != state_name), *contents.left_out),
+        checksums=Checksums.left(container, values),
     )
 
 
@@ -184,6 +186,7 @@ def _make_recorded(container: Container, saved: Any, values: Values) -> Dump:
         recorded=recorded,
         provenance=_judge(container),
         missing=tuple(contents.left_out),
+        checksums=Checksums.left(container, values),
     )
 
 

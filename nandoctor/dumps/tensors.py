@@ -23,6 +23,7 @@ class TorchValues:
     """Makes the values of torch that a pickle describes; tensors keep their data where it is."""
 
     def __init__(self, data: Any = None) -> None:
+        self.places: dict[int, Member] = {}  # by the address that their data has here
         self._data: Any = None if data is None else torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
 
     def storage(self, member: Member, dtype: str) -> TypedStorage:
@@ -30,6 +31,7 @@ class TorchValues:
         storage = member.of(self._data)
         make: Any = TypedStorage
         untyped = cast(UntypedStorage, _copy(storage) if member.offset % _ALIGNMENT else storage)
+        self.places[untyped.data_ptr()] = member
         made: TypedStorage = make(wrap_storage=untyped, dtype=getattr(torch, dtype), _internal=True)
         return made
 
