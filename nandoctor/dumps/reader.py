@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from nandoctor.dumps.tensors import TorchValues
 
 _MODULE_PREFIXES = ("torch.nn.modules.", "__main__.")
+_NESTED = frozenset({"torch._utils._rebuild_nested_tensor", "torch.nested._internal.nested_tensor.NestedTensor"})
 
 
 def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
@@ -276,6 +277,11 @@ def _refuse(unknown: Sequence[str]) -> DumpError:
             remedy="Save whole weights: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
             "torch.distributed.checkpoint.state_dict; or save with torch.distributed.checkpoint, and give the "
             "directory: --weights DIRECTORY.",
+        )
+    if any(name in _NESTED for name in unknown):
+        return DumpError(
+            "it holds a nested tensor, which a few bytes can make as large as they like.",
+            remedy="Save its parts, list(tensor.unbind()), or tensor.to_padded_tensor(0.0) and the lengths.",
         )
     if any(name.startswith(_MODULE_PREFIXES) for name in unknown):
         return _whole_objects(unknown)

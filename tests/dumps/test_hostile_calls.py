@@ -15,6 +15,7 @@ from nandoctor.dumps.reader import look_at_dump, read_dump
 from nandoctor.errors import DumpError
 
 SET, COUNTER = forge.name("builtins", "set"), forge.name("collections", "Counter")
+GETATTR = forge.name("builtins", "getattr")
 SIZE, PARAMETER = forge.name("torch", "Size"), forge.name("torch._utils", "_rebuild_parameter")
 EXPANDED = forge.tensor(size=(10**8,), stride=(0,))
 COLLIDING = b"".join(forge.integer(1 + number * (2**61 - 1)) for number in range(8, 3000))
@@ -81,6 +82,21 @@ CALLS = {
             forge.name("torch._utils", "_rebuild_tensor_v3"), *forge.tensor_parts(), forge.name("torch", "qint8")
         ),
         "a quantized tensor has no scale",
+    ),
+    "a part of what is no class": (forge.call(GETATTR, forge.name("torch", "Size"), forge.text("count")), "getattr"),
+    "a part of a set": (forge.call(GETATTR, SET, forge.text("pop")), "getattr"),
+    "a part of a part": (
+        forge.call(GETATTR, forge.call(GETATTR, forge.name("a", "B"), forge.text("C")), forge.text("d")),
+        "getattr",
+    ),
+    "a part without a name": (forge.call(GETATTR, forge.name("a", "B")), "getattr"),
+    "a part, with something in its place": (
+        forge.call(GETATTR, forge.name("a", "B"), forge.text("C"), forge.integer(1)),
+        "getattr",
+    ),
+    "a part by way of torch": (
+        forge.call(forge.name("torch._tensor", "_rebuild_from_type_v2"), GETATTR, b"N", forge.tuple_of(), b"N"),
+        "by way of torch",
     ),
     "an array in no order": (array_with(byte_order=b"]"), CONTRADICTION),
     "an array of sizes that numpy lacks": (
