@@ -76,7 +76,7 @@ class InterruptedTriageError(NanDoctorError):
     def __init__(self, triage: Triage) -> None:
         left = f"{plural(triage.num_left, 'file')} {are(triage.num_left)} left"
         super().__init__(
-            f"InterruptedTriageError: {left}.", remedy="The same command goes on from here: what is done is kept."
+            f"interrupted, {left}.", remedy="Run the same command again to go on: finished files are not redone."
         )
         self.triage = triage
 
