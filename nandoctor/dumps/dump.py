@@ -16,7 +16,7 @@ from nandoctor.dumps.recorded_format import FORMAT, Recorded
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.stored_tensor import StoredTensor
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, Layout, Role, SavedFlags
-from nandoctor.text import brief, brief_list, dtype_name
+from nandoctor.text import brief, brief_list, dtype_name, plural
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +60,10 @@ class Dump:
     notes: tuple[str, ...] = ()
     other_weights: bool = False
     checksums: Checksums = field(default_factory=Checksums)
+
+    def __repr__(self) -> str:
+        weights, arrays = plural(len(self.state), "weight"), brief_list(list(self.arrays)) or "no arrays"
+        return f"Dump({brief(str(self.path), 1000)}: {weights}; {arrays})"
 
     @property
     def is_recorded(self) -> bool:

@@ -82,7 +82,8 @@ def named(path: Path) -> Iterator[None]:
     try:
         yield
     except DumpError as error:
-        raise DumpError(f"{brief(str(path), 1000)}: {error.message}", remedy=error.remedy) from error
+        # Without the error that has no path, which a notebook would show as well, a screen long.
+        raise DumpError(f"{brief(str(path), 1000)}: {error.message}", remedy=error.remedy) from error.__cause__
 
 
 def read_state(path: Path) -> Mapping[str, torch.Tensor]:

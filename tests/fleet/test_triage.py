@@ -178,6 +178,7 @@ def test_ctrl_c_keeps_what_was_done(executor):
         triage(["runs"], OPTIONS)
     before = caught.value.triage
     assert before.num_left > 0
+    assert repr(before).endswith(f" groups; the page is in {before.folder})")
     assert (caught.value.exit_code, caught.value.message) == (130, "interrupted, 1 file is left.")
     after = triage(["runs"], OPTIONS)
     assert after.num_left == 0
