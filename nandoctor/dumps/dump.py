@@ -16,6 +16,7 @@ from nandoctor.dumps.recorded_format import FORMAT, Recorded
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.stored_tensor import StoredTensor
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, Layout, Role, SavedFlags
+from nandoctor.evidence.formats import FP16
 from nandoctor.text import brief, brief_list, dtype_name, plural
 
 if TYPE_CHECKING:
@@ -133,13 +134,13 @@ def summarize(dump: Dump) -> DumpSummary:
     """Count what is in the dump: exact numbers of NaN and infinities, in one pass over each finite tensor.
 
     Raises:
-        DumpError: the data of one that is not finite has changed since it was written.
+        DumpError: the data of one that is non-finite or absurdly large has changed since it was written.
     """
     arrays = _summarize_arrays(dump.arrays)
     nonfinite = [
         entry for entry in (_summarize(name, tensor, None) for name, tensor in dump.state.items()) if entry.num_bad
     ]
-    dump.checksums.check({entry.name: dump.state[entry.name] for entry in nonfinite})
+    dump.checksums.check({entry.name: dump.state[entry.name] for entry in nonfinite} | _absurd_weights(dump))
     dump.checksums.check({entry.name: dump.arrays[entry.name] for entry in arrays if entry.num_bad})
     bad_buffers = tuple(entry for entry in nonfinite if is_buffer(entry.name))
     return DumpSummary(
@@ -156,6 +157,17 @@ def summarize(dump: Dump) -> DumpSummary:
         missing=tuple(_missing(dump, arrays, bad_buffers)),
         notes=tuple(_notes(dump)),
     )
+
+
+def _absurd_weights(dump: Dump) -> dict[str, torch.Tensor]:
+    """Weights that are blamed for their size, where their checksums were not compared yet; none where torch is not."""
+    weights: Mapping[str, torch.Tensor | StoredTensor] = dump.state if dump.checksums.members else {}
+    plain = {name: tensor for name, tensor in weights.items() if not isinstance(tensor, StoredTensor)}
+    if not plain:
+        return {}
+    from nandoctor.dumps.tensors import largest_magnitude
+
+    return {name: tensor for name, tensor in plain.items() if largest_magnitude(tensor) > FP16.max}
 
 
 def is_buffer(name: str) -> bool:

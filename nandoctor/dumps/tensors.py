@@ -179,12 +179,18 @@ def as_stored(values: torch.Tensor) -> torch.Tensor:
     return stored.permute(sorted(range(stored.dim()), key=stored.stride().__getitem__, reverse=True))
 
 
-def count_nonfinite(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """How many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
+def largest_magnitude(tensor: torch.Tensor) -> float:
+    """That of all elements, NaN where one is; 0 of whole numbers and of no elements."""
     values = comparable_values(tensor.detach())  # a saved output may still require its gradient
     if not values.is_floating_point() or not values.numel():
-        return 0, 0, 0
+        return 0.0
     # aminmax hands NaN and both infinities on, so that a finite tensor costs one pass and no mask.
-    if all(math.isfinite(bound) for bound in torch.aminmax(as_stored(values))):
+    return max(abs(float(bound)) for bound in torch.aminmax(as_stored(values)))
+
+
+def count_nonfinite(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """How many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
+    if math.isfinite(largest_magnitude(tensor)):
         return 0, 0, 0
+    values = comparable_values(tensor.detach())
     return int(values.isnan().sum()), int(values.isposinf().sum()), int(values.isneginf().sum())

@@ -57,11 +57,20 @@ def test_a_changed_byte_of_a_small_file_is_noticed(old, new, part, read):
 
 def test_of_a_large_file_what_is_nonfinite_is_checked(read, monkeypatch):
     monkeypatch.setattr(file_type, "_CHECKED_NBYTES", 1)
-    write(save(), new=FINITE)
+    write(save(), new=np.float32(3).tobytes())
     assert read().num_weights == 2
     write(save())
     with pytest.raises(DumpError, match=r"damaged: the bytes of 'a.weight' do not match"):
         read()
+
+
+def test_a_weight_that_is_absurdly_large_is_checked(monkeypatch):
+    monkeypatch.setattr(file_type, "_CHECKED_NBYTES", 1)
+    write(save(), new=FINITE)
+    with pytest.raises(DumpError, match=r"damaged: the bytes of 'a.weight' do not match"):
+        summarize(read_dump("dump.pth"))
+    Path("dump.pth").write_bytes(save(WEIGHT * 1e30))
+    assert summarize(read_dump("dump.pth")).num_weights == 2
 
 
 @pytest.mark.parametrize("limit", [1, 1 << 20])
