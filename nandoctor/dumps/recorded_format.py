@@ -231,9 +231,9 @@ def _check(value: Any, kind: type[T], name: str) -> T:
         odd = [key for key in value if not isinstance(key, (str, int))] if isinstance(value, dict) else []
         if not odd:
             return value
-        found = f"has a {type(odd[0]).__name__} for a name"
+        found = f"has a name of type {type(odd[0]).__name__}"
     else:
-        found = f"is a {type(value).__name__} where a {kind.__name__} belongs"
+        found = f"is of type {type(value).__name__}, not {kind.__name__}"
     raise DumpError(
         f"it says that it is {FORMAT}, and its {name!r} {found}.",
         remedy="Take the file as the recorder wrote it; to edit one, follow docs/capture.md.",

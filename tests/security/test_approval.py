@@ -151,6 +151,26 @@ def test_the_printed_command_runs_it(project, kind, run_nandoctor):
     assert ("loss" in canaries(project)) == (kind != "no loss")
 
 
+@pytest.mark.parametrize(
+    ("module", "file", "name"),
+    [
+        ("os", "", "system"),
+        ("builtins", "", "eval"),
+        ("subprocess", "", "Popen"),
+        ("train", "train.py", "__loader__.path"),
+    ],
+)
+def test_no_command_is_offered_that_runs_pythons_own(project, module, file, name):
+    source = {"module": module, "file": file, "name": name}
+    arguments = {"command": "touch canary"}
+    request = refusal(strangers(project, model={**source, "arguments": arguments}, loss_function=source))
+    command = request.remedy.partition("nandoctor replay")[2]
+    assert f":{name}" in str(request)
+    assert name not in command
+    assert "--model FILE.py:NAME" in command
+    assert ("a part of Python" in str(request)) == (not file)
+
+
 def test_a_flag_allows_what_it_names_and_no_more(project):
     case = replay(strangers(project), model="train.py:Net", model_args={"width": 3}, fixes=False)
     assert "loss\n" not in canaries(project)
