@@ -229,11 +229,13 @@ def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[Ar
         yield "No target: the loss and the backward pass cannot be replayed. Next time add 'target': target.cpu()."
     if not dump.rng_states:
         yield (
-            "No random state: dropout draws other masks in a replay. Next time add 'rng_state': torch.get_rng_state() "
-            "(torch.cuda.get_rng_state() on a GPU), taken before the forward."
+            "No random state: dropout draws different masks in a replay. Next time add 'rng_state': "
+            "torch.get_rng_state() (torch.cuda.get_rng_state() on a GPU), taken before the forward."
         )
     if not any(name.rpartition(".")[2] in _SCALE_NAMES for name in dump.scalars):
-        yield "No loss scale: fp16 gradients cannot be replayed at it. Next time add 'scaler': scaler.state_dict()."
+        yield (
+            "No loss scale: the scaled fp16 gradients cannot be replayed. Next time add 'scaler': scaler.state_dict()."
+        )
 
 
 def _notes(dump: Dump) -> Iterator[str]:

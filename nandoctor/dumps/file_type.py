@@ -152,9 +152,9 @@ def open_container(path: Path) -> Container:
     except FileNotFoundError as error:
         raise DumpError("there is no such file.", remedy=_suggest(path)) from error
     except PermissionError as error:
-        raise DumpError("this user may not read it.", remedy="Give read permission: chmod u+r FILE.") from error
+        raise DumpError("you have no permission to read it.", remedy="Give read permission: chmod u+r FILE.") from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        remedy = "Read it where there is more memory." if is_out_of_memory(error) else "Check the path."
+        remedy = "Read it on a machine with more memory." if is_out_of_memory(error) else "Check the path."
         raise DumpError(f"it cannot be opened ({brief(str(error))}).", remedy=remedy) from error
     raise _describe_stranger(head)
 
@@ -310,7 +310,7 @@ def _find_members(data: mmap.mmap, begin: int = 0) -> dict[str, Member]:
     for entry in entries:
         _check_entry(entry)
     if entries and min(entry.header_offset for entry in entries) != begin:
-        raise damaged("something stands before its first part")
+        raise damaged("there is something before its first part")
     if len({entry.filename.casefold() for entry in entries}) < len(entries):
         raise damaged("a part of it occurs twice")
     members = {entry.filename: _locate(data, entry) for entry in entries}

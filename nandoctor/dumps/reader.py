@@ -255,7 +255,7 @@ def _load(container: Container, values: Values, scan: Scan | None = None, *, tru
         if is_out_of_memory(error):
             raise DumpError(
                 f"there is not enough memory to read its {byte_size(container.nbytes)} ({detail}).",
-                remedy="Read it where there is more memory, or end what else runs there.",
+                remedy="Read it on a machine with more memory, or stop other programs.",
             ) from error
         if trust:
             raise DumpError(
@@ -265,8 +265,8 @@ def _load(container: Container, values: Values, scan: Scan | None = None, *, tru
         from importlib.metadata import version
 
         raise DumpError(
-            f"torch cannot rebuild its tensors ({detail}).",
-            remedy=f"If it is damaged, copy it again; a torch newer than {version('torch')} may have written it, too.",
+            f"its contents cannot be rebuilt ({detail}).",
+            remedy=f"If it is damaged, copy it again. It may also come from a torch newer than {version('torch')}.",
         ) from error
 
 
@@ -274,14 +274,14 @@ def _refuse(unknown: Sequence[str]) -> DumpError:
     listed = brief_list(unknown)
     if any(name.startswith("torch.distributed.") for name in unknown):
         return DumpError(
-            f"it holds one rank's part of weights that are spread over ranks: {listed}.",
+            f"it holds one rank's part of sharded weights: {listed}.",
             remedy="Save whole weights: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
             "torch.distributed.checkpoint.state_dict; or save with torch.distributed.checkpoint, and give the "
             "directory: --weights DIRECTORY.",
         )
     if any(name in _NESTED for name in unknown):
         return DumpError(
-            "it holds a nested tensor, which a few bytes can make as large as they like.",
+            "it holds a nested tensor, which is not read: a few bytes of it can claim any amount of memory.",
             remedy="Save its parts, list(tensor.unbind()), or tensor.to_padded_tensor(0.0) and the lengths.",
         )
     if any(name.startswith(_MODULE_PREFIXES) for name in unknown):

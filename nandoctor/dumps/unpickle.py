@@ -102,6 +102,13 @@ def _call(opcode: bytes) -> Callable[[Any], None]:
     return call
 
 
+class _Instructions(dict[int, Callable[..., None]]):
+    """What obeys each instruction; there are others, which no file of torch.save has."""
+
+    def __missing__(self, code: int) -> Callable[..., None]:
+        raise pickle.UnpicklingError(f"the instruction {bytes([code])!r}, which torch.save never writes")
+
+
 class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every instruction
     """Obeys the instructions of torch.save alone, and gives a state to nothing but records and containers of ours."""
 
@@ -144,13 +151,15 @@ class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every
         elif type(made) is not OrderedDict:
             raise pickle.UnpicklingError(f"a state for a {type(made).__name__}")
 
-    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
-        **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES},
-        pickle.NEWOBJ[0]: _call(pickle.NEWOBJ),
-        pickle.REDUCE[0]: _call(pickle.REDUCE),
-        pickle.BUILD[0]: load_build,
-        pickle.APPEND[0]: _fill(pickle.APPEND, lambda unpickler: unpickler.stack[-2], list),
-        pickle.APPENDS[0]: _fill(pickle.APPENDS, lambda unpickler: unpickler.metastack[-1][-1], list),
-        pickle.SETITEM[0]: _fill(pickle.SETITEM, lambda unpickler: unpickler.stack[-3], *_MAPPINGS),
-        pickle.SETITEMS[0]: _fill(pickle.SETITEMS, lambda unpickler: unpickler.metastack[-1][-1], *_MAPPINGS),
-    }
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = _Instructions(
+        {
+            **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES},
+            pickle.NEWOBJ[0]: _call(pickle.NEWOBJ),
+            pickle.REDUCE[0]: _call(pickle.REDUCE),
+            pickle.BUILD[0]: load_build,
+            pickle.APPEND[0]: _fill(pickle.APPEND, lambda unpickler: unpickler.stack[-2], list),
+            pickle.APPENDS[0]: _fill(pickle.APPENDS, lambda unpickler: unpickler.metastack[-1][-1], list),
+            pickle.SETITEM[0]: _fill(pickle.SETITEM, lambda unpickler: unpickler.stack[-3], *_MAPPINGS),
+            pickle.SETITEMS[0]: _fill(pickle.SETITEMS, lambda unpickler: unpickler.metastack[-1][-1], *_MAPPINGS),
+        }
+    )

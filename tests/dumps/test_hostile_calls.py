@@ -98,6 +98,10 @@ CALLS = {
         forge.call(forge.name("torch._tensor", "_rebuild_from_type_v2"), GETATTR, b"N", forge.tuple_of(), b"N"),
         "by way of torch",
     ),
+    "an instruction of other pickles": (
+        forge.tensor() + b"\x82\x01",
+        "instruction b'.x82', which torch.save",
+    ),
     "an array in no order": (array_with(byte_order=b"]"), CONTRADICTION),
     "an array of sizes that numpy lacks": (
         array_with(shape=forge.tuple_of(forge.integer(0), forge.integer(1 << 62))),

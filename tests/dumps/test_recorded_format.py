@@ -60,7 +60,7 @@ def test_a_file_with_the_weights_alone_is_read(tmp_path):
         ({"calls": [3]}, "'calls' is of type int, not dict"),
         ({"calls": [{"args": [IMAGE]}]}, "'args' is of type list, not tuple"),
         ({"training": {IMAGE: True}}, "'training' has a name of type Tensor"),
-        ({"mixed_precision": {"inputs": {"": [1]}}}, "FSDP casts to a list in no training"),
+        ({"mixed_precision": {"inputs": {"": [1]}}}, "FSDP never casts to a list"),
         ({"training": {"": 1}}, "'training' is of type int, not bool"),
         ({"autocast": {"enabled": "yes"}}, "'enabled' is of type str, not bool"),
         ({"model": "train.py:Net"}, "'model' is of type str, not dict"),
@@ -82,7 +82,7 @@ def test_a_tree_without_end_is_refused(tmp_path):
     tree = IMAGE
     for _ in range(40):
         tree = [tree]
-    with pytest.raises(DumpError, match="nests without end"):
+    with pytest.raises(DumpError, match="nested without end"):
         read(tmp_path, batch=tree)
 
 

@@ -188,7 +188,7 @@ def test_ctrl_c_keeps_what_was_done(executor):
 def test_a_strange_folder_is_left_alone(executor, workplace):
     (workplace / "notes").mkdir()
     (workplace / "notes" / "mine.txt").write_text("mine")
-    with pytest.raises(NanDoctorError, match="no triage wrote"):
+    with pytest.raises(NanDoctorError, match="triage did not write"):
         triage(["runs"], TriageOptions(folder=workplace / "notes"))
 
 
@@ -201,7 +201,7 @@ def test_folders_patterns_and_names_find_each_file_once(workplace):
         names + broken
     )
     assert find_dumps(["runs/*"]) == find_dumps(["runs"])
-    with pytest.raises(NanDoctorError, match="no dump there"):
+    with pytest.raises(NanDoctorError, match="no dumps found there"):
         find_dumps(["runs/*/none-*.pth"])
 
 
