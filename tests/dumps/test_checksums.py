@@ -12,6 +12,7 @@ import torch
 from nandoctor.dumps import file_type
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import look_at_dump, read_dump
+from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import DumpError
 
 WEIGHT = np.linspace(1, 2, 64, dtype="f4")
@@ -83,12 +84,16 @@ def test_a_nan_that_was_written_is_no_damage(read, limit, monkeypatch):
 
 
 def test_without_checksums_nothing_is_said(read):
-    torch.serialization.set_crc32_options(False)
-    try:
+    with forge.without_checksums():
         write(save())
-    finally:
-        torch.serialization.set_crc32_options(True)
     assert [entry.name for entry in read().bad_weights] == ["a.weight"]
+
+
+def test_a_recorder_signs_without_checksums(tmp_path):
+    contents = {"format": "nandoctor.dump/1", "state_dict": {"a.weight": torch.ones(2)}}
+    with forge.without_checksums():
+        path = write_dump(contents, tmp_path, "nan-step1", max_nbytes=1 << 20)
+    assert read_dump(path).provenance.own
 
 
 def test_each_part_is_checked_once(read, monkeypatch):
