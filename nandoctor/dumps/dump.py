@@ -38,7 +38,8 @@ class Dump:
     parameters. `left_out` names what the file holds besides: other weights, schedules, arrays of text. `recorded` is
     what a file of the recorder's own format says of the call and its environment, and `provenance` whether this user's
     own recorder wrote it; `missing` names what it could not hold. `other_weights`: `state` was read from another file
-    (`notes` tell of it), and it is not, or may not be, that of the failing step.
+    (`notes` tell of it), and it is not, or may not be, that of the failing step. `checksums` are those that were not
+    compared when the file was opened.
     """
 
     path: Path
@@ -60,7 +61,7 @@ class Dump:
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     other_weights: bool = False
-    checksums: Checksums = field(default_factory=Checksums)
+    checksums: Checksums = field(default_factory=Checksums, compare=False)
 
     def __repr__(self) -> str:
         weights, arrays = plural(len(self.state), "weight"), brief_list(list(self.arrays)) or "no arrays"
