@@ -6,6 +6,8 @@ Memory and time are bounded by what is refused: with the calls obeyed, those ove
 from __future__ import annotations
 
 import collections
+import datetime
+import zoneinfo
 
 import forge
 import pytest
@@ -139,6 +141,18 @@ def test_arrays_without_a_call_are_left_out(read, tmp_path):
     made = forge.name("numpy", "ndarray") + b")\x81"
     (tmp_path / "dump.pth").write_bytes(forge.archive(forge.mapping(state_dict=forge.weights(), image=made)))
     assert read(tmp_path / "dump.pth").left_out == ("image (an array of None)",)
+
+
+class Outer:
+    class Inner:
+        def __init__(self):
+            self.depth = 3
+
+
+def test_what_protocol_2_names_by_getattr_is_read(tmp_path):
+    noon = datetime.datetime(2026, 1, 2, 12, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin"))
+    torch.save({"state_dict": {"weight": torch.ones(2)}, "noon": noon, "cfg": Outer.Inner()}, tmp_path / "new.pth")
+    assert read_dump(tmp_path / "new.pth").scalars == {"noon": "2026-01-02 12:00:00", "cfg.depth": 3}
 
 
 def test_honest_calls_are_obeyed(tmp_path):
