@@ -260,7 +260,7 @@ FILES = {
     "deep nesting": (deep, "nested without end", "flat dict"),
     "many values": (
         lambda: saved_state(steps=[[None, [step]] for step in range(40_000)]),
-        "more values than any step",
+        "more values than any training step",
         "flat dict",
     ),
     "expanded tensor": (
