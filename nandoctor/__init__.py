@@ -6,7 +6,6 @@ Importing this package does not import torch; the names below do, when they are 
 from __future__ import annotations
 
 import importlib
-import random
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +43,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'nandoctor' has no attribute {name!r}")
     if (home := _HOMES[name]) not in sys.modules:
+        import random  # noqa: PLC0415 - `--help` needs it not
+
         state = random.getstate()
         importlib.import_module(home)
         random.setstate(state)  # rich draws from it when it is imported

@@ -145,13 +145,14 @@ def _with_or_without_loss(preparation: Preparation, settings: Settings, use: Cal
 
 
 def _diagnose_step(preparation: Preparation, *, for_fixes: bool) -> Diagnosed:
+    summary = summarize(preparation.dump)  # of the file as it was written: a forward may write to what it holds
     replayed = reproduce(preparation)
     replayed.step.progress.expect_rest(replayed.num_runs_left)
     findings = _find(replayed, for_fixes=for_fixes)
     told = dict.fromkeys((*replayed.notes, *preparation.notes))
     step = replayed.step
     notes = (f"Replayed as {step.description} in {mode_text(step.seed, step.training)}.", *told)
-    report = _write_report(replayed, findings, summarize(preparation.dump), notes)
+    report = _write_report(replayed, findings, summary, notes)
     rerun = None if step.progress.interrupted else findings.exposed or step
     return Diagnosed(report=report, step=rerun, findings=findings, random=replayed.any_random)
 

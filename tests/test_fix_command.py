@@ -154,8 +154,9 @@ def test_the_commands_for_a_package_go_to_its_folder(find, workplace):
     shown = words(run(*ARGUMENTS).stdout)
     assert "--model net.py:Net --write --allow-installed or" in shown
     assert "--model net.py:Net --diff | git -C venv/site-packages apply" in shown
-    diff = run(*ARGUMENTS, "--diff").stdout_bytes
-    subprocess.run(["git", "-C", "venv/site-packages", "apply"], input=diff, check=True)
+    piped = run(*ARGUMENTS, "--diff")
+    assert piped.stderr == "Its paths do not start from this folder: --diff | git -C venv/site-packages apply\n"
+    subprocess.run(["git", "-C", "venv/site-packages", "apply"], input=piped.stdout_bytes, check=True)
     assert "1e-4" in (root / "lib" / "net.py").read_text()
 
 

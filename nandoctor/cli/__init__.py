@@ -17,11 +17,11 @@ __all__ = ["VERBS", "find_verb", "main"]
 VERBS = {
     "checkup": ("commands", "Show how close a healthy step comes to overflow and underflow."),
     "diff": ("commands", "Show what changed from A to B: verdict, origin, headroom, ranges."),
-    "eps": ("commands", "Show what becomes of a small constant, or of every eps of a model."),
+    "eps": ("commands", "Show how each format rounds a small constant, or every eps of a model."),
     "explain": ("commands", "Explain what a cause is, why it happens and how it is fixed."),
     "fix": ("verify", "Print the smallest verified change as a diff, or write it."),
     "inspect": ("commands", "Show what is in DUMP, without running any code of it."),
-    "plot": ("commands", "Draw a dump, which is replayed, or a saved report."),
+    "plot": ("commands", "Plot a dump, which is replayed, or a saved report."),
     "replay": ("commands", "Replay DUMP, name the first non-finite layer, and find a fix."),
     "repro": ("commands", "Write a script with the smallest tensors that still fail."),
     "triage": ("triage", "Replay many dumps in parallel, and group them by cause and place."),

@@ -118,7 +118,7 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
 @trust_option
 @settings_options(*MODEL_AND_STEP)
 def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
-    """Draw a dump, which is replayed, or a saved report, which takes neither model nor torch."""
+    """Plot a dump, which is replayed, or a saved report, which needs neither model nor torch."""
     from nandoctor.renderers.plots.figures import save_figure
     from nandoctor.renderers.plots.kinds import draw
 
@@ -235,7 +235,7 @@ def explain(code: str | None) -> None:
 @trust_option
 @settings_options(*MODEL_AND_STEP)
 def repro(dump: Path, file: Path | None, **options: Any) -> None:
-    """Write a script with the smallest tensors that still fail as DUMP does; it needs torch alone.
+    """Write a script with the smallest tensors that still fail as DUMP does; it needs only torch.
 
     Next to what fails it shows the nearest case that passes. It was run before it is given.
     """
@@ -269,13 +269,13 @@ def _check_constants(_: click.Context, __: click.Parameter, values: tuple[float,
     "--dump",
     type=DumpPath,
     metavar="DUMP",
-    help="Replay this dump, and show what every small constant was really used in.",
+    help="Replay this dump, and show the format that every small constant was used in.",
 )
 @json_option
 @trust_option
 @settings_options(*MODEL_AND_STEP)
 def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: Any) -> None:
-    """Show what becomes of a small constant: a VALUE in each format, or every eps of a model."""
+    """Show how formats round small constants: a VALUE in each format, or every eps of a model."""
     if not values and dump is None and options["model"] is None:
         raise click.UsageError("Give a VALUE, --model SPEC or --dump DUMP.")
     if dump is None:

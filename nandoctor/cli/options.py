@@ -119,7 +119,7 @@ def read_size(_: click.Context, __: click.Parameter, text: str | None) -> int | 
     try:
         return None if text is None else parse_size(text)
     except ValueError:
-        raise click.BadParameter(f"{text!r} is no size: write 8GB or 512MiB.") from None
+        raise click.BadParameter(f"{text!r} is not a size: write 8GB or 512MiB.") from None
 
 
 def _keep_force(context: click.Context, _: click.Parameter, force: bool) -> None:
@@ -132,7 +132,7 @@ force_option = click.option(
     is_eager=True,
     expose_value=False,
     callback=_keep_force,
-    help="Let -o write over a file that nandoctor did not write.",
+    help="Let -o overwrite a file that nandoctor did not write.",
 )
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("nandoctor-triage"),
     show_default=True,
-    help="Where results, reports and the page go; an earlier run in it is continued.",
+    help="Folder for results, reports and the page; continues an earlier run in it.",
 )
 @click.option(
     "--jobs", type=click.IntRange(min=1), metavar="N", help="Worker processes (default: by cores and memory)."
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     metavar="SECONDS",
     help="How long one file may take.",
 )
-@click.option("--retry", is_flag=True, help="Do again what could not be analysed in an earlier run.")
+@click.option("--retry", is_flag=True, help="Retry what could not be analysed in an earlier run.")
 @click.option("--force", is_flag=True, help="Work in a folder that holds other files.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines: one for each dump, one for each group.")
 @click.option("--trust", is_flag=True, help="Unpickle whatever the files hold: only if you know who wrote them.")
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 def triage(context: click.Context, /, patterns: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Replay many dumps in parallel, and group them by cause and place in the code.
 
-    Fixes are tried on one dump of each group. A file that cannot be replayed never stops the others, and what was done
-    is not done again: after Ctrl-C the same command goes on.
+    Fixes are tried on one dump of each group. A file that cannot be replayed never stops the others. After Ctrl-C, run
+    the same command again to go on.
     """
     if options["scheduler"] is not None and (options["jobs"] or options["memory"]):
         raise click.UsageError(

@@ -75,7 +75,7 @@ def _verify(dump: Path, options: dict[str, Any]) -> Verification:
         with progress_shown() as progress:
             return check(opened, changed={**changed, **texts}, progress=progress, **settings)[0]
     except NanDoctorError as error:
-        return cannot_tell(str(dump), error.message, (error.remedy,))
+        return cannot_tell(str(dump), error.message, tuple(error.remedy.split("\n")))
     except Exception as error:
         return cannot_tell(str(dump), f"nandoctor failed: {error!r}")
 
@@ -116,9 +116,12 @@ def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **op
         sys.exit(EXIT_NOTHING_FAILED)
     choice = _choose(case, pick)
     if only_diff:
+        from nandoctor.renderers.fix_facts import git_flags
         from nandoctor.working_tree import encode_diff
 
         click.echo(encode_diff(_patch_of(choice.fix)), nl=False)
+        if "-C" in (flags := git_flags(choice.fix)):
+            tell(f"Its paths do not start from this folder: {' '.join(flags)}")
         return
     if write:
         from nandoctor.working_tree import plan_patch

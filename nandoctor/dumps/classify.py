@@ -75,7 +75,7 @@ def sort_contents(saved: object, nbytes: int, values: Values) -> Contents:
     """
     if not isinstance(saved, (Mapping, *types_of("nn.Module"))):
         raise DumpError(
-            f"it holds {_describe(saved)}, where a dump is a dict.",
+            f"it holds {_describe(saved)}, not a dict.",
             remedy='Save torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).',
         )
     contents = Contents(nbytes=nbytes, values=values)
@@ -186,7 +186,7 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
     contents.num_values += 1
     if depth > MAX_DEPTH or contents.num_values > _MAX_VALUES:
         raise DumpError(
-            "it nests without end, or holds more values than any step of training.",
+            "it is nested without end, or holds more values than any training step does.",
             remedy="Save the tensors of the failing step in one flat dict.",
         )
     if isinstance(value, types_of("nn.Module")):
@@ -234,7 +234,7 @@ def _is_state(name: str, mapping: Mapping[object, object]) -> bool:
     if name in _STATE_NAMES[:2] and 0 < len(others) < len(mapping):
         texts = [key if isinstance(key, str) else _describe(key) for key in others]
         raise DumpError(
-            f"{name!r} holds values that are no tensors: {brief_list(texts)}.",
+            f"{name!r} holds values that are not tensors: {brief_list(texts)}.",
             remedy="Save what model.state_dict() returns, and other values beside it.",
         )
     if others:
@@ -300,7 +300,7 @@ def _take_tensor(contents: Contents, name: str, value: object) -> torch.Tensor:
         )
     if tensor.dim() > _MAX_DIMS:
         raise DumpError(
-            f"{name!r} has {tensor.dim()} dimensions, more than {_MAX_DIMS}, which every numpy knows.",
+            f"{name!r} has {tensor.dim()} dimensions, more than the {_MAX_DIMS} that every numpy supports.",
             remedy="Save it in fewer dimensions.",
         )
     if dtype_name(tensor.dtype) not in COMPUTED_DTYPES | _QUANTIZED_DTYPES:
@@ -324,7 +324,9 @@ def _join(name: str, part: str) -> str:
 
 def _check_name(name: object) -> str:
     if not isinstance(name, str):
-        raise DumpError(f"a name in it is {_describe(name)}, not a text.", remedy="Save dicts whose keys are strings.")
+        raise DumpError(
+            f"a name in it is {_describe(name)}, not a string.", remedy="Save dicts whose keys are strings."
+        )
     if len(name) > MAX_NAME or not name.isprintable():
         raise DumpError(
             f"a name in it is too long or holds control characters: '{brief(name)}'.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import math
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,15 +49,15 @@ def approving_command(dump: Path, recorded: Recorded) -> str:
     path = str(dump)
     words = ["nandoctor", "replay", f"./{path}" if path.startswith("-") else path]
     model, loss = recorded.model, recorded.loss_function
-    named = model.spec if model is not None and model.can_be_named else "FILE.py:NAME"
+    named = model.spec if model is not None and _may_be_offered(model) else "FILE.py:NAME"
     words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's, once it is written into a file
     if model is not None and model.config:
-        words += ["--config", model.config.spec]
+        words += ["--config", model.config.spec if _may_be_offered(model.config) else "FILE.py:NAME"]
     elif model is not None:
         words += argument_options(model.arguments)
     if recorded.method:
         words += ["--method", recorded.method]
-    if loss is not None and loss.can_be_named:
+    if loss is not None and _may_be_offered(loss):
         words += ["--loss", loss.spec.replace("__main__:", "FILE.py:")]
     return " ".join(map(_quote, words))
 
@@ -67,7 +68,20 @@ def argument_options(arguments: Mapping[str, Any]) -> list[str]:
     return [word for name, text in typed if text is not None for word in ("--model-arg", f"{name}={text}")]
 
 
+def _may_be_offered(reference: Reference) -> bool:
+    """Whether the command names it: Python's own functions are no models, and one of them starts programs."""
+    return (
+        reference.can_be_named and not _is_pythons(reference) and "__" not in {n[:2] for n in reference.name.split(".")}
+    )
+
+
+def _is_pythons(reference: Reference) -> bool:
+    return not reference.file and reference.module.partition(".")[0] in sys.stdlib_module_names
+
+
 def _whereabouts(reference: Reference) -> str:
+    if _is_pythons(reference):
+        return "a part of Python, where no model is and no loss: do not run it"
     if not reference.file:
         return "an installed package" if reference.module not in ("", "__main__") else "typed into a console"
     path = own_source(reference.file)

@@ -137,14 +137,14 @@ def _read_metadata(path: Path) -> _Record:
     except Exception as error:  # a damaged pickle makes it raise nearly anything
         raise damaged("its metadata makes no sense") from error
     if not isinstance(metadata, _Record):
-        raise damaged("its metadata is no table of tensors")
+        raise damaged("its metadata is not a table of tensors")
     return metadata
 
 
 def _mapping(record: _Record, name: str) -> Mapping[Any, Any]:
     found = record.fields.get(name) or {}
     if type(found) is not dict:
-        raise damaged(f"{name} in its metadata is no mapping")
+        raise damaged(f"{name} in its metadata is not a mapping")
     return found
 
 
@@ -154,7 +154,7 @@ def _choose_names(tensors: Sequence[object], paths: Mapping[Any, Any]) -> dict[s
     for name in tensors:
         path = paths.get(name)
         if not isinstance(name, str):
-            raise damaged("a name in its metadata is no text")
+            raise damaged("a name in its metadata is not a string")
         places = [str(part) for part in path] if isinstance(path, tuple) and path else [name]
         if not any(place.startswith("optim") for place in places[:-1]):
             groups.setdefault(".".join(places[:-1]), {})[name] = places[-1]
@@ -188,7 +188,7 @@ class _Files:
             raise damaged("it claims more weights than it holds")
         part = read_part(self._folder / name, offset, length)
         if not is_dense(part):
-            raise damaged("a part of it is no plain tensor")
+            raise damaged("a part of it is not a plain tensor")
         if part.numel() * part.element_size() > length:
             raise damaged("a part of it claims more values than it holds")
         return part
@@ -219,9 +219,9 @@ def _join(name: str, described: _Record, parts: Sequence[tuple[_Record, _Record]
 def _whole(sizes: object) -> tuple[int, ...]:
     """Sizes as a tuple of numbers, 0 or more."""
     if type(sizes) is not tuple or not all(type(size) is int and 0 <= size < 1 << 60 for size in sizes):
-        raise damaged("a size in its metadata is none")
+        raise damaged("a size in its metadata is not one")
     return sizes
 
 
 def _unfit(name: str, why: str) -> DumpError:
-    return damaged(f"the parts of {brief(name)} do not make it up ({why})")
+    return damaged(f"the parts of {brief(name)} do not cover it ({why})")

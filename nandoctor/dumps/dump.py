@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nandoctor.dumps.array_roles import is_loss, role_of
+from nandoctor.dumps.checksums import Checksums
 from nandoctor.dumps.code_request import code_rows
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import FORMAT, Recorded
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.stored_tensor import StoredTensor
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, Layout, Role, SavedFlags
-from nandoctor.text import brief, brief_list, dtype_name
+from nandoctor.evidence.formats import FP16
+from nandoctor.text import brief, brief_list, dtype_name, plural
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +38,8 @@ class Dump:
     parameters. `left_out` names what the file holds besides: other weights, schedules, arrays of text. `recorded` is
     what a file of the recorder's own format says of the call and its environment, and `provenance` whether this user's
     own recorder wrote it; `missing` names what it could not hold. `other_weights`: `state` was read from another file
-    (`notes` tell of it), and it is not, or may not be, that of the failing step.
+    (`notes` tell of it), and it is not, or may not be, that of the failing step. `checksums` are those that were not
+    compared when the file was opened.
     """
 
     path: Path
@@ -58,6 +61,11 @@ class Dump:
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     other_weights: bool = False
+    checksums: Checksums = field(default_factory=Checksums, compare=False)
+
+    def __repr__(self) -> str:
+        weights, arrays = plural(len(self.state), "weight"), brief_list(list(self.arrays)) or "no arrays"
+        return f"Dump({brief(str(self.path), 1000)}: {weights}; {arrays})"
 
     @property
     def is_recorded(self) -> bool:
@@ -124,11 +132,17 @@ _SCALE_NAMES = frozenset({"scale", "loss_scale", "grad_scale", "scaler"})
 
 
 def summarize(dump: Dump) -> DumpSummary:
-    """Count what is in the dump: exact numbers of NaN and infinities, in one pass over each finite tensor."""
+    """Count what is in the dump: exact numbers of NaN and infinities, in one pass over each finite tensor.
+
+    Raises:
+        DumpError: the data of one that is non-finite or absurdly large has changed since it was written.
+    """
     arrays = _summarize_arrays(dump.arrays)
     nonfinite = [
         entry for entry in (_summarize(name, tensor, None) for name, tensor in dump.state.items()) if entry.num_bad
     ]
+    dump.checksums.check({entry.name: dump.state[entry.name] for entry in nonfinite} | _absurd_weights(dump))
+    dump.checksums.check({entry.name: dump.arrays[entry.name] for entry in arrays if entry.num_bad})
     bad_buffers = tuple(entry for entry in nonfinite if is_buffer(entry.name))
     return DumpSummary(
         path=brief(str(dump.path), 1000),
@@ -144,6 +158,17 @@ def summarize(dump: Dump) -> DumpSummary:
         missing=tuple(_missing(dump, arrays, bad_buffers)),
         notes=tuple(_notes(dump)),
     )
+
+
+def _absurd_weights(dump: Dump) -> dict[str, torch.Tensor]:
+    """Weights that are blamed for their size, where their checksums were not compared yet; none where torch is not."""
+    weights: Mapping[str, torch.Tensor | StoredTensor] = dump.state if dump.checksums.members else {}
+    plain = {name: tensor for name, tensor in weights.items() if not isinstance(tensor, StoredTensor)}
+    if not plain:
+        return {}
+    from nandoctor.dumps.tensors import largest_magnitude
+
+    return {name: tensor for name, tensor in plain.items() if largest_magnitude(tensor) > FP16.max}
 
 
 def is_buffer(name: str) -> bool:
@@ -205,11 +230,13 @@ def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[Ar
         yield "No target: the loss and the backward pass cannot be replayed. Next time add 'target': target.cpu()."
     if not dump.rng_states:
         yield (
-            "No random state: dropout draws other masks in a replay. Next time add 'rng_state': torch.get_rng_state() "
-            "(torch.cuda.get_rng_state() on a GPU), taken before the forward."
+            "No random state: dropout draws different masks in a replay. Next time add 'rng_state': "
+            "torch.get_rng_state() (torch.cuda.get_rng_state() on a GPU), taken before the forward."
         )
     if not any(name.rpartition(".")[2] in _SCALE_NAMES for name in dump.scalars):
-        yield "No loss scale: fp16 gradients cannot be replayed at it. Next time add 'scaler': scaler.state_dict()."
+        yield (
+            "No loss scale: the scaled fp16 gradients cannot be replayed. Next time add 'scaler': scaler.state_dict()."
+        )
 
 
 def _notes(dump: Dump) -> Iterator[str]:

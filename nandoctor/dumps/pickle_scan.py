@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import IO, cast
 
 from nandoctor.dumps.file_type import Container, damaged
-from nandoctor.dumps.unpickle import ENCODE, REBUILD_ANY, STORAGE_DTYPES, is_known, join_name
+from nandoctor.dumps.stand_ins import ENCODE, FIND_PART, REBUILD_ANY, STORAGE_DTYPES, has_parts, is_known, join_name
 from nandoctor.errors import DumpError
 
 # The number, the protocol version, the system info, the dump itself, the list of storages.
@@ -253,6 +253,8 @@ class _Machine:
                 self._odd_keys_left += _NUMBERS_PER_ODD_KEY * sum(operand.items is not None for operand in operands[1:])
             elif callee == REBUILD_ANY and not all(map(_begins_with_rebuild, operands[1:])):
                 raise _hostile("it calls what is no function for tensors by way of torch")
+            elif callee == FIND_PART and not all(map(_names_part, operands[1:])):
+                self.globals.add(FIND_PART.rpartition(".")[2])  # no known name
         if self._odd_keys_left < 0:
             raise _hostile("it has thousands of keys whose hashes it could have chosen")
 
@@ -304,6 +306,12 @@ def _begins_with_rebuild(arguments: _Value) -> bool:
     """Whether the first of these is torch's function that makes a tensor of a storage, or is refused by its name."""
     function = arguments.items[0].global_name if arguments.items else None
     return function is not None and (function.startswith(_REBUILDS) or not is_known(function))
+
+
+def _names_part(arguments: _Value) -> bool:
+    """Whether these name a part of a class that only a record stands for."""
+    owner, *name = arguments.items or (_Value(0),)
+    return has_parts(owner.global_name or "") and [part.text is not None for part in name] == [True]
 
 
 def _is_stale(arguments: _Value) -> bool:

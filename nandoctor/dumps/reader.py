@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from nandoctor.dumps.checksums import Checksums
 from nandoctor.dumps.classify import choose_state, is_stub, sort_contents, sort_recorded, strip_wrappers
 from nandoctor.dumps.directories import refuse_part, stub_error
 from nandoctor.dumps.dump import Dump
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from nandoctor.dumps.tensors import TorchValues
 
 _MODULE_PREFIXES = ("torch.nn.modules.", "__main__.")
+_NESTED = frozenset({"torch._utils._rebuild_nested_tensor", "torch.nested._internal.nested_tensor.NestedTensor"})
 
 
 def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
@@ -80,7 +82,8 @@ def named(path: Path) -> Iterator[None]:
     try:
         yield
     except DumpError as error:
-        raise DumpError(f"{brief(str(path), 1000)}: {error.message}", remedy=error.remedy) from error
+        # Without the error that has no path, which a notebook would show as well, a screen long.
+        raise DumpError(f"{brief(str(path), 1000)}: {error.message}", remedy=error.remedy) from error.__cause__
 
 
 def read_state(path: Path) -> Mapping[str, torch.Tensor]:
@@ -164,6 +167,7 @@ def _make_dump(container: Container, values: Values, scan: Scan | None = None, *
         optimizer_eps=contents.optimizer_eps,
         tree=contents.tree,
         left_out=(*(name for name in contents.states if name != state_name), *contents.left_out),
+        checksums=Checksums.left(container, values),
     )
 
 
@@ -184,6 +188,7 @@ def _make_recorded(container: Container, saved: Any, values: Values) -> Dump:
         recorded=recorded,
         provenance=_judge(container),
         missing=tuple(contents.left_out),
+        checksums=Checksums.left(container, values),
     )
 
 
@@ -250,7 +255,7 @@ def _load(container: Container, values: Values, scan: Scan | None = None, *, tru
         if is_out_of_memory(error):
             raise DumpError(
                 f"there is not enough memory to read its {byte_size(container.nbytes)} ({detail}).",
-                remedy="Read it where there is more memory, or end what else runs there.",
+                remedy="Read it on a machine with more memory, or stop other programs.",
             ) from error
         if trust:
             raise DumpError(
@@ -260,8 +265,8 @@ def _load(container: Container, values: Values, scan: Scan | None = None, *, tru
         from importlib.metadata import version
 
         raise DumpError(
-            f"torch cannot rebuild its tensors ({detail}).",
-            remedy=f"If it is damaged, copy it again; a torch newer than {version('torch')} may have written it, too.",
+            f"its contents cannot be rebuilt ({detail}).",
+            remedy=f"If it is damaged, copy it again. It may also come from a torch newer than {version('torch')}.",
         ) from error
 
 
@@ -269,10 +274,15 @@ def _refuse(unknown: Sequence[str]) -> DumpError:
     listed = brief_list(unknown)
     if any(name.startswith("torch.distributed.") for name in unknown):
         return DumpError(
-            f"it holds one rank's part of weights that are spread over ranks: {listed}.",
+            f"it holds one rank's part of sharded weights: {listed}.",
             remedy="Save whole weights: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
             "torch.distributed.checkpoint.state_dict; or save with torch.distributed.checkpoint, and give the "
             "directory: --weights DIRECTORY.",
+        )
+    if any(name in _NESTED for name in unknown):
+        return DumpError(
+            "it holds a nested tensor, which is not read: a few bytes of it can claim any amount of memory.",
+            remedy="Save its parts, list(tensor.unbind()), or tensor.to_padded_tensor(0.0) and the lengths.",
         )
     if any(name.startswith(_MODULE_PREFIXES) for name in unknown):
         return _whole_objects(unknown)

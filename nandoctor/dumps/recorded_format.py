@@ -175,7 +175,7 @@ def is_recorded(saved: object) -> bool:
         return False
     if written != FORMAT:
         raise DumpError(
-            f"it is written in {brief(written)}, which this version does not know.",
+            f"its format is {brief(written)}, which this version does not know.",
             remedy="Install a newer nandoctor: pip install --upgrade nandoctor.",
         )
     return True
@@ -192,7 +192,7 @@ def read_recorded(saved: Mapping[str, Any], take: Take, check_state: CheckState)
     calls, method = get(saved, "calls", list, []), get(saved, "method", str, "")
     if len(calls) > MAX_CALLS:
         raise DumpError(
-            f"it holds {len(calls):,} calls of the model, of which every run would make each.",
+            f"it holds {len(calls):,} calls of the model, and every run would repeat them all.",
             remedy=f"Record steps of at most {MAX_CALLS:,} calls.",
         )
     return Recorded(
@@ -231,9 +231,9 @@ def _check(value: Any, kind: type[T], name: str) -> T:
         odd = [key for key in value if not isinstance(key, (str, int))] if isinstance(value, dict) else []
         if not odd:
             return value
-        found = f"has a {type(odd[0]).__name__} for a name"
+        found = f"has a name of type {type(odd[0]).__name__}"
     else:
-        found = f"is a {type(value).__name__} where a {kind.__name__} belongs"
+        found = f"is of type {type(value).__name__}, not {kind.__name__}"
     raise DumpError(
         f"it says that it is {FORMAT}, and its {name!r} {found}.",
         remedy="Take the file as the recorder wrote it; to edit one, follow docs/capture.md.",
@@ -300,7 +300,7 @@ def _read_casts(fields: Mapping[str, Any]) -> ModuleCasts | None:
     for name in (name for of in casts.values() for name in of.values()):
         if not isinstance(name, str) or name not in _CAST_FORMATS:
             told = brief(name) if isinstance(name, str) else f"a {type(name).__name__}"
-            raise DumpError(f"FSDP casts to {told} in no training.", remedy=AS_WRITTEN)
+            raise DumpError(f"FSDP never casts to {told}.", remedy=AS_WRITTEN)
     return ModuleCasts(**casts)
 
 
@@ -314,7 +314,7 @@ def _read_checkpoint(fields: Mapping[str, Any]) -> Checkpoint | None:
 def _read_sample(fields: Mapping[str, Any]) -> WeightSample:
     at, values = fields.get("at"), fields.get("values")
     if not (is_dense(at) and is_dense(values) and dtype_name(at.dtype) == "int64" and at.dim() == 1):
-        raise DumpError("a sample of a weight in it is none.", remedy=AS_WRITTEN)
+        raise DumpError("what it holds as a sample of a weight is not one.", remedy=AS_WRITTEN)
     if at.shape != values.shape or at.numel() > MAX_SAMPLED:
         raise DumpError("a sample of a weight in it has more values than places, or too many.", remedy=AS_WRITTEN)
     return WeightSample(at=at, values=values)
@@ -378,7 +378,7 @@ def _tried(set_state: Callable[[Any], None], state: tuple[Any, ...], whose: str)
 
 def no_state(whose: str) -> DumpError:
     """The error for what claims to be the state of a random generator."""
-    return DumpError(f"what it holds as the state of {whose}'s random generator is none.", remedy=AS_WRITTEN)
+    return DumpError(f"what it holds as the state of {whose}'s random generator is not one.", remedy=AS_WRITTEN)
 
 
 def _words(fields: Mapping[str, Any], name: str, number: int) -> NDArray[Any]:

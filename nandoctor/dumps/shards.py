@@ -69,7 +69,7 @@ class _Ranks:
     def _read(self, rank: int, path: Path) -> Mapping[str, Any]:
         if path == self._path or not path.is_file():
             raise DumpError(
-                f"it holds rank {self.own}'s part of the weights alone, and rank {rank}'s is not beside it.",
+                f"it holds only rank {self.own}'s part of the weights, and the file of rank {rank} is not beside it.",
                 remedy=f"Put the files of all ranks of this step into one folder: {brief(path.name)} is missing.",
             )
         saved = self._load(path)
@@ -86,7 +86,7 @@ def _check_mesh(name: str, shard: Any) -> None:
         item = waiting.pop()
         num_seen += 1
         if num_seen > _MAX_RANKS or not (type(item) is list or (type(item) is int and 0 <= item < _MAX_RANKS)):
-            raise _unfit(name, "its ranks are no nested lists of numbers")
+            raise _unfit(name, "its ranks are not nested lists of numbers")
         waiting += item if type(item) is list else []
 
 
@@ -113,7 +113,7 @@ def _join_along(mesh: Any, placements: list[Any], name: str, ranks: _Ranks) -> t
     if type(placement) is list and [type(item) for item in placement] == [int, int]:
         return _join_chunks(parts, *placement)
     if type(placement) is not int:
-        raise _unfit(name, f"a {type(placement).__name__} is no plain split")
+        raise _unfit(name, f"a {type(placement).__name__} is not a plain split")
     return torch.cat(parts, dim=placement)
 
 

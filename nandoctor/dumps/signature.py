@@ -13,6 +13,7 @@ import hmac
 import os
 import secrets
 import stat
+import struct
 import time
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +31,7 @@ MEMBER = ".nandoctor-signature"
 _HEADER = "nandoctor.signature/1"
 _KEY_NBYTES = 32
 _CHUNK_NBYTES = 1 << 20
+_NAME_NBYTES_OFFSET = 26  # in a member's own header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +68,10 @@ def sign(file: IO[bytes]) -> bool:
     if key is None:
         return False
     with zipfile.ZipFile(file, "a") as archive:
-        sizes = {member.filename: member.file_size for member in archive.infolist()}
-        folder, where = next(iter(sizes)).partition("/")[0], _directory_tag(key)
-        mac = _compute(key, where, ((name, sizes[name], _chunks(archive, name)) for name in sorted(sizes)))
+        members = {member.filename: member for member in archive.infolist()}
+        folder, where = next(iter(members)).partition("/")[0], _directory_tag(key)
+        contents = ((name, members[name].file_size, _chunks(file, members[name])) for name in sorted(members))
+        mac = _compute(key, where, contents)
         archive.writestr(f"{folder}/{MEMBER}", f"{_HEADER}\n{where}\n{mac}\n")
     file.seek(0, os.SEEK_END)
     return True
@@ -171,10 +174,15 @@ def _compute(key: bytes, where: str, members: Iterable[tuple[str, int, Iterable[
     return mac.hexdigest()
 
 
-def _chunks(archive: zipfile.ZipFile, name: str) -> Iterator[bytes]:
-    with archive.open(name) as stream:
-        while chunk := stream.read(_CHUNK_NBYTES):
-            yield chunk
+def _chunks(file: IO[bytes], member: zipfile.ZipInfo) -> Iterator[bytes]:
+    """The content of a member; zipfile would refuse it where torch was told to write no checksums."""
+    file.seek(member.header_offset + _NAME_NBYTES_OFFSET)
+    name_nbytes, extra_nbytes = struct.unpack("<2H", file.read(4))
+    file.seek(name_nbytes + extra_nbytes, os.SEEK_CUR)
+    left = member.file_size
+    while left and (chunk := file.read(min(left, _CHUNK_NBYTES))):
+        left -= len(chunk)
+        yield chunk
 
 
 def _directory_tag(key: bytes) -> str:

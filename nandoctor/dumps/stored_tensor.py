@@ -262,10 +262,12 @@ class StoredValues:
 
     def __init__(self, data: Any) -> None:
         self._data = memoryview(data)
+        self.places: dict[int, Member] = {}  # by the address that their data has here
 
     def storage(self, member: Member, dtype: str) -> _Storage:
         """The data of tensors."""
         data = member.of(self._data)
+        self.places[member.offset] = member
         return _Storage(data=data, offset=member.offset, dtype=StoredDtype(name=dtype))
 
     def find(self, name: str) -> object:

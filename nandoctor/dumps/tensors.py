@@ -23,6 +23,7 @@ class TorchValues:
     """Makes the values of torch that a pickle describes; tensors keep their data where it is."""
 
     def __init__(self, data: Any = None) -> None:
+        self.places: dict[int, Member] = {}  # by the address that their data has here
         self._data: Any = None if data is None else torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
 
     def storage(self, member: Member, dtype: str) -> TypedStorage:
@@ -30,6 +31,7 @@ class TorchValues:
         storage = member.of(self._data)
         make: Any = TypedStorage
         untyped = cast(UntypedStorage, _copy(storage) if member.offset % _ALIGNMENT else storage)
+        self.places[untyped.data_ptr()] = member
         made: TypedStorage = make(wrap_storage=untyped, dtype=getattr(torch, dtype), _internal=True)
         return made
 
@@ -177,12 +179,18 @@ def as_stored(values: torch.Tensor) -> torch.Tensor:
     return stored.permute(sorted(range(stored.dim()), key=stored.stride().__getitem__, reverse=True))
 
 
-def count_nonfinite(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """How many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
+def largest_magnitude(tensor: torch.Tensor) -> float:
+    """That of all elements, NaN where one is; 0 of whole numbers and of no elements."""
     values = comparable_values(tensor.detach())  # a saved output may still require its gradient
     if not values.is_floating_point() or not values.numel():
-        return 0, 0, 0
+        return 0.0
     # aminmax hands NaN and both infinities on, so that a finite tensor costs one pass and no mask.
-    if all(math.isfinite(bound) for bound in torch.aminmax(as_stored(values))):
+    return max(abs(float(bound)) for bound in torch.aminmax(as_stored(values)))
+
+
+def count_nonfinite(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """How many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
+    if math.isfinite(largest_magnitude(tensor)):
         return 0, 0, 0
+    values = comparable_values(tensor.detach())
     return int(values.isnan().sum()), int(values.isposinf().sum()), int(values.isneginf().sum())

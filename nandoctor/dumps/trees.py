@@ -34,7 +34,7 @@ def name_tensors(tree: Any, name: str, take: Callable[[str, Any], str], depth: i
         DumpError: the tree nests without end, or holds what no writer of dumps puts there.
     """
     if depth > MAX_DEPTH:
-        raise DumpError(f"{name!r} nests without end.", remedy="Do not open it if you do not know who wrote it.")
+        raise DumpError(f"{name!r} is nested without end.", remedy="Do not open it if you do not know who wrote it.")
     if isinstance(tree, dict):
         keys = [_check_key(key, name) for key in tree]
         return {key: name_tensors(tree[key], f"{name}.{key}", take, depth + 1) for key in keys}

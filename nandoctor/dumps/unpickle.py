@@ -7,19 +7,15 @@ look at a file without torch, what stands for them. `torch.load` would look the 
 from __future__ import annotations
 
 import pickle
-import re
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from functools import lru_cache
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nandoctor.dumps.file_type import Container, Member
-from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype, is_tensor
-from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE
+from nandoctor.dumps.stand_ins import STORAGE_DTYPES, Fields, find_stand_in, join_name
+from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype
 
 if TYPE_CHECKING:
     from nandoctor.dumps.pickle_scan import Scan
@@ -38,245 +34,6 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 _MADE_OF_ITEMS = (set, frozenset, Counter, tuple)
 _ITEMS = (list, tuple, dict)
 _COUNT_NBYTES = 8
-
-# Of torch's own allow-list what makes tensors, less what lets a few bytes claim gigabytes (nested tensors, conversions
-# of expanded ones): https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
-_TENSOR_GLOBALS = frozenset(
-    """
-    torch.Size torch.device torch.serialization._get_layout torch.storage.UntypedStorage
-    torch._utils._rebuild_tensor torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3
-    torch._utils._rebuild_qtensor torch._utils._rebuild_sparse_tensor torch._utils._rebuild_meta_tensor_no_storage
-    """.split()
-)
-STORAGE_DTYPES = {
-    **{"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"},
-    **{"LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8"},
-    **{"ByteStorage": "uint8", "BoolStorage": "bool", "UntypedStorage": "uint8"},
-    **{"ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128"},
-    **{"QInt32Storage": "qint32", "QInt8Storage": "qint8", "QUInt8Storage": "quint8"},
-    **{"QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4"},
-}
-# Dtypes and quantization schemes, told by name: torch is not imported to look at a file.
-_TORCH_VALUE = re.compile(r"torch\.(bool|(b?float|complex|u?int|qu?int|bits)\d\w*|per_(tensor|channel)_\w+)")
-# Types that are named and not called, as a setting may be; "long" and "unicode" are what protocol 2 calls int and str.
-_PLAIN_TYPE = re.compile(
-    r"builtins\.(bool|int|long|float|str|unicode|list|dict|tuple|Ellipsis)|numpy\.(bool_?|(float|complex|u?int)\d+)"
-    r"|numpy\.random\.(_\w+|bit_generator)\.[A-Z]\w+"
-    r"|torch\.(Tensor|nn\.parameter\.Parameter|amp\.grad_scaler\._refresh_per_optimizer_state)"
-)
-# Protocol 2 writes the names that Python 2 knew.
-_PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-# The dataclasses that models of these libraries return: each is an OrderedDict of its fields.
-_MODEL_OUTPUT = re.compile(r"(transformers|diffusers)\.[\w.]+\.[A-Z]\w*Output\w*")
-# Classes of any other package, and of "__main__", are records of their fields to us.
-_RESERVED = frozenset({"torch", "numpy", "nandoctor", *sys.stdlib_module_names})
-
-
-class _Fields(dict[str, Any]):
-    """Stands for an object whose state is the mapping of its attributes."""
-
-    kind = ""
-    __hash__ = object.__hash__  # type: ignore[assignment] # a member of an Enum may be a key
-
-    def __new__(cls, *_: object) -> Self:
-        made = super().__new__(cls)
-        if cls.kind:
-            made[KIND] = cls.kind
-        return made
-
-    def __init__(self, *_: object) -> None:
-        super().__init__()
-
-    def take(self, state: object) -> int:
-        """Keep what of the object's state has a name, and tell how much it has; of slots it comes as a second part."""
-        parts = [part for part in (state if type(state) is tuple else (state,)) if isinstance(part, Mapping)]
-        self.update({name: part[name] for part in parts for name in part if isinstance(name, str)})
-        return sum(map(len, parts))
-
-
-class _UserDict(_Fields):
-    """Stands for `collections.UserDict` and what derives from it, which keep their items under "data"."""
-
-    def take(self, state: object) -> int:
-        return super().take(state.get("data") if isinstance(state, Mapping) else None)
-
-
-class _Opaque(_Fields):
-    """Stands for a generator of random numbers and the like, whose state is of no use to a replay."""
-
-    def take(self, _: object) -> int:
-        """Keep nothing."""
-        return 0
-
-
-class _Scaler(_Fields):
-    """Stands for a GradScaler, whose scale is kept under the name that it has in a state dict."""
-
-    def take(self, state: object) -> int:
-        """Keep the scale."""
-        return super().take({"scale": state.get("_init_scale")} if isinstance(state, Mapping) else None)
-
-
-class _PackedSequence(_Fields):
-    """Stands for torch's named tuple of that name, called with its fields."""
-
-    kind = PACKED_SEQUENCE
-
-    def __new__(cls, *values: Any) -> Self:
-        made = super().__new__(cls)
-        made.update(zip(("data", "batch_sizes", "sorted_indices", "unsorted_indices"), values, strict=False))
-        return made
-
-
-@lru_cache(maxsize=256)
-def _of_kind(base: type[_Fields], kind: str) -> type[_Fields]:
-    return type(base.__name__, (base,), {"kind": kind})
-
-
-def _make_output(*_: object) -> OrderedDict[str, Any]:
-    """Stands for the class of a model's output, called with its fields, which come once more as items."""
-    return OrderedDict()
-
-
-def _make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
-    """An ordered dict; Python 2 writes the pairs into the call, and the scan does not see which of them are keys.
-
-    Raises:
-        pickle.UnpicklingError: a key could collide with others.
-    """
-    if type(pairs) not in (list, tuple) or not all(type(pair) is list and type(pair[0]) is str for pair in pairs):
-        raise pickle.UnpicklingError("no pairs of a name and a value")
-    return OrderedDict(pairs)
-
-
-def _encode(text: str, codec: str) -> bytes:
-    """Stands for `_codecs.encode`, which pickle calls for bytes; the scan has counted a byte for each letter.
-
-    Raises:
-        pickle.UnpicklingError: it is another codec than latin1, and the bytes could be more.
-    """
-    if codec not in ("latin1", "latin-1"):
-        raise pickle.UnpicklingError("bytes in another codec than latin1")
-    return str.encode(text, "latin1")
-
-
-class _Kind:
-    """Stands for a class that is named and never called: everything is a plain tensor or container here."""
-
-
-def _drop(*_: object) -> None:
-    """Stands for what is neither a number nor a text, and of no use to a replay."""
-
-
-def _read_time(stamp: object = None, *_: object) -> str | None:
-    """Stands for `datetime.datetime`, called with ten bytes, and gives it as text; a time zone is left out."""
-    return str(datetime(stamp)) if type(stamp) is bytes else None  # type: ignore[call-arg, arg-type]
-
-
-def _join_path(*parts: object) -> str:
-    """Stands for the classes of `pathlib`, called with the parts of a path."""
-    return "/".join(part for part in parts if isinstance(part, str)).replace("//", "/")
-
-
-def _make_plain(tensor: object, *_: object) -> object:
-    """A parameter, with whatever attributes it had, as the tensor that it holds.
-
-    Raises:
-        pickle.UnpicklingError: it holds another thing, a function say, which would come out unknown to the scan.
-    """
-    if not is_tensor(tensor):
-        raise pickle.UnpicklingError("a parameter without a tensor")
-    return tensor
-
-
-def _rebuild_by(rebuild: Callable[..., object], _: object, arguments: tuple[object, ...], __: object) -> object:
-    """A tensor with attributes, or of a class of its own, as a plain one; the scan has seen what `rebuild` is."""
-    if type(arguments) is not tuple:
-        raise pickle.UnpicklingError("no tuple of arguments")
-    return rebuild(*arguments)
-
-
-ENCODE, REBUILD_ANY = "_codecs.encode", "torch._tensor._rebuild_from_type_v2"
-_STAND_INS: Mapping[str, Callable[..., object]] = {
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
-    "builtins.complex": complex,
-    # Called for the content of an empty array; with a number it would fill memory.
-    "builtins.bytes": lambda: b"",
-    ENCODE: _encode,
-    "collections.OrderedDict": _make_ordered,
-    "collections.Counter": Counter,
-    "collections.defaultdict": lambda *_: {},  # the items come after the call
-    "collections.deque": lambda *_: [],
-    **dict.fromkeys(("builtins.range", "builtins.xrange", "builtins.slice"), lambda *bounds: bounds),
-    **{
-        f"{module}.{pure}{system}Path": _join_path
-        for module in ("pathlib", "pathlib._local")  # the second is Python 3.13's
-        for pure in ("", "Pure")
-        for system in ("", "Posix", "Windows")
-    },
-    "datetime.datetime": _read_time,
-    **{f"datetime.{name}": _drop for name in ("date", "time", "timedelta", "timezone")},
-    **dict.fromkeys(("array.array", "builtins.bytearray", "decimal.Decimal", "fractions.Fraction"), _drop),
-    **dict.fromkeys(("random.Random", "torch.torch_version.TorchVersion"), _Opaque),  # the second: torch.__version__
-    **{f"numpy.random._pickle.__{kind}_ctor": _Opaque for kind in ("generator", "bit_generator", "randomstate")},
-    "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": _Opaque,
-    "uuid.UUID": _of_kind(_Fields, "uuid.UUID"),
-    # numpy 2 renamed `numpy.core` to `numpy._core`; each writes its own name into pickles.
-    # `_reconstruct` is called with (ndarray, (0,), b"b") before the state comes.
-    **{f"numpy.{core}.multiarray._reconstruct": lambda *_: PickledArray() for core in ("core", "_core")},
-    **{f"numpy.{core}.multiarray.scalar": PickledArray for core in ("core", "_core")},
-    "numpy.dtype": PickledDtype,
-    **dict.fromkeys(("numpy.ndarray", "numpy.memmap", "numpy.matrix"), PickledArray),
-    "torch._utils._rebuild_parameter": _make_plain,
-    "torch._utils._rebuild_parameter_with_state": _make_plain,
-    REBUILD_ANY: _rebuild_by,
-    "UserDict.IterableUserDict": _of_kind(_UserDict, "collections.UserDict"),  # as protocol 2 writes it
-    "collections.UserDict": _of_kind(_UserDict, "collections.UserDict"),
-    "transformers.tokenization_utils_base.BatchEncoding": _of_kind(_UserDict, "transformers.BatchEncoding"),
-    "transformers.feature_extraction_utils.BatchFeature": _of_kind(_UserDict, "transformers.BatchFeature"),
-    "transformers.image_processing_base.BatchFeature": _of_kind(_UserDict, "transformers.BatchFeature"),
-    "tokenizers.Encoding": _Fields,
-    **{f"torch.{module}.grad_scaler.GradScaler": _Scaler for module in ("amp", "cuda.amp")},
-    "types.SimpleNamespace": _of_kind(_Fields, "types.SimpleNamespace"),
-    "argparse.Namespace": _of_kind(_Fields, "argparse.Namespace"),
-    "torch.nn.utils.rnn.PackedSequence": _PackedSequence,
-}
-
-
-def find_stand_in(name: str) -> Callable[..., object] | None:
-    """What is called for the class or function of this name; every class of a model's output is known.
-
-    For any other class of a project or a library, as configurations are of, stands a record of its attributes and
-    items. Of torch and Python's own library only what is in the table is known: what else is a model, or code.
-    """
-    if name in _STAND_INS:
-        return _STAND_INS[name]
-    if _PLAIN_TYPE.fullmatch(name):
-        return _Kind
-    if _MODEL_OUTPUT.fullmatch(name):
-        return _make_output
-    return _of_kind(_Fields, name) if _is_of_others(name) else None
-
-
-def _is_of_others(name: str) -> bool:
-    """True of a class, by the way that it is written, that is neither Python's nor torch's."""
-    module, _, attribute = name.rpartition(".")
-    is_class = attribute.lstrip("_")[:1].isupper()
-    return is_class and module.partition(".")[0] not in _RESERVED
-
-
-def is_known(name: str) -> bool:
-    """Tell whether something stands for the class, function or value of this name."""
-    module, _, attribute = name.rpartition(".")
-    is_storage = module in ("torch", "torch.cuda") and attribute in STORAGE_DTYPES
-    is_value = name in _TENSOR_GLOBALS or _TORCH_VALUE.fullmatch(name) is not None
-    return is_storage or is_value or find_stand_in(name) is not None
-
-
-def join_name(module: str, name: str) -> str:
-    """The name of a global, as Python 3 knows it."""
-    return f"{_PYTHON2_MODULES.get(module, module)}.{name}"
 
 
 def load_pickle(container: Container, scan: Scan, values: Values) -> object:
@@ -321,7 +78,7 @@ def _fill(opcode: bytes, find: Callable[[Any], object], *kinds: type) -> Callabl
 
     def fill(unpickler: Any) -> None:
         found = find(unpickler)
-        if type(found) not in kinds and not (dict in kinds and isinstance(found, _Fields)):
+        if type(found) not in kinds and not (dict in kinds and isinstance(found, Fields)):
             raise pickle.UnpicklingError("items for what is no container")
         obey(unpickler)
 
@@ -343,6 +100,13 @@ def _call(opcode: bytes) -> Callable[[Any], None]:
         obey(unpickler)
 
     return call
+
+
+class _Instructions(dict[int, Callable[..., None]]):
+    """What obeys each instruction; there are others, which no file of torch.save has."""
+
+    def __missing__(self, code: int) -> Callable[..., None]:
+        raise pickle.UnpicklingError(f"the instruction {bytes([code])!r}, which torch.save never writes")
 
 
 class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every instruction
@@ -380,20 +144,22 @@ class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every
         state, made = self.stack.pop(), self.stack[-1]
         if isinstance(made, (PickledArray, PickledDtype)) and type(state) is tuple:
             made.__setstate__(state)
-        elif isinstance(made, _Fields):
+        elif isinstance(made, Fields):
             self._num_fields_left -= made.take(state)  # many records may share a state, and each copies it
             if self._num_fields_left < 0:
                 raise pickle.UnpicklingError("more fields than the pickle has bytes")
         elif type(made) is not OrderedDict:
             raise pickle.UnpicklingError(f"a state for a {type(made).__name__}")
 
-    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
-        **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES},
-        pickle.NEWOBJ[0]: _call(pickle.NEWOBJ),
-        pickle.REDUCE[0]: _call(pickle.REDUCE),
-        pickle.BUILD[0]: load_build,
-        pickle.APPEND[0]: _fill(pickle.APPEND, lambda unpickler: unpickler.stack[-2], list),
-        pickle.APPENDS[0]: _fill(pickle.APPENDS, lambda unpickler: unpickler.metastack[-1][-1], list),
-        pickle.SETITEM[0]: _fill(pickle.SETITEM, lambda unpickler: unpickler.stack[-3], *_MAPPINGS),
-        pickle.SETITEMS[0]: _fill(pickle.SETITEMS, lambda unpickler: unpickler.metastack[-1][-1], *_MAPPINGS),
-    }
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = _Instructions(
+        {
+            **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES},
+            pickle.NEWOBJ[0]: _call(pickle.NEWOBJ),
+            pickle.REDUCE[0]: _call(pickle.REDUCE),
+            pickle.BUILD[0]: load_build,
+            pickle.APPEND[0]: _fill(pickle.APPEND, lambda unpickler: unpickler.stack[-2], list),
+            pickle.APPENDS[0]: _fill(pickle.APPENDS, lambda unpickler: unpickler.metastack[-1][-1], list),
+            pickle.SETITEM[0]: _fill(pickle.SETITEM, lambda unpickler: unpickler.stack[-3], *_MAPPINGS),
+            pickle.SETITEMS[0]: _fill(pickle.SETITEMS, lambda unpickler: unpickler.metastack[-1][-1], *_MAPPINGS),
+        }
+    )

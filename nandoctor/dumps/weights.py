@@ -81,7 +81,7 @@ def _choose_file(listing: Listing) -> str:
     usual = [name for name in _WHOLE if name in listing.names]
     if not usual and "adapter_config.json" in listing.names:
         raise DumpError(
-            "it holds an adapter of PEFT, and not the weights that it adapts.",
+            "it holds a PEFT adapter, not the weights that it adapts.",
             remedy="Merge them, model.merge_and_unload().save_pretrained(DIRECTORY), and pass that directory.",
         )
     indexes, files = listing.ending(_INDEX), listing.ending(".safetensors", ".bin")
@@ -157,7 +157,7 @@ def _read_safetensors(path: Path) -> State:
         from safetensors import SafetensorError, safe_open  # noqa: PLC0415  (an extra)
     except ImportError as error:
         raise DumpError(
-            "reading it takes the package safetensors.", remedy="Install it: pip install nandoctor[safetensors]."
+            "reading it needs the package safetensors.", remedy="Install it: pip install nandoctor[safetensors]."
         ) from error
     nbytes = regular_size(path)
     try:

@@ -108,7 +108,7 @@ def _decode_union(arms: tuple[Any, ...], data: Any, place: str) -> Any:
 
 
 def _decode_kind(by_kind: Mapping[Any, Any], data: Any, place: str) -> Any:
-    if not isinstance(data, dict) or data.get("kind") not in by_kind:
+    if not isinstance(data, dict) or data.get("kind") not in tuple(by_kind):  # it may be a list, which has no hash
         raise _wrong(data, place, f"an object of kind {', '.join(map(str, by_kind))}")
     return _decode(by_kind[data["kind"]], data, place)
 

@@ -155,3 +155,6 @@ class Triage:
     num_workers: int
     elapsed_s: float
     folder: str
+
+    def __repr__(self) -> str:
+        return f"Triage({len(self.dumps)} dumps, {len(self.groups)} groups; the page is in {self.folder})"

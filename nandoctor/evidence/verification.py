@@ -79,6 +79,9 @@ class Verification:
     notes: tuple[str, ...] = ()
     next_steps: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"Verification({self.outcome}: {self.headline})"
+
     @property
     def exit_code(self) -> int:
         """0 where the step passes, 1 where it still fails, and what `git bisect run` takes for "skip this commit"."""

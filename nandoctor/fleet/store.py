@@ -50,7 +50,7 @@ class Store:
             raise NanDoctorError(f"{self.folder} is a file.", remedy="Name another folder with -o.")
         if self.folder.is_dir() and any(self.folder.iterdir()) and not (known or force):
             raise NanDoctorError(
-                f"{self.folder} holds files that no triage wrote.",
+                f"{self.folder} holds files that nandoctor triage did not write.",
                 remedy="Name another folder with -o, or add --force.",
             )
         try:
@@ -58,7 +58,7 @@ class Store:
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise NanDoctorError(
-                f"The folder {self.folder} cannot be made: {error.strerror or error}.",
+                f"The folder {self.folder} cannot be created: {error.strerror or error}.",
                 remedy="Name another one with -o.",
             ) from error
 

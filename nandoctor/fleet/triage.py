@@ -76,7 +76,7 @@ class InterruptedTriageError(NanDoctorError):
     def __init__(self, triage: Triage) -> None:
         left = f"{plural(triage.num_left, 'file')} {are(triage.num_left)} left"
         super().__init__(
-            f"InterruptedTriageError: {left}.", remedy="The same command goes on from here: what is done is kept."
+            f"interrupted, {left}.", remedy="Run the same command again to go on: finished files are not redone."
         )
         self.triage = triage
 
@@ -96,7 +96,7 @@ def find_dumps(patterns: Iterable[str | os.PathLike[str]]) -> list[Path]:
             named = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207  (or absolute)
         files = [file for path in named for file in (_search(path) if path.is_dir() else [path])]
         if not files:
-            raise NanDoctorError(f"{pattern}: there is no dump there.", remedy="Name files, folders or patterns.")
+            raise NanDoctorError(f"{pattern}: no dumps found there.", remedy="Name files, folders or patterns.")
         for file in files:
             real = os.path.realpath(file)
             if real not in found or (found[real].is_symlink() and not file.is_symlink()):

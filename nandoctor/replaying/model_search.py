@@ -28,7 +28,7 @@ _REGISTERING = frozenset({"add_module", "register_module", "register_buffer", "r
 def missing_model(dump: Dump) -> ModelError:
     """Return the error for a dump without its model's code when no `--model` is given."""
     remedy = (
-        "Name what builds the model: --model train.py:make_model, or --model package.module:attr; or set model in "
+        "Name what builds the model: --model train.py:make_model, or model=make_model in Python; or set model in "
         "[tool.nandoctor] of the project's pyproject.toml."
     )
     if near := suggest_models(dump.state, (Path.cwd(), dump.path.parent)):

@@ -120,7 +120,7 @@ class Settings:
         "--call", "A function (model, batch) -> output that makes the call."
     )
     loss: str | Callable[..., Any] | None = _function(
-        "--loss", "A function (output, batch) -> scalar: replays the backward too."
+        "--loss", "A function (output, batch) -> scalar: also replays the backward pass."
     )
     loss_scale: float | None = _setting(
         "step",

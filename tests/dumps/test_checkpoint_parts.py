@@ -84,7 +84,7 @@ def test_parts_that_cover_a_tensor_are_joined(kind, tmp_path):
 @pytest.mark.parametrize("kind", NOT_WHOLE)
 def test_parts_that_do_not_cover_it_once_are_refused(kind, tmp_path):
     write(tmp_path, NOT_WHOLE[kind])
-    with pytest.raises(DumpError, match=r"the parts of a\.weight do not make it up"):
+    with pytest.raises(DumpError, match=r"the parts of a\.weight do not cover it"):
         read_weights(tmp_path)
 
 
@@ -98,7 +98,7 @@ def test_a_split_along_too_many_dimensions_is_refused(tmp_path):
     size = (2,) * 20
     parts = [((0,) * 20, torch.ones((1,) * 20)), ((0,) * 20, torch.ones((2,) * 19 + (1,)))]
     write(tmp_path, parts, size)
-    with pytest.raises(DumpError, match="do not make it up"):
+    with pytest.raises(DumpError, match="do not cover it"):
         read_weights(tmp_path)
 
 
@@ -110,7 +110,7 @@ def test_a_split_along_too_many_dimensions_is_refused(tmp_path):
 )
 def test_a_part_without_plain_values_is_refused(change, tmp_path):
     write(tmp_path, [((0, 0), change(W))])
-    with pytest.raises(DumpError, match="no plain tensor"):
+    with pytest.raises(DumpError, match="not a plain tensor"):
         read_weights(tmp_path)
 
 

@@ -164,7 +164,7 @@ FILES = {
     ),
     "cut legacy storage": (
         lambda: forge.saved(forge.step(), _use_new_zipfile_serialization=False)[:-20],
-        "cannot rebuild its tensors",
+        "cannot be rebuilt",
         "copy it again",
     ),
     "compressed zip": (
@@ -186,7 +186,7 @@ FILES = {
         "of another size",
         "Copy it again",
     ),
-    "size beyond storage": (lambda: forge.archive(forge.weights(size=(HUGE,))), "cannot rebuild", "copy it again"),
+    "size beyond storage": (lambda: forge.archive(forge.weights(size=(HUGE,))), "cannot be rebuilt", "copy it again"),
     "empty stack": (lambda: forge.archive(b"R"), "makes no sense", "Copy it again"),
     "unknown memo": (lambda: forge.archive(b"h\x05"), "makes no sense", "Copy it again"),
     "unknown opcode": (lambda: forge.archive(b"\xff"), "makes no sense", "Copy it again"),
@@ -249,18 +249,18 @@ FILES = {
     ),
     "bytes": (
         lambda: forge.archive(forge.call(forge.name("__builtin__", "bytes"), forge.integer(HUGE))),
-        "cannot rebuild its tensors .TypeError",
+        "cannot be rebuilt .TypeError",
         "copy it again",
     ),
     "nested key": (lambda: forge.archive(nested_key()), "exhaust memory.*multiplies", "Do not open it"),
     "nested lists": (lambda: forge.archive(nested_lists()), "exhaust memory.*multiplies", "Do not open it"),
     "copies": (lambda: forge.archive(copied()), "exhaust memory.*multiplies", "Do not open it"),
     "encoded again": (lambda: forge.archive(encoded_again()), "exhaust memory.*multiplies", "Do not open it"),
-    "mapping in itself": (lambda: forge.archive(containing_itself()), "nests without end", "flat dict"),
-    "deep nesting": (deep, "nests without end", "flat dict"),
+    "mapping in itself": (lambda: forge.archive(containing_itself()), "nested without end", "flat dict"),
+    "deep nesting": (deep, "nested without end", "flat dict"),
     "many values": (
         lambda: saved_state(steps=[[None, [step]] for step in range(40_000)]),
-        "more values than any step",
+        "more values than any training step",
         "flat dict",
     ),
     "expanded tensor": (
@@ -276,14 +276,14 @@ FILES = {
     "protocol 0": (lambda: forge.archive(b"\x80\x00" + forge.weights()), "protocol 0", "pickle_protocol"),
     "tensor from a number": (
         lambda: forge.archive(forge.mapping(weight=forge.call(forge.name("torch", "Tensor"), forge.integer(HUGE)))),
-        "cannot rebuild its tensors .TypeError",
+        "cannot be rebuilt .TypeError",
         "copy it again",
     ),
     # Sound, but not a dump
-    "list": (lambda: forge.saved([torch.zeros(2)]), "holds a list, where a dump is a dict", "torch.save"),
-    "tensor": (lambda: forge.saved(torch.zeros(2)), "holds one tensor, where", "torch.save"),
-    "array": (lambda: forge.saved(np.zeros(2)), "holds an array of f8, where", "torch.save"),
-    "number": (lambda: forge.saved(3), "holds an int, where", "torch.save"),
+    "list": (lambda: forge.saved([torch.zeros(2)]), "holds a list, not a dict", "torch.save"),
+    "tensor": (lambda: forge.saved(torch.zeros(2)), "holds one tensor, not", "torch.save"),
+    "array": (lambda: forge.saved(np.zeros(2)), "holds an array of f8, not", "torch.save"),
+    "number": (lambda: forge.saved(3), "holds an int, not", "torch.save"),
     "empty dict": (lambda: forge.saved({}), "neither a state dict nor arrays, only: nothing", "state_dict"),
     "no state dict": (
         lambda: forge.saved({"step": 3, "optimizer": {"state": {}, "param_groups": []}}),
@@ -292,7 +292,7 @@ FILES = {
     ),
     "numbers in the state dict": (
         lambda: forge.saved({"state_dict": {"a.weight": torch.zeros(2), "a.bias": 3}}),
-        "'state_dict' holds values that are no tensors: a.bias",
+        "'state_dict' holds values that are not tensors: a.bias",
         "model.state_dict\\(\\)",
     ),
     "state dict of meta tensors": (
@@ -302,7 +302,7 @@ FILES = {
     ),
     "names that are numbers": (
         lambda: forge.saved({"state_dict": {0: torch.zeros(2)}}),
-        "is an int, not a text",
+        "is an int, not a string",
         "strings",
     ),
     "terminal escapes": (
@@ -381,6 +381,6 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(type(path), "open", refuse)  # the superuser of a container may read everything
-    with pytest.raises(DumpError, match="may not read it") as caught:
+    with pytest.raises(DumpError, match="no permission to read it") as caught:
         read_dump(path)
     assert "chmod" in caught.value.remedy

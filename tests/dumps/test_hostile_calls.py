@@ -6,6 +6,8 @@ Memory and time are bounded by what is refused: with the calls obeyed, those ove
 from __future__ import annotations
 
 import collections
+import datetime
+import zoneinfo
 
 import forge
 import pytest
@@ -15,6 +17,7 @@ from nandoctor.dumps.reader import look_at_dump, read_dump
 from nandoctor.errors import DumpError
 
 SET, COUNTER = forge.name("builtins", "set"), forge.name("collections", "Counter")
+GETATTR = forge.name("builtins", "getattr")
 SIZE, PARAMETER = forge.name("torch", "Size"), forge.name("torch._utils", "_rebuild_parameter")
 EXPANDED = forge.tensor(size=(10**8,), stride=(0,))
 COLLIDING = b"".join(forge.integer(1 + number * (2**61 - 1)) for number in range(8, 3000))
@@ -82,6 +85,25 @@ CALLS = {
         ),
         "a quantized tensor has no scale",
     ),
+    "a part of what is no class": (forge.call(GETATTR, forge.name("torch", "Size"), forge.text("count")), "getattr"),
+    "a part of a set": (forge.call(GETATTR, SET, forge.text("pop")), "getattr"),
+    "a part of a part": (
+        forge.call(GETATTR, forge.call(GETATTR, forge.name("a", "B"), forge.text("C")), forge.text("d")),
+        "getattr",
+    ),
+    "a part without a name": (forge.call(GETATTR, forge.name("a", "B")), "getattr"),
+    "a part, with something in its place": (
+        forge.call(GETATTR, forge.name("a", "B"), forge.text("C"), forge.integer(1)),
+        "getattr",
+    ),
+    "a part by way of torch": (
+        forge.call(forge.name("torch._tensor", "_rebuild_from_type_v2"), GETATTR, b"N", forge.tuple_of(), b"N"),
+        "by way of torch",
+    ),
+    "an instruction of other pickles": (
+        forge.tensor() + b"\x82\x01",
+        "instruction b'.x82', which torch.save",
+    ),
     "an array in no order": (array_with(byte_order=b"]"), CONTRADICTION),
     "an array of sizes that numpy lacks": (
         array_with(shape=forge.tuple_of(forge.integer(0), forge.integer(1 << 62))),
@@ -119,6 +141,18 @@ def test_arrays_without_a_call_are_left_out(read, tmp_path):
     made = forge.name("numpy", "ndarray") + b")\x81"
     (tmp_path / "dump.pth").write_bytes(forge.archive(forge.mapping(state_dict=forge.weights(), image=made)))
     assert read(tmp_path / "dump.pth").left_out == ("image (an array of None)",)
+
+
+class Outer:
+    class Inner:
+        def __init__(self):
+            self.depth = 3
+
+
+def test_what_protocol_2_names_by_getattr_is_read(tmp_path):
+    noon = datetime.datetime(2026, 1, 2, 12, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin"))
+    torch.save({"state_dict": {"weight": torch.ones(2)}, "noon": noon, "cfg": Outer.Inner()}, tmp_path / "new.pth")
+    assert read_dump(tmp_path / "new.pth").scalars == {"noon": "2026-01-02 12:00:00", "cfg.depth": 3}
 
 
 def test_honest_calls_are_obeyed(tmp_path):

@@ -55,16 +55,16 @@ def test_a_file_with_the_weights_alone_is_read(tmp_path):
     [
         ({"format": "nandoctor.dump/2"}, "nandoctor.dump/2, which this version does not know"),
         ({"state_dict": {}}, "holds no state dict"),
-        ({"state_dict": [1]}, "'state_dict' is a list where a dict belongs"),
-        ({"calls": {"x": IMAGE}}, "'calls' is a dict where a list belongs"),
-        ({"calls": [3]}, "'calls' is a int where a dict belongs"),
-        ({"calls": [{"args": [IMAGE]}]}, "'args' is a list where a tuple belongs"),
-        ({"training": {IMAGE: True}}, "'training' has a Tensor for a name"),
-        ({"mixed_precision": {"inputs": {"": [1]}}}, "FSDP casts to a list in no training"),
-        ({"training": {"": 1}}, "'training' is a int where a bool belongs"),
-        ({"autocast": {"enabled": "yes"}}, "'enabled' is a str where a bool belongs"),
-        ({"model": "train.py:Net"}, "'model' is a str where a dict belongs"),
-        ({"model": {"name": 3}}, "'name' is a int where a str belongs"),
+        ({"state_dict": [1]}, "'state_dict' is of type list, not dict"),
+        ({"calls": {"x": IMAGE}}, "'calls' is of type dict, not list"),
+        ({"calls": [3]}, "'calls' is of type int, not dict"),
+        ({"calls": [{"args": [IMAGE]}]}, "'args' is of type list, not tuple"),
+        ({"training": {IMAGE: True}}, "'training' has a name of type Tensor"),
+        ({"mixed_precision": {"inputs": {"": [1]}}}, "FSDP never casts to a list"),
+        ({"training": {"": 1}}, "'training' is of type int, not bool"),
+        ({"autocast": {"enabled": "yes"}}, "'enabled' is of type str, not bool"),
+        ({"model": "train.py:Net"}, "'model' is of type str, not dict"),
+        ({"model": {"name": 3}}, "'name' is of type int, not str"),
         ({"batch": {"x": {1, 2}}}, "'batch.x' is a set"),
         ({"rng": {"numpy": {"keys": "abc"}}}, "holds no 'keys' of 624 words"),
         ({"rng": {"python": {"words": 3}}}, "holds no 'words' of 625 words"),
@@ -82,7 +82,7 @@ def test_a_tree_without_end_is_refused(tmp_path):
     tree = IMAGE
     for _ in range(40):
         tree = [tree]
-    with pytest.raises(DumpError, match="nests without end"):
+    with pytest.raises(DumpError, match="nested without end"):
         read(tmp_path, batch=tree)
 
 

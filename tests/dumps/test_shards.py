@@ -60,7 +60,7 @@ def test_copies_need_the_files_of_one_group_alone(tmp_path):
     paths = write(tmp_path, dict(enumerate([WHOLE[:4], WHOLE[4:]] * 2)), shard)
     paths[0].unlink()
     assert torch.equal(read_dump(paths[3]).state["weight"], WHOLE)
-    with pytest.raises(DumpError, match=r"rank 0's is not beside it") as caught:
+    with pytest.raises(DumpError, match=r"file of rank 0 is not beside it") as caught:
         read_dump(paths[1])
     assert "nan-step000004-rank0.pth is missing" in caught.value.remedy
 

@@ -123,6 +123,12 @@ def test_a_complete_file_lacks_nothing(summary_of):
     assert summary_of(**forge.step(), rng_state=torch.get_rng_state(), loss_scale=1024.0).missing == ()
 
 
+def test_a_notebook_shows_a_dump_in_one_line(tmp_path):
+    path = tmp_path / "dump.pth"
+    torch.save({"state_dict": {"a.weight": torch.zeros(2)}, **{f"x{i}": torch.ones(1000) for i in range(20)}}, path)
+    assert repr(read_dump(path)) == f"Dump({path}: 1 weight; {', '.join(f'x{i}' for i in range(12))} and 8 more)"
+
+
 def test_weights_alone_lack_only_the_batch(summary_of):
     assert beginnings(summary_of()) == ["No input"]
 

@@ -134,7 +134,7 @@ PARTS = {
 WEIGHTS_ALONE = {
     "zero 3": (zero3, "ZeRO", "zero_to_fp32"),
     "tensor parallel": (tensor_parallel, "2 tensor-parallel ranks", "Convert"),
-    "adapter": (adapter, "an adapter of PEFT", "merge_and_unload"),
+    "adapter": (adapter, "a PEFT adapter", "merge_and_unload"),
     "nothing": (lambda f: f, "no checkpoint is known", "Name the file"),
 }
 
@@ -218,12 +218,12 @@ BROKEN = {
     "dcp: a number": (change_metadata(lambda _: 3), "damaged"),
     "dcp: a list for a name": (
         change_metadata(lambda m: [object.__setattr__(index, "fqn", []) for index in m.storage_data] and None),
-        "do not make it up",
+        "do not cover it",
     ),
     "dcp: a list for a file": (change_metadata(lambda m: place_of(m, relative_path=[])), "is not in it"),
     "dcp: endless strides": (
         change_metadata(lambda m: m.state_dict_metadata["a.weight"].__dict__.update(size=torch.Size([0, 1 << 59, 16]))),
-        "do not make it up",
+        "do not cover it",
     ),
     "dcp: pipe": (lambda f: (os.mkfifo(f / ".metadata"), lone(f, "x.distcp")), "a pipe"),
     "safetensors: pipe": (lambda f: os.mkfifo(f / "model.safetensors"), "a pipe"),
@@ -233,7 +233,7 @@ BROKEN = {
     "deepspeed: pipe": (lambda f: os.mkfifo(f / "latest"), "a pipe"),
     "deepspeed: another folder": (lambda f: (f / "latest").write_text(".."), "ZeRO"),
     "dcp: no files": (lone_metadata, "are not in it"),
-    "dcp: no parts": (change_metadata(lambda m: m.storage_data.clear()), "do not make it up"),
+    "dcp: no parts": (change_metadata(lambda m: m.storage_data.clear()), "do not cover it"),
 }
 
 

@@ -45,6 +45,20 @@ TENSORS = st.builds(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One of two records that go by their kind."""
+
+    kind: str = "round"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Square:
+    """The other."""
+
+    kind: str = "square"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Everything:
     """Every kind of hint that a record may have."""
 
@@ -56,6 +70,7 @@ class Everything:
     nothing: None = None
     anything: Any = None
     low: FloatFormat = FP16
+    shape: Round | Square = Round()
 
 
 EVERYTHING = st.builds(
@@ -171,6 +186,7 @@ def test_fields_with_a_default_may_be_missing():
         (TensorStats, {"counts": {"num_nan": 1}}, r"TensorStats\.counts\.num_posinf is missing"),
         (Everything, {"pair": ["a"]}, r"Everything\.pair should be a list of 2, not \['a'\]"),
         (Everything, {"nothing": 1}, r"Everything\.nothing should be null, not 1"),
+        (Everything, {"shape": {"kind": []}}, r"Everything\.shape should be an object of kind round, square"),
         (Everything, {"tensors": [{}]}, r"Everything\.tensors\[0\]\.path is missing"),
     ],
 )

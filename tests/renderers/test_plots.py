@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
-from nandoctor.errors import NanDoctorError
+from nandoctor.errors import NanDoctorError, ReportError
 from nandoctor.evidence.exhibits import Picture
 from nandoctor.evidence.trace import Grid
 from nandoctor.renderers.plots.figures import save_figure
@@ -169,6 +169,14 @@ def test_the_origin_lies_over_the_image():
     assert "over image[2]" in figure.legends[0].get_title().get_text()
     wide = replace(picture, height=4, width=16)
     assert len(draw(replace(made, sample=wide), "origin").axes[0].images) == 1
+
+
+@pytest.mark.parametrize("damage", [{"pixels": "AAA"}, {"pixels": ""}, {"height": 10**9, "width": 10**9}])
+def test_a_picture_that_is_not_of_its_size_is_damage(damage):
+    pixels = "AAAA" * 21 + "AA=="
+    picture = Picture(name="image", sample=2, low=0.0, high=1.0, num_bad=0, height=8, width=8, pixels=pixels)
+    with pytest.raises(ReportError, match="its picture is not of the size"):
+        draw(replace(factory.fixable(), sample=replace(picture, **damage)), "origin")
 
 
 @pytest.mark.parametrize(

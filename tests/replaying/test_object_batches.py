@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 import nandoctor
 from nandoctor.dumps.packing import Fields, fill, pack, with_classes
 from nandoctor.dumps.reader import read_dump
-from nandoctor.dumps.unpickle import find_stand_in
+from nandoctor.dumps.stand_ins import find_stand_in
 from nandoctor.errors import NanDoctorError
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)

@@ -204,6 +204,16 @@ def mutate_pickle(rng, original):
     return buffer.getvalue()
 
 
+def unchecked(original):
+    """The archive without checksums, by which any change would be refused at once."""
+    data = bytearray(original)
+    entry = data.find(b"PK\1\2")
+    while entry >= 0:
+        data[entry + 16 : entry + 20] = bytes(4)
+        entry = data.find(b"PK\1\2", entry + 4)
+    return bytes(data)
+
+
 def originals():
     """Files of both formats, one of them signed, in the working directory."""
     torch.save(plain(), "plain.pth")
@@ -217,7 +227,9 @@ def make(kind, number, files):
     rng = random.Random(f"{kind} {number}")
     if kind == "structures":
         return mutate_structure(rng)
-    return mutate_pickle(rng, rng.choice(files[:1] + files[2:])) if rng.random() < 0.5 else mutate_bytes(rng, files)
+    if rng.random() < 0.5:
+        return mutate_pickle(rng, rng.choice(files[:1] + files[2:]))
+    return mutate_bytes(rng, [unchecked(file) for file in files])
 
 
 def examine(path):

@@ -64,18 +64,26 @@ def test_a_strangers_dump_imports_nothing(project):
     assert canaries(project) == ""
 
 
+def rewrite(path, old, new):
+    """Change a member and its checksum with it."""
+    with zipfile.ZipFile(path) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    assert any(old in content for content in contents.values())
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content.replace(old, new))
+
+
 @pytest.mark.parametrize(
     "change", ["byte of a weight", "byte of the pickle", "member more", "saved again", "other key", "key of others"]
 )
 def test_an_altered_dump_is_a_strangers(project, change, monkeypatch, tmp_path):
     path = recorded(project)
     assert read_dump(path).provenance.own
-    data = bytearray(path.read_bytes())
     if change == "byte of a weight":
-        data[data.index(torch.full((3,), 2.0).numpy().tobytes())] ^= 1
-        path.write_bytes(data)
+        rewrite(path, torch.full((3,), 2.0).numpy().tobytes(), torch.full((3,), 4.0).numpy().tobytes())
     elif change == "byte of the pickle":
-        path.write_bytes(data.replace(b"X\x07\x00\x00\x00loss_of", b"X\x07\x00\x00\x00execute"))
+        rewrite(path, b"X\x07\x00\x00\x00loss_of", b"X\x07\x00\x00\x00execute")
     elif change == "member more":
         with zipfile.ZipFile(path, "a") as archive:
             archive.writestr("archive/more", "")
@@ -141,6 +149,26 @@ def test_the_printed_command_runs_it(project, kind, run_nandoctor):
     assert json.loads(done.stdout)["runs"] is not None
     assert "built" in canaries(project)
     assert ("loss" in canaries(project)) == (kind != "no loss")
+
+
+@pytest.mark.parametrize(
+    ("module", "file", "name"),
+    [
+        ("os", "", "system"),
+        ("builtins", "", "eval"),
+        ("subprocess", "", "Popen"),
+        ("train", "train.py", "__loader__.path"),
+    ],
+)
+def test_no_command_is_offered_that_runs_pythons_own(project, module, file, name):
+    source = {"module": module, "file": file, "name": name}
+    arguments = {"command": "touch canary"}
+    request = refusal(strangers(project, model={**source, "arguments": arguments}, loss_function=source))
+    command = request.remedy.partition("nandoctor replay")[2]
+    assert f":{name}" in str(request)
+    assert name not in command
+    assert "--model FILE.py:NAME" in command
+    assert ("a part of Python" in str(request)) == (not file)
 
 
 def test_a_flag_allows_what_it_names_and_no_more(project):

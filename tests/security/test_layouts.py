@@ -125,7 +125,7 @@ def test_a_tensor_that_reaches_beyond_its_data_is_refused(kind, place):
     for zipped in (True, False):
         file = mutate.changed(mutate.plain(), place, lambda container, key: container.__setitem__(key, LARGER[kind]()))
         torch.save(file, "case.pth", _use_new_zipfile_serialization=zipped)
-        with pytest.raises(DumpError, match="cannot rebuild its tensors"):
+        with pytest.raises(DumpError, match="cannot be rebuilt"):
             read_dump("case.pth")
 
 
@@ -172,5 +172,6 @@ def test_an_odd_switch_is_left_as_it_is(value):
 @pytest.mark.parametrize("kind", ["nested", "jagged", "masked"])
 def test_an_honest_class_is_refused_as_what_it_is(kind, tmp_path):
     torch.save({"state_dict": {}, "x": KINDS[kind](torch.ones(2, 2))}, tmp_path / "case.pth")
-    with pytest.raises(DumpError, match="it would run code that reading weights and arrays does not need: torch"):
+    needed = "it would run code that reading weights and arrays does not need: torch"
+    with pytest.raises(DumpError, match=needed if kind == "masked" else "it holds a nested tensor"):
         read_dump(tmp_path / "case.pth")

@@ -17,7 +17,7 @@ from rich.console import Console
 from test_bounds import BOMBS, archive, global_name, make_project, text
 from test_layouts import KINDS, PLAIN, RECORDED, REPLAYED, files_with
 
-from nandoctor.dumps import pickle_scan, unpickle
+from nandoctor.dumps import pickle_scan, stand_ins
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.file_type import Member
 from nandoctor.dumps.reader import look_at_dump, read_dump
@@ -171,9 +171,9 @@ def test_a_state_that_torch_would_refuse_is_left_to_torch():
 
 
 def test_the_names_of_torchs_values_are_all_known():
-    named = {f"torch.{name}" for name in dir(torch) if unpickle._TORCH_VALUE.fullmatch(f"torch.{name}")}
+    named = {f"torch.{name}" for name in dir(torch) if stand_ins._TORCH_VALUE.fullmatch(f"torch.{name}")}
     assert named == {str(value) for value in vars(torch).values() if isinstance(value, (torch.dtype, torch.qscheme))}
-    for name, dtype in unpickle.STORAGE_DTYPES.items():
+    for name, dtype in stand_ins.STORAGE_DTYPES.items():
         assert pickle_scan._item_nbytes(name) == getattr(torch, dtype).itemsize
 
 

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from nandoctor.errors import NanDoctorError
+from nandoctor.errors import NanDoctorError, ReportError
 from nandoctor.evidence.exhibits import Picture
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import Grid
@@ -129,9 +129,14 @@ def _share_of_samples(origin: Origin, grid: Grid) -> float:
 
 
 def picture_levels(picture: Picture) -> NDArray[np.uint8]:
-    """The grey levels, height x width."""
-    pixels = np.frombuffer(base64.b64decode(picture.pixels), dtype=np.uint8)
-    return np.resize(pixels, (picture.height, picture.width))
+    """The grey levels, height x width; raises ReportError where they are not as many."""
+    try:
+        return np.frombuffer(base64.b64decode(picture.pixels), dtype=np.uint8).reshape(picture.height, picture.width)
+    except ValueError as error:
+        raise ReportError(
+            "The saved report is damaged: its picture is not of the size that it says.",
+            remedy="Replay the dump again: nandoctor replay DUMP --per-sample -o report.json.",
+        ) from error
 
 
 def _draw_samples(axes: Axes, origin: Origin) -> None:

@@ -1,0 +1,112 @@
+"""A byte that changed after the file was written is the file's fault, and nothing is blamed on the training for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import forge
+import numpy as np
+import pytest
+import torch
+
+from nandoctor.dumps import file_type
+from nandoctor.dumps.dump import summarize
+from nandoctor.dumps.reader import look_at_dump, read_dump
+from nandoctor.dumps.writer import write_dump
+from nandoctor.errors import DumpError
+
+WEIGHT = np.linspace(1, 2, 64, dtype="f4")
+CHANGED, NAN, FINITE = WEIGHT[9].tobytes(), np.float32("nan").tobytes(), np.float32(1e30).tobytes()
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(params=[read_dump, look_at_dump], ids=["with torch", "without"])
+def read(request):
+    return lambda: summarize(request.param("dump.pth"))
+
+
+def save(weight=WEIGHT, **arrays):
+    """The bytes of a file with a weight in each of two views, and an array."""
+    state = {"a.weight": torch.from_numpy(weight.copy())}
+    return forge.saved({"state_dict": {**state, "b.weight": state["a.weight"][:8]}, "image": np.ones(5), **arrays})
+
+
+def write(data, old=CHANGED, new=NAN):
+    assert data.count(old) == 1
+    Path("dump.pth").write_bytes(data.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "part"),
+    [
+        (CHANGED, NAN, "archive/data/0"),
+        (CHANGED, FINITE, "archive/data/0"),
+        (b"a.weight", b"a.veight", "archive/data.pkl"),
+    ],
+    ids=["NaN", "finite", "name"],
+)
+def test_a_changed_byte_of_a_small_file_is_noticed(old, new, part, read):
+    write(save(), old, new)
+    with pytest.raises(DumpError, match=f"damaged: the bytes of {part} do not match") as caught:
+        read()
+    assert "Copy it again" in caught.value.remedy
+
+
+def test_of_a_large_file_what_is_nonfinite_is_checked(read, monkeypatch):
+    monkeypatch.setattr(file_type, "_CHECKED_NBYTES", 1)
+    write(save(), new=np.float32(3).tobytes())
+    assert read().num_weights == 2
+    write(save())
+    with pytest.raises(DumpError, match=r"damaged: the bytes of 'a.weight' do not match"):
+        read()
+
+
+def test_a_weight_that_is_absurdly_large_is_checked(monkeypatch):
+    monkeypatch.setattr(file_type, "_CHECKED_NBYTES", 1)
+    write(save(), new=FINITE)
+    with pytest.raises(DumpError, match=r"damaged: the bytes of 'a.weight' do not match"):
+        summarize(read_dump("dump.pth"))
+    Path("dump.pth").write_bytes(save(WEIGHT * 1e30))
+    assert summarize(read_dump("dump.pth")).num_weights == 2
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 20])
+def test_a_nan_that_was_written_is_no_damage(read, limit, monkeypatch):
+    monkeypatch.setattr(file_type, "_CHECKED_NBYTES", limit)
+    weight = WEIGHT.copy()
+    weight[3] = np.nan
+    Path("dump.pth").write_bytes(save(weight, logit=np.full(3, np.nan)))
+    assert [entry.num_bad for entry in read().bad_weights] == [1, 1]
+
+
+def test_without_checksums_nothing_is_said(read):
+    with forge.without_checksums():
+        write(save())
+    assert [entry.name for entry in read().bad_weights] == ["a.weight"]
+
+
+def test_a_recorder_signs_without_checksums(tmp_path):
+    contents = {"format": "nandoctor.dump/1", "state_dict": {"a.weight": torch.ones(2)}}
+    with forge.without_checksums():
+        path = write_dump(contents, tmp_path, "nan-step1", max_nbytes=1 << 20)
+    assert read_dump(path).provenance.own
+
+
+def test_each_part_is_checked_once(read, monkeypatch):
+    monkeypatch.setattr(file_type, "_CHECKED_NBYTES", 1)
+    checked = []
+    is_intact = file_type.Member.is_intact
+
+    def count(member, data):
+        checked.append(member)
+        return is_intact(member, data)
+
+    monkeypatch.setattr(file_type.Member, "is_intact", count)
+    weight = np.full(64, np.nan, "f4")
+    Path("dump.pth").write_bytes(save(weight, logit=np.full(3, np.nan)))
+    assert len(read().bad_weights) == 2
+    assert len(checked) == 2  # the pickle and the weights
