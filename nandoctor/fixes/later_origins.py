@@ -46,7 +46,7 @@ class LaterOrigins:
     @property
     def notes(self) -> tuple[str, ...]:
         """A sentence for each: what the step fails of once the origins before it are changed."""
-        told = (f"With that changed, the step fails again: {_describe(found)}." for found in self.diagnoses)
+        told = (f"Once the first failure is fixed, the step fails again: {_describe(found)}." for found in self.diagnoses)
         return tuple(dict.fromkeys(told))
 
 

@@ -69,9 +69,15 @@ class ShownFix:
 
 
 def list_fixes(report: Report) -> tuple[ShownFix, ...]:
-    """The verified fixes first, smallest change first; then those that are off, then those that failed."""
-    fixes = [_show_fix(fix, report) for fix in sorted(report.fixes, key=lambda fix: fix.rank)]
-    return tuple(sorted(fixes, key=lambda fix: _STATES.index(fix.state)))
+    """The verified fixes first, smallest change first; then what held on this batch; then what is off, or failed."""
+    shown = [(fix, _show_fix(fix, report)) for fix in sorted(report.fixes, key=lambda fix: fix.rank)]
+    shown.sort(key=lambda pair: (not pair[1].verified, not _held_here(pair[0]), _STATES.index(pair[1].state)))
+    return tuple(fix for _, fix in shown)
+
+
+def _held_here(fix: Fix) -> bool:
+    """Tell whether the output was right with a change, whatever other check failed."""
+    return any(check.name == "output" and check.status == "passed" for check in fix.checks)
 
 
 _STATES: tuple[FixState, ...] = ("verified", "off", "failed")
@@ -102,6 +108,8 @@ def _judge(fix: Fix, report: Report) -> tuple[FixState, str]:
         exact = any(trial.setting.dtype is FP64 and trial.outcome.finite for trial in report.counterfactuals)
         reference = "float64" if exact and report.verdict == "numerics" else "fp32"
         return "off", f"finite, but {percent(error)} off {reference}"
+    if failed is not None and failed.name == "output":
+        return "off", printable(failed.text)
     if failed is not None:
         return "failed", f"failed: {_describe_check(failed)}"
     return "off", "finite when tried, but not written as code"
@@ -247,6 +255,8 @@ def summarize_fixes(report: Report) -> FixSummary | None:
         return FixSummary(heading=f"{heading}{more}", patch=(), facts=(*tried, *why_facts(report))) if heading else None
     first, *others = verified
     of = f" 1 of {len(verified)}" if others else ""
+    is_of_this_batch = first.kind == "data" and report.verdict == "numerics"
+    what = "Workaround" if is_of_this_batch else "Fix"
     where = " on this batch alone" if first.kind == "data" else ""
     beside = [f"{fix.title} ({fix.outcome})" for fix in others[:_SHOWN_BESIDE]]
     beside += [f"{len(others) - len(beside)} more in the report"] if len(others) > len(beside) else []
@@ -257,7 +267,7 @@ def summarize_fixes(report: Report) -> FixSummary | None:
     command = command_for("fix", report) if left else None
     rest = [Fact(label="all of it", text=command, is_command=True)] if command else []
     return FixSummary(
-        heading=f"Fix{of}, verified{where}: {first.title}",
+        heading=f"{what}{of}, verified{where}: {first.title}",
         patch=patch,
         facts=(*rest, *first.facts, *alternatives, *refused),
     )

@@ -105,6 +105,19 @@ def surrogate(logp, batch):
 def next_word(logits, batch):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten(), ignore_index=0)
 
+class Spread(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.logvar = nn.Linear(10, 4)
+
+    def forward(self, x):
+        logvar = self.logvar(x)
+        return torch.exp(0.5 * logvar) * torch.linspace(-1, 1, logvar.numel()).view_as(logvar), logvar
+
+def divergence(output, batch):
+    sample, logvar = output
+    return sample.abs().mean() + (logvar.float().exp() - logvar.float()).mean()
+
 class Classes(nn.Module):
     def __init__(self):
         super().__init__()
@@ -255,3 +268,16 @@ def test_a_loss_with_an_infinite_term_is_compared(project):
     assert (report.verdict, report.cause.code) == ("numerics", "log-of-zero")
     assert not any(fix.verified for fix in report.fixes if "torch.log" in fix.patch)
     assert max(fix.outcome.max_rel_err for fix in report.fixes) > 0.1
+
+
+def test_a_change_that_is_off_says_why_and_what_to_do(project):
+    """It was written and run: what it failed is told, and what the page of the cause advises."""
+    x = torch.randn(6, 10)
+    x[4] *= 400
+    save(torch.nn.ModuleDict({"logvar": torch.nn.Linear(10, 4)}), x=x)
+    report = nandoctor.replay("dump.pth", "net.py:Spread", loss="net.py:divergence").report
+    assert [fix.kind for fix in report.fixes if fix.verified] == ["data"]
+    assert any(note.startswith("By hand: Clamp the argument") for note in report.search_notes)
+    finite = [fix for fix in report.fixes if not fix.verified and fix.outcome.finite]
+    assert finite
+    assert all(any(check.status == "failed" for check in fix.checks) for fix in finite)
