@@ -46,8 +46,8 @@ class LaterOrigins:
     @property
     def notes(self) -> tuple[str, ...]:
         """A sentence for each: what the step fails of once the origins before it are changed."""
-        told = (f"Once the first failure is fixed, the step fails again: {_describe(found)}." for found in self.diagnoses)
-        return tuple(dict.fromkeys(told))
+        again = "Once the first failure is fixed, the step fails again"
+        return tuple(dict.fromkeys(f"{again}: {_describe(found)}." for found in self.diagnoses))
 
 
 def find_later_origins(findings: Findings, trials: Trials, writer: ChangeWriter) -> LaterOrigins:

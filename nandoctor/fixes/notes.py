@@ -12,7 +12,7 @@ from nandoctor.causes.registry import find_page
 from nandoctor.diagnosis.conclusion import Findings
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP32
-from nandoctor.evidence.report import Counterfactual, Fix
+from nandoctor.evidence.report import STABLE_FORM, Counterfactual, Fix
 from nandoctor.fixes.agreement import TOLERANCE
 from nandoctor.fixes.candidates import MAX_LEADS, distinct_leads
 from nandoctor.replaying.runner import FailingStep
@@ -85,9 +85,10 @@ def describe_none(findings: Findings, model: nn.Module) -> str:
 
 
 def _by_hand(findings: Findings) -> str:
-    """What the page of the cause advises; "" where it is a cast to fp32, and fp32 fails as well."""
+    """What the page of the cause advises; "" where the cause says better, or it is a cast to fp32, which fails too."""
     cause = next((diagnosis.cause for diagnosis in findings.conclusion.diagnoses[:1]), None)
-    advice = "" if cause is None else dict(find_page(cause.code).sections)["Fix"]
+    is_told = cause is None or any(item.name == STABLE_FORM for item in cause.evidence)
+    advice = "" if cause is None or is_told else dict(find_page(cause.code).sections)["Fix"]
     is_of_use = advice and not (findings.verdict == "numerics" and str(FP32) in advice)
     return f"By hand: {advice}" if is_of_use else ""
 

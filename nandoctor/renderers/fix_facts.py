@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from nandoctor.evidence.edits import flatten
+from nandoctor.evidence.edits import StableLog, flatten
 from nandoctor.evidence.formats import FP64
-from nandoctor.evidence.report import Check, Fix, Fp32Module, Report, StepSetting, TrialOutcome
+from nandoctor.evidence.report import STABLE_FORM, Check, Fix, Fp32Module, Report, StepSetting, TrialOutcome
 from nandoctor.renderers.facts import Fact, command_for, short_name
 from nandoctor.renderers.table import TableLine, describe_use
 from nandoctor.source_files import PACKAGE_FOLDERS
@@ -255,8 +255,7 @@ def summarize_fixes(report: Report) -> FixSummary | None:
         return FixSummary(heading=f"{heading}{more}", patch=(), facts=(*tried, *why_facts(report))) if heading else None
     first, *others = verified
     of = f" 1 of {len(verified)}" if others else ""
-    is_of_this_batch = first.kind == "data" and report.verdict == "numerics"
-    what = "Workaround" if is_of_this_batch else "Fix"
+    what = "Workaround" if first.kind == "data" and report.verdict == "numerics" else "Fix"
     where = " on this batch alone" if first.kind == "data" else ""
     beside = [f"{fix.title} ({fix.outcome})" for fix in others[:_SHOWN_BESIDE]]
     beside += [f"{len(others) - len(beside)} more in the report"] if len(others) > len(beside) else []
@@ -269,13 +268,20 @@ def summarize_fixes(report: Report) -> FixSummary | None:
     return FixSummary(
         heading=f"{what}{of}, verified{where}: {first.title}",
         patch=patch,
-        facts=(*rest, *first.facts, *alternatives, *refused),
+        facts=(*rest, *first.facts, *_better_facts(report), *alternatives, *refused),
     )
 
 
 def no_fix_heading(report: Report) -> str:
     """What to head the section of fixes with where none is verified; "" where none was looked for."""
     return "No fix was verified" if report.fixes else "No fix was found" if report.search_notes else ""
+
+
+def _better_facts(report: Report) -> Iterator[Fact]:
+    """What to write by hand for a logarithm that no fix joins with its probability: the cause is not shown then."""
+    joined = any(isinstance(edit, StableLog) for fix in report.fixes if fix.verified for edit in flatten((fix.edit,)))
+    found = report.cause.evidence if report.cause is not None and not joined else ()
+    yield from (Fact(label="better", text=printable(item.text)) for item in found if item.name == STABLE_FORM)
 
 
 def why_facts(report: Report) -> Iterator[Fact]:

@@ -10,7 +10,17 @@ import pytest
 from rich.console import Console
 
 from nandoctor.evidence.formats import FP16
-from nandoctor.evidence.report import Check, EpsUse, Fp32Module, Fp32Set, Fp32SetSearch, StepSetting, TrialOutcome
+from nandoctor.evidence.report import (
+    STABLE_FORM,
+    Check,
+    EpsUse,
+    Evidence,
+    Fp32Module,
+    Fp32Set,
+    Fp32SetSearch,
+    StepSetting,
+    TrialOutcome,
+)
 from nandoctor.renderers.fix_facts import (
     describe_outcome,
     describe_setting,
@@ -305,3 +315,10 @@ def test_a_change_that_is_off_elsewhere_says_so():
     fix = replace(factory.fixable().fixes[0], verified=False, checks=checks)
     shown = list_fixes(replace(factory.fixable(), fixes=(fix,)))[0]
     assert (shown.state, shown.result) == ("off", text)
+
+
+def test_beside_a_clamp_what_is_better_is_told():
+    made = factory.fixable()
+    stable = Evidence(name=STABLE_FORM, value="F.logsigmoid", text="return the logits")
+    told = summarize_fixes(replace(made, cause=replace(made.cause, evidence=(stable,))))
+    assert ("better", "return the logits") in [(fact.label, fact.text) for fact in told.facts]
