@@ -130,8 +130,8 @@ def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Cand
     if _has_children(site.module, findings.trace):
         yield (KeepModule(module=site.module, children=False),)
     if site.module:
-        block = KeepModule(module=site.module)
-        yield (*by_lines((block,), findings, trials.step.model), block)
+        block, model = KeepModule(module=site.module), trials.step.model
+        yield (*_call_in_fp32(site, findings, model), *by_lines((block,), findings, model), block)
 
 
 def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module) -> Iterator[Edit]:
@@ -146,6 +146,18 @@ def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module)
     called = {site.module for site in sites if site.source in lines}
     if None not in lines and called == paths:
         yield join([KeepOp(site=site) for site in chosen])
+
+
+def _call_in_fp32(site: OpSite, findings: Findings, model: nn.Module) -> Iterator[Edit]:
+    """The line that calls a failing layer of torch, where other lines call it too and this one calls no other."""
+    if not _is_library(site, model):
+        return
+    ops = [op for op in findings.ops if op.phase != "backward" and op.source is not None]
+    lines = {op.source.whole for op in ops if op.module == site.module and op.source is not None}
+    line = line_of(site)
+    called = {op.module for op in ops if op.source is not None and op.source.whole == line.source}
+    if len(lines) > 1 and line.source in lines and called & _paths_in_torch(model) == {site.module}:
+        yield KeepOp(site=line)
 
 
 def line_of(site: OpSite) -> OpSite:

@@ -261,8 +261,18 @@ class _Search:
 
     def _attempt(self, candidates: Iterable[Candidate], tried: list[Fix]) -> None:
         for candidate in candidates:
-            tried += self._try(candidate)
+            tried += self._without_idle_parts(self._try(candidate))
             self._tell()
+
+    def _without_idle_parts(self, found: list[Fix]) -> list[Fix]:
+        """A verified change of several places without those that it needs no change of: one may mend another."""
+        parts = flatten(fix.edit for fix in found if fix.verified)
+        if len(parts) > 1 and not any(isinstance(part, KeepModule) for part in parts):
+            for part in parts:
+                smaller = self._try((join([other for other in parts if other is not part]),))
+                if any(fix.verified for fix in smaller):
+                    return self._without_idle_parts(smaller)
+        return found
 
     def _tell(self) -> None:
         """Tell the progress the title of the first fix that was verified, "" before there is one."""
