@@ -117,13 +117,14 @@ def _is_mask(tensor: OpTensor) -> bool:
 
 
 def constant_in_fp32(tensor: OpTensor, reference: OpCall | None) -> float | None:
-    """The large negative number that a constant which is -inf is in the same op of the fp32 run; else None."""
-    counts = tensor.stats.counts if tensor.stats is not None else None
-    if counts is None or counts.kinds != ("-inf",) or reference is None:
+    """The one large negative number that a constant of -inf alone is in the same op of the fp32 run; else None."""
+    ours = tensor.stats
+    if ours is None or ours.counts is None or ours.counts.num_neginf != ours.numel or reference is None:
         return None
     same = next((taken.stats for taken in reference.inputs if taken.name == tensor.name), None)
-    is_mask = same is not None and same.finite and same.min is not None and same.min <= _VERY_NEGATIVE
-    return same.min if is_mask and same is not None else None
+    if same is None or not same.finite or same.min is None or same.min != same.max:
+        return None
+    return same.min if same.min <= _VERY_NEGATIVE else None
 
 
 def fitting_constants(op: OpCall, tensor: OpTensor, in_fp32: float) -> tuple[Candidate, ...]:
