@@ -15,6 +15,7 @@ from nandoctor.evidence.edits import (
     GuardArgument,
     KeepModule,
     KeepOp,
+    SetLossScale,
     SetOptimizerEps,
     SourcePatch,
     Together,
@@ -102,17 +103,21 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
 def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> list[Fix]:
     """Verified fixes first: changes at the origin, then sets found by search, then another format; by size.
 
-    Then comes what leaves the origin as it is, and helps because its input happens to arrive in fp32. Last come samples
-    left out, which is of use to this batch alone.
+    Then comes what leaves the origin as it is: it helps because an input happens to arrive in fp32, or because the loss
+    is scaled by less than 1, to which no GradScaler is meant to come. Last come samples left out, for this batch alone.
     """
 
     def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, int]:
         size = _size(item.edit, findings)
-        only_upstream = _is_only_upstream(item.edit, findings)
-        return not item.verified, item.kind == "data", only_upstream, size >= _WHOLE, item.patch not in at_origin, size
+        elsewhere = _is_only_upstream(item.edit, findings) or _scales_below_one(item.edit)
+        return not item.verified, item.kind == "data", elsewhere, size >= _WHOLE, item.patch not in at_origin, size
 
     at_origin = {item.patch for item in tried}
     return sorted(_distinct([*from_fp32_sets, *tried]), key=key)
+
+
+def _scales_below_one(edit: Edit) -> bool:
+    return any(isinstance(single, SetLossScale) and single.value < 1 for single in flatten((edit,)))
 
 
 def _is_only_upstream(edit: Edit, findings: Findings) -> bool:
