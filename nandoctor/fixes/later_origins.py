@@ -92,6 +92,7 @@ def _describe(diagnosis: Diagnosis) -> str:
         where.append(samples_text(origin.elements.samples, origin.output.shape[0]))
     what = cause.headline if cause is not None else ""
     what = what or f"{origin.op or 'an operation'} gives {kinds_text(origin.elements.kinds)}"
+    what = f"the{what[3:]}" if what.startswith("The ") else what
     return f"{what} ({', '.join(where)})" if where else what
 
 
