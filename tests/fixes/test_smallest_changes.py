@@ -63,3 +63,35 @@ def test_of_two_calls_of_a_layer_the_one_that_fails_is_widened(fixes_of):
     fixes = fixes_of("Denoiser", modules, x=torch.randn(3, 4), t=torch.tensor([0, 1, 2]))
     assert fixes[0].verified
     assert "+            return torch.tanh(self.stem(clean.float()) * 1e-6)" in fixes[0].patch.splitlines()
+
+
+DISPARITY = """
+import torch
+from torch import nn
+
+class Rays(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.density = nn.Linear(3, 1)
+
+    def forward(self, rays):
+        depth = torch.relu(self.density(rays)).squeeze(-1)
+        return depth, 1 / depth
+
+def loss(output, batch):
+    depth, disparity = output
+    return (depth - 1).abs().mean() + 1e-3 * disparity.mean()
+"""
+
+
+def test_no_loss_of_millions_is_made_of_an_empty_sample(tmp_path, monkeypatch):
+    """1 / 1e-12 of one ray, weighted and averaged, is less than 1e9, and a billion times the loss of the others."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rays.py").write_text(DISPARITY)
+    state = {"density.weight": torch.ones(1, 3), "density.bias": torch.zeros(1)}
+    rays = torch.rand(8, 3) + 0.5
+    rays[2] = -1.0
+    torch.save({"state_dict": state, "rays": rays}, "dump.pth")
+    fix = nandoctor.replay("dump.pth", "rays.py:Rays", loss="rays.py:loss").report.fixes[0]
+    assert (fix.verified, fix.kind) == (True, "source")
+    assert "torch.where(depth == 0, 0.0, 1 / torch.where(depth == 0, 1.0, depth))" in fix.patch
