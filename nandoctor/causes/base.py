@@ -158,13 +158,14 @@ class OutsideTensor:
     """A non-finite or huge tensor that no traced op made; `name` is its path in the model or the batch.
 
     `low` is what the run computes its products in, None where nothing was run. `built` tells that the model's own code
-    makes it so.
+    makes it so. `in_fp32` is the number that a constant is in the fp32 run, where that holds it.
     """
 
     name: str
     stats: TensorStats
     low: FloatFormat | None = None
     built: bool = False
+    in_fp32: float | None = None
 
 
 def outside_evidence(kind: str, finding: OutsideTensor, how: str = "is non-finite") -> tuple[Evidence, ...]:

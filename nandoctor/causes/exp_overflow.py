@@ -10,7 +10,8 @@ Why it happens
     exp(logvar), exp(logit_scale), softplus written by hand, a power with a large exponent: nothing bounds the argument.
 Fix
     Clamp the argument (`logvar.clamp(max=10)`, `logit_scale.clamp(max=math.log(100))`), subtract the maximum first, use
-    F.softplus or torch.logaddexp.
+    F.softplus or torch.logaddexp. In a loop, as of Sinkhorn's or a forward algorithm, carry the logarithms and
+    torch.logsumexp.
 When it is wrong
     An exponential with exact value inf in float64 too (x > 709) is recognised by its argument.
 """

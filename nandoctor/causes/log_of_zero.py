@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, OutsideTensor, ancestors, outside_domain, site_of, writes_infinity
+from nandoctor.causes.base import Candidate, Finding, OutsideTensor, outside_domain, site_of, writes_infinity
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.edits import SetFlag
-from nandoctor.evidence.report import Account, Evidence
-from nandoctor.ops import CASTS, DOMAINS, HIDDEN_LOGARITHMS, LOGARITHMS, MOVES
+from nandoctor.evidence.report import STABLE_FORM, Account, Evidence
+from nandoctor.evidence.trace import OpCall, OpTensor
+from nandoctor.ops import CASTS, DOMAINS, HIDDEN_LOGARITHMS, LOGARITHMS, MOVES, SUBTRACTIONS
 from nandoctor.text import are, constant, file_line, part_of, plural
 
 TITLE = "A logarithm of zero"
@@ -78,25 +79,44 @@ def _diagnose_logarithm(finding: Finding) -> Account | None:
         text = f"{plural(zeros, 'element')} of the argument {are(zeros)} exactly zero"
     nonfinite = part_of(finding.analysis.num_bad, finding.analysis.numel, "value")
     in_fp32 = "; in fp32 it does not" if finding.reference_is_finite else ""
+    stable = tuple(_tell_stable(finding, domain.argument))
     return Account(
         headline=f"{operand(finding.op, domain.argument) or 'The argument'} is exactly {constant(edge)} in "
         f"{nonfinite}, and {op}({constant(edge)}) is infinite",
         explanation=f"The argument of {op} reaches exactly {constant(edge)}, which makes {nonfinite} "
-        f"infinite{in_fp32}.{_name_stable_function(finding, domain.argument)}",
-        evidence=(Evidence("num_zero" if edge == 0 else "argument", zeros if edge == 0 else edge, text),),
+        f"infinite{in_fp32}.{''.join(f' Better: {item.text}.' for item in stable)}",
+        evidence=(
+            Evidence("num_zero" if edge == 0 else "argument", zeros if edge == 0 else edge, text),
+            *stable,
+        ),
     )
 
 
-def _name_stable_function(finding: Finding, argument: str) -> str:
-    """Name the function to use for a probability and its logarithm, which may stand far apart in the code."""
+def _tell_stable(finding: Finding, argument: str) -> Iterator[Evidence]:
+    """What to take for a probability and its logarithm, which may stand in two functions that no diff joins."""
     taken = finding.op.find_input(argument)
-    made = ancestors(finding.ops, taken, _DEPTH, through=MOVES | CASTS) if taken is not None else iter(())
-    made_by = next((op for op in made if op.op in _PROBABILITIES), None)
+    made_by, is_rest = _probability_behind(finding, taken)
     logits = made_by.inputs[0].stats if made_by is not None else None
     if made_by is None or finding.op.op != "log" or logits is None or not logits.finite:  # a mask's -Inf stays one
-        return ""
+        return
     line = f" ({file_line(made_by.source.file, made_by.source.line)})" if made_by.source else ""
-    return f" {subject(made_by)}{line} makes it: {_PROBABILITIES[made_by.op]} there, in place of both, stays finite."
+    form = f"{_PROBABILITIES[made_by.op]} of their negative" if is_rest else f"{_PROBABILITIES[made_by.op]} of them"
+    text = f"pass on the logits in place of {subject(made_by)}{line}, and take {form} here: exact, gradient included"
+    yield Evidence(STABLE_FORM, _PROBABILITIES[made_by.op], text)
+
+
+def _probability_behind(finding: Finding, tensor: OpTensor | None) -> tuple[OpCall | None, bool]:
+    """The softmax or sigmoid that made a tensor, moved or cast at most; and whether it is 1 minus a sigmoid."""
+    is_rest = False
+    for _ in range(_DEPTH):
+        op = finding.ops.get(tensor.producer) if tensor is not None and tensor.producer is not None else None
+        if op is None or op.op in _PROBABILITIES:
+            return (op, is_rest) if op is None or op.op == "sigmoid" or not is_rest else (None, False)
+        is_one_less = op.op in SUBTRACTIONS and len(op.inputs) == 1 and 1.0 in dict(op.scalars).values()
+        if not is_one_less and op.op not in MOVES | CASTS:
+            break
+        is_rest, tensor = is_rest or is_one_less, op.inputs[0]
+    return None, False
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:

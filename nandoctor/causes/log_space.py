@@ -17,8 +17,14 @@ _QUOTIENTS = frozenset({"div", "reciprocal"})
 
 
 def stable_forms(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
-    """The first logarithm after the op, or the op, in another form; the first quotient; then smaller exponents."""
+    """A logarithm that the op is made of in another form; the first one from it on; a quotient; smaller exponents.
+
+    A softplus written by hand rounds to 0 long before it is: then it is divided by, or its logarithm is taken.
+    """
     made_of = [op, *(source for tensor in op.inputs for source in _behind(ops, tensor))]
+    for inner in (source for source in made_of[1:] if source.op in _LOGARITHMS and source.inputs):
+        if any(source.op in HAS_STABLE_LOGARITHM for source in _behind(ops, inner.inputs[0])):
+            yield (StableLog(site=site_of(inner)),)
     if not any(source.op in HAS_STABLE_LOGARITHM for source in made_of):
         return
     later = {taker.order for taker in descendants(ops, op.order, _STEPS)}

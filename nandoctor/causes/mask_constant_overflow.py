@@ -5,7 +5,8 @@ What it is
     are added and pass the limit even of fp32. Where a row is masked throughout, softmax then gives 0/0.
 How nandoctor tells
     A fill or an addition that makes -inf out of a large negative constant: a number in the code, or a tensor that holds
-    only that number and zeros; or such a number times a mask of zeros and ones.
+    only that number and zeros; or such a number times a mask of zeros and ones. Or a tensor that the code makes of one
+    number (`torch.tensor(-1e9, dtype=scores.dtype)`), -inf here and finite in the fp32 run.
 Why it happens
     The constant was chosen for fp32, or one mask too many is added.
 Fix
@@ -20,23 +21,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, clamp_candidate, site_of
+from nandoctor.causes.base import Candidate, Finding, OutsideTensor, clamp_candidate, site_of
 from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.evidence.trace import OpTensor
+from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats
 from nandoctor.ops import CASTS, CHECKED_FILLS, FILLS, MINIMA, SCALINGS, SUMS
 from nandoctor.text import constant, number, plural
 
 TITLE = "The constant of a mask is too large for its format"
-PHASES = ("forward",)
+PHASES = ("forward", "constant")
 
 _OPS = FILLS | CASTS | SUMS | SCALINGS | MINIMA | {"scaled_dot_product_attention"}
 _VERY_NEGATIVE = -1e4
 
 
-def diagnose(finding: Finding) -> Account | None:
-    """A fill or an addition that turns a large negative constant into -inf."""
+def diagnose(finding: Finding | OutsideTensor) -> Account | None:
+    """A fill or an addition that turns a large negative constant into -inf; or a constant that is -inf already."""
+    if isinstance(finding, OutsideTensor):
+        return None if finding.in_fp32 is None else _explain_constant(finding.in_fp32, finding.stats)
     if finding.op.op not in _OPS or finding.analysis.kinds not in (("-inf",), ("nan",), ("nan", "-inf")):
         return None
     masking = min(_constants(finding), default=None)
@@ -49,6 +52,16 @@ def diagnose(finding: Finding) -> Account | None:
             Evidence("constant", masking, f"the mask's constant is {constant(masking)}"),
             Evidence("num_bad", finding.analysis.num_bad, f"{plural(finding.analysis.num_bad, 'element')} became -inf"),
         ),
+    )
+
+
+def _explain_constant(masking: float, stats: TensorStats) -> Account:
+    low, limit = stats.dtype, number(-stats.dtype.max)
+    return Account(
+        headline=f"The mask value {constant(masking)} becomes -Inf in {low}, which stops at {limit}",
+        explanation=f"The mask's constant {constant(masking)} is put into a tensor of {low}, whose limit is {limit}: "
+        "it is -inf there, a fully masked row has no finite value left, and 0 times it is NaN.",
+        evidence=(Evidence("constant", masking, f"the mask's constant is {constant(masking)}"),),
     )
 
 
@@ -97,6 +110,23 @@ def _is_mask(tensor: OpTensor) -> bool:
     assert stats is not None
     same = stats.p05 == stats.absmax and stats.median == stats.absmax
     return stats.min is not None and stats.min <= _VERY_NEGATIVE and (stats.max or 0.0) <= 0 and same
+
+
+def constant_in_fp32(tensor: OpTensor, reference: OpCall | None) -> float | None:
+    """The one large negative number that a constant of -inf alone is in the same op of the fp32 run; else None."""
+    ours = tensor.stats
+    if ours is None or ours.counts is None or ours.counts.num_neginf != ours.numel or reference is None:
+        return None
+    same = next((taken.stats for taken in reference.inputs if taken.name == tensor.name), None)
+    if same is None or not same.finite or same.min is None or same.min != same.max:
+        return None
+    return same.min if same.min <= _VERY_NEGATIVE else None
+
+
+def fitting_constants(op: OpCall, tensor: OpTensor, in_fp32: float) -> tuple[Candidate, ...]:
+    """A number that every format holds in the place of the constant; or the constant clamped to it."""
+    written = SetArgument(site=site_of(op), argument=tensor.name, was=in_fp32, value=_VERY_NEGATIVE)
+    return (written,), clamp_candidate(op, tensor.name, [(_VERY_NEGATIVE, None)])
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:

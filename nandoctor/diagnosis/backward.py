@@ -17,10 +17,10 @@ from nandoctor.diagnosis.conclusion import (
     origin_taken,
     suspect,
 )
-from nandoctor.diagnosis.origin import trace_back
+from nandoctor.diagnosis.origin import NonfiniteSource, trace_back
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis
-from nandoctor.evidence.trace import OpCall, Trace
+from nandoctor.evidence.trace import NonfiniteCounts, OpCall, Trace
 from nandoctor.ops import EXPONENTIALS
 from nandoctor.text import file_line
 
@@ -87,7 +87,15 @@ def _diagnose(finding: GradientFinding, trace: Trace, reference: Trace) -> tuple
     op, forward = finding.op, finding.forward
     inside = _find_inside(op, trace, reference, finding.low) if forward is None else None
     if inside is not None:
-        cause = find_cause("forward", inside)
+        kept = _find_kept(inside, trace, reference, finding.low)
+        cause = find_cause("forward", kept or inside)
+        if kept is not None and cause is not None:
+            told = f"{cause.explanation} The backward of {op.op} makes NaN of that Inf, which the forward kept for it."
+            headline = cause.headline and f"{cause.headline}; the backward of {op.op} makes NaN of that Inf"
+            cause = replace(cause, headline=headline, explanation=told)
+            return Diagnosis(origin=origin_at(kept.op, kept.analysis, trace), cause=cause), suspect(
+                kept.op, kept, cause
+            )
         origin = replace(origin_at(inside.op, inside.analysis, trace), function=op.op)
         return Diagnosis(origin=origin, cause=cause), suspect(inside.op, inside, cause)
     hidden, broken = _hidden_origin(forward, trace, reference, finding.low)
@@ -115,6 +123,25 @@ def _find_inside(node: OpCall, trace: Trace, reference: Trace, low: FloatFormat)
     found = trace_back(inner.ops, inner_reference, symptoms[-1:])
     sources = [source for source in (*found.sources, *found.written) if source.op.analysis is not None]
     return finding_at(sources[0], inner, inner_reference, low) if sources else None
+
+
+def _find_kept(inside: Finding, trace: Trace, reference: Trace, low: FloatFormat) -> Finding | None:
+    """The op of the forward that overflowed to what a custom backward makes NaN of: as many Infs at the same places."""
+    if not inside.had_inf_input or not inside.reference_is_finite:
+        return None
+    taken = [tensor.stats for tensor in inside.op.nonfinite_inputs if tensor.stats is not None]
+    kept = {_places(stats.numel, stats.counts) for stats in taken if stats.counts is not None}
+    references = {op.key: op for op in reference.ops}
+    for op in trace.ops:
+        same = references.get(op.key)
+        is_kept = op.analysis is not None and _places(op.analysis.numel, op.analysis.counts) in kept
+        if is_kept and op.analysis and op.analysis.overflowed and same is not None and same.outputs_finite:
+            return finding_at(NonfiniteSource(op=op, reference_op=same, had_inf_input=False), trace, reference, low)
+    return None
+
+
+def _places(numel: int, counts: NonfiniteCounts) -> object:
+    return numel, counts.num_posinf, counts.num_neginf, counts.first_bad_index, counts.samples
 
 
 UNSCALED = "Gradients are those of the loss as it is: pass --loss-scale, where GradScaler multiplied it."

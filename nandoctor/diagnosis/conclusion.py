@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nandoctor.causes.base import Candidate, Finding, GradientFinding, OutsideTensor, is_constant, site_of
+from nandoctor.causes.mask_constant_overflow import fitting_constants
 from nandoctor.causes.registry import find_cause, suggest_changes
 from nandoctor.diagnosis.batch_rows import as_samples
 from nandoctor.diagnosis.origin import (
@@ -279,6 +280,11 @@ def _from_outside(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]
     for op, tensor in found_trace.outside:
         if tensor.origin == "unknown" and not is_constant(tensor):
             yield op.order, Diagnosis(origin=origin_taken(op, tensor), cause=None), None
+    for op, tensor, in_fp32 in found_trace.outsized:
+        assert tensor.stats is not None
+        cause = find_cause("constant", OutsideTensor(name="", stats=tensor.stats, in_fp32=in_fp32))
+        blamed = Suspect(site=site_of(op), suggestions=fitting_constants(op, tensor, in_fp32))
+        yield op.order, Diagnosis(origin=origin_taken(op, tensor), cause=cause), blamed
     for op, tensor in outside.values():
         assert tensor.stats is not None
         counts = tensor.stats.counts
@@ -311,9 +317,9 @@ def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace, l
     """What the traced ops made, with the order of each op."""
     # An infinity that was written down is meant, until it is what the loss is made of.
     in_loss = trace.loss is not None and not trace.loss.finite
-    if not found_trace.sources and not found_trace.written:
+    if not found_trace.sources and not found_trace.written and not found_trace.outsized:
         yield from _from_constants(found_trace, in_loss=in_loss)
-    for source in found_trace.sources or (found_trace.written if in_loss else ()):
+    for source in found_trace.sources or (found_trace.written if in_loss and not found_trace.outsized else ()):
         if source.op.analysis is None:
             continue
         finding = finding_at(source, trace, reference, low)

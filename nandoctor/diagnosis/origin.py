@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from nandoctor.causes.base import OutsideTensor, feeds_product, is_constant, is_log_of_mask, writes_infinity
+from nandoctor.causes.mask_constant_overflow import constant_in_fp32
 from nandoctor.causes.registry import find_cause
 from nandoctor.diagnosis.batch_rows import as_samples
 from nandoctor.diagnosis.run_summary import outputs_differ
@@ -157,13 +158,15 @@ class NonfiniteTrace:
 
     `sources` stand in the order of execution; `written` are those that are meant, masks and so on. `outside` are the
     non-finite tensors that came from outside the traced ops (weights, buffers, the batch), each with the op that took
-    it. `ops` are all that handed non-finite values on, the last of them to the `symptom`. `complete` is False where a
-    non-finite tensor came from before the traced span.
+    it; `outsized` are those that the code made of a number which does not fit, with that number. `ops` are all that
+    handed non-finite values on, the last of them to the `symptom`. `complete` is False where a non-finite tensor came
+    from before the traced span.
     """
 
     sources: tuple[NonfiniteSource, ...]
     written: tuple[NonfiniteSource, ...]
     outside: tuple[tuple[OpCall, OpTensor], ...]
+    outsized: tuple[tuple[OpCall, OpTensor, float], ...]
     ops: tuple[OpCall, ...]
     symptom: int
     complete: bool
@@ -199,10 +202,15 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
     had_inf_input = [source for source, analysis in examined if analysis is not None and "nan" in analysis.kinds]
     written = [source for source in candidates if not source.had_inf_input and source not in sources]
     misused = [source for source in written if writes_infinity(source.op) and feeds_product(source.op, sliced)]
+    numbers = [
+        (op, tensor, constant_in_fp32(tensor, references.get(op.key))) for op, tensor in outside if is_constant(tensor)
+    ]
+    outsized = [(op, tensor, number) for op, tensor, number in numbers if number is not None]
     return NonfiniteTrace(
-        sources=tuple(sources or had_inf_input or misused),
+        sources=tuple(sources or ([] if outsized else had_inf_input or misused)),
         written=tuple(written),
         outside=tuple(outside),
+        outsized=tuple(outsized),
         ops=tuple(sliced),
         symptom=symptoms[-1],
         complete=all(tensor.origin != "unknown" or is_constant(tensor) for _, tensor in outside),

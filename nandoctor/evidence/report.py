@@ -14,6 +14,8 @@ from nandoctor.evidence.trace import Grid, Place, SourceLine, TensorStats
 from nandoctor.evidence.verdicts import Verdict
 
 SCHEMA = "nandoctor.report/2"
+STABLE_FORM = "stable_form"
+"""The name of the evidence that tells what to write by hand for code in two functions that no diff joins."""
 
 Grade = Literal["exact", "same-mask", "elsewhere", "finite", "no-reference"]
 ChangeKind = Literal["source", "snippet", "setting", "data", "state", "advice"]

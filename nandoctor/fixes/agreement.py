@@ -157,7 +157,7 @@ class Agreement:
 def loss_grain_of(reference: Trace) -> float:
     """fp32's unit in the last place of what the loss was summed of at last: of 1 - p no digit is known below it.
 
-    0.0 where it is no such sum, or the ops of the run were not watched.
+    0.0 where it is no such sum, where a term of it is infinite, or where the ops of the run were not watched.
     """
     ops = {op.order: op for op in reference.ops if op.phase == "loss"}
     op, factor = next(reversed(ops.values()), None), 1.0
@@ -165,7 +165,8 @@ def loss_grain_of(reference: Trace) -> float:
         if op.op in SUMS:
             terms = [abs(value) for name, value in op.scalars if name in _TERMS]
             terms += [item.stats.absmax or 0.0 for item in op.inputs if item.stats is not None]
-            return factor * torch.finfo(torch.float32).eps * max(terms)
+            grain = factor * torch.finfo(torch.float32).eps * max(terms)
+            return grain if math.isfinite(grain) else 0.0
         if op.op in SCALINGS and len(op.inputs) == 1:
             number = abs(dict(op.scalars).get("other", 1.0))
             factor = factor * number if op.op == "mul" else factor / (number or math.inf)

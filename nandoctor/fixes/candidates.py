@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from nandoctor.causes.base import Candidate, ancestors, site_of
-from nandoctor.causes.registry import find_page
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
 from nandoctor.diagnosis.origin import nonfinite_elements
 from nandoctor.evidence.edits import (
@@ -37,10 +36,7 @@ from nandoctor.fixes.agreement import compare_runs
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.widening import is_below
 from nandoctor.ops import CASTS, MOVES
-from nandoctor.replaying.runner import FailingStep
-from nandoctor.replaying.weights import nonfinite_in
-from nandoctor.text import MAX_SAMPLES_LISTED, samples_text
-from nandoctor.torch_compat import is_running_norm
+from nandoctor.text import MAX_SAMPLES_LISTED
 
 MAX_LEADS = 5
 """Independent origins that are fixed together; where there are more, only sets of modules are looked for."""
@@ -95,27 +91,6 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
             yield (KeepModule(module=LOSS),)
 
 
-def describe_none(findings: Findings, model: nn.Module) -> str:
-    """Why there was no change to try, and what the page of the cause has to say to whoever looks for one."""
-    cause = next((diagnosis.cause for diagnosis in findings.conclusion.diagnoses[:1]), None)
-    places = len(distinct_leads(findings.conclusion, model))
-    if findings.verdict == "state":
-        is_built = nonfinite_in(model).keys() <= findings.trace.built.keys()
-        lost = "what the weights have lost no code gives back"
-        why = "only the code that builds the model tells what is to stand there" if is_built else lost
-    elif findings.verdict == "input":
-        why = "every sample may be hit, so that no batch is left without them"
-    elif places > MAX_LEADS:
-        why = f"non-finite values are made in {places} places of the code, and at most {MAX_LEADS} are changed at once"
-    elif cause is None:
-        why = "no known cause explains the failure"
-    else:
-        why = f"none that could be written here is known to give what the code means ({cause.code})"
-    by_hand = "" if cause is None else dict(find_page(cause.code).sections)["Fix"]
-    is_of_use = by_hand and not (findings.verdict == "numerics" and str(FP32) in by_hand)
-    return f"No change was found to try: {why}.{f' By hand: {by_hand}' if is_of_use else ''}"
-
-
 def distinct_leads(conclusion: Conclusion, model: nn.Module) -> list[Suspect]:
     """One lead for each place in the code."""
     return list({place_in_code(lead, model): lead for lead in reversed(conclusion.suspects)}.values())[::-1]
@@ -155,8 +130,8 @@ def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Cand
     if _has_children(site.module, findings.trace):
         yield (KeepModule(module=site.module, children=False),)
     if site.module:
-        block = KeepModule(module=site.module)
-        yield (*by_lines((block,), findings, trials.step.model), block)
+        block, model = KeepModule(module=site.module), trials.step.model
+        yield (*_call_in_fp32(site, findings, model), *by_lines((block,), findings, model), block)
 
 
 def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module) -> Iterator[Edit]:
@@ -171,6 +146,18 @@ def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module)
     called = {site.module for site in sites if site.source in lines}
     if None not in lines and called == paths:
         yield join([KeepOp(site=site) for site in chosen])
+
+
+def _call_in_fp32(site: OpSite, findings: Findings, model: nn.Module) -> Iterator[Edit]:
+    """The line that calls a failing layer of torch, where other lines call it too and this one calls no other."""
+    if not _is_library(site, model):
+        return
+    ops = [op for op in findings.ops if op.phase != "backward" and op.source is not None]
+    lines = {op.source.whole for op in ops if op.module == site.module and op.source is not None}
+    line = line_of(site)
+    called = {op.module for op in ops if op.source is not None and op.source.whole == line.source}
+    if len(lines) > 1 and line.source in lines and called & _paths_in_torch(model) == {site.module}:
+        yield KeepOp(site=line)
 
 
 def line_of(site: OpSite) -> OpSite:
@@ -364,14 +351,3 @@ def _selections(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[tu
 def _scales(loss_scale: float) -> tuple[float, ...]:
     """The scale of the step, two that GradScaler would come to, and none."""
     return tuple(dict.fromkeys((loss_scale, max(loss_scale / 16, 1.0), max(loss_scale / 256, 1.0), 1.0)))
-
-
-def describe_coupling(found: Iterable[Counterfactual], step: FailingStep) -> tuple[str, ...]:
-    """Tell where the samples fail only together, so that neither those to blame nor the others show it alone."""
-    samples = [trial for trial in found if trial.group == "samples"]
-    if len(samples) < 2 or not all(trial.outcome.finite for trial in samples):
-        return ()
-    blamed = next(trial.setting.only for trial in samples if trial.setting.only)
-    norms = [name for name, module in step.model.named_modules() if is_running_norm(module) and step.training]
-    mixer = f" {norms[0]} computes its statistics over the whole batch." if norms else ""
-    return (f"The batch fails only as a whole: it is finite with {samples_text(blamed)} alone and without.{mixer}",)

@@ -49,9 +49,11 @@ _LARGEST_MADE_UP = 1e6
 """The largest norm of gradients that only a change gives a value, over that of the samples that were fine, or that the
 loss hands to an ordinary output, where one is above 1: of a divisor kept at 1e-12 they are 1e12 times what they are of
 1, and one update spoils every weight."""
-_LARGEST_LOSS = 1e9
-"""The same of the loss, over that of the samples that were fine, or over the square of the largest output: at 1e-12 the
-reciprocal, digamma and the like are 1e12, and the value that training shows means nothing."""
+_LARGEST_LOSS = 1e6
+"""The same of the loss, over that of the samples that were fine: at 1e-12 the reciprocal, digamma and the like are
+1e12, of which a weighted average over a batch leaves a thousandth, and the value that training shows means nothing."""
+_LARGEST_UNKNOWN = 1e9
+"""The same over the square of the largest output, where no sample was fine: the loss may have a factor of its own."""
 _ORDINARY = 0.5
 """A value of an output for which losses of probabilities, of logits and of distances are all smooth."""
 _LARGER = 1.1
@@ -210,8 +212,9 @@ class GradientCheck:
         """The largest value that is believed of a loss that is not finite without a change."""
         fine = self._trials.reference(KeepSamples(samples=self._healthy)) if self._healthy else None
         loss = fine.values.get("loss") if fine is not None and fine.values_finite else None
-        usual = self._trials.reference().largest_finite ** 2 if loss is None else float(loss.abs().max())
-        return min(_LARGEST_LOSS * max(1.0, usual), LARGEST_SQUARED)
+        if loss is not None:
+            return min(_LARGEST_LOSS * max(1.0, float(loss.abs().max())), LARGEST_SQUARED)
+        return min(_LARGEST_UNKNOWN * max(1.0, self._trials.reference().largest_finite ** 2), LARGEST_SQUARED)
 
     @cached_property
     def _largest_made_up(self) -> float:

@@ -46,8 +46,8 @@ class LaterOrigins:
     @property
     def notes(self) -> tuple[str, ...]:
         """A sentence for each: what the step fails of once the origins before it are changed."""
-        told = (f"With that changed, the step fails again: {_describe(found)}." for found in self.diagnoses)
-        return tuple(dict.fromkeys(told))
+        again = "Once the first failure is fixed, the step fails again"
+        return tuple(dict.fromkeys(f"{again}: {_describe(found)}." for found in self.diagnoses))
 
 
 def find_later_origins(findings: Findings, trials: Trials, writer: ChangeWriter) -> LaterOrigins:
@@ -92,6 +92,7 @@ def _describe(diagnosis: Diagnosis) -> str:
         where.append(samples_text(origin.elements.samples, origin.output.shape[0]))
     what = cause.headline if cause is not None else ""
     what = what or f"{origin.op or 'an operation'} gives {kinds_text(origin.elements.kinds)}"
+    what = f"the{what[3:]}" if what.startswith("The ") else what
     return f"{what} ({', '.join(where)})" if where else what
 
 

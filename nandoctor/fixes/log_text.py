@@ -46,3 +46,11 @@ def softplus_of(exponent: Log, functional: str) -> Log:
 def slope_log(value: Log, functional: str) -> Log:
     """The logarithm of 1 - tanh(value) ** 2, by which a squashed action's density is corrected."""
     return Log(text=f"2 * ({math.log(2):.6f} - {value.wide} - {functional}.softplus(-2 * {value.wide}))")
+
+
+def functional_in(text: str) -> str:
+    """What torch.nn.functional is called in the text of a file."""
+    is_known = any(
+        f"{start} as F\n" in text for start in ("import torch.nn.functional", "from torch.nn import functional")
+    )
+    return "F" if is_known else "torch.nn.functional"

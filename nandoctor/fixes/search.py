@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from nandoctor.causes.base import Candidate
 from nandoctor.diagnosis.conclusion import MASK, Findings
@@ -16,6 +15,7 @@ from nandoctor.evidence.edits import (
     GuardArgument,
     KeepModule,
     KeepOp,
+    SetLossScale,
     SetOptimizerEps,
     SourcePatch,
     Together,
@@ -28,12 +28,10 @@ from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.report import Check, Counterfactual, Diagnosis, Fix, FixSettings, Fp32SetSearch, TrialOutcome
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.evidence.verdicts import NOTHING_FOUND
-from nandoctor.fixes.agreement import TOLERANCE, loss_grain_of
+from nandoctor.fixes.agreement import loss_grain_of
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget, find_lost_call
 from nandoctor.fixes.candidates import (
     by_lines,
-    describe_coupling,
-    describe_none,
     guilty_samples,
     join,
     propose,
@@ -43,13 +41,14 @@ from nandoctor.fixes.candidates import (
 )
 from nandoctor.fixes.fp32_sets import Kept, is_undone, refine, search_fp32_sets
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
+from nandoctor.fixes.notes import describe_coupling, describe_none, describe_search, distance_of
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import Judgement, Trials
 from nandoctor.fixes.widening import cost_of, is_below
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange, write_title
 from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.replaying.runner import FailingStep
-from nandoctor.text import join_first, percent, plural
+from nandoctor.text import join_first
 
 _CHANGES, _FP32_SETS, _SETTINGS = "changes of the operation", "sets of modules in fp32", "other settings"
 _FOR_THE_REST = 0.2
@@ -104,17 +103,21 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
 def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> list[Fix]:
     """Verified fixes first: changes at the origin, then sets found by search, then another format; by size.
 
-    Then comes what leaves the origin as it is, and helps because its input happens to arrive in fp32. Last come samples
-    left out, which is of use to this batch alone.
+    Then comes what leaves the origin as it is: it helps because an input happens to arrive in fp32, or because the loss
+    is scaled by less than 1, to which no GradScaler is meant to come. Last come samples left out, for this batch alone.
     """
 
     def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, int]:
         size = _size(item.edit, findings)
-        only_upstream = _is_only_upstream(item.edit, findings)
-        return not item.verified, item.kind == "data", only_upstream, size >= _WHOLE, item.patch not in at_origin, size
+        elsewhere = _is_only_upstream(item.edit, findings) or _scales_below_one(item.edit)
+        return not item.verified, item.kind == "data", elsewhere, size >= _WHOLE, item.patch not in at_origin, size
 
     at_origin = {item.patch for item in tried}
     return sorted(_distinct([*from_fp32_sets, *tried]), key=key)
+
+
+def _scales_below_one(edit: Edit) -> bool:
+    return any(isinstance(single, SetLossScale) and single.value < 1 for single in flatten((edit,)))
 
 
 def _is_only_upstream(edit: Edit, findings: Findings) -> bool:
@@ -124,36 +127,6 @@ def _is_only_upstream(edit: Edit, findings: Findings) -> bool:
     modules = {single.module for single in singles if isinstance(single, KeepModule)}
     modules |= {single.site.module for single in singles if isinstance(single, KeepOp)}
     return only_widens(edit) and not any(is_below(path, module) for path in blamed for module in modules)
-
-
-def _notes(findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *, out_of_memory: bool) -> Iterator[str]:
-    if untried and out_of_memory:
-        yield f"Not tried, because memory ran out: the rest of {', '.join(untried)}. Run it where there is more."
-    elif untried:
-        yield f"The budget for trials was spent before all was tried of: {', '.join(untried)} (--max-trials, --time)."
-    advised = flatten(item.edit for item in ranked if item.kind == "advice")
-    sources = (getattr(getattr(edit, "site", None), "source", None) for edit in advised)
-    if (unread := next((line.file for line in sources if line and not Path(line.file).is_file()), None)) is not None:
-        yield f"{unread} is no file here: what is advised for that code could not be run, so none of it is verified."
-    if findings.verdict == "numerics":
-        tried = ": what was tried changes the operation itself" if ranked else ""
-        yield f"fp32 is non-finite as well, so casts to fp32 fix nothing{tried}."
-    if ranked and not any(item.verified for item in ranked):
-        yield f"No change helped: {plural(len(ranked), 'change')} tried. {_describe_failures(ranked)}"
-
-
-def _describe_failures(tried: Sequence[Fix]) -> str:
-    """Why no change is a fix: nothing is finite, what is finite is too far off, or a check of another kind failed."""
-    nearest = min(map(_distance, tried))
-    if math.isinf(nearest):
-        ran_all = all(fix.outcome.ran for fix in tried)
-        return f"The step {'is' if ran_all else 'cannot be run or is'} non-finite with each."
-    if nearest > TOLERANCE:
-        return f"The nearest finite result is {percent(nearest)} off; {percent(TOLERANCE)} is allowed."
-    failed = (check for fix in sorted(tried, key=_distance) for check in fix.checks if check.status == "failed")
-    if (check := next(failed, None)) is not None:
-        return f"With the nearest one the output is right, but not the check of {check.name}: {check.text}."
-    return "With some the output is right, but they could not be written as code."
 
 
 def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:
@@ -281,7 +254,7 @@ class _Search:
             notes=(
                 *([stopped] if interrupted else []),
                 *self._later.notes,
-                *_notes(self._findings, ranked, left, out_of_memory=self._budget.out_of_memory),
+                *describe_search(self._findings, ranked, left, out_of_memory=self._budget.out_of_memory),
                 *([describe_none(self._findings, self._step.model)] if not ranked and _CHANGES not in left else []),
                 *describe_coupling(self._varied, self._step),
             ),
@@ -293,8 +266,18 @@ class _Search:
 
     def _attempt(self, candidates: Iterable[Candidate], tried: list[Fix]) -> None:
         for candidate in candidates:
-            tried += self._try(candidate)
+            tried += self._without_idle_parts(self._try(candidate))
             self._tell()
+
+    def _without_idle_parts(self, found: list[Fix]) -> list[Fix]:
+        """A verified change of several places without those that it needs no change of: one may mend another."""
+        parts = flatten(fix.edit for fix in found if fix.verified)
+        if len(parts) > 1 and not any(isinstance(part, KeepModule) for part in parts):
+            for part in parts:
+                smaller = self._try((join([other for other in parts if other is not part]),))
+                if any(fix.verified for fix in smaller):
+                    return self._without_idle_parts(smaller)
+        return found
 
     def _tell(self) -> None:
         """Tell the progress the title of the first fix that was verified, "" before there is one."""
@@ -320,7 +303,7 @@ class _Search:
             for text in written:
                 proof, checks = self._verifier.verify(text, edit)
                 fails_at_once = checks[0].status == "failed"
-                attempts = [_make_fix(edit, text, proof, () if fails_at_once else checks)]
+                attempts = [_make_fix(edit, text, proof, checks[:1] if fails_at_once else checks)]
                 if proof.passes or fails_at_once:
                     self._trials.note(edit, proof)
                 if proof.passes:
@@ -329,12 +312,7 @@ class _Search:
                 if fails_at_once and not isinstance(edit, KeepOp):
                     break
             tried += attempts
-        return sorted(tried, key=lambda fix: (math.isinf(_distance(fix)), fix.kind == "advice", _distance(fix)))[:1]
-
-
-def _distance(fix: Fix) -> float:
-    error = fix.outcome.max_rel_err
-    return error if fix.outcome.finite and error is not None else math.inf
+        return sorted(tried, key=lambda fix: (math.isinf(distance_of(fix)), fix.kind == "advice", distance_of(fix)))[:1]
 
 
 def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tuple[Check, ...]) -> Fix:
@@ -356,7 +334,11 @@ def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tupl
 
 def _distinct(tried: Iterable[Fix]) -> list[Fix]:
     """One of those that come to the same, without a whole line in fp32, or further changes, where a part is enough."""
-    distinct = list({(item.kind, item.patch or item.title, item.verified): item for item in tried}.values())
+    found: dict[object, Fix] = {}
+    for item in tried:
+        key = item.kind, item.patch or item.title, item.verified
+        found[key] = item if item.checks or key not in found else found[key]  # what was known to fail is not checked
+    distinct = list(found.values())
     enough = [set(flatten((item.edit,))) for item in distinct if item.verified]
     distinct = [item for item in distinct if not any(edits < set(flatten((item.edit,))) for edits in enough)]
     parts = {_line_in_fp32(item) for item in distinct if item.verified and not _is_whole_line(item)} - {None}

@@ -141,10 +141,13 @@ def _take_zero(change: FileChange, expression: Expression) -> None:
     if (loss := _write_average_loss(change, expression)) is not None:
         change.replacements.append(loss)
         return
-    if expression.op is not None and expression.op.op == "mean" and not expression.texts_after_first():
+    over = expression.texts_after_first()
+    dims = [text.removeprefix("dim=") for text in over if not text.startswith("keepdim=")]
+    if expression.op is not None and expression.op.op == "mean" and (not over or _is_one_number(dims)):
         averaged = expression.argument_node("self")
         first, again, before = change.named(averaged, tree.code(averaged), "averaged")
-        text = f"{grouped(first)}.sum() / max({again}.numel(), 1)"
+        size = f"{again}.shape[{dims[0]}]" if dims else f"{again}.numel()"
+        text = f"{grouped(first)}.sum({', '.join(over)}) / max({size}, 1)"
         change.replace(node, text, before)
         return
     if (spread := _write_spread(change, expression)) is not None:
@@ -159,6 +162,10 @@ def _take_zero(change: FileChange, expression: Expression) -> None:
     text = f"torch.where({spoiled}, {first}, {again}.nan_to_num(0.0, torch.inf, -torch.inf))"
     statements = tuple(line for _, _, lines in named.values() for line in lines)
     change.replace(node, text, (*statements, *before))
+
+
+def _is_one_number(dims: Sequence[str]) -> bool:
+    return len(dims) == 1 and dims[0].removeprefix("-").isdigit()
 
 
 def _argument(

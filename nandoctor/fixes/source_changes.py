@@ -310,7 +310,7 @@ class SourceWriter:
         seen = {expression.node}
         place = tree.statement_of(expression.node) or tree.scope_of(expression.node)
         for op in self._ops if not isinstance(place, cst.FunctionDef | cst.Module) else ():
-            node = tree.find(op.source) if op.op == name and op.source is not None else None
+            node = change.find(op.source) if op.op == name and op.source is not None else None
             if node is None or node in seen or (tree.statement_of(node) or tree.scope_of(node)) is not place:
                 continue
             seen.add(node)

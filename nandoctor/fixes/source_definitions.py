@@ -15,7 +15,7 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
 from nandoctor.evidence.trace import OpCall
-from nandoctor.fixes.source_expression import CannotWriteError, Expression, FileChange, calls_in, text_with
+from nandoctor.fixes.source_expression import CannotWriteError, Expression, FileChange, text_with
 from nandoctor.fixes.source_tree import Replacement, SourceTree, names_in, nodes_in
 from nandoctor.source_files import PACKAGE_FOLDERS
 
@@ -137,6 +137,19 @@ class Definitions:
         return is_part or self._is_target(node) or (isinstance(parent, cst.Arg) and node is parent.keyword)
 
 
+def calls_in(
+    change: FileChange, function: cst.FunctionDef | cst.Lambda, ops: Sequence[OpCall]
+) -> Iterator[tuple[cst.CSTNode, OpCall]]:
+    """The expressions of a function that made ops, each with its last one: the casts of autocast come before it."""
+    tree = change.tree
+    first, last = tree.start_of(function)[0], tree.end_of(function)[0]
+    places = {op.source: op for op in ops if op.source is not None and first <= op.source.line <= last}
+    for source, op in places.items():
+        node = change.find(source)
+        if node is not None and tree.scope_of(node) is function:
+            yield node, op
+
+
 def in_loop(tree: SourceTree, node: cst.CSTNode) -> bool:
     """Tell whether a node is run again by a loop around it, of its function or outside."""
     return any(isinstance(parent, _LOOPS) for parent in tree.ancestors(node))
@@ -236,7 +249,7 @@ class GivenProbabilities:
         caller = self._tree.scope_of(given.value) if given is not None else None
         if given is None or not isinstance(caller, cst.FunctionDef):
             return None
-        op = dict(calls_in(self._tree, caller, ops)).get(given.value)
+        op = dict(calls_in(self._change, caller, ops)).get(given.value)
         if op is None or op.op not in ("sigmoid", "softmax"):
             return None
         expression = Expression(self._tree, given.value, op)

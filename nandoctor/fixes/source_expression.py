@@ -14,7 +14,7 @@ from types import MappingProxyType
 import libcst as cst
 import torch
 
-from nandoctor.evidence.trace import OpCall
+from nandoctor.evidence.trace import OpCall, SourceLine
 from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, nodes_in
 from nandoctor.ops import PRODUCTS
 
@@ -352,6 +352,10 @@ class FileChange:
     wraps: list[Wrap] = field(default_factory=list)
     unread: list[cst.Assign] = field(default_factory=list)
 
+    def find(self, source: SourceLine) -> cst.BaseExpression | cst.AugAssign | None:
+        """The expression at the place of an op; None where that is only a line, or in another file."""
+        return self.tree.find(source) if Path(source.file) == self.file else None
+
     def replace(self, node: cst.CSTNode, text: str, before: tuple[str, ...] = ()) -> None:
         """Put a text in the place of an expression, and statements before its own."""
         self.replacements.append(Replacement(node=node, text=text, before=before))
@@ -385,15 +389,3 @@ class FileChange:
         if any(isinstance(below, HAS_EFFECTS) for below in nodes_in(node)):
             return self.named(node, text, wanted)
         return text, text, ()
-
-
-def calls_in(
-    tree: SourceTree, function: cst.FunctionDef | cst.Lambda, ops: Sequence[OpCall]
-) -> Iterator[tuple[cst.CSTNode, OpCall]]:
-    """The expressions of a function that made ops, each with its last one: the casts of autocast come before it."""
-    first, last = tree.start_of(function)[0], tree.end_of(function)[0]
-    places = {op.source: op for op in ops if op.source is not None and first <= op.source.line <= last}
-    for source, op in places.items():
-        node = tree.find(source)
-        if node is not None and tree.scope_of(node) is function:
-            yield node, op

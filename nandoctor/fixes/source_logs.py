@@ -14,14 +14,13 @@ import libcst as cst
 
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.trace import OpCall
-from nandoctor.fixes.log_text import Log, even_log, excess_log, slope_log, softplus_of
-from nandoctor.fixes.source_definitions import Definitions, GivenProbabilities
+from nandoctor.fixes.log_text import Log, even_log, excess_log, functional_in, slope_log, softplus_of
+from nandoctor.fixes.source_definitions import Definitions, GivenProbabilities, calls_in
 from nandoctor.fixes.source_expression import (
     HAS_EFFECTS,
     CannotWriteError,
     Expression,
     FileChange,
-    calls_in,
     grouped,
     negated,
     number_in,
@@ -37,7 +36,6 @@ _PUTS_ZEROS = frozenset({"dropout", "pad", "constant_pad_nd"})  # of a logarithm
 _MOVES = (MOVES - _PUTS_ZEROS) | {"diagonal", "masked_select", "index_select", "take_along_dim", "swapaxes"}
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isfinite", "logical_not", "logical_and", "logical_or"})
 _MAKES_FLAGS = frozenset({"eye", "one_hot", "ones", "ones_like", "new_ones"})
-_FUNCTIONAL = ("import torch.nn.functional", "from torch.nn import functional")
 _BINDS_LOOSELY = (cst.IfExp, cst.BooleanOperation, cst.Comparison, cst.Lambda)
 
 
@@ -50,18 +48,13 @@ class LogSpace:
             raise CannotWriteError
         self._change, self._tree, self._function, self._ops = change, tree, function, ops
         self._definitions = Definitions(tree, function)
-        self._calls = dict(calls_in(tree, function, ops))
+        self._calls = dict(calls_in(change, function, ops))
         self._place: cst.CSTNode = node
         self._hoisted: dict[cst.CSTNode, Replacement] = {}
         self._before: dict[cst.CSTNode, dict[str, str]] = {}
         self._through: dict[cst.Assign, None] = {}
         self._sources: set[cst.CSTNode] = set()
-        self._given = GivenProbabilities(change)
-
-    @property
-    def _functional(self) -> str:
-        is_known = any(f"{text} as F\n" in self._tree.text for text in _FUNCTIONAL)
-        return "F" if is_known else "torch.nn.functional"
+        self._given, self._functional = GivenProbabilities(change), functional_in(tree.text)
 
     def write_logs(self, node: cst.CSTNode, *, everywhere: bool = False) -> tuple[list[Replacement], list[cst.Assign]]:
         """The logarithm at a node, and the assignments that nothing reads then.
@@ -96,6 +89,13 @@ class LogSpace:
         return self._changes({node: self._ratio(numerator, log)})
 
     def _ratio(self, numerator: cst.BaseExpression, divisor: Log) -> str:
+        if isinstance(numerator, cst.BinaryOperation) and isinstance(numerator.operator, cst.Multiply):
+            for share, other in ((numerator.left, numerator.right), (numerator.right, numerator.left)):
+                if self._log_of(numerator) is None and self._log_of(share) is not None:
+                    return f"{grouped(self._tree.code(other))} * {self._share(share, divisor)}"
+        return self._share(numerator, divisor)
+
+    def _share(self, numerator: cst.BaseExpression, divisor: Log) -> str:
         if number_in(numerator) == 1 and divisor.terms and divisor.dims is None:
             return f"torch.sigmoid({negated(divisor.terms)})"
         log = self._log_of(numerator)
@@ -290,9 +290,8 @@ class LogSpace:
         made_by = self._tree.code(node.func).rpartition(".")[2] if isinstance(node, cst.Call) else ""
         if made_by in ("tril", "triu"):
             return self._is_given(expression.argument_node("self"), is_flags=is_flags)
-        is_made = made_by in _MAKES_FLAGS
-        is_named = is_flags and isinstance(node, cst.Name)
-        return is_named or is_made or isinstance(node, cst.Comparison) or name in _COMPARISONS
+        is_made = made_by in _MAKES_FLAGS or (is_flags and isinstance(node, cst.Name))
+        return is_made or isinstance(node, cst.Comparison) or name in _COMPARISONS
 
     def _added(self, node: cst.BaseExpression) -> Log | None:
         """The logarithm of a sum of two: of 1 and an exponential, of two of them."""

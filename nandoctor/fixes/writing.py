@@ -257,8 +257,9 @@ def _clamp_in_words(edit: ClampArgument) -> str:
     if edit.nan:
         return f"Take 0 where {edit.site.op} has no value"
     if edit.keeps_sign and edit.low is not None:
-        nearer = "" if edit.low == 1 else "nearer to "
-        return f"Take {constant(edit.low)} for {what} of {edit.site.op} where it is {nearer}0"
+        if edit.low == 1:
+            return f"Replace {what} of {edit.site.op} by 1 where it is 0"
+        return f"Keep {what} of {edit.site.op} at least {constant(edit.low)} away from 0"
     return f"Clamp {what} of {edit.site.op} to {_bounds_in_words(edit)}"
 
 

@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from nandoctor.evidence.edits import flatten
+from nandoctor.evidence.edits import StableLog, flatten
 from nandoctor.evidence.formats import FP64
-from nandoctor.evidence.report import Check, Fix, Fp32Module, Report, StepSetting, TrialOutcome
+from nandoctor.evidence.report import STABLE_FORM, Check, Fix, Fp32Module, Report, StepSetting, TrialOutcome
 from nandoctor.renderers.facts import Fact, command_for, short_name
 from nandoctor.renderers.table import CONSTANT_HEADINGS, TableLine, describe_use, list_small_constants
 from nandoctor.source_files import PACKAGE_FOLDERS
@@ -69,9 +69,15 @@ class ShownFix:
 
 
 def list_fixes(report: Report) -> tuple[ShownFix, ...]:
-    """The verified fixes first, smallest change first; then those that are off, then those that failed."""
-    fixes = [_show_fix(fix, report) for fix in sorted(report.fixes, key=lambda fix: fix.rank)]
-    return tuple(sorted(fixes, key=lambda fix: _STATES.index(fix.state)))
+    """The verified fixes first, smallest change first; then what held on this batch; then what is off, or failed."""
+    shown = [(fix, _show_fix(fix, report)) for fix in sorted(report.fixes, key=lambda fix: fix.rank)]
+    shown.sort(key=lambda pair: (not pair[1].verified, not _held_here(pair[0]), _STATES.index(pair[1].state)))
+    return tuple(fix for _, fix in shown)
+
+
+def _held_here(fix: Fix) -> bool:
+    """Tell whether the output was right with a change, whatever other check failed."""
+    return any(check.name == "output" and check.status == "passed" for check in fix.checks)
 
 
 _STATES: tuple[FixState, ...] = ("verified", "off", "failed")
@@ -102,6 +108,8 @@ def _judge(fix: Fix, report: Report) -> tuple[FixState, str]:
         exact = any(trial.setting.dtype is FP64 and trial.outcome.finite for trial in report.counterfactuals)
         reference = "float64" if exact and report.verdict == "numerics" else "fp32"
         return "off", f"finite, but {percent(error)} off {reference}"
+    if failed is not None and failed.name == "output":
+        return "off", printable(failed.text)
     if failed is not None:
         return "failed", f"failed: {_describe_check(failed)}"
     return "off", "finite when tried, but not written as code"
@@ -247,6 +255,7 @@ def summarize_fixes(report: Report) -> FixSummary | None:
         return FixSummary(heading=f"{heading}{more}", patch=(), facts=(*tried, *why_facts(report))) if heading else None
     first, *others = verified
     of = f" 1 of {len(verified)}" if others else ""
+    what = "Workaround" if first.kind == "data" and report.verdict == "numerics" else "Fix"
     where = " on this batch alone" if first.kind == "data" else ""
     beside = [f"{fix.title} ({fix.outcome})" for fix in others[:_SHOWN_BESIDE]]
     beside += [f"{len(others) - len(beside)} more in the report"] if len(others) > len(beside) else []
@@ -257,15 +266,22 @@ def summarize_fixes(report: Report) -> FixSummary | None:
     command = command_for("fix", report) if left else None
     rest = [Fact("all of it", command, is_command=True)] if command else []
     return FixSummary(
-        heading=f"Fix{of}, verified{where}: {first.title}",
+        heading=f"{what}{of}, verified{where}: {first.title}",
         patch=patch,
-        facts=(*rest, *first.facts, *alternatives, *refused),
+        facts=(*rest, *first.facts, *_better_facts(report), *alternatives, *refused),
     )
 
 
 def no_fix_heading(report: Report) -> str:
     """What to head the section of fixes with where none is verified; "" where none was looked for."""
     return "No fix was verified" if report.fixes else "No fix was found" if report.search_notes else ""
+
+
+def _better_facts(report: Report) -> Iterator[Fact]:
+    """What to write by hand for a logarithm that no fix joins with its probability: the cause is not shown then."""
+    joined = any(isinstance(edit, StableLog) for fix in report.fixes if fix.verified for edit in flatten((fix.edit,)))
+    found = report.cause.evidence if report.cause is not None and not joined else ()
+    yield from (Fact(label="better", text=printable(item.text)) for item in found if item.name == STABLE_FORM)
 
 
 def why_facts(report: Report) -> Iterator[Fact]:

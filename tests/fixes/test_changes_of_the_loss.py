@@ -105,6 +105,31 @@ def surrogate(logp, batch):
 def next_word(logits, batch):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten(), ignore_index=0)
 
+class Spread(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.logvar = nn.Linear(10, 4)
+
+    def forward(self, x):
+        logvar = self.logvar(x)
+        return torch.exp(0.5 * logvar) * torch.linspace(-1, 1, logvar.numel()).view_as(logvar), logvar
+
+def divergence(output, batch):
+    sample, logvar = output
+    return sample.abs().mean() + (logvar.float().exp() - logvar.float()).mean()
+
+class Classes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(6, 5)
+
+    def forward(self, x):
+        return torch.softmax(self.score(x) * 150, dim=-1)
+
+def two_terms(p, batch):
+    picked = p.gather(1, batch["label"][:, None])
+    return -torch.log(picked).mean() + p.square().mean()
+
 def guarded(loss, batch):
     assert loss.isfinite().all()
     return (loss * batch["weight"]).mean()
@@ -233,3 +258,26 @@ def test_a_loss_in_which_the_failure_is_is_not_left_out(project):
     report = nandoctor.replay("dump.pth", "net.py:Mixture", loss="net.py:guarded_ratio").report
     assert (report.origin.phase, report.fixes) == ("loss", ())
     assert any("fails in its loss" in note for note in report.search_notes)
+
+
+def test_a_loss_with_an_infinite_term_is_compared(project):
+    """Of an infinite sum no digit is known: that must not excuse every other value of it."""
+    model = torch.nn.ModuleDict({"score": torch.nn.Linear(6, 5)})
+    save(model, x=torch.randn(8, 6), label=torch.randint(0, 5, (8,)))
+    report = nandoctor.replay("dump.pth", "net.py:Classes", loss="net.py:two_terms").report
+    assert (report.verdict, report.cause.code) == ("numerics", "log-of-zero")
+    assert not any(fix.verified for fix in report.fixes if "torch.log" in fix.patch)
+    assert max(fix.outcome.max_rel_err for fix in report.fixes) > 0.1
+
+
+def test_a_change_that_is_off_says_why_and_what_to_do(project):
+    """It was written and run: what it failed is told, and what the page of the cause advises."""
+    x = torch.randn(6, 10)
+    x[4] *= 400
+    save(torch.nn.ModuleDict({"logvar": torch.nn.Linear(10, 4)}), x=x)
+    report = nandoctor.replay("dump.pth", "net.py:Spread", loss="net.py:divergence").report
+    assert [fix.kind for fix in report.fixes if fix.verified] == ["data"]
+    assert any(note.startswith("By hand: Clamp the argument") for note in report.search_notes)
+    finite = [fix for fix in report.fixes if not fix.verified and fix.outcome.finite]
+    assert finite
+    assert all(any(check.status == "failed" for check in fix.checks) for fix in finite)

@@ -123,3 +123,42 @@ def test_a_distance_of_zero_keeps_off_its_singular_point(tmp_path):
     fix = nandoctor.replay(tmp_path / "d.pth", model, loss=loss).report.fixes[0]
     assert fix.verified
     assert "torch.where(second.abs() < 1e-12, 1e-12, second)" in fix.patch
+
+
+POINTER = """
+import torch
+from torch import nn
+
+
+class Pointer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.vocab, self.attn, self.gate = nn.Linear(8, 12), nn.Linear(8, 4), nn.Linear(8, 1)
+
+    def forward(self, h, src):
+        words = torch.softmax(self.vocab(h), -1)
+        copied = torch.softmax(self.attn(h), -1)
+        gate = torch.sigmoid(self.gate(h))
+        return (gate * words).scatter_add(1, src, (1 - gate) * copied)
+
+
+def loss(output, batch):
+    return -output.gather(1, batch["target"][:, None]).squeeze(1).log().mean()
+"""
+
+
+@pytest.mark.slow
+def test_a_line_in_fp32_comes_before_a_scale_below_one(tmp_path, monkeypatch):
+    """GradScaler is not meant to come to a loss scale below 1: what is computed elsewhere in fp32 is better."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pointer.py").write_text(POINTER)
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({"vocab": nn.Linear(8, 12), "attn": nn.Linear(8, 4), "gate": nn.Linear(8, 1)})
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(5, 8, generator=generator) * 30
+    src, target = (torch.randint(0, high, size, generator=generator) for high, size in ((6, (5, 4)), (12, (5,))))
+    torch.save({"state_dict": layers.state_dict(), "h": h, "src": src, "target": target}, "dump.pth")
+    fixes = nandoctor.replay("dump.pth", "pointer.py:Pointer", loss="pointer.py:loss").report.fixes
+    kinds = [fix.kind for fix in fixes if fix.verified]
+    assert "setting" in kinds
+    assert kinds[0] == "source"

@@ -244,7 +244,7 @@ def test_healthy_samples_that_failed_too_are_compared_alone(size, holds, tmp_pat
     """A divisor clamped to 1e-12 changes rows whose sum is below; in the whole batch there is nothing to see it by."""
     x = torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.1, 0.8], [0.0, 0.0, 0.0], [0.6, 0.3, 0.1]]) * size
     fixes = [fix for fix in replay(tmp_path, Normed, x=x).fixes if fix.verified]
-    assert fixes[0].title.startswith("Take 1e-12 for the divisor" if holds else "Give div the value 0")
+    assert fixes[0].title.startswith("Keep the divisor of div at least 1e-12" if holds else "Give div the value 0")
     (check,) = (check for check in fixes[0].checks if check.name == "healthy samples")
     assert check.text == "alone in fp32 the samples that were fine change by 0 %"
 

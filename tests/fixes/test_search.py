@@ -164,7 +164,7 @@ class Limits(nn.Module):
 def test_where_nothing_can_be_tried_the_reason_is_told(tmp_path):
     report = nandoctor.replay(save(tmp_path / "d.pth", Limits(), x=torch.tensor([[0.5, -1.5]])), model=Limits).report
     assert report.fixes == ()
-    assert "known to give what the code means (indeterminate-form). By hand: " in report.search_notes[-1]
+    assert "known that keeps its meaning (indeterminate-form). By hand: " in report.search_notes[-1]
 
 
 @pytest.mark.usefixtures("every_variation")

@@ -22,3 +22,5 @@ def test_titles_count_and_name_what_they_change():
     assert write_title(ResetBuffers(names=("door.running_mean",))) == "Reset the buffer door.running_mean"
     clamp = ClampArgument(site=at("y = a / b"), argument="other", low=1e-6, high=None)
     assert write_title(clamp) == "Clamp the divisor of div to at least 1e-6 in line 45 of unet.py"
+    away = ClampArgument(site=at("y = a / b"), argument="other", low=1e-12, high=None, keeps_sign=True)
+    assert write_title(away) == "Keep the divisor of div at least 1e-12 away from 0 in line 45 of unet.py"

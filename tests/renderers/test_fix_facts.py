@@ -10,7 +10,17 @@ import pytest
 from rich.console import Console
 
 from nandoctor.evidence.formats import FP16
-from nandoctor.evidence.report import Check, EpsUse, Fp32Module, Fp32Set, Fp32SetSearch, StepSetting, TrialOutcome
+from nandoctor.evidence.report import (
+    STABLE_FORM,
+    Check,
+    EpsUse,
+    Evidence,
+    Fp32Module,
+    Fp32Set,
+    Fp32SetSearch,
+    StepSetting,
+    TrialOutcome,
+)
 from nandoctor.renderers.fix_facts import (
     describe_outcome,
     describe_setting,
@@ -278,3 +288,37 @@ USE = EpsUse(place="module", module="norm", type="Norm", name="eps", value=1e-8)
 )  # fmt: skip
 def test_small_constants(changes, text):
     assert describe_use(replace(USE, **changes)) == text
+
+
+def test_what_held_on_this_batch_comes_before_what_is_off():
+    made = factory.fixable()
+    far = TrialOutcome(finite=True, max_rel_err=0.8)
+    off = replace(made.fixes[0], verified=False, rank=0, title="Off", outcome=far, checks=())
+    checks = (
+        Check(name="output", status="passed", text="finite, 0.1 % off fp32"),
+        Check(name="inputs doubled", status="failed", text="output is not finite"),
+    )
+    held = replace(made.fixes[0], verified=False, rank=1, title="Held", checks=checks)
+    assert [fix.title for fix in list_fixes(replace(made, fixes=(off, held)))] == ["Held", "Off"]
+
+
+def test_leaving_samples_out_is_no_fix_of_the_code():
+    made = factory.fixable()
+    data = replace(made.fixes[0], kind="data", title="Leave the affected samples out of the batch")
+    told = summarize_fixes(replace(made, verdict="numerics", fixes=(data,)))
+    assert told.heading == "Workaround, verified on this batch alone: Leave the affected samples out of the batch"
+
+
+def test_a_change_that_is_off_elsewhere_says_so():
+    text = "finite, 0.1 % off fp32, but 80 % off float64 with inputs of 0.5 times the size"
+    checks = (Check(name="output", status="failed", text=text),)
+    fix = replace(factory.fixable().fixes[0], verified=False, checks=checks)
+    shown = list_fixes(replace(factory.fixable(), fixes=(fix,)))[0]
+    assert (shown.state, shown.result) == ("off", text)
+
+
+def test_beside_a_clamp_what_is_better_is_told():
+    made = factory.fixable()
+    stable = Evidence(name=STABLE_FORM, value="F.logsigmoid", text="return the logits")
+    told = summarize_fixes(replace(made, cause=replace(made.cause, evidence=(stable,))))
+    assert ("better", "return the logits") in [(fact.label, fact.text) for fact in told.facts]

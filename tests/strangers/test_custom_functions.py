@@ -237,3 +237,41 @@ def test_the_command_line_runs_scripts_as_python(tmp_path):
 def test_a_scripted_module_with_nothing_wrong(examine):
     report = examine(Between(torch.jit.script(Centred())), {"x": normal(4, 8)})
     assert blamed(report) == ("healthy",)
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds to steps, few of them: what overflows in the forward is clamped there, and kept for the backward."""
+
+    @staticmethod
+    def forward(ctx, x, step):
+        steps = x / step
+        ctx.save_for_backward(steps, step)
+        return steps.round().clamp(-8, 7) * step
+
+    @staticmethod
+    def backward(ctx, grad):
+        steps, step = ctx.saved_tensors
+        inside = (steps.abs() <= 7).to(grad.dtype)
+        off = (steps.round() - steps) * inside
+        return grad * inside, (grad * off).sum().to(step.dtype).reshape(step.shape)
+
+
+class Quantised(nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.lift = nn.Linear(4, 6)
+        self.step = nn.Parameter(torch.tensor(step))
+
+    def forward(self, x):
+        return Rounded.apply(self.lift(x), self.step)
+
+
+@pytest.mark.parametrize(("step", "sick"), [(1e-5, True), (1e-3, False)])
+def test_an_overflow_that_the_forward_keeps_for_the_backward(examine, step, sick):
+    report = examine(Quantised(step), {"x": normal(5, 4)}, loss=mean)
+    if not sick:
+        assert report.verdict == "healthy"
+        return
+    assert (report.verdict, report.cause.code) == ("precision", "elementwise-overflow")
+    assert report.origin.source.text == "steps = x / step"
+    assert report.headline.endswith("the backward of Rounded makes NaN of that Inf")

@@ -257,4 +257,19 @@ def test_a_softmax_and_a_logarithm_in_two_functions(examine, masked):
 
     report = examine(Chooser(8, 4), {"x": normal(4, 8) if masked else 1e4 * normal(4, 8)}, loss=loss)
     assert blamed(report) == ("numerics", "<loss>", "log", "log-of-zero")
-    assert ("F.log_softmax there, in place of both, stays finite." in report.cause.explanation) != masked
+    assert ("and take F.log_softmax of them here" in report.cause.explanation) != masked
+
+
+def test_one_minus_a_sigmoid_and_its_logarithm_in_two_functions(examine):
+    """A clamp stops the NaN, and leaves what it clamps no gradient: what is better is told beside it."""
+
+    class Judge(nn.Linear):
+        def forward(self, x):
+            return torch.sigmoid(super().forward(x))
+
+    def loss(output, batch):
+        return -(1 - output).log().mean()
+
+    report = examine(Judge(8, 1), {"x": 1e3 * normal(6, 8)}, loss=loss)
+    assert blamed(report) == ("numerics", "<loss>", "log", "log-of-zero")
+    assert "and take F.logsigmoid of their negative here" in report.cause.explanation

@@ -1,0 +1,104 @@
+"""What a search has to say beside the changes it tried: what was left out, why none helped, what to do by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from nandoctor.causes.registry import find_page
+from nandoctor.diagnosis.conclusion import Findings
+from nandoctor.evidence.edits import flatten
+from nandoctor.evidence.formats import FP32
+from nandoctor.evidence.report import STABLE_FORM, Counterfactual, Fix
+from nandoctor.fixes.agreement import TOLERANCE
+from nandoctor.fixes.candidates import MAX_LEADS, distinct_leads
+from nandoctor.replaying.runner import FailingStep
+from nandoctor.replaying.weights import nonfinite_in
+from nandoctor.text import percent, plural, samples_text
+from nandoctor.torch_compat import is_running_norm
+
+
+def describe_search(
+    findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *, out_of_memory: bool
+) -> Iterator[str]:
+    """Tell what was not tried, what could not be run, and why none of the changes is a fix."""
+    if untried and out_of_memory:
+        yield f"Not tried, because memory ran out: the rest of {', '.join(untried)}. Run it where there is more."
+    elif untried:
+        yield f"The budget for trials was spent before all was tried of: {', '.join(untried)} (--max-trials, --time)."
+    advised = flatten(item.edit for item in ranked if item.kind == "advice")
+    sources = (getattr(getattr(edit, "site", None), "source", None) for edit in advised)
+    if (unread := next((line.file for line in sources if line and not Path(line.file).is_file()), None)) is not None:
+        yield f"{unread} is no file here: what is advised for that code could not be run, so none of it is verified."
+    if findings.verdict == "numerics":
+        tried = ": what was tried changes the operation itself" if ranked else ""
+        yield f"fp32 is non-finite as well, so casts to fp32 fix nothing{tried}."
+    verified = [item for item in ranked if item.verified]
+    if ranked and not verified:
+        yield f"No change helped: {plural(len(ranked), 'change')} tried. {_describe_failures(ranked)}"
+    is_of_this_batch = findings.verdict == "numerics" and all(item.kind == "data" for item in verified)
+    if ranked and (not verified or is_of_this_batch) and (by_hand := _by_hand(findings)):
+        yield by_hand
+
+
+def _describe_failures(tried: Sequence[Fix]) -> str:
+    """Why no change is a fix: nothing is finite, what is finite is too far off, or a check of another kind failed."""
+    nearest = min(map(distance_of, tried))
+    if math.isinf(nearest):
+        ran_all = all(fix.outcome.ran for fix in tried)
+        return f"The step {'is' if ran_all else 'cannot be run or is'} non-finite with each."
+    if nearest > TOLERANCE:
+        return f"The nearest finite result is {percent(nearest)} off; {percent(TOLERANCE)} is allowed."
+    failed = (check for fix in sorted(tried, key=distance_of) for check in fix.checks if check.status == "failed")
+    if (check := next(failed, None)) is not None:
+        return f"The nearest one failed a check ({check.name}): {check.text}."
+    return "Some give the right output, but could not be written as code."
+
+
+def distance_of(fix: Fix) -> float:
+    """How far off the output is with a change, infinite where it is not finite."""
+    error = fix.outcome.max_rel_err
+    return error if fix.outcome.finite and error is not None else math.inf
+
+
+def describe_none(findings: Findings, model: nn.Module) -> str:
+    """Why there was no change to try, and what the page of the cause has to say to whoever looks for one."""
+    cause = next((diagnosis.cause for diagnosis in findings.conclusion.diagnoses[:1]), None)
+    places = len(distinct_leads(findings.conclusion, model))
+    if findings.verdict == "state":
+        is_built = nonfinite_in(model).keys() <= findings.trace.built.keys()
+        lost = "what the weights have lost no code gives back"
+        why = "only the code that builds the model tells what is to stand there" if is_built else lost
+    elif findings.verdict == "input":
+        why = "every sample may be hit, so that no batch is left without them"
+    elif places > MAX_LEADS:
+        why = f"non-finite values are made in {places} places of the code, and at most {MAX_LEADS} are changed at once"
+    elif cause is None:
+        why = "no known cause explains the failure"
+    else:
+        why = f"no change of this code is known that keeps its meaning ({cause.code})"
+    by_hand = _by_hand(findings)
+    return f"No change was found to try: {why}.{f' {by_hand}' if by_hand else ''}"
+
+
+def _by_hand(findings: Findings) -> str:
+    """What the page of the cause advises; "" where the cause says better, or it is a cast to fp32, which fails too."""
+    cause = next((diagnosis.cause for diagnosis in findings.conclusion.diagnoses[:1]), None)
+    is_told = cause is None or any(item.name == STABLE_FORM for item in cause.evidence)
+    advice = "" if cause is None or is_told else dict(find_page(cause.code).sections)["Fix"]
+    is_of_use = advice and not (findings.verdict == "numerics" and str(FP32) in advice)
+    return f"By hand: {advice}" if is_of_use else ""
+
+
+def describe_coupling(found: Iterable[Counterfactual], step: FailingStep) -> tuple[str, ...]:
+    """Tell where the samples fail only together, so that neither those to blame nor the others show it alone."""
+    samples = [trial for trial in found if trial.group == "samples"]
+    if len(samples) < 2 or not all(trial.outcome.finite for trial in samples):
+        return ()
+    blamed = next(trial.setting.only for trial in samples if trial.setting.only)
+    norms = [name for name, module in step.model.named_modules() if is_running_norm(module) and step.training]
+    mixer = f" {norms[0]} computes its statistics over the whole batch." if norms else ""
+    return (f"The batch fails only as a whole: it is finite with {samples_text(blamed)} alone and without.{mixer}",)
