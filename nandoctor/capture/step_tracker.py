@@ -120,11 +120,9 @@ class StepTracker:
         else:
             ended, self._ended = self._ended, None
             self._finish(ended, final=final)
-            num = len(self.trainers.optimizers)
-            is_open = following is None and not final and step is not None and step.awaits_update(num)
-            if is_open:
-                self._ended = step
-            self._finish(step, final=final, is_open=is_open)
+            if following is None and not final and step is not None:
+                self._ended = step if step.awaits_update(len(self.trainers.optimizers)) else None
+            self._finish(step, final=final, is_open=self._ended is not None)
         self.flush_pending(wait=final or self.trainers.copies)
 
     def _finish(self, step: RecordedStep | None, *, final: bool = False, is_open: bool = False) -> None:
