@@ -18,7 +18,7 @@ from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.environment import Generators, RandomStates, read_autocast
 from nandoctor.capture.joined import JoinOrder, can_join
 from nandoctor.capture.registries import Place, as_dict, owners_of, places_of
-from nandoctor.capture.sharding import describe_mixed_precision, describe_shards, local_part
+from nandoctor.capture.sharding import describe_mixed_precision, describe_shards, is_sharded, local_part
 from nandoctor.capture.updates import UNDO_NBYTES, has_room
 from nandoctor.torch_compat import buffers_of, children_of, is_running_norm, parameters_of, versions_of
 
@@ -60,6 +60,7 @@ class Observer:
 
     def __init__(self, model: nn.Module, undo_nbytes: int = UNDO_NBYTES) -> None:
         self.model, self._undo_nbytes = model, undo_nbytes
+        self.sharded = any(map(is_sharded, model.parameters()))
         self._owners: list[tuple[str, int]] = []
         self._find_modules()
         self.device = torch.device("cpu")
@@ -143,12 +144,14 @@ class Observer:
         ends = [next(filter(_is_trained, places), None) for places in (self._weights, reversed(self._weights))]
         self._stamped = [place[1][place[2]] for place in ends if place is not None]
 
-    def stamp(self, held: Weights, *, values: bool) -> WeightStamp:
+    def stamp(self, held: Weights, *, values: bool) -> WeightStamp | None:
         """What changes when somebody trains the weights, `held`; of a write through `.data` only `values` tell."""
+        if self.sharded:
+            return None  # FSDP moves and exchanges its own
         if values:
             self.find_trained()
         weights = self._stamped
-        few = list(map(_take_few, weights)) if values else []
+        few = [_take_few(weight) for weight in weights if values]
         return WeightStamp(weights=weights, held=held, places=_find_places(weights), values=few)
 
     def _read_weights(self) -> Weights:

@@ -314,3 +314,16 @@ def test_the_settings_of_the_optimizer_are_always_saved(tmp_path):
     assert (dump.optimizer_eps, dump.moments, dump.missing) == ((1e-8,), (), ())
     uses = nandoctor.replay(recorder.written[0], fixes=False).report.eps_audit
     assert [use.value for use in uses if use.place == "optimizer"] == [1e-8]
+
+
+def test_a_kept_state_without_second_moments_is_not_missed(tmp_path):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with record(tmp_path, model, keep_optimizer=True) as recorder:
+        for _ in range(2):
+            batch = make_batch()
+            loss = loss_of(model(batch[0]), batch)
+            recorder.watch(loss, batch)
+            loss.backward()
+            optimizer.step()
+        assert read_dump(recorder.save()).missing == ()
