@@ -358,9 +358,8 @@ def _describe(result: StepResult, step: RecordedStep) -> str:
             what = "forward raised an error, and a value in it"
         ranks = step.nonfinite_ranks
         of = f"rank{'s' * (len(ranks) > 1)} {join_first(list(map(str, ranks)), 3)}"
-        return f"the {what} is non-finite" + (
-            "" if step.nonfinite_here else f" on {of}, whose file is the one to replay"
-        )
+        elsewhere = "" if step.nonfinite_here else f" on {of}, whose file is the one to replay"
+        return f"the {what} is non-finite{elsewhere}"
     if result.reason == "gradients":
         return f"the {what} is finite, and its gradients are not"
     if result.reason == "spike":

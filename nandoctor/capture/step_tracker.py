@@ -246,6 +246,8 @@ class StepTracker:
         step.flags.append(flag := flag_nonfinite(looked_at, self._observer.device, ask_all=ask_all))
         if not flag.on_device and flag.is_raised:
             step.copy_tensors()
+            if step.weights is None and not self._sharded and not self._was_moved(step):
+                step.weights = self.trainers.copy_all()  # the loop may go back to a checkpoint
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
