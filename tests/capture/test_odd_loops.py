@@ -379,6 +379,20 @@ def test_a_loss_with_weights_of_its_own_is_told(tmp_path, caplog):
     assert report.next_steps[0].startswith("The output is that of your run")
 
 
+def test_an_argument_that_no_file_can_hold_is_told_at_once(tmp_path, caplog):
+    class Rows(Norm):
+        def forward(self, rows):
+            return super().forward(torch.stack(list(rows)))
+
+    model = Rows()
+    with Recorder(model, folder=tmp_path):
+        for _ in range(2):
+            model(row for row in torch.ones(3, 4))
+    told = [record.message for record in caplog.records if "no file can hold" in record.message]
+    assert len(told) == 1
+    assert "input.args.0: a generator" in told[0]
+
+
 def test_what_a_transform_hides_is_named(tmp_path, caplog):
     model = Norm(divides=True)
 
