@@ -269,11 +269,8 @@ passing_autograd: Callable[[], AbstractContextManager[None]] = partial(_find("to
 """`torch.inference_mode()` as it is in C++: the one of Python costs as much as joining a few tensors."""
 flatten: Callable[[Sequence[Tensor]], Tensor] = _find("torch._utils._flatten_dense_tensors")
 """All elements of a few tensors in one dimension."""
-
-
-def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target."""
-    torch._foreach_copy_(targets, sources)
+copy_tensors: Callable[[list[Tensor], list[Tensor]], object] = _find("torch._foreach_copy_")
+"""Copies each source into its target, which comes first."""
 
 
 def print_options() -> dict[str, Any]:
@@ -309,6 +306,8 @@ def answers_itself(tensor: Tensor) -> bool:
 
 is_transforming: Callable[[], bool] = _find("torch._C._are_functorch_transforms_active")
 """Tells whether this thread is inside `torch.vmap`, `torch.func.grad` or their kin."""
+find_compiler: Callable[[], object] = _find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
+"""What compiles each function that this thread calls now; None or False without any."""
 
 
 def outside_transforms() -> AbstractContextManager[None]:

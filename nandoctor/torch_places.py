@@ -39,6 +39,7 @@ NEEDED: dict[str, str] = {
     # The tensors that `torch.vmap` hands to a model raise when they are read; `torch.func` has no way to look inside.
     "torch._C._functorch.is_functorch_wrapped_tensor": "models that use torch.func",
     "torch._C._functorch.get_unwrapped": "models that use torch.func",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback": "recording steps that are compiled",
     "torch._C._are_functorch_transforms_active": "models that use torch.func",
     "torch._C._DisableFuncTorch": "models that use torch.func",
     # Tensor.backward and torch.autograd.backward are functions of torch, which a function mode is suspended in.

@@ -327,3 +327,26 @@ def test_a_kept_state_without_second_moments_is_not_missed(tmp_path):
             loss.backward()
             optimizer.step()
         assert read_dump(recorder.save()).missing == ()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler meets functions of torch that it cannot trace
+def test_of_a_compiled_update_no_more_is_compiled(tmp_path):
+    def count_graphs(*, recorded):
+        torch.compiler.reset()
+        model, graphs = nn.Linear(2, 1), []
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01))
+        update = torch.compile(optimizer.step, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+        recorder = Recorder(model, folder=tmp_path) if recorded else None
+        for value in (1.0, 2.0, torch.nan):
+            loss = model(torch.full((3, 2), value)).square().mean()
+            if recorder is not None:
+                recorder.watch(loss)
+            loss.backward()
+            update()
+        if recorder is not None:
+            recorder.close()
+        return len(graphs)
+
+    assert count_graphs(recorded=True) == count_graphs(recorded=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["nan-step000002.pth"]
