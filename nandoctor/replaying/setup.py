@@ -246,7 +246,10 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
     with cuda_code(device):  # where buffers are made on the host and sent to the device
         code.model.to(device)
     add_casts(code.model, dump.recorded)
-    return [*notes, *_take_dtypes(code.model, dump), *_describe_fp8(code.model)]
+    notes += _take_dtypes(code.model, dump)
+    if code.fills is None and torch.float64 in {tensor.dtype for tensor in state.values()}:
+        load_state(code.model, state, strict=settings.strict)  # a model that is built in fp32 has rounded them
+    return [*notes, *_describe_fp8(code.model)]
 
 
 def _describe_fp8(net: nn.Module) -> Iterator[str]:
@@ -291,10 +294,7 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
 
 
 def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:
-    """Weights and buffers in the formats that the training had them in: a recorder's file has those, others may.
-
-    Of another file they are taken where all of its weights are in one that is not fp32; a note says so.
-    """
+    """Take the formats of the training, from a recorder's file, or the one that all weights of another file have."""
     dtype = weight_dtype(dump.state)
     if not dump.is_recorded and dtype is None:
         return []

@@ -456,3 +456,14 @@ def test_weights_of_an_inner_loop_are_told(tmp_path, at):
         "weights of call 2: functional_call gave it others, and a replay takes the model's own; those of "
         f"{at}enter.weight were non-finite, made so by an update inside the loop, or by its gradient"
     ]
+
+
+def test_weights_in_fp64_are_not_rounded(tmp_path):
+    torch.manual_seed(0)
+    model = Norm(divides=True).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    with Recorder(model, folder=tmp_path, arguments={"divides": True}) as recorder:
+        recorder.watch(model(torch.eye(4, dtype=torch.float64) * torch.tensor([1, 1, 0, 1]).unsqueeze(1)).mean())
+    reproduction = nandoctor.replay(recorder.written[0], fixes=False).report.reproduction
+    assert (reproduction.grade, reproduction.max_rel_err) == ("exact", 0.0)
