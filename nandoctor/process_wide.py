@@ -12,6 +12,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -100,12 +101,14 @@ class Patch(NamedTuple):
 
 
 _patching = threading.RLock()
-_imported_in = os.getpid()
+_forks: list[None] = []
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=partial(_forks.append, None))
 
 
 def is_forked() -> bool:
     """Return True if this process was forked from the one that imported nandoctor."""
-    return os.getpid() != _imported_in
+    return bool(_forks)
 
 
 @contextmanager

@@ -269,11 +269,8 @@ passing_autograd: Callable[[], AbstractContextManager[None]] = partial(_find("to
 """The C++ `torch.inference_mode()`: the Python one costs as much as concatenating a few tensors."""
 flatten: Callable[[Sequence[Tensor]], Tensor] = _find("torch._utils._flatten_dense_tensors")
 """Returns all elements of the tensors as one 1-D tensor."""
-
-
-def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target."""
-    torch._foreach_copy_(targets, sources)
+copy_tensors: Callable[[list[Tensor], list[Tensor]], object] = _find("torch._foreach_copy_")
+"""Copies each source, the second list, into its target."""
 
 
 def print_options() -> dict[str, Any]:
@@ -309,6 +306,8 @@ def answers_itself(tensor: Tensor) -> bool:
 
 is_transforming: Callable[[], bool] = _find("torch._C._are_functorch_transforms_active")
 """Returns True if this thread is inside `torch.vmap`, `torch.func.grad` or a similar transform."""
+find_compiler: Callable[[], object] = _find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
+"""Returns what compiles each function that this thread calls now; None or False without a compiler."""
 
 
 def outside_transforms() -> AbstractContextManager[None]:

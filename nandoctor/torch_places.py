@@ -39,6 +39,7 @@ NEEDED: dict[str, str] = {
     # The tensors that `torch.vmap` passes to a model raise when they are read; `torch.func` cannot unwrap them.
     "torch._C._functorch.is_functorch_wrapped_tensor": "models that use torch.func",
     "torch._C._functorch.get_unwrapped": "models that use torch.func",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback": "recording steps that are compiled",
     "torch._C._are_functorch_transforms_active": "models that use torch.func",
     "torch._C._DisableFuncTorch": "models that use torch.func",
     # Tensor.backward and torch.autograd.backward are torch functions, and a function mode is suspended inside them.

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from nandoctor.capture.deepspeed import DeepSpeedEngine
 from nandoctor.capture.environment import read_arguments, read_backends, read_rank, read_versions
 from nandoctor.capture.observer import Observer
-from nandoctor.capture.sharding import places_in_whole
+from nandoctor.capture.sharding import is_sharded, places_in_whole
 from nandoctor.capture.source_info import ProjectSources, describe_model
 from nandoctor.capture.step import RecordedStep
 from nandoctor.capture.step_policy import StepHistory, StepResult
@@ -25,6 +25,7 @@ from nandoctor.dumps.recorded_format import FORMAT
 from nandoctor.dumps.weights import sample_weights
 from nandoctor.dumps.writer import fit_into
 from nandoctor.machine import memory_of
+from nandoctor.tracing.tensor_tree import walk_tensors
 
 LOG = logging.getLogger("nandoctor")
 
@@ -106,7 +107,8 @@ def _describe_optimizer(
     """The settings of the model's first optimizer (lr, eps, betas), as a state dict without any state unless asked.
 
     One whose update left non-finite weights is saved instead, with the state that it divided by. One that cannot give
-    its own, as wrappers (Lookahead) that never called `Optimizer.__init__`, has its settings alone, and a note.
+    its own, as wrappers (Lookahead) that never called `Optimizer.__init__`, has its settings alone, and a note; so has
+    one whose state is spread over ranks, of which no reader has the others' parts.
     """
     optimizer = spoiled.trained.optimizer if spoiled else next(iter(optimizers), None)
     if optimizer is None:
@@ -117,7 +119,12 @@ def _describe_optimizer(
         groups = [{**group, "params": list(range(len(group["params"])))} for group in optimizer.param_groups]
         note = f"optimizer: its state, as state_dict raised {type(error).__name__}: {error}"
         return {"state": {}, "param_groups": groups}, [note]
-    return (saved if with_state or spoiled else {**saved, "state": {}}), []
+    bare = {**saved, "state": {}}
+    if not with_state and spoiled is None:
+        return bare, []
+    if any(is_sharded(tensor) for _, tensor in walk_tensors(saved["state"])):
+        return bare, ["optimizer: its state, which is spread over ranks"]
+    return saved, []
 
 
 def _describe_update(spoiled: Update) -> dict[str, Any]:

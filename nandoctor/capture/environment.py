@@ -22,6 +22,7 @@ from nandoctor.process_wide import BACKENDS, read_backend
 from nandoctor.text import dtype_name
 
 _NUM_PEEKED = 9 * 4  # bytes
+_CAN_DISTRIBUTE = dist.is_available()
 
 
 class RandomStates(NamedTuple):
@@ -172,6 +173,6 @@ def read_versions(modules: Sequence[str]) -> dict[str, str]:
 
 def read_rank() -> tuple[int, int]:
     """(rank, world size), (0, 1) where nothing is distributed."""
-    if dist.is_available() and dist.is_initialized():
+    if _CAN_DISTRIBUTE and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

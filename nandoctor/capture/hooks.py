@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nandoctor.capture.environment import read_autocast
 from nandoctor.errors import NanDoctorError
 from nandoctor.process_wide import is_forked, one_thread_if_forked
-from nandoctor.torch_compat import compiled_call, is_transforming, outside_transforms, set_compiled_call
+from nandoctor.torch_compat import compiled_call, find_compiler, is_transforming, outside_transforms, set_compiled_call
 
 LOG = logging.getLogger("nandoctor")
 
@@ -90,7 +90,8 @@ class Hook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What torch calls; what `disable` puts around a call costs more than the hook, and most compile nothing."""
         try:
-            if torch.compiler.is_compiling():
+            # Where the compiler gives up on a caller, that runs as it is, and all that it calls is compiled.
+            if torch.compiler.is_compiling() or find_compiler():
                 return self._left_out(*args, **kwargs)
             if not is_transforming() and not is_forked():
                 return self._function(*args, **kwargs)

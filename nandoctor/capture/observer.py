@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +18,14 @@ from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.environment import Generators, RandomStates, read_autocast
 from nandoctor.capture.joined import JoinOrder, can_join
 from nandoctor.capture.registries import Place, as_dict, owners_of, places_of
-from nandoctor.capture.sharding import describe_mixed_precision, describe_shards, local_part
+from nandoctor.capture.sharding import describe_mixed_precision, describe_shards, is_sharded, local_part
 from nandoctor.capture.updates import UNDO_NBYTES, has_room
-from nandoctor.torch_compat import buffers_of, children_of, is_running_norm, parameters_of, version_of, versions_of
+from nandoctor.torch_compat import buffers_of, children_of, is_running_norm, parameters_of, versions_of
 
 Tensors = tuple[torch.Tensor | None, ...]
 Weights = list[torch.Tensor | None]
 NUM_SAMPLED = 64
+_FLAG = itemgetter("training")
 
 
 class StateBefore(NamedTuple):
@@ -43,9 +44,9 @@ class StateBefore(NamedTuple):
 class WeightStamp:
     """Some weights of a model, where they lie, how often each was written, and a few values maybe; `held` are all."""
 
-    weights: list[tuple[Place, torch.Tensor]]
+    weights: list[torch.Tensor]
     held: Weights
-    places: list[tuple[int, int | None]]
+    places: list[int]
     values: list[torch.Tensor]
 
     @property
@@ -59,6 +60,7 @@ class Observer:
 
     def __init__(self, model: nn.Module, undo_nbytes: int = UNDO_NBYTES) -> None:
         self.model, self._undo_nbytes = model, undo_nbytes
+        self.sharded = any(map(is_sharded, model.parameters()))
         self._owners: list[tuple[str, int]] = []
         self._find_modules()
         self.device = torch.device("cpu")
@@ -66,11 +68,12 @@ class Observer:
         self.autocast_inside: dict[str, Any] | None = None
         self._follow_device()
         self._first_shapes = self._read_shapes()
-        self._stamped: list[tuple[Place, torch.Tensor]] = []
+        self._stamped: list[torch.Tensor] = []
 
     def _find_modules(self) -> bool:
         """Look at the modules as they are now; True if tensors are others' than before."""
         self._paths, self._modules = zip(*self.model.named_modules(), strict=True)
+        self._attributes = list(map(vars, self._modules))
         self._scripted = [module for module in self._modules if isinstance(module, torch.jit.ScriptModule)]
         self._children = list(map(children_of, self._modules))
         self._known_children = self._read_children()
@@ -114,9 +117,16 @@ class Observer:
             keeper=self._keeper,
             owners=self._owners,
             paths=self._paths,
-            training=tuple(map(attrgetter("training"), self._modules)),
+            training=self._read_flags(),
             autocast=read_autocast(self.device.type),
         )
+
+    def _read_flags(self) -> tuple[bool, ...]:
+        """The train flags, past the class of each module, which need not be looked at for what it holds itself."""
+        try:
+            return tuple(map(_FLAG, self._attributes))
+        except KeyError:  # TorchScript keeps its own out of Python, and a class may have a property
+            return tuple(module.training for module in self._modules)
 
     def read_borrowed(self) -> dict[str, torch.Tensor]:
         """The weights that `torch.func.functional_call` has put in place of the model's own; empty without it."""
@@ -132,13 +142,17 @@ class Observer:
         """Look for all weights, and for the first and last that gradients are wanted of, of which stamps are taken."""
         self.held = self._read_weights()
         ends = [next(filter(_is_trained, places), None) for places in (self._weights, reversed(self._weights))]
-        self._stamped = [(place, place[1][place[2]]) for place in ends if place is not None]
+        self._stamped = [place[1][place[2]] for place in ends if place is not None]
 
-    def stamp(self, held: Weights, *, values: bool) -> WeightStamp:
+    def stamp(self, held: Weights, *, values: bool) -> WeightStamp | None:
         """What changes when somebody trains the weights, `held`; of a write through `.data` only `values` tell."""
+        if self.sharded:
+            return None  # FSDP moves and exchanges its own
         if values:
             self.find_trained()
-        return _stamp(self._stamped, held, values=values)
+        weights = self._stamped
+        few = [_take_few(weight) for weight in weights if values]
+        return WeightStamp(weights=weights, held=held, places=_find_places(weights), values=few)
 
     def _read_weights(self) -> Weights:
         return list(map(dict.get, *self._places))
@@ -155,7 +169,7 @@ class Observer:
         if self.was_replaced(stamp.held) or stamp.was_moved:
             return True
         pairs = zip(stamp.values, stamp.weights, strict=False)  # no values where only the versions were kept
-        return any(_differ(value, _take_few(weight)) for value, (_, weight) in pairs)
+        return any(_differ(value, _take_few(weight)) for value, weight in pairs)
 
     def find_reshaped(self) -> list[str]:
         """The parameters that are no longer of the shape that they had when training began, or came or went since."""
@@ -196,7 +210,9 @@ def _is_trained(place: Place) -> bool:
     """True of a weight that gradients are wanted of and whose values can be read."""
     _, registry, name = place
     held = registry[name]
-    return isinstance(held, nn.Parameter) and held.requires_grad and can_join(held) and not held.is_meta
+    if not isinstance(held, nn.Parameter) or not held.requires_grad or not can_join(held):
+        return False
+    return not held.is_meta and not held.is_inference()
 
 
 def _is_replaced(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
@@ -204,18 +220,9 @@ def _is_replaced(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
     return now is not before and not _is_borrowed(now) and not _is_borrowed(before)
 
 
-def _stamp(weights: list[tuple[Place, torch.Tensor]], held: Weights, *, values: bool) -> WeightStamp:
-    return WeightStamp(
-        weights=weights,
-        held=held,
-        places=_find_places(weights),
-        values=[_take_few(weight) for _, weight in weights] if values else [],
-    )
-
-
-def _find_places(weights: list[tuple[Place, torch.Tensor]]) -> list[tuple[int, int | None]]:
-    """Where each of them lies, and how often it was written."""
-    return [(weight.data_ptr(), version_of(weight)) for _, weight in weights]
+def _find_places(weights: list[torch.Tensor]) -> list[int]:
+    """Where each of them lies, and how often each was written."""
+    return [*map(torch.Tensor.data_ptr, weights), *versions_of(weights)]
 
 
 def _is_borrowed(held: torch.Tensor | None) -> bool:

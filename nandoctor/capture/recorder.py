@@ -353,17 +353,19 @@ class Recorder(RecorderSettings):
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a step; the first time, look for autocast within a forward that somebody wrapped (Accelerate does)."""
-        if not self._tracker.before_forward(module, args, kwargs) or self._scouted:
+        if not self._tracker.before_forward(module, args, kwargs):
             return
         model, step, observer = self._observer.model, self._tracker.current, self._observer
         assert step is not None
         assert step.before is not None
-        if step.before.autocast["enabled"] or "forward" not in vars(model):
+        for lost in step.calls[0].left_out[:1]:
+            told = f"no file can hold {lost}; a replay has None for it. If the model needs it, replay with --call"
+            self._warn(f"{told} FILE.py:NAME, a function (model, batch) that makes it anew.")
+        if self._scouted or step.before.autocast["enabled"] or "forward" not in vars(model):
             return
         self._scouted = True
-        children = [module for module in model.modules() if module is not model]
         note = functools.partial(setattr, observer, "autocast_inside")
-        self._handles.push(scout_autocast(children, note, observer.device.type))
+        self._handles.push(scout_autocast([*model.modules()][1:], note, observer.device.type))
 
     def _after_forward(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         step = self._tracker.after_forward(output)

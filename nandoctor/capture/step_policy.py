@@ -17,7 +17,7 @@ from nandoctor.capture.environment import read_rank
 from nandoctor.capture.step import RecordedStep
 from nandoctor.dumps.recorded_format import MAX_CALLS
 from nandoctor.errors import NonFiniteTrainingError
-from nandoctor.text import number
+from nandoctor.text import join_first, number
 
 LOG = logging.getLogger("nandoctor")
 
@@ -356,7 +356,10 @@ def _describe(result: StepResult, step: RecordedStep) -> str:
     if result.reason == "loss":
         if step.loss is None and len(step.returned) < len(step.calls):
             what = "forward raised an error, and a value in it"
-        return f"the {what} is non-finite" + ("" if step.nonfinite_here else " on another rank")
+        ranks = step.nonfinite_ranks
+        of = f"rank{'s' * (len(ranks) > 1)} {join_first(list(map(str, ranks)), 3)}"
+        elsewhere = "" if step.nonfinite_here else f" on {of}, whose file is the one to replay"
+        return f"the {what} is non-finite{elsewhere}"
     if result.reason == "gradients":
         return f"the {what} is finite, and its gradients are not"
     if result.reason == "spike":

@@ -17,7 +17,7 @@ from nandoctor.capture.deepspeed import DeepSpeedEngine, read_scale
 from nandoctor.capture.hooks import Hook, with_closure
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.raised import is_for_nonfinite
-from nandoctor.capture.sharding import has_gradient, is_sharded
+from nandoctor.capture.sharding import has_gradient
 from nandoctor.capture.step import RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import StepPolicy
 from nandoctor.capture.trainers import Trainers
@@ -57,7 +57,7 @@ class StepTracker:
         self._count = count
         self._pending: list[RecordedStep] = []
         self.trainers = Trainers(observer, undo_nbytes)
-        self._sharded = any(map(is_sharded, observer.model.parameters()))
+        self._sharded = observer.sharded
         self._last = (-1, 0)
         self._given = Packed(tree=None)
         self._copies_inputs = self._is_first_call = True  # until a forward was seen to leave its inputs as they are
@@ -99,11 +99,11 @@ class StepTracker:
         )
 
     def _is_accumulating(self, version: int | None) -> bool:
-        """True if gradients are there and nobody has written the weights since the last step; FSDP moves its own."""
+        """True if gradients are there and nobody has written the weights since the last step."""
         step, can_add = self._latest, self._accumulates and self._scale_version == version
         if not (can_add and has_gradient(self.trainers.probe, self._observer.model)):
             return False
-        if self.trainers.optimizers or self._sharded or step is None:
+        if self.trainers.optimizers or step is None:
             return True
         return not self._observer.was_written(step.stamp)
 
@@ -120,11 +120,9 @@ class StepTracker:
         else:
             ended, self._ended = self._ended, None
             self._finish(ended, final=final)
-            num = len(self.trainers.optimizers)
-            is_open = following is None and not final and step is not None and step.awaits_update(num)
-            if is_open:
-                self._ended = step
-            self._finish(step, final=final, is_open=is_open)
+            if following is None and not final and step is not None:
+                self._ended = step if step.awaits_update(len(self.trainers.optimizers)) else None
+            self._finish(step, final=final, is_open=self._ended is not None)
         self.flush_pending(wait=final or self.trainers.copies)
 
     def _finish(self, step: RecordedStep | None, *, final: bool = False, is_open: bool = False) -> None:
@@ -141,8 +139,8 @@ class StepTracker:
         self._pending.append(step)
 
     def _was_moved(self, step: RecordedStep) -> bool:
-        """Tell whether the loop has written weights since the step's forward; FSDP moves its own."""
-        return not self._sharded and step.stamp is not None and step.stamp.was_moved
+        """Tell whether the loop has written weights since the step's forward."""
+        return step.stamp is not None and step.stamp.was_moved
 
     def _look_at_gradients(self, step: RecordedStep, *, over_ranks: bool) -> None:
         """Flag the gradients of a step that no update follows."""
@@ -248,6 +246,8 @@ class StepTracker:
         step.flags.append(flag := flag_nonfinite(looked_at, self._observer.device, ask_all=ask_all))
         if not flag.on_device and flag.is_raised:
             step.copy_tensors()
+            if step.weights is None and not self._sharded and not self._was_moved(step):
+                step.weights = self.trainers.copy_all()  # the loop may go back to a checkpoint
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

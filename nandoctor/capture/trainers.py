@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -83,6 +86,13 @@ class Trainers:
         """All parameters, whoever trains them: a micro-batch may end before any optimizer was seen."""
         if self._all is None or not self._all.is_current:
             self._name_parameters()
-            loop = TrainingLoop(parameter for parameter in self._parameters.values() if parameter.requires_grad)
-            self._all = TrainedParameters(loop, self._names, self._undo_nbytes if self.copies else 0)
+            self._all = self._find_all(self._undo_nbytes if self.copies else 0)
         return self._all
+
+    def copy_all(self) -> Mapping[str, torch.Tensor] | None:
+        """A copy of the weights, of which nothing is held: for a step that has failed; None without room."""
+        return self._find_all(self._undo_nbytes).keep()
+
+    def _find_all(self, undo_nbytes: int) -> TrainedParameters:
+        loop = TrainingLoop(parameter for parameter in self._parameters.values() if parameter.requires_grad)
+        return TrainedParameters(loop, self._names, undo_nbytes)

@@ -50,12 +50,17 @@ class Update:
         return type(self.optimizer).__name__
 
     def settings(self) -> dict[str, float]:
-        """The numbers among the settings of the groups: of each the first that is non-finite, else the last."""
+        """The numbers among the settings of the groups: of each the first that is non-finite, else the last.
+
+        Those in tensors too, unless the flags came late: a schedule writes the next value into them.
+        """
         found: dict[str, float] = {}
+        late = self.weights is None or self.weights.on_device
         for group in self.groups:
             for name, value in group.items():
-                if type(value) in (int, float) and math.isfinite(found.get(name, 0.0)):
-                    found[name] = float(value)
+                plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 and not late else value
+                if type(plain) in (int, float) and math.isfinite(found.get(name, 0.0)):
+                    found[name] = float(plain)
         return found
 
 

@@ -105,9 +105,7 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Values) -> tupl
                 _sort(contents, _join(prefix, _check_name(name)), value, depth=1)
     optimizer = saved.get("optimizer")
     if isinstance(optimizer, Mapping):
-        contents.optimizer_eps = read_eps(optimizer)
-        if isinstance(optimizer.get("state"), Mapping) and optimizer["state"]:
-            _take_optimizer(contents, "optimizer", optimizer)
+        _take_moments(contents, "optimizer", optimizer)
     return contents, recorded
 
 
@@ -257,16 +255,21 @@ def _take_state(contents: Contents, name: str, mapping: Mapping[Any, object]) ->
 
 
 def _take_optimizer(contents: Contents, name: str, optimizer: Mapping[object, object]) -> None:
+    """Keep what is read of an optimizer's state, and name a state of which nothing is."""
+    num_moments, state = len(contents.moments), optimizer.get("state")
+    _take_moments(contents, name, optimizer)
+    never_stepped = state is None or (isinstance(state, Mapping) and not state)
+    if len(contents.moments) == num_moments and not (never_stepped and read_eps(optimizer)):
+        contents.left_out.append(name or "an optimizer's state")
+
+
+def _take_moments(contents: Contents, name: str, optimizer: Mapping[object, object]) -> None:
     """Keep the second moments of the first adaptive optimizer; a second one trains another model."""
     moments = () if contents.moments else read_second_moments(optimizer)
     for moment in moments:
         _take_tensor(contents, f"{name}.state.{moment.index}", moment.values)
         contents.moments.append(moment)
     contents.optimizer_eps = contents.optimizer_eps or read_eps(optimizer)
-    state = optimizer.get("state")
-    never_stepped = state is None or (isinstance(state, Mapping) and not state)
-    if not moments and not (never_stepped and read_eps(optimizer)):
-        contents.left_out.append(name or "an optimizer's state")
 
 
 def _sort_leaf(contents: Contents, name: str, value: object) -> Any:

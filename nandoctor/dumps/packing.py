@@ -24,6 +24,7 @@ _SEQUENCES = frozenset({list, tuple})
 _KEYS = frozenset({str, int})
 _NAMED_TUPLE = "tuple:"
 _MAX_OBJECTS = 1000
+_LEFT_OUT = ", which is neither a tensor nor plain data"
 _NUMERIC_KINDS = "biufc"  # numpy's booleans, integers, floats and complex numbers
 
 
@@ -40,6 +41,11 @@ class Packed(NamedTuple):
     tensors: tuple[tuple[torch.Tensor, int | None], ...] = ()
     differentiable: tuple[int, ...] = ()
     hidden: bool = False
+
+    @property
+    def left_out(self) -> list[str]:
+        """The notes on what is not in the tree at all, but None in its place."""
+        return [note for note in self.notes if note.endswith(_LEFT_OUT)]
 
     @property
     def overwritten(self) -> bool:
@@ -164,7 +170,7 @@ class _Packer:
         return {**packed, KIND: f"{type(value).__module__}.{type(value).__qualname__}"}
 
     def _leave_out(self, value: Any, name: str) -> None:
-        self.notes.append(f"{name}: a {type(value).__qualname__}, which is neither a tensor nor plain data")
+        self.notes.append(f"{name}: a {type(value).__qualname__}{_LEFT_OUT}")
 
 
 def _fields(value: Any) -> dict[Any, Any] | None:

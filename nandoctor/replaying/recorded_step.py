@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
@@ -153,17 +152,14 @@ def _entry_point(model: nn.Module, method: str) -> Callable[..., Any]:
     def once(*args: Any, **kwargs: Any) -> Any:
         del model.forward  # the method may call the model itself
         own = getattr(model, method)
-        # A LightningModule with manual optimization: its `training_step` calls the optimizers.
-        by_hand = getattr(model, "automatic_optimization", True) is False and hasattr(model, "manual_backward")
-        return call_up_to_backward(model, own, *args, **kwargs) if by_hand else own(*args, **kwargs)
+        # A LightningModule may ask for its optimizers, to log a learning rate or to call them itself.
+        has_optimizers = hasattr(model, "manual_backward")
+        return call_up_to_backward(model, own, *args, **kwargs) if has_optimizers else own(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         model.forward = once
         try:
-            with warnings.catch_warnings():
-                # A LightningModule logs to a trainer that is not here.
-                warnings.filterwarnings("ignore", message="You are trying to `self.log")
-                return model(*args, **kwargs)
+            return model(*args, **kwargs)
         finally:
             vars(model).pop("forward", None)
 
@@ -238,16 +234,16 @@ def _generator_states(device: torch.device) -> list[torch.Tensor]:
 def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the loss of the method's first `manual_backward` call, or the method's result if it makes none.
 
-    Calls to its Trainer before that (optimizers, schedulers, toggling) do nothing: no update precedes the backward
-    pass.
+    Calls to its Trainer before that (optimizers, schedulers, toggling, logging) do nothing: no update precedes the
+    backward pass.
     """
     idle = _NoOp()
     count = _count_optimizers(model)
     stand_ins = {
         "manual_backward": _stop,
         "optimizers": lambda *_, **__: idle if count == 1 else [idle] * count,
-        **dict.fromkeys(("lr_schedulers", "toggle_optimizer", "untoggle_optimizer", "clip_gradients"), idle),
-        "toggled_optimizer": idle,
+        **dict.fromkeys(("lr_schedulers", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer"), idle),
+        **dict.fromkeys(("clip_gradients", "log", "log_dict"), idle),
     }
     vars(model).update(stand_ins)
     try:

@@ -293,10 +293,7 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
 
 
 def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:
-    """Give weights and buffers the formats that they had in training, which a recorder's file has.
-
-    Those of another file are taken if all its weights share one that is not fp32; a note says so.
-    """
+    """Give weights and buffers the formats of a recorder's file, or the one that all weights of another file share."""
     dtype = weight_dtype(dump.state)
     if not dump.is_recorded and dtype is None:
         return []
@@ -306,6 +303,8 @@ def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:
         saved = dump.state[name]
         if (tensor.is_floating_point(), tensor.is_complex()) == (saved.is_floating_point(), saved.is_complex()):
             tensor.data = cast_to_file(tensor.data, saved.dtype)
+            if saved.dtype is torch.float64 and tensor.shape == saved.shape:
+                tensor.data.copy_(saved)  # loaded into a model in fp32, it was rounded
     weights = format_of(dtype) if dtype is not None else None
     return [f"The dump's weights are {weights}, the model is built in fp32: it was replayed in {weights}."] * differs
 

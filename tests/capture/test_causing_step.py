@@ -364,6 +364,14 @@ def test_an_infinite_learning_rate(tmp_path, timing):
         assert dump.missing == ("the weights of the step: they are those after 1 further update",)
 
 
+def test_an_infinite_learning_rate_in_a_tensor(tmp_path):
+    model = make(Root)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01))
+    with Recorder(model, folder=tmp_path, loss=squared) as recorder:
+        run(model, optimizer, batches(), recorder, before=lambda *_: optimizer.param_groups[0]["lr"].fill_(torch.inf))
+    assert torch.load(recorder.written[0], weights_only=True)["update"]["settings"]["lr"] == torch.inf
+
+
 def test_an_optimizer_that_divides_by_a_norm_of_zero(tmp_path):
     model = make(Root)
     given = batches()

@@ -53,9 +53,13 @@ def test_all_ranks_agree_and_each_writes_its_own(tmp_path):
     paths = [str(HERE.parents[1]), str(HERE), *sys.path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     commands = [[sys.executable, "-c", SCRIPT, str(rank), str(tmp_path)] for rank in (0, 1)]
-    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for command in commands]
-    said = [process.communicate(timeout=300)[0].strip() for process in running]
-    assert said == ["The recorder stopped the training at step 3: 2 non-finite steps in a row."] * 2
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = [subprocess.Popen(command, env=environment, text=True, **pipes) for command in commands]
+    said, logged = zip(*[process.communicate(timeout=300) for process in running], strict=True)
+    other = "Step 2: the loss is non-finite on rank 1, whose file is the one to replay."
+    assert [other in text for text in logged] == [True, False]
+    stopped = "The recorder stopped the training at step 3: 2 non-finite steps in a row.\n"
+    assert said == (stopped, stopped)
     names = [f"nan-step00000{step}-rank{rank}.pth" for step in (2, 3) for rank in (0, 1)]
     assert sorted(path.name for path in (tmp_path / "dumps").iterdir()) == names
     dumps = [read_dump(tmp_path / "dumps" / name) for name in names]

@@ -27,6 +27,7 @@ class Lit(lightning.LightningModule):
     def training_step(self, batch, batch_idx):
         loss = loss_of(self.net(batch[0]), batch)
         self.log("loss", loss)
+        self.log("lr", self.optimizers().param_groups[0]["lr"])
         return loss
 
     def configure_optimizers(self):

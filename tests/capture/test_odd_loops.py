@@ -379,6 +379,20 @@ def test_a_loss_with_weights_of_its_own_is_told(tmp_path, caplog):
     assert report.next_steps[0].startswith("The output is that of your run")
 
 
+def test_an_argument_that_no_file_can_hold_is_told_at_once(tmp_path, caplog):
+    class Rows(Norm):
+        def forward(self, rows):
+            return super().forward(torch.stack(list(rows)))
+
+    model = Rows()
+    with Recorder(model, folder=tmp_path):
+        for _ in range(2):
+            model(row for row in torch.ones(3, 4))
+    told = [record.message for record in caplog.records if "no file can hold" in record.message]
+    assert len(told) == 1
+    assert "input.args.0: a generator" in told[0]
+
+
 def test_what_a_transform_hides_is_named(tmp_path, caplog):
     model = Norm(divides=True)
 
@@ -442,3 +456,14 @@ def test_weights_of_an_inner_loop_are_told(tmp_path, at):
         "weights of call 2: functional_call gave it others, and a replay takes the model's own; those of "
         f"{at}enter.weight were non-finite, made so by an update inside the loop, or by its gradient"
     ]
+
+
+def test_weights_in_fp64_are_not_rounded(tmp_path):
+    torch.manual_seed(0)
+    model = Norm(divides=True).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    with Recorder(model, folder=tmp_path, arguments={"divides": True}) as recorder:
+        recorder.watch(model(torch.eye(4, dtype=torch.float64) * torch.tensor([1, 1, 0, 1]).unsqueeze(1)).mean())
+    reproduction = nandoctor.replay(recorder.written[0], fixes=False).report.reproduction
+    assert (reproduction.grade, reproduction.max_rel_err) == ("exact", 0.0)

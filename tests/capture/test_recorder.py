@@ -314,3 +314,39 @@ def test_the_settings_of_the_optimizer_are_always_saved(tmp_path):
     assert (dump.optimizer_eps, dump.moments, dump.missing) == ((1e-8,), (), ())
     uses = nandoctor.replay(recorder.written[0], fixes=False).report.eps_audit
     assert [use.value for use in uses if use.place == "optimizer"] == [1e-8]
+
+
+def test_a_kept_state_without_second_moments_is_not_missed(tmp_path):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with record(tmp_path, model, keep_optimizer=True) as recorder:
+        for _ in range(2):
+            batch = make_batch()
+            loss = loss_of(model(batch[0]), batch)
+            recorder.watch(loss, batch)
+            loss.backward()
+            optimizer.step()
+        assert read_dump(recorder.save()).missing == ()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler meets functions of torch that it cannot trace
+def test_of_a_compiled_update_no_more_is_compiled(tmp_path):
+    def count_graphs(*, recorded):
+        torch.compiler.reset()
+        model, graphs = nn.Linear(2, 1), []
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01))
+        update = torch.compile(optimizer.step, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+        recorder = Recorder(model, folder=tmp_path) if recorded else None
+        for value in (1.0, 2.0, torch.nan):
+            loss = model(torch.full((3, 2), value)).square().mean()
+            if recorder is not None:
+                recorder.watch(loss)
+            loss.backward()
+            update()
+        if recorder is not None:
+            recorder.close()
+        return len(graphs)
+
+    assert count_graphs(recorded=True) == count_graphs(recorded=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["nan-step000002.pth"]

@@ -74,7 +74,7 @@ def main(rank, way):
     try:
         for step in range(5):
             x = torch.randn(4, 6)
-            if step == 3 and rank == 1 and way != "off":
+            if step == 3 and rank == 1 and way not in ("off", "update"):
                 x[2] = torch.arange(6.0) if way == "gradients" else 1e30
             synced = way != "accumulated" or step % 2 == 1
             model.set_requires_gradient_sync(synced)
@@ -82,6 +82,8 @@ def main(rank, way):
             if recorder:
                 recorder.watch(loss, x)
             loss.backward()
+            if step == 3 and way == "update":
+                optimizer.param_groups[0]["lr"] = float("inf")
             if synced:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -137,6 +139,17 @@ def test_a_failing_forward_replays_without_flags(tmp_path, monkeypatch, way, ran
     assert [dump.scalars["nonfinite_ranks"] for dump in saved] == [[1], [1]]
     assert all(torch.equal(saved[0].state[name], value) for name, value in saved[1].state.items())
     assert report.reproduction.grade == "exact"
+    assert saved[0].missing == saved[1].missing == ()
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_an_update_that_spoils_sharded_weights(tmp_path, monkeypatch, ranks):
+    monkeypatch.chdir(tmp_path)
+    train(ranks, tmp_path, "update")
+    report = nandoctor.replay("dumps/nan-step000003-rank0.pth", fixes=False).report
+    assert (report.reproduction.grade, report.cause.code) == ("exact", "nonfinite-update")
+    assert read_dump(report.dump.path).missing == ("optimizer: its state, which is spread over ranks",)
 
 
 @needs_gloo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -13,6 +14,8 @@ import nandoctor
 from nandoctor import Recorder
 from nandoctor.capture import step, step_policy
 from nandoctor.dumps.reader import read_dump
+from tests.capture.test_odd_loops import FAILING, Norm, make_batches
+from tests.capture.test_odd_loops import loss_of as squared
 
 
 @pytest.mark.slow
@@ -187,3 +190,26 @@ def test_calls_that_grow_are_counted_as_they_are(tmp_path, monkeypatch):
             output = model(torch.full((length, 1), float("nan")))
         recorder.watch(output.sum())
     assert len(read_dump(recorder.written[0]).recorded.calls) == 2
+
+
+def test_weights_of_a_step_after_which_the_loop_goes_back(tmp_path):
+    """A loss that is NaN, and a checkpoint of some steps before is loaded in place of an update."""
+    torch.manual_seed(0)
+    model = Norm(divides=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    before = []
+    with Recorder(model, folder=tmp_path, arguments={"divides": True}) as recorder:
+        for batch in make_batches():
+            before.append(copy.deepcopy(model.state_dict()))
+            loss = squared(model(batch[0]), batch)
+            recorder.watch(loss, batch)
+            if not loss.isfinite():
+                model.load_state_dict(before[0])
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (path,) = recorder.written
+    dump = read_dump(path)
+    assert dump.missing == ()
+    assert all(torch.equal(dump.state[name], value) for name, value in before[FAILING].items())
