@@ -114,7 +114,7 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
 
 
 def _showing(trace: Trace, chosen: Set[str]) -> Trace:
-    """The trace with what is hidden in these places alone."""
+    """Return the trace with only these of the hidden values in its output."""
     is_shown = (stats.path in chosen or not stats.path.startswith(("kept.", "taken.")) for stats in trace.output)
     return replace(trace, output=tuple(itertools.compress(trace.output, is_shown)))
 
