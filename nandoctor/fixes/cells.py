@@ -109,7 +109,7 @@ def _write_function(tree: SourceTree, code: CodeType) -> _Written:
 
 def _define(tree: SourceTree, node: cst.FunctionDef | cst.Lambda, classes: Sequence[str]) -> tuple[str, str]:
     """Return a function in these nested classes, without what runs when it is defined, and its dotted name."""
-    params = node.params.visit(_Bare())
+    params = node.params.visit(_BareParameters())
     made: cst.SimpleStatementLine | cst.BaseCompoundStatement
     if isinstance(node, cst.FunctionDef):
         name, node = node.name.value, node.with_changes(params=params, returns=None)
@@ -124,7 +124,7 @@ def _define(tree: SourceTree, node: cst.FunctionDef | cst.Lambda, classes: Seque
     return tree.module.code_for_node(made).strip("\n"), ".".join((*classes, name))
 
 
-class _Bare(cst.CSTTransformer):
+class _BareParameters(cst.CSTTransformer):
     """Removes the annotations and defaults of parameters, since the live function has them already."""
 
     def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:  # noqa: N802 - libcst's own

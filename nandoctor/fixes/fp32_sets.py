@@ -20,9 +20,9 @@ from nandoctor.ops import PRODUCTS
 
 Kept = tuple[KeepModule, ...]
 
-_FAR = 8
+_NAN_DEPTH = 8
 """How many ops before a product are searched for one that made NaN."""
-_SURELY = 1.1
+_CLEAR_EXCESS = 1.1
 """A value that exceeds a format's limit by this factor does so however the run rounds."""
 
 
@@ -128,7 +128,7 @@ def is_undone(edit: Edit, findings: Findings) -> bool:
     low, ops = findings.trace.format, {op.order: op for op in findings.trace.ops}
     in_fp32 = {op.key: op for op in findings.reference.ops if op.op in PRODUCTS}
     return any(
-        taken.stats is not None and (taken.stats.absmax or 0.0) > _SURELY * low.max
+        taken.stats is not None and (taken.stats.absmax or 0.0) > _CLEAR_EXCESS * low.max
         for op in findings.trace.ops
         if op.key in in_fp32 and op.nonfinite_inputs and all(made.dtype is low for made in op.outputs)
         if not any(_keeps(single, op.module) for single in kept) and _comes_to_nan(op, ops)
@@ -137,7 +137,7 @@ def is_undone(edit: Edit, findings: Findings) -> bool:
 
 
 def _comes_to_nan(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
-    behind = (source for tensor in op.nonfinite_inputs for source in ancestors(ops, tensor, _FAR))
+    behind = (source for tensor in op.nonfinite_inputs for source in ancestors(ops, tensor, _NAN_DEPTH))
     return any(source.analysis is not None and "nan" in source.analysis.kinds for source in (op, *behind))
 
 

@@ -56,7 +56,7 @@ _LARGEST_UNKNOWN = 1e9
 """The same relative to the square of the largest output, if no sample is healthy; the loss may have a factor."""
 _ORDINARY = 0.5
 """An output value at which losses of probabilities, logits and distances are all smooth."""
-_LARGER = 1.1
+_MAX_GROWTH = 1.1
 """A change of the formula may make the gradients smaller, but at most this many times as large."""
 
 
@@ -202,7 +202,7 @@ class GradientCheck:
                 yield exact, GRADIENT_TOLERANCE
                 yield sound, min(NOISE * gradient_error(sound, exact), _MOST_NOISE)
         changed = None if change is None else self._trials.reference(change)
-        no_larger = not sound.finite or gradient_norm(made) <= _LARGER * gradient_norm(sound)
+        no_larger = not sound.finite or gradient_norm(made) <= _MAX_GROWTH * gradient_norm(sound)
         if changed is not None and changed.finite and no_larger:
             yield changed, GRADIENT_TOLERANCE
         if sound.finite and self._healthy:

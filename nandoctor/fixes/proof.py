@@ -60,7 +60,7 @@ class Verifier:
     """
 
     def __init__(self, trials: Trials, *, guilty: tuple[int, ...], random: bool, trusts_fp32: bool = False) -> None:
-        self._trials, self._as_searched = trials.with_gradients, trials
+        self._trials, self._search_trials = trials.with_gradients, trials
         self._guilty, self._random, self._trusts_fp32 = guilty, random, trusts_fp32
         samples = range(trials.step.num_samples or 0)
         self._healthy = tuple(sample for sample in samples if sample not in guilty) if guilty else ()
@@ -90,7 +90,7 @@ class Verifier:
             ("healthy samples", lambda: self._judge_healthy(change, made)),
         ]
         off = self.fp32_error if judgement.passes and not selects((change,)) else None
-        if off is not None and not compare_runs(made, self._as_searched.exact()).agrees():  # fp32 is no reference then
+        if off is not None and not compare_runs(made, self._search_trials.exact()).agrees():  # fp32 proves nothing
             doubt = f"fp32 itself is {percent(off)} off float64 here"
             criteria.insert(1, ("float64", lambda: ("failed", doubt)))
         if spoilt := self._trials.list_spoilt(made):
@@ -149,7 +149,7 @@ class Verifier:
         """The error of the unchanged step in fp32 against float64, if it is large and both are finite; else None."""
         if self._trials.numerics or self._trusts_fp32:
             return None
-        reference, exact = self._as_searched.reference(), self._as_searched.exact()
+        reference, exact = self._search_trials.reference(), self._search_trials.exact()
         if not (reference.values_finite and exact.values_finite):
             return None
         off = compare_runs(reference, exact).max_rel_err
@@ -217,7 +217,7 @@ class Verifier:
         if not self._healthy:
             return "not-checked", "every sample fails" if self._guilty else "the samples to blame are not known"
         # The samples that are not to blame are sound in the unchanged step; only their values are compared.
-        before, reference = self._as_searched.run(), self._trials.sound_reference((change,))
+        before, reference = self._search_trials.run(), self._trials.sound_reference((change,))
         size = self._trials.step.num_samples
         errors = [sample_errors(one, other, size) for one, other in ((made, reference), (made, before))]
         own = sample_errors(before, reference, size)

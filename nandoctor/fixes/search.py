@@ -51,7 +51,7 @@ from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import join_first
 
 _CHANGES, _FP32_SETS, _SETTINGS = "changes of the operation", "sets of modules in fp32", "other settings"
-_FOR_THE_REST = 0.2
+_RESERVED_SHARE = 0.2
 """The share of the budget that the search for sets, which may have thousands of modules, has to leave."""
 _LARGEST_NEAR = 2.0**20  # fp32's rounding error there is at most 1/16
 
@@ -201,7 +201,7 @@ class _Search:
         """Try minimal sets of modules in fp32, if fp32 does not fail; then later origins, as in the backward pass."""
         findings, trials = self._findings, self._trials
         if findings.sound_in_fp32:
-            with self._budget.holding_back(_FOR_THE_REST):
+            with self._budget.holding_back(_RESERVED_SHARE):
                 self._fp32_sets, found = search_fp32_sets(
                     findings, trials, self._verifier.few, is_fix=self._is_verified
                 )
@@ -235,7 +235,7 @@ class _Search:
         random, verified = self._findings.random, self._succeeded
         for outcome in vary_settings(self._trials, self._guilty, random=random, verified=verified):
             self._varied.append(outcome)
-            self._tell()
+            self._notify()
         self._untried.remove(_SETTINGS)
 
     def result(self) -> FixSearch:
@@ -267,7 +267,7 @@ class _Search:
     def _attempt(self, candidates: Iterable[Candidate], tried: list[Fix]) -> None:
         for candidate in candidates:
             tried += self._without_idle_parts(self._try(candidate))
-            self._tell()
+            self._notify()
 
     def _without_idle_parts(self, found: list[Fix]) -> list[Fix]:
         """Return a verified change of several places without superfluous ones: the change of one may fix another."""
@@ -279,7 +279,7 @@ class _Search:
                     return self._without_idle_parts(smaller)
         return found
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Notify the progress listener of the runs and of the first verified fix's title, "" if there is none yet."""
         best = next((fix.title for fix in (*self._tried, *self._from_fp32_sets) if fix.verified), "")
         self._step.progress.searched(self._budget.num_run, self._budget.max_trials, best)

@@ -25,7 +25,7 @@ _RUN_LATER = (cst.Lambda, cst.FunctionDef)
 _SAME_MEMORY = ("data", "T", "mT")
 _MOST_PLACES = 2000
 """How many files and folders are searched for a name; if there are more, it may be anywhere."""
-_ALIKE = frozenset({"staticmethod", "torch.no_grad()", "torch.enable_grad()", "torch.compile"})
+_TRANSPARENT_DECORATORS = frozenset({"staticmethod", "torch.no_grad()", "torch.enable_grad()", "torch.compile"})
 """Decorators that pass the arguments on unchanged."""
 _LOOK_UPS = {"getattr": 1, "get_submodule": 0, "attrgetter": 0, "methodcaller": 0}
 """Functions that look something up by its name, and the position of the name among their arguments."""
@@ -315,13 +315,13 @@ def only_call(tree: SourceTree, function: cst.FunctionDef, file: Path) -> cst.Ca
     called, made = function.name.value, ""
     if called == "forward":
         made = tree.class_around(function)
-        called = _name_of_module(tree, [node for node in all_calls if _called(node) == made])
-    calls = [node for node in all_calls if _called(node) == called]
+        called = _name_of_module(tree, [node for node in all_calls if _name_called(node) == made])
+    calls = [node for node in all_calls if _name_called(node) == called]
     named = [node.value for node in nodes if isinstance(node, cst.Name)]
     is_alone = all(named.count(name) == 2 for name in (called, made) if name)
     decorators = {tree.code(item.decorator) for item in function.decorators}
     is_looked_up = any(_may_look_up(call, called) for call in all_calls)
-    if not called or len(calls) != 1 or not is_alone or decorators - _ALIKE or is_looked_up:
+    if not called or len(calls) != 1 or not is_alone or decorators - _TRANSPARENT_DECORATORS or is_looked_up:
         raise CannotWriteError
     if _is_elsewhere(file, rf"\b{made}\b|\.{called}\(" if made else rf"\b{called}\b"):
         raise CannotWriteError
@@ -330,7 +330,7 @@ def only_call(tree: SourceTree, function: cst.FunctionDef, file: Path) -> cst.Ca
 
 def _may_look_up(call: cst.Call, name: str) -> bool:
     """Return True if a call may look up this name: by a text that contains it, or by a computed text."""
-    place = _LOOK_UPS.get(_called(call), len(call.args))
+    place = _LOOK_UPS.get(_name_called(call), len(call.args))
     text = call.args[place].value if place < len(call.args) else None
     return text is not None and (not isinstance(text, cst.SimpleString) or name in str(text.evaluated_value))
 
@@ -362,7 +362,7 @@ def _name_of_module(tree: SourceTree, made: Sequence[cst.Call]) -> str:
     return target.attr.value if isinstance(target, cst.Attribute) else ""
 
 
-def _called(call: cst.Call) -> str:
+def _name_called(call: cst.Call) -> str:
     function = call.func
     named = function.attr if isinstance(function, cst.Attribute) else function
     return named.value if isinstance(named, cst.Name) else ""

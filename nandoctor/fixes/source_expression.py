@@ -75,7 +75,7 @@ class Expression:
             yield Replacement(node=self.node, text=text_with(self.tree, self.spelled, texts), before=before)
 
     @cached_property
-    def _given(self) -> list[tuple[str | None, cst.BaseExpression]]:
+    def _arguments(self) -> list[tuple[str | None, cst.BaseExpression]]:
         """The arguments in the order of the op's schema, each with its keyword, if any."""
         node = self.spelled
         if isinstance(node, cst.BinaryOperation):
@@ -113,11 +113,11 @@ class Expression:
 
     def argument_node(self, name: str) -> cst.BaseExpression:
         """Return the argument of this name in the op's schema."""
-        for keyword, value in self._given:
+        for keyword, value in self._arguments:
             if keyword == name:
                 return value
         place = {"self": 0, "input": 0, "attn_mask": 3, "dim": 1, "value": 2}.get(name, 1 if name in _SECOND else None)
-        positional = [value for keyword, value in self._given if keyword is None]
+        positional = [value for keyword, value in self._arguments if keyword is None]
         if place is None or place >= len(positional):
             raise CannotWriteError
         return positional[place]
@@ -130,7 +130,7 @@ class Expression:
         """Return the arguments except the first, as they are written: `dim=1, keepdim=True`."""
         return [
             f"{keyword}={self.tree.code(value)}" if keyword else self.tree.code(value)
-            for keyword, value in self._given[1:]
+            for keyword, value in self._arguments[1:]
         ]
 
     def takes_eps(self, was: float) -> bool:
@@ -172,7 +172,7 @@ class Expression:
 
     def constants(self) -> Iterator[cst.BaseExpression]:
         """Yield the arguments that are written as numbers."""
-        yield from (value for _, value in self._given if number_in(value) is not None)
+        yield from (value for _, value in self._arguments if number_in(value) is not None)
 
     def is_whole(self, statement: cst.SimpleStatementLine) -> bool:
         """Return True if the statement only assigns, returns or evaluates the expression."""
@@ -220,7 +220,7 @@ class Expression:
         left = sum(tensor.stats is not None for tensor in self.op.inputs)
         names = {tensor.name for tensor in self.op.inputs if tensor.stats is not None}
         numbers = {name for name, _ in self.op.scalars}
-        for place, (keyword, value) in enumerate(self._given):
+        for place, (keyword, value) in enumerate(self._arguments):
             schema_name = keyword or ("self" if place == 0 else "other" if place == 1 else "")
             literal = isinstance(value, (cst.BaseString, cst.BaseNumber)) or number_in(value) is not None
             if literal or (schema_name in numbers and schema_name not in names):

@@ -54,7 +54,7 @@ class LogSpace:
         self._before: dict[cst.CSTNode, dict[str, str]] = {}
         self._through: dict[cst.Assign, None] = {}
         self._sources: set[cst.CSTNode] = set()
-        self._given, self._functional = GivenProbabilities(change), functional_in(tree.text)
+        self._probabilities, self._functional = GivenProbabilities(change), functional_in(tree.text)
 
     def write_logs(self, node: cst.CSTNode, *, everywhere: bool = False) -> tuple[list[Replacement], list[cst.Assign]]:
         """Return the replacements for the logarithm at a node, and the assignments that are unread then.
@@ -117,7 +117,7 @@ class LogSpace:
             Replacement(node=node, text=text, before=tuple(self._before.get(node, {}).values()))
             for node, text in texts.items()
         )
-        return [*self._hoisted.values(), *written, *self._given.replacements(texts)], unread
+        return [*self._hoisted.values(), *written, *self._probabilities.replacements(texts)], unread
 
     def _write_log(self, node: cst.CSTNode, call: OpCall) -> str | None:
         self._place = node
@@ -137,7 +137,7 @@ class LogSpace:
 
     def _log_of(self, node: cst.BaseExpression) -> Log | None:  # noqa: PLR0911 - a table
         """Return the logarithm of an expression, None if no better form of it is known."""
-        node = self._given_or(self._resolved(node))
+        node = self._probability_or(self._resolved(node))
         name, expression = self._named_op(node)
         if name in _UNTRACED_CASTS or name in _MOVES:
             return self._moved(node, name, expression, self._log_of)
@@ -189,7 +189,7 @@ class LogSpace:
 
     def _log_of_rest(self, node: cst.BaseExpression) -> Log | None:
         """Return the logarithm of 1 minus an expression."""
-        node = self._given_or(self._resolved(node))
+        node = self._probability_or(self._resolved(node))
         name, expression = self._named_op(node)
         if name in _UNTRACED_CASTS or name in _MOVES:
             return self._moved(node, name, expression, self._log_of_rest)
@@ -272,24 +272,24 @@ class LogSpace:
         call = self._calls.get(node)
         taken = call.inputs[-1 if side is node.right else 0].stats if call is not None and call.inputs else None
         if taken is None:
-            return self._is_given(side, is_flags=False)
+            return self._is_mask_expression(side, is_flags=False)
         if taken.min is None or taken.min < 0 or not taken.p05 == taken.max == 1:
-            return False  # a mask: the 5 % quantile of the non-zero magnitudes is the largest, 1
-        return self._is_given(side, is_flags=taken.min == 0)
+            return False  # a mask's non-zero values are all 1, and so is their 5 % quantile
+        return self._is_mask_expression(side, is_flags=taken.min == 0)
 
-    def _is_given(self, node: cst.BaseExpression, *, is_flags: bool) -> bool:
+    def _is_mask_expression(self, node: cst.BaseExpression, *, is_flags: bool) -> bool:
         """Return True for a comparison or, if `is_flags`, an argument; also if moved, cast or subtracted from 1."""
         node = self._resolved(node)
         name, expression = self._named_op(node)
         if isinstance(node, cst.BinaryOperation):
             is_rest = isinstance(node.operator, cst.Subtract) and number_in(node.left) == 1
-            return is_rest and self._is_given(node.right, is_flags=is_flags)
+            return is_rest and self._is_mask_expression(node.right, is_flags=is_flags)
         if name in _UNTRACED_CASTS or name in _MOVES:
             node = node.value if isinstance(node, cst.Subscript) else expression.argument_node("self")
-            return self._is_given(node, is_flags=is_flags)
+            return self._is_mask_expression(node, is_flags=is_flags)
         made_by = self._tree.code(node.func).rpartition(".")[2] if isinstance(node, cst.Call) else ""
         if made_by in ("tril", "triu"):
-            return self._is_given(expression.argument_node("self"), is_flags=is_flags)
+            return self._is_mask_expression(expression.argument_node("self"), is_flags=is_flags)
         is_made = made_by in _MAKES_FLAGS or (is_flags and isinstance(node, cst.Name))
         return is_made or isinstance(node, cst.Comparison) or name in _COMPARISONS
 
@@ -316,7 +316,7 @@ class LogSpace:
     def _leaf(self, node: cst.BaseExpression) -> Log:
         """Return the text of an expression as it can be read at the logarithm; a call in it is made only once."""
         if self._tree.scope_of(node) is not self._function:
-            return Log(text=self._given.name_of(node), is_low=self._is_low(node))
+            return Log(text=self._probabilities.name_of(node), is_low=self._is_low(node))
         is_low = self._is_low(node)
         self._sources.add(node)
         if any(isinstance(below, HAS_EFFECTS) for below in nodes_in(node)):
@@ -375,9 +375,9 @@ class LogSpace:
             node = value
         return node
 
-    def _given_or(self, node: cst.BaseExpression) -> cst.BaseExpression:
+    def _probability_or(self, node: cst.BaseExpression) -> cst.BaseExpression:
         """Return the probability that the function's only call passes for a parameter; else the node itself."""
-        given = self._given.value_of(node, self._ops) if isinstance(node, cst.Name) else None
+        given = self._probabilities.value_of(node, self._ops) if isinstance(node, cst.Name) else None
         if given is None:
             return node
         self._calls[given[0]] = given[1]

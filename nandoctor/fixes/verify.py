@@ -307,7 +307,7 @@ class Trials:
         if in_fp64 and sum(parameter.numel() for parameter in self.step.model.parameters()) > MOST_FP64_PARAMETERS:
             return keep(None)
         try:
-            return self._forgive(self._run(edits, precision), edits, precision)
+            return self._with_meant(self._run(edits, precision), edits, precision)
         except LossError as error:
             # A loss that cannot be computed proves nothing about the change: it may not fit another batch or mode.
             if self._is_own_step and not selects(edits):
@@ -350,7 +350,7 @@ class Trials:
         outcome = replace(outcome, loss=None) if self.step.loss in SURROGATES else outcome
         return keep(outcome, loss_grain=self.loss_grain)
 
-    def _forgive(self, made: Result, edits: tuple[Change, ...], precision: Precision) -> Result:
+    def _with_meant(self, made: Result, edits: tuple[Change, ...], precision: Precision) -> Result:
         """Mark infinities as meant that the unchanged step has in fp32 too, if there is a known loss to judge them."""
         has_loss = self.step.loss is not None and self.step.loss not in SURROGATES
         if made.values_finite or not has_loss or not (infinities := made.infinities):

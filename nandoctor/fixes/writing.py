@@ -56,10 +56,10 @@ _WIDEN = """def widen(module, args, kwargs):
 class WrittenChange:
     """A change's title and text; `change` is that text in the form that a run takes, None for a setting or advice.
 
-    `settings` are the loss scale and the dtype of autocast, where the change is one of them. `at_edge` is the patch
-    with the arguments that it keeps within a domain put on the edge, `past_bound` those with exponents past the bound
-    that it sets; None where it keeps none so. `in_backward`: it changes how gradients are computed, by code of the
-    backward pass, so that they are values and not derivatives of what it makes.
+    `settings` are the loss scale or the dtype of autocast, if the change sets one. `at_edge` is the patch with the
+    arguments moved to the edge of the domain that it keeps them in, `past_bound` the patches with exponents past its
+    bound; None if there is none. `in_backward`: the change is to code of the backward pass, where gradients are the
+    values that it computes, and not derivatives of its output.
     """
 
     kind: ChangeKind
