@@ -187,10 +187,10 @@ def _doubt_lost(lost: Iterable[TensorStats], trace: Trace, reference: Trace) -> 
         if is_nan and held.producer is not None and _is_unmeant(held, trace, reference):
             for source in trace_back(trace.ops, reference, [held.producer]).sources[:1]:
                 op, kinds = source.op, source.op.analysis.kinds if source.op.analysis else ()
-                made = "NaN" if "nan" in kinds else "Inf, and NaN comes of it,"
+                made = "NaN" if "nan" in kinds else "Inf, and from it NaN,"
                 yield Gap(
                     text=f"The output is finite, but {name_op(op.op, op.source)} makes {made} that no later operation "
-                    "takes. It may have left torch, for a number of Python or numpy.",
+                    "takes. It may have left torch as a Python or numpy number.",
                     remedy="Guard that operation, or give --call FILE.py:NAME, a function (model, batch) that returns "
                     "what becomes of it.",
                 )
@@ -203,4 +203,5 @@ def _describe(kept: Sequence[str], decided: Sequence[Taken]) -> str:
         names = join_first([f"`{path.removeprefix('kept.')}`" for path in kept], 3)
         return f"What the step returns is finite; {names}, which it leaves for later steps, {are(len(kept))} not."
     places = list(dict.fromkeys(name_op(site.op, site.source) for site in decided))
-    return f"What the step returns is finite, and depends on what is not: {join_first(places, 3)} makes numbers of it."
+    makers = join_first(places, 3)
+    return f"What the step returns is finite, but depends on NaN or Inf that {makers} turned into ordinary values."

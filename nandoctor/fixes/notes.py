@@ -26,13 +26,13 @@ def describe_search(
 ) -> Iterator[str]:
     """Yield sentences on what was not tried, what could not be run, and why no change is a fix."""
     if untried and out_of_memory:
-        yield f"Not tried, because memory ran out: the rest of {', '.join(untried)}. Run it where there is more."
+        yield f"Not tried, because memory ran out: the rest of {', '.join(untried)}. Run it with more memory."
     elif untried:
-        yield f"The budget for trials was spent before all was tried of: {', '.join(untried)} (--max-trials, --time)."
+        yield f"The trial budget was spent. Not or not fully tried: {', '.join(untried)} (--max-trials, --time)."
     advised = flatten(item.edit for item in ranked if item.kind == "advice")
     sources = (getattr(getattr(edit, "site", None), "source", None) for edit in advised)
     if (unread := next((line.file for line in sources if line and not Path(line.file).is_file()), None)) is not None:
-        yield f"{unread} is no file here: what is advised for that code could not be run, so none of it is verified."
+        yield f"{unread} is not a file here: the changes advised for it could not be run, so none of them is verified."
     if findings.verdict == "numerics":
         tried = ": what was tried changes the operation itself" if ranked else ""
         yield f"fp32 is non-finite as well, so casts to fp32 fix nothing{tried}."
@@ -70,10 +70,10 @@ def describe_none(findings: Findings, model: nn.Module) -> str:
     places = len(distinct_leads(findings.conclusion, model))
     if findings.verdict == "state":
         is_built = nonfinite_in(model).keys() <= findings.trace.built.keys()
-        lost = "what the weights have lost no code gives back"
-        why = "only the code that builds the model tells what is to stand there" if is_built else lost
+        lost = "no code can restore what the weights have lost"
+        why = "only the code that builds the model knows what belongs there" if is_built else lost
     elif findings.verdict == "input":
-        why = "every sample may be hit, so that no batch is left without them"
+        why = "every sample may be affected, so no batch would be left without them"
     elif places > MAX_LEADS:
         why = f"non-finite values are made in {places} places of the code, and at most {MAX_LEADS} are changed at once"
     elif cause is None:

@@ -45,7 +45,7 @@ from nandoctor.text import are, constant, join_first, join_words, number, percen
 
 _COARSER_IN_BF16 = 8
 """The ratio of rounding errors: bf16 has 8 bits and fp16 has 11."""
-_NOT_RUN: Said = "not-checked", "not run, for a check before it failed"
+_NOT_RUN: Said = "not-checked", "not run, because an earlier check failed"
 _AS_FP32: Said = "passed", "finite wherever fp32 is"
 _FACTORS = tuple(0.5 * 4.0**-n for n in range(6))
 """exp is finite in float64 up to 709, in fp32 up to 88: with steps of 4, one factor lands between the two."""
@@ -101,7 +101,7 @@ class Verifier:
         if written.past_bound is not None:
             criteria.append(("exponents past the bound", partial(self._judge_past_bound, written.past_bound)))
         elif written.in_backward and not self._trials.sound_reference(()).finite:
-            criteria.append(("backward", lambda: ("failed", "no sound gradients to compare those of the code with")))
+            criteria.append(("backward", lambda: ("failed", "there are no sound gradients to compare with")))
         source = change.source if isinstance(change, Snippet) else change
         mended = source if isinstance(source, SourcePatch) and not only_widens(edit) else None
         judge_varied = cache(partial(self._judge_variation, written, change, scale, mended))
@@ -125,7 +125,7 @@ class Verifier:
         largest = made.largest_finite
         if "loss" not in made.values and largest > LARGEST_SQUARED > self._trials.reference().largest_finite:
             return "failed", f"finite, up to {number(largest)}: a squared error of it overflows in fp32"
-        besides = " but for infinities that fp32 has there too" if made.meant else ""
+        besides = " except for infinities that fp32 has there too" if made.meant else ""
         told = f"finite{besides}, {percent(error)} off fp32"
         if not judgement.passes:
             return "failed", told
@@ -328,7 +328,7 @@ class Verifier:
             return said
         if others is not None and not others.run().finite:
             if judge(others)[0] == "failed":
-                return "not-checked", "as few of the samples that were fine fail as well, changed or not"
+                return "not-checked", "just as few of the samples that were fine fail too, even without the change"
         elif alone is not None and alone.reference(change).only_loss_fails:
             return "not-checked", "their loss alone is not finite in fp32 either, though their output is"
         return said
@@ -370,7 +370,7 @@ class Verifier:
         failing = failing_op(mended, traces[0]) if mended is not None and traces is not None else None
         if failing is None:
             return said
-        return "failed", f"{failing.op} is not finite there, in a statement that the change is in"
+        return "failed", f"{failing.op} is not finite there, in a changed statement"
 
     def _describe_finite(self, made: Result, lowered: float | None) -> str:
         """Describe what was finite; there may be no gradients, and a stand-in loss has no value."""

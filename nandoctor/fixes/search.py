@@ -81,9 +81,9 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
         return FixSearch()
     if findings.trace.unread:
         what = join_first(findings.trace.unread, 3)
-        return FixSearch(notes=(f"No fix was tried: none can be checked where the output holds {what}.",))
+        return FixSearch(notes=(f"No fix was tried: none can be checked, because the output holds {what}.",))
     if step.loss is None and findings.trace.raised is not None and findings.trace.output_finite:
-        return FixSearch(notes=("No fix was tried: the step fails in its loss, which could not be run to its end.",))
+        return FixSearch(notes=("No fix was tried: the step fails in its loss, which could not be run to the end.",))
     if any(diagnosis.origin.phase == "optimizer" for diagnosis in findings.conclusion.diagnoses[:1]):
         fixes = tuple(_fix_optimizer_eps(findings))
         none = "No eps was found that keeps the step of every parameter within its bound."

@@ -163,11 +163,11 @@ def _reset_buffers(edit: ResetBuffers) -> Snippet:
     """Write a reset of buffers by name, unless they are running statistics: another non-finite one may be a mask."""
     which, then = (
         f"name in {list(edit.names)}",
-        "0 only stands in for what the model's code, or a checkpoint, puts there",
+        "0 is a placeholder for what the model's code, or a checkpoint, puts there",
     )
     if all(name.rpartition(".")[2].startswith("running_") for name in edit.names):
         which = '"running_" in name and not buffer.isfinite().all()'
-        then = "a few batches in train mode, without an optimizer step, give the statistics back"
+        then = "a few batches in train mode, without an optimizer step, restore the statistics"
     text = (
         "for name, buffer in model.named_buffers():\n"
         f"    if {which}:\n"
@@ -180,7 +180,7 @@ def _reset_buffers(edit: ResetBuffers) -> Snippet:
 _ZERO_WEIGHTS = """for name, weight in model.named_parameters():
     if not weight.isfinite().all():
         weight.data = weight.data.nan_to_num(0.0, 0.0, 0.0)
-# the optimizer may hold the same values: load its last sound state, or make it anew
+# the optimizer may hold the same values: load its last sound state, or create it again
 """
 
 
