@@ -334,7 +334,7 @@ def _differences(ours: torch.Tensor, theirs: torch.Tensor, sound: torch.Tensor, 
     """Measure the differences of the `sound` elements per sample of dimension 0; those up to `grain` count as 0."""
     rows = (ours.shape[0], -1) if ours.dim() else (1, 1)
     difference = torch.where(sound, ours.double() - theirs.double(), 0.0).abs().reshape(rows).amax(1)
-    subnormal = torch.finfo(ours.dtype).smallest_normal * torch.finfo(ours.dtype).eps  # smaller ones are rounding
+    subnormal = torch.finfo(ours.dtype).smallest_normal * torch.finfo(ours.dtype).eps  # the format has no smaller steps
     difference = torch.where(difference <= max(grain, subnormal), 0.0, difference)
     magnitude = torch.where(sound, theirs.double(), 0.0).abs().reshape(rows).amax(1)
     overall = float(magnitude.max())

@@ -154,7 +154,7 @@ class _Search:
             step,
             budget,
             numerics=not (findings.sound_in_fp32 or findings.verdict == "loss-scale"),
-            backward=findings.trace.finite,  # if the forward fails, only the forward is searched on
+            backward=findings.trace.finite,  # if the forward fails, the search looks at it alone
             fails=findings.trace.raised is None and not findings.trace.finite and findings.reference.finite,
             lost_at=find_lost_call(findings),
         )
