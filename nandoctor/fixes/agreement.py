@@ -1,4 +1,4 @@
-"""How near two runs of one step are: what is finite in both, and how far values and gradients are apart."""
+"""Compares two runs of one step: what is finite in both, and how far values and gradients differ."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from nandoctor.tracing.tensor_stats import all_finite, numbers_in
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 TOLERANCE = 0.01
-"""In every sample a fixed run's output differs from fp32's by no more than this share of the largest magnitude there,
-or in bf16 than twice what the unchanged step's differs in the samples that are finite in it.
+"""The largest accepted difference between a fixed run's output and fp32's, in every sample, as a share of the sample's
+largest magnitude. In bf16, twice the error of the samples that are finite in the unchanged step is accepted.
 
-fp16 rounds to 5e-4 and a deep network loses a few bits more; a changed computation is off by more than that. Where a
-model magnifies rounding further, or a sample is small because large terms cancel, fp32 shows it as well, beside
-float64: what it loses there, in fp16's coarser units, is allowed for."""
+fp16 rounds to 5e-4 and a deep network loses a few bits more; a changed computation is off by more than that. If a model
+magnifies rounding further, or a sample is small because large terms cancel, fp32 is off float64 as well: its error
+there, in fp16's coarser units, is accepted too."""
 NOISE = 4 * 2.0 ** (24 - 11)
-"""fp16 carries 11 bits and fp32 24; 4 because one rounding is luckier than another."""
+"""The ratio of fp16's rounding error (11 bits) to fp32's (24 bits), times 4 because individual errors vary."""
 MOST_NOISE = 0.03
-"""And never more than this share of the largest magnitude in the whole tensor."""
+"""The limit of what is accepted as noise, as a share of the largest magnitude in the whole tensor."""
 BF16_TOLERANCE = 8 * TOLERANCE
-"""The most that is allowed for what bf16, with 3 bits fewer than fp16, loses in this step without the failure."""
+"""The limit of what is accepted for the error of bf16, which has 3 bits fewer than fp16, without the failure."""
 FP32_ERROR = 10 * TOLERANCE
-"""What fp32 may be off float64 by, and still be the measure of a fix."""
+"""The largest error of fp32 against float64 with which fp32 can still serve as the reference for a fix."""
 _SMALLEST_SHARE = 1e-3
 _PIECE = 1 << 16
 _LARGEST_FP32 = torch.finfo(torch.float32).max
 LARGEST_SQUARED = math.sqrt(_LARGEST_FP32)
-"""The largest magnitude whose square fp32 holds: a squared error, the clipping of gradients and Adam take it."""
+"""The largest magnitude whose square fp32 holds: a squared error, gradient clipping and Adam compute the square."""
 _TERMS = frozenset({"self", "other"})
 _SUMMED_ALONG = MOVES | CASTS | {"mean", "sum", "neg", "abs"}
 _SMALLEST_NORM = 1e-15
@@ -46,12 +46,12 @@ _SMALLEST_NORM = 1e-15
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a run gave, without its graph; `ran` is False where it could not, or raised on its way.
+    """The values and gradients of a run, without its graph; `ran` is False if it could not be run, or raised.
 
-    `meant` are the places of infinities in the output that are as the code wants them, such as a mask's. `kept` is the
-    model's state that the run left non-finite, and whether with a NaN or an Inf; a -Inf alone may be a mask's.
-    The gradients of a large model are gigabytes: whether they are finite is asked once, `looked_at` if by the run.
-    They are those of loss x `gradient_scale`. A loss is known to `loss_grain`, as `loss_grain_of` gives it.
+    `meant` marks infinities in the output that the code intends, such as a mask's. `kept` names the model's state that
+    the run left non-finite: True for NaN or +Inf, False for -Inf alone, which may be a mask. A large model's gradients
+    are gigabytes, so they are checked only once; `looked_at`: the run has found them finite. They belong to loss x
+    `gradient_scale`. `loss_grain` is the resolution of the loss, from `loss_grain_of`.
     """
 
     values: Mapping[str, torch.Tensor]
@@ -65,22 +65,22 @@ class Result:
 
     @property
     def finite(self) -> bool:
-        """Tell whether all values and gradients are."""
+        """True if all values and gradients are finite."""
         return self.values_finite and self.gradients_finite
 
     @cached_property
     def values_finite(self) -> bool:
-        """Tell whether the output and the loss are."""
+        """True if the output and the loss are finite."""
         return self.ran and all(map(self._is_finite, self.values))
 
     @property
     def only_loss_fails(self) -> bool:
-        """Tell whether the loss is not finite, of an output that is."""
+        """True if the loss is non-finite although the output is finite."""
         finite = {name: self._is_finite(name) for name in self.values}
         return self.ran and not finite.pop("loss", True) and all(finite.values())
 
     def _is_finite(self, name: str) -> bool:
-        """Tell whether a value is finite, but for infinities that are meant."""
+        """Return True if a value is finite except for intended infinities."""
         value, meant = self.values[name], self.meant.get(name)
         if meant is None or meant.shape != value.shape:
             return all_finite(value)
@@ -88,7 +88,7 @@ class Result:
 
     @property
     def infinities(self) -> Mapping[str, torch.Tensor]:
-        """The places of the infinities in the output, none where there is a NaN beside them."""
+        """Masks of the infinities in the output, by name; empty if the output also has a NaN."""
         outputs = {name: value for name, value in self.values.items() if name != "loss"}
         if any(bool(torch.isnan(value).any()) for value in outputs.values()):
             return {}
@@ -97,24 +97,24 @@ class Result:
 
     @cached_property
     def has_nan(self) -> bool:
-        """Tell whether there is a NaN in the output or the loss, which no code means."""
+        """True if the output or the loss has a NaN, which no code intends."""
         return any(bool(torch.isnan(tensor).any()) for tensor in self.values.values())
 
     @cached_property
     def gradients_finite(self) -> bool:
-        """Tell whether every gradient is; with no gradients at all, too."""
+        """True if every gradient is finite, or there are none."""
         return self.ran and (self.looked_at or all(map(all_finite, self.gradients.values())))
 
     @property
     def largest_finite(self) -> float:
-        """The largest finite magnitude in output and loss, 0 where there is none."""
+        """The largest finite magnitude in output and loss, 0 if there is none."""
         finite = (value[torch.isfinite(value)] for value in self.values.values())
         return max((float(value.abs().max()) for value in finite if value.numel()), default=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Differences:
-    """For each sample of one tensor the largest difference and the largest magnitude, and the latter in all of it."""
+    """Each sample's largest difference and largest magnitude in one tensor, and the `overall` largest magnitude."""
 
     largest: torch.Tensor
     magnitude: torch.Tensor
@@ -123,28 +123,28 @@ class _Differences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """The values of one run beside another's: whether they are finite wherever those are, and how far off there."""
+    """One run's values compared with a reference's: whether they are finite wherever those are, and the differences."""
 
     finite: bool
     values: Mapping[str, _Differences]
 
     @property
     def max_rel_err(self) -> float:
-        """The largest difference in a sample over the largest magnitude there, of the worst sample."""
+        """The worst sample's largest difference, relative to its largest magnitude."""
         return max((float((d.largest / d.magnitude).max()) for d in self.values.values()), default=0.0)
 
     @property
     def largest_finite_rel_err(self) -> float:
-        """The largest difference in a sample over the largest magnitude there, among the samples where it is finite."""
+        """The same relative error as `max_rel_err`, over the samples where it is finite."""
         errors = torch.cat([torch.zeros(1), *(d.largest / d.magnitude for d in self.values.values())])
         return float(errors[torch.isfinite(errors)].max())
 
     def agrees(self, *, unsure: Agreement | None = None, tolerance: float = TOLERANCE) -> bool:
-        """Whether all differences are within what honest rounding costs; `unsure` is fp32 beside float64."""
+        """Return True if rounding alone explains all differences; `unsure` compares fp32 with float64."""
         return all(self.is_honest(name, unsure=unsure, tolerance=tolerance) for name in self.values)
 
     def is_honest(self, name: str, *, unsure: Agreement | None = None, tolerance: float = TOLERANCE) -> bool:
-        """The same of one of the values."""
+        """Return True if rounding alone explains the differences in one value; `unsure` compares fp32 with float64."""
         ours = self.values[name]
         allowed = tolerance * ours.magnitude
         other = unsure.values.get(name) if unsure is not None and unsure.finite else None
@@ -155,9 +155,10 @@ class Agreement:
 
 
 def loss_grain_of(reference: Trace) -> float:
-    """fp32's unit in the last place of what the loss was summed of at last: of 1 - p no digit is known below it.
+    """Return the rounding unit of the loss: fp32's eps at the largest term of the sum that it was last made by.
 
-    0.0 where it is no such sum, where a term of it is infinite, or where the ops of the run were not watched.
+    A loss of 1 - p has no correct digit below it. 0.0 if the loss is not such a sum, if a term is infinite, or if the
+    run's ops were not traced.
     """
     ops = {op.order: op for op in reference.ops if op.phase == "loss"}
     op, factor = next(reversed(ops.values()), None), 1.0
@@ -177,19 +178,19 @@ def loss_grain_of(reference: Trace) -> float:
 
 
 def _picks(op: OpCall) -> bool:
-    """Tell whether the op leaves elements out, such as those of a mask of -1e9: they say nothing of the others."""
+    """Return True if the op drops elements, such as a mask's -1e9, whose size says nothing about the others."""
     taken = op.inputs[0].stats
     return taken is None or op.outputs[0].numel < taken.numel
 
 
 def keep(outcome: Outcome | None, *, loss_grain: float = 0.0) -> Result:
-    """What a run gave, None standing for one that could not; in float64 what fp32 cannot hold counts as infinite."""
+    """Return the result of a run, or of None if it could not be run; float64 values beyond fp32's range become Inf."""
     if outcome is None:
         return Result(values={}, gradients={}, ran=False)
     values = values_of(outcome.output, outcome.loss)
     return Result(
         values=values,
-        # A sparse one has no norm and no comparison in torch.
+        # Torch has no norm and no comparison for sparse gradients.
         gradients={name: g.to_dense() if g.is_sparse else g for name, g in (outcome.gradients or {}).items()},
         ran=outcome.trace.raised is None,
         gradient_scale=outcome.gradient_scale,
@@ -200,7 +201,7 @@ def keep(outcome: Outcome | None, *, loss_grain: float = 0.0) -> Result:
 
 
 def values_of(output: Any, loss: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The numbers of an output and of its loss, by their places."""
+    """Return the numbers of an output and its loss, by their paths."""
     found = ((path, numbers_in(leaf)) for path, leaf in walk_tensors(output))
     values = {f"output.{path}": _in_range(values) for path, values in found if values is not None}
     return values if loss is None else values | {"loss": _in_range(loss.detach())}
@@ -213,7 +214,7 @@ def _in_range(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def finite_as(values: Mapping[str, torch.Tensor], reference: Result) -> bool:
-    """Tell whether values are finite wherever the reference's are."""
+    """Return True if `values` are finite wherever the reference's are."""
     pairs = [(values.get(name), theirs) for name, theirs in reference.values.items()]
     return all(
         ours is not None and ours.shape == theirs.shape and _is_finite_where(_sound(ours, theirs), ours)
@@ -222,7 +223,7 @@ def finite_as(values: Mapping[str, torch.Tensor], reference: Result) -> bool:
 
 
 def compare_runs(made: Result, reference: Result, *, exact: Result | None = None) -> Agreement:
-    """Compare `made` with the reference; with an `exact` result, beside the range between the two."""
+    """Compare `made` with the reference; given `exact`, differences are counted from the range between the two."""
     finite, values = made.ran and reference.ran, {}
     for name, theirs in reference.values.items():
         ours = made.values.get(name)
@@ -238,7 +239,7 @@ def compare_runs(made: Result, reference: Result, *, exact: Result | None = None
 
 
 def _sound(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Where theirs is finite, unless both are at the edge of a format, as code writes it for -inf."""
+    """Return where theirs is finite, except where both are at a format's edge, which code uses for -inf."""
     at_edge = (theirs.abs() >= EDGE * _LARGEST_FP32) & (ours.abs() >= EDGE * FP16.max)
     return torch.isfinite(theirs) & ~(at_edge & (theirs.sign() == ours.sign()))
 
@@ -248,7 +249,7 @@ def _is_finite_where(sound: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def gradients_finite(made: Result, reference: Result) -> bool:
-    """Tell whether every gradient is finite wherever the reference's is."""
+    """Return True if every gradient is finite wherever the reference's is."""
     pairs = [(made.gradients[name], reference.gradients[name]) for name in made.gradients.keys() & reference.gradients]
     return made.gradients_finite or (
         made.ran and all(_is_finite_where(torch.isfinite(theirs), ours) for ours, theirs in pairs)
@@ -256,9 +257,9 @@ def gradients_finite(made: Result, reference: Result) -> bool:
 
 
 def gradient_error(made: Result, reference: Result, *, grain: float = 0.0) -> float:
-    """Norm of the difference of all gradients over the norm of the reference's, where those are finite.
+    """Return the norm of the difference of all gradients, relative to the norm of the reference's finite ones.
 
-    Differences up to `grain` are those of a format that holds nothing smaller.
+    Differences up to `grain` are ignored: the run's format cannot represent them.
     """
     names, scale = made.gradients.keys() & reference.gradients, made.gradient_scale
     pairs = [(made.gradients[name], reference.gradients[name]) for name in names]
@@ -269,9 +270,9 @@ def gradient_error(made: Result, reference: Result, *, grain: float = 0.0) -> fl
 
 
 def share_rounded_to_zero(made: Result, reference: Result) -> float:
-    """Share of the reference's gradients that are 0 in the run, though one scale for their own weight would hold them.
+    """Return the share of the reference's gradients that are 0 in the run although some loss scale would preserve them.
 
-    What is less than fp16's finest step of a weight's largest gradient is noise.
+    A gradient smaller than its weight's largest one times fp16's smallest subnormal is not counted.
     """
     lost = held = 0
     for name in made.gradients.keys() & reference.gradients:
@@ -283,37 +284,37 @@ def share_rounded_to_zero(made: Result, reference: Result) -> float:
 
 
 def _in_pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tensors of one shape, piece by piece: what is made of a piece stays in the cache, which is ten times as fast."""
+    """Yield tensors of one shape in pieces whose temporaries stay in the cache, which is ten times as fast."""
     if all(tensor.layout is torch.strided for tensor in tensors):
         return zip(*(torch.split(_real(tensor).flatten(), _PIECE) for tensor in tensors), strict=True)
     return iter((tensors,))
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor's real and imaginary parts, in one more dimension."""
+    """Return a complex tensor's real and imaginary parts along one more dimension; other tensors as they are."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def gradient_norm(made: Result) -> float:
-    """Norm of all gradients together."""
+    """Return the norm of all gradients together."""
     return math.hypot(*map(_norm, made.gradients.values())) / made.gradient_scale
 
 
 def _norm(gradient: torch.Tensor) -> float:
-    """Over what is finite; in float64 where the squares leave fp32."""
+    """Return the norm of the finite elements, in float64 if their squares leave fp32's range."""
     gradient = _real(gradient)
     norm = float(torch.linalg.vector_norm(gradient))
     if math.isfinite(norm) and norm > _SMALLEST_NORM:
         return norm
-    if gradient.layout is torch.strided and not bool(gradient.any()):  # as most of an embedding's
+    if gradient.layout is torch.strided and not bool(gradient.any()):  # as often for an embedding
         return 0.0
     return float(torch.nan_to_num(gradient.double(), 0.0, 0.0, 0.0).norm())
 
 
 def sample_errors(made: Result, reference: Result, num_samples: int | None) -> torch.Tensor | None:
-    """For each sample its largest difference over its largest magnitude, in all outputs that have it as dimension 0.
+    """Return each sample's largest relative difference over the outputs whose dimension 0 is the batch.
 
-    None where no output does.
+    None if there is no such output.
     """
     errors = [
         differences.largest / differences.magnitude
@@ -324,20 +325,20 @@ def sample_errors(made: Result, reference: Result, num_samples: int | None) -> t
 
 
 def _nearest_between(ours: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The number between the two ends that is nearest to ours; a non-finite end is none."""
+    """Clamp `ours` to the range between the two; a non-finite `other` is ignored."""
     ends = one.double(), torch.where(torch.isfinite(other), other, one).double()
     return ours.double().clamp(torch.minimum(*ends), torch.maximum(*ends))
 
 
 def _differences(ours: torch.Tensor, theirs: torch.Tensor, sound: torch.Tensor, *, grain: float) -> _Differences:
-    """Sample by sample along dimension 0, over the elements that are `sound`; up to `grain` there is none."""
+    """Measure the differences of the `sound` elements per sample of dimension 0; those up to `grain` count as 0."""
     rows = (ours.shape[0], -1) if ours.dim() else (1, 1)
     difference = torch.where(sound, ours.double() - theirs.double(), 0.0).abs().reshape(rows).amax(1)
-    subnormal = torch.finfo(ours.dtype).smallest_normal * torch.finfo(ours.dtype).eps  # nearer ones are one to it
+    subnormal = torch.finfo(ours.dtype).smallest_normal * torch.finfo(ours.dtype).eps  # the format has no smaller steps
     difference = torch.where(difference <= max(grain, subnormal), 0.0, difference)
     magnitude = torch.where(sound, theirs.double(), 0.0).abs().reshape(rows).amax(1)
     overall = float(magnitude.max())
-    # A sample of zeros is measured by the others.
+    # A sample of zeros is measured against the others' magnitude.
     return _Differences(
         largest=torch.nan_to_num(difference, nan=math.inf),
         magnitude=magnitude.clamp(min=_SMALLEST_SHARE * overall if overall else 1.0),

@@ -1,4 +1,4 @@
-"""How much may be tried of one step, and the early end of a trial in which nothing is left to learn."""
+"""The budget of trials of one step, and the early end of a trial that cannot show anything more."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class BudgetSpent(Exception):  # noqa: N818  (an end, not an error)
 
 
 class TrialBudget:
-    """How much may still be tried of one step: at most `max_trials` runs, in at most `time_s` seconds from now on.
+    """The budget for trying changes of one step: `max_trials` runs within `time_s` seconds from its creation.
 
-    `out_of_memory`: a run did not fit into memory, and none was tried after it.
+    `out_of_memory`: a run did not fit into memory, so none was tried after it.
     """
 
     def __init__(self, max_trials: int | None = None, time_s: float | None = None) -> None:
@@ -36,7 +36,7 @@ class TrialBudget:
         self.out_of_memory = False
 
     def spend(self) -> None:
-        """Pay for one more run; raise BudgetSpent where that is too much."""
+        """Count one more run; raise BudgetSpent if the budget is used up."""
         elapsed_s = time.monotonic() - self._started
         too_many = self.max_trials is not None and self.num_run >= self.max_trials
         if too_many or (self._time_s is not None and elapsed_s > self._time_s):
@@ -45,7 +45,7 @@ class TrialBudget:
 
     @contextmanager
     def holding_back(self, share: float) -> Iterator[None]:
-        """A context that may spend all that is left but this share of it."""
+        """Limit the budget in this context so that this share of what is left now remains."""
         trials, time_s = self.max_trials, self._time_s
         if trials is not None:
             trials -= int(share * max(trials - self.num_run, 0))
@@ -56,18 +56,18 @@ class TrialBudget:
 
 
 CallKey = tuple[str, int]
-"""The path of a module, and the number of the call, counted from 0."""
+"""The path of a module and the index of its call, counted from 0."""
 
 
 class TrialEnded(BaseException):
-    """A module call gave nothing but NaN; the user's code must not catch it as an error."""
+    """A module call returned nothing but NaN; not an Exception, so that the user's code does not catch it."""
 
 
 def find_lost_call(findings: Findings) -> CallKey | None:
-    """The first module call after which the failing step had nothing but NaN left; None where that is not sure.
+    """Return the first module call after which the failing step has only NaN left; None if that is not certain.
 
-    Its output is NaN throughout, it lies on the way from the only origin to the output, and no op on the rest of that
-    way selects values: with as many NaN again the step ends in NaN again, whatever was changed before.
+    Its output is all NaN, it lies on the path from the only origin to the output, and no later op on that path selects
+    values. A changed step whose call returns all NaN too therefore ends in NaN.
     """
     trace, conclusion = findings.trace, findings.conclusion
     if findings.verdict != "precision" or len(conclusion.suspects) != 1 or len(conclusion.diagnoses) != 1:
@@ -85,7 +85,7 @@ def _gave_nan(call: ModuleCall) -> bool:
 
 @contextmanager
 def ending_where_lost(model: nn.Module, lost_at: CallKey | None) -> Iterator[None]:
-    """A context in which TrialEnded is raised where this call gives nothing but NaN; it is for one run."""
+    """Raise TrialEnded, within this context for one run, if the call returns nothing but NaN."""
     if lost_at is None:
         yield
         return
@@ -98,7 +98,7 @@ def ending_where_lost(model: nn.Module, lost_at: CallKey | None) -> Iterator[Non
         if num_returned == number + 1 and _all_nan(output):
             raise TrialEnded
 
-    # Module's own method: a ScriptModule refuses hooks, which its graph could not keep.
+    # nn.Module's method, because a ScriptModule refuses hooks, which its graph could not keep.
     with nn.Module.register_forward_hook(dict(model.named_modules())[path], end):
         yield
 

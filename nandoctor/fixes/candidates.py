@@ -1,4 +1,4 @@
-"""What is worth trying on a failing step: changes of the operation, modules in fp32, fewer samples, other settings."""
+"""Proposes what to try on a failing step: changes of the operation, code in fp32, fewer samples, other settings."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ from nandoctor.ops import CASTS, MOVES
 from nandoctor.text import MAX_SAMPLES_LISTED
 
 MAX_LEADS = 5
-"""Independent origins that are fixed together; where there are more, only sets of modules are looked for."""
+"""How many independent origins are fixed together; if there are more, only sets of modules are searched for."""
 
 _CASTS_WITHIN = 4
-"""How many ops before the failing one a cast is looked for."""
+"""How many ops before the failing one are searched for a cast."""
 
 _OTHER_FILL = 1000.0
-"""What stands for NaN beside 0, to see that it makes no difference."""
+"""A second replacement for NaN besides 0, to see that it makes no difference."""
 
 _NUM_SEEDS = 3
 _SEEDS_ALIKE = 2
-"""So many other seeds with which the step fails as well show that it does not depend on what is drawn; that it fails
-without dropout as well, and draws nothing then, does so too."""
+"""The number of other seeds that have to fail to show that the failure does not depend on random numbers. A failure in
+eval mode that draws none shows it too."""
 
 MOST_LOST = 0.5
-"""Of a weight that has lost more than this share of its values nothing is left to train from."""
+"""A weight that has lost more than this share of its values is not worth training on."""
 
 
 def _is_broken(buffer: torch.Tensor) -> bool:
-    """Tell whether it is non-finite, and not a mask of -inf and 0 alone."""
+    """Return True if a buffer is non-finite, and is not a mask of -inf and 0."""
     return not bool(torch.isfinite(buffer).all() or ((buffer == -torch.inf) | (buffer == 0)).all())
 
 
@@ -78,7 +78,7 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         yield from without_guilty(guilty_samples(findings), trials.step.num_samples)
     if findings.verdict in ("numerics", "loss-scale"):
         in_code = [changes for lead in leads[:MAX_LEADS] if (changes := _in_code(lead, trials.step.model))]
-        if len(in_code) < len(leads):  # what keeps one origin from 0 may leave another no gradient that overflows
+        if len(in_code) < len(leads):  # a change that keeps one origin off 0 may also stop another's gradient overflow
             yield from together(in_code)
         yield from together([specific(lead, trials.step.model) for lead in leads[:MAX_LEADS]])
     if findings.verdict in ("precision", "silent"):
@@ -92,18 +92,18 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
 
 
 def distinct_leads(conclusion: Conclusion, model: nn.Module) -> list[Suspect]:
-    """One lead for each place in the code."""
+    """Return one lead for each place in the code."""
     return list({place_in_code(lead, model): lead for lead in reversed(conclusion.suspects)}.values())[::-1]
 
 
 def place_in_code(lead: Suspect, model: nn.Module) -> object:
-    """What the leads of one place in the code have in common; each op of a library's module is a place of its own."""
+    """Return a key for the place in the code; each op of a library's module is a place of its own."""
     site = lead.site
     return site if _is_library(site, model) else (site.type, site.op, site.source)
 
 
 def specific(lead: Suspect, model: nn.Module) -> list[Candidate]:
-    """The changes of the operation itself; a constant that is an attribute of the module is changed there."""
+    """Return the changes of the operation itself; a constant that is an attribute of the module is changed there."""
     return [tuple(_through_attribute(edit, model) for edit in candidate) for candidate in lead.suggestions]
 
 
@@ -119,7 +119,7 @@ def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
 
 
 def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Candidate]:
-    """The op in fp32, or its line; a cast before it; else the code of the block's forward, or the block."""
+    """Yield fp32 for the op, its line or a cast before it; if none passes, for the block's forward and the block."""
     for kept in (*_op_in_fp32(lead, trials.step.model), *_casts_before(lead, findings.ops)):
         yield (kept,)
         if trials.passes(kept):
@@ -135,7 +135,7 @@ def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Cand
 
 
 def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module) -> Iterator[Edit]:
-    """The same set by the lines that call its modules, where those are torch's own and no other is called there."""
+    """Yield the same set as lines that call its modules, if these are torch's own and the lines call no others."""
     in_torch, paths = _paths_in_torch(model), {member.module for member in kept}
     if not paths <= in_torch or in_torch.intersection(path.rpartition(".")[0] for path in paths):
         return
@@ -149,7 +149,7 @@ def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module)
 
 
 def _call_in_fp32(site: OpSite, findings: Findings, model: nn.Module) -> Iterator[Edit]:
-    """The line that calls a failing layer of torch, where other lines call it too and this one calls no other."""
+    """Yield the line that calls a failing torch layer, if other lines call it too and this one calls no other layer."""
     if not _is_library(site, model):
         return
     ops = [op for op in findings.ops if op.phase != "backward" and op.source is not None]
@@ -161,19 +161,19 @@ def _call_in_fp32(site: OpSite, findings: Findings, model: nn.Module) -> Iterato
 
 
 def line_of(site: OpSite) -> OpSite:
-    """All that runs in the source line of an op."""
+    """Return the site of all that runs in the source line of an op."""
     return replace(site, op="", nth=0, source=site.source.whole if site.source is not None else None)
 
 
 def _op_in_fp32(lead: Suspect, model: nn.Module) -> tuple[KeepOp, ...]:
-    """The op, and its line; neither where it stands in no code of the user's."""
+    """Return the op and its line, or nothing if the op is not in the user's code."""
     if _is_library(lead.site, model):
         return ()
     return KeepOp(site=lead.site), KeepOp(site=line_of(lead.site))
 
 
 def _casts_before(lead: Suspect, seen: Sequence[OpCall]) -> Iterator[KeepOp]:
-    """The casts to a low precision, as the code asks for them, that what the op takes has passed: `x.half()`."""
+    """Yield the casts to low precision in the user's code that an input of the op came through, such as `x.half()`."""
     ops = {op.order: op for op in seen}
     for made in (op for op in seen if op.phase != "backward" and site_of(op) == lead.site):
         behind = chain.from_iterable(ancestors(ops, tensor, _CASTS_WITHIN) for tensor in made.inputs)
@@ -184,20 +184,20 @@ def _casts_before(lead: Suspect, seen: Sequence[OpCall]) -> Iterator[KeepOp]:
 
 
 def smallest_in_fp32(lead: Suspect, model: nn.Module) -> Edit:
-    """The op alone in fp32; the module that made it, or the loss, where the op stands in no code of the user's."""
+    """Return the op alone in fp32; or its module, or the loss, if the op is not in the user's code."""
     at_large = lead.site.module == LOSS or _is_library(lead.site, model)
     return KeepModule(module=lead.site.module) if at_large else KeepOp(site=lead.site)
 
 
 def _is_library(site: OpSite, model: nn.Module) -> bool:
-    """Whether torch's own module made the op, so that the source line is its caller's, or there is none."""
+    """Return True if one of torch's modules made the op, so that its source line is the caller's, or unknown."""
     if site.module == LOSS:
         return site.source is None
     return site.source is None or site.module in _paths_in_torch(model)
 
 
 def _paths_in_torch(model: nn.Module) -> set[str]:
-    """The paths of the modules whose code is torch's; a scripted model has no get_submodule to ask for one."""
+    """Return the paths of the modules whose code is torch's; a scripted model has no get_submodule to look one up."""
     modules = model.named_modules(remove_duplicate=False)
     return {path for path, module in modules if type(module).__module__.startswith("torch.")}
 
@@ -207,7 +207,7 @@ def _has_children(path: str, trace: Trace) -> bool:
 
 
 def together(groups: Sequence[list[Candidate]]) -> Iterator[Candidate]:
-    """Every origin's first change, second change and so on, at once; each in candidate that are raised together."""
+    """Yield every origin's first change combined, then their second and so on; strengths are raised together."""
     if len(groups) == 1:
         yield from groups[0]
     elif groups and all(groups):
@@ -220,13 +220,13 @@ def together(groups: Sequence[list[Candidate]]) -> Iterator[Candidate]:
 
 
 def join(edits: Sequence[Edit]) -> Edit:
-    """Make one change of several."""
+    """Return several changes as one, without duplicates."""
     singles = flatten(edits)
     return Together(edits=tuple(dict.fromkeys(singles))) if len(singles) > 1 else singles[0]
 
 
 def _combined(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> Iterator[Candidate]:
-    """For the origins of each block their first changes that pass while the others' blocks are in fp32; then all."""
+    """Yield each block's first change that passes while the other blocks are in fp32, combined; then all blocks."""
     blocks: dict[Edit, list[Suspect]] = {}
     for lead in leads:
         children = not _has_children(lead.site.module, findings.trace)
@@ -243,7 +243,7 @@ def _combined(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> I
 
 
 def _for_block(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> Iterator[Candidate]:
-    """The changes of one origin, or of several in one block at once."""
+    """Return the changes of one origin, or combined changes of several in one block."""
     model = trials.step.model
     if len(leads) == 1:
         return chain(specific(leads[0], model), _in_fp32(leads[0], findings, trials))
@@ -251,7 +251,7 @@ def _for_block(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> 
 
 
 def _in_code(lead: Suspect, model: nn.Module) -> list[Candidate]:
-    """The changes of the operation itself, but for the loss scale: it is set elsewhere, and mends no other origin."""
+    """Return the changes of the operation itself, without the loss scale, which fixes no other origin."""
     return [
         candidate
         for candidate in specific(lead, model)
@@ -260,7 +260,7 @@ def _in_code(lead: Suspect, model: nn.Module) -> list[Candidate]:
 
 
 def _masked(batch: Mapping[str, torch.Tensor]) -> Iterator[Candidate]:
-    """The arrays that are non-finite only where a mask of the batch is 0, filled there."""
+    """Yield a fill for each array that is non-finite only where a mask of the batch is 0."""
     for name, array in batch.items():
         spoiled = ~array.isfinite()
         for other, mask in batch.items() if spoiled.any() else ():
@@ -270,7 +270,7 @@ def _masked(batch: Mapping[str, torch.Tensor]) -> Iterator[Candidate]:
 
 
 def _unread(trace: Trace, trials: Trials) -> Iterator[Candidate]:
-    """NaN of the batch replaced where it is first computed with, if it makes no difference by what: a mask follows."""
+    """Replace the batch's NaN at the first op that computes with it, if the value does not matter: a mask follows."""
     carriers: set[int] = set()
     for op in trace.ops:
         for tensor in (item for item in op.nonfinite_inputs if item.origin == "batch" or item.producer in carriers):
@@ -284,14 +284,14 @@ def _unread(trace: Trace, trials: Trials) -> Iterator[Candidate]:
 
 
 def without_guilty(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[Candidate]:
-    """The batch without the samples to blame; where more of them than are listed may be, nothing."""
+    """Yield the batch without the samples to blame; nothing if so many are listed that there may be more."""
     kept = tuple(index for index in range(num_samples or 0) if index not in guilty)
     if kept and 0 < len(guilty) < MAX_SAMPLES_LISTED:
         yield (KeepSamples(samples=kept),)
 
 
 def guilty_samples(findings: Findings) -> tuple[int, ...]:
-    """The samples of the batch to blame, () where they are not known."""
+    """Return the samples of the batch that are to blame, () if they are not known."""
     places = [diagnosis.origin.elements.samples for diagnosis in findings.conclusion.diagnoses[:1]]
     if findings.conclusion.first_nonfinite is not None:
         places.append(nonfinite_elements(findings.conclusion.first_nonfinite.value, findings.trace).samples)
@@ -299,21 +299,21 @@ def guilty_samples(findings: Findings) -> tuple[int, ...]:
 
 
 def rows_hit(findings: Findings) -> tuple[int, ...]:
-    """The rows of the output that are non-finite, where it has as many as there are samples: a trial shows the rest."""
+    """Return the non-finite rows of outputs with one row per sample; a trial has to show that these are the samples."""
     trace = findings.trace
     outputs = (stats for stats in trace.output if stats.counts and stats.shape[:1] == (trace.num_samples,))
     return tuple(sorted({row for stats in outputs if stats.counts for row in stats.counts.samples}))
 
 
 def vary_settings(trials: Trials, guilty: tuple[int, ...], *, random: bool, verified: bool) -> Iterator[Counterfactual]:
-    """Run the step with one setting changed after the other, as long as the budget of the trials lasts.
+    """Run the step with one setting changed at a time, as long as the budget of the trials lasts.
 
-    `guilty` are the samples to blame, none where they are not known; `random` tells whether the step draws random
-    numbers, so that other seeds are worth a run. Of a step in train mode the modes and other seeds are left out beside
-    a `verified` fix: they show what chance has to do with the failure. In eval mode a BatchNorm's statistics may be it.
+    `guilty` are the samples to blame, () if unknown. Other seeds are run if the step draws `random` numbers. In train
+    mode, modes and seeds are skipped if a fix is `verified`: they only show whether the failure depends on chance. In
+    eval mode they are run, since a BatchNorm's statistics may be the reason.
     """
     step = trials.step
-    # Where fp32 is finite float64 says no more, and takes many times as long.
+    # If fp32 is finite, float64 says nothing more, and takes many times as long.
     for number_format in (FP16, BF16, FP32, *((FP64,) if trials.numerics else ())):
         if (outcome := trials.look(UseFormat(format=number_format))) is not None:
             yield Counterfactual(group="precision", setting=StepSetting(dtype=number_format), outcome=outcome)
@@ -340,14 +340,14 @@ def vary_settings(trials: Trials, guilty: tuple[int, ...], *, random: bool, veri
 
 
 def _selections(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[tuple[StepSetting, tuple[int, ...]]]:
-    """The samples to blame alone, and all others, each as a setting and as the samples that are kept."""
+    """Yield the samples to blame alone, then all others, each as a setting and as the samples that are kept."""
     if not guilty or num_samples is None or len(guilty) >= num_samples:
         return
     yield StepSetting(only=guilty), guilty
-    if len(guilty) < MAX_SAMPLES_LISTED:  # as many as that may not be all
+    if len(guilty) < MAX_SAMPLES_LISTED:  # otherwise there may be more of them
         yield StepSetting(without=guilty), tuple(i for i in range(num_samples) if i not in guilty)
 
 
 def _scales(loss_scale: float) -> tuple[float, ...]:
-    """The scale of the step, two that GradScaler would come to, and none."""
+    """Return the step's scale, two lower ones that GradScaler would get to, and 1."""
     return tuple(dict.fromkeys((loss_scale, max(loss_scale / 16, 1.0), max(loss_scale / 256, 1.0), 1.0)))

@@ -1,7 +1,7 @@
-"""Writes a change of code that has no file, such as a notebook's cell, as a snippet that makes it in live functions.
+"""Writes a change of code without a file, such as a notebook cell, as a snippet that applies it to live functions.
 
-A function is given the code of one that is written out in full. It keeps its identity, globals, closure and defaults,
-so that nothing that holds it need be built again, and the names in its body mean what they meant where it was defined.
+The snippet defines the changed function in full and gives its code to the live one. That keeps its identity, globals,
+closure and defaults, so nothing that holds it has to be rebuilt, and the names in its body mean what they meant before.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from nandoctor.replaying.printed_changes import CannotRunError, added_imports, c
 from nandoctor.text import printable
 
 _HOLDER = "_Fixed"
-"""The class that a new function is written in: a function of a notebook's may have its name, or a variable."""
+"""The class around a new function, so that it does not overwrite a notebook's function or variable of the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written:
-    """A function as text, the expression for it behind that text, and the `lines` that put its code in place."""
+    """A function as text, the expression that names it after that text, and the `lines` that put its code in place."""
 
     text: str
     name: str
@@ -36,13 +36,13 @@ class _Written:
 
 
 def known_names(file: str, model: nn.Module, loss: Any) -> frozenset[str]:
-    """The modules and classes that code without a file can name: another cell may have imported them."""
+    """Return the names of modules and classes that code without a file can use: another cell may have imported them."""
     space = next((function.__globals__ for function, _ in reachable(file, model, loss)), {})
     return frozenset(name for name, value in space.items() if isinstance(value, ModuleType | type))
 
 
 def cell_name(file: str) -> str:
-    """What IPython calls the cell that a code object's file stands for: "cell In[3]"; else the name of the file."""
+    """Return IPython's name for the cell behind a code object's file, such as "cell In[3]"; else the file's name."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     describe = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)
     kind, name = describe(file) or ("", "")
@@ -50,7 +50,7 @@ def cell_name(file: str) -> str:
 
 
 def write_snippet(patch: SourcePatch, model: nn.Module, loss: Any) -> Snippet | None:
-    """The patch as a snippet; None where a function cannot be found from the model, or not be written alone."""
+    """Return the patch as a snippet; None if a function cannot be found from the model or cannot be written alone."""
     try:
         texts = [_write_file(file, model, loss) for file in patch.files]
     except (CannotRunError, LookupError, SyntaxError):
@@ -59,7 +59,7 @@ def write_snippet(patch: SourcePatch, model: nn.Module, loss: Any) -> Snippet | 
 
 
 def _write_file(file: ChangedFile, model: nn.Module, loss: Any) -> str:
-    """The functions that a file changes, each followed by the lines that put its code in place. Raises LookupError."""
+    """Return a file's changed functions, each followed by the lines that put its code in place. Raises LookupError."""
     tree = parse_source(file.after)
     ways = {code: (outer, way) for code, outer, way in _functions(compile(tree.text, "", "exec", dont_inherit=True))}
     written: dict[CodeType, _Written] = {}
@@ -78,10 +78,10 @@ def _write_file(file: ChangedFile, model: nn.Module, loss: Any) -> str:
 def _functions(
     code: CodeType, outer: CodeType | None = None, way: str = ""
 ) -> Iterator[tuple[CodeType, CodeType, str]]:
-    """The code of every function in a code, that of the outermost function around it, and the way to it from there."""
+    """Yield the code of every function, that of the outermost function around it, and the path to it from there."""
     for place, inner in enumerate(code.co_consts):
         if isinstance(inner, CodeType):
-            around = outer or (inner if inner.co_flags & inspect.CO_OPTIMIZED else None)  # the body of a class is none
+            around = outer or (inner if inner.co_flags & inspect.CO_OPTIMIZED else None)  # None: a class's body
             further = f"{way}.co_consts[{place}]" if outer else ""
             if around is not None:
                 yield inner, around, further
@@ -89,11 +89,11 @@ def _functions(
 
 
 def _write_function(tree: SourceTree, code: CodeType) -> _Written:
-    """The definition that compiles to a code, in its class where that's name is in it: `self.__scale` is short for one.
+    """Return the definition that compiles to `code`, inside its class if names like `self.__scale` depend on that.
 
     Raises LookupError.
     """
-    imports = "".join(f"import {name};" for name in tree.global_imports)  # what is imported is called otherwise
+    imports = "".join(f"import {name};" for name in tree.global_imports)  # calls on imported names compile differently
     for node in nodes_in(tree.module):
         if not isinstance(node, cst.FunctionDef | cst.Lambda) or tree.scope_of(node) is not tree.module:
             continue
@@ -108,8 +108,8 @@ def _write_function(tree: SourceTree, code: CodeType) -> _Written:
 
 
 def _define(tree: SourceTree, node: cst.FunctionDef | cst.Lambda, classes: Sequence[str]) -> tuple[str, str]:
-    """A function inside of these classes, one in the other, without what is evaluated when it is made; and its name."""
-    params = node.params.visit(_Bare())
+    """Return a function in these nested classes, without what runs when it is defined, and its dotted name."""
+    params = node.params.visit(_BareParameters())
     made: cst.SimpleStatementLine | cst.BaseCompoundStatement
     if isinstance(node, cst.FunctionDef):
         name, node = node.name.value, node.with_changes(params=params, returns=None)
@@ -120,19 +120,19 @@ def _define(tree: SourceTree, node: cst.FunctionDef | cst.Lambda, classes: Seque
     for holder in reversed(classes):
         made = cst.ClassDef(name=cst.Name(holder), body=cst.IndentedBlock(body=[made]))
     if name.startswith("__") and not name.endswith("__"):
-        name = f"_{classes[-1].lstrip('_')}{name}"  # as Python has it outside of the class
+        name = f"_{classes[-1].lstrip('_')}{name}"  # the mangled name, as seen from outside the class
     return tree.module.code_for_node(made).strip("\n"), ".".join((*classes, name))
 
 
-class _Bare(cst.CSTTransformer):
-    """Leaves out the annotations and the defaults of parameters: a function that is there has them already."""
+class _BareParameters(cst.CSTTransformer):
+    """Removes the annotations and defaults of parameters, since the live function has them already."""
 
     def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:  # noqa: N802 - libcst's own
         return updated_node.with_changes(annotation=None, default=None, equal=cst.MaybeSentinel.DEFAULT)
 
 
 def _explain(file: ChangedFile) -> str:
-    """The change of the text itself, as a comment: who keeps the notebook has to make it there."""
+    """Return the change of the text as a comment, since it also has to be made in the notebook to last."""
     lines = list(difflib.unified_diff(file.before.splitlines(), file.after.splitlines(), n=0, lineterm=""))[2:]
     changed = "".join(f"# {line}\n" for line in lines if not line.startswith("@@"))
     return f"# To keep the change, make it in {cell_name(file.path)}:\n{changed}"

@@ -1,4 +1,4 @@
-"""The lines of a file that a patch changes, beside the lines that a trace of the changed step names."""
+"""Matches the lines that a patch changes with the source lines in a trace of the changed step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nandoctor.fixes.source_tree import parse_source
 
 
 def failing_op(patch: SourcePatch, trace: Trace) -> OpCall | None:
-    """The first op of a changed statement that makes a non-finite value of finite ones, None where all is finite."""
+    """Return the first op of a changed statement that makes non-finite values from finite ones, or None."""
     lines = {(file.path, line) for file in patch.files for line in _changed_lines(file)}
     return next(
         (
@@ -25,7 +25,7 @@ def failing_op(patch: SourcePatch, trace: Trace) -> OpCall | None:
 
 
 def is_in_changed(patch: SourcePatch, source: SourceLine) -> bool:
-    """Tell whether a line that was run is one of a function that the patch changes, where lines have other numbers."""
+    """Return True if a line is in a function that the patch changes, in which lines may have other numbers."""
     for file in (file for file in patch.files if file.path == source.file):
         tree, added = parse_source(file.before), max(file.after.count("\n") - file.before.count("\n"), 0)
         for before, _ in _changes(file):
@@ -38,7 +38,7 @@ def is_in_changed(patch: SourcePatch, source: SourceLine) -> bool:
 
 
 def _changed_lines(file: ChangedFile) -> Iterator[int]:
-    """The lines of the new text that a changed statement is on, counted from 1."""
+    """Yield the lines of changed statements in the new text, counted from 1."""
     tree = parse_source(file.after)
     for line in (line for _, after in _changes(file) for line in after):
         statement = tree.statement_at(line)
@@ -46,7 +46,7 @@ def _changed_lines(file: ChangedFile) -> Iterator[int]:
 
 
 def _changes(file: ChangedFile) -> Iterator[tuple[range, range]]:
-    """The lines that differ, in the text before and in the one after, counted from 1."""
+    """Yield ranges of lines that differ, in the text before and in the text after, counted from 1."""
     matcher = SequenceMatcher(a=file.before.splitlines(), b=file.after.splitlines(), autojunk=False)
     for kind, start, end, now_start, now_end in matcher.get_opcodes():
         if kind != "equal":

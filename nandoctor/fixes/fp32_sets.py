@@ -1,4 +1,4 @@
-"""Searches for the smallest sets of modules that are enough in fp32."""
+"""Searches for minimal sets of modules that fix the step if they are kept in fp32."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from nandoctor.ops import PRODUCTS
 
 Kept = tuple[KeepModule, ...]
 
-_FAR = 8
-"""Ops behind a product that are asked whether they made NaN."""
-_SURELY = 1.1
-"""A value that is past a format's limit by more is so however its run rounds."""
+_NAN_DEPTH = 8
+"""How many ops before a product are searched for one that made NaN."""
+_CLEAR_EXCESS = 1.1
+"""A value that exceeds a format's limit by this factor does so however the run rounds."""
 
 
 def search_fp32_sets(
@@ -34,16 +34,16 @@ def search_fp32_sets(
     is_fix: Callable[[Kept], bool] = lambda _: False,
     trusting: bool = True,
 ) -> tuple[Fp32SetSearch, list[Kept]]:
-    """The smallest sets of modules in fp32; a budget may end the search early.
+    """Search for minimal sets of modules in fp32; a spent budget ends the search early.
 
-    Those that are enough for a `few` samples, where these fail as well, are tried on the whole batch, first as the fix
-    that is printed of them (`is_fix`); where one is not enough there, the search begins again with all of it. Without a
-    few, and if the search is `trusting`, two guessed modules are taken to be enough until they are tried so.
+    If a `few` samples fail as well, the search runs on these, and each set that is enough is tried on the whole batch,
+    first as the fix that is printed for it (`is_fix`). If one is not enough there, the search starts again on the whole
+    batch. Without `few`, a `trusting` search assumes that two guessed modules are enough until they are tried so.
     """
     members = _find_members(findings, has_loss=trials.step.loss is not None)
     products = _overflowing_products(findings)
     guesses = _guess(members, products, findings)
-    # To leave either of two out costs no more than to try both, and is asked anyway.
+    # Leaving out either of the two costs no more than trying both, and is tried anyway.
     trusted = [tuple(guess) for guess in guesses if trusting and few is None and len(guess) == 2]
     too_late = _called_too_late(findings)
     ask = _Sufficiency(
@@ -63,7 +63,7 @@ def search_fp32_sets(
                 return replace(again, num_probes=again.num_probes + probed), sets
             found.append(kept)
             if not products.isdisjoint(member.module for member in kept):
-                break  # whatever else is in fp32, without it the product passes the limit again
+                break  # without it, the product passes the limit again, whatever else is in fp32
     except BudgetSpent:
         complete = False
     recorded = tuple(map(_record_set, found))
@@ -71,9 +71,9 @@ def search_fp32_sets(
 
 
 class _Sufficiency:
-    """Tells whether sets are enough, by `few` samples where these fail; and counts the runs.
+    """A test of whether sets are enough, on the `few` samples if these fail; it counts its runs.
 
-    Untried, `trusted` sets are enough, and what is `hopeless` is not.
+    `trusted` sets pass and `hopeless` ones fail without being tried.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class _Sufficiency:
 
 
 def _called_too_late(findings: Findings) -> frozenset[str]:
-    """The modules that are not called before the only origin has made its NaN or Inf, and are given some each time.
+    """Return the modules that are called only after the single origin, and always with non-finite inputs.
 
-    With these alone in fp32 all that runs before them is as it was, the origin too.
+    Keeping only these in fp32 changes nothing that runs before them, including the origin.
     """
     calls, diagnoses = findings.trace.calls, findings.conclusion.diagnoses
     if findings.verdict != "precision" or len(diagnoses) != 1:
@@ -117,10 +117,10 @@ def _called_too_late(findings: Findings) -> frozenset[str]:
 
 
 def is_undone(edit: Edit, findings: Findings) -> bool:
-    """Tell whether modules in fp32 are of no use, because a product outside of them takes more than its format holds.
+    """Return True if modules in fp32 are useless because a product outside them takes more than its format holds.
 
-    Its cast makes Inf of what they keep finite, as in the failing step, where it took Inf already and made NaN: of an
-    Inf alone a sigmoid may make the right number.
+    The cast of its input makes Inf from what they keep finite. This counts only if in the failing step the product took
+    NaN or Inf, and it or an op before it made NaN: a sigmoid may turn an Inf alone into the right number.
     """
     kept = flatten((edit,))
     if not all(isinstance(single, KeepModule) for single in kept):
@@ -128,7 +128,7 @@ def is_undone(edit: Edit, findings: Findings) -> bool:
     low, ops = findings.trace.format, {op.order: op for op in findings.trace.ops}
     in_fp32 = {op.key: op for op in findings.reference.ops if op.op in PRODUCTS}
     return any(
-        taken.stats is not None and (taken.stats.absmax or 0.0) > _SURELY * low.max
+        taken.stats is not None and (taken.stats.absmax or 0.0) > _CLEAR_EXCESS * low.max
         for op in findings.trace.ops
         if op.key in in_fp32 and op.nonfinite_inputs and all(made.dtype is low for made in op.outputs)
         if not any(_keeps(single, op.module) for single in kept) and _comes_to_nan(op, ops)
@@ -137,7 +137,7 @@ def is_undone(edit: Edit, findings: Findings) -> bool:
 
 
 def _comes_to_nan(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
-    behind = (source for tensor in op.nonfinite_inputs for source in ancestors(ops, tensor, _FAR))
+    behind = (source for tensor in op.nonfinite_inputs for source in ancestors(ops, tensor, _NAN_DEPTH))
     return any(source.analysis is not None and "nan" in source.analysis.kinds for source in (op, *behind))
 
 
@@ -150,7 +150,7 @@ def _record_set(kept: Kept) -> Fp32Set:
 
 
 def _guess(members: list[KeepModule], products: set[str], findings: Findings) -> list[list[KeepModule]]:
-    """Modules that may be enough: those to blame, the products that overflow too, or all that leave the format."""
+    """Return guesses: the modules to blame; also those whose products overflow; or also all that leave the format."""
     blamed = {lead.site.module for lead in findings.conclusion.suspects}
     return [
         [member for member in members if member.module in blamed],
@@ -160,25 +160,25 @@ def _guess(members: list[KeepModule], products: set[str], findings: Findings) ->
 
 
 def _fails(trials: Trials) -> bool:
-    """Tell whether the unchanged step fails for the samples of these trials, and fp32 does not."""
+    """Return True if the unchanged step fails for the samples of these trials, and fp32 does not."""
     return trials.reference().finite and not trials.judge().passes
 
 
 def _overflowing_products(findings: Findings) -> set[str]:
-    """The modules with a product, which autocast computes in low precision, that passes the format's limit in fp32."""
+    """Return the modules with a product that passes the low format's limit in fp32; autocast runs it in that format."""
     ops = (op for op in findings.reference.ops if op.op in PRODUCTS)
     return {op.module for op in ops if any((stats.absmax or 0.0) > findings.trace.format.max for stats in op.outputs)}
 
 
 def _exceeds(member: KeepModule, findings: Findings) -> bool:
-    """Tell whether fp32 passes the format's limit in what a module takes or gives."""
+    """Return True if a module's inputs or outputs in fp32 pass the low format's limit."""
     calls = [call for call in findings.reference.calls if call.module == member.module]
     taken = [stats.absmax for call in calls for stats in (*call.inputs, *call.outputs)]
     return any(absmax is not None and absmax > findings.trace.format.max for absmax in taken)
 
 
 def _find_members(findings: Findings, *, has_loss: bool) -> list[KeepModule]:
-    """What may be kept in fp32, as it ran: modules without children, and the forwards alone of the others."""
+    """Return what may be kept in fp32, in execution order: leaf modules, and of the others their own forwards."""
     traces = (findings.trace, findings.reference)
     calls = {call.module: call for trace in traces for call in trace.calls}
     at_work = {op.module for op in (*findings.ops, *findings.reference.ops)}
@@ -191,14 +191,14 @@ def _find_members(findings: Findings, *, has_loss: bool) -> list[KeepModule]:
 
 
 def _ancestors(path: str) -> Iterator[str]:
-    """The paths of the modules that hold this one, the root last; none for the root itself."""
+    """Yield the paths of the modules that hold this one, ending with the root; none for the root itself."""
     while path:
         path = path.rpartition(".")[0]
         yield path
 
 
 def refine(kept: Kept, findings: Findings, trials: Trials) -> Edit:
-    """The set with forwards narrowed down to the fewest source lines, where lines are known and do it."""
+    """Return the set with its forwards narrowed down to the fewest source lines, if lines are known and pass."""
     whole = [member for member in kept if member.children]
     owners = {member.module for member in kept if not member.children}
     ops = [op for op in findings.ops if op.module in owners and op.source is not None]
@@ -206,7 +206,7 @@ def refine(kept: Kept, findings: Findings, trials: Trials) -> Edit:
     blamed = [line_of(lead.site) for lead in findings.conclusion.suspects]
     guesses = [[line for line in lines if line.site in blamed]]
     fewest = None
-    with suppress(BudgetSpent):  # the set itself stands without it
+    with suppress(BudgetSpent):  # the set itself is valid without it
         sets = find_minimal_sets(lines, lambda chosen: trials.passes(*whole, *chosen), guesses=guesses)
         fewest = next(sets, None) if lines else None
     return join([*whole, *fewest]) if fewest else join(kept)

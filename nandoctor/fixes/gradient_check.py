@@ -1,9 +1,9 @@
-"""Judges the gradients of a changed step: finite at the loss scale of the training, and near to fp32's.
+"""Checks the gradients of a changed step: finite at the training's loss scale, and close to fp32's.
 
-Where it has come down since GradScaler began with 65,536, the largest one is taken at which the gradients are finite
-(https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling), and none below that of the step. Where no scale is
-known they are asked for at 65,536 and down to 256; below that only where they overflow without the failure as well.
-Too low a scale shows as an error: small gradients are then rounded to zero.
+GradScaler begins at 65,536 and may have lowered its scale since: the gradients are checked at the largest scale at
+which they are finite, but not below the step's (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling). If no
+scale is known, they have to be finite at one from 65,536 to 256, or lower if they overflow without the failure as well.
+Too low a scale shows as an error, since small gradients are then rounded to zero.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ from nandoctor.text import number, percent
 from nandoctor.torch_compat import tree_map
 
 Said = tuple[Literal["passed", "failed", "not-checked"], str]
-"""A status, and the sentence that gives its reason; an aside comes after a semicolon, where a screen has no room."""
+"""A status and the sentence that explains it; what follows a semicolon is left out where there is no room."""
 
 GROWTH = 4.0
-"""GradScaler doubles its scale every 2,000 steps: room for two of these."""
+"""Room for two of the doublings that GradScaler makes every 2,000 steps."""
 _USUAL_SCALES = (65536.0, 4096.0, 256.0, 16.0, 1.0)
 _BELOW_ONE = (1 / 16, 1 / 256)
-"""For a stand-in loss whose own gradients fp16 cannot hold: what it is scaled by is not the training's."""
+"""For a stand-in loss whose own gradients fp16 cannot hold; the training's loss is not scaled by these."""
 _LEAST_SCALE = 256.0
-"""Where no scale is known: GradScaler comes down to it within eight steps, and small gradients are still seen."""
+"""The lowest scale if none is known: GradScaler gets there in eight steps, and small gradients are not yet lost."""
 _MOST_NOISE = 0.5
-"""The most that is allowed for what fp32 itself does not know of the gradients, as a share of their norm."""
+"""The limit of what is accepted for fp32's own error in the gradients, as a share of their norm."""
 _LARGEST_MADE_UP = 1e6
-"""The largest norm of gradients that only a change gives a value, over that of the samples that were fine, or that the
-loss hands to an ordinary output, where one is above 1: of a divisor kept at 1e-12 they are 1e12 times what they are of
-1, and one update spoils every weight."""
+"""The largest norm that is accepted of gradients that are non-finite without the change, relative to those of the
+healthy samples, or of the loss at an ordinary output, or 1 if these are below 1. With a divisor clamped to 1e-12 the
+gradients are 1e12 times those of a divisor of 1, and one update ruins every weight."""
 _LARGEST_LOSS = 1e6
-"""The same of the loss, over that of the samples that were fine: at 1e-12 the reciprocal, digamma and the like are
-1e12, of which a weighted average over a batch leaves a thousandth, and the value that training shows means nothing."""
+"""The same for the loss, relative to that of the healthy samples: at 1e-12 the reciprocal, digamma and the like are
+1e12. A weighted average over a batch leaves a thousandth of that, and the loss that training reports is meaningless."""
 _LARGEST_UNKNOWN = 1e9
-"""The same over the square of the largest output, where no sample was fine: the loss may have a factor of its own."""
+"""The same relative to the square of the largest output, if no sample is healthy; the loss may have a factor."""
 _ORDINARY = 0.5
-"""A value of an output for which losses of probabilities, of logits and of distances are all smooth."""
-_LARGER = 1.1
-"""A change of the formula may make the gradients smaller, and no larger than this."""
+"""An output value at which losses of probabilities, logits and distances are all smooth."""
+_MAX_GROWTH = 1.1
+"""A change of the formula may make the gradients smaller, but at most this many times as large."""
 
 
 class GradientCheck:
-    """The gradients of one step with one change after the other; what they are compared with is run once.
+    """A check of one step's gradients with one change after another; what they are compared with is run once.
 
-    `healthy` are the samples that are not to blame, () where that is not known.
+    `healthy` are the samples that are not to blame, () if that is not known.
     """
 
     def __init__(self, trials: Trials, *, healthy: tuple[int, ...]) -> None:
         self._trials, self._healthy = trials, healthy
 
     def run(self, change: Change) -> tuple[Result, float | None]:
-        """Run the step at the largest scale at which its gradients are finite; None where they are at none."""
+        """Run the step at the largest scale at which its gradients are finite; that scale is None if there is none."""
         made = None
         for scale in self._scales(change):
             made = self._trials.run(*at_scale(change, scale))
@@ -80,7 +80,7 @@ class GradientCheck:
         return made, None
 
     def judge_loss(self, made: Result) -> Said:
-        """Say whether the loss of a run is finite, and no number that only the change makes up."""
+        """Check that the loss of a run is finite, and not a huge number that only the change produces."""
         loss = made.values.get("loss")
         if loss is None:
             return "not-checked", "none is known (--loss)"
@@ -104,9 +104,9 @@ class GradientCheck:
         return (*larger, grown, step.loss_scale)
 
     def judge(self, change: Change, made: Result, scale: float | None, *, in_backward: bool = False) -> Said:
-        """Say whether the gradients of a run with `change` are finite, and within 10 % of fp32's.
+        """Check that the gradients of a run with `change` are finite, and within 10 % of fp32's.
 
-        With `in_backward` the change is of code that computes them: it is no measure of what they should be.
+        With `in_backward` the change is to code that computes gradients, so fp32 with the change is no reference.
         """
         of = "a stand-in loss" if self._trials.step.loss in SURROGATES else "the loss"
         if not made.gradients:
@@ -118,8 +118,8 @@ class GradientCheck:
         told, aside = f"gradients of {of} finite at loss scale {number(scale)}", ""
         if self._trials.step.loss_scale is None and scale_set_by(change) is None:
             highest = max(self._scales(change))
-            # A change whose own gradients need a lower scale than the others' is not excused by what those lose at
-            # the highest one.
+            # The next larger scale counts: a change that needs a still lower one is not excused by an overflow that
+            # happens without the failure at the highest.
             larger = min((usual for usual in self._scales(change) if usual > scale), default=scale)
             excused = scale < 1 or (scale < larger and self._overflows_anyway(larger))
             aside = self._describe_unknown(scale, larger if excused else highest, excused=excused)
@@ -135,16 +135,16 @@ class GradientCheck:
         return "passed" if error is None or error <= allowed else "failed", told + aside
 
     def tell_made_up(self, made: Result) -> str | None:
-        """Tell of finite gradients that are too large to be believed, where the unchanged step has none."""
+        """Describe gradients that are finite but implausibly large, if the unchanged step has none; None otherwise."""
         if self._trials.sound_reference(()).finite or (norm := gradient_norm(made)) <= self._largest_made_up:
             return None
         return f"finite, with a norm of {number(norm)}, made up by the change"
 
     @staticmethod
     def _describe_unknown(scale: float, larger: float, *, excused: bool) -> str:
-        """What to say of the scale where that of the training is not known; with a `larger` one it overflows."""
+        """Describe a scale that was chosen because the training's is unknown; at `larger` the gradients overflow."""
         if scale == larger:
-            return ""  # what fits at this scale fits at all below it
+            return ""  # what fits at this scale fits at all lower ones
         if scale < 1:
             return "; it squares the output, and fp16 holds no more"
         if excused:
@@ -152,7 +152,7 @@ class GradientCheck:
         return f"; not at {number(larger)}, with which GradScaler begins"
 
     def judge_growth(self, change: Change, scale: float | None) -> Said:
-        """Say whether the gradients stay finite where GradScaler doubles its scale twice."""
+        """Check that the gradients stay finite when GradScaler doubles its scale twice."""
         step = self._trials.step
         if scale_set_by(change) is not None:
             return "not-checked", "the change sets it"
@@ -166,7 +166,7 @@ class GradientCheck:
         return "failed", f"gradients are not finite at loss scale {number(grown)}"
 
     def _overflows_anyway(self, scale: float) -> bool:
-        """Tell whether fp16 cannot hold the gradients of the weights, or of the samples that were fine."""
+        """Return True if fp16 cannot hold the gradients of the sound reference or of the healthy samples either."""
         sound = self._trials.sound_reference(())
         if sound.finite and self._largest(sound) * scale > FP16.max:
             return True
@@ -176,22 +176,23 @@ class GradientCheck:
         return made.values_finite and not made.gradients_finite
 
     def _stand_in_overflows(self, change: Change) -> bool:
-        """Tell whether fp16 cannot hold the gradients that a stand-in loss has with the change in fp32."""
+        """Return True if fp16 cannot hold the gradients of the squared stand-in loss, with the change, in fp32."""
         if self._trials.step.loss is not squared_surrogate:
             return False
         return self._largest(self._trials.reference(change)) > FP16.max
 
     @staticmethod
     def _largest(made: Result) -> float:
-        """The largest magnitude in all gradients."""
+        """Return the largest magnitude in all gradients."""
         largest = (float(gradient.abs().max()) for gradient in made.gradients.values() if gradient.numel())
         return max(largest, default=0.0) / made.gradient_scale
 
     def _references(self, change: Change | None, made: Result) -> Iterator[tuple[Result, float]]:
-        """What the gradients are compared with in turn, and what they may be off by.
+        """Yield the references that the gradients are compared with in turn, each with the error that is accepted.
 
-        fp32 and float64 of the unchanged step, and what fp32 loses there in fp16's coarser units; the same `change` in
-        fp32, where it makes the gradients no larger; at last what fp16 loses in the samples that were fine.
+        First fp32 and float64 of the unchanged step, then fp32 with its own error in fp16's coarser units. Next comes
+        fp32 with the same `change`, if that makes the gradients no larger; last, fp32 with fp16's error in the healthy
+        samples.
         """
         sound = self._trials.sound_reference(() if change is None else (change,))
         if sound.finite:
@@ -201,7 +202,7 @@ class GradientCheck:
                 yield exact, GRADIENT_TOLERANCE
                 yield sound, min(NOISE * gradient_error(sound, exact), _MOST_NOISE)
         changed = None if change is None else self._trials.reference(change)
-        no_larger = not sound.finite or gradient_norm(made) <= _LARGER * gradient_norm(sound)
+        no_larger = not sound.finite or gradient_norm(made) <= _MAX_GROWTH * gradient_norm(sound)
         if changed is not None and changed.finite and no_larger:
             yield changed, GRADIENT_TOLERANCE
         if sound.finite and self._healthy:
@@ -209,7 +210,7 @@ class GradientCheck:
 
     @cached_property
     def _largest_loss(self) -> float:
-        """The largest value that is believed of a loss that is not finite without a change."""
+        """The largest loss that is plausible if the loss is not finite without a change."""
         fine = self._trials.reference(KeepSamples(samples=self._healthy)) if self._healthy else None
         loss = fine.values.get("loss") if fine is not None and fine.values_finite else None
         if loss is not None:
@@ -218,7 +219,7 @@ class GradientCheck:
 
     @cached_property
     def _largest_made_up(self) -> float:
-        """The largest norm that is believed of gradients which are not finite without a change."""
+        """The largest norm that is plausible for gradients that are not finite without a change."""
         if self._trials.step.loss in SURROGATES:
             return LARGEST_SQUARED
         fine = self._trials.reference(KeepSamples(samples=self._healthy)) if self._healthy else None
@@ -226,7 +227,7 @@ class GradientCheck:
         return min(_LARGEST_MADE_UP * max(1.0, usual), LARGEST_SQUARED)
 
     def _steepness(self) -> float:
-        """The norm of the gradient that the loss hands to an output of ordinary numbers, 1 where it cannot be told."""
+        """Return the norm of the loss's gradient at an output of ordinary numbers, 1 if it cannot be computed."""
         step, leaves = self._trials.step, list[torch.Tensor]()
 
         def make_ordinary(leaf: Any) -> Any:
@@ -245,33 +246,33 @@ class GradientCheck:
         return 1.0
 
     def _loses_small_gradients(self, change: Change, made: Result, scale: float) -> str | None:
-        """Tell whose gradients are lost at a scale that holds the largest ones, which a norm of all hides."""
+        """Describe the small gradients that a scale for the largest ones loses; the norm of all does not show them."""
         sound = self._trials.sound_reference((change,))
         if sound.gradients_finite and (share := share_rounded_to_zero(made, sound)) > GRADIENT_TOLERANCE:
             return f"{percent(share)} of those that are not 0 in fp32"
         if not self._healthy:
-            # A loss with a scale of its own needs one below 1, and no other loss does.
+            # Only a loss that is itself multiplied by a large factor needs a scale below 1.
             is_too_low = scale_set_by(change) is not None and scale * max(1.0, self._steepness()) < 1
             return "gradients of an ordinary size" if is_too_low else None
         return "those of the samples that were fine" if self._healthy_error(scale) > GRADIENT_TOLERANCE else None
 
     @cached_property
     def _own_error(self) -> float:
-        """What the gradients of the samples that were fine are off by, in the format that the step failed in."""
+        """The error of the healthy samples' gradients in the format that the step failed in."""
         return self._healthy_error(self._trials.step.loss_scale or _USUAL_SCALES[1])
 
     def _healthy_error(self, scale: float) -> float:
-        """How far off fp32 the gradients of the samples that were fine are; 0 where either are not finite."""
+        """Return the error of the healthy samples' gradients against fp32; 0 if either are not finite."""
         kept = KeepSamples(samples=self._healthy)
         made, reference = self._trials.run(kept, SetLossScale(value=scale)), self._trials.reference(kept)
         return gradient_error(made, reference) if made.finite and reference.finite else 0.0
 
 
 def _nearest(references: Iterable[tuple[Result, float]], made: Result, *, grain: float) -> tuple[float | None, float]:
-    """How far gradients are off the nearest of their references, and how far they may be."""
+    """Return the gradients' error against the first reference that accepts it, else the smallest; and the limit."""
     errors = []
     for reference, allowed in references:
-        # The grain asks for one more pass over all gradients, and can only bring the error down.
+        # The grain costs one more pass over all gradients, and can only lower the error.
         if (error := gradient_error(made, reference)) > allowed:
             error = gradient_error(made, reference, grain=grain)
         errors.append(error)
@@ -281,7 +282,7 @@ def _nearest(references: Iterable[tuple[Result, float]], made: Result, *, grain:
 
 
 def _describe_error(error: float | None, allowed: float) -> str:
-    """What to say of the difference from the nearest sound gradients, None where there are none."""
+    """Describe the error against the nearest sound gradients; None means that there are none."""
     if error is None:
         return ", with nothing to compare them with"
     if error > allowed:
@@ -293,15 +294,15 @@ def _describe_error(error: float | None, allowed: float) -> str:
 
 
 def at_scale(change: Change, scale: float) -> tuple[Change, ...]:
-    """The change, and the loss scale where it sets none itself."""
+    """Return the change, with the loss scale if it sets none itself."""
     return (change,) if scale_set_by(change) is not None else (change, SetLossScale(value=scale))
 
 
 def scale_set_by(change: Change) -> float | None:
-    """The loss scale that a change asks for, None where it leaves that alone."""
+    """Return the loss scale that a change sets, None if it sets none."""
     return next((edit.value for edit in flatten((change,)) if isinstance(edit, SetLossScale)), None)
 
 
 def in_bf16(change: Change, *, before: bool) -> bool:
-    """Tell whether the step runs in bf16 with a change, as it did `before` or because the change asks for it."""
+    """Return True if the step runs in bf16 with a change: it did `before`, or the change switches to it."""
     return before or any(isinstance(edit, UseFormat) and edit.format is BF16 for edit in flatten((change,)))

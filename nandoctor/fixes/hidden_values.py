@@ -1,4 +1,4 @@
-"""A step whose output is finite, and that made NaN all the same: what became of it."""
+"""Examines a step whose output is finite although it made NaN or Inf: what became of those values."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _TO_PYTHON = "item"
 
 
 def look_for_hidden(step: FailingStep, findings: Findings) -> Findings:
-    """The findings of a step whose output is finite, with what it keeps that is not, and what that decided in it.
+    """Return the findings of a step with a finite output, extended by its hidden non-finite values and their effects.
 
-    Infinities and NaN that the code wrote down are meant, and so is what a selection removes that does not depend on
-    it. Where there are none the gradients of a stand-in are looked at, if the loss is not known.
+    Infinities and NaN written in the code are intended, and so are values that a selection removes without depending on
+    them. If there are no others and the loss is not known, the gradients of a stand-in loss are checked.
     """
-    with suppress(LossError, ModelError):  # what ran once may not run with what is watched here
+    with suppress(LossError, ModelError):  # a step that ran once may not run under the closer watch
         trace = findings.trace if findings.trace.ops else step.run(watch=CLOSELY).trace
         if any(map(_may_hide, trace.ops)) or not all(stats.finite for stats in trace.batch):
             findings = _look(step, findings)
@@ -48,9 +48,9 @@ def look_for_hidden(step: FailingStep, findings: Findings) -> Findings:
 
 
 def _without_resets(step: FailingStep, findings: Findings) -> Trace:
-    """The trace without the buffers that the code sets to infinity, as it resets a tracker of the smallest value.
+    """Return the trace without the buffers that the code sets to infinity, as when it resets a tracker of a minimum.
 
-    All that is non-finite in them was put there as a number: what no op is known to have made is not meant.
+    Such a buffer's infinities were all written as a number; one that no op is known to have made is not intended.
     """
     spoilt = findings.trace.spoilt_buffers
 
@@ -114,16 +114,16 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
 
 
 def _showing(trace: Trace, chosen: Set[str]) -> Trace:
-    """The trace with what is hidden in these places alone."""
+    """Return the trace with only these of the hidden values in its output."""
     is_shown = (stats.path in chosen or not stats.path.startswith(("kept.", "taken.")) for stats in trace.output)
     return replace(trace, output=tuple(itertools.compress(trace.output, is_shown)))
 
 
 def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, *, compared: bool = False) -> bool:
-    """Tell whether a traced op made the non-finite values of a tensor, other than a mask or a marker.
+    """Return True if a traced op made the non-finite values of a tensor, and they are no mask or marker.
 
-    What was `compared`, and came with the batch or the model, was there to be left out. A -inf is a mask as long as it
-    is no NaN: 0 times the log of 0 is one.
+    Values from the batch or the model that are `compared` are there to be left out. -inf counts as a mask unless it
+    became NaN, as 0 times the log of 0 does.
     """
     if held.producer is None:
         return False
@@ -136,13 +136,13 @@ def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, *, compared: 
 
 
 def _decides(step: FailingStep, path: str) -> bool:
-    """Tell whether the step gives another output, or loss, with other numbers for what is non-finite there."""
+    """Return True if other numbers in place of the non-finite values there change the step's output or loss."""
     first = None
     for way in range(WAYS):
         replaced = Exposing(step=step, only=frozenset(), replaced=path.removeprefix("taken."), way=way)
         try:
             outcome = replaced.exposed.run(watch=Watch(stage="closer look", statistics="none"))
-        except (LossError, ModelError):  # as an index it is out of range
+        except (LossError, ModelError):  # such as an index that is now out of range
             return True
         first = first or outcome
         if outcome.trace.raised is not None or not _is_same(first, outcome):
@@ -151,7 +151,7 @@ def _decides(step: FailingStep, path: str) -> bool:
 
 
 def _is_same(one: Outcome, other: Outcome) -> bool:
-    """Tell whether two runs gave the same numbers, all of them numbers."""
+    """Return True if two runs gave the same numbers, without NaN."""
     tensors, others = ([leaf for _, leaf in walk_tensors((made.output, made.loss))] for made in (one, other))
     plain, plain_others = (
         [leaf for leaf in tree_leaves(made.output) if isinstance(leaf, bool | int | float | str)]
@@ -161,7 +161,7 @@ def _is_same(one: Outcome, other: Outcome) -> bool:
 
 
 def _unseen(trace: Trace) -> Iterator[TensorStats]:
-    """The non-finite values that no op took and that are not in the output."""
+    """Yield the non-finite values that no op took and that are not in the output."""
     unseen = {*trace.handed_out} - {stats.producer for stats in trace.output}
     for op in trace.ops:
         if op.order in unseen:
@@ -169,7 +169,7 @@ def _unseen(trace: Trace) -> Iterator[TensorStats]:
 
 
 def _doubt_held(step: FailingStep) -> Iterator[Gap]:
-    """What is not known of NaN that something else than the model holds after the step."""
+    """Yield the gap for NaN that something other than the model still holds after the step."""
     if (site := find_held(step)) is not None:
         yield Gap(
             text=f"The output is finite, but NaN that {name_op(site.op, site.source)} makes is still held after the "
@@ -181,16 +181,16 @@ def _doubt_held(step: FailingStep) -> Iterator[Gap]:
 
 
 def _doubt_lost(lost: Iterable[TensorStats], trace: Trace, reference: Trace) -> Iterator[Gap]:
-    """What is not known of the first NaN that an op made and none took."""
+    """Yield the gap for the first NaN that an op made and no op took."""
     for held in lost:
         is_nan = held.counts is not None and held.counts.num_nan > 0
         if is_nan and held.producer is not None and _is_unmeant(held, trace, reference):
             for source in trace_back(trace.ops, reference, [held.producer]).sources[:1]:
                 op, kinds = source.op, source.op.analysis.kinds if source.op.analysis else ()
-                made = "NaN" if "nan" in kinds else "Inf, and NaN comes of it,"
+                made = "NaN" if "nan" in kinds else "Inf, and from it NaN,"
                 yield Gap(
                     text=f"The output is finite, but {name_op(op.op, op.source)} makes {made} that no later operation "
-                    "takes. It may have left torch, for a number of Python or numpy.",
+                    "takes. It may have left torch as a Python or numpy number.",
                     remedy="Guard that operation, or give --call FILE.py:NAME, a function (model, batch) that returns "
                     "what becomes of it.",
                 )
@@ -198,9 +198,10 @@ def _doubt_lost(lost: Iterable[TensorStats], trace: Trace, reference: Trace) -> 
 
 
 def _describe(kept: Sequence[str], decided: Sequence[Taken]) -> str:
-    """Where the failure is, as a sentence."""
+    """Describe where the failure is, as a sentence."""
     if kept:
         names = join_first([f"`{path.removeprefix('kept.')}`" for path in kept], 3)
         return f"What the step returns is finite; {names}, which it leaves for later steps, {are(len(kept))} not."
     places = list(dict.fromkeys(name_op(site.op, site.source) for site in decided))
-    return f"What the step returns is finite, and depends on what is not: {join_first(places, 3)} makes numbers of it."
+    makers = join_first(places, 3)
+    return f"What the step returns is finite, but depends on NaN or Inf that {makers} turned into ordinary values."

@@ -1,4 +1,4 @@
-"""Origins that show only once the first is mended: of another sample behind its NaN, or in the backward pass."""
+"""Finds origins that show only once the first is fixed: another sample's behind its NaN, or in the backward pass."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from nandoctor.text import file_line, kinds_text, samples_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterOrigins:
-    """What else is non-finite, in the order in which it shows, and the changes that mend all of it."""
+    """The origins that show after the first, in that order, and the changes that fix all of them."""
 
     diagnoses: tuple[Diagnosis, ...] = ()
     candidates: tuple[Candidate, ...] = ()
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """The samples of the batch that the later origins are non-finite in, where they are known."""
+        """The samples of the batch in which the later origins are non-finite, as far as known."""
         found = (diagnosis.origin.elements.samples or () for diagnosis in self.diagnoses)
         return tuple(sorted({sample for samples in found for sample in samples}))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence for each: what the step fails of once the origins before it are changed."""
+        """A sentence for each: where the step fails once the origins before it are changed."""
         again = "Once the first failure is fixed, the step fails again"
         return tuple(dict.fromkeys(f"{again}: {_describe(found)}." for found in self.diagnoses))
 
 
 def find_later_origins(findings: Findings, trials: Trials, writer: ChangeWriter) -> LaterOrigins:
-    """Change the first origins and look where the step fails then, until nothing is non-finite or nothing helps."""
+    """Change the first origins and find where the step fails then, until all is finite or nothing helps."""
     model = trials.step.model
     leads = distinct_leads(findings.conclusion, model)
     seen = _places(leads, model)
@@ -67,7 +67,7 @@ def find_later_origins(findings: Findings, trials: Trials, writer: ChangeWriter)
         leads = distinct_leads(conclusion, model)
         seen |= _places(leads, model)
         later += conclusion.diagnoses
-    # The change of the last origin may mend those before it: a root that is never zero is no divisor of zero.
+    # The change of the last origin may fix those before it: a root that is never 0 is no divisor of 0.
     candidates = dict.fromkeys((*chosen[-1:], *together([[candidate] for candidate in chosen])))
     return LaterOrigins(diagnoses=tuple(later), candidates=tuple(candidates))
 
@@ -77,7 +77,7 @@ def _places(leads: Iterable[Suspect], model: nn.Module) -> set[object]:
 
 
 def _options(lead: Suspect, trials: Trials) -> list[Candidate]:
-    """The changes of the operation itself; before them fp32, where the first origin is a matter of precision."""
+    """Return the operation's changes, after fp32 if that does not fail; otherwise fp32 only if there are none."""
     model = trials.step.model
     changes, kept = specific(lead, model), smallest_in_fp32(lead, model)
     if isinstance(kept, KeepModule) and lead.site.source is not None:
@@ -99,7 +99,7 @@ def _describe(diagnosis: Diagnosis) -> str:
 def _first_that_helps(
     chosen: Sequence[Candidate], options: Iterable[Candidate], seen: set[object], trials: Trials, writer: ChangeWriter
 ) -> tuple[Candidate, Conclusion] | None:
-    """The first change after which the step fails elsewhere, or no longer; with what is concluded of it then."""
+    """Return the first change after which the step fails elsewhere, or no longer, with the conclusion of that run."""
     for candidate in options:
         edit = join([_strongest(change) for change in (*chosen, candidate)])
         conclusion = _conclude_with(edit, trials, writer)
@@ -109,12 +109,12 @@ def _first_that_helps(
 
 
 def _strongest(change: Candidate) -> Edit:
-    """The last strength, or the largest eps: beside the smallest one the gradients may overflow still."""
+    """Return the last strength, or the largest eps: with the smallest one the gradients may still overflow."""
     return max(change, key=lambda edit: (edit.value or 0.0) if isinstance(edit, SetArgument) else change.index(edit))
 
 
 def _conclude_with(edit: Edit, trials: Trials, writer: ChangeWriter) -> Conclusion | None:
-    """What the changed step fails of, its backward pass at loss scale 1 included; None where that is not known."""
+    """Return why the changed step fails, including its backward pass at loss scale 1; None if that is not known."""
     step = replace(trials.with_gradients.step, loss_scale=1.0)
     change = next((written.change for written in writer.write(edit)), None) if is_text_alone(edit) else edit
     traces = trials.on(step).trace(change) if change is not None else None

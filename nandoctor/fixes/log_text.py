@@ -1,4 +1,4 @@
-"""The text of one logarithm, and forms that give it without the exponential that it is taken of."""
+"""The source text of a logarithm, and stable forms that avoid the exponential inside it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from nandoctor.fixes.source_expression import grouped, negated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """The text of a logarithm; `is_low` where it may be in half precision.
+    """The text of a logarithm; `is_low` if it may be in half precision.
 
-    It is the logsumexp over `dims` of the text `terms`, or the softplus of it where `dims` is None; "" for any other.
+    If it is the logsumexp over `dims` of a text, `terms` is that text; with `dims` None it is the softplus of `terms`.
+    `terms` is "" for any other logarithm.
     """
 
     text: str
@@ -22,34 +23,34 @@ class Log:
 
     @property
     def wide(self) -> str:
-        """The text in fp32, for a function that autocast leaves in the format of its input."""
+        """The text cast to fp32, for a function that autocast runs in its input's format."""
         return f"{grouped(self.text)}.float()" if self.is_low else self.text
 
 
 def even_log(name: str, value: Log) -> Log:
-    """The logarithm of a cosh or a Bessel function I0 of a value, which grow like its exponential on both sides."""
+    """Return the log of cosh or the Bessel function I0 of a value; both grow exponentially on either side of 0."""
     if name == "cosh":
         return Log(text=f"torch.logaddexp({value.wide}, {negated(value.wide)}) - {math.log(2):.6f}")
     return Log(text=f"torch.log(torch.special.i0e({value.wide})) + {grouped(value.wide)}.abs()")
 
 
 def excess_log(exponent: Log) -> Log:
-    """The logarithm of an exponential less 1, of the exponent: the inverse of a softplus."""
+    """Return log(exp(exponent) - 1), the inverse of a softplus."""
     return Log(text=f"{exponent.wide} + torch.log(-torch.expm1({negated(exponent.wide)}))")
 
 
 def softplus_of(exponent: Log, functional: str) -> Log:
-    """The logarithm of 1 and an exponential, of the exponent."""
+    """Return log(1 + exp(exponent)), a softplus."""
     return Log(text=f"{functional}.softplus({exponent.wide})", terms=exponent.text)
 
 
 def slope_log(value: Log, functional: str) -> Log:
-    """The logarithm of 1 - tanh(value) ** 2, by which a squashed action's density is corrected."""
+    """Return log(1 - tanh(value) ** 2), the correction of a squashed action's log density."""
     return Log(text=f"2 * ({math.log(2):.6f} - {value.wide} - {functional}.softplus(-2 * {value.wide}))")
 
 
 def functional_in(text: str) -> str:
-    """What torch.nn.functional is called in the text of a file."""
+    """Return the name for torch.nn.functional in the text of a file: "F" if it is imported as that."""
     is_known = any(
         f"{start} as F\n" in text for start in ("import torch.nn.functional", "from torch.nn import functional")
     )

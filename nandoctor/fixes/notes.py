@@ -1,4 +1,4 @@
-"""What a search has to say beside the changes it tried: what was left out, why none helped, what to do by hand."""
+"""Writes the notes of a search: what was not tried, why nothing helped, what to do by hand."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from nandoctor.torch_compat import is_running_norm
 def describe_search(
     findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *, out_of_memory: bool
 ) -> Iterator[str]:
-    """Tell what was not tried, what could not be run, and why none of the changes is a fix."""
+    """Yield sentences on what was not tried, what could not be run, and why no change is a fix."""
     if untried and out_of_memory:
-        yield f"Not tried, because memory ran out: the rest of {', '.join(untried)}. Run it where there is more."
+        yield f"Not tried, because memory ran out: the rest of {', '.join(untried)}. Run it with more memory."
     elif untried:
-        yield f"The budget for trials was spent before all was tried of: {', '.join(untried)} (--max-trials, --time)."
+        yield f"The trial budget was spent. Not or not fully tried: {', '.join(untried)} (--max-trials, --time)."
     advised = flatten(item.edit for item in ranked if item.kind == "advice")
     sources = (getattr(getattr(edit, "site", None), "source", None) for edit in advised)
     if (unread := next((line.file for line in sources if line and not Path(line.file).is_file()), None)) is not None:
-        yield f"{unread} is no file here: what is advised for that code could not be run, so none of it is verified."
+        yield f"{unread} is not a file here: the changes advised for it could not be run, so none of them is verified."
     if findings.verdict == "numerics":
         tried = ": what was tried changes the operation itself" if ranked else ""
         yield f"fp32 is non-finite as well, so casts to fp32 fix nothing{tried}."
@@ -45,7 +45,7 @@ def describe_search(
 
 
 def _describe_failures(tried: Sequence[Fix]) -> str:
-    """Why no change is a fix: nothing is finite, what is finite is too far off, or a check of another kind failed."""
+    """Describe why no change is a fix: none is finite, the nearest is too far off, or another check failed."""
     nearest = min(map(distance_of, tried))
     if math.isinf(nearest):
         ran_all = all(fix.outcome.ran for fix in tried)
@@ -59,21 +59,21 @@ def _describe_failures(tried: Sequence[Fix]) -> str:
 
 
 def distance_of(fix: Fix) -> float:
-    """How far off the output is with a change, infinite where it is not finite."""
+    """Return the output's error with a change, infinite if it is not finite."""
     error = fix.outcome.max_rel_err
     return error if fix.outcome.finite and error is not None else math.inf
 
 
 def describe_none(findings: Findings, model: nn.Module) -> str:
-    """Why there was no change to try, and what the page of the cause has to say to whoever looks for one."""
+    """Describe why there was no change to try, with what the page of the cause advises to do by hand."""
     cause = next((diagnosis.cause for diagnosis in findings.conclusion.diagnoses[:1]), None)
     places = len(distinct_leads(findings.conclusion, model))
     if findings.verdict == "state":
         is_built = nonfinite_in(model).keys() <= findings.trace.built.keys()
-        lost = "what the weights have lost no code gives back"
-        why = "only the code that builds the model tells what is to stand there" if is_built else lost
+        lost = "no code can restore what the weights have lost"
+        why = "only the code that builds the model knows what belongs there" if is_built else lost
     elif findings.verdict == "input":
-        why = "every sample may be hit, so that no batch is left without them"
+        why = "every sample may be affected, so no batch would be left without them"
     elif places > MAX_LEADS:
         why = f"non-finite values are made in {places} places of the code, and at most {MAX_LEADS} are changed at once"
     elif cause is None:
@@ -85,7 +85,7 @@ def describe_none(findings: Findings, model: nn.Module) -> str:
 
 
 def _by_hand(findings: Findings) -> str:
-    """What the page of the cause advises; "" where the cause says better, or it is a cast to fp32, which fails too."""
+    """Return what the cause's page advises; "" if the cause has better advice, or if it is fp32, which fails too."""
     cause = next((diagnosis.cause for diagnosis in findings.conclusion.diagnoses[:1]), None)
     is_told = cause is None or any(item.name == STABLE_FORM for item in cause.evidence)
     advice = "" if cause is None or is_told else dict(find_page(cause.code).sections)["Fix"]
@@ -94,7 +94,7 @@ def _by_hand(findings: Findings) -> str:
 
 
 def describe_coupling(found: Iterable[Counterfactual], step: FailingStep) -> tuple[str, ...]:
-    """Tell where the samples fail only together, so that neither those to blame nor the others show it alone."""
+    """Return a note if the samples fail only together: neither those to blame nor the others fail alone."""
     samples = [trial for trial in found if trial.group == "samples"]
     if len(samples) < 2 or not all(trial.outcome.finite for trial in samples):
         return ()

@@ -1,6 +1,6 @@
-"""Verifies a change by running the very text that is printed, on the failing batch and on others near to it.
+"""Verifies a change by running exactly the text that is printed, on the failing batch and on variations of it.
 
-A change of the batch holds for that batch alone, so it is not tried on variations of it.
+A change of the batch applies to that batch alone, so it is not tried on variations.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import are, constant, join_first, join_words, number, percent
 
 _COARSER_IN_BF16 = 8
-"""bf16 carries 8 bits where fp16 carries 11."""
-_NOT_RUN: Said = "not-checked", "not run, for a check before it failed"
+"""The ratio of rounding errors: bf16 has 8 bits and fp16 has 11."""
+_NOT_RUN: Said = "not-checked", "not run, because an earlier check failed"
 _AS_FP32: Said = "passed", "finite wherever fp32 is"
 _FACTORS = tuple(0.5 * 4.0**-n for n in range(6))
-"""exp is finite in float64 up to 709, in fp32 up to 88: steps of 4 do not miss what lies between."""
+"""exp is finite in float64 up to 709, in fp32 up to 88: with steps of 4, one factor lands between the two."""
 _LOWERED = (256.0, 16.0)
-"""On another batch GradScaler may have to lower its scale; to these, where the scale of the training is no lower."""
+"""On another batch GradScaler may have to lower its scale: to these, but not above the training's scale."""
 
 
 class Verifier:
-    """Verifies written changes of one step; the runs that they are compared with are shared by all of them.
+    """A verifier of the written changes of one step, which shares the runs that they are compared with.
 
-    `guilty` are the samples to blame, () where not known; `random`: it draws; `trusts_fp32`: no float64 is asked.
+    `guilty` are the samples to blame, () if unknown; `random`: random numbers are drawn; `trusts_fp32`: no float64 run.
     """
 
     def __init__(self, trials: Trials, *, guilty: tuple[int, ...], random: bool, trusts_fp32: bool = False) -> None:
-        self._trials, self._as_searched = trials.with_gradients, trials
+        self._trials, self._search_trials = trials.with_gradients, trials
         self._guilty, self._random, self._trusts_fp32 = guilty, random, trusts_fp32
         samples = range(trials.step.num_samples or 0)
         self._healthy = tuple(sample for sample in samples if sample not in guilty) if guilty else ()
@@ -68,9 +68,9 @@ class Verifier:
         self._verified: dict[object, tuple[Judgement, tuple[Check, ...]]] = {}
 
     def verify(self, written: WrittenChange, edit: Edit) -> tuple[Judgement, tuple[Check, ...]]:
-        """Run the step with the written change, gradients included, then its variations; the first that fails ends it.
+        """Run the step with the written change and its gradients, then variations, up to the first check that fails.
 
-        What was verified before is not run again.
+        A change that was verified before is not run again.
         """
         key = written.kind, written.text, written.settings
         if key not in self._verified:
@@ -79,7 +79,7 @@ class Verifier:
 
     def _verify(self, written: WrittenChange, edit: Edit) -> tuple[Judgement, tuple[Check, ...]]:
         change = written.change if written.change is not None else edit
-        self._trials.sound_reference((change,))  # beside it a change that fails is told before its backward pass
+        self._trials.sound_reference((change,))  # with it known, a change that fails needs no backward pass
         made, scale = self._gradients.run(change)
         judgement = self._trials.assess(made, (change,))
         criteria: list[tuple[str, Callable[[], Said]]] = [
@@ -90,7 +90,7 @@ class Verifier:
             ("healthy samples", lambda: self._judge_healthy(change, made)),
         ]
         off = self.fp32_error if judgement.passes and not selects((change,)) else None
-        if off is not None and not compare_runs(made, self._as_searched.exact()).agrees():  # fp32 proves nothing
+        if off is not None and not compare_runs(made, self._search_trials.exact()).agrees():  # fp32 proves nothing
             doubt = f"fp32 itself is {percent(off)} off float64 here"
             criteria.insert(1, ("float64", lambda: ("failed", doubt)))
         if spoilt := self._trials.list_spoilt(made):
@@ -101,7 +101,7 @@ class Verifier:
         if written.past_bound is not None:
             criteria.append(("exponents past the bound", partial(self._judge_past_bound, written.past_bound)))
         elif written.in_backward and not self._trials.sound_reference(()).finite:
-            criteria.append(("backward", lambda: ("failed", "no sound gradients to compare those of the code with")))
+            criteria.append(("backward", lambda: ("failed", "there are no sound gradients to compare with")))
         source = change.source if isinstance(change, Snippet) else change
         mended = source if isinstance(source, SourcePatch) and not only_widens(edit) else None
         judge_varied = cache(partial(self._judge_variation, written, change, scale, mended))
@@ -125,7 +125,7 @@ class Verifier:
         largest = made.largest_finite
         if "loss" not in made.values and largest > LARGEST_SQUARED > self._trials.reference().largest_finite:
             return "failed", f"finite, up to {number(largest)}: a squared error of it overflows in fp32"
-        besides = " but for infinities that fp32 has there too" if made.meant else ""
+        besides = " except for infinities that fp32 has there too" if made.meant else ""
         told = f"finite{besides}, {percent(error)} off fp32"
         if not judgement.passes:
             return "failed", told
@@ -135,7 +135,7 @@ class Verifier:
         return "passed", f"{told}, within what rounding costs here" if error > TOLERANCE else told
 
     def _error_of_smaller(self, change: Change) -> str | None:
-        """How far the change is off float64 with smaller inputs, where float64 overflows with those of the step."""
+        """Describe the change's error against float64 with smaller inputs; None if accepted, or not needed."""
         if selects((change,)) or self._smaller is None:
             return None
         factor, trials = self._smaller
@@ -146,10 +146,10 @@ class Verifier:
 
     @cached_property
     def fp32_error(self) -> float | None:
-        """What the unchanged step in fp32 is off float64 by, where that is much and both are finite."""
+        """The error of the unchanged step in fp32 against float64, if it is large and both are finite; else None."""
         if self._trials.numerics or self._trusts_fp32:
             return None
-        reference, exact = self._as_searched.reference(), self._as_searched.exact()
+        reference, exact = self._search_trials.reference(), self._search_trials.exact()
         if not (reference.values_finite and exact.values_finite):
             return None
         off = compare_runs(reference, exact).max_rel_err
@@ -157,7 +157,7 @@ class Verifier:
 
     @cached_property
     def _smaller(self) -> tuple[float, Trials] | None:
-        """The largest of a few factors for the inputs that leaves float64 finite, its gradients too if one does."""
+        """The largest input factor with which float64 is finite, its gradients too if possible; and its trials."""
         if not self._trials.numerics or self._trials.exact().finite:
             return None
         found = None
@@ -173,7 +173,7 @@ class Verifier:
         return found
 
     def _judge_edge(self, at_edge: SourcePatch, edit: Edit, scale: float | None) -> Said:
-        """Say whether values exactly on the edge of a domain leave all finite: the next batch may have such."""
+        """Check that all stays finite with values exactly on the edge of a domain, which the next batch may have."""
         made = self._trials.run(*at_scale(at_edge, scale or 1.0))
         edits = flatten((edit,))
         told = " and ".join(dict.fromkeys(constant(edge) for single in edits for edge in edges_of(single)))
@@ -186,9 +186,9 @@ class Verifier:
         return "passed", f"finite with arguments of exactly {told}{f'; {cost}' if cost else ''}"
 
     def _judge_past_bound(self, written: PastBound) -> Said:
-        """Say whether exponents that the change makes alike give what float64 gives without it.
+        """Check that exponents past the bound of a clamp give what float64 gives without the clamp.
 
-        One score past the bound of a softmax may be the largest still; two of them would tie.
+        One score past the bound of a softmax may still be the largest; two of them would tie.
         """
         trials = self._trials
         asked = written.in_backward or written.is_shared
@@ -211,13 +211,13 @@ class Verifier:
         return "passed" if off <= TOLERANCE else "failed", said
 
     def _judge_healthy(self, change: Change, made: Result) -> Said:
-        """Each sample that was fine is within 1 % of fp32, or of what it was; what fp16 lost before is allowed for."""
+        """Check that no healthy sample is off fp32 or its old value by more than 1 % or its error before the change."""
         if selects((change,)):
             return "not-checked", "the change takes samples out of the batch"
         if not self._healthy:
             return "not-checked", "every sample fails" if self._guilty else "the samples to blame are not known"
-        # In the unchanged step the samples that are not to blame are sound; of their values alone is asked.
-        before, reference = self._as_searched.run(), self._trials.sound_reference((change,))
+        # The samples that are not to blame are sound in the unchanged step; only their values are compared.
+        before, reference = self._search_trials.run(), self._trials.sound_reference((change,))
         size = self._trials.step.num_samples
         errors = [sample_errors(one, other, size) for one, other in ((made, reference), (made, before))]
         own = sample_errors(before, reference, size)
@@ -235,7 +235,7 @@ class Verifier:
         return "passed" if bool((off <= allowed).all()) else "failed", text
 
     def _judge_healthy_alone(self, change: Change) -> Said:
-        """Where the failure took the others with it, they are compared in a batch of their own, in fp32."""
+        """Compare the healthy samples in fp32 in a batch of their own, because the failure spread to them."""
         others = self._trials_of(self._healthy)
         unchanged = others.reference()
         if not unchanged.finite:
@@ -248,11 +248,11 @@ class Verifier:
 
     @cached_property
     def _variations(self) -> Mapping[str, Trials | None]:
-        """The trials of the step on batches near to its own; None where there is no such batch."""
+        """The trials of the step's variations, by name; None for a variation that does not apply."""
         return {name: self._varied((name,), self._trials.step) for name in (*VARIATIONS, OTHER_SEED)}
 
     def _varied(self, names: Iterable[str], step: FailingStep) -> Trials | None:
-        """The trials of a step varied in all of these ways; None where one of them is none."""
+        """Return the trials of a step varied in all of these ways; None if one of them does not apply."""
         for name in names:
             if name == OTHER_SEED:
                 varied = replace(step, seed=(step.seed or 0) + 1) if self._random else None
@@ -266,19 +266,19 @@ class Verifier:
 
     @cached_property
     def _joined(self) -> Mapping[tuple[str, ...], Trials | None]:
-        """Several variations at once, on a few samples: all that change values little, alone and with each scaling."""
+        """Combined variations, on a few samples: all that hardly change the values, alone and with each scaling."""
         alike = tuple(name for name in NEARLY_THE_SAME if self._variations[name] is not None)
         scaled = ((name, *alike) for name in SCALED if self._variations[name] is not None)
-        # Scaled first: noise leaves no flags of 0 and 1, which are not scaled.
+        # Scale first: flags of 0 and 1 are not scaled, and noise would disguise them.
         step = self._trials.step
         few = step if self.few is None else with_samples(step, self.few)
         return {names: self._varied(names, few) for names in (alike, *scaled)}
 
     def _first_tries(self, name: str, *, widens: bool) -> Iterator[list[tuple[str, ...]]]:
-        """Joined variations that are run before one is by itself, and do where all of a try pass.
+        """Yield tries, each of combined variations, to run before one by itself; it is settled if all of a try pass.
 
-        A change that only `widens` formats fails of nothing but the size of values: what changes them little does no
-        harm at their own size if it does none at half and at double of it. Of a guard around 1 that would not be true.
+        A change that only `widens` formats can fail only because of the size of values: if small changes do no harm at
+        half and at double the size, they do none at the original size. This is not true of a guard around 1, say.
         """
         scaled = [names for names in self._joined if name in names and names[0] in SCALED]
         if len(scaled) == (1 if name in SCALED else len(SCALED)) and (widens or name in SCALED):
@@ -287,9 +287,9 @@ class Verifier:
 
     @cached_property
     def few(self) -> tuple[int, ...] | None:
-        """Two of the samples to blame and one other, where these are no more than half of the batch; else None.
+        """Two of the samples to blame and one other, if these are at most half of the batch; else None.
 
-        They are those with the largest values in it, and of those to blame the one with the smallest.
+        They are those with the largest values, and of those to blame also the one with the smallest.
         """
         step, size = self._trials.step, self._trials.step.num_samples or 0
         guilty = extreme_samples(self._guilty, step.batch, step.used, size)
@@ -297,7 +297,7 @@ class Verifier:
         return tuple(few) if guilty and 2 * len(few) <= size else None
 
     def _check_variation(self, name: str, edit: Edit, judge: Callable[[Trials | None], Said]) -> Check:
-        """Judge it among others at once; what does not pass so is run by itself, on the whole batch."""
+        """Judge a variation combined with others; if that does not pass, by itself on the whole batch."""
         for tried in self._first_tries(name, widens=only_widens(edit)):
             said = [judge(self._joined[names]) for names in tried]
             if all(status == "passed" for status, _ in said) and _AS_FP32 not in said:
@@ -313,7 +313,7 @@ class Verifier:
 
     @cached_property
     def _others_alone(self) -> Trials | None:
-        """The trials of as many samples that were fine; None where there are not so many."""
+        """The trials of as many healthy samples as there are samples to blame; None if there are fewer."""
         number_of = len(self._guilty)
         return self._trials_of(self._healthy[:number_of]) if number_of <= len(self._healthy) else None
 
@@ -321,14 +321,14 @@ class Verifier:
         return self._trials.on(with_samples(self._trials.step, samples))
 
     def _judge_alone(self, change: Change, judge: Callable[[Trials | None], Said]) -> Said:
-        """As a variation; but a loss of pairs, or of the labels there are, may not be finite for so few samples."""
+        """Judge as a variation, but excuse a loss (of pairs, say) that is not finite for so few samples."""
         alone, others = self._guilty_alone, self._others_alone
         said = judge(alone)
         if said[0] != "failed":
             return said
         if others is not None and not others.run().finite:
             if judge(others)[0] == "failed":
-                return "not-checked", "as few of the samples that were fine fail as well, changed or not"
+                return "not-checked", "just as few of the samples that were fine fail too, even without the change"
         elif alone is not None and alone.reference(change).only_loss_fails:
             return "not-checked", "their loss alone is not finite in fp32 either, though their output is"
         return said
@@ -341,9 +341,9 @@ class Verifier:
         mended: SourcePatch | None,
         varied: Trials | None,
     ) -> Said:
-        """Finite is asked for, and no more: elsewhere the step itself may magnify what fp16 rounds.
+        """Check only that the varied step is finite: there it may magnify fp16's rounding.
 
-        Of what is `mended`, and not only kept in fp32, the whole statement has to be finite, even where fp32 is not.
+        A `mended` patch changes more than formats: its statements must not make non-finite values even where fp32 does.
         """
         if written.kind == "data":
             return "not-checked", "the change is of this batch alone"
@@ -360,7 +360,7 @@ class Verifier:
             told = self._describe_finite(made, lowered if lowered < highest else None)
             return ("passed", told) if made_up is None else ("failed", f"gradients are {made_up}")
         if made.values_finite and varied.step.loss is squared_surrogate and varied.reference(change).finite:
-            # In fp32 the change is sound there: what fp16 cannot hold may be the stand-in's own gradient.
+            # The change is sound in fp32: what fp16 cannot hold may be the stand-in loss's own gradient.
             plain = self._trials.on(replace(varied.step, loss=surrogate_loss))
             if plain.run(*at_scale(change, 1.0)).finite:
                 return "passed", "output finite, gradients too where they do not grow with the output"
@@ -370,17 +370,17 @@ class Verifier:
         failing = failing_op(mended, traces[0]) if mended is not None and traces is not None else None
         if failing is None:
             return said
-        return "failed", f"{failing.op} is not finite there, in a statement that the change is in"
+        return "failed", f"{failing.op} is not finite there, in a changed statement"
 
     def _describe_finite(self, made: Result, lowered: float | None) -> str:
-        """What was finite: gradients may be asked for and not there, and of a stand-in loss there is no value."""
+        """Describe what was finite; there may be no gradients, and a stand-in loss has no value."""
         parts = ["output", *(["loss"] if "loss" in made.values else []), *(["gradients"] if made.gradients else [])]
         only = " alone" if len(parts) == 1 else ""
         at = "" if lowered is None else f", at loss scale {number(lowered)}"
         return f"{join_words(parts)}{only} finite{at}"
 
     def _excuse(self, made: Result, reference: Result) -> Said:
-        """Say whether a run that is not finite is so only where the unchanged step in fp32 is not either."""
+        """Check whether a non-finite run is non-finite only where the unchanged step in fp32 is too."""
         if not reference.ran:
             return "not-checked", "the unchanged step cannot be run on such a batch"
         if not self._trials.numerics and made.ran:

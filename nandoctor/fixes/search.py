@@ -1,4 +1,4 @@
-"""From a diagnosis to changes that fix the step, each proved by running it."""
+"""Searches for changes that fix the failing step, and verifies each by running it."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import join_first
 
 _CHANGES, _FP32_SETS, _SETTINGS = "changes of the operation", "sets of modules in fp32", "other settings"
-_FOR_THE_REST = 0.2
-"""The share of the budget that the search for sets leaves, among thousands of modules."""
-_LARGEST_NEAR = 2.0**20  # fp32 rounds it by 1/16 at most
+_RESERVED_SHARE = 0.2
+"""The share of the budget that the search for sets, which may have thousands of modules, has to leave."""
+_LARGEST_NEAR = 2.0**20  # fp32's rounding error there is at most 1/16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixSearch:
-    """What was tried, verified fixes first and the smallest of them first; `notes` tell what a budget left untried.
+    """The result of a search: verified fixes first, the smallest first; `notes` say what was left untried, and why.
 
-    `also` is what the step fails of once the origins of the diagnosis are changed. `fp32_error` is what fp32 itself is
-    off float64 by, None where that is little or was not asked.
+    `also` has the origins that show once those of the diagnosis are changed. `fp32_error` is fp32's own error against
+    float64, None if it is small or was not measured.
     """
 
     fixes: tuple[Fix, ...] = ()
@@ -75,15 +75,15 @@ class FixSearch:
 def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> FixSearch:
     """Try what the diagnosis suggests, then the smallest sets of modules in fp32, then other settings.
 
-    Nothing is tried for a step that did not fail. Its `progress` hears how it gets on, and may let an interrupt end it.
+    Nothing is tried if the step did not fail. `step.progress` is notified, and may let an interrupt end the search.
     """
     if findings.verdict in NOTHING_FOUND:
         return FixSearch()
     if findings.trace.unread:
         what = join_first(findings.trace.unread, 3)
-        return FixSearch(notes=(f"No fix was tried: none can be checked where the output holds {what}.",))
+        return FixSearch(notes=(f"No fix was tried: none can be checked, because the output holds {what}.",))
     if step.loss is None and findings.trace.raised is not None and findings.trace.output_finite:
-        return FixSearch(notes=("No fix was tried: the step fails in its loss, which could not be run to its end.",))
+        return FixSearch(notes=("No fix was tried: the step fails in its loss, which could not be run to the end.",))
     if any(diagnosis.origin.phase == "optimizer" for diagnosis in findings.conclusion.diagnoses[:1]):
         fixes = tuple(_fix_optimizer_eps(findings))
         none = "No eps was found that keeps the step of every parameter within its bound."
@@ -101,10 +101,10 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
 
 
 def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> list[Fix]:
-    """Verified fixes first: changes at the origin, then sets found by search, then another format; by size.
+    """Rank verified fixes first: changes at the origin, then sets found by search, then another format; by size.
 
-    Then comes what leaves the origin as it is: it helps because an input happens to arrive in fp32, or because the loss
-    is scaled by less than 1, to which no GradScaler is meant to come. Last come samples left out, for this batch alone.
+    Then come fixes that leave the origin as it is: they help because an input happens to arrive in fp32, or because the
+    loss is scaled by less than 1, which no GradScaler is meant to reach. Leaving out samples, for this batch, is last.
     """
 
     def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, int]:
@@ -121,7 +121,7 @@ def _scales_below_one(edit: Edit) -> bool:
 
 
 def _is_only_upstream(edit: Edit, findings: Findings) -> bool:
-    """Tell whether all that a change does is to keep other modules in fp32 than those that the failure starts in."""
+    """Return True if a change only keeps modules in fp32, and none that the failure starts in."""
     blamed = {suspect.site.module for suspect in findings.conclusion.suspects}
     singles = flatten((edit,))
     modules = {single.module for single in singles if isinstance(single, KeepModule)}
@@ -130,7 +130,7 @@ def _is_only_upstream(edit: Edit, findings: Findings) -> bool:
 
 
 def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:
-    """The eps with which every parameter's step is within its bound, found by taking that step."""
+    """Yield the eps with which every parameter's step is within its bound, found by taking that step."""
     safe = [slot.safe_eps for slot in findings.slots]
     if safe and all(eps is not None for eps in safe):
         eps = max(eps for eps in safe if eps is not None)
@@ -143,9 +143,9 @@ def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:
 
 
 class _Search:
-    """The search on one step, stage by stage, and what has come of it so far.
+    """The search on one step, stage by stage, and its results so far.
 
-    A stage raises BudgetSpent where nothing more may be run.
+    A stage raises BudgetSpent once the budget is used up.
     """
 
     def __init__(self, step: FailingStep, findings: Findings, budget: TrialBudget) -> None:
@@ -154,7 +154,7 @@ class _Search:
             step,
             budget,
             numerics=not (findings.sound_in_fp32 or findings.verdict == "loss-scale"),
-            backward=findings.trace.finite,  # a forward that fails is searched on by itself
+            backward=findings.trace.finite,  # if the forward fails, the search looks at it alone
             fails=findings.trace.raised is None and not findings.trace.finite and findings.reference.finite,
             lost_at=find_lost_call(findings),
         )
@@ -173,7 +173,7 @@ class _Search:
         self._fp32_error: float | None = None
 
     def try_changes(self) -> None:
-        """Try what the diagnosis suggests; where fp32 fails as well and nothing helps, leave samples out."""
+        """Try what the diagnosis suggests; if fp32 fails as well and nothing helps, leave samples out."""
         self._attempt(propose(self._findings, self._trials), self._tried)
         self._untried.remove(_CHANGES)
         if self._findings.verdict == "numerics" and not self._succeeded:
@@ -182,8 +182,8 @@ class _Search:
             self._attempt(without_guilty(affected, self._step.num_samples), self._tried)
 
     def _new_verifier(self) -> Verifier:
-        # A product that overflows in fp16 is far from where fp32 ends; a float64 run of a network of them costs most.
-        # Beside the constant of a mask fp32 loses the scores, which is meant: of a row of masks float64 has them.
+        # A product that overflows in fp16 is far from fp32's limit, and such networks have the slowest float64 runs.
+        # Added to a mask's constant, scores are lost in fp32, as intended; in a fully masked row, float64 keeps them.
         found = self._findings.conclusion
         is_mask = any(diagnosis.cause and diagnosis.cause.code == MASK for diagnosis in found.diagnoses)
         takes_sums = all(suspect.site.op in {*PRODUCTS, *CASTS} for suspect in found.suspects)
@@ -198,10 +198,10 @@ class _Search:
         self._attempt(self._later.candidates, self._tried)
 
     def try_fp32_sets(self) -> None:
-        """Try the smallest sets of modules in fp32, where fp32 does not fail; then what its backward pass may hide."""
+        """Try minimal sets of modules in fp32, if fp32 does not fail; then later origins, as in the backward pass."""
         findings, trials = self._findings, self._trials
         if findings.sound_in_fp32:
-            with self._budget.holding_back(_FOR_THE_REST):
+            with self._budget.holding_back(_RESERVED_SHARE):
                 self._fp32_sets, found = search_fp32_sets(
                     findings, trials, self._verifier.few, is_fix=self._is_verified
                 )
@@ -217,11 +217,11 @@ class _Search:
         return self._is_of_use(kept) and any(fix.verified for fix in self._try(self._as_printed(kept)))
 
     def _is_of_use(self, kept: Kept) -> bool:
-        """Tell whether to try a set: what helps because an input arrives in fp32 is of no use beside a proper fix."""
+        """Return False for a set that helps only because an input arrives in fp32, if there is a proper fix."""
         return not (self._succeeded and _is_only_upstream(join(kept), self._findings))
 
     def _as_printed(self, kept: Kept) -> Candidate:
-        """The set as lines of code; as a snippet, modules are kept with all below them, but never the whole model."""
+        """Return the set as lines of code, and as modules with everything below them, but never the whole model."""
         lines = by_lines(kept, self._findings, self._step.model)
         whole = tuple(replace(member, children=True) for member in kept)
         paths = [member.module for member in kept if member.module]
@@ -230,16 +230,16 @@ class _Search:
         return (*lines, refine(kept, self._findings, self._trials), *([join(outer)] if is_another else []))
 
     def vary_settings(self) -> None:
-        """Show what the failure depends on, and whether fp32 is right where it is finite."""
+        """Run variations to show what the failure depends on, and measure whether finite fp32 values are right."""
         self._fp32_error = self._verifier.fp32_error
         random, verified = self._findings.random, self._succeeded
         for outcome in vary_settings(self._trials, self._guilty, random=random, verified=verified):
             self._varied.append(outcome)
-            self._tell()
+            self._notify()
         self._untried.remove(_SETTINGS)
 
     def result(self) -> FixSearch:
-        """What was found until now."""
+        """Return what was found so far."""
         ranked = _rank(self._tried, self._from_fp32_sets, self._findings)
         ops, untried = self._findings.ops, ", ".join(self._untried)
         stopped = f"Interrupted: the search for fixes is not complete. Not or not fully tried: {untried}."
@@ -267,10 +267,10 @@ class _Search:
     def _attempt(self, candidates: Iterable[Candidate], tried: list[Fix]) -> None:
         for candidate in candidates:
             tried += self._without_idle_parts(self._try(candidate))
-            self._tell()
+            self._notify()
 
     def _without_idle_parts(self, found: list[Fix]) -> list[Fix]:
-        """A verified change of several places without those that it needs no change of: one may mend another."""
+        """Return a verified change of several places without superfluous ones: the change of one may fix another."""
         parts = flatten(fix.edit for fix in found if fix.verified)
         if len(parts) > 1 and not any(isinstance(part, KeepModule) for part in parts):
             for part in parts:
@@ -279,15 +279,15 @@ class _Search:
                     return self._without_idle_parts(smaller)
         return found
 
-    def _tell(self) -> None:
-        """Tell the progress the title of the first fix that was verified, "" before there is one."""
+    def _notify(self) -> None:
+        """Notify the progress listener of the runs and of the first verified fix's title, "" if there is none yet."""
         best = next((fix.title for fix in (*self._tried, *self._from_fp32_sets) if fix.verified), "")
         self._step.progress.searched(self._budget.num_run, self._budget.max_trials, best)
 
     def _try(self, candidate: Candidate) -> list[Fix]:
-        """The first strength that passes as the text that is printed; else the nearest one.
+        """Return the first strength of a change that passes as printed text, else the nearest one.
 
-        Where fp32 is sound a text that fails shows it in its output, as soon as a probe would: it is its own.
+        If fp32 is sound, the text is run without a probe: its output shows a failure as soon as a probe's would.
         """
         tried: list[Fix] = []
         for edit in candidate:
@@ -308,7 +308,7 @@ class _Search:
                     self._trials.note(edit, proof)
                 if proof.passes:
                     return attempts
-                # A probe cannot widen an op that writes to its argument, and another text may.
+                # A probe cannot widen an op that writes to its argument, but another text may.
                 if fails_at_once and not isinstance(edit, KeepOp):
                     break
             tried += attempts
@@ -333,11 +333,11 @@ def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tupl
 
 
 def _distinct(tried: Iterable[Fix]) -> list[Fix]:
-    """One of those that come to the same, without a whole line in fp32, or further changes, where a part is enough."""
+    """Drop duplicates, and changes of which a part is enough: further edits, or a whole line in fp32."""
     found: dict[object, Fix] = {}
     for item in tried:
         key = item.kind, item.patch or item.title, item.verified
-        found[key] = item if item.checks or key not in found else found[key]  # what was known to fail is not checked
+        found[key] = item if item.checks or key not in found else found[key]  # one known to fail has no checks
     distinct = list(found.values())
     enough = [set(flatten((item.edit,))) for item in distinct if item.verified]
     distinct = [item for item in distinct if not any(edits < set(flatten((item.edit,))) for edits in enough)]
@@ -355,14 +355,14 @@ def _is_whole_line(fix: Fix) -> bool:
 
 
 def _size(edit: Edit, findings: Findings) -> int:
-    """How much a change asks for: a number in the code, an op, a line, modules, everything."""
+    """Return the size of a change, from a number in the code over an op, a line and modules to everything."""
     if isinstance(edit, Together):
         return sum(_size(single, findings) for single in edit.edits)
     if isinstance(edit, KeepModule):
         called = {call.module for call in findings.trace.calls}
         return 5 + (sum(is_below(path, edit.module) for path in called) if edit.children else 1)
     if isinstance(edit, ClampArgument | GuardArgument) and findings.verdict in ("precision", "silent"):
-        return 8  # fp32 shows that the values are sound: to keep them is better than to cut them
+        return 8  # fp32 shows that the values are sound, so keeping them is better than clamping them
     return _SIZES.get(edit.kind, 1)
 
 

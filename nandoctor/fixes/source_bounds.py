@@ -1,4 +1,4 @@
-"""Writes what keeps an argument within bounds, and what that does at them: where a derivative, or the format, ends."""
+"""Writes clamps and guards that keep an argument within bounds, and probes of what they do at those bounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PROBED = "_probed"
 
 
 def edges_of(edit: SingleEdit) -> tuple[float, ...]:
-    """The edges of the op's domain that the edit keeps its argument from; () for any other edit."""
+    """Return the edges of the op's domain that the edit keeps its argument off; () for any other edit."""
     if not isinstance(edit, ClampArgument | GuardArgument):
         return ()
     domain = DOMAINS.get(edit.site.op)
@@ -40,24 +40,24 @@ def edges_of(edit: SingleEdit) -> tuple[float, ...]:
 
 
 def text_at_edges(text: str, edit: ClampArgument | GuardArgument) -> str:
-    """The source text of an argument with what is on an edge or beyond it exactly there, and its gradient kept."""
+    """Return an argument's text with values on or beyond an edge moved exactly onto it, with their gradients kept."""
     made, edges = _PROBED, edges_of(edit)
     for place, edge in enumerate(edges, 1):
-        value = f"({_PROBED} := {text})" if place == len(edges) else _PROBED  # evaluated from the outside in
+        value = f"({_PROBED} := {text})" if place == len(edges) else _PROBED  # the outermost condition runs first
         sign = "<=" if edge == DOMAINS[edit.site.op].low else ">="
         made = f"torch.where({value} {sign} {edge}, {_PROBED} - {_PROBED}.detach() + {edge}, {made})"
     return made
 
 
 def bound_of(edit: SingleEdit) -> float | None:
-    """The largest exponent that the edit leaves, None for any other edit; the powers of larger ones are lost."""
+    """Return the largest exponent that the edit allows, None for any other edit; it clamps larger ones."""
     if not isinstance(edit, ClampArgument) or edit.argument == "exponent":
         return None
     return edit.high if edit.site.op in EXPONENTIALS else None
 
 
 def text_past_bound(text: str, bound: float) -> str:
-    """The source text of an exponent with all of it between the bound and the largest one, in the same order."""
+    """Return an exponent's text with all values moved between the bound and the largest one, in the same order."""
     above = f"{_PROBED}.amax() - {bound}"
     share = f"({_PROBED} - {_PROBED}.amin()) / ({_PROBED}.amax() - {_PROBED}.amin()).clamp(min=1e-9)"
     made = f"{bound} + ({above}) * (0.1 + 0.9 * {share})"
@@ -65,7 +65,7 @@ def text_past_bound(text: str, bound: float) -> str:
 
 
 def describe_cost(edits: Iterable[SingleEdit]) -> str:
-    """What a clamp makes of values at the edge: "acos(1) is 0.0014 (exactly: 0)"; "" where that cannot be told."""
+    """Return a clamp's error at the edge, such as "acos(1) is 0.0014 (exactly: 0)"; "" if it cannot be computed."""
     return "; ".join(dict.fromkeys(told for edit in edits for told in _costs(edit)))
 
 
@@ -76,17 +76,17 @@ def _costs(edit: SingleEdit) -> Iterator[str]:
         kept = edit.low if edge == DOMAINS[edit.site.op].low else edit.high
         try:
             at_edge, clamped = (float(function(torch.tensor(value, dtype=torch.float64))) for value in (edge, kept))
-        except TypeError:  # a power takes an exponent as well
+        except TypeError:  # such as pow, which needs an exponent as well
             continue
         yield f"{edit.site.op}({constant(edge)}) is {number(clamped)} (exactly: {number(at_edge)})"
 
 
 Probe = Literal["edge", "past bound", "past bound alone"]
-"""Arguments on the edge of a domain; exponents past the bound that a clamp sets, and the same without the clamp."""
+"""Arguments on the edge of a domain; exponents past a clamp's bound, and the same without the clamp."""
 
 
 def write_clamp(change: FileChange, expression: Expression, edit: ClampArgument, probe: Probe | None) -> None:
-    """Write a clamp of an argument, or of what the op returns."""
+    """Write a clamp of an argument, or of the op's result."""
     if edit.nan and not edit.argument:
         _take_zero(change, expression)
         return
@@ -119,7 +119,7 @@ def write_clamp(change: FileChange, expression: Expression, edit: ClampArgument,
 
 
 def _is_written(node: cst.CSTNode, edit: ClampArgument | GuardArgument) -> bool:
-    """Tell whether an expression writes to the argument, as `x.log_()` does: what is made of that is lost to others."""
+    """Return True if the op writes to the argument, like `x.log_()`: a copy in its place would not be written to."""
     return edit.argument in ("self", "input") and _writes_in_place(node)
 
 
@@ -129,14 +129,14 @@ def _writes_in_place(node: cst.CSTNode) -> bool:
 
 
 def _read_twice(change: FileChange, node: cst.BaseExpression) -> str:
-    """The text of what can be read twice for nothing. Raises CannotWriteError for anything else."""
+    """Return the text of a name or attribute, which can be read twice. Raises CannotWriteError for anything else."""
     if not isinstance(node, (cst.Name, cst.Attribute)):
         raise CannotWriteError
     return change.tree.code(node)
 
 
 def _take_zero(change: FileChange, expression: Expression) -> None:
-    """Take 0 for the NaN of an empty average, and not for one that was in what is averaged."""
+    """Write 0 for the NaN of an empty average, but not for a NaN in the averaged values."""
     tree, node = change.tree, expression.node
     if (loss := _write_average_loss(change, expression)) is not None:
         change.replacements.append(loss)
@@ -154,7 +154,7 @@ def _take_zero(change: FileChange, expression: Expression) -> None:
         change.replacements.append(spread)
         return
     tensors = list(expression.tensors())
-    tensors = tensors or [expression.argument_node("self")]  # of a tensor without elements there are no numbers
+    tensors = tensors or [expression.argument_node("self")]  # an empty tensor has no numbers in the trace
     named = {tensor: change.named(tensor, tree.code(tensor), "averaged") for tensor in tensors}
     whole = text_with(tree, node, {tensor: again for tensor, (_, again, _) in named.items()})
     first, again, before = change.named(node, whole, "average")
@@ -171,7 +171,7 @@ def _is_one_number(dims: Sequence[str]) -> bool:
 def _argument(
     change: FileChange, node: cst.BaseExpression, edit: ClampArgument | GuardArgument, probe: Probe | None
 ) -> str:
-    """The text of an argument, moved to the edge of its domain or past its bound where that is asked for."""
+    """Return the text of an argument, moved to the edge of its domain or past its bound if the probe says so."""
     text, bound = change.tree.code(node), bound_of(edit)
     if probe == "edge":
         return text_at_edges(text, edit) if edges_of(edit) else text
@@ -179,10 +179,10 @@ def _argument(
 
 
 def write_guard(change: FileChange, expression: Expression, edit: GuardArgument, probe: Probe | None) -> None:
-    """Write an op that is 0 where its argument is not inside, and has no gradient there."""
+    """Write an op that is 0, without a gradient, where its argument is outside the bounds."""
     tree, node = change.tree, expression.spelled
     argument = expression.argument_node(edit.argument)
-    if _is_written(node, edit):  # what is selected before it would be another tensor than the one that it wrote
+    if _is_written(node, edit):  # torch.where would make another tensor than the one that the op writes to
         if probe is not None:
             raise CannotWriteError
         kept = _read_twice(change, argument)
@@ -204,7 +204,7 @@ def write_guard(change: FileChange, expression: Expression, edit: GuardArgument,
 def _zero_where(
     condition: str, tree: SourceTree, node: cst.BaseExpression | cst.AugAssign, texts: Mapping[cst.CSTNode, str]
 ) -> str:
-    """An expression with other text for some of its arguments, and 0 where the condition holds: in place as it was."""
+    """Return an expression with new texts for some arguments and 0 where the condition holds; in-place ops stay so."""
     if isinstance(node, cst.AugAssign):
         ((_, text),) = texts.items()
         target = target_of(node)
@@ -216,12 +216,12 @@ def _zero_where(
 
 
 def _inside(edit: GuardArgument, first: str, again: str | None = None) -> str:
-    """The condition under which an argument is kept: strictly between the ends, or not zero."""
+    """Return the condition under which an argument is kept: strictly between the ends, or not 0."""
     return _condition([(">", edit.low), ("<", edit.high)], "&", "!= 0", (first, again or first))
 
 
 def _outside(edit: GuardArgument, first: str, again: str | None = None) -> str:
-    """The condition under which it is not; neither holds for NaN, which is to stay."""
+    """Return the condition under which an argument is replaced. It is false for NaN, which has to stay."""
     return _condition([("<=", edit.low), (">=", edit.high)], "|", "== 0", (first, again or first))
 
 
@@ -233,7 +233,7 @@ def _condition(ends: Sequence[tuple[str, float | None]], joint: str, at_zero: st
 
 
 def _selects_by(tree: SourceTree, node: cst.CSTNode, condition: str) -> bool:
-    """Tell whether an expression is the value of a `where` that takes it under this very condition."""
+    """Return True if an expression is the value that a `where` selects under exactly this condition."""
     call = next((parent for parent in tree.ancestors(node) if isinstance(parent, cst.Call)), None)
     arguments = [arg.value for arg in call.args] if call is not None else []
     is_where = call is not None and tree.code(call.func).endswith("where") and len(arguments) == 3
@@ -241,7 +241,7 @@ def _selects_by(tree: SourceTree, node: cst.CSTNode, condition: str) -> bool:
 
 
 def _write_spread(change: FileChange, expression: Expression) -> Replacement | None:
-    """A standard deviation or variance along one dimension, or all, that is 0 of one value; None of another form."""
+    """Return a std or var along one or all dimensions that is 0 for a single value; None if it is called otherwise."""
     given = expression.texts_after_first()
     dims = [text.removeprefix("dim=") for text in given if not text.startswith("keepdim=")]
     is_one = len(dims) <= 1 and all(text.removeprefix("-").isdecimal() for text in dims)
@@ -262,7 +262,7 @@ _NOT_A_CLASS = "-100"
 
 
 def _write_average_loss(change: FileChange, expression: Expression) -> Replacement | None:
-    """A loss that averages, and is 0 of nothing; None where it is called in another way."""
+    """Return an averaging loss that is 0 if it averages nothing; None if it is called in another way."""
     call, made_by = expression.node, expression.op.op if expression.op is not None else ""
     if not isinstance(call, cst.Call) or any(arg.star for arg in call.args):
         return None
@@ -271,10 +271,10 @@ def _write_average_loss(change: FileChange, expression: Expression) -> Replaceme
     positional = [arg.value for arg in call.args if arg.keyword is None]
     if len(positional) != 2 or expression.argument_node("self") is not positional[0] or given.keys() - {"ignore_index"}:
         return None
-    if name in _PER_ELEMENT:  # of shapes that broadcast there are more of them than either has elements
+    if name in _PER_ELEMENT:  # broadcast shapes have more losses than either has elements, so count the losses
         first, again, before = change.named(call, expression.with_keyword("reduction", '"none"'), "losses")
         return Replacement(node=call, text=f"{first}.sum() / max({again}.numel(), 1)", before=before)
-    if name in _PER_LABEL and made_by.startswith("nll_loss"):  # of labels, not of probabilities
+    if name in _PER_LABEL and made_by.startswith("nll_loss"):  # the target has labels, not probabilities
         first, again, before = change.computed_once(positional[1], "labels")
         total = expression.with_keyword("reduction", '"sum"', {positional[1]: first})
         count = f"({again} != {given.get('ignore_index', _NOT_A_CLASS)}).sum().clamp(min=1)"

@@ -1,6 +1,6 @@
-"""Writes an edit that the search tried as a change of the user's source.
+"""Writes an edit from the search as a change of the user's source.
 
-What is written here is not trusted: the step is run with the text itself before anybody is shown it.
+The written text is not trusted: the step is run with it before it is shown.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 from nandoctor.text import constant
 
 OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
-"""Autocast off for the ops inside, under the name of the device that the training runs on."""
+"""Turns autocast off for the ops inside, for the type of device that the training runs on."""
 _SHARES_DEPTH = 8
-"""How many ops before a divisor or a logarithm a power is looked for."""
+"""How many ops before a divisor or a logarithm are searched for a power."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastBound:
-    """A patch that clamps exponents, and one that does not, both with all of them between the bound and the largest.
+    """A patch that clamps exponents, and one that does not; both move them all between the bound and the largest.
 
-    `in_backward`: the exponents are in code of a backward pass, so that the gradients show what is made of them.
-    `is_shared`: the powers go into a divisor or a logarithm, which would be finite of any exponents.
+    `in_backward`: the exponents are in the code of a backward pass, so the gradients show the effect. `is_shared`: the
+    powers go into a divisor or a logarithm, whose result should be finite for any exponents.
     """
 
     changed: SourcePatch
@@ -74,11 +74,11 @@ class PastBound:
 
 
 class SourceWriter:
-    """Writes the changes of one step; `ops` are those of its trace, by which arguments are told from constants.
+    """A writer of the changes of one step; `ops` are those of its trace, which tell arguments from constants.
 
-    `names_in` gives the modules and classes that code without a file has from elsewhere, by the name of its file;
-    `forward_of` the forward of a module, where only modules that are kept in fp32 have it.
-    `places` are the expressions that the patch which was written last has changed for an edit, of edits that have one.
+    `names_in` maps the file name of code without a file to the modules and classes that it has from elsewhere.
+    `forward_of` returns a module's forward if only modules that are kept in fp32 share it. `places` are the expressions
+    that the last written patch changes, by edit.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class SourceWriter:
         self._probe: Probe | None = None
 
     def write(self, edits: Sequence[SingleEdit], probe: Probe | None = None) -> SourcePatch | None:
-        """The patch that makes all of `edits`, None where one of them cannot be written.
+        """Return the patch that makes all `edits`, None if one of them cannot be written.
 
-        A `probe` moves the arguments that are kept within bounds first, to where another batch may have them.
+        A `probe` first moves the bounded arguments to values that another batch may have.
         """
         self.places, self._files, self._probe = {}, {}, probe
         try:
@@ -116,11 +116,11 @@ class SourceWriter:
         return SourcePatch(root=root, files=files) if files and len(with_file) in (0, len(files)) else None
 
     def at_edge(self, edits: Sequence[SingleEdit]) -> SourcePatch | None:
-        """The patch with what is on the edge of a domain, or beyond, exactly there; None where none is kept."""
+        """Return the patch with arguments on or beyond a domain's edge moved onto it; None if it has no such edge."""
         return self.write(edits, "edge") if any(map(edges_of, edits)) else None
 
     def past_bound(self, edits: Sequence[SingleEdit]) -> PastBound | None:
-        """The patch, and the code without it, with exponents past their bound; None where none is bounded."""
+        """Return the patch, and the code without it, with exponents past their bound; None if none is bounded."""
         bounded = [edit for edit in edits if isinstance(edit, ClampArgument) and bound_of(edit) is not None]
         changed = self.write(edits, "past bound") if bounded else None
         unchanged = self.write(bounded, "past bound alone") if bounded else None
@@ -130,14 +130,14 @@ class SourceWriter:
         return PastBound(changed=changed, unchanged=unchanged, in_backward=in_backward, is_shared=is_shared)
 
     def _is_shared(self, powers: Set[OpSite]) -> bool:
-        """Tell whether what is made of these ops divides something, or has its logarithm taken."""
+        """Return True if results of these ops go into a divisor or a logarithm."""
         ops = {op.order: op for op in self._ops if op.phase != "backward"}
         lasting = (op for op in ops.values() if op.op in DIVISIONS | LOGARITHMS)
         behind = (ancestors(ops, tensor, _SHARES_DEPTH) for op in lasting for tensor in singular_inputs(op))
         return any(site_of(op) in powers for found in behind for op in found)
 
     def in_backward(self, edits: Sequence[SingleEdit]) -> bool:
-        """Tell whether one of the edits is in code that the forward does not run: a Function's backward by hand."""
+        """Return True if an edit is in code that the forward does not run: a Function's hand-written backward."""
         sites = [edit.site.source for edit in edits if isinstance(edit, ClampArgument | GuardArgument | SetArgument)]
         return not {op.source for op in self._ops if op.phase != "backward"}.issuperset(sites)
 
@@ -176,7 +176,7 @@ class SourceWriter:
             yield ChangedFile(path=path, before=before, after=after)
 
     def _open(self, site: OpSite) -> tuple[FileChange, Expression]:
-        """The file of a site, and the expression that called its op."""
+        """Return the file of a site, and the expression that called its op."""
         source = site.source
         change = self._file(source) if source is not None else None
         node = change.tree.find(source) if change is not None and source is not None else None
@@ -184,11 +184,11 @@ class SourceWriter:
             raise CannotWriteError
         expression = Expression(change.tree, node, self._op_at(site, source), site.op)
         if expression.calls_module():
-            raise CannotWriteError  # the op stands in a module of torch, not in this line
+            raise CannotWriteError  # the op is in a torch module, not in this line
         return change, expression
 
     def _open_beside(self, change: FileChange, expression: Expression, site: OpSite) -> Expression:
-        """The expression of a second op, in the function of the first: elsewhere its names mean something else."""
+        """Return the expression of a second op in the same function: elsewhere its names mean something else."""
         other, found = self._open(site)
         if other is not change or change.tree.scope_of(found.node) is not change.tree.scope_of(expression.node):
             raise CannotWriteError
@@ -200,7 +200,7 @@ class SourceWriter:
             try:
                 if path.is_file():
                     text, _ = decode_source(path.read_bytes())
-                else:  # a notebook's cell, and other code that is known by its text alone
+                else:  # a notebook cell, or other code of which only the text is known
                     text, known = "".join(linecache.getlines(source.file)), self._names_in(source.file)
             except (OSError, SyntaxError, UnicodeDecodeError) as error:
                 raise CannotWriteError from error
@@ -216,7 +216,7 @@ class SourceWriter:
         self.places[edit] = {expression.node}
         constants = [node for node in expression.constants() if number_in(node) == edit.was]
         value = f"torch.finfo({expression.argument('self')}.dtype).min" if edit.value is None else constant(edit.value)
-        if not constants and expression.takes_eps(edit.was):  # the op stands inside of a function of torch
+        if not constants and expression.takes_eps(edit.was):  # the op is inside a torch function
             change.replace(expression.node, expression.with_keyword("eps", value))
             return
         named = expression.argument_node(edit.argument)
@@ -251,7 +251,7 @@ class SourceWriter:
         change.replace(expression.node, name, (before,))
 
     def _keep_line(self, source: SourceLine) -> None:
-        """The whole statement outside of autocast, with the names that were tensors cast where they are read."""
+        """Put the whole statement outside autocast, and cast its tensors where their names are read."""
         change = self._file(source)
         statement = change.tree.statement_at(source.line)
         if statement is None:
@@ -263,7 +263,7 @@ class SourceWriter:
         change.wraps.append(Wrap(statement=statement, header=OUT_OF_AUTOCAST))
 
     def _keep_module(self, path: str, kept: Set[str]) -> None:
-        """The whole forward outside of autocast, with what it takes in low precision cast first."""
+        """Put the whole forward outside autocast, and cast its low-precision arguments first."""
         forward = self._forward_of(path, kept)
         if forward is None:
             raise CannotWriteError
@@ -275,7 +275,7 @@ class SourceWriter:
         change.wraps.append(Wrap(statement=function, header=OUT_OF_AUTOCAST, first=casts))
 
     def _tensor_names(self, tree: SourceTree, source: SourceLine) -> set[cst.BaseExpression]:
-        """The names and attributes that the ops of a line took their low-precision tensors from."""
+        """Return the names and attributes that the ops of a line took their low-precision tensors from."""
         found: set[cst.BaseExpression] = set()
         for op in self._ops:
             if op.source is None or op.source.whole != source or (node := tree.find(op.source)) is None:
@@ -287,7 +287,7 @@ class SourceWriter:
         return {node for node in found - wide if isinstance(node, (cst.Name, cst.Attribute))}
 
     def _casts(self, tree: SourceTree, source: SourceLine) -> Iterator[Replacement]:
-        """The casts of a line to a low precision that it names, to fp32; one to another tensor's dtype stays."""
+        """Turn a line's casts to a named low precision into casts to fp32; one to another tensor's dtype stays."""
         for op in self._ops:
             if op.op in CASTS and op.source is not None and op.source.whole == source:
                 node = tree.find(op.source)
@@ -296,7 +296,7 @@ class SourceWriter:
                         yield Expression(tree, node, op).cast_to_fp32()
 
     def _clamp_others(self, edit: ClampArgument) -> None:
-        """The clamp of other arguments that the statement calls the function of, where no edit has its own for them."""
+        """Clamp the other arguments with which the statement calls the function, unless an edit of their own does."""
         change, expression = self._open(edit.site)
         for other in self._others_like(change, expression, edit.site.op):
             if not any(other.node in nodes for nodes in self.places.values()):
@@ -305,7 +305,7 @@ class SourceWriter:
                     self.places[edit].add(other.node)
 
     def _others_like(self, change: FileChange, expression: Expression, name: str) -> Iterator[Expression]:
-        """The same function of other arguments in the statement: another batch may be on the edge there."""
+        """Yield the statement's other calls of the same function: another batch may be on the edge there."""
         tree, ops = change.tree, {op.order: op for op in self._ops}
         seen = {expression.node}
         place = tree.statement_of(expression.node) or tree.scope_of(expression.node)
@@ -315,7 +315,7 @@ class SourceWriter:
                 continue
             seen.add(node)
             if isinstance(node, cst.Call) and tree.code(node.func).rpartition(".")[2].rstrip("_") != name:
-                continue  # of a function that makes the op, the arguments may be anything
+                continue  # another function calls the op, and its arguments may be anything
             if not _is_kept_off_zero(op, ops):
                 yield Expression(tree, node, op)
 
@@ -366,7 +366,7 @@ class SourceWriter:
 
 
 def _is_kept_off_zero(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
-    """Tell whether the code adds a number to what the op takes, or bounds it from below."""
+    """Return True if the op's input is bounded from below, has a positive number added, or is an exponential."""
     maker = next(ancestors(ops, op.inputs[0], 4, through=MOVES | CASTS), None)
     if maker is None:
         return False
@@ -375,9 +375,9 @@ def _is_kept_off_zero(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
 
 
 def _root_of(paths: Sequence[str]) -> str:
-    """The folder that the diff's paths start from: the working directory, else the library's, else the file's own.
+    """Return the folder that the diff's paths are relative to: the working directory, the library's, or the file's.
 
-    A folder of `sys.path` may have ".." in it, which git refuses in the paths of a diff.
+    Paths from `sys.path` may contain "..", which git refuses in a diff.
     """
     here, paths = Path.cwd(), [os.path.normpath(path) for path in paths]
     if all(Path(path).is_relative_to(here) and PACKAGE_FOLDERS.isdisjoint(Path(path).parts) for path in paths):

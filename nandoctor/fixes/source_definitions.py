@@ -1,4 +1,4 @@
-"""What a name of a function stands for at a place in it: a definition that is certain, or what its only call gives."""
+"""Resolves a name at a place in a function: to its definition, if that is certain, or to its only call's argument."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _LOOPS = (cst.For, cst.While, *_COMPREHENSIONS)
 _RUN_LATER = (cst.Lambda, cst.FunctionDef)
 _SAME_MEMORY = ("data", "T", "mT")
 _MOST_PLACES = 2000
-"""How many files and folders a name is looked for in; where there are more, it may be anywhere."""
-_ALIKE = frozenset({"staticmethod", "torch.no_grad()", "torch.enable_grad()", "torch.compile"})
-"""Decorators that hand over the arguments as they are."""
+"""How many files and folders are searched for a name; if there are more, it may be anywhere."""
+_TRANSPARENT_DECORATORS = frozenset({"staticmethod", "torch.no_grad()", "torch.enable_grad()", "torch.compile"})
+"""Decorators that pass the arguments on unchanged."""
 _LOOK_UPS = {"getattr": 1, "get_submodule": 0, "attrgetter": 0, "methodcaller": 0}
-"""Functions that find something by its name, and the place of that among their arguments."""
+"""Functions that look something up by its name, and the position of the name among their arguments."""
 Position = tuple[int, int]
 
 
 class Definitions:
-    """The names that one function binds, and where: its parameters are bound before its first line."""
+    """The bindings of names in one function's body, and their places; parameters are not included."""
 
     def __init__(self, tree: SourceTree, function: cst.FunctionDef | cst.Lambda) -> None:
         self._tree, self._function = tree, function
 
     @cached_property
     def _bound(self) -> dict[str, list[tuple[Position, cst.CSTNode]]]:
-        """By name: where each binding has taken effect, and the node that makes it, in the order of the text."""
+        """By name, each binding's end and the node that makes it, in the order of the text."""
         found: dict[str, list[tuple[Position, cst.CSTNode]]] = {}
         for node in nodes_in(self._function.body):
             for name in _names_bound(node):
@@ -48,11 +48,11 @@ class Definitions:
         return {name: sorted(places, key=lambda place: place[0]) for name, places in found.items()}
 
     def binds(self, name: str) -> bool:
-        """Tell whether the function binds a name that it may have as a parameter, or writes into it."""
+        """Return True if the function's body binds a name, or writes into it; it may also be a parameter."""
         return name in self._bound
 
     def value_of(self, name: cst.Name) -> cst.BaseExpression | None:
-        """The expression that a name stands for where it is read, None where that depends on the way or the time."""
+        """Return the expression that a name stands for where it is read, None if that depends on the path taken."""
         if self._is_run_later(name):
             return None
         before = [(end, node) for end, node in self._bound.get(name.value, ()) if end <= self._tree.start_of(name)]
@@ -71,7 +71,7 @@ class Definitions:
         return node.value
 
     def means_the_same(self, expression: cst.CSTNode, place: cst.CSTNode) -> bool:
-        """Tell whether the names in an expression stand for the same at a later place of the function."""
+        """Return True if the names in an expression stand for the same at a later place of the function."""
         start, end = self._tree.end_of(expression), self._tree.start_of(place)
         above = [*self._tree.ancestors(expression)]
         loops = [parent for parent in self._tree.ancestors(place) if isinstance(parent, _LOOPS) and parent not in above]
@@ -84,18 +84,18 @@ class Definitions:
         return True
 
     def is_written_into(self, expression: cst.CSTNode) -> bool:
-        """Tell whether the function changes a tensor that is read in an expression in place, anywhere."""
+        """Return True if the function changes a tensor that an expression reads in place, anywhere."""
         places = (place for name in self._names_read(expression) for place in self._bound.get(name, ()))
         return any(not _only_binds(node) for _, node in places)
 
     def _names_read(self, expression: cst.CSTNode) -> set[str]:
-        """The names in an expression, and the attributes: `self.scale` beside `self`."""
+        """Return the names in an expression, and the attributes: `self.scale` as well as `self`."""
         nodes = nodes_in(expression)
         attributes = {self._tree.code(node) for node in nodes if isinstance(node, cst.Attribute)}
         return names_in(expression) | attributes
 
     def _is_run_later(self, node: cst.CSTNode) -> bool:
-        """Tell whether a node is in a function inside of this one: its names are looked up when that is called."""
+        """Return True if a node is in a nested function, whose names are looked up when that is called."""
         inside = takewhile(lambda parent: parent is not self._function, self._tree.ancestors(node))
         return any(isinstance(parent, _RUN_LATER) for parent in inside)
 
@@ -106,7 +106,7 @@ class Definitions:
     def unread(
         self, candidates: Iterable[cst.Assign], replaced: Iterable[cst.CSTNode], still_read: Set[str]
     ) -> list[cst.Assign]:
-        """The assignments among the candidates that nothing reads once the `replaced` expressions are gone."""
+        """Return the candidates that nothing reads once the `replaced` expressions are gone."""
         gone: set[cst.CSTNode] = {below for node in replaced for below in nodes_in(node)}
         left, found = list(candidates), list[cst.Assign]()
         while True:
@@ -123,7 +123,7 @@ class Definitions:
             gone.update(below for node in more for below in nodes_in(node))
 
     def _reads(self, assignment: cst.Assign, names: Iterable[cst.Name]) -> bool:
-        """Tell whether one of the names may stand for what an assignment gives."""
+        """Return True if one of the names may refer to what an assignment binds."""
         same = (name for name in names if name.value == _name_of(assignment))
         return any(self.value_of(name) in (None, assignment.value) for name in same)
 
@@ -131,7 +131,7 @@ class Definitions:
         return isinstance(next(self._tree.ancestors(node), None), cst.AssignTarget)
 
     def is_no_read(self, node: cst.Name) -> bool:
-        """Tell whether a name is what is assigned to, an attribute of something, or a keyword."""
+        """Return True if a name is a target of an assignment, an attribute of something, or a keyword."""
         parent = next(self._tree.ancestors(node), None)
         is_part = isinstance(parent, cst.Attribute) and node is parent.attr
         return is_part or self._is_target(node) or (isinstance(parent, cst.Arg) and node is parent.keyword)
@@ -140,7 +140,7 @@ class Definitions:
 def calls_in(
     change: FileChange, function: cst.FunctionDef | cst.Lambda, ops: Sequence[OpCall]
 ) -> Iterator[tuple[cst.CSTNode, OpCall]]:
-    """The expressions of a function that made ops, each with its last one: the casts of autocast come before it."""
+    """Yield the expressions of a function that called ops, each with its last op: autocast's casts come before it."""
     tree = change.tree
     first, last = tree.start_of(function)[0], tree.end_of(function)[0]
     places = {op.source: op for op in ops if op.source is not None and first <= op.source.line <= last}
@@ -151,7 +151,7 @@ def calls_in(
 
 
 def in_loop(tree: SourceTree, node: cst.CSTNode) -> bool:
-    """Tell whether a node is run again by a loop around it, of its function or outside."""
+    """Return True if a node is inside a loop, in its function or around it."""
     return any(isinstance(parent, _LOOPS) for parent in tree.ancestors(node))
 
 
@@ -161,7 +161,7 @@ def _name_of(node: cst.Assign) -> str:
 
 
 def _names_bound(node: cst.CSTNode) -> Iterator[str]:
-    """The names that a node binds, deletes or writes into: `x`, `x[0]`, `x.add_(1)`, `relu(x, inplace=True)` alike."""
+    """Yield the names that a node binds, deletes or writes into: `x`, `x[0]`, `x.add_(1)`, `relu(x, inplace=True)`."""
     targets: list[cst.CSTNode] = []
     if isinstance(node, cst.Assign):
         targets = [item.target for item in node.targets]
@@ -177,7 +177,7 @@ def _names_bound(node: cst.CSTNode) -> Iterator[str]:
 
 
 def _written_by(call: cst.Call) -> Iterator[cst.CSTNode]:
-    """What a call changes in place, as far as its text tells."""
+    """Yield what a call changes in place, as far as its text shows."""
     function = call.func
     name = function.attr.value if isinstance(function, cst.Attribute) else getattr(function, "value", "")
     keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
@@ -197,7 +197,7 @@ def _only_binds(node: cst.CSTNode) -> bool:
 
 
 def _base_name(target: cst.CSTNode) -> str:
-    """The `x` of `x`, `x[0]`, `x.data`, `x.view(-1)` and `*x`, `self.scale` of that; "" where it is no name."""
+    """Return the `x` of `x`, `x[0]`, `x.data`, `x.view(-1)` and `*x`, or a dotted name; "" for anything else."""
     while True:
         if isinstance(target, cst.Call) and isinstance(target.func, cst.Attribute):
             target = target.func.value
@@ -212,7 +212,7 @@ def _base_name(target: cst.CSTNode) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenValue:
-    """A parameter of a function, and the call that the only call of the function in its file gives for it."""
+    """A parameter of a function, and the call expression that the function's only call passes for it."""
 
     function: cst.FunctionDef
     parameter: cst.Name
@@ -221,7 +221,7 @@ class GivenValue:
     def taken_inside(
         self, tree: SourceTree, inner: cst.BaseExpression, name: str, replaced: Set[cst.CSTNode]
     ) -> Iterator[Replacement]:
-        """Give the function what the value is computed of, by a `name`, and compute the value inside if it is read."""
+        """Pass the value's `inner` argument instead, by a `name`, and compute the value inside if it is still read."""
         yield Replacement(node=self.value, text=tree.code(inner))
         yield Replacement(node=self.parameter, text=name)
         gone = {below for node in replaced for below in nodes_in(node)}
@@ -236,7 +236,7 @@ class GivenValue:
 
 
 class GivenProbabilities:
-    """The parameters of the functions of one file whose values can be taken inside."""
+    """The parameters of one file's functions that are passed probabilities, which can be computed inside instead."""
 
     def __init__(self, change: FileChange) -> None:
         self._change, self._tree = change, change.tree
@@ -244,7 +244,7 @@ class GivenProbabilities:
         self._only_calls: dict[cst.FunctionDef, cst.Call | None] = {}
 
     def value_of(self, parameter: cst.Name, ops: Sequence[OpCall]) -> tuple[cst.Call, OpCall] | None:
-        """The sigmoid or softmax that a parameter is given, and its op; None for any other."""
+        """Return the sigmoid or softmax that is passed for a parameter, and its op; None for any other."""
         given = self._value_given(parameter)
         caller = self._tree.scope_of(given.value) if given is not None else None
         if given is None or not isinstance(caller, cst.FunctionDef):
@@ -263,7 +263,7 @@ class GivenProbabilities:
         return given.value, op
 
     def _value_given(self, parameter: cst.Name) -> GivenValue | None:
-        """The call that is given for a parameter which is not bound anew; None where that is not certain."""
+        """Return the call that is passed for a parameter that is not rebound; None if that is not certain."""
         function = self._tree.scope_of(parameter)
         if not isinstance(function, cst.FunctionDef) or Definitions(self._tree, function).binds(parameter.value):
             return None
@@ -279,7 +279,7 @@ class GivenProbabilities:
         return GivenValue(function=function, parameter=own, value=value) if isinstance(value, cst.Call) else None
 
     def _only_call(self, function: cst.FunctionDef) -> cst.Call | None:
-        """The only call of a function, None where there may be others; looked for once, in all files of the project."""
+        """Return the only call of a function, None if there may be others; the project is searched once for each."""
         if function not in self._only_calls:
             self._only_calls[function] = None
             with suppress(CannotWriteError):
@@ -287,7 +287,7 @@ class GivenProbabilities:
         return self._only_calls[function]
 
     def name_of(self, inner: cst.BaseExpression) -> str:
-        """The name that the function is given the argument of such an op by."""
+        """Return the name by which the function gets the argument of such an op."""
         if inner not in self._named:
             raise CannotWriteError
         given, name = self._named[inner]
@@ -296,16 +296,16 @@ class GivenProbabilities:
         return name
 
     def replacements(self, texts: Mapping[cst.CSTNode, str]) -> Iterator[Replacement]:
-        """What is to be written for the names in new texts, each of which stands in the place of a node."""
+        """Yield the replacements that provide the names in the new texts, which are given by the nodes they replace."""
         for inner, (given, name) in self._named.items():
             if name and any(name in text for text in texts.values()):
                 yield from given.taken_inside(self._tree, inner, name, texts.keys())
 
 
 def only_call(tree: SourceTree, function: cst.FunctionDef, file: Path) -> cst.Call:
-    """The only call of a function, or of the module whose forward it is, that there can be.
+    """Return the only possible call of a function, or of the module whose forward it is.
 
-    Nothing but the definition and the call has its name: no other file, and no text that it is looked up by.
+    Its name occurs only in the definition and the call: in no other file, and in no text that it is looked up by.
 
     Raises:
         CannotWriteError: another call may be made, or the function is not called directly.
@@ -315,13 +315,13 @@ def only_call(tree: SourceTree, function: cst.FunctionDef, file: Path) -> cst.Ca
     called, made = function.name.value, ""
     if called == "forward":
         made = tree.class_around(function)
-        called = _name_of_module(tree, [node for node in all_calls if _called(node) == made])
-    calls = [node for node in all_calls if _called(node) == called]
+        called = _name_of_module(tree, [node for node in all_calls if _name_called(node) == made])
+    calls = [node for node in all_calls if _name_called(node) == called]
     named = [node.value for node in nodes if isinstance(node, cst.Name)]
     is_alone = all(named.count(name) == 2 for name in (called, made) if name)
     decorators = {tree.code(item.decorator) for item in function.decorators}
     is_looked_up = any(_may_look_up(call, called) for call in all_calls)
-    if not called or len(calls) != 1 or not is_alone or decorators - _ALIKE or is_looked_up:
+    if not called or len(calls) != 1 or not is_alone or decorators - _TRANSPARENT_DECORATORS or is_looked_up:
         raise CannotWriteError
     if _is_elsewhere(file, rf"\b{made}\b|\.{called}\(" if made else rf"\b{called}\b"):
         raise CannotWriteError
@@ -329,14 +329,14 @@ def only_call(tree: SourceTree, function: cst.FunctionDef, file: Path) -> cst.Ca
 
 
 def _may_look_up(call: cst.Call, name: str) -> bool:
-    """Tell whether a call looks for what has a name by text: the text is this, or is computed."""
-    place = _LOOK_UPS.get(_called(call), len(call.args))
+    """Return True if a call may look up this name: by a text that contains it, or by a computed text."""
+    place = _LOOK_UPS.get(_name_called(call), len(call.args))
     text = call.args[place].value if place < len(call.args) else None
     return text is not None and (not isinstance(text, cst.SimpleString) or name in str(text.evaluated_value))
 
 
 def _is_elsewhere(file: Path, pattern: str) -> bool:
-    """Tell whether another file of the project, or another cell, may call a function: it would have to change too."""
+    """Return True if another file of the project, or another cell, may call a function: it would have to change too."""
     if not file.is_file():
         return True
     places = [*islice(_places_beside(file), _MOST_PLACES)]
@@ -345,7 +345,7 @@ def _is_elsewhere(file: Path, pattern: str) -> bool:
 
 
 def _places_beside(file: Path) -> Iterator[Path]:
-    """Folders and files of code below the working directory, or where the outermost package of a file lies."""
+    """Yield folders and Python files below the working directory, or below the folder of the outermost package."""
     packages = [folder for folder in file.parents if (folder / "__init__.py").is_file()]
     here = Path.cwd()
     root = here if file.is_relative_to(here) else packages[-1].parent if packages else file.parent
@@ -356,13 +356,13 @@ def _places_beside(file: Path) -> Iterator[Path]:
 
 
 def _name_of_module(tree: SourceTree, made: Sequence[cst.Call]) -> str:
-    """The name of the only attribute that has the module that a call makes; "" where there are more or others."""
+    """Return the attribute that the module's only construction is assigned to; "" if there is no such one."""
     parent = next(tree.ancestors(made[0]), None) if len(made) == 1 else None
     target = parent.targets[0].target if isinstance(parent, cst.Assign) and len(parent.targets) == 1 else None
     return target.attr.value if isinstance(target, cst.Attribute) else ""
 
 
-def _called(call: cst.Call) -> str:
+def _name_called(call: cst.Call) -> str:
     function = call.func
     named = function.attr if isinstance(function, cst.Attribute) else function
     return named.value if isinstance(named, cst.Name) else ""

@@ -1,4 +1,4 @@
-"""The expression that called an op, as the source has it: its arguments by the names of the op's schema."""
+"""The source expression that called an op, and its arguments by the names of the op's schema."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, nodes_in
 from nandoctor.ops import PRODUCTS
 
 HAS_EFFECTS = (cst.Call, cst.NamedExpr, cst.Await)
-"""What may not be evaluated a second time."""
+"""Expressions that may have side effects, so they must not be evaluated twice."""
 _COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 _LOW_NAMES = frozenset({"half", "float16", "bfloat16"})
 _REFLECTED = frozenset({"reciprocal", "rsub"})
-"""What `1 / x` and `1 - x` call: their first argument is the operand on the right."""
+"""The ops that `1 / x` and `1 - x` call: their first argument is the right operand."""
 _COMMUTES = frozenset({"add", "mul"})
-"""`2 * x` calls these as well with what is on the right first."""
+"""Ops that `2 * x` calls with the right operand first, too."""
 _SECOND = frozenset({"other", "exponent", "tensor2", "mat2", "vec2"})
 
 
 class CannotWriteError(Exception):
-    """No text is known that does what the edit does."""
+    """No source text is known that does what the edit does."""
 
 
 class Expression:
-    """The expression of one op: an operator, or a call of a function or a method; `op` may not have been traced."""
+    """The expression of one op: an operator, or a call of a function or method; `op` is None if it was not traced."""
 
     def __init__(
         self, tree: SourceTree, node: cst.BaseExpression | cst.AugAssign, op: OpCall | None, op_name: str = ""
@@ -44,9 +44,9 @@ class Expression:
 
     @cached_property
     def spelled(self) -> cst.BaseExpression | cst.AugAssign:
-        """The expression, with `*pair` written out as `pair[0], pair[1]` and `**pair` by name: the op's tensors."""
+        """The expression with the op's tensors spelled out: `pair[0], pair[1]` for `*pair`, and `**pair` by name."""
         if not isinstance(self.node, cst.Call) or self.op is None or self.op.scalars:
-            return self.node  # what else is in it is not known
+            return self.node  # what else the packed arguments contain is unknown
         given, packed = self.node.args[:-1], self.node.args[-1] if self.node.args else None
         if packed is None or not packed.star or not isinstance(packed.value, cst.Name):
             return self.node
@@ -68,15 +68,15 @@ class Expression:
         return function.value
 
     def with_texts(self, texts: Mapping[cst.CSTNode, str], before: tuple[str, ...] = ()) -> Iterator[Replacement]:
-        """The expression with other text for some of its arguments."""
+        """Yield the replacements that give some arguments other texts."""
         if self.spelled is self.node:
             yield from (Replacement(node=node, text=text, before=before) for node, text in texts.items())
         else:
             yield Replacement(node=self.node, text=text_with(self.tree, self.spelled, texts), before=before)
 
     @cached_property
-    def _given(self) -> list[tuple[str | None, cst.BaseExpression]]:
-        """The arguments in the order of the op's schema, each with the keyword it was given by."""
+    def _arguments(self) -> list[tuple[str | None, cst.BaseExpression]]:
+        """The arguments in the order of the op's schema, each with its keyword, if any."""
         node = self.spelled
         if isinstance(node, cst.BinaryOperation):
             left, right = node.left, node.right
@@ -99,7 +99,7 @@ class Expression:
         return given
 
     def calls_module(self) -> bool:
-        """Tell whether a module of torch is called, whose op it is: `self.norm(x)`, not `x.norm()` in a "norm"."""
+        """Return True if the torch module that ran the op is called: `self.norm(x)`, not `x.norm()` in a "norm"."""
         if not isinstance(self.node, cst.Call) or self.op is None or self._is_namespace(self.node.func):
             return False
         path, kind = self.tree.code(self.node.func).partition(".")[2], self.op.type
@@ -112,44 +112,44 @@ class Expression:
         return isinstance(node, cst.Name) and node.value in self.tree.imported_names
 
     def argument_node(self, name: str) -> cst.BaseExpression:
-        """The argument of this name in the op's schema."""
-        for keyword, value in self._given:
+        """Return the argument of this name in the op's schema."""
+        for keyword, value in self._arguments:
             if keyword == name:
                 return value
         place = {"self": 0, "input": 0, "attn_mask": 3, "dim": 1, "value": 2}.get(name, 1 if name in _SECOND else None)
-        positional = [value for keyword, value in self._given if keyword is None]
+        positional = [value for keyword, value in self._arguments if keyword is None]
         if place is None or place >= len(positional):
             raise CannotWriteError
         return positional[place]
 
     def argument(self, name: str) -> str:
-        """The text of that argument."""
+        """Return the text of that argument."""
         return self.tree.code(self.argument_node(name))
 
     def texts_after_first(self) -> list[str]:
-        """The arguments but for the first, as they are written: `dim=1, keepdim=True`."""
+        """Return the arguments except the first, as they are written: `dim=1, keepdim=True`."""
         return [
             f"{keyword}={self.tree.code(value)}" if keyword else self.tree.code(value)
-            for keyword, value in self._given[1:]
+            for keyword, value in self._arguments[1:]
         ]
 
     def takes_eps(self, was: float) -> bool:
-        """Tell whether the call is of a function of torch whose eps is this number by default."""
+        """Return True if the call is of a torch function whose default eps is this number."""
         if not isinstance(self.node, cst.Call):
             return False
         function = getattr(torch.nn.functional, self.tree.code(self.node.func).rpartition(".")[2], None)
         try:
             eps = inspect.signature(function).parameters.get("eps") if callable(function) else None
-        except ValueError:  # it is written in C++
+        except ValueError:  # a function written in C++
             return False
         return eps is not None and eps.default == was
 
     def with_keyword(
         self, name: str, value: str, texts: Mapping[cst.BaseExpression, str] = MappingProxyType({})
     ) -> str:
-        """The call with a value for a keyword, in the place of the one that it has or after all others.
+        """Return the call with a value for a keyword, which replaces an old one and comes last.
 
-        `texts` stand in the places of arguments.
+        `texts` replace other arguments.
         """
         node = self.node
         for argument, text in texts.items():
@@ -163,7 +163,7 @@ class Expression:
             equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
         )
         if others:
-            last = others[-1]  # the comma behind it, where there is one, has the line break before the parenthesis
+            last = others[-1]  # its trailing comma, if any, holds the line break before the parenthesis
             is_spread = isinstance(last.comma, cst.Comma)
             between = cst.Comma(whitespace_after=node.whitespace_before_args) if is_spread else _COMMA
             added = added.with_changes(comma=last.comma)
@@ -171,17 +171,17 @@ class Expression:
         return self.tree.code(node.with_changes(args=[*others, added]))
 
     def constants(self) -> Iterator[cst.BaseExpression]:
-        """The numbers written in the arguments themselves."""
-        yield from (value for _, value in self._given if number_in(value) is not None)
+        """Yield the arguments that are written as numbers."""
+        yield from (value for _, value in self._arguments if number_in(value) is not None)
 
     def is_whole(self, statement: cst.SimpleStatementLine) -> bool:
-        """Tell whether the statement does nothing but name or return the value of the expression."""
+        """Return True if the statement only assigns, returns or evaluates the expression."""
         (small,) = statement.body
         value = small.value if isinstance(small, (cst.Assign, cst.AnnAssign, cst.Return, cst.Expr)) else None
         return value is self.node
 
     def widened(self) -> str:
-        """The expression with its low-precision tensors cast to fp32: of an operator one is enough, torch promotes."""
+        """Return the expression with its tensors cast to fp32; for an operator one is enough, since torch promotes."""
         tensors = list(self.tensors())
         if not tensors or self.op is None:
             raise CannotWriteError
@@ -194,7 +194,7 @@ class Expression:
         return text_with(self.tree, self.spelled, {value: _in_fp32(self.tree, value) for value in tensors})
 
     def _promoting(self, tensors: Sequence[cst.BaseExpression]) -> cst.BaseExpression:
-        """The operand that the dtype of the result follows: one without dimensions does not widen one that has some.
+        """Return the operand that decides the result's dtype: a 0-dim one does not promote one with dimensions.
 
         https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion
         """
@@ -203,7 +203,7 @@ class Expression:
         return max(zip(tensors, shapes, strict=False), key=lambda taken: bool(taken[1]))[0]
 
     def cast_to_fp32(self) -> Replacement:
-        """The cast to a low precision that the code asks for, to fp32: what names the dtype is all that changes."""
+        """Return a replacement that turns a cast to low precision into one to fp32, by the name of the dtype alone."""
         node = self.node
         if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
             if node.func.attr.value in _LOW_NAMES:
@@ -214,13 +214,13 @@ class Expression:
         raise CannotWriteError
 
     def tensors(self) -> Iterator[cst.BaseExpression]:
-        """The arguments that were floating-point tensors in the trace, as far as it can be told."""
+        """Yield the arguments that were floating-point tensors in the trace, as far as that is known."""
         if self.op is None:
             return
         left = sum(tensor.stats is not None for tensor in self.op.inputs)
         names = {tensor.name for tensor in self.op.inputs if tensor.stats is not None}
         numbers = {name for name, _ in self.op.scalars}
-        for place, (keyword, value) in enumerate(self._given):
+        for place, (keyword, value) in enumerate(self._arguments):
             schema_name = keyword or ("self" if place == 0 else "other" if place == 1 else "")
             literal = isinstance(value, (cst.BaseString, cst.BaseNumber)) or number_in(value) is not None
             if literal or (schema_name in numbers and schema_name not in names):
@@ -231,7 +231,7 @@ class Expression:
 
 
 class _Substitution(cst.CSTTransformer):
-    """Puts new nodes in the place of some of a tree's own."""
+    """Replaces some nodes of a tree."""
 
     def __init__(self, new_nodes: Mapping[cst.CSTNode, cst.CSTNode]) -> None:
         self._new_nodes = new_nodes
@@ -241,7 +241,7 @@ class _Substitution(cst.CSTTransformer):
 
 
 def parse_expression(text: str) -> cst.BaseExpression:
-    """The expression that a text is; one over several lines gets the parentheses that it stood in."""
+    """Parse an expression; one over several lines is put in parentheses again."""
     try:
         return cst.parse_expression(text)
     except cst.ParserSyntaxError:
@@ -249,14 +249,14 @@ def parse_expression(text: str) -> cst.BaseExpression:
 
 
 def text_with(tree: SourceTree, node: cst.CSTNode, texts: Mapping[cst.CSTNode, str]) -> str:
-    """The source of an expression with other text for some of the nodes below it."""
+    """Return the source of an expression with other texts for some nodes in it."""
     changed = node.visit(_Substitution({old: parse_expression(text) for old, text in texts.items()}))
     assert isinstance(changed, cst.BaseExpression)
     return tree.code(changed)
 
 
 def target_of(node: cst.AugAssign) -> cst.BaseExpression:
-    """The expression that an augmented assignment writes to."""
+    """Return the expression that an augmented assignment writes to."""
     if not isinstance(node.target, cst.BaseExpression):
         raise CannotWriteError
     return node.target
@@ -273,7 +273,7 @@ _ARITHMETIC: Mapping[type, Callable[[float, float], float]] = {
 
 
 def number_in(node: cst.CSTNode) -> float | None:
-    """The number that an expression of numbers alone comes to: `-1e-8`, `2 ** -24`, `math.sqrt(2 * math.pi)`."""
+    """Return the value of a constant expression, else None: `-1e-8`, `2 ** -24`, `math.sqrt(2 * math.pi)`."""
     try:
         number = _evaluate(node)
     except (ArithmeticError, ValueError, TypeError):
@@ -282,7 +282,7 @@ def number_in(node: cst.CSTNode) -> float | None:
 
 
 def _evaluate(node: cst.CSTNode) -> float:  # noqa: PLR0911 - a table of forms
-    """Compute an expression of numbers; raises TypeError for what is none."""
+    """Evaluate a constant expression; raises TypeError for anything else."""
     match node:
         case cst.UnaryOperation(operator=cst.Minus()):
             return -_evaluate(node.expression)
@@ -302,7 +302,7 @@ def _evaluate(node: cst.CSTNode) -> float:  # noqa: PLR0911 - a table of forms
 
 
 def grouped(text: str) -> str:
-    """The text of an expression, in parentheses where an attribute could not follow it."""
+    """Return the text of an expression, in parentheses unless an attribute can follow it directly."""
     node = parse_expression(text)
     is_closed = bool(node.lpar) and cst.Module([]).code_for_node(node) == text
     plain = isinstance(node, (cst.Name, cst.Attribute, cst.Call, cst.Subscript, cst.Float))
@@ -310,7 +310,7 @@ def grouped(text: str) -> str:
 
 
 def negated(text: str) -> str:
-    """The text of an expression with the other sign."""
+    """Return the text of the negated expression."""
     first = cst.parse_expression(f"({text})")
     while isinstance(first, cst.BinaryOperation) and isinstance(first.operator, cst.Multiply | cst.Divide):
         first = first.left
@@ -320,30 +320,30 @@ def negated(text: str) -> str:
 
 
 def operator_text(tree: SourceTree, node: cst.AugAssign) -> str:
-    """The text of the operator of an augmented assignment, as it stands between two operands."""
+    """Return the operator of an augmented assignment as text between two operands: `+` for `+=`."""
     return tree.module.code_for_node(node.operator).strip().removesuffix("=")
 
 
 def operand_text(tree: SourceTree, node: cst.BaseExpression) -> str:
-    """The text of an expression as an operand or the owner of an attribute."""
+    """Return the text of an expression as an operand, or before an attribute."""
     return grouped(tree.code(node))
 
 
 def _in_fp32(tree: SourceTree, node: cst.BaseExpression) -> str:
-    """The text of a tensor cast to fp32, in place of a cast to fp16 that the code makes itself."""
+    """Return the text of a tensor cast to fp32, without the code's own `.half()`."""
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "half":
         node = node.func.value
     return float_text(tree, node)
 
 
 def float_text(tree: SourceTree, node: cst.BaseExpression) -> str:
-    """The text of an expression cast to fp32."""
+    """Return the text of an expression cast to fp32."""
     return f"{operand_text(tree, node)}.float()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChange:
-    """What is to be replaced in one file, the `names` that it binds, and the assignments that it leaves `unread`."""
+    """The changes of one file: what is replaced, the new `names`, and the assignments that are left `unread`."""
 
     tree: SourceTree
     file: Path
@@ -353,23 +353,23 @@ class FileChange:
     unread: list[cst.Assign] = field(default_factory=list)
 
     def find(self, source: SourceLine) -> cst.BaseExpression | cst.AugAssign | None:
-        """The expression at the place of an op; None where that is only a line, or in another file."""
+        """Return the expression at an op's place; None if the place is only a line, or in another file."""
         return self.tree.find(source) if Path(source.file) == self.file else None
 
     def replace(self, node: cst.CSTNode, text: str, before: tuple[str, ...] = ()) -> None:
-        """Put a text in the place of an expression, and statements before its own."""
+        """Replace an expression by a text, and put statements before its own statement."""
         self.replacements.append(Replacement(node=node, text=text, before=before))
 
     def new_name(self, wanted: str, node: cst.CSTNode) -> str:
-        """A name that neither the function around a node nor another change of the file binds."""
+        """Return a name that neither the function around a node nor another change of the file uses."""
         name = self.tree.free_name(wanted, node, self.names)
         self.names.add(name)
         return name
 
     def named(self, node: cst.CSTNode, text: str, wanted: str) -> tuple[str, str, tuple[str, ...]]:
-        """The text of a value that is needed more than once: the first time, then, and the statements before.
+        """Return the text of a value for its first use and for later uses, and the statements to put before.
 
-        It is computed once, by a statement before its own or, where none can be put there, where it is needed first.
+        It is computed once: by a statement before its own or, if none can be put there, by `:=` at its first use.
         """
         parsed = parse_expression(text)
         if isinstance(parsed, (cst.Name, cst.Attribute)):
@@ -381,7 +381,7 @@ class FileChange:
         return name, name, (f"{name} = {text}",)
 
     def computed_once(self, node: cst.BaseExpression, wanted: str) -> tuple[str, str, tuple[str, ...]]:
-        """The text of an expression that is needed twice, as `named` gives it; of one without a call the text alone.
+        """Return the text of an expression that is used twice, like `named`; without a call in it, just the text.
 
         A call may draw random numbers, or update the statistics of a layer.
         """

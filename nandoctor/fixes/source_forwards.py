@@ -1,4 +1,4 @@
-"""The forward of a class in the user's own code, where a module is kept in fp32 by a change of it."""
+"""Finds the forward of a class in the user's own code that can be changed to keep a module in fp32."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POSITION = re.compile(r"\[(\d+)\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """Where a forward is written, and the parameters by which it took tensors of low precision, each time."""
+    """The place of a forward, and the parameters that were low-precision tensors in every call."""
 
     file: str
     line: int
@@ -29,11 +29,11 @@ class Forward:
 
 
 def find_forward(path: str, model: nn.Module, calls: Sequence[ModuleCall], kept: Set[str]) -> Forward | None:
-    """The forward of a module, where it is no library's and every module that has it is among the `kept`.
+    """Return the forward of a module, if it is not a library's and every module with this forward is among the `kept`.
 
-    A subclass that calls the forward of its class by `super()` has it too, and so has each method of a decorator's.
-    None also where a tensor of low precision came in a container, or by a parameter that was no such tensor each time,
-    or has a default and may be left out: of `mask=None` there is no `mask.float()`.
+    A subclass that calls its base's forward by `super()` has this forward too, and so has each method that the same
+    decorator wraps. None also if a low-precision tensor came in a container, or in a parameter that was not a tensor in
+    every call or has a default: with `mask=None` there is no `mask.float()`.
     """
     modules = dict(model.named_modules())
     function = _forward_of(modules.get(path))
@@ -56,26 +56,26 @@ def find_forward(path: str, model: nn.Module, calls: Sequence[ModuleCall], kept:
 
 
 def _can_be_in_block(function: FunctionType) -> bool:
-    """Tell whether a block in the function is left when its call returns, and may say `torch` as the file does."""
+    """Return True if a block in the function ends when the call returns, and `torch` is no local name in it."""
     is_suspended = inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function)
     is_suspended = is_suspended or inspect.isasyncgenfunction(function)
     return not is_suspended and "torch" not in (*function.__code__.co_varnames, *function.__code__.co_cellvars)
 
 
 def _forwards_in(of: type) -> list[CodeType | None]:
-    """The code of each forward that a class has or inherits, the overridden ones among them."""
+    """Return the code of each forward that a class has or inherits, including overridden ones."""
     return [getattr(inspect.unwrap(vars(base).get("forward", base)), "__code__", None) for base in of.__mro__]
 
 
 def _parameter(path: str, in_order: Sequence[str]) -> str:
-    """The parameter that an argument is handed to as a whole; its path where it is in a container or one of `*args`."""
+    """Return the parameter that an argument is passed to as a whole; its path if it is in a container or `*args`."""
     position = _POSITION.fullmatch(path)
     number = int(position[1]) if position else len(in_order)
     return in_order[number] if number < len(in_order) else path
 
 
 def _forward_of(module: nn.Module | None) -> FunctionType | None:
-    """The function that a class has for its forward, below its decorators; None where the module has one of its own."""
+    """Return the class's forward function without its decorators; None if the module itself overrides it."""
     if module is None or "forward" in vars(module):
         return None
     forward = inspect.unwrap(type(module).forward)

@@ -1,4 +1,4 @@
-"""The import statements of a source file: the names that they bind, and one that a change needs."""
+"""Finds the names that a source file's import statements bind, and adds the import that a change needs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _FOR_TYPE_CHECKERS = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 def imported_names(module: cst.Module, *, everywhere: bool) -> set[str]:
-    """The names that a file imports: `everywhere`, or where every function may use them."""
+    """Return the names that a file imports: `everywhere`, or only where every function can use them."""
     imports = _Imports(everywhere=everywhere)
     module.visit(imports)
     return imports.names
 
 
 def with_torch(before: str, text: str) -> str:
-    """A changed text with `import torch` before its first statement that may be, if only the change needs torch."""
+    """Return a changed text with `import torch` at the first possible place, if only the change needs torch."""
     if "torch." not in text.replace(before, ""):
         return text
     module = cst.parse_module(text)
@@ -26,7 +26,7 @@ def with_torch(before: str, text: str) -> str:
 
 
 def _must_come_first(statement: cst.CSTNode) -> bool:
-    """Tell whether a statement is a docstring or an import of __future__."""
+    """Return True for a docstring or an import from __future__."""
     if not isinstance(statement, cst.SimpleStatementLine):
         return False
     (first, *_) = statement.body

@@ -1,7 +1,7 @@
-"""Logarithms and quotients of exponentials written as sums and differences: nothing overflows or rounds to 0.
+"""Writes logarithms and quotients of exponentials as sums and differences, which neither overflow nor round to 0.
 
-A name stands for its definition in the same function, where that is certain. What is read here are names and shapes of
-code: that the new text means the same is for the run with it to show.
+A name stands for its definition in the same function, if that is certain. Only names and the form of the code are read
+here: the run with the new text has to show that it means the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nandoctor.ops import CASTS, GROWING_ON_BOTH_SIDES, MOVES
 
 _OPERATORS: dict[type, str] = {cst.Add: "add", cst.Subtract: "sub", cst.Multiply: "mul", cst.Divide: "div"}
 _UNTRACED_CASTS = frozenset({"float", "double", "clone", "contiguous"}) | CASTS
-_PUTS_ZEROS = frozenset({"dropout", "pad", "constant_pad_nd"})  # of a logarithm they would make 0 as well
+_PUTS_ZEROS = frozenset({"dropout", "pad", "constant_pad_nd"})  # applied to a logarithm, they put 0 instead of -inf
 _MOVES = (MOVES - _PUTS_ZEROS) | {"diagonal", "masked_select", "index_select", "take_along_dim", "swapaxes"}
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isfinite", "logical_not", "logical_and", "logical_or"})
 _MAKES_FLAGS = frozenset({"eye", "one_hot", "ones", "ones_like", "new_ones"})
@@ -40,7 +40,7 @@ _BINDS_LOOSELY = (cst.IfExp, cst.BooleanOperation, cst.Comparison, cst.Lambda)
 
 
 class LogSpace:
-    """The logarithms of what one function computes; no name is bound that another change of its file binds."""
+    """A writer of stable logarithms in one function; new names differ from those of other changes of its file."""
 
     def __init__(self, change: FileChange, node: cst.CSTNode, ops: Sequence[OpCall]) -> None:
         tree, function = change.tree, change.tree.scope_of(node)
@@ -54,13 +54,13 @@ class LogSpace:
         self._before: dict[cst.CSTNode, dict[str, str]] = {}
         self._through: dict[cst.Assign, None] = {}
         self._sources: set[cst.CSTNode] = set()
-        self._given, self._functional = GivenProbabilities(change), functional_in(tree.text)
+        self._probabilities, self._functional = GivenProbabilities(change), functional_in(tree.text)
 
     def write_logs(self, node: cst.CSTNode, *, everywhere: bool = False) -> tuple[list[Replacement], list[cst.Assign]]:
-        """The logarithm at a node, and the assignments that nothing reads then.
+        """Return the replacements for the logarithm at a node, and the assignments that are unread then.
 
-        With it go those of its statement and those of the same exponential or probability: another batch may fail
-        there. With `everywhere` all of the function do.
+        Other logarithms in its statement, and those of the same exponential or probability, are replaced too, since
+        another batch may fail there; with `everywhere`, all in the function are.
         """
         logs = {item: call for item, call in self._calls.items() if call.op in ("log", "log1p")}
         texts = {node: self._write_log(node, logs[node])} if node in logs else {}
@@ -80,7 +80,7 @@ class LogSpace:
         return self._changes(written)
 
     def write_ratio(self, node: cst.CSTNode) -> tuple[list[Replacement], list[cst.Assign]]:
-        """The quotient at a node as the exponential of a difference, and the assignments then unread."""
+        """Return the replacements for a quotient, as exp of a difference, and the assignments that are unread then."""
         self._place = node
         numerator, divisor = sides_of_quotient(self._tree, node, self._calls.get(node))
         log = self._log_of(divisor)
@@ -117,7 +117,7 @@ class LogSpace:
             Replacement(node=node, text=text, before=tuple(self._before.get(node, {}).values()))
             for node, text in texts.items()
         )
-        return [*self._hoisted.values(), *written, *self._given.replacements(texts)], unread
+        return [*self._hoisted.values(), *written, *self._probabilities.replacements(texts)], unread
 
     def _write_log(self, node: cst.CSTNode, call: OpCall) -> str | None:
         self._place = node
@@ -136,8 +136,8 @@ class LogSpace:
         return f"{made.text}.clone()" if is_given and not made.is_low else made.wide
 
     def _log_of(self, node: cst.BaseExpression) -> Log | None:  # noqa: PLR0911 - a table
-        """The logarithm of an expression, None where nothing is gained by another form of it."""
-        node = self._given_or(self._resolved(node))
+        """Return the logarithm of an expression, None if no better form of it is known."""
+        node = self._probability_or(self._resolved(node))
         name, expression = self._named_op(node)
         if name in _UNTRACED_CASTS or name in _MOVES:
             return self._moved(node, name, expression, self._log_of)
@@ -168,7 +168,7 @@ class LogSpace:
         return None
 
     def _masked(self, node: cst.BaseExpression, expression: Expression, argument: str) -> Log | None:
-        """The logarithm of what a mask makes 0."""
+        """Return the logarithm of an expression in which a mask puts 0."""
         kept, put = expression.argument_node(argument), expression.argument_node("value")
         if argument == "other" and is_zero(self._tree, kept):
             kept, put = put, kept
@@ -182,14 +182,14 @@ class LogSpace:
         if name == "sigmoid":
             return Log(text=f"{self._functional}.logsigmoid({logit.wide})")
         dims = expression.texts_after_first()
-        if not dims:  # the dim of an nn.Softmax
+        if not dims:  # an nn.Softmax has its own dim
             assert expression.op is not None
             dims = [f"dim={value:g}" for key, value in expression.op.scalars if key == "dim"]
         return Log(text=f"torch.log_softmax({', '.join([logit.text, *dims])})")
 
     def _log_of_rest(self, node: cst.BaseExpression) -> Log | None:
-        """The logarithm of 1 minus an expression."""
-        node = self._given_or(self._resolved(node))
+        """Return the logarithm of 1 minus an expression."""
+        node = self._probability_or(self._resolved(node))
         name, expression = self._named_op(node)
         if name in _UNTRACED_CASTS or name in _MOVES:
             return self._moved(node, name, expression, self._log_of_rest)
@@ -206,7 +206,7 @@ class LogSpace:
         return None
 
     def _moved(self, node: cst.BaseExpression, name: str, expression: Expression, form: object) -> Log | None:
-        """The form of what an op only moves, or casts: moved alike."""
+        """Return the form of what an op only moves or casts, moved in the same way."""
         assert callable(form)
         subject = node.value if isinstance(node, cst.Subscript) else expression.argument_node("self")
         made: Log | None = form(subject)
@@ -235,7 +235,7 @@ class LogSpace:
         if name == "sum":
             return Log(text=text, terms=log.text, dims=tuple(dims))
         dim = next((text.removeprefix("dim=") for text in dims if not text.startswith("keepdim")), None)
-        if not log.text.isidentifier():  # its size is asked for as well
+        if not log.text.isidentifier():  # its size is read as well
             log = self._named_before(log, "logits")
             text = f"torch.logsumexp({', '.join([log.wide if dims else f'{log.wide}.flatten()', *over])})"
         size = f"{log.text}.numel()" if dim is None else f"{log.text}.shape[{dim}]"
@@ -243,7 +243,7 @@ class LogSpace:
         return Log(text=f"{text} - {count}")
 
     def _joined(self, node: cst.BaseExpression, sign: str) -> Log | None:
-        """The logarithm of a product or a quotient."""
+        """Return the logarithm of a product or a quotient."""
         if not isinstance(node, cst.BinaryOperation):
             return None
         logs = self._logs_of_sides(node)
@@ -258,7 +258,7 @@ class LogSpace:
         return Log(text=f"{left.wide} {sign} {closed}")
 
     def _logs_of_sides(self, node: cst.BinaryOperation) -> tuple[Log, Log] | None:
-        """The logarithms of both operands; None where neither gains by another form, or one may be negative."""
+        """Return the logarithms of both operands; None if neither has a better form, or one may be negative."""
         logs = {side: self._log_of(side) for side in (node.left, node.right)}
         if not any(logs.values()) or not all(log or self._is_mask(node, side) for side, log in logs.items()):
             return None
@@ -266,35 +266,35 @@ class LogSpace:
         return left, right
 
     def _is_mask(self, node: cst.BinaryOperation, side: cst.BaseExpression) -> bool:
-        """Tell whether an operand is a positive number or a mask: any other may be negative in the next batch."""
+        """Return True if an operand is a positive number or a mask: any other may be negative in the next batch."""
         if (number := number_in(side)) is not None:
             return number > 0
         call = self._calls.get(node)
         taken = call.inputs[-1 if side is node.right else 0].stats if call is not None and call.inputs else None
         if taken is None:
-            return self._is_given(side, is_flags=False)
+            return self._is_mask_expression(side, is_flags=False)
         if taken.min is None or taken.min < 0 or not taken.p05 == taken.max == 1:
-            return False  # of the magnitudes but for 0, the 5 % quantile is the largest
-        return self._is_given(side, is_flags=taken.min == 0)
+            return False  # a mask's non-zero values are all 1, and so is their 5 % quantile
+        return self._is_mask_expression(side, is_flags=taken.min == 0)
 
-    def _is_given(self, node: cst.BaseExpression, *, is_flags: bool) -> bool:
-        """Tell whether an expression is a comparison or, of flags, an argument; moved, cast or taken from 1."""
+    def _is_mask_expression(self, node: cst.BaseExpression, *, is_flags: bool) -> bool:
+        """Return True for a comparison or, if `is_flags`, an argument; also if moved, cast or subtracted from 1."""
         node = self._resolved(node)
         name, expression = self._named_op(node)
         if isinstance(node, cst.BinaryOperation):
             is_rest = isinstance(node.operator, cst.Subtract) and number_in(node.left) == 1
-            return is_rest and self._is_given(node.right, is_flags=is_flags)
+            return is_rest and self._is_mask_expression(node.right, is_flags=is_flags)
         if name in _UNTRACED_CASTS or name in _MOVES:
             node = node.value if isinstance(node, cst.Subscript) else expression.argument_node("self")
-            return self._is_given(node, is_flags=is_flags)
+            return self._is_mask_expression(node, is_flags=is_flags)
         made_by = self._tree.code(node.func).rpartition(".")[2] if isinstance(node, cst.Call) else ""
         if made_by in ("tril", "triu"):
-            return self._is_given(expression.argument_node("self"), is_flags=is_flags)
+            return self._is_mask_expression(expression.argument_node("self"), is_flags=is_flags)
         is_made = made_by in _MAKES_FLAGS or (is_flags and isinstance(node, cst.Name))
         return is_made or isinstance(node, cst.Comparison) or name in _COMPARISONS
 
     def _added(self, node: cst.BaseExpression) -> Log | None:
-        """The logarithm of a sum of two: of 1 and an exponential, of two of them."""
+        """Return the logarithm of a sum of two: 1 and an exponential, or two exponentials."""
         if not isinstance(node, cst.BinaryOperation):
             return None
         for number, other in ((node.left, node.right), (node.right, node.left)):
@@ -314,9 +314,9 @@ class LogSpace:
         return Log(text=f"torch.log({self._leaf(node).text})")
 
     def _leaf(self, node: cst.BaseExpression) -> Log:
-        """The text of an expression as it can be read at the logarithm; where it is a call, it is made once."""
+        """Return the text of an expression as it can be read at the logarithm; a call in it is made only once."""
         if self._tree.scope_of(node) is not self._function:
-            return Log(text=self._given.name_of(node), is_low=self._is_low(node))
+            return Log(text=self._probabilities.name_of(node), is_low=self._is_low(node))
         is_low = self._is_low(node)
         self._sources.add(node)
         if any(isinstance(below, HAS_EFFECTS) for below in nodes_in(node)):
@@ -329,17 +329,17 @@ class LogSpace:
         return Log(text=f"({code})" if is_loose else code, is_low=is_low)
 
     def _name(self, node: cst.BaseExpression) -> Log:
-        """The text of an expression that is read twice: a name for it, where it is none."""
+        """Return the text of an expression that is read twice: a new name for it, unless it is a name."""
         is_name = isinstance(cst.parse_expression(f"({self._leaf(node).text})"), (cst.Name, cst.Attribute))
         return self._leaf(node) if is_name else self._hoist(node)
 
     def _hoist(self, node: cst.BaseExpression) -> Log:
-        """A name for an expression, given before the statement that it is in."""
+        """Return a name for an expression, which is assigned before its statement."""
         is_view = isinstance(node, (cst.Name, cst.Attribute)) or self._named_op(node)[0] in _UNTRACED_CASTS | _MOVES
         if self._tree.statement_of(node) is None or (is_view and self._definitions.is_written_into(node)):
             raise CannotWriteError
         code = self._tree.code(node)
-        if self._place in set(self._tree.ancestors(node)):  # all of the statement that holds it is written anew
+        if self._place in set(self._tree.ancestors(node)):  # the logarithm around it is rewritten as a whole
             return self._named_before(Log(text=code, is_low=self._is_low(node)), "value")
         if node not in self._hoisted:
             name = self._change.new_name("logits", node)
@@ -347,7 +347,7 @@ class LogSpace:
         return Log(text=self._hoisted[node].text, is_low=self._is_low(node))
 
     def _named_before(self, log: Log, wanted: str) -> Log:
-        """A name for a value, given before the statement that is written anew."""
+        """Return a name for a value, which is assigned before the rewritten statement."""
         if self._tree.statement_of(self._place) is None:
             raise CannotWriteError
         name = self._change.new_name(wanted, self._place)
@@ -355,7 +355,7 @@ class LogSpace:
         return Log(text=name, is_low=log.is_low)
 
     def _is_low(self, node: cst.BaseExpression) -> bool:
-        """Tell whether the op that takes this took it in half precision."""
+        """Return True if the op that takes this expression took it in half precision."""
         parent = next((item for item in self._tree.ancestors(node) if item in self._calls), None)
         taken = self._calls[parent].inputs[:1] if parent is not None else ()
         return any(tensor.stats is not None and tensor.stats.dtype in (FP16, BF16) for tensor in taken)
@@ -375,19 +375,19 @@ class LogSpace:
             node = value
         return node
 
-    def _given_or(self, node: cst.BaseExpression) -> cst.BaseExpression:
-        """The probability that the only call of the function gives for a parameter; else the node itself."""
-        given = self._given.value_of(node, self._ops) if isinstance(node, cst.Name) else None
+    def _probability_or(self, node: cst.BaseExpression) -> cst.BaseExpression:
+        """Return the probability that the function's only call passes for a parameter; else the node itself."""
+        given = self._probabilities.value_of(node, self._ops) if isinstance(node, cst.Name) else None
         if given is None:
             return node
         self._calls[given[0]] = given[1]
         return given[0]
 
     def _named_op(self, node: cst.BaseExpression) -> tuple[str, Expression]:
-        """The op of an expression, by the trace or, where it made no tensor of its own there, by its spelling."""
+        """Return the op of an expression, from the trace or, if it called none there, from its spelling."""
         call = self._calls.get(node)
         if call is not None:
-            takes_diagonal = call.op == "diag" and len(call.outputs[0].shape) == 1  # of a vector it makes zeros
+            takes_diagonal = call.op == "diag" and len(call.outputs[0].shape) == 1  # from a vector, diag makes zeros
             return "diagonal" if takes_diagonal else call.op, Expression(self._tree, node, call)
         name = _OPERATORS.get(type(node.operator), "") if isinstance(node, cst.BinaryOperation) else ""
         if isinstance(node, cst.Subscript):

@@ -1,4 +1,4 @@
-"""Whether code makes nothing of powers but shares of their sum, which a factor for all of them leaves as they are."""
+"""Checks that code uses powers only as shares of their sum, which a common factor does not change."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from nandoctor.fixes.source_tree import SourceTree, nodes_in
 from nandoctor.ops import CASTS
 
 _Kind = Literal["powers", "masked", "sum", "masked sum", "linear"]
-"""The powers times numbers, or times a mask; the sum of just these; anything else that doubles where the powers do.
+"""The powers times numbers, or times a mask; the sum of just these; anything else that is linear in the powers.
 
-Of what a mask leaves the largest may be so much smaller that its powers round to 0: an eps has to keep that sum off 0.
+The largest unmasked exponent may be so much smaller that its power rounds to 0: an eps has to keep that sum off 0.
 """
 _SUM_OF: Mapping[_Kind, _Kind] = {"powers": "sum", "masked": "masked sum"}
 _Flow = tuple[cst.CSTNode, _Kind]
@@ -30,12 +30,13 @@ _NO_VALUES = frozenset({"shape", "dtype", "device", "ndim"})
 
 
 def subtract_largest(change: FileChange, expression: Expression, ops: Sequence[OpCall]) -> None:
-    """Subtract the largest exponent along the dimensions that the powers are summed over: their shares stay.
+    """Subtract the largest exponent along the dimensions that the powers are summed over: the shares stay the same.
 
-    What keeps their sum off 0 gets the same factor. Beside it a negative one is not subtracted: it keeps a row of -Inf.
+    An eps that keeps the sum off 0 gets the same factor. With an eps, a negative largest exponent is not subtracted,
+    so that a row of -inf still gives 0.
 
     Raises:
-        CannotWriteError: there is more than shares of the powers, or no such sum among the `ops`.
+        CannotWriteError: the powers are not only used as shares, or there is no such sum among the `ops`.
     """
     tree, bounds = change.tree, check_shares(change.tree, expression.node, change.file)
     summed = next(_sums_of(expression.op, ops), None) if expression.op is not None else None
@@ -62,7 +63,7 @@ def subtract_largest(change: FileChange, expression: Expression, ops: Sequence[O
 
 
 def _sums_of(power: OpCall, ops: Sequence[OpCall]) -> Iterator[OpCall]:
-    """The sums along some dimensions of what an op makes, or of the same with factors, in the same shape."""
+    """Yield the sums along some dimensions of an op's output, or of its products with factors, in the same shape."""
     shape, made = power.outputs[0].shape, {power.order}
     for op in ops:
         if op.order > power.order and any(taken.producer in made for taken in op.inputs):
@@ -75,12 +76,12 @@ def _sums_of(power: OpCall, ops: Sequence[OpCall]) -> Iterator[OpCall]:
 
 
 def check_shares(tree: SourceTree, powers: cst.CSTNode, file: Path) -> tuple[cst.BaseExpression, ...]:
-    """Follow the powers to all that reads them: it has to be divided by a sum of just them, on ways not run as well.
+    """Check that all that the code makes of the powers, even where it did not run, is divided by a sum of just them.
 
-    Returns what keeps such a sum off 0, to which the factor of the powers has to be given as well.
+    Returns the bounds that keep such a sum off 0, which need the same factor as the powers.
 
     Raises:
-        CannotWriteError: something else is made of them, as far as the code tells, or may be.
+        CannotWriteError: something else is computed from them, or may be, as far as the code shows.
     """
     kinds: dict[cst.CSTNode, _Kind] = {}
     quotients: dict[cst.CSTNode, tuple[cst.CSTNode, cst.CSTNode]] = {}
@@ -99,7 +100,7 @@ def check_shares(tree: SourceTree, powers: cst.CSTNode, file: Path) -> tuple[cst
             quotients[holder] = sides
         else:
             waiting.extend(_flows(tree, node, parent, kind, file))
-        if not waiting:  # what was divided by another number is no share yet
+        if not waiting:  # a quotient by another number is no share yet: follow it further
             left = (item for item, (_, divisor) in quotients.items() if divisor not in kinds and item not in kinds)
             waiting.extend((item, "linear") for item in left)
     if any(numerator not in kinds for numerator, _ in quotients.values()):
@@ -114,7 +115,7 @@ def _is_bounded(node: cst.CSTNode) -> bool:
 
 
 def _kept_off_zero_by(node: cst.CSTNode, kinds: Mapping[cst.CSTNode, _Kind]) -> cst.BaseExpression:
-    """The other term, or the bound."""
+    """Return the other term of a sum, or the bound of a clamp."""
     if isinstance(node, cst.BinaryOperation):
         return node.right if node.left in kinds else node.left
     assert isinstance(node, cst.Call)
@@ -122,7 +123,7 @@ def _kept_off_zero_by(node: cst.CSTNode, kinds: Mapping[cst.CSTNode, _Kind]) -> 
 
 
 def sides_of_quotient(tree: SourceTree, node: cst.CSTNode, op: OpCall | None) -> tuple[cst.BaseExpression, ...]:
-    """The numerator and the divisor of `x / y`, `x.div(y)` and `torch.div(x, y)`. Raises CannotWriteError."""
+    """Return the numerator and the divisor of `x / y`, `x.div(y)` or `torch.div(x, y)`. Raises CannotWriteError."""
     if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Divide):
         return node.left, node.right
     if isinstance(node, cst.Call) and tree.code(node.func).rpartition(".")[2] in _DIVIDES:
@@ -133,7 +134,7 @@ def sides_of_quotient(tree: SourceTree, node: cst.CSTNode, op: OpCall | None) ->
 
 
 def is_zero(tree: SourceTree, node: cst.BaseExpression) -> bool:
-    """Tell whether an expression is a 0 or a tensor of zeros."""
+    """Return True if an expression is 0 or a tensor of zeros."""
     makes = tree.code(node.func).rpartition(".")[2] if isinstance(node, cst.Call) else ""
     return number_in(node) == 0 or makes in ("zeros", "zeros_like", "new_zeros")
 
@@ -146,7 +147,7 @@ def _sides(tree: SourceTree, node: cst.CSTNode) -> tuple[cst.CSTNode, cst.CSTNod
 
 
 def _flows(tree: SourceTree, node: cst.CSTNode, parent: cst.CSTNode, kind: _Kind, file: Path) -> Iterator[_Flow]:
-    """What is made of a value in the expression or the statement that it stands in."""
+    """Yield what the expression or statement around a value computes from it."""
     if isinstance(parent, cst.BinaryOperation):
         other = parent.right if node is parent.left else parent.left
         is_number, operator = number_in(other) is not None, parent.operator
@@ -171,7 +172,7 @@ def _flows(tree: SourceTree, node: cst.CSTNode, parent: cst.CSTNode, kind: _Kind
 
 
 def _called_with(tree: SourceTree, node: cst.CSTNode, parent: cst.Attribute | cst.Arg, kind: _Kind) -> Iterator[_Flow]:
-    """What a method of a value gives, or a function of torch that is given it first."""
+    """Yield what a method of a value, or a torch function called with it, computes."""
     if isinstance(parent, cst.Attribute) and parent.attr.value in _NO_VALUES:
         return
     call = next(tree.ancestors(parent))
@@ -194,7 +195,7 @@ def _called_with(tree: SourceTree, node: cst.CSTNode, parent: cst.Attribute | cs
 
 
 def _reads_of(tree: SourceTree, assignment: cst.Assign) -> Iterator[cst.Name]:
-    """The places that read what an assignment gives a name; where it is not certain of one, none are known."""
+    """Yield the places that read what an assignment binds. Raises CannotWriteError if one of them is not certain."""
     target, function = assignment.targets[0].target, tree.function_of(assignment)
     if len(assignment.targets) != 1 or not isinstance(target, cst.Name) or function is None:
         raise CannotWriteError

@@ -1,4 +1,4 @@
-"""A source file as a concrete syntax tree, in which the expressions that a trace names are found and replaced."""
+"""A source file as a concrete syntax tree: finds the expressions that a trace names, and replaces them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STANDS_ALONE = (cst.Assign, cst.AnnAssign, cst.Arg, cst.Expr, cst.Return)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replacement:
-    """What stands in the place of an expression, and the statements that have to come right before its own."""
+    """A text that replaces an expression, and the statements that have to come right before the expression's own."""
 
     node: cst.CSTNode
     text: str
@@ -29,9 +29,9 @@ class Replacement:
 
 
 class SourceTree:
-    """One parsed file; `mark` is the byte order mark before its text, "" for none.
+    """A parsed file; `mark` is the byte order mark before its text, or "".
 
-    `known` are names of modules and classes that it has without importing them, as another cell of a notebook does.
+    `known` are names of modules and classes that it can use without importing them, such as from another notebook cell.
     """
 
     def __init__(self, text: str, known: Set[str] = frozenset()) -> None:
@@ -40,19 +40,19 @@ class SourceTree:
         whole = text.removeprefix(_BYTE_ORDER_MARK)
         self.text = text = whole.rstrip()
         self.end = whole[len(text) :]  # libcst drops blank lines before trailing blanks
-        self._lines = text.split("\n")  # as Python counts them: a form feed ends none
-        wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)  # nobody else has these nodes
+        self._lines = text.split("\n")  # as Python counts lines: a form feed does not end one
+        wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)  # nothing else has these nodes
         self.module = wrapper.module
         self._ranges: Mapping[cst.CSTNode, CodeRange] = wrapper.resolve(PositionProvider)
         self._parents = _parents_in(self.module)
 
     def code(self, node: cst.CSTNode) -> str:
-        """The source of a node, without the parentheses around it."""
+        """Return the source of a node, without the parentheses around it."""
         bare = node.with_changes(lpar=(), rpar=()) if isinstance(node, cst.BaseExpression) else node
         return self.module.code_for_node(bare)
 
     def find(self, source: SourceLine) -> cst.BaseExpression | cst.AugAssign | None:
-        """The expression at the place that the trace gives, None where the place is only a line."""
+        """Return the expression at the place that the trace gives, None if the place is only a line."""
         if source.column is None or source.end_column is None or source.end_line is None:
             return None
         start = source.line, self._characters(source.line, source.column)
@@ -62,20 +62,20 @@ class SourceTree:
             for node, where in self._ranges.items()
             if (where.start.line, where.start.column) <= start
             and end <= (where.end.line, where.end.column)
-            and isinstance(node, (cst.BaseExpression, cst.AugAssign))  # asked last: it takes longest
+            and isinstance(node, (cst.BaseExpression, cst.AugAssign))  # last, because it takes longest
         ]
         return min(holding, key=self._extent, default=None)
 
     def start_of(self, node: cst.CSTNode) -> tuple[int, int]:
-        """The line and the column that a node begins at."""
+        """Return the line and the column at which a node begins."""
         return self._ranges[node].start.line, self._ranges[node].start.column
 
     def end_of(self, node: cst.CSTNode) -> tuple[int, int]:
-        """The line and the column that a node ends before."""
+        """Return the line and the column just past the end of a node."""
         return self._ranges[node].end.line, self._ranges[node].end.column
 
     def _characters(self, line: int, column: int) -> int:
-        """CPython counts the bytes of UTF-8, a tree the characters."""
+        """Convert a column: CPython counts bytes of UTF-8, the tree counts characters."""
         text = self._lines[line - 1] if line <= len(self._lines) else ""
         return len(text.encode()[:column].decode(errors="ignore"))
 
@@ -84,16 +84,16 @@ class SourceTree:
         return len(self.code(node)), where.end.line - where.start.line
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """The nodes that hold this one, nearest first."""
+        """Yield the nodes that contain this one, nearest first."""
         while (parent := self._parents.get(node)) is not None:
             yield parent
             node = parent
 
     def statement_of(self, node: cst.CSTNode) -> cst.SimpleStatementLine | None:
-        """The simple statement, alone on its line, whose value the expression is part of in every run of it.
+        """Return the simple statement, alone on its line, that evaluates the expression in each of its runs.
 
-        None inside a lambda, a comprehension, a condition's branch or the head of a compound statement: what stands
-        before such a statement would not run as often, or not with the same names.
+        None inside a lambda, a comprehension, a conditional expression or the head of a compound statement: what is put
+        before the statement would not run as often, or not with the same names.
         """
         for parent in self.ancestors(node):
             if isinstance(parent, (*_OWN_SCOPE, *_CONDITIONAL)):
@@ -106,21 +106,21 @@ class SourceTree:
         return None
 
     def statement_at(self, line: int) -> cst.SimpleStatementLine | None:
-        """The simple statement that a line belongs to, where a block can be put around it."""
+        """Return the simple statement that a line belongs to, None if no block can be put around it."""
         for node, where in self._ranges.items():
             if isinstance(node, cst.SimpleStatementLine) and where.start.line <= line <= where.end.line:
                 return node if isinstance(self._parents.get(node), cst.IndentedBlock) else None
         return None
 
     def function_at(self, line: int) -> cst.FunctionDef | None:
-        """The function without decorators that begins on a line, and whose body stands on lines of its own."""
+        """Return the undecorated function that begins on a line, if its body has its own lines; else None."""
         for node, where in self._ranges.items():
             if isinstance(node, cst.FunctionDef) and where.start.line == line:
                 return node if isinstance(node.body, cst.IndentedBlock) else None
         return None
 
     def module_arguments(self, statement: cst.SimpleStatementLine) -> list[cst.Name]:
-        """The names that a statement hands to submodules: the `x` of `self.norm(x)`."""
+        """Return the names that a statement passes to submodules: the `x` of `self.norm(x)`."""
         found: list[cst.Name] = []
         for call in (node for node in nodes_in(statement) if isinstance(node, cst.Call)):
             function = call.func
@@ -131,20 +131,20 @@ class SourceTree:
         return found
 
     def function_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
-        """The function whose body the node is in."""
+        """Return the function that contains the node, or None."""
         return next((item for item in self.ancestors(node) if isinstance(item, cst.FunctionDef)), None)
 
     def class_around(self, node: cst.CSTNode) -> str:
-        """The name of the class that the node is in the body of, "" outside of any."""
+        """Return the name of the class that contains the node, "" if there is none."""
         return next((item.name.value for item in self.ancestors(node) if isinstance(item, cst.ClassDef)), "")
 
     def scope_of(self, node: cst.CSTNode) -> cst.FunctionDef | cst.Lambda | cst.Module:
-        """The function or lambda whose names the node reads, the module outside of any."""
+        """Return the function or lambda whose names the node reads, or the module."""
         scopes = (item for item in self.ancestors(node) if isinstance(item, (cst.FunctionDef, cst.Lambda)))
         return next(scopes, self.module)
 
     def free_name(self, wanted: str, node: cst.CSTNode, others: Set[str] = frozenset()) -> str:
-        """A name that the function around a node does not use, and that is none of the `others`."""
+        """Return a name that the function around a node does not use, and that is not one of the `others`."""
         scope = self.function_of(node) or self.module
         taken, name, number = names_in(scope) | others, wanted, 2
         while name in taken:
@@ -153,18 +153,18 @@ class SourceTree:
 
     @cached_property
     def imported_names(self) -> set[str]:
-        """The names that the file's own import statements bind, at any level."""
+        """The names that the file's own import statements bind, at any level, and the `known` ones."""
         return imported_names(self.module, everywhere=True) | self._known
 
     @cached_property
     def global_imports(self) -> set[str]:
-        """Those that every function may use: imported outside of functions, and not for a type checker alone."""
+        """The imported names that every function can use: not imported in a function or for a type checker alone."""
         return imported_names(self.module, everywhere=False) | self._known
 
     def replaced(
         self, replacements: Iterable[Replacement], *, wrap: Sequence[Wrap] = (), without: Sequence[cst.CSTNode] = ()
     ) -> str | None:
-        """The text with every replacement made and `without` these statements; None where two cannot both be made."""
+        """Return the text with all replacements made, `without` some statements; None if two cannot both be made."""
         replacements = dict.fromkeys(replacements)
         by_node = {item.node: item for item in replacements}
         chosen = self._composed(by_node) if len(by_node) == len(replacements) else None
@@ -183,7 +183,7 @@ class SourceTree:
         return self.module.visit(_Rewriter(chosen, hoisted, wrapped, self._alone(chosen), around, removed)).code
 
     def _composed(self, chosen: Mapping[cst.CSTNode, Replacement]) -> dict[cst.CSTNode, Replacement] | None:
-        """The outermost replacements, whose texts have what is replaced inside of them; None where it is not there."""
+        """Return the outermost replacements, with inner ones made in their texts; None if one is not found there."""
         made: dict[cst.CSTNode, Replacement] = {}
         for node in sorted(chosen, key=lambda node: -sum(1 for _ in self.ancestors(node))):
             inner = {other: made.pop(other) for other in [*made] if node in self.ancestors(other)}
@@ -194,7 +194,7 @@ class SourceTree:
         return made
 
     def _with_inner(self, outer: Replacement, inner: Mapping[cst.CSTNode, Replacement]) -> Replacement | None:
-        """A replacement in whose texts others are made, each by the smallest text that stands for nothing else."""
+        """Return a replacement with others made in its texts, each found by the smallest unambiguous text around it."""
         around = {parent for node in inner for parent in self.ancestors(node)}
         rewriter = _Rewriter(inner, {}, {}, self._alone(inner), around, set())
         made: dict[str, set[str]] = {}
@@ -221,7 +221,7 @@ class SourceTree:
 
 
 def _parents_in(root: cst.CSTNode) -> dict[cst.CSTNode, cst.CSTNode]:
-    """As libcst's ParentNodeProvider, in an eighth of its time: that calls a method for each kind of node it meets."""
+    """Map nodes to parents in an eighth of the time of libcst's ParentNodeProvider, which calls a method per node."""
     parents: dict[cst.CSTNode, cst.CSTNode] = {}
     names: dict[type, list[str]] = {}
     open_nodes = [root]
@@ -240,26 +240,26 @@ def _parents_in(root: cst.CSTNode) -> dict[cst.CSTNode, cst.CSTNode]:
 
 
 def nodes_in(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """A node, and every node below it."""
+    """Yield a node and every node below it."""
     yield node
     for child in node.children:
         yield from nodes_in(child)
 
 
 def names_in(node: cst.CSTNode) -> set[str]:
-    """Every name that occurs in a node."""
+    """Return every name that occurs in a node."""
     return {item.value for item in nodes_in(node) if isinstance(item, cst.Name)}
 
 
 @lru_cache(maxsize=4)
 def parse_source(text: str, known: frozenset[str] = frozenset()) -> SourceTree:
-    """Parse a file, once for all the changes that a search writes to it: a quarter of a second for 400 lines."""
+    """Parse a file, once for all changes that a search writes to it: that takes a quarter of a second for 400 lines."""
     return SourceTree(text, known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrap:
-    """A statement, or the body of a function, to be put into the block of a `with` statement, behind the `first`."""
+    """A statement, or a function's body, to put into the block of a `with` statement, after the statements `first`."""
 
     statement: cst.SimpleStatementLine | cst.FunctionDef
     header: str
@@ -267,14 +267,14 @@ class Wrap:
 
 
 class _TextSubstitution(cst.CSTTransformer):
-    """Puts other texts for expressions, wherever they stand in a text; `left` are those that stood in none yet."""
+    """Replaces expressions by their texts wherever they occur in a text; `left` are those that were not found yet."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self._texts, self.left = texts, set(texts)
         self._module = cst.Module(body=())
 
     def apply(self, text: str) -> str:
-        """The text of an expression or of statements with the others in it."""
+        """Return the text of an expression or of statements with the replacements made."""
         return cst.parse_module(text).visit(self).code
 
     def _code(self, node: cst.CSTNode) -> str | None:
@@ -282,14 +282,14 @@ class _TextSubstitution(cst.CSTTransformer):
         return None if bare is None else self._module.code_for_node(bare)
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Go into nothing that is replaced as a whole."""
+        """Do not visit what is replaced as a whole."""
         return self._code(node) not in self._texts
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
-        """Put the text of an expression, in parentheses where it is no name or call."""
+        """Replace an expression by its text, in parentheses unless it is an atom such as a name or a call."""
         code = self._code(original_node)
         if code is None or code not in self._texts:
-            names = {cst.Attribute: "attr", cst.Arg: "keyword"}  # what is no expression, though a node of its kind
+            names = {cst.Attribute: "attr", cst.Arg: "keyword"}  # Name nodes that are not expressions
             kept = {name: getattr(original_node, name) for kind, name in names.items() if type(original_node) is kind}
             return updated_node.with_changes(**kept)
         self.left.discard(code)
@@ -310,13 +310,13 @@ class _Rewriter(cst.CSTTransformer):
         self._around, self._removed = around, removed
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Go only where there is something to change: most of a file stays as it is."""
+        """Visit only nodes with something to change inside: most of a file stays as it is."""
         return node in self._around
 
     def on_leave(  # type: ignore[override]
         self, original_node: cst.CSTNode, updated_node: cst.CSTNode
     ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode] | cst.RemovalSentinel:
-        """Replace what was chosen; put statements before, and blocks around, those that were named."""
+        """Replace the chosen expressions; put new statements before, and blocks around, their statements."""
         if original_node in self._chosen:
             return self._replace(original_node, self._chosen[original_node].text)
         if (wrap := self._wrapped.get(original_node)) is not None:
@@ -343,7 +343,7 @@ class _Rewriter(cst.CSTTransformer):
 
 
 def _wrapped(node: cst.CSTNode, wrap: Wrap) -> cst.CSTNode:
-    """A statement in the block of a `with` statement; of a function all but its docstring."""
+    """Put a statement, or a function's body except its docstring, into the block of a `with` statement."""
     template = cst.parse_statement(f"{wrap.header}\n    pass\n")
     assert isinstance(template, cst.With)
     first = map(cst.parse_statement, wrap.first)
@@ -359,19 +359,19 @@ def _wrapped(node: cst.CSTNode, wrap: Wrap) -> cst.CSTNode:
 
 
 def _parsed(text: str) -> tuple[cst.BaseExpression, cst.BaseExpression]:
-    """An expression in parentheses, and without them."""
+    """Parse an expression; return it in parentheses, and without them."""
     made = cst.parse_expression(f"({text})")
     return made, made.with_changes(lpar=made.lpar[1:], rpar=made.rpar[:-1])
 
 
 def _grouped(text: str) -> cst.BaseExpression:
-    """An expression that may stand anywhere: in parentheses, but for a name or a call on one line."""
+    """Parse an expression that can be put anywhere: in parentheses, unless it is an atom on one line."""
     made, bare = _parsed(text)
     return bare if isinstance(bare, _ATOMS) and "\n" not in text else made
 
 
 def _binds_as_tightly(node: cst.BaseExpression, other: cst.CSTNode) -> bool:
-    """Tell whether an expression may stand where the other one did without parentheses."""
+    """Return True if an expression can replace the other one without parentheses."""
     if isinstance(node, cst.BinaryOperation) and isinstance(other, cst.BinaryOperation):
         return type(node.operator) is type(other.operator)
     return isinstance(node, _ATOMS)

@@ -1,4 +1,4 @@
-"""Batches near to the one that failed, and a loss where none is known: what a fix has to stand besides its own step."""
+"""Batches close to the failing one, and a loss if none is known: what a fix has to pass besides the step itself."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from nandoctor.tracing.tensor_tree import walk_tensors
 
 Batch = Mapping[str, torch.Tensor]
 _NOISE = 1e-3
-"""A share of each value: less than the next batch differs by, more than fp16 rounds."""
+"""A share of each value: less than the next batch differs by, more than fp16's rounding."""
 
 
 def surrogate_loss(output: Any, _: Batch) -> torch.Tensor:
-    """A scalar through which every floating-point value of the output gets a gradient, none of them the same.
+    """Return a scalar through which every floating-point value of the output gets a gradient of its own.
 
-    It stands in where the loss of the training is not known: the mean of each tensor, weighted by a fixed pattern so
-    that a softmax or a norm, whose plain mean is constant, has a gradient too.
+    It stands in for a training loss that is not known: the mean of each tensor, weighted by a fixed pattern so that a
+    softmax or a norm, whose plain mean is constant, has a gradient too.
     """
     return _sum(map(_weighted_mean, _dense_floats(output)))
 
 
 def squared_surrogate(output: Any, _: Batch) -> torch.Tensor:
-    """The same, and half the mean square, whose gradient grows with the output as that of a squared error does.
+    """Return `surrogate_loss` plus half the mean square, whose gradient grows with the output like a squared error's.
 
-    It stands in where fp32 fails as well: nothing else says of values that a change made up that they are too large.
+    It stands in if fp32 fails as well: nothing else shows that values which a change produced are too large.
     """
     leaves = list(_dense_floats(output))
     finite = (leaf.float().masked_fill(~leaf.isfinite(), 0.0) for leaf in leaves)
@@ -64,12 +64,12 @@ def _sum(parts: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def _in_another_order(batch: Batch, used: frozenset[str]) -> dict[str, torch.Tensor] | None:
     if not all(is_dense(batch[name]) for name in used & batch.keys()):
-        return None  # a sparse one has no samples to move
+        return None  # a sparse array has no samples to move
     return {name: value.roll(1, 0) if is_dense(value) and value.dim() else value for name, value in batch.items()}
 
 
 def _noisy(batch: Batch, used: frozenset[str]) -> dict[str, torch.Tensor] | None:
-    """Every value changed by a share of itself, so that the zeros of a mask stay zeros."""
+    """Change every value by a share of itself, so that the zeros of a mask stay zeros."""
 
     def change(value: torch.Tensor) -> torch.Tensor:
         return value * (1 + _NOISE * torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value))
@@ -78,7 +78,7 @@ def _noisy(batch: Batch, used: frozenset[str]) -> dict[str, torch.Tensor] | None
 
 
 def scaled(batch: Batch, used: frozenset[str], factor: float) -> dict[str, torch.Tensor] | None:
-    """The measured values times a factor; flags of 0 and 1 are not measured."""
+    """Multiply the batch's real numbers by a factor, but not flags of 0 and 1; None if there is nothing else."""
     measured = frozenset(name for name in used & batch.keys() if is_dense(batch[name]) and not is_flags(batch[name]))
     return _changed(batch, measured, lambda value: value * factor)
 
@@ -86,7 +86,7 @@ def scaled(batch: Batch, used: frozenset[str], factor: float) -> dict[str, torch
 def _changed(
     batch: Batch, names: frozenset[str], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor] | None:
-    """The batch with its real numbers changed that are named; None where none are."""
+    """Return the batch with the named arrays of real numbers changed; None if there are none."""
     real = {name for name in names & batch.keys() if is_dense(batch[name]) and batch[name].is_floating_point()}
     return {name: change(value) if name in real else value for name, value in batch.items()} if real else None
 
@@ -97,15 +97,15 @@ VARIATIONS: Mapping[str, Callable[[Batch, frozenset[str]], dict[str, torch.Tenso
     "inputs halved": lambda batch, used: scaled(batch, used, 0.5),
     "inputs doubled": lambda batch, used: scaled(batch, used, 2.0),
 }
-"""By name, batches that a fix has to hold on as well; None where the batch has no such neighbour."""
+"""By name, functions that return a batch on which a fix has to work as well, or None if this batch has no such one."""
 OTHER_SEED = "other seed"
 NEARLY_THE_SAME = ("samples in another order", "small noise on the inputs", OTHER_SEED)
-"""Those that leave the values nearly as they are, and are tried in one run, with each of the others."""
+"""Those that hardly change the values; they are combined in one run, and with each of the others."""
 SCALED = ("inputs halved", "inputs doubled")
 
 
 def extreme_samples(samples: Sequence[int], batch: Batch, used: frozenset[str], size: int) -> tuple[int, ...]:
-    """Of some samples of a batch of `size` the one with the largest magnitude in it, then the one with the smallest."""
+    """Return which of `samples` has the largest magnitude in its inputs, then which has the smallest."""
     dense = [batch[name] for name in used & batch.keys() if is_dense(batch[name])]
     arrays = [array for array in dense if array.dim() and len(array) == size]
     largest = torch.zeros(size, dtype=torch.float64)
@@ -118,17 +118,17 @@ def extreme_samples(samples: Sequence[int], batch: Batch, used: frozenset[str], 
 
 
 _SCALE = 2.0**-10
-"""So small that a gradient which is non-finite for its size alone is finite."""
+"""So small that a gradient is finite if only its size made it non-finite."""
 
 
 def takes_gradients(step: FailingStep) -> bool:
-    """Tell whether a step in training has gradients that there is memory for beside all else."""
+    """Return True if the step is in training with a trained parameter, and memory is expected to hold the gradients."""
     is_trained = step.training and any(parameter.requires_grad for parameter in step.model.parameters())
     return is_trained and not is_large(step.model)
 
 
 def find_doubts(step: FailingStep) -> tuple[Gap, ...]:
-    """Tell of a finite forward in training whose gradients are non-finite; nothing of a large model, for the memory."""
+    """Report a finite forward in training with non-finite gradients; large models are not checked, to save memory."""
     if not takes_gradients(step):
         return ()
     stand_in = replace(step, loss=surrogate_loss, loss_scale=_SCALE)

@@ -1,7 +1,4 @@
-"""Tries edits on the failing step, within a budget, and judges each against fp32.
-
-Nothing is run twice.
-"""
+"""Tries edits on the failing step, within a budget, and judges each against fp32; a judged set is not run again."""
 
 from __future__ import annotations
 
@@ -43,30 +40,30 @@ from nandoctor.replaying.user_code import is_wrong_call
 from nandoctor.tracing.tensor_stats import all_finite
 
 GRADIENT_TOLERANCE = 0.1
-"""The share for all gradients together, norm of the difference over norm: they pass twice as many roundings."""
+"""The largest relative error in norm of all gradients together, which pass through twice as many roundings."""
 
 MOST_FP64_PARAMETERS = 250_000_000
-"""2 GB of weights in float64, on top of those that are there."""
+"""2 GB of weights in float64, besides those in memory already."""
 
 Precision = Literal["autocast", "fp32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The outcome of a trial, and whether it passes: finite, and in agreement with fp32."""
+    """The outcome of a trial, and whether it passes: it is finite and agrees with fp32."""
 
     outcome: TrialOutcome
     passes: bool
 
 
 class Trials:
-    """The trials of one failing step; whatever runs one raises `BudgetSpent` where nothing more may be run.
+    """The trials of one failing step; every method that runs one raises `BudgetSpent` once the budget is spent.
 
-    With `numerics` the step fails in fp32 as well: an edit is then judged against float64 where that is sound, else
+    With `numerics` the step fails in fp32 as well: an edit is then judged against float64 if that is finite, else
     against fp32 with the same edit, and must not change what was finite without it. With `backward`, gradients have to
-    be finite where the reference's are; with a loss scale they have to agree too, which is asked too much where none
-    keeps fp16's from underflowing. `fails`: the unchanged step was seen to give NaN or Inf, fp32 not; `lost_at` is the
-    module call after which it had nothing but NaN left, and a run that comes there with no more is ended.
+    be finite where the reference's are. With a loss scale they also have to agree; without one, fp16's may underflow.
+    `fails`: the unchanged step is known to give NaN or Inf, and fp32 is not. `lost_at` is the module call after which
+    it had only NaN left: a run in which that call returns only NaN ends there.
     """
 
     def __init__(
@@ -92,22 +89,22 @@ class Trials:
         self._references: dict[frozenset[Change], Result] = {}
         self._shares_references = True
         self.drew = True
-        """Whether the last run drew random numbers."""
+        """True if the last run drew random numbers."""
 
     @cached_property
     def with_gradients(self) -> Trials:
-        """The trials of the same step with a backward pass, by a surrogate loss where no loss is known."""
+        """The trials of the same step with a backward pass, from a surrogate loss if no loss is known."""
         stand_in = squared_surrogate if self.numerics else surrogate_loss
         step = self.step if self.step.loss is not None else replace(self.step, loss=stand_in)
         return self.on(step, lost_at=self._lost_at)
 
     def know_reference(self, made: Result) -> None:
-        """Take a run of the unchanged step in fp32 for the reference, where it has gradients and all is finite."""
+        """Use a run of the unchanged step in fp32 as the reference, if it has gradients and is finite."""
         if made.gradients and made.finite:
             self._references[frozenset()] = made
 
     def on(self, step: FailingStep, *, backward: bool = True, lost_at: CallKey | None = None) -> Trials:
-        """The trials of a step near to this one, gradients included, out of the same budget."""
+        """Return the trials of a similar step, with gradients by default, on the same budget."""
         made = Trials(step, self._budget, numerics=self.numerics, backward=backward, lost_at=lost_at)
         made.loss_grain = self.loss_grain
         made._shares_references = False
@@ -115,11 +112,11 @@ class Trials:
         return made
 
     def of_samples(self, samples: tuple[int, ...]) -> Trials:
-        """The trials of the same step with these samples alone, judged as this one is, out of the same budget."""
+        """Return the trials of the same step with these samples alone, judged as this one is, on the same budget."""
         return self.on(with_samples(self.step, samples), backward=self._backward, lost_at=self._lost_at)
 
     def varied(self, *, training: bool, seed: int | None) -> Trials:
-        """The trials of the same step in this mode and with this seed, none ended early: they may take another way."""
+        """Return the trials of the step in this mode, with this seed; none ends early, as it may fail elsewhere."""
         if (training, seed) == (self.step.training, self.step.seed):
             return self
         made = self.on(replace(self.step, training=training, seed=seed), backward=self._backward)
@@ -129,21 +126,21 @@ class Trials:
 
     @cached_property
     def _writes_infinities(self) -> bool:
-        """Whether the unchanged step has infinities in fp32 too, which are meant; another mode or batch has no others.
+        """True if the unchanged step has infinities in fp32 too: they are intended, in another mode or batch as well.
 
-        What is non-finite there in both precisions (the eval mode of a BatchNorm whose statistics are) is no agreement.
+        If not, a variation that is non-finite in both precisions (in eval mode, by a BatchNorm's statistics) fails.
         """
         reference = self.reference()
         return reference.ran and not reference.values_finite and not reference.has_nan
 
     @property
     def num_judged(self) -> int:
-        """How many sets of edits were judged so far."""
+        """The number of sets of edits that were judged so far."""
         return len(self._judgements)
 
     def look(self, *edits: Change) -> TrialOutcome | None:
-        """What the step gives with the edits, beside fp32 with the same samples; None where it cannot run."""
-        edits = tuple(edit for edit in edits if edit != UseFormat(format=self.step.low))  # the format that it has
+        """Return the outcome with the edits, compared with fp32 on the same samples; None if the step cannot run."""
+        edits = tuple(edit for edit in edits if edit != UseFormat(format=self.step.low))  # it has that format already
         key = _key(edits)
         if key not in self._looks:
             judged = self._judgements.get(key) if not self.numerics else None
@@ -164,23 +161,23 @@ class Trials:
         return TrialOutcome(finite=finite, max_rel_err=comparison.max_rel_err if finite else None)
 
     def judge(self, *edits: Change) -> Judgement:
-        """Run the step with the edits, and compare; what was judged before is not run again."""
+        """Run the step with the edits and compare; a set that was judged before is not run again."""
         key = _key(edits)
         if key not in self._judgements:
             self._judgements[key] = self._judge(edits)
         return self._judgements[key]
 
     def passes(self, *edits: Change) -> bool:
-        """Whether the step with these edits is finite and agrees with fp32; raises BudgetSpent like `judge`."""
+        """Return True if the step with these edits is finite and agrees with fp32; raises BudgetSpent like `judge`."""
         return self.judge(*edits).passes
 
     def judged(self, *edits: Change) -> bool | None:
-        """Whether the step passes with the edits, None where that was not judged yet."""
+        """Return whether the step passes with the edits, None if that was not judged yet."""
         known = self._judgements.get(_key(edits))
         return None if known is None else known.passes
 
     def note(self, edit: Change, judgement: Judgement) -> None:
-        """Take what was found of the text that is printed for an edit for what the edit does."""
+        """Record the judgement of the text that is printed for an edit as that of the edit."""
         self._judgements[_key((edit,))] = judgement
 
     def _judge(self, edits: tuple[Change, ...]) -> Judgement:
@@ -196,7 +193,7 @@ class Trials:
         return replace(judgement, passes=gradient_error(made, reference) <= self._gradient_tolerance)
 
     def list_spoilt(self, made: Result) -> list[str]:
-        """What a run leaves non-finite in the model, but for what fp32 does beside a finite output, or a mask."""
+        """Return the state that a run leaves non-finite, unless fp32 does so too with finite values, or for a mask."""
         sound = self.reference() if made.kept else made
         meant = {name for name in sound.kept if sound.values_finite or not made.kept.get(name)}
         return [name for name in made.kept if name not in meant]
@@ -205,7 +202,7 @@ class Trials:
         """Compare the output and the loss of a run that was made with `edits`.
 
         Raises:
-            BudgetSpent: nothing more may be run, and what it has to be compared with was not run yet.
+            BudgetSpent: the budget is spent, and the reference to compare with was not run yet.
         """
         reference = self.sound_reference(edits)
         changed = self._changed_in_reference(edits)
@@ -220,8 +217,8 @@ class Trials:
             agrees = self._agrees(comparison, made, unsure=compare_runs(exact, reference))
         max_rel_err = comparison.max_rel_err
         if judges_edit and not selects(edits):
-            # In fp32 what was finite before must be no other value now; what was not has nothing to agree with.
-            # Where float64 is finite, and fp32 was not, its value is the true one.
+            # With the change, fp32 must give the same values wherever it was finite; elsewhere there is nothing to
+            # agree with, except where float64 is finite and so has the true value.
             for sound in (self.reference(), self.exact()):
                 changes = compare_runs(self.reference(*edits), sound)
                 agrees = agrees and changes.agrees()
@@ -229,10 +226,10 @@ class Trials:
         return Judgement(outcome=TrialOutcome(finite=True, max_rel_err=max_rel_err), passes=agrees)
 
     def _agrees(self, comparison: Agreement, made: Result, *, unsure: Agreement) -> bool:
-        """Whether each value is near to the reference, or is what it was, where the failure did not reach it."""
+        """Return True if each value is close to the reference, or unchanged where the failure did not reach it."""
         tolerance = self._tolerance
         off = [name for name in comparison.values if not comparison.is_honest(name, unsure=unsure, tolerance=tolerance)]
-        if not off or (before := self.run()).finite:  # where all was finite, that was the failure
+        if not off or (before := self.run()).finite:  # if all was finite, the values themselves were the failure
             return not off
         moved, lost = compare_runs(made, before), compare_runs(before, self.reference())
         spared = (name for name in moved.values.keys() & lost.values if all_finite(before.values[name]))
@@ -241,9 +238,9 @@ class Trials:
 
     @cached_property
     def _tolerance(self) -> float:
-        """In bf16 twice what the samples that are finite without a change are off by; another may be less lucky.
+        """The tolerance: in bf16, twice the error of the samples that are finite without a change.
 
-        Where all is finite, what they are off by is the failure itself.
+        Other samples may have a larger error than these. If all are finite, their error is the failure itself.
         """
         if self.step.low is not BF16 or (before := self.run()).finite:
             return TOLERANCE
@@ -251,9 +248,9 @@ class Trials:
         return min(max(TOLERANCE, 2 * own_error), BF16_TOLERANCE) if own_error else BF16_TOLERANCE
 
     def sound_reference(self, edits: tuple[Change, ...]) -> Result:
-        """What a run with `edits` has to agree with: fp32 of the unchanged step, where that fails float64.
+        """Return the reference for a run with `edits`: the unchanged step in fp32, or in float64 if fp32 fails.
 
-        Where that fails too, and where other samples are taken, the same edits in fp32.
+        If float64 fails too, or the edits select samples, it is fp32 with the same edits.
         """
         changed = self._changed_in_reference(edits)
         return self.exact() if self.numerics and not changed else self.reference(*changed)
@@ -262,18 +259,18 @@ class Trials:
         return edits if selects(edits) or (self.numerics and not self.exact().finite) else ()
 
     def exact(self, *edits: Change) -> Result:
-        """The step in float64: what fp32 itself is unsure of, no fix has to agree with."""
+        """Return the step in float64: a fix need not agree with fp32 where fp32 itself is inexact."""
         return self.reference(*edits, UseFormat(format=FP64))
 
     def reference(self, *edits: Change) -> Result:
-        """The step in fp32 with `edits`; it is run once."""
+        """Return the step in fp32 with `edits`; it is run once."""
         key = _key(edits)
         if key not in self._references:
             self._references[key] = self._shared_reference(key) or self._execute(edits, "fp32")
         return self._references[key]
 
     def _shared_reference(self, key: frozenset[Change]) -> Result | None:
-        """The same reference with gradients: the unchanged step's is needed to verify any fix, others may be known."""
+        """Return the same reference with gradients, if known; the unchanged step's is run, since any fix needs it."""
         if not self._shares_references:
             return None
         if not key and not is_large(self.step.model):
@@ -282,7 +279,7 @@ class Trials:
         return self.with_gradients._references.get(key)
 
     def run(self, *edits: Change) -> Result:
-        """The step as it failed, with `edits`; it is run again each time, and without any once."""
+        """Run the step as it failed, with `edits`; without any it is run only once."""
         return self._execute(edits, "autocast") if edits else self._unchanged
 
     @cached_property
@@ -290,7 +287,7 @@ class Trials:
         return self._execute((), "autocast")
 
     def trace(self, *edits: Change) -> tuple[Trace, Trace] | None:
-        """The step with `edits` and its backward pass op by op, as it failed and in fp32; None where it cannot run."""
+        """Trace the ops of forward and backward with `edits`, as the step failed and in fp32; None if it cannot run."""
         watch = Watch(stage="closer look", ops=True, backward=True)
         traces = []
         for policy in (None, REFERENCE):
@@ -310,18 +307,18 @@ class Trials:
         if in_fp64 and sum(parameter.numel() for parameter in self.step.model.parameters()) > MOST_FP64_PARAMETERS:
             return keep(None)
         try:
-            return self._forgive(self._run(edits, precision), edits, precision)
+            return self._with_meant(self._run(edits, precision), edits, precision)
         except LossError as error:
-            # Of a loss that cannot be computed nothing follows for the change; another batch or mode may not suit it.
+            # A loss that cannot be computed proves nothing about the change: it may not fit another batch or mode.
             if self._is_own_step and not selects(edits):
                 if not edits:
                     raise
-                # This raises as well where it is not the change that the loss cannot be computed with.
+                # The reference raises too, if the change is not the reason why the loss cannot be computed.
                 if not self.reference().ran and is_wrong_call(error):
-                    raise  # it was stopped by the NaN before it came to what the dump does not have
+                    raise  # unchanged, the NaN stops the loss before it needs what the dump lacks
                 return keep(None)
             if self.step.loss in SURROGATES and self._backward:
-                self._backward = False  # the output depends on no weight that is trained
+                self._backward = False  # the output depends on no trained weight
                 return self._execute(edits, precision)
             return keep(None)
         except (ModelError, CannotRunError, RuntimeError, MemoryError) as error:
@@ -329,7 +326,7 @@ class Trials:
             return keep(None)  # a changed model may not run at all
 
     def _run(self, edits: tuple[Change, ...], precision: Precision) -> Result:
-        """One run; NaN alone where it was ended because it came to where the failing step had nothing else left."""
+        """Run the step once; a run that ends early has the result NaN, which is all that would have been left."""
         gradients = self._backward
         watch = Watch(
             stage=f"trial {self._budget.num_run}",
@@ -338,23 +335,23 @@ class Trials:
             keep=gradients,
             worth_backward=partial(self._may_pass, edits),
         )
-        # Only the failure itself may be left to see: other values are asked of the step as it failed.
+        # Only a changed step on the same samples ends early: the unchanged step's values are used elsewhere.
         may_end = precision == "autocast" and bool(edits) and not selects(edits)
         lost_at = self._lost_at if may_end else None
         try:
-            # Warnings are of a batch or a format that the code never ran with.
+            # Warnings are ignored: they are about a batch or a format that the code never ran with.
             with warnings.catch_warnings(action="ignore"), ending_where_lost(self.step.model, lost_at):
                 outcome = self.step.run(REFERENCE if precision == "fp32" else None, watch, edits)
         except TrialEnded:
             return Result(values={"output": torch.tensor(math.nan)}, gradients={}, ran=True)
         self.drew = outcome.random
         self._end_if(out_of_memory=outcome.out_of_memory)
-        # The value of a surrogate loss means nothing: it may cancel to a number without a correct digit.
+        # The value of a surrogate loss is meaningless: it may cancel to a number without a correct digit.
         outcome = replace(outcome, loss=None) if self.step.loss in SURROGATES else outcome
         return keep(outcome, loss_grain=self.loss_grain)
 
-    def _forgive(self, made: Result, edits: tuple[Change, ...], precision: Precision) -> Result:
-        """The same; infinities that the unchanged step has in fp32 too are left to a known loss to judge."""
+    def _with_meant(self, made: Result, edits: tuple[Change, ...], precision: Precision) -> Result:
+        """Mark infinities as meant that the unchanged step has in fp32 too, if there is a known loss to judge them."""
         has_loss = self.step.loss is not None and self.step.loss not in SURROGATES
         if made.values_finite or not has_loss or not (infinities := made.infinities):
             return made
@@ -363,14 +360,14 @@ class Trials:
         return replace(made, meant=infinities if is_reference else self.reference(*samples).meant)
 
     def _may_pass(self, edits: tuple[Change, ...], output: Any, loss: torch.Tensor) -> bool:
-        """Whether output and loss leave anything to ask of the gradients: not where they fail, as far as is known."""
+        """Return False if output and loss are known to fail already, so that no backward pass is needed."""
         sound = self._references.get(frozenset())
         if self.numerics or not edits or sound is None or selects(edits):
             return True
         return finite_as(values_of(output, loss), sound)
 
     def _end_if(self, *, out_of_memory: bool) -> None:
-        """Memory that ran out says nothing about the change, and the next one would fare no better."""
+        """Raise BudgetSpent if memory ran out: it says nothing about the change, and the next one would not fit."""
         if out_of_memory:
             self._budget.out_of_memory = True
             raise BudgetSpent
@@ -381,18 +378,18 @@ def _failed(made: Result) -> Judgement:
 
 
 def with_samples(step: FailingStep, samples: tuple[int, ...]) -> FailingStep:
-    """The step with these samples of its batch alone."""
+    """Return the step with only these samples of its batch."""
     return replace(step, batch=select_samples([KeepSamples(samples=samples)], step.batch, step.used))
 
 
 def selects(edits: Iterable[Change]) -> bool:
-    """Tell whether samples are taken out of the batch, by an edit or by the text that is printed for it."""
+    """Return True if samples are taken out of the batch, by an edit or by the text that is printed for it."""
     return any(
         edit.takes_samples if isinstance(edit, Snippet) else isinstance(edit, KeepSamples) for edit in _key(edits)
     )
 
 
 def _key(changes: Iterable[Change]) -> frozenset[Change]:
-    """What two sets of changes that do the same have in common."""
+    """Return a key that is equal for sets of changes that do the same."""
     changes = tuple(changes)
     return frozenset((*flatten(changes), *(change for change in changes if isinstance(change, SourcePatch | Snippet))))

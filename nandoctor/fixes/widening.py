@@ -1,4 +1,4 @@
-"""What a change keeps in fp32: the ops, and what it costs."""
+"""Finds the ops that a change keeps in fp32, and what that costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nandoctor.ops import MOVES, PRODUCTS
 
 
 def widens(edit: SingleEdit, op: OpCall) -> bool:
-    """Tell whether a change keeps an op in fp32."""
+    """Return True if a change keeps an op in fp32."""
     if isinstance(edit, KeepModule):
         return op.module == edit.module or (edit.children and is_below(op.module, edit.module))
     if not isinstance(edit, KeepOp) or edit.site.source is None or op.source is None:
@@ -22,12 +22,12 @@ def widens(edit: SingleEdit, op: OpCall) -> bool:
 
 
 def is_low(op: OpCall) -> bool:
-    """Tell whether an op makes low precision."""
+    """Return True if an op has an output in fp16 or bf16."""
     return any(made.dtype in (FP16, BF16) for made in op.outputs)
 
 
 def is_below(path: str, ancestor: str) -> bool:
-    """Tell whether a module is another one or inside it."""
+    """Return True if a module is `ancestor` or inside it."""
     return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
 
 
@@ -35,7 +35,7 @@ _NUM_BYTES = {FP16: 2, BF16: 2, FP64: 8}
 
 
 def cost_of(edit: Edit, ops: Sequence[OpCall]) -> FixCost | None:
-    """The shares of the forward's multiply-adds and results that go to fp32; None where none do."""
+    """Return the shares of the forward's multiply-adds and output bytes that move to fp32; None if none do."""
     singles = flatten((edit,))
     forward = [op for op in ops if op.phase != "backward"]
     widened = [op for op in forward if is_low(op) and any(widens(single, op) for single in singles)]
@@ -53,7 +53,7 @@ def _bytes(op: OpCall) -> int:
 
 
 def _work(op: OpCall) -> float:
-    """The multiply-adds of a product; where the length of its sums is not known, those of a plain matrix product."""
+    """Return the multiply-adds of a product; those of a plain matrix product if the length of its sums is unknown."""
     product = PRODUCTS.get(op.op)
     if product is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""Writes an edit that the search tried as what a person can use: a title, and a patch, a snippet or a setting."""
+"""Writes an edit from the search in a form that a person can use: a title, and a patch, a snippet or a setting."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ _WIDEN = """def widen(module, args, kwargs):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenChange:
-    """A change in words and as text; `change` is that text as a run takes it, None for a setting and for advice.
+    """A change's title and text; `change` is that text in the form that a run takes, None for a setting or advice.
 
-    `settings` are the loss scale and the dtype of autocast, where the change is one of them. `at_edge` is the patch
-    with the arguments that it keeps within a domain put on the edge, `past_bound` those with exponents past the bound
-    that it sets; None where it keeps none so. `in_backward`: it changes how gradients are computed, by code of the
-    backward pass, so that they are values and not derivatives of what it makes.
+    `settings` are the loss scale or the dtype of autocast, if the change sets one. `at_edge` is the patch with the
+    arguments moved to the edge of the domain that it keeps them in, `past_bound` the patches with exponents past its
+    bound; None if there is none. `in_backward`: the change is to code of the backward pass, where gradients are the
+    values that it computes, and not derivatives of its output.
     """
 
     kind: ChangeKind
@@ -73,7 +73,7 @@ class WrittenChange:
 
 
 class ChangeWriter:
-    """Writes the changes of one step."""
+    """A writer of the changes of one step."""
 
     def __init__(self, model: nn.Module, loss: Any, ops: Sequence[OpCall], calls: Sequence[ModuleCall] = ()) -> None:
         self._low = {path for path, module in model.named_modules() if _is_low(module)}
@@ -82,7 +82,7 @@ class ChangeWriter:
         self._write_snippet = partial(write_snippet, model=model, loss=loss)
 
     def write(self, edit: Edit) -> Iterator[WrittenChange]:
-        """Every way to write an edit that a program can run, the one that asks for least first; none for the rest."""
+        """Yield every runnable way to write an edit, the least invasive first; nothing if there is none."""
         singles = flatten((edit,))
         title = write_title(edit)
         patch = self._source.write(singles)
@@ -105,7 +105,7 @@ class ChangeWriter:
             yield WrittenChange(kind=snippet.kind, title=title, text=snippet.text, change=snippet)
 
     def _forward_of(self, path: str, model: nn.Module, calls: Sequence[ModuleCall], kept: Set[str]) -> Forward | None:
-        """A module's forward, but where its weights are stored in low precision: these are to be widened too."""
+        """Return a module's forward, None if its weights are stored in low precision and so need widening too."""
         return None if path == LOSS or path in self._low else find_forward(path, model, calls, kept)
 
     def _snippet(self, edits: Sequence[SingleEdit]) -> Snippet | None:
@@ -120,7 +120,7 @@ class ChangeWriter:
         return write(edits[0]) if write is not None else None
 
     def _modules_in_fp32(self, paths: Sequence[str]) -> str:
-        # The names may be a stranger's: as JSON they are string literals, whatever is in them.
+        # The names may come from a stranger's dump: as JSON they are string literals, whatever they contain.
         lines = [
             "import torch\n\n",
             _WIDEN,
@@ -160,14 +160,14 @@ def _set_attribute(edit: SetAttribute) -> Snippet:
 
 
 def _reset_buffers(edit: ResetBuffers) -> Snippet:
-    """What stands beside them and is -inf may be a mask, so that not all that is non-finite is meant."""
+    """Write a reset of buffers by name, unless they are running statistics: another non-finite one may be a mask."""
     which, then = (
         f"name in {list(edit.names)}",
-        "0 only stands in for what the model's code, or a checkpoint, puts there",
+        "0 is a placeholder for what the model's code, or a checkpoint, puts there",
     )
     if all(name.rpartition(".")[2].startswith("running_") for name in edit.names):
         which = '"running_" in name and not buffer.isfinite().all()'
-        then = "a few batches in train mode, without an optimizer step, give the statistics back"
+        then = "a few batches in train mode, without an optimizer step, restore the statistics"
     text = (
         "for name, buffer in model.named_buffers():\n"
         f"    if {which}:\n"
@@ -180,7 +180,7 @@ def _reset_buffers(edit: ResetBuffers) -> Snippet:
 _ZERO_WEIGHTS = """for name, weight in model.named_parameters():
     if not weight.isfinite().all():
         weight.data = weight.data.nan_to_num(0.0, 0.0, 0.0)
-# the optimizer may hold the same values: load its last sound state, or make it anew
+# the optimizer may hold the same values: load its last sound state, or create it again
 """
 
 
@@ -207,14 +207,14 @@ _SNIPPETS: dict[str, Callable[[Any], Snippet]] = {
     "fill-masked": _fill_masked,
     "keep-samples": _keep_samples,
 }
-"""By the kind of an edit, what is run in place of it; none for those that only source can make."""
+"""By the kind of an edit, the snippet that does the same; edits that only a change of the source can make have none."""
 
 
 def write_title(edit: Edit, places: Mapping[SingleEdit, Set[object]] | None = None) -> str:
     """Describe an edit in one short sentence; `places` are the expressions that its patch changes for each part."""
     if isinstance(edit, Together) and all(isinstance(single, KeepModule) for single in edit.edits):
         return f"Keep {len(edit.edits)} modules in fp32: {', '.join(map(_module_name, edit.edits))}"
-    found: dict[str, set[object]] = {}  # a line may be changed twice alike
+    found: dict[str, set[object]] = {}  # parts with the same title are listed once
     for single in flatten((edit,)):
         found.setdefault(_TITLES[single.kind](single), set()).update((places or {}).get(single, ()))
     return "; ".join(f"{title} ({len(nodes)} places)" if len(nodes) > 1 else title for title, nodes in found.items())

@@ -200,7 +200,7 @@ def test_infinities_that_are_meant_stay_in_the_output(project):
     assert fix.verified
     assert added(fix) == ['return -(batch["wanted"] * torch.log_softmax(logits, -1).clamp(min=-10000)).sum(-1).mean()']
     output = next(check for check in fix.checks if check.name == "output")
-    assert output.text.startswith("finite but for infinities that fp32 has there too")
+    assert output.text.startswith("finite except for infinities that fp32 has there too")
 
 
 def test_an_infinity_that_a_loss_does_not_forgive_is_mended(project):

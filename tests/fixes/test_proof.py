@@ -159,7 +159,7 @@ def test_weights_of_which_little_is_left_are_not_mended(tmp_path):
     report = replay_lost(tmp_path, 7)
     assert (report.verdict, report.fixes) == ("state", ())
     assert any("checkpoint" in step for step in report.next_steps)
-    assert "what the weights have lost no code gives back" in report.search_notes[0]
+    assert "no code can restore what the weights have lost" in report.search_notes[0]
 
 
 def test_lost_weights_are_set_to_zero_by_a_snippet(tmp_path):

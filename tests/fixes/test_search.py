@@ -493,4 +493,4 @@ def test_code_that_is_in_no_file_is_named(tmp_path):
     torch.save({"state_dict": space["Cell"](2, 2).state_dict(), "x": torch.zeros(3, 2)}, tmp_path / "dump.pth")
     report = nandoctor.replay(tmp_path / "dump.pth", lambda: space["Cell"](2, 2)).report
     assert not any(fix.kind == "source" for fix in report.fixes)
-    assert any("<cell> is no file here" in note for note in report.search_notes)
+    assert any("<cell> is not a file here" in note for note in report.search_notes)

@@ -175,4 +175,4 @@ def test_nan_of_an_overflow_that_leaves_torch_clears_nothing(examine):
         model.memory["spread"] = (squares.half() - squares.half()).mean().item()
         return h
 
-    assert "NaN comes of it" in examine(Hiding(measure), BATCH).headline
+    assert "Inf, and from it NaN," in examine(Hiding(measure), BATCH).headline
