@@ -1,6 +1,6 @@
-"""The report as a fragment of HTML, for a notebook cell.
+"""Render the report as an HTML fragment for a notebook cell.
 
-One `<div>` without scripts or outside files, in the colours of the page around it.
+One `<div>` without scripts or external files, in the colours of the surrounding page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nandoctor.renderers.verdicts import VERDICTS
 
 
 def report_html(report: Report) -> str:
-    """All that the terminal prints, in the same order; names are escaped."""
+    """Return everything that the terminal prints, in the same order; names are escaped."""
     return render(
         "card.html.j2",
         report=report,
