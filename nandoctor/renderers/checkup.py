@@ -78,7 +78,7 @@ def list_facts(checked: CheckedStep) -> list[tuple[str, str]]:
         worst += [f"{near:,} have less than one doubling left"] * bool(near)
         facts.append((format.label, f"of {plural(len(fits), 'module')}, {', '.join(worst) or 'none overflows'}"))
     if not checked.run_finite:
-        facts.append(("replay", f"the step is non-finite {checked.run} already: nandoctor replay {checked.path}"))
+        facts.append(("replay", f"the step is already non-finite {checked.run}: nandoctor replay {checked.path}"))
     facts.append(("gradients", _describe_scales(checked)))
     return facts
 
@@ -103,7 +103,7 @@ def _describe_scales(checked: CheckedStep) -> str:
 def _trend_facts(checkup: Checkup) -> Iterator[tuple[str, str]]:
     steps = sorted({checked.step for checked in checkup.steps if checked.step is not None})
     if len(steps) < 2:
-        yield "trend", "not known: the files do not hold two different steps"
+        yield "trend", "unknown: the files do not contain two different steps"
         return
     if not checkup.crossings:
         yield "trend", f"no module grows from step {steps[0]:,} to {steps[-1]:,}"

@@ -35,4 +35,4 @@ def _parts(page: Page) -> Iterator[RenderableType]:
         text.highlight_regex(r"`[^`]+`", "cyan")
         yield Padding(text, (0, 0, 0, 2))
     yield Text()
-    yield literal(f"A program that fails so, and the same program fixed: docs/causes/{page.code}.md")
+    yield literal(f"A program that fails this way, and its fix: docs/causes/{page.code}.md")

@@ -177,7 +177,7 @@ def reason_facts(fix: Fix) -> Iterator[Fact]:
 
 def _describe_cost(fix: Fix) -> str:
     if fix.settings is not None and fix.settings.amp_dtype is not None:
-        return "8 bits of precision in place of fp16's 11, everywhere; bf16 takes a GPU of 2020 or later"
+        return "8 bits of precision in place of fp16's 11, everywhere; bf16 needs a GPU from 2020 or later"
     if fix.cost is None or max(fix.cost.products_in_fp32, fix.cost.more_activations) < _MIN_COST:
         return ""
     shares = (

@@ -77,7 +77,7 @@ def write_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
             draft.unlink(missing_ok=True)
         raise NanDoctorError(
             f"The file cannot be written to {path}: {error.strerror or error}.",
-            remedy="Name a file in a folder that exists, that you may write to, and that has room.",
+            remedy="Name a file in an existing, writable folder with free space.",
         ) from error
 
 

@@ -42,9 +42,9 @@ VERDICTS: Mapping[Verdict, ShownVerdict] = {
     "input": ShownVerdict("the batch in the file is non-finite before any layer reads it", FAILED),
     "loss-scale": ShownVerdict("every gradient is finite at loss scale 1; a GradScaler skips such a step", UNCLEAR),
     "silent": ShownVerdict("finite {under}, and far from what fp32 computes", FAILED),
-    "healthy": ShownVerdict("nothing that was looked at failed {under} or in fp32", GOOD),
-    "not-reproduced": ShownVerdict("the saved failure did not come back", UNCLEAR),
-    "cannot-tell": ShownVerdict("nothing non-finite in what could be looked at", UNCLEAR),
-    "fixed": ShownVerdict("the step failed, and passes under the code as it is now", GOOD),
+    "healthy": ShownVerdict("nothing that was checked failed {under} or in fp32", GOOD),
+    "not-reproduced": ShownVerdict("the saved failure was not reproduced", UNCLEAR),
+    "cannot-tell": ShownVerdict("nothing non-finite in what could be checked", UNCLEAR),
+    "fixed": ShownVerdict("the step failed, and passes with the current code", GOOD),
     "interrupted": ShownVerdict("the diagnosis was stopped before it was complete", UNCLEAR),
 }

@@ -125,7 +125,7 @@ def extract_ops(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, bac
         raise NanDoctorError(f"{target.op} was not seen again in a second run.", remedy=NOT_THE_SAME)
     if gradient is not None and gradient.values is not None and kinds_of((gradient.values,)):
         raise NanDoctorError(
-            f"The gradient that comes into {target.op} is non-finite already: {target.op} does not make it so.",
+            f"The incoming gradient of {target.op} is non-finite already, so {target.op} is not the cause.",
             remedy="Look at a value that is used several times: its gradients are added up, and the sum may overflow.",
         )
     low = torch_dtype(step.low)

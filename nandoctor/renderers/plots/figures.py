@@ -84,7 +84,7 @@ def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str, n
     layers = select_layers(report)
     if report.runs is None or not layers.pairs:
         raise NanDoctorError(
-            f"There are no layers to draw for {report.dump.path}: nothing was run, or no layer gave numbers.",
+            f"There are no layers to draw for {report.dump.path}: nothing was run, or no layer returned numbers.",
             remedy="Replay a dump that holds the failing batch; `nandoctor inspect` shows what is in it.",
         )
     num_layers = len(layers.pairs)
