@@ -353,7 +353,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """The replay under autocast and its fp32 reference, with a row per call in each.
+    """The replay under autocast and its fp32 reference, with rows for the same calls where both reached them.
 
     `first_unholdable` is the first call whose fp32 output the low-precision format cannot hold.
     """

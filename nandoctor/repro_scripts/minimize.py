@@ -134,7 +134,7 @@ class _Shrinking:
         return program
 
     def _simplify_all(self, program: Program) -> Program:
-        """Make all leaves that still vary constant at once, since the failure may depend on their signs."""
+        """Give all leaves that still vary one magnitude each, the first one or none negated: signs may matter."""
         largest = {name: float(leaf.abs().max()) for name, leaf in program.leaves.items() if _varies(leaf)}
         varied = {name: torch.full_like(program.leaves[name], _round(value, 2)) for name, value in largest.items()}
         first = next(iter(varied), "")
