@@ -1,5 +1,5 @@
 """CUDA's autocast on any device.
 
-`policy` enters what a run computes in; `op_lists` are CUDA's lists, `kernels` what they make of each op, `literals`
-what a model's own code says for "cuda" or of half precision, `nan_keeping` the CPU's kernels that would lose a NaN.
+`policy` enters a run's precision; `op_lists` has CUDA's lists, `kernels` runs each op by them, `literals` adapts what a
+model's own code says about "cuda" and half precision, `nan_keeping` replaces CPU kernels that would lose a NaN.
 """

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def install_kernels(device_type: str) -> Iterator[None]:
-    """A context in which the autocast of a device type ("cpu") follows CUDA's op lists.
+    """Make the autocast of a device type ("cpu") follow CUDA's op lists while the context is open.
 
-    The kernels read the thread's autocast dtype. Under float16 and bfloat16 a product is computed as tensor cores do:
+    The kernels read the thread's autocast dtype. Under float16 and bfloat16 a product is computed as by tensor cores:
     operands rounded to that type, products summed in float32, the result rounded once. Under float32 nothing is
     rounded, which makes the reference run. Registration is process-wide: another thread's own `torch.autocast` on this
     device type follows CUDA's lists too while the context is open.
@@ -39,13 +39,13 @@ def install_kernels(device_type: str) -> Iterator[None]:
 
 
 def is_emulating(device_type: str) -> bool:
-    """Tell whether the autocast of that device type follows CUDA's op lists just now."""
+    """Return True while the autocast of that device type follows CUDA's op lists."""
     return shared_kernels(device_type).held
 
 
 @cache
 def shared_kernels(device_type: str) -> Shared:
-    """A context in which the kernels are registered; weights are cast once only within `install_kernels`."""
+    """Return a context that registers the kernels; weights are cast only once within `install_kernels`."""
     return Shared(partial(_registered_kernels, device_type))
 
 
@@ -53,7 +53,7 @@ def shared_kernels(device_type: str) -> Shared:
 def _registered_kernels(device_type: str) -> Iterator[None]:
     with torch_compat.kernel_library("aten") as library:
         with warnings.catch_warnings():
-            # The dispatcher's remark that the device's own list is overridden, which is the purpose.
+            # The dispatcher warns that the device's own list is overridden, which is the purpose.
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             for name, kernel in _make_kernels(device_type).items():
                 library.impl(name, kernel, f"Autocast{device_type.upper()}")  # type: ignore[no-untyped-call]
@@ -62,7 +62,7 @@ def _registered_kernels(device_type: str) -> Iterator[None]:
 
 @cache
 def _make_kernels(device_type: str) -> dict[str, Callable[..., Any]]:
-    """The kernel of each listed op that this torch has; the other ops of the device's own list fall through."""
+    """Return a kernel for each listed op that this torch has; other ops of the device's own list fall through."""
     ops = {name: op for name in _RUNS if (op := _find_op(name)) is not None}
     listed = torch_compat.list_ops(f"Autocast{device_type.upper()}")
     own = [name.removeprefix("aten::") for name in listed if name.startswith("aten::")]
@@ -71,14 +71,14 @@ def _make_kernels(device_type: str) -> dict[str, Callable[..., Any]]:
 
 
 def _find_op(name: str) -> OpOverload | None:
-    """The op of that name and overload, None in a torch that lacks it."""
+    """Return the op of that name and overload, None if this torch lacks it."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One call of a listed op: its arguments as the dispatcher hands them on, what has its default left out."""
+    """One call of a listed op, with its arguments as the dispatcher passes them: defaults are left out."""
 
     op: OpOverload
     device_type: str
@@ -87,11 +87,11 @@ class _Call:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the autocast region around the call computes in."""
+        """The dtype of the autocast region around the call."""
         return torch.get_autocast_dtype(self.device_type)
 
     def is_eligible(self, value: Any) -> bool:
-        """Tell whether autocast casts this argument at all: `is_eligible` in torch's autocast_mode.h."""
+        """Return True if autocast casts this argument: `is_eligible` in torch's autocast_mode.h."""
         return (
             isinstance(value, Tensor)
             and value.is_floating_point()
@@ -100,13 +100,13 @@ class _Call:
         )
 
     def tensors(self) -> list[Tensor]:
-        """The arguments that autocast casts, lists of tensors flattened."""
+        """Return the arguments that autocast casts, with lists of tensors flattened."""
         values = (*self.args, *self.kwargs.values())
         flat = [item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,))]
         return [item for item in flat if self.is_eligible(item)]
 
     def cast(self, cast: Callable[[Tensor], Tensor]) -> _Call:
-        """The same call with every tensor in `tensors` replaced by its cast."""
+        """Return the same call with every tensor in `tensors` replaced by its cast."""
 
         def cast_eligible(value: Any) -> Any:
             return cast(value) if self.is_eligible(value) else value
@@ -123,7 +123,7 @@ Run = Callable[[_Call], Any]
 
 
 class _Running(threading.local):
-    """Tells whether this thread is in a kernel that leaves no cast to those that it calls."""
+    """True in `op` while this thread is in a kernel that needs no further casts in the ops it calls."""
 
     op = False
 
@@ -137,7 +137,7 @@ def _make_kernel(op: OpOverload, run: Run, device_type: str) -> Callable[..., An
 
     def kernel_without_autocast(*args: Any, **kwargs: Any) -> Any:
         with torch_compat.without_autocast():
-            # torch.func hands an op on to its next level with autocast as it was outside of this kernel.
+            # torch.func passes an op to its next level with autocast as it was outside of this kernel.
             if _running.op:
                 return op(*args, **kwargs)
             with held((_running, "op", True)):
@@ -151,7 +151,7 @@ def _run_product(call: _Call) -> Any:
 
 
 def _run_several_products(call: _Call) -> Any:
-    """Torch's own decomposition with autocast left on, so that each product inside is emulated by itself."""
+    """Run torch's own decomposition with autocast left on, so that each product inside is emulated by itself."""
     dtype = call.dtype
     lowered = call.cast(partial(_lower, dtype=dtype))
     return _round(torch_compat.decompose(call.op, *lowered.args, **lowered.kwargs), dtype)
@@ -159,25 +159,25 @@ def _run_several_products(call: _Call) -> Any:
 
 def _run_cudnn_rnn(call: _Call) -> Any:
     dtype = torch.float32 if call.dtype is torch.float32 else torch.float16
-    # cuDNN's wrapper copies the weights anew for each call: their gradients are summed in fp32.
+    # cuDNN's wrapper copies the weights in each call, so their gradients are summed in fp32.
     return _emulate(call, dtype, lambda tensor: tensor.to(dtype))
 
 
 def _emulate(call: _Call, dtype: torch.dtype, lower: Callable[[Tensor], Tensor]) -> Any:
-    """One low-precision product: operands rounded, arithmetic in fp32, the result rounded once.
+    """Run one low-precision product: operands rounded, arithmetic in fp32, the result rounded once.
 
-    The roundings are ordinary casts, so autograd rounds each gradient where CUDA does: the result's gradient comes in
-    `dtype`, is multiplied in fp32, and leaves in `dtype` before it reaches an fp32 weight. A tensor class that answers
-    each op itself is asked as CUDA's autocast asks it, and computes as it does.
+    The roundings are ordinary casts, so autograd rounds each gradient where CUDA does: the result's gradient arrives in
+    `dtype`, is multiplied in fp32, and leaves in `dtype` before it reaches an fp32 weight. A tensor class that handles
+    every op itself gets the operands that CUDA's autocast passes, and computes on its own.
     """
     if any(answers_itself(tensor) for tensor in call.tensors()):
         return call.cast(lower).run()
 
     def lift(tensor: Tensor) -> Tensor:
         lifted = lower(tensor).float()
-        # matmul folds a batch into one matrix only where the weight says that it needs a gradient, no_grad or not
+        # matmul folds a batch into one matrix only if the weight requires a gradient, even under no_grad
         # (should_fold, aten/src/ATen/native/LinearAlgebra.cpp): without this the copy would take the slower bmm.
-        # Under torch.vmap and its kin only the outside may ask for gradients.
+        # Inside torch.vmap and similar transforms, requires_grad_() is not allowed.
         lost_gradient = tensor.requires_grad and not lifted.requires_grad and not torch_compat.is_transforming()
         return lifted.requires_grad_() if lost_gradient else lifted
 
@@ -200,14 +200,14 @@ def _run_with_fp32_result(call: _Call) -> Any:
 def _run_norm(call: _Call) -> Any:
     with_dtype = _find_op(op_lists.FP32_APPEND_DTYPE[str(call.op).removeprefix("aten.")])
     assert with_dtype is not None
-    # What the dispatcher left out has no default in the other overload.
+    # The other overload has no defaults for the arguments that the dispatcher left out.
     defaults = [argument.default_value for argument in schema_of(call.op).arguments[len(call.args) :]]
     tensor = call.args[0]
     return with_dtype(*call.args, *defaults, dtype=torch.float32 if call.is_eligible(tensor) else tensor.dtype)
 
 
 def _run_in_widest(call: _Call) -> Any:
-    """`promote_type` in autocast_mode.h: fp32 if any tensor is, else the region's dtype."""
+    """Run in fp32 if any tensor is fp32, else in the region's dtype: `promote_type` in autocast_mode.h."""
     dtypes = {call.dtype, *(tensor.dtype for tensor in call.tensors())}
     if torch.float32 in dtypes:
         return _run_in_fp32(call)
@@ -217,7 +217,7 @@ def _run_in_widest(call: _Call) -> Any:
 
 
 def _run_in_widest_rounded_once(call: _Call) -> Any:
-    """`promote_type`, for an op that a CPU would round half-way where all its operands are in half precision."""
+    """Run as `promote_type`, but round once if all operands are half precision: a CPU would round in between."""
     dtypes = {tensor.dtype for tensor in call.tensors()}
     return _run_half(call) if dtypes == {call.dtype} else _run_in_widest(call)
 
@@ -229,24 +229,24 @@ def _run_half(call: _Call) -> Any:
     result = _emulate(call, dtype, lambda tensor: tensor)
     if not result.is_complex():
         return result
-    # Rounded to complex32, but kept as complex64: the former has next to no kernels on a CPU.
+    # Rounded to complex32, but kept as complex64, since complex32 has almost no CPU kernels.
     return torch.view_as_complex(torch.view_as_real(result).to(dtype).float())
 
 
 def _run_scaling(call: _Call) -> Any:
-    """A tensor in half precision times or over one number, a wider tensor without dimensions, is in half precision.
+    """Multiply or divide a half-precision tensor by a wider 0-d tensor; the result is in half precision.
 
-    CUDA rounds that number first: a temperature of 1e-8 is 0 there. Only a number that is on the host it takes as it
-    is, as a CPU takes every second operand (`is_cpu_scalar`, aten/src/ATen/native/cpu/BinaryOpsKernel.cpp).
+    CUDA rounds the 0-d tensor first: a temperature of 1e-8 is 0 there. Only one on the host is used unrounded, as a CPU
+    uses any second operand (`is_cpu_scalar`, aten/src/ATen/native/cpu/BinaryOpsKernel.cpp).
     """
     first, second, *others = call.args
-    if not isinstance(second, Tensor):  # a number of Python's is taken as it is
+    if not isinstance(second, Tensor):  # Python numbers are used unrounded
         return call.run()
     whole, single = (first, second) if first.dim() else (second, first)
     if single.dim() or not whole.dim() or whole.dtype not in FP32_FOR_HALF or single.is_complex():
         return call.run()
     wide = single if single.is_floating_point() else single.float()
-    # Wide again: a checkpoint that is computed again, where less is known, must save the same formats.
+    # Widened again: a recomputed checkpoint, where less is known, must save the same formats.
     number = wide if is_on_host(single) else wide.to(whole.dtype).to(wide.dtype)
     is_second = first is whole or call.op is torch.ops.aten.mul.Tensor
     return call.op(*((whole, number) if is_second else (number, whole)), *others, **call.kwargs)
@@ -262,7 +262,7 @@ def _refuse(call: _Call) -> Any:
 
 
 def _run_cast(call: _Call) -> Any:
-    """A cast that the model makes itself: to half precision it rounds, which the reference must not."""
+    """Run a cast of the model's own, without rounding to half precision in the reference."""
     if call.dtype is not torch.float32:
         return call.run()
 
@@ -274,13 +274,13 @@ def _run_cast(call: _Call) -> Any:
 
 _RUNS: dict[str, Run] = {
     **dict.fromkeys(op_lists.LOWER_PRECISION, _run_product),
-    **dict.fromkeys(op_lists.SEVERAL_PRODUCTS, _run_several_products),  # those among the above
+    **dict.fromkeys(op_lists.SEVERAL_PRODUCTS, _run_several_products),  # overrides some of LOWER_PRECISION
     **dict.fromkeys(op_lists.CUDNN_RNN, _run_cudnn_rnn),
     **dict.fromkeys(op_lists.FP32, _run_in_fp32),
     **dict.fromkeys(op_lists.FP32_SET_OPT_DTYPE, _run_with_fp32_result),
     **dict.fromkeys(op_lists.FP32_APPEND_DTYPE, _run_norm),
     **dict.fromkeys(op_lists.PROMOTE, _run_in_widest),
-    **dict.fromkeys(op_lists.PROMOTED_AND_ROUNDED_ONCE, _run_in_widest_rounded_once),  # those among the above
+    **dict.fromkeys(op_lists.PROMOTED_AND_ROUNDED_ONCE, _run_in_widest_rounded_once),  # overrides some of PROMOTE
     **dict.fromkeys(op_lists.BANNED, _refuse),
     **dict.fromkeys(op_lists.NORMS, _run_half),
     **dict.fromkeys(op_lists.ROUNDED_ONCE_ON_CUDA, _run_half),
@@ -288,11 +288,11 @@ _RUNS: dict[str, Run] = {
     **dict.fromkeys(op_lists.SCALING, _run_scaling),
     **dict.fromkeys(op_lists.CASTS, _run_cast),
 }
-"""How each op runs."""
+"""The function that runs each listed op."""
 
 
 def _round(result: Any, dtype: torch.dtype) -> Any:
-    # Only what was computed from lifted operands is float32; doubles and integers went through unchanged.
+    # Only results of lifted operands are float32; doubles and integers passed through unchanged.
     return _map_items(lambda item: item.to(dtype) if _is_fp32(item) else item, result)
 
 
@@ -301,23 +301,23 @@ def _is_fp32(value: Any) -> bool:
 
 
 def _map_items(change: Callable[[Any], Any], value: Any) -> Any:
-    """`change` made to the value, or to each item of a list; the lists of a schema do not nest."""
+    """Apply `change` to the value, or to each item of a list; lists in a schema do not nest."""
     return type(value)(map(change, value)) if isinstance(value, (list, tuple)) else change(value)
 
 
 class _WeightCasts(threading.local):
-    """The low-precision copies of weights that this thread made in the innermost `install_kernels`, None outside."""
+    """This thread's low-precision copies of weights in the innermost `install_kernels`; `entries` is None outside."""
 
     def __init__(self) -> None:
         self.entries: dict[tuple[int, torch.dtype], tuple[Tensor, int | None, Tensor]] | None = None
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight's copy in `dtype`, one for all its uses.
+        """Return the weight's copy in `dtype`, one for all its uses.
 
-        As on CUDA (cached_cast in autocast_mode.cpp) the uses share one autograd node, so that the gradients of a
+        As on CUDA (cached_cast in autocast_mode.cpp), the uses share one autograd node, so that the gradients of a
         weight that is used twice are summed in `dtype`. Unlike there, a weight that was written to is cast again.
         """
-        if self.entries is None:  # a checkpoint that is recomputed: its casts belong to its own graph alone
+        if self.entries is None:  # in a recomputed checkpoint, whose casts belong only to its own graph
             return weight.to(dtype)
         key = (id(weight), dtype)  # the entry keeps the weight alive, and with it its id
         if key not in self.entries or self.entries[key][1] != version_of(weight):

@@ -1,9 +1,9 @@
-"""What a model's own code says for CUDA, or of half precision, made to mean what the run is to compute.
+"""Adapt what a model's own code says about CUDA and half precision to what the run is to compute.
 
-Under `cuda_code`, autocast regions, custom autograd functions and device literals written for "cuda" act on the device
-of the replay, and what they would leave on the host is marked. Under `WideLiterals`, `x.half()`, `x.to(torch.bfloat16)`
-and `torch.zeros(n, dtype=torch.half)` give tensors in the format of a reference; what TorchScript and C++ ask for is
-not seen here.
+Under `cuda_code`, autocast regions, custom autograd functions and device literals written for "cuda" apply to the
+device of the replay, and tensors that CUDA code would leave on the host are marked. Under `WideLiterals`, `x.half()`,
+`x.to(torch.bfloat16)` and `torch.zeros(n, dtype=torch.half)` return tensors in the format of a reference; requests from
+TorchScript and C++ are not seen here.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from nandoctor.torch_compat import is_enabled, is_transforming, set_enabled, unw
 from nandoctor.torch_places import AUTOCAST_ENTER, AUTOCAST_EXIT, AUTOCAST_INIT, CUSTOM_FWD_CAST, DEVICE_CONTEXT_INIT
 
 _CAST_METHODS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
-_ASKS = frozenset({torch.finfo, torch.iinfo})
-"""Where a dtype is asked about."""
+_DTYPE_QUERIES = frozenset({torch.finfo, torch.iinfo})
+"""Functions that only query a dtype."""
 
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-"""Within which torch suspends function modes, also for what a checkpoint computes again."""
+"""Functions in which torch suspends function modes, also while a checkpoint is recomputed."""
 
 _SCALING: Mapping[Any, Any] = {
     getattr(owner, name): getattr(torch.ops.aten, op)
@@ -43,8 +43,8 @@ _SCALING: Mapping[Any, Any] = {
     for owner in (Tensor, torch)
     if hasattr(owner, name)
 }
-"""Torch makes a tensor of the number that a tensor is multiplied with, and torch.func wraps that: a kernel in Python
-cannot take it then."""
+"""The aten op of each function that multiplies or divides. Torch turns a Python number among their operands into a
+tensor, which torch.func wraps, so that a Python kernel cannot take it."""
 
 _HALF_SIZE = 2  # bytes
 
@@ -54,17 +54,17 @@ FP64_FOR_ALL: Mapping[torch.dtype, torch.dtype] = dict.fromkeys(
 )
 
 _on_host: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-"""What code for CUDA would have left on the CPU, by `id`: a mark on the tensor itself would be saved with it."""
+"""Tensors that CUDA code would have left on the CPU, by `id`: a mark on the tensor itself would be saved with it."""
 
 
 @contextmanager
 def cuda_code(device: torch.device) -> Iterator[None]:
-    """A context for building and for running a model that was written for CUDA.
+    """Build and run a model that was written for CUDA on `device` while the context is open.
 
-    A region that the code opens for "cuda", or for `device.type` where the code asked a tensor, sets the autocast state
-    of both. One that is built inside, as context or as decorator, keeps what it was told and works whenever this
+    An autocast region for "cuda", or for `device.type` if the code reads it off a tensor, sets the autocast state of
+    both. A region object that is made inside, as context or decorator, keeps its arguments and works whenever this
     context is open again; torch's own would warn that there is no CUDA and stay off for good. Tensors and modules that
-    are sent to or made on "cuda" go to `device`. Regions follow the thread that entered this context.
+    are sent to or made on "cuda" go to `device`. Only regions of the thread that entered this context are affected.
     """
     with ExitStack() as stack:
         stack.enter_context(regions_patched)
@@ -88,20 +88,20 @@ _replay = _Replay()
 
 
 def _device_type() -> str | None:
-    """Where this thread runs what is meant for CUDA: also a checkpoint that it computes again after a replay."""
+    """Return the device type on which this thread runs CUDA code, also in a checkpoint recomputed after a replay."""
     if _replay.device is not None:
         return _replay.device.type
     return "cpu" if _replay.saved_states or torch.is_autocast_enabled("cpu") else None
 
 
 def _device_types() -> tuple[str, ...]:
-    """The device types whose autocast is one and the same for this thread; none outside a replay."""
+    """Return the device types that share one autocast state in this thread; none outside a replay."""
     here = _device_type()
     return () if here is None else tuple({"cuda": here, here: here})
 
 
 def _in_reference() -> bool:
-    """Tell whether the thread's autocast computes in float32, which the model's code must not lower again."""
+    """Return True if the thread's autocast computes in float32, which the model's code must not lower again."""
     return _replay.device is not None and torch.get_autocast_dtype("cuda") is torch.float32
 
 
@@ -117,7 +117,7 @@ def _init_for_cuda(init: Callable[..., None]) -> Callable[..., None]:
             init(*args, **kwargs)
             return
         enabled = arguments["enabled"]
-        # Told to be off, torch looks neither for CUDA nor at the dtypes of the CPU's autocast.
+        # With enabled=False, torch checks neither for CUDA nor for the dtypes of the CPU's autocast.
         ambient = torch.get_autocast_dtype("cuda" if _replay.device is not None else "cpu")
         arguments.update(dtype=arguments["dtype"] or ambient, enabled=False)
         init(*given.args, **given.kwargs)
@@ -160,7 +160,7 @@ def _set_autocast(states: list[tuple[str, bool, torch.dtype]]) -> None:
 
 
 def _cast_for_cuda(cast: Callable[..., Any]) -> Callable[..., Any]:
-    """`custom_fwd(cast_inputs=...)` casts only tensors of the device type it was written for."""
+    """Let `custom_fwd(cast_inputs=...)`, which casts only tensors of its own device type, cast on the replay's."""
 
     @wraps(cast)
     def cast_on_replay_device(value: Any, device_type: str, dtype: torch.dtype) -> Any:
@@ -172,7 +172,7 @@ def _cast_for_cuda(cast: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _device_for_cuda(init: Callable[..., None]) -> Callable[..., None]:
-    """`with torch.device("cuda")` sits below every other function mode, out of the reach of ours."""
+    """Patch the mode of `with torch.device("cuda")`: it is below all other function modes, where ours sees nothing."""
 
     @wraps(init)
     def use_replay_device(self: Any, device: Any) -> None:
@@ -181,8 +181,8 @@ def _device_for_cuda(init: Callable[..., None]) -> Callable[..., None]:
     return use_replay_device
 
 
-# On the class, so that torch.autocast, torch.cuda.amp.autocast and every import of them see it. The wrappers name what
-# they wrap, because TorchScript compiles the class from that source.
+# Patched on the class, so that torch.autocast, torch.cuda.amp.autocast and every import of them are covered. The
+# wrappers set `__wrapped__`, because TorchScript compiles the class from that source.
 _PATCHES = (
     Patch(AUTOCAST_INIT, _init_for_cuda),
     Patch(AUTOCAST_ENTER, _enter_for_cuda),
@@ -191,11 +191,11 @@ _PATCHES = (
     Patch(DEVICE_CONTEXT_INIT, _device_for_cuda),
 )
 regions_patched = Shared(partial(patched, _PATCHES))
-"""Where regions, functions and devices for CUDA are seen; outside of `cuda_code` they are what torch's own are."""
+"""A context that patches regions, functions and devices for CUDA; outside of `cuda_code` they act as torch's own."""
 
 
 def _names_cuda(device: Any) -> bool:
-    """Tell whether a device argument means CUDA: "cuda:0", `torch.device("cuda")`, or a bare index."""
+    """Return True if a device argument means CUDA: "cuda:0", `torch.device("cuda")`, or a bare index."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -204,7 +204,7 @@ def _names_cuda(device: Any) -> bool:
 
 
 class _DeviceLiterals(TorchFunctionMode):
-    """Sends to the replay's device what the code sends to CUDA, and marks what it leaves on the host."""
+    """A function mode that redirects CUDA to the replay's device, and marks tensors that code leaves on the host."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -225,8 +225,8 @@ class _DeviceLiterals(TorchFunctionMode):
             with held((_replay, "is_marking", False)):
                 return func(*args, **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
-        if isinstance(made, (Tensor, tuple)) and not torch.compiler.is_compiling():  # whose traces have no `id`
-            # A copied model's buffers are sent to the device after; its other tensors stay where training had them.
+        if isinstance(made, (Tensor, tuple)) and not torch.compiler.is_compiling():  # traced tensors have no `id`
+            # A copied model's buffers are sent to the device later; its other tensors stay where training had them.
             _mark(made, () if func is Tensor.__deepcopy__ else (*args, *kwargs.values()) if kwargs else args)
         return made
 
@@ -234,7 +234,7 @@ class _DeviceLiterals(TorchFunctionMode):
 def _without_number_tensor(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The call that takes the number in `first * second` or `first / second` as a number; the same call without one."""
+    """Return the call that passes the number in `first * second` or `first / second` as a number, if there is one."""
     others = {**dict(zip(("input", "other"), args, strict=False)), **kwargs}
     first, second = others.pop("input", None), others.pop("other", None)
     if not isinstance(second, (int, float, complex)) or others.keys() - {"rounding_mode"}:
@@ -245,7 +245,7 @@ def _without_number_tensor(
 
 
 def _mark(made: Any, arguments: tuple[Any, ...]) -> None:
-    """Mark what was made on the host, which is what names no device and takes nothing from one; unmark what is sent."""
+    """Mark tensors made on the host: without a device argument or a tensor on the device; unmark those sent to it."""
     tensors = (made,) if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]
     if _is_from_device(arguments):
         for tensor in filter(_is_marked, tensors):
@@ -267,9 +267,9 @@ def _is_marked(tensor: Tensor) -> bool:
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Tell whether code that was written for CUDA made the tensor on the CPU, and left it there.
+    """Return True if code written for CUDA made the tensor on the CPU, and left it there.
 
-    Where nothing is marked, as in a checkpoint that `backward()` computes again, only parameters are known not to be.
+    If nothing is marked, as in a checkpoint that `backward()` recomputes, only parameters are known not to be there.
     """
     if _replay.is_marking:
         return _is_marked(tensor) or _is_marked(unwrap(tensor))  # torch.func wraps what a function captures
@@ -277,10 +277,10 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 class WideLiterals(TorchFunctionMode):
-    """Puts wider dtypes in the place of those that the code names.
+    """A function mode that replaces the dtypes named in the code by wider ones.
 
-    Bits are those of the format that the code means: `x.half().view(torch.int16)` rounds to fp16 first, and numbers
-    whose bits were put together are widened after.
+    Bits are those of the named format: `x.half().view(torch.int16)` rounds to fp16 first, and numbers assembled from
+    bits are widened afterwards.
     """
 
     def __init__(self, wider: Mapping[torch.dtype, torch.dtype]) -> None:
@@ -296,7 +296,7 @@ class WideLiterals(TorchFunctionMode):
         named = _CAST_METHODS.get(func)
         if named is not None:
             return args[0].to(self._widen(named), **kwargs)
-        if func in _ASKS:
+        if func in _DTYPE_QUERIES:
             return func(*args, **kwargs)
         if func is Tensor.view and isinstance(dtype := kwargs.get("dtype", (*args, None)[1]), torch.dtype):
             return self._read_bits(args[0], dtype)
@@ -311,14 +311,14 @@ class WideLiterals(TorchFunctionMode):
         return self._wider.get(value, value)
 
     def _read_bits(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """View a tensor in another dtype as if it had been in the format that the code gave it."""
+        """View a tensor as another dtype as if it had the format that the code gave it."""
         if dtype.is_complex or tensor.is_complex():
             return tensor.view(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype.to_complex())
         if not tensor.is_floating_point():
             return tensor.view(dtype).to(self._wider.get(dtype, dtype))
-        # Bytes may be anybody's: those of the format that was named last.
+        # Bytes may come from any format: assume the one that was named last.
         meant = {_HALF_SIZE: self._half, 4: torch.float32, 1: self._named}.get(dtype.itemsize)
         if meant is None or dtype.is_floating_point or tensor.dtype is not self._wider.get(meant):
             return tensor.view(dtype)
-        with without_autocast():  # whose casts are those of a reference
+        with without_autocast():  # under the reference's autocast the cast would not round
             return tensor.to(meant).view(dtype)

@@ -1,11 +1,11 @@
-"""Kernels of a CPU that keep every NaN and Inf, as those of a GPU do.
+"""CPU kernels that keep every NaN and Inf, as a GPU's do.
 
-Attention and convolutions with a non-finite operand are computed by torch's reference math; with finite operands the
-kernels are the usual ones.
+Attention and convolutions with a non-finite operand are computed without the shortcuts that lose it; with finite
+operands the usual kernels run.
 
-The fused attention of the CPU takes the largest score of a row by comparisons that a NaN loses, and so returns finite
-values for a query that is NaN (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp). oneDNN's convolutions leave out the
-products with padding, and with them a weight that is NaN or Inf: `0 * NaN` is NaN.
+The CPU's fused attention finds the largest score of a row by comparisons, which are false for NaN, and so returns
+finite values for a NaN query (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp). oneDNN's convolutions skip the
+products with padding, and with them a NaN or Inf weight: `0 * NaN` is NaN.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from nandoctor.torch_compat import decompose, kernel_library, plain_torch, run_d
 if TYPE_CHECKING:
     from nandoctor.torch_compat import OpOverload
 
-# The op is a composite and has no kernel of its own under these keys; the second is asked in inference mode.
+# The op is a composite without kernels of its own under these keys; inference mode uses the second.
 _ATTENTION_KEYS = ("AutogradCPU", "CPU")
 _by_reference_math = Shared(partial(sdpa_kernel, SDPBackend.MATH))
 _IN_ONEDNN = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Tell whether all values are finite; those of `torch.func` are read under its wrappers, and a fake has none."""
+    """Return True if all values are finite, looking inside `torch.func`'s wrappers; a fake tensor has no values."""
     plain = unwrap(tensor)
     with plain_torch():
         return hasattr(plain, "fake_mode") or holds_finite(plain.detach())
 
 
 def holds_finite(values: Tensor) -> bool:
-    """Tell whether real numbers are all finite: one sweep, where `torch.isfinite` takes ten times as long."""
+    """Return True if real numbers are all finite: one pass, where `torch.isfinite` takes ten times as long."""
     if values.numel() == 0:
         return True
     return all(math.isfinite(limit) for limit in torch.aminmax(as_stored(values)))
@@ -53,10 +53,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 
 
 def _convolve(op: OpOverload, *args: Any) -> Any:
-    """A convolution or its backward; the first three arguments are its tensors, of which a bias may be None.
+    """Run a convolution or its backward; the first three arguments are its tensors, and a bias may be None.
 
-    Forward, padding meets the weight alone: a sound one leaves nothing out of an image that is not finite, as that of
-    every layer after an overflow. Backward it meets the gradient too, and in a transposed convolution the image.
+    In the forward only the weight is multiplied with padding: with a finite weight nothing is lost of a non-finite
+    image, as in every layer after an overflow. In the backward the gradient is too, and in that of a transposed
+    convolution the image.
     """
     dtype, is_forward = args[0].dtype, op is torch.ops.aten.convolution.default
     is_transposed = args[-3 if is_forward else -4]
@@ -65,13 +66,13 @@ def _convolve(op: OpOverload, *args: Any) -> Any:
         return run_default(op, *args)
     if not is_transposed:
         return _on_padded_image(op, args, 0 if is_forward else 1)
-    # In float64, twenty times as slow, oneDNN has no kernel.
+    # oneDNN has no kernel for float64, which is twenty times as slow.
     made = run_default(op, *(None if tensor is None else tensor.double() for tensor in args[:3]), *args[3:])
     return tree_map(lambda value: None if value is None else value.to(dtype), made)
 
 
 def _on_padded_image(op: OpOverload, args: tuple[Any, ...], image: int) -> Any:
-    """A convolution, or its backward, of its argument `image` with the padding in it: nothing is left to leave out."""
+    """Run a convolution, or its backward, on argument `image` padded beforehand, so that no products are skipped."""
     place = 4 if image == 0 else 5
     padding = list(args[place])
     padded = torch.nn.functional.pad(args[image], [width for width in reversed(padding) for _ in range(2)])

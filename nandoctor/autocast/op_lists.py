@@ -1,6 +1,6 @@
 """CUDA autocast's op lists, as data.
 
-Tuples of `aten` op names with overload; `tests/autocast/test_op_lists.py` holds them against the macros of the
+Tuples of `aten` op names with overload; `tests/autocast/test_op_lists.py` compares them with the macros of the
 installed torch's `ATen/autocast_mode.h`.
 """
 
@@ -16,10 +16,10 @@ LOWER_PRECISION = tuple(
     """.split()
 )
 
-# Those of LOWER_PRECISION that CUDA runs as several kernels, each of which rounds what it hands to the next.
+# Ops of LOWER_PRECISION that CUDA runs as several kernels, each of which rounds its result for the next.
 SEVERAL_PRODUCTS = ("einsum", "chain_matmul", "linalg_multi_dot")
 
-# On CUDA the RNN modules end in `_cudnn_rnn`, whose autocast kernel casts to fp16 whatever the region's dtype is:
+# On CUDA the RNN modules call `_cudnn_rnn`; its autocast kernel casts to fp16 whatever the region's dtype is:
 # https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/cudnn/AutocastRNN.cpp
 CUDNN_RNN = tuple(
     """
@@ -41,7 +41,7 @@ FP32 = tuple(
     """.split()
 )
 
-# Asked for an fp32 result, unless the caller names a dtype: AT_FORALL_FP32_SET_OPT_DTYPE.
+# Called with dtype=float32, unless the caller names a dtype: AT_FORALL_FP32_SET_OPT_DTYPE.
 FP32_SET_OPT_DTYPE = tuple(
     """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
@@ -49,7 +49,7 @@ FP32_SET_OPT_DTYPE = tuple(
     """.split()
 )
 
-# Sent to the overload that takes a result dtype: AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE.
+# Redispatched to the overload that takes a result dtype: AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE.
 FP32_APPEND_DTYPE = {
     "norm.Scalar": "norm.ScalarOpt_dtype",
     "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
@@ -65,19 +65,19 @@ PROMOTE = tuple(
 # Refused with an error: registered by hand in aten/src/ATen/autocast_mode.cpp.
 BANNED = ("binary_cross_entropy",)
 
-# On no list of CUDA's, whose kernels keep statistics in fp32 (at::acc_type) and round the output alone. A CPU's round
-# the inverse deviation to fp16 too: with an eps below 2e-10, a constant channel is 0 * inf there and 0 on CUDA.
+# Not on CUDA's lists: its kernels keep statistics in fp32 (at::acc_type) and round only the output. A CPU's round the
+# inverse deviation to fp16 too: with an eps below 2e-10, a constant channel is 0 * inf there and 0 on CUDA.
 NORMS = ("batch_norm", "instance_norm")
 
-# On no list of CUDA's, whose kernels compute them in fp32 (at::acc_type, at::opmath_type) and round the result alone. A
-# CPU's round on the way: `logit` loses an eps that is below the format's, a sum over a pool passes 65504.
+# Not on CUDA's lists: its kernels compute them in fp32 (at::acc_type, at::opmath_type) and round only the result. A
+# CPU's round in between: `logit` loses an eps below the format's resolution, a sum over a pool exceeds 65504.
 ROUNDED_ONCE_ON_CUDA = ("logit", "adaptive_avg_pool3d")
 
-# Those of PROMOTE that CUDA computes so where every operand is in half precision.
+# Ops of PROMOTE that CUDA computes in the same way if every operand is in half precision.
 PROMOTED_AND_ROUNDED_ONCE = ("addcdiv", "addcmul", "dot", "vdot", "grid_sampler", "tensordot")
 
-# On no list of CUDA's: they keep the half precision of their input there, and a CPU has no such kernels. Found with
-# the `dtypes` and `dtypesIfCUDA` of torch.testing._internal.common_methods_invocations.op_db.
+# Not on CUDA's lists: there they keep the half precision of their input, and a CPU has no such kernels. Found by
+# comparing `dtypes` and `dtypesIfCUDA` in torch.testing._internal.common_methods_invocations.op_db.
 HALF_ON_CUDA_ALONE = tuple(
     """
     avg_pool3d rrelu polar stft fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2
@@ -85,9 +85,9 @@ HALF_ON_CUDA_ALONE = tuple(
     """.split()
 )
 
-# On no list of CUDA's, which rounds a single number to the half precision that it multiplies or divides, where a CPU
-# does not.
+# Not on CUDA's lists: it rounds a 0-d tensor to the format of the half-precision tensor that it multiplies or divides,
+# which a CPU does not do.
 SCALING = ("mul.Tensor", "mul_.Tensor", "div.Tensor", "div_.Tensor", "div.Tensor_mode", "div_.Tensor_mode")
 
 CASTS = ("to.dtype", "to.dtype_layout", "to.device", "_to_copy")
-"""What a model casts with itself; on no list, and of interest to the fp32 reference alone."""
+"""The ops of a model's own casts; not on CUDA's lists, and relevant only to the fp32 reference."""

@@ -1,4 +1,4 @@
-"""Precision policies: what a run computes in; and `cuda_autocast`, CUDA's on any device, for a user's own loop."""
+"""Precision policies of runs; and `cuda_autocast`, CUDA's autocast on any device, for a user's own loop."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PolicyName = Literal["fp32", "fp64", "cuda", "native"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What the matrix products of a run compute in, and by whose lists.
+    """The format of a run's matrix products, and the op lists that it follows.
 
-    "cuda" follows CUDA's op lists on any device, "native" those of the device itself. "fp32" is the reference:
-    autocast stays on, so that a model which asks takes the same path, but rounds nothing, and half precision that the
-    code asks for by name is fp32. "fp64" has autocast off, and is for a model and a batch in float64. Where `ambient`
-    is False the lists hold only within the regions that the model opens itself. "cuda" and "native" take fp16 and bf16.
+    "cuda" follows CUDA's op lists on any device, "native" those of the device itself; both take fp16 and bf16. "fp32"
+    is the reference: autocast stays on, so that a model that checks for it takes the same path, but nothing is rounded,
+    and half precision named in the code becomes fp32. "fp64" has autocast off, for a model and a batch in float64. If
+    `ambient` is False, the lists apply only in autocast regions that the model opens itself.
     """
 
     name: PolicyName
@@ -42,7 +42,7 @@ class Policy:
 
     @property
     def label(self) -> str:
-        """The name in a report: "none" where autocast was off but for the model's own regions."""
+        """The name in a report: "none" if autocast was off except in the model's own regions."""
         return self.name if self.ambient else "none"
 
 
@@ -52,7 +52,7 @@ EXACT = Policy(name="fp64", format=FP64)
 
 
 def torch_dtype(format: FloatFormat) -> torch.dtype:  # noqa: A002
-    """The torch dtype of a storage format; tfloat32, which only exists inside products, has none."""
+    """Return the torch dtype of a storage format; tfloat32, which only exists inside products, has none."""
     dtype = getattr(torch, format.name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -60,13 +60,13 @@ def torch_dtype(format: FloatFormat) -> torch.dtype:  # noqa: A002
 
 @contextmanager
 def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
-    """A context in which what this thread runs on `device` follows the policy.
+    """Make what this thread runs on `device` follow the policy while the context is open.
 
-    It may be entered again inside itself and from several threads at once; all of torch is restored on the way out. A
-    graph built inside can be differentiated after, except that `torch.utils.checkpoint` recomputes under the policy
-    only while the context is open.
+    It may be nested and entered from several threads at once; all of torch's state is restored on exit. A graph built
+    inside can be differentiated later, except that `torch.utils.checkpoint` recomputes under the policy only while the
+    context is open.
 
-    Raises UnsupportedTorchError where the installed torch lacks what that takes.
+    Raise UnsupportedTorchError if the installed torch lacks a required internal.
     """
     check_torch()
     dtype = torch_dtype(policy.format)
@@ -76,7 +76,7 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
         if device.type == "cpu" and policy.name != "native":
             stack.enter_context(keep_nonfinite)
         if policy.name == "fp64":
-            # What the code makes without a dtype has to fit the others.
+            # Tensors that the code makes without a dtype have to match the others.
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(dtype)
             stack.enter_context(WideLiterals(FP64_FOR_ALL))
@@ -96,9 +96,9 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def kernels_kept(policy: Policy, device: torch.device) -> Iterator[None]:
-    """A context in which `apply_policy` finds its kernels registered: that takes longer than to run a small model.
+    """Keep the kernels of `apply_policy` registered: registering them takes longer than running a small model.
 
-    Where a run under `policy` goes by the device's own lists no kernel is registered.
+    If `policy` uses the device's own lists, no kernel is registered.
     """
     emulates = device.type != "cuda" and policy.name != "native"
     kernels = shared_kernels(device.type) if emulates else nullcontext()
@@ -108,7 +108,7 @@ def kernels_kept(policy: Policy, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _fast_path_off() -> Iterator[None]:
-    """No fused layers of nn.TransformerEncoder: autocast keeps it off them, and padded rows are NaN there."""
+    """Disable nn.TransformerEncoder's fused layers: autocast does not use them, and their padded rows are NaN."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -125,13 +125,13 @@ def _autocast_region(device_type: str, dtype: torch.dtype) -> Iterator[None]:
     with torch.autocast(device_type, dtype=dtype):
         if device_type != "cuda":
             torch.set_autocast_dtype("cuda", dtype)
-        # Inside a reference the region alone would have stayed in float32, as a model's own does.
+        # Inside a reference the region alone would stay in float32, as a model's own regions do.
         torch.set_autocast_dtype(device_type, dtype)
         yield
 
 
-# What below `torch.backends` lets products of fp32 tensors be computed in less, and the value that forbids it. Setting
-# cuDNN's allow_tf32 changes its fp32_precision, so it comes first; left alone, code that reads it would be told off.
+# The settings below `torch.backends` that allow products of fp32 tensors in less precision, and the value that forbids
+# it. Setting cuDNN's allow_tf32 changes its fp32_precision, so it comes first; unset, code that reads it would raise.
 _PRODUCT_PRECISION = {
     "cuda": (
         ("cudnn", "allow_tf32", False),
@@ -149,13 +149,13 @@ _PRODUCT_PRECISION = {
 
 @cache
 def exact_products(device_type: str) -> Shared:
-    """A context in which products of fp32 tensors are computed in fp32, whatever torch's switches say."""
+    """Return a context in which products of fp32 tensors are computed in fp32, whatever torch's settings are."""
     return Shared(partial(_fp32_products, device_type))
 
 
 @contextmanager
 def _fp32_products(device_type: str) -> Iterator[None]:
-    """Products of fp32 tensors in fp32, and none of TorchScript's own autocast pass, whose lists differ."""
+    """Compute products of fp32 tensors in fp32, without TorchScript's own autocast pass, whose lists differ."""
     before = list(_current_precision(device_type))
     for backend, name, _, exact in before:
         setattr(backend, name, exact)
@@ -168,21 +168,21 @@ def _fp32_products(device_type: str) -> Iterator[None]:
 
 
 def _current_precision(device_type: str) -> Iterator[tuple[Any, str, Any, Any]]:
-    """Each setting of the table that this torch can read: where it is, its name, what it is and what it should be."""
+    """Yield the settings of the table that this torch can read: backend, name, current value and exact value."""
     for place, name, exact in _PRODUCT_PRECISION.get(device_type, ()):
-        # torch may refuse to read allow_tf32 where both are in use:
+        # torch may refuse to read allow_tf32 if the old and the new settings are both in use:
         # https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
         with suppress(RuntimeError):
             backend = attrgetter(place)(torch.backends)
             yield backend, name, getattr(backend, name), exact
 
 
-class cuda_autocast(ContextDecorator):  # noqa: N801 - it stands where `torch.autocast` stood
-    """CUDA's autocast on any device, as `torch.autocast("cuda", dtype)` is on a GPU.
+class cuda_autocast(ContextDecorator):  # noqa: N801 - it replaces `torch.autocast`
+    """CUDA's autocast on any device, like `torch.autocast("cuda", dtype)` on a GPU.
 
-    One object may be entered many times, inside itself and as a decorator. What `torch.utils.checkpoint` recomputes in
-    the backward pass follows CUDA's lists as well, also after the context was left, with the regions for "cuda" that it
-    opens itself: the kernels stay registered as long as a graph is alive that will recompute with them.
+    One object may be entered many times, nested and as a decorator. What `torch.utils.checkpoint` recomputes in the
+    backward pass follows CUDA's lists too, even after the context was left, including the "cuda" regions that it opens
+    itself: the kernels stay registered as long as a graph is alive that will recompute with them.
 
     Args:
         dtype: float16 or bfloat16.
@@ -218,8 +218,8 @@ class cuda_autocast(ContextDecorator):  # noqa: N801 - it stands where `torch.au
 class _Region:
     """A region that a thread has opened.
 
-    It restores what was before it. One that is left before those inside it, as begin and end hooks may do, is
-    therefore undone only after them; until then the thread stays in it.
+    It restores the state from before it. If it is left before regions inside it, as begin and end hooks may do, it is
+    undone only after them; until then the thread stays in it.
     """
 
     opened_by: cuda_autocast
@@ -228,7 +228,7 @@ class _Region:
 
 
 class _OpenRegions(threading.local):
-    """The regions that this thread is in, the innermost last."""
+    """The regions that this thread is in, innermost last."""
 
     def __init__(self) -> None:
         self.regions: list[_Region] = []
@@ -238,7 +238,7 @@ _open = _OpenRegions()
 
 
 class _Recomputation(dict[str, Any]):
-    """What a checkpoint will call `torch.autocast` with; the kernels are there for as long as it is."""
+    """The arguments that a checkpoint will pass to `torch.autocast`; keeps the kernels registered while it exists."""
 
     def __init__(self, arguments: dict[str, Any], device_type: str) -> None:
         super().__init__(arguments)
@@ -250,7 +250,7 @@ class _Recomputation(dict[str, Any]):
 
 
 def _keep_kernels(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Checkpoints read the autocast state in the forward, and recompute under it in the backward."""
+    """Keep the kernels for checkpoints, which read the autocast state in the forward and recompute under it later."""
 
     def read_and_keep(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         device_arguments, cpu_arguments = read(*args, **kwargs)

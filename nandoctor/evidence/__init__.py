@@ -1,6 +1,6 @@
-"""Frozen plain data, in which every other room speaks; nothing here knows torch.
+"""The frozen plain records that all other packages exchange; nothing here imports torch.
 
-`trace` is what one run showed and `report` what is concluded from two, with `edits` (changes to a run), `exhibits`,
+`trace` records one run and `report` the conclusions from two, with `edits` (changes to a run), `exhibits`,
 `dump_summary` and `verdicts`. `checkup`, `triage`, `verification` and `report_diff` are the results of other commands.
-`formats` knows what a floating-point format holds, `serialization` turns records into JSON and back.
+`formats` describes floating-point formats, `serialization` turns records into JSON and back.
 """

@@ -1,4 +1,4 @@
-"""How near a healthy step comes to the ends of the formats, layer by layer, and where a run is heading."""
+"""Records of a checkup: how near a healthy step comes to the formats' limits, by layer, and where a run is heading."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Fit = Literal["fits", "near", "overflows"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatFit:
-    """Values in a format.
+    """How values fit a format.
 
-    `headroom_bits` is log2(max / absmax): the doublings left, negative past the end; `fit` is "near" with less than
-    one. `flushed_share` of the non-zero elements, 0 to 1, round to zero; `flushed_share_scaled` where a scale of the
-    tensor's own puts its largest magnitude at the end of the format, as fp8 training does. Both are by a sample.
+    `headroom_bits` is log2(max / absmax): the doublings left, negative past the limit; `fit` is "near" with less than
+    one. `flushed_share` of the non-zero elements, 0 to 1, round to zero; `flushed_share_scaled` do after scaling each
+    tensor's largest magnitude to the format's maximum, as fp8 training does. Both are estimated from a sample.
     """
 
     format: FloatFormat
@@ -31,9 +31,9 @@ class FormatFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueRange:
-    """Magnitudes of the values of one kind in one module.
+    """The magnitudes of one kind of value in one module.
 
-    `absmax` is the largest. The values up to `small` make up 1 % of the sum of all magnitudes, by a sample.
+    `absmax` is the largest. The values up to `small` make up 1 % of the sum of all magnitudes, estimated from a sample.
     """
 
     absmax: float
@@ -41,16 +41,16 @@ class ValueRange:
     formats: tuple[FormatFit, ...]
 
     def fit_in(self, format: FloatFormat) -> FormatFit:  # noqa: A002 - the field's own name
-        """What becomes of the values in this format."""
+        """Return how the values fit this format."""
         return next(fit for fit in self.formats if fit.format is format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRange:
-    """What one module computes with: `values` in the forward, `gradients` at loss scale 1 in the backward.
+    """The numbers that one module computes with: forward `values`, and `gradients` at loss scale 1.
 
-    `values` are the operands and results of the operations in its own forward that autocast runs in low precision,
-    computed in fp32. `largest_at` is the line that has the largest.
+    `values` are the operands and results of the ops in its own forward that autocast runs in low precision, computed
+    in fp32. `largest_at` is the line with the largest value.
     """
 
     module: str
@@ -64,8 +64,8 @@ class LayerRange:
 class LossScaleRange:
     """The loss scales at which no fp16 gradient overflows, and no module loses more than 1 % of its gradients' sum.
 
-    `largest` and `smallest` are powers of two; `current` is the step's own, None where it has none. `largest_by` and
-    `smallest_by` are the modules that set them. Where `smallest` is above `largest` there is no such scale.
+    `largest` and `smallest` are powers of two; `current` is the step's own, None if it has none. `largest_by` and
+    `smallest_by` are the modules that determine them. If `smallest` exceeds `largest`, there is no such scale.
     """
 
     current: float | None
@@ -77,7 +77,7 @@ class LossScaleRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedStep:
-    """One checkpoint: its layers in the order in which they ran."""
+    """One checkpoint: its layers in execution order."""
 
     path: str
     step: int | None
@@ -90,10 +90,10 @@ class CheckedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """When a module would leave fp16, if log2 of its largest magnitude went on as a straight line of the step.
+    """The step at which a module would exceed fp16's range, if log2 of its largest magnitude grew linearly.
 
-    `doublings` are those in 1,000 steps, by least squares over `num_points` checkpoints, which the line misses by
-    `residual_bits` at most. `step` is None where that is more than ten times the observed span away.
+    `doublings` is the growth in 1,000 steps, by least squares over `num_points` checkpoints; the line is off by at most
+    `residual_bits`. `step` is None if it is further away than ten times the observed span.
     """
 
     module: str
@@ -105,7 +105,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkup:
-    """All checkpoints, by their steps, and the modules that grow towards the end of fp16, the nearest first."""
+    """All checkpoints by step, and the modules that grow towards fp16's limit, nearest first."""
 
     schema: str = field(default=SCHEMA)
     steps: tuple[CheckedStep, ...]

@@ -1,4 +1,4 @@
-"""What is in a dump file and what its optimizer held, and where it was replayed, as numbers and words."""
+"""Records of what a dump file and its optimizer hold, and of where it was replayed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Layout = Literal["plain", "weights-only", "batch-only", "nandoctor.dump/1"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySummary:
-    """One array of the file; `num_*` are zero for integer and boolean arrays. `role` is a guess from its name."""
+    """One array of the file; `num_*` are 0 for integer and boolean arrays. `role` is guessed from the name."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class ArraySummary:
 
     @property
     def num_bad(self) -> int:
-        """NaN and infinities together."""
+        """The number of NaN and infinities together."""
         return self.num_nan + self.num_posinf + self.num_neginf
 
 
@@ -35,10 +35,10 @@ class DumpSummary:
     """The file as a whole.
 
     `arrays` are the saved batch and outputs; `scalars` the plain values beside them (step, epoch, loss scale).
-    `bad_weights` and `bad_buffers` are the non-finite tensors of the state dict: a name that ends in
-    running_mean, running_var or num_batches_tracked, or that the file itself lists as a buffer, counts as a buffer.
-    `missing` says, one sentence each, what a full replay would need and how to save it next time; `notes`, which
-    weights were chosen and what the file holds besides.
+    `bad_weights` and `bad_buffers` are the non-finite tensors of the state dict: names that end in running_mean,
+    running_var or num_batches_tracked, or that the file lists as buffers, count as buffers. `missing` says, one
+    sentence each, what a full replay would need and how to save it next time; `notes` say which weights were chosen
+    and what else the file holds.
     """
 
     path: str
@@ -57,9 +57,9 @@ class DumpSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFlags:
-    """What the file says went wrong in its step: a non-finite loss (None: there was none), non-finite gradients.
+    """What went wrong in the step, according to the file: the non-finite `loss` (None: there was none), or `gradients`.
 
-    `rank` of `num_ranks` wrote the file. `here` is False where the non-finite loss was another rank's.
+    `rank` of `num_ranks` wrote the file. `here` is False if the non-finite loss was another rank's.
     """
 
     loss: float | None = None
@@ -71,7 +71,7 @@ class SavedFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Where the replay ran."""
+    """The versions, platform and device of a replay."""
 
     nandoctor: str
     torch: str
@@ -82,11 +82,11 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSlot:
-    """One parameter's running mean of squared gradients, counted exactly; its format is that of the weight's step.
+    """One parameter's running mean of squared gradients, with exact counts, in the format that its step is computed in.
 
-    `parameter` is the dotted name, "" where the optimizer's order did not fit the model's. `eps` is added to the root.
-    `safe_eps` is the smallest eps tried with which the optimizer's step, taken in the format of the moments, is finite
-    and within the bound that exact moments give it; None where none is.
+    `parameter` is the dotted name, "" if the optimizer's order did not match the model's. `eps` is added to the root.
+    `safe_eps` is the smallest eps tried that keeps the optimizer's step, in the format of the moments, finite and
+    within the bound that holds for exact moments; None if none does.
     """
 
     parameter: str
@@ -97,12 +97,11 @@ class OptimizerSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerUpdate:
-    """An update that left weights non-finite, while all gradients were finite.
+    """An update that made weights non-finite although all gradients were finite.
 
-    `optimizer` is its class, "" where the training loop itself wrote. `parameters` maps the dotted names of those
-    weights to how many of their values are non-finite, and how many there are. `settings` are the numbers in the
-    optimizer's groups (lr, weight_decay, ...). `largest_gradient` is a magnitude, None where the gradients were
-    not looked at.
+    `optimizer` is its class, "" if the training loop itself wrote them. `parameters` maps the dotted names of those
+    weights to the numbers of their non-finite values and of all values. `settings` are the numbers in the optimizer's
+    groups (lr, weight_decay, ...). `largest_gradient` is a magnitude, None if the gradients were not checked.
     """
 
     optimizer: str

@@ -1,4 +1,4 @@
-"""Edits: changes to a run as plain data, most of which the engine makes and undoes; and what is printed of them."""
+"""Edits: changes to a run as plain data, most of which the engine can apply and undo; and the printed changes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from nandoctor.evidence.trace import SourceLine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSite:
-    """Where an op stands in the code, as a person finds it: every `op` of the line `source` in `type`'s forward.
+    """The place of an op in the code, as a person finds it: every `op` on the line `source` of `type`'s forward.
 
-    The line is shared by all modules of one class; `module`, the dotted path ("" the root, "<loss>" the loss function),
-    is the one that it was seen in. Without a `source` the op is the `nth` of its name in each call of `module`. An `op`
-    of "" stands for all ops of the line; otherwise it is the aten name.
+    All modules of a class share the line; `module` is the dotted path of the one that it was seen in ("" the root,
+    "<loss>" the loss function). Without a `source`, the op is the `nth` of its name in each call of `module`. `op` is
+    the aten name; "" stands for all ops of the line.
     """
 
     module: str
@@ -32,9 +32,9 @@ class OpSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepModule:
-    """Run a module in fp32, autocast off: its inputs are widened, its output stays fp32.
+    """Run a module in fp32 with autocast off: its inputs are widened, its output stays fp32.
 
-    With `children` False only the ops of its own forward are; its children run under autocast as before.
+    With `children` False only the ops of its own forward run so; its children run under autocast as before.
     """
 
     kind: Literal["keep-module"] = "keep-module"
@@ -44,7 +44,7 @@ class KeepModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepOp:
-    """Run an op, or a line, in fp32, autocast off: inputs are widened, outputs stay fp32. In-place ops stay."""
+    """Run an op, or a line, in fp32 with autocast off: inputs are widened, outputs stay fp32. Not for in-place ops."""
 
     kind: Literal["keep-op"] = "keep-op"
     site: OpSite
@@ -52,7 +52,7 @@ class KeepOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAttribute:
-    """Give an attribute another number in every module of a class where it `was` this one: `norm.eps = 1e-5`."""
+    """Set an attribute from what it `was` to `value` in every module of a class: `norm.eps = 1e-5`."""
 
     kind: Literal["set-attribute"] = "set-attribute"
     type: str
@@ -63,10 +63,10 @@ class SetAttribute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetArgument:
-    """Give an op another number as its argument, named as in the op's schema: the 1e-8 of `x + 1e-8`.
+    """Replace a number among an op's arguments, named as in the op's schema: the 1e-8 of `x + 1e-8`.
 
-    Only where it `was` the number that is to be replaced. A `value` of None stands for the lowest number of the op's
-    own format, `torch.finfo(x.dtype).min`.
+    Only an argument that `was` this number is replaced. A `value` of None stands for the lowest number of the op's
+    format, `torch.finfo(x.dtype).min`.
     """
 
     kind: Literal["set-argument"] = "set-argument"
@@ -78,7 +78,7 @@ class SetArgument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetFlag:
-    """Give an op True for an argument that is False by default: `zero_infinity` of a CTC loss."""
+    """Pass True for an op's argument that is False by default: `zero_infinity` of a CTC loss."""
 
     kind: Literal["set-flag"] = "set-flag"
     site: OpSite
@@ -87,11 +87,10 @@ class SetFlag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampArgument:
-    """Clamp a tensor before an op takes it, to [low, high]; None leaves that side open.
+    """Clamp an op's tensor argument to [low, high]; None leaves that side open.
 
-    With `keeps_sign` only what is nearer to zero than `low` becomes `low`. With `nan` it is NaN that is replaced, by
-    `fill`: in the argument, or what an op makes of arguments without one. An `argument` of "" stands for what the op
-    returns.
+    An `argument` of "" stands for the op's result. With `keeps_sign`, only values nearer to zero than `low` become
+    `low`. With `nan`, `fill` replaces NaN in the argument, or in a result of arguments without NaN.
     """
 
     kind: Literal["clamp"] = "clamp"
@@ -106,10 +105,10 @@ class ClampArgument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardArgument:
-    """Run an op on `safe` where its argument is not between `low` and `high`, and take 0 for its result there.
+    """Run an op on `safe` where its argument is not strictly between `low` and `high`, and use 0 as its result there.
 
-    Both ends are left out; where neither is given it is zero that is. A NaN stays one. The argument
-    is made safe inside and selected outside, so that no gradient passes the point; why one of the two is not enough:
+    If neither bound is given, zeros are replaced. NaN is kept. The argument is made safe before the op and the result
+    selected after it, so that no gradient passes through the point; why either one alone is not enough:
     https://docs.jax.dev/en/latest/faq.html#gradients-contain-nan-where-using-where.
     """
 
@@ -123,7 +122,7 @@ class GuardArgument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleFirst:
-    """Scale before a product instead of after it: `product` takes its first tensor times `factor`, `scale` is left out.
+    """Scale before a product instead of after it: `product` gets its first tensor times `factor`, `scale` is removed.
 
     `scale` is the multiplication or division by a number that followed.
     """
@@ -136,7 +135,7 @@ class ScaleFirst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnmaskRows:
-    """Let a softmax or attention op attend evenly in rows where every key is masked, and give zeros as their result."""
+    """Let a softmax or attention op attend evenly in rows where every key is masked, and return zeros for them."""
 
     kind: Literal["unmask-rows"] = "unmask-rows"
     site: OpSite
@@ -144,11 +143,11 @@ class UnmaskRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StableLog:
-    """Write the logarithm or the quotient at a site without the exponential or the probability that it is taken of.
+    """Rewrite a logarithm or quotient at a site without its exponential or probability.
 
-    log(softmax) is log_softmax, log(sum(exp)) logsumexp, exp / sum(exp) softmax. The engine cannot make it of a run: it
-    is tried as text. With `everywhere` all logarithms of the function are written so. At an exponential it stands for
-    subtracting the largest exponent, which the shares in a sum do not change with.
+    log(softmax) becomes log_softmax, log(sum(exp)) logsumexp, exp / sum(exp) softmax. The engine cannot apply it to a
+    run, so it is tried as text. With `everywhere`, all logarithms of the function are rewritten. At an exponential it
+    subtracts the largest exponent, which leaves the shares in a sum unchanged.
     """
 
     kind: Literal["stable-log"] = "stable-log"
@@ -158,7 +157,7 @@ class StableLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UseFormat:
-    """Run everything under another format: bf16 has the range of fp32, fp32 and fp64 switch autocast off."""
+    """Run everything in another format: bf16 has the range of fp32; fp32 and fp64 switch autocast off."""
 
     kind: Literal["use-format"] = "use-format"
     format: FloatFormat
@@ -174,7 +173,7 @@ class SetLossScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResetBuffers:
-    """Give buffers the values of a fresh model: running means 0, running variances 1, whatever else is non-finite 0."""
+    """Reset buffers as in a fresh model: running means to 0, running variances to 1, other non-finite values to 0."""
 
     kind: Literal["reset-buffers"] = "reset-buffers"
     names: tuple[str, ...]
@@ -182,7 +181,7 @@ class ResetBuffers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroWeights:
-    """Set the elements of weights to zero that are not finite."""
+    """Set the non-finite elements of weights to zero."""
 
     kind: Literal["zero-weights"] = "zero-weights"
     names: tuple[str, ...]
@@ -190,7 +189,7 @@ class ZeroWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepSamples:
-    """Run with these samples of the batch alone, along dimension 0 of every array that has it."""
+    """Run with only these samples of the batch, along dimension 0 of every array that has it."""
 
     kind: Literal["keep-samples"] = "keep-samples"
     samples: tuple[int, ...]
@@ -198,7 +197,7 @@ class KeepSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillMasked:
-    """Put 0 into an array of the batch wherever another one, its mask, is 0: it is multiplied away there anyway."""
+    """Set an array of the batch to 0 where its `mask`, another array, is 0: it is multiplied by 0 there anyway."""
 
     kind: Literal["fill-masked"] = "fill-masked"
     array: str
@@ -207,7 +206,7 @@ class FillMasked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetOptimizerEps:
-    """Give the optimizer another eps."""
+    """Set the optimizer's eps."""
 
     kind: Literal["optimizer-eps"] = "optimizer-eps"
     value: float
@@ -245,7 +244,7 @@ Edit = SingleEdit | Together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedFile:
-    """One file: its absolute path, and the whole text before and after, with the line endings that the file has."""
+    """One file: its absolute path, and the whole text before and after, with the file's own line endings."""
 
     path: str
     before: str
@@ -254,7 +253,7 @@ class ChangedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourcePatch:
-    """New text for one or more files below `root`, the folder that `git apply -p1` is to be run in."""
+    """New text for one or more files below `root`, the folder to run `git apply -p1` in."""
 
     root: str
     files: tuple[ChangedFile, ...]
@@ -266,17 +265,17 @@ class SourcePatch:
 
     @property
     def undone(self) -> SourcePatch:
-        """The patch that takes this one back."""
+        """The patch that reverts this one."""
         files = (ChangedFile(path=file.path, before=file.after, after=file.before) for file in self.files)
         return SourcePatch(root=self.root, files=tuple(files))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snippet:
-    """Python that is run with `model` in scope before the step, or with `batch` where the kind is "data".
+    """Python to run with `model` in scope before the step, or with `batch` if the kind is "data".
 
-    `takes_samples` tells that the batch has fewer samples after it. `source` is the change of code that has no file,
-    as a notebook's has none, where the snippet makes one: it gives the functions the code that they have in that text.
+    `takes_samples` is True if it removes samples from the batch. `source` is the change that the snippet makes to code
+    without a file, such as a notebook's: it gives the functions their code from that text.
     """
 
     kind: Literal["snippet", "state", "data"]
@@ -287,22 +286,22 @@ class Snippet:
 
 PrintedChange = SourcePatch | Snippet
 Change = Edit | PrintedChange
-"""An edit of the search, or a change as it is printed."""
+"""An edit of the search, or a printed change."""
 
 
 def flatten(changes: Iterable[Change]) -> tuple[SingleEdit, ...]:
-    """The edits among changes, one by one."""
+    """Return the single edits among changes."""
     edits = (change for change in changes if not isinstance(change, SourcePatch | Snippet))
     return tuple(single for edit in edits for single in (edit.edits if isinstance(edit, Together) else (edit,)))
 
 
 def only_widens(edit: Edit) -> bool:
-    """Tell whether a change does nothing but to keep code in fp32."""
+    """Return True if an edit only keeps code in fp32."""
     return all(isinstance(single, KeepModule | KeepOp) for single in flatten((edit,)))
 
 
 def is_text_alone(edit: Edit) -> bool:
-    """Tell whether a change can be tried as text alone: the engine makes none of these."""
+    """Return True if an edit can only be tried as text, because the engine cannot apply it."""
     kinds = StableLog | ResetBuffers | ZeroWeights | FillMasked
     return any(isinstance(single, kinds) for single in flatten((edit,)))
 
@@ -311,8 +310,8 @@ def is_text_alone(edit: Edit) -> bool:
 class FixCost:
     """What a fix moves from low precision to fp32, as shares of the step's forward.
 
-    `products_in_fp32` counts multiply-adds, which tensor cores do in low precision; `more_activations` the bytes that
-    its ops' results take more.
+    `products_in_fp32` counts multiply-adds, which tensor cores do in low precision; `more_activations` the additional
+    bytes of its ops' results.
     """
 
     products_in_fp32: float

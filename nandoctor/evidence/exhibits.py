@@ -1,4 +1,4 @@
-"""What a report shows as it is: lines of source, a sample of the batch."""
+"""Records of what a report shows verbatim: lines of source, a sample of the batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Literal
 class Excerpt:
     """The source around the expression to look at.
 
-    `path` is the file's, relative to the working directory of the replay where it lies in that. `function` is the
-    qualified name of what it stands in, "" at the top of a module. `first` is the number of the first of `lines`, whose
-    tabs are spaces. The expression goes from `column` of `line` to `end_column` of `end_line`, columns in characters
-    from 0; where they are not known it is the whole of `line`.
+    `path` is the file's, relative to the working directory of the replay if it is inside. `function` is the qualified
+    name of the enclosing function or class, "" at module level. `first` is the line number of the first of `lines`,
+    in which tabs are expanded to spaces. The expression spans from `column` of `line` to `end_column` of `end_line`, in
+    characters from 0; if these are unknown it is the whole `line`.
     """
 
     file: str
@@ -31,8 +31,8 @@ class Excerpt:
 class Picture:
     """A sample of the array `name` as a small image.
 
-    `pixels` are height x width grey levels, one byte each, row by row, in base64. `low` and `high` are the limits of
-    its finite values before they were stretched to grey levels; `num_bad` values are non-finite.
+    `pixels` are height x width grey levels, one byte each, row by row, in base64. `low` and `high` are the smallest and
+    largest finite value before scaling to grey levels; `num_bad` values are non-finite.
     """
 
     kind: Literal["image"] = "image"
@@ -48,10 +48,10 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
-    """A sample of the array `name` as curves along dimension `dim`, `length` places long.
+    """A sample of the array `name` as curves along dimension `dim`, of `length` values each.
 
-    Each curve, for the first of `num_channels`, is cut into pieces with their limits in `lows` and `highs`: None where
-    a value is non-finite.
+    Each curve, for the first of `num_channels`, is cut into pieces with their limits in `lows` and `highs`: None if
+    the piece has a non-finite value.
     """
 
     kind: Literal["signal"] = "signal"
@@ -66,7 +66,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenIds:
-    """A sample of the array `name`, whose values are whole numbers: the first of `length` ids."""
+    """A sample of the integer array `name`: the first of its `length` ids."""
 
     kind: Literal["ids"] = "ids"
     name: str
@@ -76,4 +76,4 @@ class TokenIds:
 
 
 SampleView = Picture | Signal | TokenIds
-"""A sample of the batch, which is in a report only where it was asked for."""
+"""A sample of the batch; a report has it only on request."""

@@ -1,4 +1,4 @@
-"""Floating-point formats, what they can hold, and what becomes of a number in them."""
+"""Floating-point formats, what they can hold, and how numbers round in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 class FloatFormat:
     """A binary floating-point format: `1 + fraction_bits` bits of significand, exponents `min_exponent..max_exponent`.
 
-    `has_inf` is False for formats that saturate to NaN (fp8 e4m3fn), whose top mantissa code is lost to NaN.
+    `has_inf` is False for formats that overflow to NaN (fp8 e4m3fn), which use the top mantissa code for NaN.
     """
 
     name: str
@@ -47,25 +47,25 @@ class FloatFormat:
 
     @property
     def overflow_threshold(self) -> float:
-        """The tie between `max` and the next step, from which on values overflow; 65520 for fp16."""
+        """The tie between `max` and the next step, from which values overflow; 65520 for fp16."""
         half_step = 2.0 ** (self.max_exponent - self.fraction_bits - 1)
         return self.max + half_step
 
     @property
     def flush_threshold(self) -> float:
-        """Largest magnitude that rounds to zero; a tie goes to zero, the even neighbour."""
+        """Largest magnitude that rounds to zero: the tie, since zero is its even neighbour."""
         return self.smallest_subnormal / 2
 
     def holds(self, magnitude: float) -> bool:
-        """Tell whether a value of this magnitude stays finite when rounded to the format."""
-        # A tie goes to the even neighbour: up from a fraction of all ones, but back to e4m3fn's, which ends in a zero.
+        """Return True if a value of this magnitude stays finite when rounded to the format."""
+        # A tie rounds to even: up from a fraction of all ones, but down to e4m3fn's maximum, whose fraction ends in 0.
         is_held_tie = abs(magnitude) == self.overflow_threshold and not self.has_inf
         return abs(magnitude) < self.overflow_threshold or is_held_tie
 
     def absorbed_from(self, addend: float) -> float:
-        """Smallest magnitude from which on x + addend rounds back to x, whatever x; 0 if everywhere, inf if nowhere.
+        """Return the smallest magnitude from which x + addend rounds to x for every x; 0 if always, inf if never.
 
-        That takes an addend of less than half the distance from x to the next larger value.
+        The addend must be less than half the distance from x to the next larger value.
         """
         if abs(addend) < self.flush_threshold:
             return 0.0
@@ -73,13 +73,13 @@ class FloatFormat:
         return 2.0**exponent if exponent <= self.max_exponent else math.inf
 
     def headroom_bits(self, magnitude: float) -> float:
-        """log2(max / magnitude): doublings left before overflow; negative once past it, inf for zero."""
+        """Return log2(max / magnitude), the doublings left before overflow; negative past it, inf for zero."""
         if magnitude == 0:
             return math.inf
         return math.log2(self.max) - math.log2(abs(magnitude))
 
     def round(self, value: float) -> float:
-        """The value rounded to nearest, ties to even, with subnormals; overflow gives inf, or nan without inf."""
+        """Round to nearest, ties to even, with subnormals; overflow gives inf, or nan if the format has no inf."""
         if math.isnan(value) or value == 0:
             return value
         if not self.holds(value):
@@ -89,8 +89,8 @@ class FloatFormat:
         return math.copysign(round(abs(value) / step) * step, value)
 
 
-# Parameters: IEEE 754-2019 for fp16, fp32, fp64; bfloat16 and TF32 as NVIDIA's A100 white paper gives them;
-# fp8 as in "FP8 Formats for Deep Learning", arXiv:2209.05433, table 1.
+# Parameters: IEEE 754-2019 for fp16, fp32, fp64; NVIDIA's A100 white paper for bfloat16 and TF32;
+# "FP8 Formats for Deep Learning", arXiv:2209.05433, table 1, for fp8.
 FP16 = FloatFormat(name="float16", label="fp16", fraction_bits=10, min_exponent=-14, max_exponent=15)
 BF16 = FloatFormat(name="bfloat16", label="bf16", fraction_bits=7, min_exponent=-126, max_exponent=127)
 FP32 = FloatFormat(name="float32", label="fp32", fraction_bits=23, min_exponent=-126, max_exponent=127)
@@ -105,20 +105,20 @@ FORMATS = {f.name: f for f in (FP16, BF16, FP32, FP64, TF32, FP8_E4M3, FP8_E5M2)
 
 SHOWN_FORMATS = (FP16, BF16, FP8_E4M3, FP8_E5M2, FP32)
 EDGE = 0.99
-"""A number this near to the limit of its format was written for an infinity: `finfo(dtype).min`, and a score added."""
+"""A number above this share of its format's limit stands for an infinity: `finfo(dtype).min`, plus a score."""
 LARGEST_EPS = 1e-2
-"""A constant above this is no eps: it is a weight, a share, a temperature."""
+"""A larger constant is not an eps but a weight, a share or a temperature."""
 
 Effect = Literal["zero", "subnormal", "normal", "overflow"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedConstant:
-    """A number in a format.
+    """A number rounded to a format.
 
-    `rounded` is what it becomes, `rel_err` the difference over the number. `effect` tells what is left of it:
-    "subnormal" numbers have lost digits, and some kernels flush them to zero. From the magnitude `absorbed_from` on,
-    x + value == x for every x of the format: 0 where that is so for all of them, inf where it is for none.
+    `rounded` is the result, `rel_err` the difference over the number. `effect` says what is left of it: "subnormal"
+    numbers have lost digits, and some kernels flush them to zero. From the magnitude `absorbed_from` on, x + value == x
+    for every x of the format: 0 if that is always so, inf if never.
     """
 
     format: FloatFormat
@@ -130,7 +130,7 @@ class RoundedConstant:
 
 
 def round_constant(value: float, format: FloatFormat) -> RoundedConstant:  # noqa: A002 - the field's own name
-    """What a format makes of a finite number other than zero."""
+    """Round a finite, non-zero number to a format."""
     rounded = format.round(value)
     return RoundedConstant(
         format=format,

@@ -1,4 +1,4 @@
-"""The report: everything a renderer may look at, and the JSON contract `nandoctor.report/2`."""
+"""The report: everything that a renderer may read, and the JSON contract `nandoctor.report/2`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ class ReplayAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reproduction:
-    """How well the replay agrees with the output that the dump saved.
+    """How well the replay agrees with the saved output of the dump.
 
-    `exact`: equal in every bit (all NaNs count as one). `same-mask`: the same elements are non-finite; `max_rel_err`
-    is the largest difference of the others over the largest saved magnitude. `elsewhere`: other elements are. `finite`:
-    the replay is finite. `no-reference`: nothing to compare with. The last of `attempts` is reported.
+    `exact`: bitwise equal (all NaNs count as equal). `same-mask`: the same elements are non-finite; `max_rel_err` is
+    the largest difference of the others over the largest saved magnitude. `elsewhere`: different elements are
+    non-finite. `finite`: the replay is finite. `no-reference`: nothing to compare with. The last of `attempts` is the
+    one reported.
     """
 
     grade: Grade
@@ -50,11 +51,11 @@ class Reproduction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonfiniteElements:
-    """How many elements of a tensor are non-finite, and which.
+    """The number and places of a tensor's non-finite elements.
 
-    `num_bad` of the `numel` elements are, of the `kinds` "nan", "+inf" and "-inf"; `first_index` is the first of them
-    in row-major order, None where unknown. `samples` are indexes into the batch, the first 64; None where dimension 0
-    is not known to be the batch's.
+    `num_bad` of the `numel` elements are non-finite, of the `kinds` "nan", "+inf" and "-inf"; `first_index` is the
+    first of them in row-major order, None if unknown. `samples` are the first 64 of their indexes into the batch; None
+    if dimension 0 is not known to be the batch.
     """
 
     kinds: tuple[str, ...]
@@ -66,11 +67,11 @@ class NonfiniteElements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstNonfinite:
-    """The first place where a non-finite value came to light.
+    """The first place where a non-finite value was seen.
 
-    `where` tells what it was: a module's own `output`; a value made `between` modules, in the forward that `module`
-    names, and first seen as an input of the call `seen_in`; the `batch`; or the `loss`. `inputs` are what the module
-    call took, `value` is the non-finite one.
+    `where` says what it was: a module's `output`; a value made `between` modules, in the forward of `module`, and first
+    seen as an input of the call `seen_in`; the `batch`; or the `loss`. `inputs` are those of the module call, `value`
+    is the non-finite tensor.
     """
 
     run: str
@@ -87,11 +88,11 @@ class FirstNonfinite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The operation, the state or the array that the damage comes from.
+    """The operation, the state or the array that the failure comes from.
 
-    It stands in the module whose forward called the op, or that owns the state. `op` is the aten name, None where none
-    is to blame; `nth` counts its calls from that forward, from 0; `function` is the custom Function in whose backward
-    it ran. `would_be` is the worst element from the same inputs in float64, None where it is not finite there either.
+    The place is the module whose forward called the op, or that owns the state. `op` is the aten name, None if none is
+    to blame; `nth` counts its calls from that forward, from 0; `function` is the custom Function in whose backward it
+    ran. `would_be` is the worst element computed from the same inputs in float64, None if that is non-finite too.
     """
 
     phase: Literal["forward", "loss", "backward", "optimizer", "state", "input"]
@@ -109,7 +110,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One number that speaks for a cause, and the sentence it belongs to."""
+    """One number that supports a cause, and its sentence."""
 
     name: str
     value: float | int | str | None
@@ -118,7 +119,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """The case in words, as `Cause` has it."""
+    """The text of a `Cause`."""
 
     explanation: str
     evidence: tuple[Evidence, ...]
@@ -129,11 +130,11 @@ class Account:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause(Account):
-    """Why it happened: a code of the published list, and the case in words.
+    """Why it failed: a code of the published list, and the case in words.
 
-    `headline` says it in one sentence without a full stop, code of the user's in backticks; "" where only the
-    `explanation` tells. `source` is the expression that the sentence is about where that is not the origin's own, and
-    `remark` what may stand beside it.
+    `headline` is one sentence without a full stop, with the user's code in backticks; "" if there is only the
+    `explanation`. `source` is the expression that the sentence is about if that is not the origin's, and `remark` a
+    note to show beside it.
     """
 
     code: str
@@ -142,7 +143,7 @@ class Cause(Account):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """An origin and its cause; the report's `also` lists those beside the first."""
+    """An origin and its cause; the report's `also` lists those after the first."""
 
     origin: Origin
     cause: Cause | None
@@ -150,7 +151,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One step of the way from the origin to the symptom."""
+    """One step of the path from the origin to the symptom."""
 
     place: Place = field(metadata=INLINED)
     op: str
@@ -162,10 +163,10 @@ class Link:
 class LayerRow:
     """One module call in one run, aligned with the other run.
 
-    `headroom_bits` is log2(max / absmax) of the outputs against the low-precision format of the replay; negative when
-    the format cannot hold the value. `rel_err` compares the sampled output elements with the fp32 run's:
-    norm of the difference over norm of the reference; None where either has no finite sample. `inherited_err` is the
-    same for the inputs: what is far above it was made in this call.
+    `headroom_bits` is log2(max / absmax) of the outputs, for the low-precision format of the replay; negative if the
+    format cannot hold the value. `rel_err` compares the sampled output elements with the fp32 run's: norm of the
+    difference over norm of the reference; None if either has no finite sample. `inherited_err` is the same for the
+    inputs: a `rel_err` far above it arose in this call.
     """
 
     place: Place = field(metadata=INLINED)
@@ -179,12 +180,12 @@ class LayerRow:
 
     @property
     def finite(self) -> bool:
-        """Tell whether every output tensor is finite."""
+        """True if every output tensor is finite."""
         return all(stats.finite for stats in self.outputs)
 
     @property
     def absmax(self) -> float | None:
-        """Largest finite magnitude over the outputs, None without one."""
+        """Largest finite magnitude over the outputs; None if there is none."""
         return max((s.absmax for s in self.outputs if s.absmax is not None), default=None)
 
 
@@ -203,10 +204,10 @@ class NearMiss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOutcome:
-    """What a changed run gave; `max_rel_err` is its largest difference from fp32 over fp32's largest magnitude.
+    """The outcome of a changed run; `max_rel_err` is its largest difference from fp32 over fp32's largest magnitude.
 
-    It is that of the worst sample, of output and loss where fp32 is finite; None where the run is not finite there.
-    `ran` is False where the step could not be run with the change.
+    It is the worst sample's, over output and loss where fp32 is finite; None if the run is non-finite there. `ran` is
+    False if the step could not be run with the change.
     """
 
     finite: bool
@@ -216,7 +217,7 @@ class TrialOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One criterion of a fix, met or not checked, and the sentence that says so; `samples` is None for all of them."""
+    """One criterion of a fix, whether it was met, and a sentence on that; `samples` is None for the whole batch."""
 
     name: str
     status: Literal["passed", "failed", "not-checked"]
@@ -226,7 +227,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixSettings:
-    """What a fix sets in the training loop; None is left alone."""
+    """The settings that a fix makes in the training loop; None leaves one unchanged."""
 
     amp_dtype: Literal["bfloat16"] | None = None
     loss_scale: float | None = None
@@ -237,11 +238,11 @@ class FixSettings:
 class Fix:
     """A change that was tried on the failing step.
 
-    `patch` is what was run, by `kind`: "source", a diff for `git apply -p1` in `patch_root`; "snippet" and "state",
-    Python with `model` in scope, run before the step; "data", Python with `batch`, a dict of tensors. A "setting" has
-    `settings` instead, and "advice" cannot be run. `verified`: every check that was made was passed. `edit` is what the
-    search changed in the run. The smallest change that holds has `rank` 0. `cost` is None where nothing is widened.
-    `files` are those that a diff changes, with their whole texts; a saved report has the diff alone.
+    `patch` is the text that was run, by `kind`: "source", a diff for `git apply -p1` in `patch_root`; "snippet" and
+    "state", Python with `model` in scope, run before the step; "data", Python with `batch`, a dict of tensors. A
+    "setting" has `settings` instead, and "advice" cannot be run. `verified`: it passed every check that was made.
+    `edit` is the change that the search made to the run. The smallest change that works has `rank` 0. `cost` is None if
+    nothing is widened. `files` are the files that a diff changes, in full; a saved report has only the diff.
     """
 
     kind: ChangeKind
@@ -260,9 +261,10 @@ class Fix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSetting:
-    """What one run of the step had in place of its own; None is as the step had it.
+    """The settings that one run of the step replaced; None keeps the step's own.
 
-    `dtype` is the format of autocast, fp32 and fp64 without autocast; `only` and `without` select samples of the batch.
+    `dtype` is the format of autocast; fp32 and fp64 are without autocast. `only` and `without` select samples of the
+    batch.
     """
 
     dtype: FloatFormat | None = None
@@ -275,7 +277,7 @@ class StepSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterfactual:
-    """The failing step with another setting: `group` is what was varied, `setting` holds the value that it took."""
+    """The failing step with another setting: `group` is the kind of setting varied, `setting` its value."""
 
     group: Literal["precision", "mode", "samples", "loss-scale", "seed"]
     setting: StepSetting
@@ -284,7 +286,7 @@ class Counterfactual:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp32Module:
-    """A module kept in fp32; with `children` False only the ops of its own forward, its submodules left out."""
+    """A module kept in fp32; with `children` False only the ops of its own forward, without its submodules."""
 
     module: str
     children: bool = True
@@ -292,7 +294,7 @@ class Fp32Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp32Set:
-    """A set of modules that, kept in fp32, makes the step pass: every member was left out once, and it failed again."""
+    """A set of modules that makes the step pass if kept in fp32, and with any one of them left out the step fails."""
 
     modules: tuple[Fp32Module, ...]
 
@@ -309,15 +311,15 @@ class Fp32SetSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpsUse:
-    """A small constant as it was really used.
+    """A small constant as it was actually used.
 
-    `name` is the attribute of the module, the argument of the op, or the optimizer's eps; an argument of "1 - max"
-    stands for a clamp just below one. `op` is the op that used it, or that will, by torch's own layer. `dtype` is the
-    format that it was used in, None where no op was seen to; `rounded` is what it becomes there. `effect` tells what
-    is left of it: "zero", "subnormal" (with its relative error), "normal". `absorbed_share` is the share, 0 to 1, of
-    the elements that it was added to and that it did not change; None where it was not added, or not seen.
-    `bound_share` is that of the elements which a clamp to it replaced. `num_uses` calls from the same line, or
-    parameters of the optimizer, or modules alike, are this one row; `module` is the first.
+    `name` is the attribute of the module, the argument of the op, or the optimizer's eps; "1 - max" stands for a clamp
+    just below one. `op` is the op that used it, or that torch's own layer will use it in. `dtype` is the format that it
+    was used in, None if no op was seen to use it; `rounded` is its value there. `effect` says what is left of it:
+    "zero", "subnormal" (with its relative error), "normal". `absorbed_share` is the share, 0 to 1, of the elements
+    unchanged by adding it; None if it was not added, or not seen. `bound_share` is the share of the elements that a
+    clamp to it replaced. One row stands for `num_uses` calls from the same line, parameters of the optimizer, or equal
+    modules; `module` is the first.
     """
 
     place: Literal["module", "op", "optimizer"]
@@ -338,7 +340,7 @@ class EpsUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """One run as the report keeps it; `modules` stand in the order in which the calls returned."""
+    """One run as the report keeps it; `modules` are in the order in which the calls returned."""
 
     dtype: FloatFormat
     policy: str
@@ -353,7 +355,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """The replay under autocast and its fp32 reference, row by row the same calls where both reached them.
+    """The replay under autocast and its fp32 reference, with rows for the same calls where both reached them.
 
     `first_unholdable` is the first call whose fp32 output the low-precision format cannot hold.
     """
@@ -365,11 +367,11 @@ class Runs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One replayed dump. Fields that only a deeper diagnosis fills are None or empty until it ran.
+    """One replayed dump. Fields that only a deeper diagnosis fills are None or empty until it has run.
 
-    `arguments` replay it again on the command line; empty where the model or a function was given as an object.
-    `search_notes` tell why the search has found no fix, or what it left untried. `fp32_error` is what the finite output
-    in fp32 is off float64's by, as a share of the largest magnitude in the worst sample; None up to 0.1, or not asked.
+    `arguments` replay it again on the command line; they are empty if the model or a function was passed as an object.
+    `search_notes` say why the search found no fix, or what it left untried. `fp32_error` is the error of fp32's finite
+    output against float64's, as a share of the largest magnitude in the worst sample; None if at most 0.1, or unknown.
     """
 
     schema: str = SCHEMA

@@ -1,4 +1,4 @@
-"""Two reports side by side: what the diff of a failure and its fix, of two epochs or of two formats says."""
+"""Records of two reports compared: a failure and its fix, two epochs, or two formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ComparisonOutcome = Literal["fixed", "broken", "moved", "same-failure", "both-fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedFact:
-    """One fact of the reports that differs; None where a report does not have it."""
+    """One fact that differs between the reports; None in a report that lacks it."""
 
     name: str
     before: str | None
@@ -24,9 +24,9 @@ class ChangedFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerChange:
-    """One module call in both reports, under autocast; magnitudes and headroom are None where no value is finite.
+    """One module call in both reports, under autocast; magnitudes and headroom are None if no value is finite.
 
-    `growth` is the later absmax over the earlier one, None where either is not known or zero.
+    `growth` is the later absmax over the earlier one, None if either is unknown or zero.
     """
 
     place: Place = field(metadata=INLINED)
@@ -41,12 +41,12 @@ class LayerChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What changed from one report to the other.
+    """The changes from one report to the other.
 
-    `fixed`: the first is non-finite and the second is not; `broken`: the reverse; `moved`: both are, from another
-    origin or cause; `same-failure`, `both-finite`. `layers` has the calls that both runs made and whose finiteness
-    changed or whose absmax changed by a factor of 1.4 or more, those that became non-finite or finite first, then the
-    largest changes. `num_shared` counts the calls that both made; those of one run alone are listed.
+    `fixed`: the first is non-finite and the second is not; `broken`: the reverse; `moved`: both are non-finite, with
+    another origin or cause; `same-failure`, `both-finite`. `layers` has the calls of both runs that became finite or
+    non-finite, or whose absmax changed by a factor of 1.4 or more: first the former, then the largest changes.
+    `num_shared` counts the calls of both runs; calls of only one run are listed.
     """
 
     schema: str = COMPARISON_SCHEMA

@@ -1,4 +1,4 @@
-"""Records to plain JSON data and back, by the type hints of the records."""
+"""Convert records to plain JSON data and back, by their type hints."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from nandoctor.evidence.formats import FORMATS, FloatFormat
 
 T = TypeVar("T")
 
-# JSON has no words for these (RFC 8259, section 6); Python's own "NaN" and "Infinity" stop every other parser.
+# JSON has no literals for these (RFC 8259, section 6); other parsers reject Python's "NaN" and "Infinity".
 NONFINITE = ("nan", "inf", "-inf")
 INLINED = {"inlined": True}
-"""Metadata of a field that holds a record whose keys stand beside the other keys of the record that has it."""
+"""Metadata of a field that holds a record: its keys are merged into those of the enclosing record."""
 _PLAIN_TYPES = {str: "a string", int: "a whole number", bool: "true or false", NoneType: "null"}
 
 
 def to_plain(record: Any) -> Any:
-    """A record as data that any JSON writer takes.
+    """Return a record as data that any JSON writer accepts.
 
-    Formats become their names, tuples lists, and non-finite floats the strings "nan", "inf" and "-inf". A field that
-    takes no part in comparing two records (`TensorStats.sample`) is working material and is left out.
+    Formats become their names, tuples lists, and non-finite floats the strings "nan", "inf" and "-inf". Fields with
+    `compare=False` (`TensorStats.sample`) are intermediate data and left out.
     """
     if isinstance(record, FloatFormat):
         return record.name
@@ -47,15 +47,15 @@ def to_plain(record: Any) -> Any:
 
 
 def is_inlined(item: dataclasses.Field[Any]) -> bool:
-    """Tell whether the keys of the field's record stand among those of the record that has the field."""
+    """Return True if the keys of the field's record are merged into those of the enclosing record."""
     return bool(item.metadata.get("inlined"))
 
 
 def from_plain(cls: type[T], data: Any) -> T:
-    """The record of class `cls` that `to_plain` made `data` of, every value checked against its type hint.
+    """Return the record of class `cls` that `to_plain` converted to `data`, checking every value's type.
 
-    Keys that the class does not know are ignored, so that a report may carry more than this version reads. Raises
-    ReportError that names the place of a missing or wrong value.
+    Unknown keys are ignored, so that a report may have more than this version reads. Raise ReportError with the place
+    of a missing or wrong value.
     """
     return cast(T, _decode(cls, data, cls.__name__))
 
@@ -72,7 +72,7 @@ def _decode(hint: Any, data: Any, place: str) -> Any:
         return FORMATS[_decode_choice(tuple(FORMATS), data, place)]
     if hint is float:
         return _decode_float(data, place)
-    if type(data) is hint:  # not isinstance: bool is a subclass of int, and True is no count
+    if type(data) is hint:  # not isinstance: bool is a subclass of int, and True is not a count
         return data
     raise _wrong(data, place, _PLAIN_TYPES[hint])
 
@@ -97,7 +97,7 @@ def _hints_of(cls: type) -> dict[str, Any]:
 
 
 def _decode_union(arms: tuple[Any, ...], data: Any, place: str) -> Any:
-    """The arm of the value's own type or `kind`, else the first: `float | int | str` keeps a whole number whole."""
+    """Decode as the member of the value's own type or `kind`, else the first: `float | int | str` keeps an int."""
     if float in arms and data in NONFINITE:
         return float(data)
     if type(data) in arms:
@@ -108,7 +108,7 @@ def _decode_union(arms: tuple[Any, ...], data: Any, place: str) -> Any:
 
 
 def _decode_kind(by_kind: Mapping[Any, Any], data: Any, place: str) -> Any:
-    if not isinstance(data, dict) or data.get("kind") not in tuple(by_kind):  # it may be a list, which has no hash
+    if not isinstance(data, dict) or data.get("kind") not in tuple(by_kind):  # a tuple: the kind may be unhashable
         raise _wrong(data, place, f"an object of kind {', '.join(map(str, by_kind))}")
     return _decode(by_kind[data["kind"]], data, place)
 
@@ -151,5 +151,5 @@ def _wrong(data: Any, place: str, wanted: str) -> ReportError:
 
 def _damaged(what: str) -> ReportError:
     return ReportError(
-        what, remedy="The report was edited or cut short, or another tool wrote it: make it anew from the dump."
+        what, remedy="The report was edited or cut short, or another tool wrote it: make a new one from the dump."
     )

@@ -1,4 +1,4 @@
-"""What one run of a model showed: numbers about tensors, calls of modules, operations, and the run as a whole."""
+"""Records of one run of a model: tensor statistics, calls of modules, operations, and the run as a whole."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.text import call_label
 
 LOSS = "<loss>"
-"""What stands for the loss function where a module's path is asked for."""
+"""The module path of the loss function."""
 INTERRUPTED = "interrupted"
-"""What stands for the message of an exception where the user interrupted a run."""
+"""The exception message of a run that the user interrupted."""
 Phase = Literal["forward", "loss", "backward"]
 
 _NO_AUTOCAST = {"none": " without autocast", "fp32": "", "fp64": ""}
 
 
 def describe_run(policy: str, format: FloatFormat) -> str:  # noqa: A002 - the field's own name
-    """What a run computed in, after a verb: "under fp16 autocast", "in fp16 without autocast", "in fp32"."""
+    """Return the run's precision after a verb: "under fp16 autocast", "in fp16 without autocast", "in fp32"."""
     return f"{'in' if policy in _NO_AUTOCAST else 'under'} {name_run(policy, format)}"
 
 
 def head_run(policy: str, format: FloatFormat) -> str:  # noqa: A002
-    """The run over a column of its values, some of which autocast computes in fp32: "autocast", or its format."""
+    """Return the run's column heading: "autocast", which computes some values in fp32, or the format."""
     return str(format) if policy in _NO_AUTOCAST else "autocast"
 
 
 def name_run(policy: str, format: FloatFormat) -> str:  # noqa: A002
-    """The run in a legend: "fp16 autocast", "fp16 without autocast", "fp32"."""
+    """Return the run's name in a legend: "fp16 autocast", "fp16 without autocast", "fp32"."""
     return f"{format}{_NO_AUTOCAST.get(policy, ' autocast')}"
 
 
@@ -40,7 +40,7 @@ def name_run(policy: str, format: FloatFormat) -> str:  # noqa: A002
 class Place:
     """A call of a module.
 
-    `module` is its dotted path, "" the root, "<loss>" the loss function; `type` its class, "" where that is not known;
+    `module` is its dotted path, "" for the root, "<loss>" for the loss function; `type` its class, "" if unknown;
     `call` counts the calls of this module from 0.
     """
 
@@ -50,7 +50,7 @@ class Place:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What tells this call from every other of the run, and finds it in another run."""
+        """The identity of this call within a run, the same in other runs."""
         return (self.module, self.call)
 
     @property
@@ -72,11 +72,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Counts of a tensor's non-finite elements over one or two of its dimensions, the others summed up.
+    """Counts of a tensor's non-finite elements over one or two of its dimensions, summed over the others.
 
-    `dims` are those dimensions and `sizes` their lengths; `numel` is the whole tensor's. Each is cut into at most 32
-    cells as equal as can be (place p of `size` lies in cell `p * cells // size`). `counts` holds the rows of cells,
-    a single row where there is only one dimension.
+    `dims` are those dimensions and `sizes` their lengths; `numel` is the whole tensor's. Each dimension is cut into at
+    most 32 nearly equal cells: index p of `size` lies in cell `p * cells // size`. `counts` are the rows of cells, a
+    single row for one dimension.
     """
 
     dims: tuple[int, ...]
@@ -87,7 +87,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleStats:
-    """One index along dimension 0: its non-finite elements, and its largest finite magnitude, None without one."""
+    """One index along dimension 0: its number of non-finite elements, and its largest finite magnitude or None."""
 
     num_bad: int
     absmax: float | None
@@ -95,14 +95,14 @@ class SampleStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonfiniteCounts:
-    """Exact counts over one tensor, made only where the cheap pass or the user asked for them.
+    """Exact counts over one tensor, made only if the cheap pass or the user asked for them.
 
-    `smallest` is the smallest non-zero finite magnitude, None where there is none. `flushed_share` is the share of
-    elements, 0 to 1, that are non-zero and would round to zero in the run's low-precision format.
-    `samples` lists the indices along dimension 0 that hold a NaN or an infinity, at most 64 of them.
-    `by_sample` has the first 64 of all of them, where one is non-finite or per-sample statistics were asked for;
-    `exponents`, only with `--per-sample`, pairs each binary exponent with the number of its finite non-zero elements;
-    `grid` is there for non-finite arrays of the batch and for the outputs of examined ops.
+    `smallest` is the smallest non-zero finite magnitude, None if there is none. `flushed_share` is the share of
+    elements, 0 to 1, that are non-zero and would round to zero in the run's low-precision format. `samples` lists the
+    indices along dimension 0 with a NaN or an infinity, at most 64. `by_sample` has the first 64 indices, if one is
+    non-finite or per-sample statistics were asked for. `exponents`, only with `--per-sample`, pairs each binary
+    exponent with the number of its finite non-zero elements. `grid` exists for non-finite arrays of the batch and for
+    the outputs of examined ops.
     """
 
     num_nan: int
@@ -120,7 +120,7 @@ class NonfiniteCounts:
 
     @property
     def num_bad(self) -> int:
-        """NaN and infinities together."""
+        """The number of NaN and infinities together."""
         return self.num_nan + self.num_posinf + self.num_neginf
 
     @property
@@ -134,11 +134,11 @@ class NonfiniteCounts:
 class TensorStats:
     """Numbers about one floating-point tensor.
 
-    `path` says where the tensor stood in the arguments or the output ("", "[0]", ".logit", "hidden[2]").
-    `min`, `max` and `absmax` are over the finite elements: always known where `finite` is True, else only with a
-    counts, and None where no element is finite. `p05`, `median` and `p95` are quantiles of the non-zero finite
-    magnitudes in `sample`, a spread sample of at most 1024 elements that also serves to compare two runs; it is not
-    written to reports. `producer` is the `order` of the traced op that made the tensor, None where ops were not traced.
+    `path` is the tensor's place in the arguments or the output ("", "[0]", ".logit", "hidden[2]"). `min`, `max` and
+    `absmax` are over the finite elements: always known if `finite` is True, else only with `counts`, and None if no
+    element is finite. `p05`, `median` and `p95` are quantiles of the non-zero finite magnitudes in `sample`, at most
+    1024 spread elements that also serve to compare two runs; it is not written to reports. `producer` is the `order` of
+    the traced op that made the tensor, None if ops were not traced.
     """
 
     path: str
@@ -157,16 +157,16 @@ class TensorStats:
     sample: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
 
     def needs_counts(self, low: FloatFormat) -> bool:
-        """Tell whether exact counts tell more: something is non-finite, or small enough for `low` to flush to zero."""
+        """Return True if exact counts add something: there are non-finite elements, or ones below `low`'s normals."""
         return not self.finite or (self.p05 is not None and self.p05 < low.smallest_normal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCall(Place):
-    """One call of one module. `enter` and `leave` are ticks of one clock that counts entries and returns together.
+    """One call of one module. `enter` and `leave` are ticks of a clock that counts entries and returns together.
 
-    A call that never returned (the forward raised) has `leave` None. `state` holds the module's own non-finite weights
-    and the non-finite buffers that this call reads.
+    `leave` is None for a call that never returned because the forward raised. `state` has the module's own non-finite
+    weights and the non-finite buffers that this call reads.
     """
 
     depth: int
@@ -178,17 +178,17 @@ class ModuleCall(Place):
 
     @property
     def place(self) -> Place:
-        """The call by its names alone."""
+        """The call's identity alone."""
         return Place(module=self.module, type=self.type, call=self.call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLine:
-    """A line of the user's code: the innermost frame outside torch and nandoctor.
+    """A line of the user's code: that of the innermost frame outside torch and nandoctor.
 
-    `column` to `end_line` and `end_column` delimit the expression that called the op: columns count from 0 in bytes of
-    UTF-8, as CPython does, and all three are None where the interpreter does not tell (`-X no_debug_ranges`).
-    `expression` is its text on one line, "" where that is not known.
+    `column`, `end_line` and `end_column` delimit the expression that called the op: columns count from 0 in bytes of
+    UTF-8, as in CPython, and all three are None if the interpreter does not keep them (`-X no_debug_ranges`).
+    `expression` is its text on one line, "" if unknown.
     """
 
     file: str
@@ -201,17 +201,17 @@ class SourceLine:
 
     @property
     def whole(self) -> SourceLine:
-        """The line without the place of one expression in it."""
+        """The line without the position of an expression."""
         return SourceLine(file=self.file, line=self.line, text=self.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTensor:
-    """A tensor that an operation took or gave.
+    """An input or output tensor of an operation.
 
-    `name` is the parameter's name in the op's schema; `stats` is None for tensors that have no floating-point values.
-    `producer` is the `order` of the traced op that wrote the tensor last, None where it came from outside the traced
-    span; `origin` then says from where, as far as it is known.
+    `name` is the parameter's name in the op's schema; `stats` is None for tensors without floating-point values.
+    `producer` is the `order` of the traced op that wrote the tensor last, None if it came from outside the traced span;
+    `origin` then says from where, if known.
     """
 
     name: str
@@ -223,7 +223,7 @@ class OpTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """One input of an examined op, counted, and its value where the output is worst (None unless elementwise)."""
+    """One input of an examined op with counts, and its value where the output is worst (None unless elementwise)."""
 
     name: str
     dtype: FloatFormat
@@ -237,13 +237,13 @@ class Operand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpAnalysis:
-    """An op that made non-finite values, examined with its tensors still in hand.
+    """An op that made non-finite values, examined while its tensors were in memory.
 
-    `counts` are those of the output that has them, of `numel` elements. The op is computed again in float64 from the
-    very inputs it had, already rounded as they were: `exact` is the largest of the non-finite elements that are finite
-    then, which the format could not hold. Where none is, the operation itself is singular at these inputs. `length` is
-    the number of terms that make one output element, in products and reductions. `num_full_rows` counts the rows along
-    the reduced dimension that are -inf throughout.
+    `counts` are those of its non-finite output, of `numel` elements. The op is computed again in float64 from the same,
+    already rounded inputs: `exact` is the largest result among the non-finite elements that are finite in float64,
+    which the format could not hold. If none is, the operation itself is singular at these inputs. `length` is the
+    number of terms of one output element, in products and reductions. `num_full_rows` counts the rows along the reduced
+    dimension that are entirely -inf.
     """
 
     counts: NonfiniteCounts
@@ -255,7 +255,7 @@ class OpAnalysis:
 
     @property
     def num_bad(self) -> int:
-        """NaN and infinities of the output together."""
+        """The number of NaN and infinities in the output together."""
         return self.counts.num_bad
 
     @property
@@ -265,7 +265,7 @@ class OpAnalysis:
 
     @property
     def overflowed(self) -> bool:
-        """Tell whether unlimited range would have kept at least one of the non-finite elements finite."""
+        """True if unlimited range would have kept at least one of the non-finite elements finite."""
         return self.exact is not None
 
 
@@ -274,11 +274,10 @@ class OpCall:
     """One aten operation.
 
     `op` is its name without namespace and overload; `module`, `type` and `call` name the module call whose forward
-    made it ("<loss>" for the loss function).
-    `nth` counts the calls of this op from this module call, so that the same op can be found in another run. `scalars`
-    holds the plain numbers among the arguments, by their names in the schema. In the backward pass the inputs are the
-    incoming gradients, the outputs the outgoing ones, and `forward` is the order of the op they belong to (None for a
-    custom autograd Function, which goes by its class).
+    called it ("<loss>" for the loss function). `nth` counts the calls of this op from this module call, which finds the
+    same op in another run. `scalars` are the plain numbers among the arguments, by their names in the schema. In the
+    backward pass the inputs are the incoming gradients, the outputs the outgoing ones, and `forward` is the order of
+    the op that they belong to (None for a custom autograd Function, which is named by its class).
     """
 
     op: str
@@ -297,47 +296,47 @@ class OpCall:
 
     @property
     def place(self) -> Place:
-        """The module call whose forward made the op."""
+        """The module call whose forward called the op."""
         return Place(module=self.module, type=self.type, call=self.call)
 
     @property
     def key(self) -> tuple[str, int, str, int]:
-        """What tells this op from every other of the run, and finds it in another run."""
+        """The identity of this op call within a run, the same in other runs."""
         return (self.module, self.call, self.op, self.nth)
 
     def find_input(self, name: str) -> OpTensor | None:
-        """The tensor that the op took under this name of its schema, None where it took none."""
+        """Return the input tensor with this name in the op's schema, None if there is none."""
         return next((tensor for tensor in self.inputs if tensor.name == name), None)
 
     @property
     def outputs_finite(self) -> bool:
-        """Tell whether all that the op gave is finite."""
+        """True if all outputs are finite."""
         return all(stats.finite for stats in self.outputs)
 
     @property
     def nonfinite_inputs(self) -> tuple[OpTensor, ...]:
-        """The tensors that the op took with NaN or an infinity in them."""
+        """The input tensors with NaN or infinities."""
         return tuple(tensor for tensor in self.inputs if tensor.stats is not None and not tensor.stats.finite)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """One run: the policy it ran under and every module call, in the order in which the calls were entered.
+    """One run: its policy and every module call, in the order of entry.
 
-    `num_samples` is the batch size, None where it is not known. `time_first` tells whether it may be a number of steps
-    in time instead: "possible" where the batch holds sequences alone, "unlikely" where another array has as many rows.
+    `num_samples` is the batch size, None if unknown. `time_first` says if it may be a number of time steps instead:
+    "possible" if the batch has only sequences, "unlikely" if another array has as many rows.
 
-    `buffers` names the model's buffers, `built` the state that its own code makes non-finite, and whether it is -inf
-    alone, `spoilt_buffers` the buffers with NaN or Inf after the forward alone. `loss`, `backward` (the ops of the
-    backward pass in its own order) and `bad_gradients` (the non-finite gradients of parameters) are there where a loss
-    was given. `function_ops` are the ops that the backwards of custom autograd Functions ran.
+    `buffers` names the model's buffers, `built` the state that its own code makes non-finite, with True if that is only
+    -inf, `spoilt_buffers` the buffers that have NaN or Inf only after the forward. `loss`, `backward` (the ops of the
+    backward pass in its own order) and `bad_gradients` (the non-finite gradients of parameters) exist if a loss was
+    given. `function_ops` are the ops that ran in the backward of custom autograd Functions.
 
-    `unread` names what in the output could not be looked into; what went in there shows in the ops alone.
+    `unread` names parts of the output that could not be inspected; values in them are seen only in the ops.
 
-    `policy` is "none" where autocast was off but for the model's own regions.
-    `format` is what the policy computes its matrix products in (fp32 for the reference). `raised` is the message of
-    an exception that ended the forward early. `ops` are the operations of the span that was asked for; `blinded` is the
-    message of the exception for which none could be watched.
+    `policy` is "none" if autocast was off except in the model's own regions. `format` is that of the policy's matrix
+    products (fp32 for the reference). `raised` is the message of an exception that ended the forward early. `ops` are
+    the operations of the requested span; `blinded` is the message of the exception because of which none could be
+    watched.
     """
 
     policy: str
@@ -364,20 +363,20 @@ class Trace:
 
     @property
     def output_finite(self) -> bool:
-        """Tell whether the model's own calls returned, also before an error of the loss, what is finite throughout."""
+        """True if the model's own calls returned, even if the loss failed later, and all their outputs are finite."""
         outputs = [stats for call in self.calls if not call.module for stats in call.outputs]
         return bool(outputs) and all(stats.finite for stats in outputs)
 
     @property
     def finite(self) -> bool:
-        """Tell whether the model's output, and the loss where there is one, are finite throughout."""
+        """True if the model's output, and the loss if there is one, are entirely finite."""
         ends = (*self.output, self.loss) if self.loss else self.output
         hidden = self.handed_out if self.unread else ()
         return self.raised is None and all(stats.finite for stats in ends) and not hidden
 
     @property
     def handed_out(self) -> tuple[int, ...]:
-        """The forward's ops whose non-finite values no op took: they left the model, or came to nothing."""
+        """The forward's ops whose non-finite outputs no op read: they left the model, or were discarded."""
         taken = {tensor.producer for op in self.ops for tensor in op.inputs}
         ends = (op for op in self.ops if op.phase == "forward" and op.order not in taken)
         return tuple(op.order for op in ends if not op.outputs_finite)

@@ -1,4 +1,4 @@
-"""Many dumps at once: what each file gave, and the groups that they fall into."""
+"""Records of a triage of many dumps: the result of each file, and the groups that they fall into."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FileOutcome = Literal["analysed", "unreadable", "failed", "out-of-memory", "died
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodePlace:
-    """A place that many dumps may share: a line of code, or a module where the origin is no operation of a line.
+    """A place that many dumps may share: a line of code, or a module if the origin is not an operation of a line.
 
-    `file` is "" and `line` 0 where no line is known. `module` is its dotted path and `type` its class.
+    `file` is "" and `line` 0 if no line is known. `module` is the module's dotted path and `type` its class.
     """
 
     file: str = ""
@@ -31,10 +31,9 @@ class CodePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleId:
-    """What tells one sample of the data from the others.
+    """The identity of one sample of the data.
 
-    `by` "name": the name, path or index that the batch carries; "content": the first digits of the sha256 of
-    its inputs.
+    `by` "name": the name, path or index in the batch; "content": the first digits of the sha256 of its inputs.
     """
 
     by: Literal["name", "content"]
@@ -43,7 +42,7 @@ class SampleId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingMoment:
-    """When and where in a training the step was, None where the file does not say; `run` is then its folder."""
+    """When and where in a training the step was, None if the file does not say; `run` is then the file's folder."""
 
     run: str
     step: int | None = None
@@ -55,7 +54,7 @@ class TrainingMoment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpFinding:
-    """The part of a report that dumps are grouped by; `samples` are those of the batch that the origin fails in."""
+    """The part of a report that dumps are grouped by; `samples` are those of the batch with the failure."""
 
     verdict: Verdict
     grade: Grade
@@ -76,10 +75,10 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpResult:
-    """What one file gave. `reason` says why it was not analysed, `finding` is None then.
+    """The result of one file. `reason` says why it was not analysed; `finding` is then None.
 
-    `key` names the content of the file and the settings of its replay. `report` is the saved report, as a path from the
-    folder of the triage, "" without one.
+    `key` identifies the file's content and the settings of its replay. `report` is the saved report's path relative to
+    the triage folder, "" without one.
     """
 
     kind: Literal["dump"] = "dump"
@@ -96,7 +95,7 @@ class DumpResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurringSample:
-    """A sample that `num_dumps` of `num_known` dumps fail in; `num_known` are those whose samples can be told apart."""
+    """A sample that `num_dumps` of `num_known` dumps fail in; `num_known` counts dumps with identifiable samples."""
 
     sample: SampleId = field(metadata=INLINED)
     num_dumps: int
@@ -117,9 +116,9 @@ class GroupFix:
 class Group:
     """Dumps with one cause at one place in the code.
 
-    `paths` are the files in the order of their steps, `modules` the dotted paths that the origin was found in.
-    `steps` and `written` are the first and the last. `recurring` are samples that at least half of the dumps fail in.
-    `fixes` were tried on `representative`, whose page is `page`; `fix_note` tells why there are none.
+    `paths` are the files in the order of their steps, `modules` the dotted paths that the origin was found in. `steps`
+    and `written` are the first and the last. `recurring` are samples that at least half of the dumps fail in. `fixes`
+    were tried on `representative`, the dump that `page` reports on; `fix_note` says why there are none.
     """
 
     kind: Literal["group"] = "group"
@@ -144,7 +143,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Triage:
-    """All of it. `num_reused` results were there from an earlier run; `num_left` files were not looked at."""
+    """The whole triage. `num_reused` results come from an earlier run; `num_left` files were not analysed."""
 
     schema: str = SCHEMA
     dumps: tuple[DumpResult, ...]

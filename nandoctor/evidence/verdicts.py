@@ -1,4 +1,4 @@
-"""The verdicts on a dump: one word for what kind of failure it shows."""
+"""The verdicts on a dump: one word for the kind of failure."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ Verdict = Literal[
     "interrupted",
 ]
 NOTHING_FOUND: frozenset[Verdict] = frozenset({"healthy", "not-reproduced", "cannot-tell", "fixed"})
-"""Nothing non-finite was seen: in all there is; though the dump holds some; in what could be looked at; though the dump
-holds some, and its code has changed since."""
+"""The replay saw nothing non-finite: "healthy" although all was checked, "not-reproduced" although the dump has some,
+"cannot-tell" as far as could be checked, "fixed" although the dump has some, because the code has changed since."""

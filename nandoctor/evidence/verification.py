@@ -1,4 +1,4 @@
-"""Whether a step that failed passes now, and what is known of the change that made it: `nandoctor.verification/3`."""
+"""Records of a verification: whether a failed step passes now, and what has changed (`nandoctor.verification/3`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ VerificationOutcome = Literal["fixed", "passes", "still-fails", "cannot-tell"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeChange:
-    """A source file that is not as it was when the dump was written.
+    """A source file that has changed since the dump was written.
 
-    `line` is the first line of it that changed, counted from 1 in the file as it is now, and `num_lines` how many did;
-    None where the old text is not known. `known_by`: its hash in the dump; the "time" that it was written; or the
-    user's word.
+    `line` is the first changed line, counted from 1 in the current file, and `num_lines` the number of changed lines;
+    None if the old text is unknown. `known_by`: its "hash" in the dump, the "time" it was written, or the "user".
     """
 
     file: str
@@ -31,10 +30,10 @@ class CodeChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeState:
-    """The code of the step beside that of the training.
+    """The code of the step compared with that of the training.
 
-    `basis` tells how they were compared, "none" where they could not be. `settings` are those of the replay that are
-    not the training's, in words. `compared` are the files that were looked at.
+    `basis` says how they were compared, "none" if they could not be. `settings` are the replay's settings that differ
+    from the training's, in words. `compared` are the files that were compared.
     """
 
     basis: Literal["hash", "time", "none"] = "none"
@@ -44,20 +43,20 @@ class CodeState:
 
     @property
     def changed(self) -> bool:
-        """Tell whether anything is known to have changed."""
+        """True if anything is known to have changed."""
         return bool(self.changes or self.settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What the step of a dump does under the code as it is now.
+    """The result of running a dump's step with the current code.
 
-    `fixed`: it failed and passes. `passes`: it passes, and the file does not show that it ever failed. `still-fails`:
-    it is non-finite, or finite and wrong. `cannot-tell`: for the `reasons` given. `failure` says what in the file shows
-    that the step failed, None for nothing. `verdict` is that of the replay, None where there was none. `output` has
-    the error against the reference where the step passes: the step in fp32 with the "unchanged" code, or, where that
-    is not known, with the "changed" one. `checks` are those that a printed fix has to pass. `notes` say
-    what was not checked.
+    `fixed`: it failed and passes now. `passes`: it passes, and the file does not show that it ever failed.
+    `still-fails`: it is non-finite, or finite and wrong. `cannot-tell`: for the `reasons` given. `failure` says what in
+    the file shows that the step failed, None if nothing does. `verdict` is the replay's, None without one. If the step
+    passes, `output` has the error against the `reference`: the step in fp32 with the "unchanged" code or, if that is
+    unknown, with the "changed" code. `checks` are those that a printed fix has to pass. `notes` say what was not
+    checked.
     """
 
     schema: str = VERIFICATION_SCHEMA
@@ -84,16 +83,16 @@ class Verification:
 
     @property
     def exit_code(self) -> int:
-        """0 where the step passes, 1 where it still fails, and what `git bisect run` takes for "skip this commit"."""
+        """0 if the step passes, 1 if it still fails, else 125, which tells `git bisect run` to skip the commit."""
         return {"fixed": 0, "passes": 0, "still-fails": 1}.get(self.outcome, 125)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixChoice:
-    """One of the changes that were verified on a failing step: number `pick`, from 1, of `num_verified`.
+    """One of the verified changes to a failing step: number `pick`, from 1, of `num_verified`.
 
-    `headline` says what failed. `verification` tells how the step fared with the change written to the files, None
-    where it was not written; `written` lists the files that have it now, none where it was undone.
+    `headline` says what failed. `verification` is the step's result with the change written to the files, None if it
+    was not written; `written` lists the files that have it now, none if it was undone.
     """
 
     schema: str = FIX_SCHEMA
@@ -107,7 +106,7 @@ class FixChoice:
 
 
 def cannot_tell(dump: str, reason: str, next_steps: tuple[str, ...] = ()) -> Verification:
-    """The verification of a dump that could not be replayed; each line of `reason` is one."""
+    """Return the verification of a dump that could not be replayed; each line of `reason` is one reason."""
     reasons = tuple(line.strip() for line in reason.splitlines() if line.strip())
     return Verification(
         dump=dump,

@@ -1,11 +1,11 @@
-"""A report made visible: on the terminal, as a page, as Markdown, as JSON, as pictures, in a notebook.
+"""Render a report: on the terminal, as a page, as Markdown, as JSON, as pictures, in a notebook.
 
-What is said is written once: `answer` (cause, place, verdict), `facts` (evidence, next commands), `fix_facts` (fixes,
-and what else was tried), `layers` and `table` (both runs side by side), `plots`. The surfaces arrange it: `terminal`,
-`page`, `markdown`, `notebook_card`; `save` chooses by the ending of a file, `jsonfile` writes the record itself,
-`notebook` shows its parts. `checkup`, `diff`, `eps`, `explain`, `inspect_dump`, `triage` and `verification` print what
-the other commands give. All share `console` (shapes of rich), `templating` (jinja), `verdicts` (words and colours) and
-`progress`.
+The content is written once: `answer` (cause, place, verdict), `facts` (evidence, next commands), `fix_facts`
+(fixes), `trial_facts` (what else was tried), `layers` and `table` (both runs side by side), `plots`. The surfaces arrange it: `terminal`,
+`page`, `markdown`, `notebook_card`; `save` chooses one by the file's extension, `jsonfile` writes the record itself,
+`notebook` shows its parts. `checkup`, `diff`, `eps`, `explain`, `inspect_dump`, `triage` and `verification` print the
+results of the other commands. All share `console` (rich renderables), `templating` (jinja), `verdicts` (words and
+colours) and `progress`.
 
 Nothing here reads a tensor.
 """

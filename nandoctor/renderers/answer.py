@@ -21,12 +21,12 @@ from nandoctor.source_files import PACKAGE_FOLDERS
 from nandoctor.text import kinds_text, nonfinite_part, ordinal, printable, samples_text
 
 _MOST_CARETS = 4
-"""An expression over more lines is marked by its lines alone."""
+"""An expression over more lines than this gets no carets; only its lines are marked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExcerptLine:
-    """A line of source with its number, or the carets below one and what is said beside them. The text is printable."""
+    """A numbered line of source, or the carets below one with a remark beside them. The text is printable."""
 
     text: str
     kind: Literal["context", "marked", "caret"]
@@ -40,7 +40,7 @@ class ExcerptLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What to read first. `place` is "path:line" and `link` its address, "" where no line is to blame.
+    """The part of a report to read first. `place` is "path:line" and `link` its URI, "" if no line is to blame.
 
     `where` names the function, the module, the call and the samples.
     """
@@ -54,7 +54,7 @@ class Answer:
 
 
 def make_answer(report: Report, *, context: int = 3, width: int | None = None) -> Answer:
-    """The answer with so many lines of source around the expression, cut to `width` columns."""
+    """Return the answer with `context` lines of source around the expression, cut to `width` columns."""
     excerpt = report.excerpt
     place, link = "", ""
     if excerpt is not None:
@@ -75,37 +75,37 @@ def make_answer(report: Report, *, context: int = 3, width: int | None = None) -
 
 
 def _in_package(path: str) -> str:
-    """The path of a file of an installed package from the package on: the whole does not fit into a line."""
+    """Return the path from an installed package on, since the whole does not fit into a line; other paths as is."""
     names = path.replace("\\", "/").split("/")
     places = [index for index, name in enumerate(names) if name in PACKAGE_FOLDERS]
     return "/".join(names[places[-1] + 1 :]) if places else path
 
 
 def describe_verdict(report: Report) -> str:
-    """The verdict with the formats of this replay."""
+    """Return the verdict's meaning, with the formats of this replay."""
     run = report.runs.autocast if report.runs is not None else None
     under = "in the replay" if run is None or run.dtype == FP32 else describe_run(run.policy, run.dtype)
     kinds = kinds_text(report.origin.elements.kinds) if report.origin is not None else ""
-    if report.verdict == "numerics" and _fails_in_low_alone(report):
+    if report.verdict == "numerics" and _overflows_low_format(report):
         return f"{kinds} here {under} only; fp32 is non-finite as well, at another place"
     meaning = VERDICTS[report.verdict].meaning.format(under=under, kinds=kinds or "non-finite")
     return f"{meaning}; {describe_fp32_error(report.fp32_error)}" if report.fp32_error is not None else meaning
 
 
-def _fails_in_low_alone(report: Report) -> bool:
-    """Tell whether what is blamed overflows a format that is narrower than fp32, though fp32 fails as well."""
+def _overflows_low_format(report: Report) -> bool:
+    """Return True if the cause overflows a format narrower than fp32, although fp32 fails as well."""
     if report.origin is None or report.cause is None:
         return False
     made, exact = report.origin.output, report.origin.would_be
     if report.cause.code == "gradient-overflow" or made is None or exact is None:
         return report.cause.code == "gradient-overflow"
-    casts = (read.absmax or 0.0 for read in report.origin.inputs)  # what overflows may be an input's cast
+    casts = (read.absmax or 0.0 for read in report.origin.inputs)  # an input's cast may be what overflows
     largest = max((abs(exact), *casts))
     return report.cause.code.endswith("-overflow") and abs(exact) <= FP32.max and made.dtype.max < largest <= FP32.max
 
 
 def _describe_where(report: Report) -> str:
-    """The function, the module, the call and the samples: "ChannelNorm.forward (2nd call of norm, sample 2)"."""
+    """Return function, module, call and samples: "ChannelNorm.forward (2nd call of norm, sample 2)"."""
     origin = report.origin
     if origin is None:
         return ""
@@ -126,7 +126,7 @@ def _describe_module(origin: Origin) -> str:
 
 
 def _remark(report: Report) -> str:
-    """What stands beside the caret: what became of a constant, else how much is non-finite."""
+    """Return the text beside the caret: the cause's own remark, else how many values are non-finite."""
     if report.cause is not None and report.cause.source is not None:
         return report.cause.remark
     if report.origin is None or not report.origin.elements.kinds:
@@ -136,7 +136,7 @@ def _remark(report: Report) -> str:
 
 
 def _code_lines(excerpt: Excerpt, remark: str, context: int, width: int | None) -> Iterator[ExcerptLine]:
-    """Lines with their numbers, ">" before those of the expression and carets below it."""
+    """Yield numbered lines, with ">" before those of the expression and carets below it."""
     last = excerpt.first + len(excerpt.lines) - 1
     shown = range(max(excerpt.first, excerpt.line - context), min(last, excerpt.end_line + context) + 1)
     texts = {number: printable(excerpt.lines[number - excerpt.first]) for number in shown}
@@ -161,14 +161,14 @@ def _code_lines(excerpt: Excerpt, remark: str, context: int, width: int | None) 
 
 
 def _hidden(excerpt: Excerpt, dent: int, room: int) -> int:
-    """How many characters at the left make way for an expression far to the right; the next one becomes "…"."""
+    """Return how many characters to cut at the left to show an expression far to the right; "…" replaces the next."""
     if excerpt.column is None or excerpt.end_column is None or excerpt.line != excerpt.end_line:
         return 0
     return max(0, min(excerpt.end_column - dent - room, excerpt.column - dent - 1))
 
 
 def _carets(excerpt: Excerpt, number: int, text: str, start: int, seen: str) -> str:
-    """The carets below one line of the expression, in columns of a terminal; "" where its columns are not known."""
+    """Return the carets below one line of the expression, in terminal columns; "" if its columns are unknown."""
     if excerpt.column is None or excerpt.end_column is None or excerpt.end_line - excerpt.line >= _MOST_CARETS:
         return ""
     begin = excerpt.column if number == excerpt.line else len(text) - len(text.lstrip())
@@ -179,21 +179,21 @@ def _carets(excerpt: Excerpt, number: int, text: str, start: int, seen: str) -> 
 
 
 def one_line(report: Report) -> str:
-    """The dump, the verdict and the headline, for `--quiet` and for scripts that read many."""
+    """Return the dump, the verdict and the headline, for `--quiet` and for scripts that read many."""
     return printable(f"{report.dump.path}: {report.verdict}: {report.headline}")
 
 
 def concise_line(report: Report) -> str:
-    """One line as compilers print them: "train.py:45: eps-underflow: 1e-8 rounds to 0 in fp16, ...".
+    """Return one line as compilers print them: "train.py:45: eps-underflow: 1e-8 rounds to 0 in fp16, ...".
 
-    The dump stands first where no line is to blame.
+    It starts with the dump if no line is to blame.
     """
     where = report.dump.path if report.excerpt is None else f"{report.excerpt.path}:{report.excerpt.line}"
     return printable(f"{where}: {_code(report)}: {report.headline}")
 
 
 def github_line(report: Report) -> str:
-    """A workflow command that marks the line: an error, or a notice where nothing failed."""
+    """Return a workflow command that marks the line: an error, or a notice if nothing failed."""
     level = "notice" if report.verdict in NOTHING_FOUND else "error"
     properties = {"title": _code(report)}
     if report.excerpt is not None:
@@ -212,7 +212,7 @@ def _code(report: Report) -> str:
 
 
 def _message(text: str) -> str:
-    """Escaped as GitHub's own toolkit does, so that no text can begin another command."""
+    """Escape text as GitHub's own toolkit does, so that it cannot begin another command."""
     return printable(text).replace("%", "%25")
 
 
@@ -221,4 +221,4 @@ def _property(text: str) -> str:
 
 
 LINES: Mapping[str, Callable[[Report], str]] = {"quiet": one_line, "concise": concise_line, "github": github_line}
-"""By the names of the command line."""
+"""The one-line formats, by their names on the command line."""

@@ -1,4 +1,4 @@
-"""What `nandoctor checkup` prints, and its page: the layers that come nearest to the ends of the formats."""
+"""Render `nandoctor checkup`, as text and as a page: the layers nearest to the limits of the formats."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MIN_NAME_WIDTH = 16
 _STYLES = {"fits": "", "near": "yellow", "overflows": "red"}
 RANGE_ONLY = (
     "Only the range is judged, not the rounding error. Shares are estimated from at most 1,024 elements of a tensor; "
-    "a softmax may flush small values to 0 without a change of its result."
+    "a softmax may flush small values to 0 without changing its result."
 )
 
 
 def checkup_page(checkup: Checkup) -> str:
-    """The checkup as one HTML page that needs nothing else."""
+    """Return the checkup as one self-contained HTML page."""
     return render(
         "checkup.html.j2",
         checkup=checkup,
@@ -41,7 +41,7 @@ def checkup_page(checkup: Checkup) -> str:
 
 
 def print_checkup(checkup: Checkup, console: Console) -> None:
-    """Print for the last checkpoint the layers with the least headroom, then where the run is heading."""
+    """Print the layers with the least headroom in the last checkpoint, then where the run is heading."""
     last = checkup.steps[-1]
     sections = spaced(
         [literal(describe_step(last), "bold")],
@@ -54,7 +54,7 @@ def print_checkup(checkup: Checkup, console: Console) -> None:
 
 
 def describe_step(checked: CheckedStep) -> str:
-    """The step in one sentence: which layer comes nearest to the end of fp16."""
+    """Return the step in one sentence: which layer comes nearest to fp16's limit."""
     order = by_headroom(checked.layers, lambda layer: layer.values)
     if not order or order[0].values is None:
         return f"{checked.path}: nothing in it runs in low precision"
@@ -69,7 +69,7 @@ def describe_step(checked: CheckedStep) -> str:
 
 
 def list_facts(checked: CheckedStep) -> list[tuple[str, str]]:
-    """What holds where, and the loss scales that the gradients leave room for."""
+    """Return how many modules each format can hold, and the loss scales that the gradients allow, as (label, text)."""
     facts = [("file", checked.path if checked.step is None else f"{checked.path} (step {checked.step:,})")]
     for format in CHECKED_FORMATS:  # noqa: A001
         fits = [layer.values.fit_in(format).fit for layer in checked.layers if layer.values is not None]
@@ -78,7 +78,7 @@ def list_facts(checked: CheckedStep) -> list[tuple[str, str]]:
         worst += [f"{near:,} have less than one doubling left"] * bool(near)
         facts.append((format.label, f"of {plural(len(fits), 'module')}, {', '.join(worst) or 'none overflows'}"))
     if not checked.run_finite:
-        facts.append(("replay", f"the step is non-finite {checked.run} already: nandoctor replay {checked.path}"))
+        facts.append(("replay", f"the step is already non-finite {checked.run}: nandoctor replay {checked.path}"))
     facts.append(("gradients", _describe_scales(checked)))
     return facts
 
@@ -93,7 +93,7 @@ def _describe_scales(checked: CheckedStep) -> str:
     if scales.smallest <= 1:
         text = f"fit fp16 at loss scales up to {high} ({most})"
     if scales.smallest > scales.largest:
-        text = f"no loss scale suits fp16: {most} overflows above {high}, {least} loses 1 % and more below {low}"
+        text = f"no loss scale suits fp16: {most} overflows above {high}, {least} loses 1 % or more below {low}"
     if scales.current is None:
         return text
     over = ", at which they overflow" if scales.current > scales.largest else ""
@@ -103,7 +103,7 @@ def _describe_scales(checked: CheckedStep) -> str:
 def _trend_facts(checkup: Checkup) -> Iterator[tuple[str, str]]:
     steps = sorted({checked.step for checked in checkup.steps if checked.step is not None})
     if len(steps) < 2:
-        yield "trend", "not known: the files do not hold two different steps"
+        yield "trend", "unknown: the files do not contain two different steps"
         return
     if not checkup.crossings:
         yield "trend", f"no module grows from step {steps[0]:,} to {steps[-1]:,}"
@@ -116,7 +116,7 @@ def _trend_facts(checkup: Checkup) -> Iterator[tuple[str, str]]:
 
 
 def describe_crossing(crossing: Crossing) -> str:
-    """A sentence on where a module is heading."""
+    """Return a sentence on where a module is heading."""
     growth = f"{crossing.module or 'the model'} grows by {number(crossing.doublings)} doublings in 1,000 steps"
     fit = f"{plural(crossing.num_points, 'checkpoint')}"
     if crossing.num_points > 2:  # a line always goes through two

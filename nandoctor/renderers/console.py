@@ -1,4 +1,4 @@
-"""The few shapes that reports and inspections share on a terminal."""
+"""The rich renderables that all commands print with."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from nandoctor.text import diff_kind, printable, printable_code, shorten
 if TYPE_CHECKING:
     from nandoctor.renderers.facts import Fact
 
-_PLAINER = str.maketrans({"█": "#", "░": ".", "…": "~"})
+_ASCII_FALLBACKS = str.maketrans({"█": "#", "░": ".", "…": "~"})
 
 
 class Encodable:
-    """A renderable whose letters the console's encoding can write: a report piped on Windows goes out in cp1252.
+    """A renderable limited to what the console's encoding can write: Windows pipes a report in cp1252, for example.
 
-    Letters are replaced one by one, after the layout, so that columns stay aligned. What rich pads a line with is left
-    out, so that piped text ends where it ends.
+    Characters are replaced one by one after the layout, so that columns stay aligned. The blanks that rich pads lines
+    with are dropped.
     """
 
     def __init__(self, content: RenderableType) -> None:
@@ -35,12 +35,12 @@ class Encodable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in Segment.split_lines(console.render(self._content, options)):
             kept = line if isinstance(self._content, CodeLine) else _unpadded(line)
-            yield from (_plainer(segment, options.encoding) for segment in kept) if options.ascii_only else kept
+            yield from (_to_encoding(segment, options.encoding) for segment in kept) if options.ascii_only else kept
             yield Segment.line()
 
 
 class CodeLine:
-    """A line of a diff or of code as it was written, to be copied: never broken, its tabs and its blanks kept."""
+    """A line of a diff or of code to be copied as is: never wrapped, with its tabs and trailing blanks."""
 
     def __init__(self, line: str, style: str = "") -> None:
         self._line, self._style = printable_code(line), style
@@ -51,24 +51,24 @@ class CodeLine:
 
 
 def print_parts(parts: Iterable[RenderableType], console: Console, *, crop: bool = True) -> None:
-    """Print renderables one below the other; without `crop` what is never broken goes past the edge."""
+    """Print renderables one below the other; without `crop`, lines that never wrap go past the edge."""
     for part in parts:
         console.print(Encodable(part), highlight=False, crop=crop)
 
 
 def spaced(*sections: Sequence[RenderableType]) -> Iterator[RenderableType]:
-    """The renderables of the sections that have some, a blank line between two sections."""
+    """Yield the renderables of all sections, with a blank line between sections that are not empty."""
     for place, section in enumerate(filter(None, sections)):
         yield from (*[Text()] * bool(place), *section)
 
 
 def diff_style(line: str) -> str:
-    """The style of a line of a diff."""
+    """Return the style of a line of a diff."""
     return {"file": "bold", "del": "red", "add": "green", "hunk": "cyan"}.get(diff_kind(line), "")
 
 
 def _unpadded(line: list[Segment]) -> list[Segment]:
-    """The segments of a line without the blanks at its end; control codes have no text that shows."""
+    """Return the segments of a line without its trailing blanks, except visible ones and control codes."""
     kept = list(line)
     while kept and not kept[-1].is_control and not kept[-1].text.strip(" ") and not _is_filled(kept[-1]):
         kept.pop()
@@ -78,17 +78,17 @@ def _unpadded(line: list[Segment]) -> list[Segment]:
 
 
 def _is_filled(segment: Segment) -> bool:
-    """Tell whether blanks of this segment can be seen, as those of a badge."""
+    """Return True if blanks of this segment are visible, as in a badge."""
     return segment.style is not None and segment.style.bgcolor is not None
 
 
-def _plainer(segment: Segment, encoding: str) -> Segment:
-    text = segment.text.translate(_PLAINER).encode(encoding, "replace").decode(encoding)
+def _to_encoding(segment: Segment, encoding: str) -> Segment:
+    text = segment.text.translate(_ASCII_FALLBACKS).encode(encoding, "replace").decode(encoding)
     return Segment(text, segment.style, segment.control)
 
 
 def literal(text: str, style: str = "") -> Text:
-    """Text shown as it is: no markup, and nothing in it can move the cursor or start a new line."""
+    """Return text to show as is: without markup, and unable to move the cursor or start a new line."""
     return Text(printable(text), style=style)
 
 
@@ -96,7 +96,7 @@ _GAP = 2
 
 
 def plain_table() -> Table:
-    """A table without lines."""
+    """Return an empty table without lines."""
     return Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
 
 
@@ -104,9 +104,8 @@ def plain_table() -> Table:
 class Column:
     """A column of a `FittedTable`; a cell that is a `Text` has its own style.
 
-    Where the table is too wide, `short` stands in for heading and cells; then cells are cut in their middle, down to
-    `least` columns of the terminal (None: never); then the column is left out, those with the largest `spare` first
-    (0: never).
+    If the table is too wide, `short` replaces heading and cells; then cells are cut in the middle, down to `least`
+    terminal columns (None: never); then columns are left out, those with the largest `spare` first (0: never).
     """
 
     heading: str
@@ -119,17 +118,17 @@ class Column:
 
     @property
     def width(self) -> int:
-        """The columns of the terminal that it takes as it is."""
+        """The terminal columns that it takes uncut."""
         return max(cell_len(str(cell)) for cell in (self.heading, *self.cells))
 
     @property
     def least_width(self) -> int:
-        """The fewest that its cells can be cut to."""
+        """The fewest terminal columns that its cells can be cut to."""
         return self.width if self.least is None else min(self.width, self.least)
 
 
 class FittedTable:
-    """A table without lines that fits the window: by shorter names, and by fewer columns where that is not enough."""
+    """A table without lines that fits the window, by shorter names and, if need be, fewer columns."""
 
     def __init__(self, columns: Sequence[Column], styles: Sequence[str] = ()) -> None:
         self._columns = columns
@@ -147,7 +146,7 @@ class FittedTable:
         yield table
 
     def _fit(self, window: int) -> tuple[list[Column], list[int]]:
-        """The columns that are shown, and how wide each of them is."""
+        """Return the columns to show and their widths."""
         shown = list(self._columns)
         if _excess([column.width for column in shown], window) > 0:
             shown = [replace(it, heading=it.short[0], cells=it.short[1]) if it.short else it for it in shown]
@@ -174,7 +173,7 @@ def _fit_cell(cell: str | Text, width: int) -> Text:
 
 
 def labelled(lines: Iterable[tuple[str, str | Text]]) -> Table:
-    """Sentences behind their labels; a long one goes on below itself, not below its label."""
+    """Return a grid of labels and sentences; a long sentence wraps in its own column."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -184,18 +183,18 @@ def labelled(lines: Iterable[tuple[str, str | Text]]) -> Table:
 
 
 def unbroken(line: str, style: str = "") -> Text:
-    """A line that is never broken, and may go past the edge."""
+    """Return a line that never wraps, and may go past the edge."""
     text = literal(line, style)
     text.no_wrap, text.overflow = True, "ignore"
     return text
 
 
 _LABEL_WIDTH = 12
-"""As wide as the longest of a report, so that the sentences of all its parts stand in one column."""
+"""The longest label of a report, so that the sentences of all its parts are aligned."""
 
 
 def fact_rows(facts: Sequence[Fact], indent: str = "") -> Iterator[RenderableType]:
-    """Labels and sentences, all aligned; a command stands on a line of its own."""
+    """Yield labels and sentences, aligned; a command is never wrapped."""
     width = max((_LABEL_WIDTH, *(len(fact.label) for fact in facts)))
     before = ""
     for fact in facts:

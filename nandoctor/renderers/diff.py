@@ -1,4 +1,4 @@
-"""What `nandoctor diff` prints: two reports side by side."""
+"""Render `nandoctor diff`: two reports side by side."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def describe_change(change: ChangedFact) -> str:
-    """What a fact was and is; the grade of a replay in words."""
+    """Return the fact before and after; a replay's grade in words."""
     words = GRADES if change.name == "replay" else {}
     return " -> ".join(words.get(value, brief(value)) if value else "none" for value in (change.before, change.after))
 
 
 def describe_layers(comparison: Comparison) -> str:
-    """How many calls changed, of those that both reports have."""
+    """Return how many of the calls that both reports have changed."""
     if not comparison.layers:
         compared = plural(comparison.num_shared, "call")
         return f"No call changed by a factor of 1.4 or more ({compared} that both made)."

@@ -1,4 +1,4 @@
-"""What `nandoctor eps` prints: numbers in each format, and the small constants of a model or a replay."""
+"""Render `nandoctor eps`: numbers in each format, and the small constants of a model or a replay."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _WARNING = {"zero": "red", "overflow": "red", "subnormal": "yellow"}
 
 
 def dumps_eps(rounded_constants: Iterable[RoundedConstant], uses: Iterable[EpsUse]) -> str:
-    """Both lists as JSON text."""
+    """Return both lists as JSON text."""
     return dumps({"schema": SCHEMA, "values": [*rounded_constants], "uses": [*uses]})
 
 
 def print_rounded(rounded_constants: Sequence[RoundedConstant], console: Console) -> None:
-    """Print one block for each number, one line for each format."""
+    """Print one block per number, with one line per format."""
     tables: dict[float, Table] = {}
     for rounded in rounded_constants:
         headings = (constant(rounded.value), "becomes", "which is", "lost when added to |x| >=")
@@ -40,16 +40,16 @@ def print_rounded(rounded_constants: Sequence[RoundedConstant], console: Console
 
 
 def print_uses(uses: Sequence[EpsUse], console: Console) -> None:
-    """Print what a replay saw: where each constant is, and what the format that it was used in made of it."""
+    """Print the constants that a replay saw: where each one is, and what its format made of it."""
     lines = [(constant(use.value), literal(describe_use(use), _WARNING.get(use.effect or "", ""))) for use in uses]
-    nothing = literal("The replay met no eps: neither in a module, nor in an op, nor in the optimizer.")
+    nothing = literal("The replay found no eps in a module, an op or the optimizer.")
     print_parts([labelled(lines) if lines else nothing], console)
 
 
 def print_outlook(uses: Sequence[EpsUse], console: Console) -> None:
     """Print what half precision would make of each constant, and what mixed precision does."""
     if not uses:
-        nothing = "No module has an eps among its attributes. One that is written in a line shows in a replay:"
+        nothing = "No module has an eps attribute. An eps that is written into the code shows up in a replay:"
         print_parts([literal(nothing), literal("nandoctor eps --model SPEC --dump DUMP")], console)
         return
     table = _table("module", "type", "eps", ".half()", "autocast")

@@ -1,4 +1,4 @@
-"""What `nandoctor explain` prints: one cause in full, or all of them by their titles."""
+"""Render `nandoctor explain`: one cause in full, or the titles of all."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rich.text import Text
 from nandoctor.causes.registry import Page
 from nandoctor.renderers.console import labelled, literal, print_parts
 
-_WIDTH = 88  # a line that is longer is hard to read
+_WIDTH = 88  # longer lines are hard to read
 
 
 def print_catalogue(pages: Iterable[Page], console: Console) -> None:
-    """Print every code with its title."""
+    """Print every cause's code and title."""
     print_parts([labelled((page.code, page.title) for page in pages)], console)
 
 
 def print_page(page: Page, console: Console) -> None:
-    """Print all that is known about one cause."""
+    """Print the full page of one cause."""
     print_parts((Constrain(part, _WIDTH) for part in _parts(page)), console)
 
 
@@ -35,4 +35,4 @@ def _parts(page: Page) -> Iterator[RenderableType]:
         text.highlight_regex(r"`[^`]+`", "cyan")
         yield Padding(text, (0, 0, 0, 2))
     yield Text()
-    yield literal(f"A program that fails so, and the same program fixed: docs/causes/{page.code}.md")
+    yield literal(f"A program that fails this way, and its fix: docs/causes/{page.code}.md")

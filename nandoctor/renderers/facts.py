@@ -1,4 +1,4 @@
-"""What a report says, in sentences, and the next commands to type, with all the flags that its replay was given."""
+"""Put a report into sentences, and the next commands to type, with all the flags of its replay."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ GRADES: Mapping[str, str] = {
     "finite": "finite",
     "no-reference": "nothing to compare with",
 }
-"""What a replay's grade against the saved output says."""
+"""The meaning of a replay's grade against the saved output."""
 
 _CLOSE = 0.02
-"""Share of the largest saved value: other hardware sums in another order and ends about this near in fp16."""
+"""Share of the largest saved value: fp16 results differ by about this on hardware that sums in another order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A label and a sentence, or with `is_command` a line to type, which is never broken.
+    """A label and a sentence or, with `is_command`, a line to type, which is never wrapped.
 
-    The text is printable: names from dumps and models stand in it escaped.
+    The text is printable: names from dumps and models are escaped in it.
     """
 
     label: str
@@ -66,7 +66,7 @@ class Fact:
 
 
 def evidence_facts(report: Report) -> list[Fact]:
-    """What speaks for the answer: the cause, the layers, how it spread, what fp32 has there, what else is wrong."""
+    """Return the evidence for the answer: cause, layers, how it spread, fp32's value there, other faults."""
     facts = []
     if report.cause is not None:
         facts.append(Fact("cause", f"{report.cause.code}: {printable(report.cause.explanation)}"))
@@ -78,7 +78,7 @@ def evidence_facts(report: Report) -> list[Fact]:
 
 
 def detail_facts(report: Report) -> list[Fact]:
-    """Details to look up: the extent of the damage, and which replays were tried."""
+    """Return details to look up: the extent of the damage, and which replays were tried."""
     facts = []
     if report.first_nonfinite is not None:
         facts.append(Fact("extent", describe_extent(report.first_nonfinite)))
@@ -92,18 +92,18 @@ def detail_facts(report: Report) -> list[Fact]:
 
 
 def note_facts(report: Report) -> list[Fact]:
-    """The notes; those of the search for fixes only where it has found one, for else they stand with the fixes."""
+    """Return the notes; those of the search only if it found a fix, since otherwise the section of fixes has them."""
     of_search = report.search_notes if any(fix.verified for fix in report.fixes) else ()
     return [Fact("note", printable(note)) for note in (*report.notes, *of_search)]
 
 
 def describe_fp32_error(error: float) -> str:
-    """A sentence for fp32 that is far from float64 itself: what is near to it may be as wrong."""
+    """Return a sentence for an fp32 output that is far from float64: results close to it may be as wrong."""
     return f"fp32's own output is wrong, {percent(error)} off float64"
 
 
 def describe_reproduction(reproduction: Reproduction) -> str:
-    """How well the replay reproduces the saved output, and with it how far the rest can be trusted."""
+    """Return how well the replay reproduces the saved output, and so how far the rest can be trusted."""
     output = short_name(reproduction.output or "the output")
     if reproduction.grade == "no-reference":
         if reproduction.output:
@@ -144,7 +144,7 @@ def _first_facts(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
 
 
 def _spread_facts(report: Report) -> Iterator[Fact]:
-    """How the damage spread, and what else is wrong."""
+    """Yield how the damage spread, and what else is wrong."""
     if len(report.chain) > 1:
         stops = [f"{link.op} in {short_place(link.place).in_words}" for link in report.chain]
         shown = stops if len(stops) <= _MAX_STOPS else [*stops[: _MAX_STOPS - 1], "...", stops[-1]]
@@ -161,7 +161,7 @@ def _spread_facts(report: Report) -> Iterator[Fact]:
 
 
 def describe_origin(origin: Origin) -> str:
-    """The op and the module that called it, and in which pass."""
+    """Return the op, the module that called it, the pass, and how much is non-finite."""
     if origin.op is None:
         return {"state": "the saved state", "input": "the saved batch"}.get(origin.phase, origin.phase)
     found = origin.elements
@@ -173,7 +173,7 @@ def describe_origin(origin: Origin) -> str:
 
 
 def _describe_others(diagnoses: Sequence[Diagnosis]) -> list[str]:
-    """What else is wrong, the places of one cause together."""
+    """Return the other faults, with the places of each cause together."""
     places: dict[str, list[str]] = {}
     for diagnosis in diagnoses:
         code = diagnosis.cause.code if diagnosis.cause else "unexplained"
@@ -196,7 +196,7 @@ def _describe_place(first: FirstNonfinite, report: Report) -> str:
 
 
 def describe_extent(first: FirstNonfinite) -> str:
-    """How many of which kind, in which samples, and where the first of them stands."""
+    """Return how many non-finite elements of which kind there are, in which samples, and where the first one is."""
     found = first.elements
     extent = nonfinite_part(found.kinds, found.num_bad, found.numel) if found.kinds else "not counted"
     if found.samples and len(first.value.shape) > 1:
@@ -206,7 +206,7 @@ def describe_extent(first: FirstNonfinite) -> str:
 
 
 def describe_inputs(inputs: Sequence[TensorStats]) -> str:
-    """What a call took: "finite, up to 13.6 (fp16)", each by its name where there are several."""
+    """Return a call's inputs: "finite, up to 13.6 (fp16)"; several are named."""
     if len(inputs) == 1:
         return _describe_range(inputs[0])
     return join_first([f"{short_name(stats.path)} {_describe_range(stats)}" for stats in inputs], _MAX_LISTED)
@@ -218,7 +218,7 @@ def _describe_range(stats: TensorStats) -> str:
 
 
 def _describe_reference(first: FirstNonfinite, report: Report) -> str | None:
-    """What fp32 has in the tensor that is the first non-finite one, against what the format of that tensor can hold."""
+    """Return fp32's values in the first non-finite tensor, compared with what its format can hold, or None."""
     reference = _find_reference(first, report)
     if reference is not None and not reference.finite:
         return "non-finite at this place as well"
@@ -236,7 +236,7 @@ def _describe_reference(first: FirstNonfinite, report: Report) -> str | None:
 
 
 def _find_reference(first: FirstNonfinite, report: Report) -> TensorStats | None:
-    """The same tensor in the fp32 run: an output of that call, or an input of the call that saw it first."""
+    """Return the same tensor in the fp32 run, as an output of its call or an input of the call that first saw it."""
     for row in report.runs.fp32.modules if report.runs else ():
         if first.where == "output" and row.place.key == first.place.key:
             return _at_path(row.outputs, first.value.path)
@@ -263,19 +263,19 @@ def _run_facts(report: Report) -> Iterator[Fact]:
 
 
 def short_name(name: str) -> str:
-    """A name from a model or a file, short enough to stand in a sentence."""
+    """Return a name from a model or a file, short enough for a sentence."""
     return brief(name, _NAME_WIDTH)
 
 
 def short_place(place: Place) -> Place:
-    """A module call whose names are short enough to stand in a sentence."""
+    """Return a module call with names short enough for a sentence."""
     return replace(place, module=short_name(place.module), type=short_name(place.type))
 
 
 def list_operands(origin: Origin) -> list[tuple[str, str]]:
-    """The tensors of an operation, each by its text in the code or by its place, and in one line; the result last.
+    """Return an op's tensors as (name, description), the result last; names are the code's text or the position.
 
-    Of a saved array that is to blame there is the array alone.
+    If a saved array is to blame, return only that array.
     """
     if origin.op is None:
         return [] if origin.output is None else [("as saved", describe_tensor(origin.output))]
@@ -293,7 +293,7 @@ def list_operands(origin: Origin) -> list[tuple[str, str]]:
 
 
 def describe_tensor(stats: TensorStats) -> str:
-    """Format, shape, range of the finite values, and what is non-finite or lost."""
+    """Return format, shape, range of the finite values, and the non-finite and zero elements."""
     name = f"{printable(stats.path)}: " if stats.path else ""
     parts = [f"{name}{stats.dtype} {shape_text(stats.shape)}", *_range_of(stats)]
     if stats.counts is not None and stats.counts.num_bad:
@@ -326,9 +326,9 @@ _COMMAND = re.compile(r"(.*?)(?:(?:^|(?<=:) )(nandoctor [a-z]+ .+))?$", re.DOTAL
 
 
 def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a person types to replay the dump with these settings: its path, then the flags.
+    """Return what a person types to replay the dump with these settings: its path, then the flags.
 
-    Empty where a setting was given as an object, which no command line can name.
+    Return () if a setting is an object that a command line cannot name.
     """
     arguments = [str(dump)]
     for name, value in given.items():
@@ -353,14 +353,14 @@ def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def command_for(verb: str, report: Report, *rest: str) -> str | None:
-    """The command for another verb on the report's dump, with `rest` at the end; None where no line can express it."""
+    """Return the command for another verb on the report's dump, with `rest` at the end; None if none can express it."""
     if not report.arguments:
         return None
     return " ".join(["nandoctor", verb, *(shlex.quote(printable(word)) for word in report.arguments), *rest])
 
 
 def next_facts(report: Report, *, page: bool = True) -> list[Fact]:
-    """What to do and to type next, besides applying a fix; without the `page` where the reader has one."""
+    """Return what to do and type next, besides applying a fix; `page` includes how to make the page."""
     facts = list(step_facts(report.next_steps))
     explain = f"nandoctor explain {report.cause.code}" if report.cause is not None else None
     commands = filter(None, (explain, command_for("replay", report, "-o report.html") if page else None))
@@ -368,7 +368,7 @@ def next_facts(report: Report, *, page: bool = True) -> list[Fact]:
 
 
 def step_facts(steps: Sequence[str]) -> Iterator[Fact]:
-    """What to do next; a command at the end of a sentence stands on a line of its own, to be copied."""
+    """Yield the next steps; a command at the end of a sentence becomes a fact of its own, to be copied."""
     for step in steps:
         sentence, command = _COMMAND.match(printable(step)).groups()  # type: ignore[union-attr]
         if sentence:

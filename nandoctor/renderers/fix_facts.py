@@ -1,4 +1,4 @@
-"""What was tried on the failing step, in sentences: fixes, variations, fp32 sets, eps constants."""
+"""Put the fixes that were tried into sentences, with their checks and how to apply them."""
 
 from __future__ import annotations
 
@@ -9,36 +9,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from nandoctor.evidence.edits import StableLog, flatten
 from nandoctor.evidence.formats import FP64
-from nandoctor.evidence.report import STABLE_FORM, Check, Fix, Fp32Module, Report, StepSetting, TrialOutcome
-from nandoctor.renderers.facts import Fact, command_for, short_name
-from nandoctor.renderers.table import CONSTANT_HEADINGS, TableLine, describe_use, list_small_constants
+from nandoctor.evidence.report import STABLE_FORM, Check, Fix, Report, TrialOutcome
+from nandoctor.renderers.facts import Fact, command_for
 from nandoctor.source_files import PACKAGE_FOLDERS
 from nandoctor.text import (
-    constant,
-    join_first,
-    number,
     percent,
     plural,
     printable,
     printable_code,
-    samples_text,
     within,
 )
 
+VISIBLE_ERROR = 0.01
+"""A trial with a larger error against fp32 than a fix may have shows that error."""
 _MAX_LISTED = 3
 _MAX_PATCH_LINES = 40
 _SHOWN_IN_FULL = ("output", "gradients")
-"""The others, of the loss and of variations of the batch, are counted."""
-_REASONS = 2
-_SHOWN_BESIDE = 1
-_NEAR = 2
+"""The other checks, of the loss and of variations of the batch, are only counted."""
+_MAX_REASONS = 2
+_MAX_ALTERNATIVES = 1
+_MAX_PARENT_STEPS = 2
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
-_VISIBLE_ERROR = 0.01
-"""A trial further from fp32 than a fix may be says by how much."""
 
 
 FixState = Literal["verified", "off", "failed"]
@@ -48,8 +43,8 @@ FixState = Literal["verified", "off", "failed"]
 class ShownFix:
     """A fix as people read it; `patch` holds its lines, and all text is printable.
 
-    `state` is "verified", "off" (finite, and not verified: too far from fp32, or never run as text) or "failed", and
-    `result` says so in words. `facts` tell what was checked, what was not, and how it is applied; `checks` has a line
+    `state` is "verified", "off" (finite but not verified: too far from fp32, or never run as text) or "failed";
+    `result` is the state in words. `facts` say how to apply it, what was checked and what was not; `checks` has a line
     for each check.
     """
 
@@ -64,19 +59,19 @@ class ShownFix:
 
     @property
     def verified(self) -> bool:
-        """Tell whether it held in every check that was made."""
+        """True if it passed every check that was made."""
         return self.state == "verified"
 
 
 def list_fixes(report: Report) -> tuple[ShownFix, ...]:
-    """The verified fixes first, smallest change first; then what held on this batch; then what is off, or failed."""
+    """Return the fixes, smallest first: verified ones, then those with the right output, then those off or failed."""
     shown = [(fix, _show_fix(fix, report)) for fix in sorted(report.fixes, key=lambda fix: fix.rank)]
-    shown.sort(key=lambda pair: (not pair[1].verified, not _held_here(pair[0]), _STATES.index(pair[1].state)))
+    shown.sort(key=lambda pair: (not pair[1].verified, not _is_output_right(pair[0]), _STATES.index(pair[1].state)))
     return tuple(fix for _, fix in shown)
 
 
-def _held_here(fix: Fix) -> bool:
-    """Tell whether the output was right with a change, whatever other check failed."""
+def _is_output_right(fix: Fix) -> bool:
+    """Return True if the output is right with a change, even if another check failed."""
     return any(check.name == "output" and check.status == "passed" for check in fix.checks)
 
 
@@ -104,7 +99,7 @@ def _judge(fix: Fix, report: Report) -> tuple[FixState, str]:
     if not fix.outcome.finite:
         return "failed", f"failed: {describe_outcome(fix.outcome)}"
     failed = next((check for check in fix.checks if check.status == "failed"), None)
-    if error is not None and error > _VISIBLE_ERROR and (failed is None or failed.name == "output"):
+    if error is not None and error > VISIBLE_ERROR and (failed is None or failed.name == "output"):
         exact = any(trial.setting.dtype is FP64 and trial.outcome.finite for trial in report.counterfactuals)
         reference = "float64" if exact and report.verdict == "numerics" else "fp32"
         return "off", f"finite, but {percent(error)} off {reference}"
@@ -116,7 +111,7 @@ def _judge(fix: Fix, report: Report) -> tuple[FixState, str]:
 
 
 def check_facts(fix: Fix) -> Iterator[Fact]:
-    """What was checked and what was not, in two lines; `every_check` has the rest."""
+    """Yield what was checked and what was not, one line each; `every_check` has the rest."""
     passed = [check for check in fix.checks if check.status == "passed"]
     skipped = [check for check in fix.checks if check.status == "not-checked"]
     if passed:
@@ -125,13 +120,13 @@ def check_facts(fix: Fix) -> Iterator[Fact]:
         more = f"{len(others)} more checks" if len(others) > 1 else "".join(map(_name_check, others))
         yield Fact("checked", "; ".join(filter(None, [*texts, more])))
     if skipped:
-        texts = [_describe_check(check) for check in skipped[:_REASONS]]
-        names = ", ".join(map(_name_check, skipped[_REASONS:]))
+        texts = [_describe_check(check) for check in skipped[:_MAX_REASONS]]
+        names = ", ".join(map(_name_check, skipped[_MAX_REASONS:]))
         yield Fact("not checked", "; ".join(filter(None, [*texts, names])))
 
 
 def every_check(fix: Fix) -> Iterator[Fact]:
-    """A line for each check: those that failed, that were passed, that were not made."""
+    """Yield a line for each check: first the failed ones, then the passed ones, then those not made."""
     for status, label in (("failed", "FAILED"), ("passed", "checked"), ("not-checked", "not checked")):
         for check in fix.checks:
             if check.status == status:
@@ -139,12 +134,12 @@ def every_check(fix: Fix) -> Iterator[Fact]:
 
 
 def _name_check(check: Check) -> str:
-    """Its name, with the number of samples where it was not asked of the whole batch."""
+    """Return the check's name, with the number of samples if it did not cover the whole batch."""
     return printable(check.name) + (f" ({plural(len(check.samples), 'sample')})" if check.samples is not None else "")
 
 
 def _describe_check(check: Check, between: str = ": ") -> str:
-    """What was found, under the name of the check where the sentence does not begin with it."""
+    """Return the check's finding, prefixed with its name unless the sentence begins with it."""
     name, text = _name_check(check), printable(check.text)
     return text if text.startswith(name) else f"{name}{between}{text}"
 
@@ -162,10 +157,10 @@ def _how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
         yield Fact("apply it", WHERE_TO_RUN[fix.kind])
 
 
-_WORTH_TELLING = 0.05
-"""The share of the step that has to be widened for a line about it."""
+_MIN_COST = 0.05
+"""A cost below this share of the step is not mentioned."""
 _WHY = {
-    "guard": "The argument is made safe before the op and its result selected after it: one of them alone leaves NaN "
+    "guard": "The argument is made safe before the op and its result selected after it: either one alone leaves NaN "
     "in the gradient.",
     "scale-first": "The product is the same, and no intermediate result is larger than it.",
     "stable-log": "The result is computed without the number that rounds to 0 or overflows.",
@@ -174,7 +169,7 @@ _WHY = {
 
 
 def reason_facts(fix: Fix) -> Iterator[Fact]:
-    """Why a verified fix is written as it is, and what it costs."""
+    """Yield why a verified fix is written as it is, and what it costs."""
     edits = flatten((fix.edit,))
     reasons = dict.fromkeys(_WHY[edit.kind] for edit in edits if edit.kind in _WHY)
     if fix.verified and reasons:
@@ -185,47 +180,47 @@ def reason_facts(fix: Fix) -> Iterator[Fact]:
 
 def _describe_cost(fix: Fix) -> str:
     if fix.settings is not None and fix.settings.amp_dtype is not None:
-        return "8 bits of precision in place of fp16's 11, everywhere; bf16 takes a GPU of 2020 or later"
-    if fix.cost is None or max(fix.cost.products_in_fp32, fix.cost.more_activations) < _WORTH_TELLING:
+        return "8 bits of precision in place of fp16's 11, everywhere; bf16 needs a GPU from 2020 or later"
+    if fix.cost is None or max(fix.cost.products_in_fp32, fix.cost.more_activations) < _MIN_COST:
         return ""
     shares = (
         (fix.cost.products_in_fp32, "of the forward's multiply-adds in fp32"),
         (fix.cost.more_activations, "more memory for activations"),
     )
-    return ", ".join(f"{percent(share)} {what}" for share, what in shares if share >= _WORTH_TELLING)
+    return ", ".join(f"{percent(share)} {what}" for share, what in shares if share >= _MIN_COST)
 
 
 def write_flags(fix: Fix) -> tuple[str, ...]:
-    """The flags of `nandoctor fix` that write the change, also to files of an installed package."""
+    """Return the flags of `nandoctor fix` that write the change, if need be to files of an installed package."""
     names = re.findall(r"^\+\+\+ b/(.*)$", fix.patch, re.MULTILINE)
     installed = any(PACKAGE_FOLDERS.intersection(Path(fix.patch_root or "", name).parts) for name in names)
     return ("--write", "--allow-installed") if installed else ("--write",)
 
 
 def git_flags(fix: Fix) -> tuple[str, ...]:
-    """The flags of `nandoctor fix` and the pipe with which git writes the change, in the patch's own folder."""
+    """Return the flags of `nandoctor fix` and the pipe with which git applies the change in the patch's own folder."""
     folder = _from_here(fix.patch_root) if fix.patch_root else "."
     place = () if folder == "." else ("-C", shlex.quote(printable(folder)))
     return "--diff", "| git", *place, "apply"
 
 
 def _from_here(folder: str) -> str:
-    """The folder as one would type it, where it is near the working directory."""
+    """Return the folder relative to the working directory if it is near, otherwise as is."""
     near = os.path.relpath(folder) if Path(folder).is_dir() else folder
-    return folder if near.count("..") > _NEAR else near
+    return folder if near.count("..") > _MAX_PARENT_STEPS else near
 
 
 WHERE_TO_RUN = {
     "snippet": "run these lines where your model is called `model`, once it is built and its weights are loaded",
     "state": "run these lines once, where your model is called `model`, after its weights are loaded",
-    "data": "run these lines before the step; they were tried on this batch alone, and the next may fail again",
+    "data": "run these lines before the step; they were tried on this batch only, and the next may fail again",
     "setting": "set it in the training loop",
     "advice": "no code to run: change it by hand",
 }
 
 
 def describe_outcome(outcome: TrialOutcome) -> str:
-    """What a trial gave: "finite, within 0.06 % of fp32"."""
+    """Return a trial's outcome in words: "finite, within 0.06 % of fp32"."""
     if not outcome.finite:
         return "still non-finite" if outcome.ran else "the step cannot be run with it"
     if outcome.max_rel_err is None:
@@ -237,7 +232,7 @@ def describe_outcome(outcome: TrialOutcome) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixSummary:
-    """The fixes on one screen: a heading, the lines of the first one, and what there is to say of it and the others."""
+    """The fixes on one screen: a heading, the lines of the first one, and facts about it and the others."""
 
     heading: str
     patch: tuple[str, ...]
@@ -245,7 +240,7 @@ class FixSummary:
 
 
 def summarize_fixes(report: Report) -> FixSummary | None:
-    """The first verified fix, or what was tried where none is and why; None where none was looked for."""
+    """Return the first verified fix, or what was tried and why none was found; None if there was no search."""
     fixes = list_fixes(report)
     verified = [fix for fix in fixes if fix.verified]
     if not verified:
@@ -257,10 +252,10 @@ def summarize_fixes(report: Report) -> FixSummary | None:
     of = f" 1 of {len(verified)}" if others else ""
     what = "Workaround" if first.kind == "data" and report.verdict == "numerics" else "Fix"
     where = " on this batch alone" if first.kind == "data" else ""
-    beside = [f"{fix.title} ({fix.outcome})" for fix in others[:_SHOWN_BESIDE]]
+    beside = [f"{fix.title} ({fix.outcome})" for fix in others[:_MAX_ALTERNATIVES]]
     beside += [f"{len(others) - len(beside)} more in the report"] if len(others) > len(beside) else []
     alternatives = [Fact("or", "; ".join(beside))] if others else []
-    untaken = fixes[len(verified) :][:_SHOWN_BESIDE] if all(fix.kind == "data" for fix in verified) else ()
+    untaken = fixes[len(verified) :][:_MAX_ALTERNATIVES] if all(fix.kind == "data" for fix in verified) else ()
     refused = tuple(Fact("not verified", f"{fix.title} ({fix.result})") for fix in untaken)
     patch, left = _shorten_patch(first)
     command = command_for("fix", report) if left else None
@@ -273,63 +268,24 @@ def summarize_fixes(report: Report) -> FixSummary | None:
 
 
 def no_fix_heading(report: Report) -> str:
-    """What to head the section of fixes with where none is verified; "" where none was looked for."""
+    """Return the heading of the section of fixes if none is verified; "" if there was no search."""
     return "No fix was verified" if report.fixes else "No fix was found" if report.search_notes else ""
 
 
 def _better_facts(report: Report) -> Iterator[Fact]:
-    """What to write by hand for a logarithm that no fix joins with its probability: the cause is not shown then."""
+    """Yield what to write by hand if no verified fix joins a logarithm with its probability."""
     joined = any(isinstance(edit, StableLog) for fix in report.fixes if fix.verified for edit in flatten((fix.edit,)))
     found = report.cause.evidence if report.cause is not None and not joined else ()
-    yield from (Fact(label="better", text=printable(item.text)) for item in found if item.name == STABLE_FORM)
+    yield from (Fact("better", printable(item.text)) for item in found if item.name == STABLE_FORM)
 
 
 def why_facts(report: Report) -> Iterator[Fact]:
-    """Why there is no verified fix."""
+    """Yield the reasons why there is no verified fix."""
     yield from (Fact("why", printable(note)) for note in report.search_notes)
 
 
-def trial_values(report: Report) -> dict[str, Any]:
-    """What a template shows of the trials besides the fixes, and of small constants, by the names that it has there."""
-    return {
-        "no_fix": no_fix_heading(report),
-        "why": list(why_facts(report)),
-        "kept_in_fp32": list(fp32_facts(report)),
-        "variations": list_variations(report),
-        "varied_part": varied_part(report),
-        "constant_headings": CONSTANT_HEADINGS,
-        "constants": list_small_constants(report.eps_audit),
-    }
-
-
-def trial_facts(report: Report) -> list[Fact]:
-    """What else was tried; and small constants that are lost, where they are not the cause, which names its own."""
-    facts = [*fp32_facts(report), *variation_facts(report)]
-    is_cause = report.cause is not None and "eps" in report.cause.code
-    lost = [f"{constant(use.value)} in {describe_use(use)}" for use in report.eps_audit if use.effect == "zero"]
-    if lost and not is_cause:
-        facts.append(Fact("eps", join_first(lost, 1)))
-    return facts
-
-
-def fp32_facts(report: Report) -> Iterator[Fact]:
-    """The smallest sets of modules each of which, kept in fp32, makes the step finite.
-
-    Where no such change was verified they are no fixes.
-    """
-    search = report.fp32_sets
-    if search is None or not search.sets:
-        return
-    verified = any(fix.verified and fix.kind in ("source", "snippet") for fix in report.fixes)
-    enough = "enough" if verified else "finite then, though not verified as a fix"
-    doubt = "" if search.complete else " (the search was cut short)"
-    members = [[_describe_member(module) for module in found.modules] for found in search.sets]
-    sets = [f"{join_first(names, _MAX_LISTED)}{' together' if len(names) > 1 else ''}" for names in members]
-    yield Fact("keep in fp32", f"{enough}: {'; or '.join(sets)}{doubt}")
-
-
 def _shorten_patch(fix: ShownFix) -> tuple[tuple[str, ...], int]:
-    """The lines of a fix for a screen, and how many are left out."""
+    """Return the lines of a fix that fit on a screen, and how many are left out."""
     lines, most = list(_trim_context(fix.patch)), _MAX_PATCH_LINES
     left = max(len(lines) - most, 0)
     more = [f"... {plural(left, 'more line')}"] if left else []
@@ -337,7 +293,7 @@ def _shorten_patch(fix: ShownFix) -> tuple[tuple[str, ...], int]:
 
 
 def _trim_context(patch: Sequence[str]) -> Iterator[str]:
-    """The patch with one line of context around what its hunks change, which is all that `git apply` needs."""
+    """Yield the patch with one line of context around the changes, which is all that `git apply` needs."""
     starts = [place for place, line in enumerate(patch) if _HUNK.match(line)]
     yield from patch[: starts[0]] if starts else patch
     for start, end in pairwise([*starts, len(patch)] if starts else []):
@@ -355,55 +311,3 @@ def _trim_hunk(header: str, body: Sequence[str]) -> Iterator[str]:
     old, new = (sum(not line.startswith(other) for line in kept) for other in "+-")
     yield f"@@ -{int(found[1]) + first},{old} +{int(found[2]) + first},{new} @@"
     yield from kept
-
-
-def _describe_member(member: Fp32Module) -> str:
-    owner = short_name(member.module or "the model")
-    return owner if member.children else f"{owner} without its submodules"
-
-
-def variation_facts(report: Report) -> Iterator[Fact]:
-    """With which settings the step is finite, and with which it fails, of those whose value made a difference."""
-    trials = report.counterfactuals
-    groups = {trial.group for trial in trials if trial.outcome.finite}
-    if trials and not groups:
-        yield Fact("variations", "the step fails in all of them")
-    varied = [trial for trial in trials if trial.group in groups]
-    failing = [describe_setting(trial.setting) for trial in varied if not trial.outcome.finite]
-    finite = []
-    for trial in (trial for trial in varied if trial.outcome.finite):
-        error = trial.outcome.max_rel_err or 0.0
-        off = f" ({percent(error)} off fp32)" if error > _VISIBLE_ERROR else ""
-        finite.append(f"{describe_setting(trial.setting)}{off}")
-    if finite:
-        fails = f"; fails: {', '.join(failing)}" if failing else ""
-        yield Fact("variations", f"{varied_part(report)} finite: {', '.join(finite)}{fails}")
-
-
-def varied_part(report: Report) -> str:
-    """What was looked at: where output or loss fail, variations are run without a backward pass."""
-    run = report.runs.autocast if report.runs is not None else None
-    return "step" if run is not None and run.finite and report.verdict != "silent" else "forward"
-
-
-def describe_setting(setting: StepSetting) -> str:
-    """What was set: "bf16", "eval mode", "without sample 2", "loss scale 1,024", "seed 3"."""
-    if setting.dtype is not None:
-        return "float64" if setting.dtype is FP64 else setting.dtype.label
-    if setting.training is not None:
-        return f"{'train' if setting.training else 'eval'} mode"
-    if setting.only is not None:
-        return f"{samples_text(setting.only)} alone"
-    if setting.without is not None:
-        return f"without {samples_text(setting.without)}"
-    return f"seed {setting.seed}" if setting.loss_scale is None else f"loss scale {number(setting.loss_scale)}"
-
-
-def list_variations(report: Report) -> list[TableLine]:
-    """A table: what was varied, and what came of it."""
-    return [
-        TableLine(
-            cells=(describe_setting(trial.setting), describe_outcome(trial.outcome)), failed=not trial.outcome.finite
-        )
-        for trial in report.counterfactuals
-    ]

@@ -1,4 +1,4 @@
-"""What `nandoctor inspect` prints: the contents of a dump file."""
+"""Render `nandoctor inspect`: the contents of a dump file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MIN_NAME_WIDTH = 14
 
 
 def print_inspection(summary: DumpSummary, console: Console) -> None:
-    """Print what the file holds, what of it is non-finite, and what a full replay would miss."""
+    """Print what the file holds, what is non-finite in it, and what a full replay would miss."""
     tables = {
         "arrays": summary.arrays,
         "non-finite weights": summary.bad_weights,

@@ -1,4 +1,4 @@
-"""Records as JSON, and reports as files of it, the contract `nandoctor.report/2` that other tools read."""
+"""Write records as JSON, and read reports back: the contract `nandoctor.report/2` that other tools read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WHAT_A_REPORT_IS = "A report is the .json file that `nandoctor replay -o report
 
 
 def dumps(record: Any) -> str:
-    """A report or another record as JSON text, ASCII only: names may hold what no terminal or encoding can take."""
+    """Return a record as JSON text, ASCII only: names may hold characters that a terminal or encoding cannot take."""
     return json.dumps(to_plain(record), indent=1, allow_nan=False)
 
 
@@ -32,7 +32,7 @@ def read_report(path: str | os.PathLike[str]) -> Report:
         The report as frozen records.
 
     Raises:
-        ReportError: the file is no report, or one that this version cannot read.
+        ReportError: the file is not a report, or not one that this version can read.
     """
     data = _parse(path)
     _check_schema(data, path)
@@ -48,8 +48,8 @@ def _parse(path: str | os.PathLike[str]) -> Any:
         if stat.S_ISDIR(status.st_mode):
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_NBYTES:
-            raise OSError(errno.EINVAL, "it is no file, or far too large for a report")
-        # Bytes, not text: json finds out UTF-8, UTF-16 or UTF-32 by itself, and PowerShell's `>` writes UTF-16.
+            raise OSError(errno.EINVAL, "it is not a regular file, or far too large for a report")
+        # Bytes, not text: json detects UTF-8, UTF-16 or UTF-32 by itself, and PowerShell's `>` writes UTF-16.
         return json.loads(Path(path).read_bytes())
     except OSError as error:
         raise ReportError(

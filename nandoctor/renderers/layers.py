@@ -1,4 +1,4 @@
-"""The layers that a picture or a table shows, both runs side by side."""
+"""Select the layers that a picture or a table shows, both runs side by side."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from nandoctor.evidence.trace import Place, TensorStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPair:
-    """One module call in the autocast run and in the fp32 run; a run that never reached the call has None."""
+    """One module call in the autocast run and in the fp32 run; None for a run that never reached it."""
 
     autocast: LayerRow | None
     fp32: LayerRow | None
 
     @property
     def either(self) -> LayerRow:
-        """The row of the run that has one: what both runs share (names, depth) may be read from it."""
+        """The autocast row, or the fp32 one if there is none, for what both share (names, depth)."""
         row = self.autocast or self.fp32
         assert row is not None
         return row
 
     @property
     def label(self) -> str:
-        """The module path, later calls numbered."""
+        """The module path; later calls are numbered."""
         return self.place.label
 
     @property
@@ -35,20 +35,20 @@ class LayerPair:
 
     @property
     def rows(self) -> tuple[LayerRow, ...]:
-        """The rows there are, autocast first."""
+        """The existing rows, autocast first."""
         return tuple(row for row in (self.autocast, self.fp32) if row is not None)
 
     @property
     def headroom_bits(self) -> float | None:
-        """The least headroom of both runs; None where the layer has no finite value."""
+        """The smaller headroom of both runs; None if the layer has no finite value."""
         return min((row.headroom_bits for row in self.rows if row.headroom_bits is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """The layers worth showing. `first_nonfinite` is the index of the one where non-finite values first came to light.
+    """The layers worth showing. `first_nonfinite` is the index of the one where non-finite values were first seen.
 
-    `before_nonfinite` is True where the value came to light on its way into that layer, not in its output.
+    `before_nonfinite` is True if the value was seen in that layer's input, not in its output.
     """
 
     pairs: tuple[LayerPair, ...]
@@ -61,19 +61,19 @@ class Layers:
         return None if self.first_nonfinite is None else self.pairs[self.first_nonfinite].place
 
     def window(self, center: int, before: int, after: int) -> range:
-        """The indices around `center`, moved inwards at either end so that as many layers are shown there."""
+        """Return the indices around `center`, moved inwards at either end so that the window keeps its size."""
         size = min(before + after + 1, len(self.pairs))
         start = min(max(center - before, 0), len(self.pairs) - size)
         return range(start, start + size)
 
     def tightest(self) -> int | None:
-        """The index of the layer with the least headroom, in either run; None where no layer has a finite value."""
+        """Return the index of the layer with the least headroom in either run; None if no layer has a finite value."""
         found = {index: bits for index, pair in enumerate(self.pairs) if (bits := pair.headroom_bits) is not None}
         return min(found, key=found.__getitem__, default=None)
 
 
 def align_calls(runs: Runs) -> tuple[LayerPair, ...]:
-    """Both runs' calls by key, in the order of the run that got further: an exception may have ended the other."""
+    """Pair both runs' calls by key, in the order of the run that got further: an exception may have ended the other."""
     autocast = {row.place.key: row for row in runs.autocast.modules}
     fp32 = {row.place.key: row for row in runs.fp32.modules}
     longer, shorter = (fp32, autocast) if len(fp32) > len(autocast) else (autocast, fp32)
@@ -81,9 +81,9 @@ def align_calls(runs: Runs) -> tuple[LayerPair, ...]:
 
 
 def select_layers(report: Report) -> Layers:
-    """The calls with floating-point outputs, less the containers that only pass on what a layer inside them made.
+    """Return the calls with floating-point outputs, without containers that only pass on an inner layer's output.
 
-    A container that computes something in its own forward (a residual add) is kept: its output is that of no child.
+    A container that computes something in its own forward, such as a residual add, is kept.
     """
     if report.runs is None:
         return Layers(pairs=(), first_nonfinite=None, before_nonfinite=False)
@@ -100,7 +100,7 @@ def select_layers(report: Report) -> Layers:
 
 
 def _find_first_nonfinite(report: Report, pairs: Sequence[LayerPair]) -> int | None:
-    """The index of the call whose output was the first non-finite one, or of the first to return after it was seen."""
+    """Return the index of the call whose output was first non-finite, or of the first to return after it was seen."""
     first = report.first_nonfinite
     if first is None or not pairs:
         return None
@@ -108,7 +108,7 @@ def _find_first_nonfinite(report: Report, pairs: Sequence[LayerPair]) -> int | N
         return 0
     for index, pair in enumerate(pairs):
         if first.seen_in is not None and pair.place.key == first.seen_in.key:
-            start = index  # of that call: a container returns after all the calls inside it
+            start = index  # go back to the first call inside: a container returns after all of them
             while start > 0 and pairs[start - 1].either.depth > pair.either.depth:
                 start -= 1
             return start
@@ -118,9 +118,9 @@ def _find_first_nonfinite(report: Report, pairs: Sequence[LayerPair]) -> int | N
 
 
 def _repeats(pairs: Sequence[LayerPair]) -> set[int]:
-    """The indices of containers all of whose outputs came out of a call directly inside them."""
+    """Return the indices of containers whose outputs all come from calls directly inside them."""
     repeats: set[int] = set()
-    returned: list[LayerPair] = []  # calls whose own container has not returned yet
+    returned: list[LayerPair] = []  # calls with a container that has not returned yet
     for index, pair in enumerate(pairs):
         inside: list[LayerPair] = []
         while returned and returned[-1].either.depth > pair.either.depth:
@@ -137,5 +137,5 @@ def _passes_on(container: LayerPair, inside: Sequence[LayerPair]) -> bool:
 
 
 def _fingerprint(stats: TensorStats) -> tuple[object, ...]:
-    """What tells a tensor from others whatever its place and shape: a reshaped output is still the same one."""
+    """Return what identifies a tensor regardless of place and shape: a reshaped output is still the same one."""
     return (stats.dtype.name, stats.numel, stats.finite, stats.min, stats.max)

@@ -1,6 +1,6 @@
-"""The report as Markdown, fit for an issue.
+"""Render the report as Markdown, fit for an issue.
 
-Names from a dump or a model are text and nothing else.
+Names from a dump or a model are escaped.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from markupsafe import Markup
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, next_facts, note_facts
-from nandoctor.renderers.fix_facts import list_fixes, trial_values
+from nandoctor.renderers.fix_facts import list_fixes
 from nandoctor.renderers.table import make_table
 from nandoctor.renderers.templating import render
+from nandoctor.renderers.trial_facts import trial_values
 from nandoctor.text import printable, split_code
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~$])")
-_LINKS = str.maketrans({"@": "&#64;", "#": "&#35;"})  # a backslash does not stop GitHub from calling somebody
+_LINKS = str.maketrans({"@": "&#64;", "#": "&#35;"})  # a backslash does not stop GitHub from mentioning people
 _OPEN_FIXES = 2
 _FENCE = re.compile(r"`{3,}")
 
 
 def report_markdown(report: Report) -> str:
-    """The cause and its place, the first fix, the evidence; other fixes, the layers and the versions fold away."""
+    """Return the cause, its place, the first fixes and the evidence; other fixes, layers and versions are folded."""
     fixes, answer = list_fixes(report), make_answer(report)
     open_fixes = [fix for fix in fixes if fix.verified][:_OPEN_FIXES]
     versions = {**asdict(report.environment), "dump": report.dump.path}
@@ -48,21 +49,21 @@ def report_markdown(report: Report) -> str:
 
 
 def escape(text: str) -> Markup:
-    """The text as it is: no markup, no mention, no link to another issue."""
+    """Return the text as is: without markup, mentions, or links to other issues."""
     return Markup(_SPECIAL.sub(r"\\\1", printable(text).translate(_LINKS)))
 
 
 def _with_code(text: str) -> Markup:
-    """A sentence whose code stays in backticks."""
+    """Return an escaped sentence with its code in backticks."""
     return Markup("").join(Markup(f"`{part}`") if is_code else escape(part) for part, is_code in split_code(text))
 
 
 def _command(text: str) -> Markup:
-    """A command as code in a cell of a table, where a bar would end the cell; with backticks in it, as text."""
+    """Return a command as code for a table cell, or as text if it has a backtick or a bar, which ends the cell."""
     return escape(text) if "`" in text or "|" in text else Markup(f"`{printable(text)}`")
 
 
 def _fenced(lines: Sequence[str], language: str) -> Markup:
-    """Lines in a fence that none of them can end."""
+    """Return lines in a code fence that is longer than any run of backticks in them."""
     fence = "`" * max([3, *(len(run) + 1 for line in lines for run in _FENCE.findall(line))])
     return Markup("\n".join([f"{fence}{language}", *lines, fence]))

@@ -1,4 +1,4 @@
-"""How a notebook shows the records of a report, as small tables, and a replay while it runs."""
+"""Show the records of a report in a notebook, as small tables, and the progress of a replay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UPDATE_S = 0.2
 
 
 def show_records() -> None:
-    """Let IPython show records by `record_html` and tensors by `describe_tensor`; nothing outside of IPython."""
+    """Let IPython show records by `record_html` and tensors by `describe_tensor`; do nothing outside of IPython."""
     shell = _find_shell()
     if shell is None:
         return
@@ -41,7 +41,7 @@ def show_records() -> None:
 
 
 def is_notebook() -> bool:
-    """Tell whether there is a front end that can replace an output, as Jupyter's."""
+    """Return True if there is a front end that can replace an output, as Jupyter's."""
     return getattr(_find_shell(), "kernel", None) is not None
 
 
@@ -51,13 +51,13 @@ def _find_shell() -> Any:
 
 
 def record_html(record: Any) -> str:
-    """What a record says, a small table of names and values, in the words of the other surfaces."""
+    """Return a record as a small HTML table of names and values, worded as on the other surfaces."""
     rows_of, _ = _SHOWN[type(record)]
     return render("rows.html.j2", rows=list(rows_of(record)))
 
 
 def record_line(record: Any) -> str:
-    """A record in one line, for where there is no HTML."""
+    """Return a record in one line, for front ends without HTML."""
     _, line_of = _SHOWN[type(record)]
     return printable(line_of(record))
 
@@ -111,11 +111,11 @@ _SHOWN: Mapping[type, tuple[Callable[[Any], Iterator[tuple[str, str]]], Callable
     Fix: (_fix_rows, lambda fix: fix.title),
     Comparison: (_comparison_rows, lambda comparison: comparison.headline),
 }
-"""By their classes, what tells of a record in rows and in one line."""
+"""For each record class, the functions that render it as rows and as one line."""
 
 
 class NotebookProgress(Listener):
-    """Shows a replay below its cell: the bar, and the diagnosis from when it is known until the fixes are."""
+    """A listener that shows a replay below its cell: the bar, and the diagnosis once it is known."""
 
     stops_gently = True
 
@@ -142,7 +142,7 @@ class NotebookProgress(Listener):
         self._show()
 
     def close(self) -> None:
-        """Empty the output: what the cell gives is the whole report."""
+        """Empty the output: the cell's own result shows the whole report."""
         self._output.update({"text/plain": ""}, raw=True)
 
     def _show(self) -> None:

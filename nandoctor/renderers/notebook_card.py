@@ -1,6 +1,6 @@
-"""The report as a fragment of HTML, for a notebook cell.
+"""Render the report as an HTML fragment for a notebook cell.
 
-One `<div>` without scripts or outside files, in the colours of the page around it.
+One `<div>` without scripts or external files, in the colours of the surrounding page.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 from nandoctor.evidence.report import Report
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, next_facts, note_facts
-from nandoctor.renderers.fix_facts import summarize_fixes, trial_facts
+from nandoctor.renderers.fix_facts import summarize_fixes
 from nandoctor.renderers.table import make_table
 from nandoctor.renderers.templating import render
+from nandoctor.renderers.trial_facts import trial_facts
 from nandoctor.renderers.verdicts import VERDICTS
 
 
 def report_html(report: Report) -> str:
-    """All that the terminal prints, in the same order; names are escaped."""
+    """Return everything that the terminal prints, in the same order; names are escaped."""
     return render(
         "card.html.j2",
         report=report,

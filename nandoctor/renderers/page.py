@@ -1,6 +1,6 @@
-"""The report as one HTML page that needs nothing else: no network, no framework.
+"""Render the report as one self-contained HTML page: no network, no framework.
 
-Whatever a dump named is escaped.
+All names from a dump are escaped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import head_run
 from nandoctor.renderers.answer import make_answer
 from nandoctor.renderers.facts import detail_facts, evidence_facts, next_facts, note_facts
-from nandoctor.renderers.fix_facts import list_fixes, trial_values
+from nandoctor.renderers.fix_facts import list_fixes
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.plots.affected_sample import caption, view_html
 from nandoctor.renderers.plots.figures import figure_svg, for_page_and_phone
@@ -21,11 +21,12 @@ from nandoctor.renderers.plots.kinds import PLOTS, draw
 from nandoctor.renderers.plots.origin import describe_spread, is_uniform
 from nandoctor.renderers.table import make_tree
 from nandoctor.renderers.templating import render
+from nandoctor.renderers.trial_facts import trial_values
 from nandoctor.renderers.verdicts import VERDICTS
 
 
 def report_page(report: Report) -> str:
-    """The whole page as text."""
+    """Return the page's HTML."""
     fixes = list_fixes(report)
     return render(
         "page.html.j2",
@@ -51,7 +52,7 @@ def report_page(report: Report) -> str:
 
 
 def _draw_plots(report: Report) -> Iterator[tuple[str, dict[str, Any]]]:
-    """By kind, the plots that this report has the numbers for: heading, what it shows in a sentence, and drawing."""
+    """Yield, by kind, the plots that this report has the numbers for: heading, finding in a sentence, and drawing."""
     for kind, plot in PLOTS.items():
         if kind == "origin" and is_uniform(report):
             continue
@@ -61,6 +62,6 @@ def _draw_plots(report: Report) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         finding = " ".join(figures[kind].get_suptitle().split())
         for figure in figures.values():
-            figure.suptitle("")  # a line of the page breaks where the page does
+            figure.suptitle("")  # the page shows the finding as text that wraps
         drawings = (figure_svg(figure, prefix=prefix, title=finding) for prefix, figure in figures.items())
         yield kind, {"heading": plot.title, "finding": finding, "svg": for_page_and_phone(*drawings)}

@@ -1,4 +1,4 @@
-"""How far a replay is, as a bar of rich with the time that is left."""
+"""Show the progress of a replay as a rich bar with the time left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BEST_WIDTH = 24
 
 
 class _TimeLeft(TimeRemainingColumn):
-    """How long it still takes, where there is an end."""
+    """A column for the time left; empty if the total is unknown."""
 
     def render(self, task: Task) -> Text:
         return Text() if task.total is None else Text.assemble(super().render(task), " left")
@@ -39,9 +39,9 @@ class ReplayBar:
         self._stage = ""
 
     def run(self, stage: str, done: int, total: int | None) -> None:
-        """Show that a run of the diagnosis has done so many layers, of so many if that is known.
+        """Show that a run of the diagnosis has done `done` layers, of `total` if that is known.
 
-        Those of the search are counted whole.
+        Do nothing during the search for fixes, which counts whole runs.
         """
         if self._stage == _SEARCH:
             return
@@ -52,7 +52,7 @@ class ReplayBar:
         self.display.update(self._phase, completed=done, total=total, done=layers)
 
     def search(self, num_runs: int, most_runs: float | None, best: str) -> None:
-        """Show that the search for fixes has made so many runs."""
+        """Show how many runs the search for fixes has made."""
         if self._stage != _SEARCH:
             self._stage = _SEARCH
             self.display.reset(self._phase, description=_SEARCH, done="")

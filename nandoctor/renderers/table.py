@@ -1,4 +1,4 @@
-"""Rows of tables: layers with their numbers, near the first non-finite one or all as a tree; and small constants."""
+"""Make rows of tables: layers near the first non-finite one, or all as a tree; and small constants."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LAYERS_AFTER = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRow:
-    """One layer. `headroom_bits` is that of the fp32 value, or of autocast's where fp32 has none; inf for all zero.
+    """One layer. `headroom_bits` is that of the fp32 value, or of autocast's if fp32 has none; inf if all are zero.
 
-    `room` is its share of what values near one have, 0 to 1, for a bar.
+    `room` is its ratio to the headroom of values near one, 0 to 1, for a bar.
     `first_nonfinite` marks the first non-finite layer, `unholdable` the first whose fp32 value the format cannot hold.
     """
 
@@ -48,7 +48,7 @@ class TableRow:
 class LayerTable:
     """A few rows out of all layers.
 
-    `common` is the module path that every name begins with, and that may be left off where room is scarce.
+    `common` is the module path that every name begins with; it may be left off if space is short.
     """
 
     title: str
@@ -59,7 +59,7 @@ class LayerTable:
 
 
 def make_table(report: Report, *, before: int = LAYERS_BEFORE, after: int = LAYERS_AFTER) -> LayerTable | None:
-    """The layers around the first non-finite one, else around the tightest; None where nothing was run."""
+    """Return the layers around the first non-finite one, else around the tightest; None if nothing was run."""
     layers = select_layers(report)
     center = layers.tightest() if layers.first_nonfinite is None else layers.first_nonfinite
     if report.runs is None or center is None:
@@ -80,14 +80,14 @@ def make_table(report: Report, *, before: int = LAYERS_BEFORE, after: int = LAYE
 
 
 def common_path(modules: Iterable[str]) -> str:
-    """The path of the module that holds all of these, with its dot; the root itself does not count."""
+    """Return the path, with its trailing dot, of the module that holds all of these; the root is ignored."""
     owners = [module.split(".")[:-1] for module in modules if module]
     shared = takewhile(lambda steps: len(set(steps)) == 1, zip(*owners, strict=False))
     return printable("".join(f"{steps[0]}." for steps in shared))
 
 
 def make_row(runs: Runs, pair: LayerPair, *, first_nonfinite: bool) -> TableRow:
-    """One call in both runs."""
+    """Make the row of one call in both runs."""
     known = [row.headroom_bits for row in (pair.fp32, pair.autocast) if row and row.headroom_bits is not None]
     row, bits = pair.autocast, (known[0] if known else None)
     return TableRow(
@@ -110,7 +110,7 @@ def _error(error: float | None) -> str:
 
 
 def _range(row: LayerRow | None) -> str:
-    """The largest magnitude, or which non-finite values there are; "-" for a call that the run never finished."""
+    """Return the largest magnitude, or the kinds of non-finite values; "-" for a call that the run never finished."""
     if row is None or not row.outputs:
         return "-"
     if row.finite:
@@ -136,14 +136,14 @@ def _legend(rows: tuple[TableRow, ...], layers: Layers, runs: Runs) -> Iterator[
 
 MAX_ROWS = 3000
 UNFOLDED = 60
-"""As many rows are shown at once; of a larger model only the way to the first non-finite layer."""
+"""A model with more rows is folded, except on the path to the first non-finite layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeRow:
-    """One call. `parent` is the index of the row that holds this one, None at the top; `path` + `name` is the label.
+    """One call. `parent` is the index of the enclosing row, None at the top; `path` + `name` is the label.
 
-    `folded` hides the rows inside, `shown` tells that no row around this one is folded.
+    `folded` hides the rows inside; `shown` is True if no enclosing row is folded.
     """
 
     cells: TableRow
@@ -158,19 +158,19 @@ class TreeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTree:
-    """The rows, and how many calls there are in all; of very large models those around the first non-finite one."""
+    """The rows, only those around the first non-finite one for very large models, and the number of all calls."""
 
     rows: tuple[TreeRow, ...]
     num_calls: int
 
 
 def make_tree(report: Report) -> LayerTree:
-    """All calls with their numbers; empty where nothing was run."""
+    """Return all calls with their numbers; an empty tree if nothing was run."""
     if report.runs is None:
         return LayerTree(rows=(), num_calls=0)
     pairs = align_calls(report.runs)
     nonfinite = select_layers(report).first_nonfinite_place
-    ordered = _order(_keep(pairs, nonfinite))
+    ordered = _sort(_keep_near(pairs, nonfinite))
     parents = _find_parents(ordered)
     holders = set(parents)
     unfolded = _find_unfolded(ordered, parents, nonfinite)
@@ -194,7 +194,7 @@ def make_tree(report: Report) -> LayerTree:
     return LayerTree(rows=tuple(rows), num_calls=len(pairs))
 
 
-def _keep(pairs: Sequence[LayerPair], nonfinite: Place | None) -> Sequence[LayerPair]:
+def _keep_near(pairs: Sequence[LayerPair], nonfinite: Place | None) -> Sequence[LayerPair]:
     if len(pairs) <= MAX_ROWS:
         return pairs
     center = next((place for place, pair in enumerate(pairs) if pair.place == nonfinite), 0)
@@ -202,8 +202,8 @@ def _keep(pairs: Sequence[LayerPair], nonfinite: Place | None) -> Sequence[Layer
     return pairs[start : start + MAX_ROWS]
 
 
-def _order(pairs: Sequence[LayerPair]) -> tuple[LayerPair, ...]:
-    """Modules before what they hold, siblings in the order in which anything inside them first returned."""
+def _sort(pairs: Sequence[LayerPair]) -> tuple[LayerPair, ...]:
+    """Sort modules before their children, and siblings by the first return of any call inside them."""
     first_seen: dict[str, int] = {}
     for place, pair in enumerate(pairs):
         for path in _ancestry(pair.place.module):
@@ -216,7 +216,7 @@ def _order(pairs: Sequence[LayerPair]) -> tuple[LayerPair, ...]:
 
 
 def _ancestry(module: str) -> Iterator[str]:
-    """The paths from the root down to the module itself."""
+    """Yield the paths from the root down to the module itself."""
     yield ""
     steps = module.split(".") if module else []
     for depth in range(1, len(steps) + 1):
@@ -224,7 +224,7 @@ def _ancestry(module: str) -> Iterator[str]:
 
 
 def _find_parents(pairs: Sequence[LayerPair]) -> list[int | None]:
-    """For each call the index of the first call of the nearest module around it that was called at all."""
+    """Return for each call the index of the first call of the nearest called module around it, or None."""
     first_call: dict[str, int] = {}
     parents = []
     for place, pair in enumerate(pairs):
@@ -235,7 +235,7 @@ def _find_parents(pairs: Sequence[LayerPair]) -> list[int | None]:
 
 
 def _find_unfolded(pairs: Sequence[LayerPair], parents: Sequence[int | None], nonfinite: Place | None) -> set[int]:
-    """The calls whose insides are shown: of a large model those on the way to the first non-finite layer."""
+    """Return the indices of calls to unfold: all; in a large model those on the path to the first non-finite layer."""
     if len(pairs) <= UNFOLDED:
         return set(range(len(pairs)))
     opened = set()
@@ -248,7 +248,7 @@ def _find_unfolded(pairs: Sequence[LayerPair], parents: Sequence[int | None], no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLine:
-    """A line of a table: its cells, and whether it tells of a failure."""
+    """A line of a table: its cells, and whether it shows a failure."""
 
     cells: tuple[str, ...]
     failed: bool
@@ -258,7 +258,7 @@ CONSTANT_HEADINGS = ("constant", "in", "line", "used by", "becomes")
 
 
 def list_small_constants(uses: Iterable[EpsUse]) -> list[TableLine]:
-    """A table of small constants: value, where it stands, its line, the op that used it, and what is left of it."""
+    """Return a table of small constants: value, owner, line, the op that used it, and what is left of it."""
     return [
         TableLine(
             cells=(
@@ -275,14 +275,14 @@ def list_small_constants(uses: Iterable[EpsUse]) -> list[TableLine]:
 
 
 def describe_use(use: EpsUse) -> str:
-    """Where a small constant stands, and what is left of it: "norm (net.py:45), used by add, is zero in fp16"."""
+    """Return where a small constant is, and what is left of it: "norm (net.py:45), used by add, is zero in fp16"."""
     line = f" ({_describe_line(use)})" if use.source else ""
     used = f", used by {printable(use.op)}," if use.op else ""
     return f"{_describe_owner(use)}{line}{used} {_describe_effect(use)}"
 
 
 def _describe_effect(use: EpsUse) -> str:
-    """What the format that it was used in makes of a small constant."""
+    """Return what its format made of a small constant."""
     if use.dtype is None:
         return "was not seen in use"
     absorbed = ""

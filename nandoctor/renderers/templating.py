@@ -1,4 +1,4 @@
-"""The templates of pages and of Markdown: every string is made printable and escaped, whoever wrote it."""
+"""Fill in the templates of pages and of Markdown; every string is made printable and escaped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nandoctor.text import (
 
 
 def render(template: str, *, escape: Callable[[str], str] = printable, **values: Any) -> str:
-    """The template of this name in `templates/`, filled in; what `escape` makes no Markup of is escaped for HTML."""
+    """Fill in a template of `templates/`; strings that `escape` does not return as Markup are escaped for HTML."""
     return _environment(escape).get_template(template).render(**values)
 
 
@@ -48,7 +48,7 @@ def _environment(escape: Callable[[str], str]) -> jinja2.Environment:
 
 
 def with_code(text: str) -> Markup:
-    """A sentence with its code as code elements."""
+    """Return an escaped sentence with its code in `<code>` elements."""
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if is_code else escape_html(part)
         for part, is_code in split_code(printable(text))
@@ -56,5 +56,5 @@ def with_code(text: str) -> Markup:
 
 
 def code_line(line: str) -> Markup:
-    """A line of code to be copied: its tabs are kept."""
+    """Return an escaped line of code to be copied, with its tabs."""
     return escape_html(printable_code(line))

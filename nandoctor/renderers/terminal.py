@@ -1,4 +1,4 @@
-"""The report on a terminal, on one screen."""
+"""Print the report on one screen of a terminal."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from nandoctor.renderers.console import (
     unbroken,
 )
 from nandoctor.renderers.facts import Fact, describe_fp32_error, detail_facts, evidence_facts, next_facts, note_facts
-from nandoctor.renderers.fix_facts import summarize_fixes, trial_facts
+from nandoctor.renderers.fix_facts import summarize_fixes
 from nandoctor.renderers.table import LayerTable, TableRow, make_table
+from nandoctor.renderers.trial_facts import trial_facts
 from nandoctor.renderers.verdicts import VERDICTS
 
 _MAX_NOTES = 4
-_LESS_THAN_A_FIX = frozenset({"input", "in fp32", "path"})  # all has to fit on one screen
-_TOLD_BY_A_FIX = _LESS_THAN_A_FIX | {"cause", "extent"}
+_HIDDEN_BESIDE_FIXES = frozenset({"input", "in fp32", "path"})  # all has to fit on one screen
+_HIDDEN_BESIDE_VERIFIED = _HIDDEN_BESIDE_FIXES | {"cause", "extent"}
 _CONTEXT = 1
 _INDENT = "  "
 _CODE_STYLES = {"context": "dim", "marked": "", "caret": "bold red"}
@@ -39,20 +40,20 @@ _MIN_NAME_WIDTH, _MIN_TYPE_WIDTH = 14, 10
 
 
 def print_report(report: Report, console: Console, *, told: bool = False, has_page: bool = False) -> None:
-    """Print the cause, its place, the first fix, the evidence, the next step; the layers where no fix is verified.
+    """Print cause, place, first fix, evidence and next step, and the layers if no fix is verified.
 
-    Where `answer_parts` were `told` already, what comes after them; how a page is made unless the reader `has_page`.
+    `told` skips `answer_parts`, which were printed already; `has_page` skips how to make a page.
     """
     if not told:
         print_parts(answer_parts(report, console.width), console, crop=False)
-    elif report.fp32_error is not None:  # the search for fixes has found it out
+    elif report.fp32_error is not None:  # known only after the search for fixes
         print_parts(fact_rows([Fact("fp32", describe_fp32_error(report.fp32_error))], _INDENT), console)
     print_parts(fix_parts(report), console, crop=False)
     print_parts(evidence_parts(report, has_page=has_page), console, crop=False)
 
 
 def answer_parts(report: Report, width: int) -> Iterator[RenderableType]:
-    """What is known once the step was diagnosed: the cause, its place, the verdict, the replay."""
+    """Yield what the diagnosis found, before any search for fixes: cause, place, verdict, replay."""
     answer = make_answer(report, context=_CONTEXT, width=width - len(_INDENT))
     yield literal(answer.headline, f"bold {VERDICTS[report.verdict].tone.text}")
     yield Text()
@@ -69,7 +70,7 @@ def answer_parts(report: Report, width: int) -> Iterator[RenderableType]:
 
 
 def fix_parts(report: Report) -> Iterator[RenderableType]:
-    """The first verified fix with its lines, or what was tried."""
+    """Yield the first verified fix with its lines, or what was tried."""
     fixes = summarize_fixes(report)
     if fixes is None:
         return
@@ -80,12 +81,12 @@ def fix_parts(report: Report) -> Iterator[RenderableType]:
 
 
 def evidence_parts(report: Report, *, has_page: bool) -> Iterator[RenderableType]:
-    """What speaks for the answer, what else was tried, and what to do next; the layers where no fix was verified."""
+    """Yield the evidence, what else was tried, and what to do next; the layers if no fix was verified."""
     if any(fix.verified for fix in report.fixes):
         is_of_code = any(fix.verified and fix.kind != "data" for fix in report.fixes)
-        table, left_out = None, _TOLD_BY_A_FIX if is_of_code else _TOLD_BY_A_FIX - {"cause"}
+        table, left_out = None, _HIDDEN_BESIDE_VERIFIED if is_of_code else _HIDDEN_BESIDE_VERIFIED - {"cause"}
     elif report.fixes:
-        table, left_out = make_table(report, before=2, after=1), _LESS_THAN_A_FIX
+        table, left_out = make_table(report, before=2, after=1), _HIDDEN_BESIDE_FIXES
     else:
         table, left_out = make_table(report), frozenset()
     if _names_the_layer(report):
@@ -116,7 +117,7 @@ def evidence_parts(report: Report, *, has_page: bool) -> Iterator[RenderableType
 
 
 def _names_the_layer(report: Report) -> bool:
-    """Tell whether the place of the answer, or the row that the table marks, names the first non-finite layer."""
+    """Return True if the answer's place, or the marked row of the table, names the first non-finite layer."""
     first, origin = report.first_nonfinite, report.origin
     if first is None or first.where != "output":
         return False
@@ -147,7 +148,7 @@ def _layers(layers: LayerTable) -> FittedTable:
 
 
 def _headroom(row: TableRow) -> Text:
-    """The bits left before overflow and a bar of them; an empty bar is no room at all."""
+    """Return the bits left before overflow and a bar of them; the bar is empty if there are none."""
     bits = row.headroom_bits
     if bits is None:
         return Text("-".rjust(5))

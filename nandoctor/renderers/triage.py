@@ -1,4 +1,4 @@
-"""What `nandoctor triage` prints, and its page: the groups as a table, and what could not be analysed."""
+"""Render `nandoctor triage`, as text and as a page: the groups as a table, and what could not be analysed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nandoctor.text import brief, file_line, join_first, join_words, percent, pl
 
 _MAX_LISTED = 5
 _MAX_NAMED = 3
-_CAUSE_WIDTH, _SAMPLES_WIDTH, _MIN_PLACE_WIDTH = 23, 22, 18  # no code of a cause is longer
+_CAUSE_WIDTH, _SAMPLES_WIDTH, _MIN_PLACE_WIDTH = 23, 22, 18  # the first fits every cause's code
 _OUTCOMES = {
     "unreadable": "unreadable",
     "failed": "not replayed",
@@ -30,14 +30,14 @@ _OUTCOMES = {
 
 
 def triage_lines(triage: Triage) -> str:
-    """One JSON object for each dump, then one for each group, then one for the whole; ASCII only."""
+    """Return lines of JSON: an object per dump, then one per group, then one for the whole; ASCII only."""
     whole = to_plain(triage)
     parts = [*whole.pop("dumps"), *whole.pop("groups"), {"kind": "triage", "tool": MARK, **whole}]
     return "".join(f"{json.dumps(part, allow_nan=False)}\n" for part in parts)
 
 
 def print_triage(triage: Triage, console: Console) -> None:
-    """Print the groups, what fixes them, what recurs, what could not be analysed, and where the rest is."""
+    """Print the groups, their fixes, recurring samples, what could not be analysed, and where the page is."""
     facts, missing = list(_group_facts(triage)), list(_missing_facts(triage.dumps))
     sections = spaced(
         [literal(describe_triage(triage), "bold")],
@@ -50,7 +50,7 @@ def print_triage(triage: Triage, console: Console) -> None:
 
 
 def describe_triage(triage: Triage) -> str:
-    """The whole in one line: "412 dumps, 5 groups, 3 unreadable (2:41, 8 workers)"."""
+    """Return the triage in one line: "412 dumps, 5 groups, 3 unreadable (2:41, 8 workers)"."""
     counts = [plural(len(triage.dumps), "dump"), plural(len(triage.groups), "group")]
     for outcome, name in _OUTCOMES.items():
         number = sum(result.outcome == outcome for result in triage.dumps)
@@ -62,14 +62,14 @@ def describe_triage(triage: Triage) -> str:
 
 
 def describe_place(place: CodePlace) -> str:
-    """Where: "model/norm.py:45 ChannelNorm", or the module where no line is known."""
+    """Return the place: "model/norm.py:45 ChannelNorm", or the module if no line is known."""
     if not place.file:
         return place.module or place.type or "-"
     return printable(f"{relative_path(place.file)}:{place.line} {place.type}".strip())
 
 
 def describe_samples(group: Group) -> str:
-    """The sample that most of the group's dumps fail in, if there is one."""
+    """Return the group's most frequent recurring sample and its share of the dumps, or "-"."""
     if not group.recurring:
         return "-"
     first = group.recurring[0]
@@ -77,12 +77,12 @@ def describe_samples(group: Group) -> str:
 
 
 def name_sample(found: RecurringSample) -> str:
-    """A sample by its name, or as one whose inputs have this digest."""
+    """Return a sample's name, or the digest of its inputs."""
     return found.sample.text if found.sample.by == "name" else f"data {found.sample.text}"
 
 
 def describe_steps(group: Group) -> str:
-    """The first and the last step: "12-9,120"."""
+    """Return the first and the last step: "12-9,120"."""
     if group.steps is None:
         return "-"
     first, last = group.steps
@@ -90,12 +90,12 @@ def describe_steps(group: Group) -> str:
 
 
 def fold_reasons(results: Iterable[DumpResult]) -> list[tuple[str, str, list[str]]]:
-    """What was not analysed, one row for each outcome and reason: (outcome, reason, paths), the most frequent first."""
+    """Return the files that were not analysed as rows of (outcome, reason, paths), the most frequent first."""
     rows: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.outcome != "analysed":
             reason = result.reason
-            for path in (result.path, str(Path(result.path).absolute())):  # a row has the name of one dump, or of many
+            for path in (result.path, str(Path(result.path).absolute())):  # one row may stand for many dumps
                 reason = reason.removeprefix(f"{path}: ")
             rows.setdefault((_OUTCOMES[result.outcome], reason), []).append(result.path)
     listed = [(outcome, reason, sorted(paths)) for (outcome, reason), paths in rows.items()]
@@ -103,7 +103,7 @@ def fold_reasons(results: Iterable[DumpResult]) -> list[tuple[str, str, list[str
 
 
 def _table(groups: Sequence[Group]) -> FittedTable:
-    """The columns that say something; where the window is narrow the last ones are on the page alone."""
+    """Return the columns that have content; in a narrow window the last ones are only on the page."""
     places = [group.place for group in groups]
     columns = (
         Column("dumps", [f"{len(group.paths):,}" for group in groups], right=True),
@@ -124,7 +124,7 @@ def _table(groups: Sequence[Group]) -> FittedTable:
 
 
 def _listed(values: Sequence[object]) -> str:
-    """A few values, or the first and the last of consecutive numbers: "0-7"."""
+    """Return a few values, or the first and the last of consecutive numbers: "0-7"."""
     numbers = [value for value in values if isinstance(value, int)]
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]}-{numbers[-1]}"
@@ -132,13 +132,13 @@ def _listed(values: Sequence[object]) -> str:
 
 
 def _group_facts(triage: Triage) -> Iterator[tuple[str, str]]:
-    """What fixes each group, and which samples recur."""
+    """Yield what fixes each group, and which samples recur."""
     for number, group in enumerate(triage.groups, 1):
         verified = [fix for fix in group.fixes if fix.verified]
         if verified:
             yield f"group {number}", f"{verified[0].title} (verified on {group.representative})"
         elif group.fixes:
-            yield f"group {number}", f"no change that was tried on {group.representative} held"
+            yield f"group {number}", f"no change tried on {group.representative} was verified"
         elif group.fix_note:
             yield f"group {number}", group.fix_note
     for found in triage.recurring:
@@ -157,7 +157,7 @@ def _missing_facts(results: Sequence[DumpResult]) -> Iterator[tuple[str, str]]:
 
 
 def triage_page(triage: Triage) -> str:
-    """The whole page as text."""
+    """Return the page's HTML."""
     return render(
         "triage.html.j2",
         triage=triage,

@@ -1,4 +1,4 @@
-"""What each verdict means, and the tone in which every surface shows it."""
+"""The meaning of each verdict, and the tone in which every surface shows it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from nandoctor.evidence.verdicts import Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tone:
-    """How good news is.
+    """How good the news is.
 
-    `name` is a class of the page's styles, `text` a style of rich, `badge` one for a word on a ground of its own.
-    `color` is a CSS colour, read as the ground of white text, on light and on dark notebooks.
+    `name` is a CSS class of the page, `text` a rich style, `badge` one for a word on a coloured background. `color` is
+    a CSS colour that serves as the background of white text in light and in dark notebooks.
     """
 
     name: str
@@ -29,7 +29,7 @@ FAILED = Tone(name="failed", badge="white on red", text="red", color="#b04a00")
 
 @dataclass(frozen=True, slots=True)
 class ShownVerdict:
-    """A verdict as people read it; `meaning` has room for what is non-finite, `kinds`, and in which run, `under`."""
+    """A verdict as people read it; `meaning` has fields for what is non-finite, `kinds`, and in which run, `under`."""
 
     meaning: str
     tone: Tone
@@ -42,9 +42,9 @@ VERDICTS: Mapping[Verdict, ShownVerdict] = {
     "input": ShownVerdict("the batch in the file is non-finite before any layer reads it", FAILED),
     "loss-scale": ShownVerdict("every gradient is finite at loss scale 1; a GradScaler skips such a step", UNCLEAR),
     "silent": ShownVerdict("finite {under}, and far from what fp32 computes", FAILED),
-    "healthy": ShownVerdict("nothing that was looked at failed {under} or in fp32", GOOD),
-    "not-reproduced": ShownVerdict("the saved failure did not come back", UNCLEAR),
-    "cannot-tell": ShownVerdict("nothing non-finite in what could be looked at", UNCLEAR),
-    "fixed": ShownVerdict("the step failed, and passes under the code as it is now", GOOD),
+    "healthy": ShownVerdict("nothing that was checked failed {under} or in fp32", GOOD),
+    "not-reproduced": ShownVerdict("the saved failure was not reproduced", UNCLEAR),
+    "cannot-tell": ShownVerdict("nothing non-finite in what could be checked", UNCLEAR),
+    "fixed": ShownVerdict("the step failed, and passes with the current code", GOOD),
     "interrupted": ShownVerdict("the diagnosis was stopped before it was complete", UNCLEAR),
 }

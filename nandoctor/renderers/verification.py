@@ -1,4 +1,4 @@
-"""What `nandoctor verify` and `nandoctor fix` print: whether the step has been fixed, or a change that does it."""
+"""Render `nandoctor verify` and `nandoctor fix`: whether the step is fixed, or a change that fixes it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def print_verification(verification: Verification, console: Console) -> None:
 
 
 def short_story(verification: Verification) -> str:
-    """All that is printed, as plain text."""
+    """Return everything that is printed, as plain text."""
     word, _ = _SHOWN[verification.outcome]
     facts = [f"  {fact.label:<11} {fact.text}" for fact in _facts(verification)]
     return "\n".join([f"{word}: {printable(verification.headline)}", *facts])
@@ -71,20 +71,20 @@ def _facts(verification: Verification) -> Iterator[Fact]:
 
 
 def describe_changes(code: CodeState) -> str:
-    """What is known to have changed: "train.py:45 (1 line) since the dump was written"."""
+    """Return what is known to have changed: "train.py:45 (1 line) since the dump was written"."""
     texts = []
     for change in code.changes:
         name = brief(change.file)
         place = name if change.line is None else f"{name}:{change.line}"
         texts.append(f"{place} ({plural(change.num_lines, 'line')})" if change.num_lines else place)
     if not (texts or code.settings):
-        return "not known: the dump holds no hashes of the code"
+        return "unknown: the dump has no hashes of the code"
     since = [f"{join_first(texts, _MAX_CHANGES)} {_SINCE}"] if texts else []
     return "; ".join([*since, *code.settings])
 
 
 def _place(verification: Verification) -> Iterator[Fact]:
-    """Where it still fails, and why."""
+    """Yield where it still fails, and why."""
     origin = verification.origin
     if origin is not None:
         where = printable(origin.place.in_words)
@@ -98,7 +98,7 @@ def _place(verification: Verification) -> Iterator[Fact]:
 
 
 def print_fix(choice: FixChoice, report: Report, console: Console) -> None:
-    """Print the chosen one of the report's changes, and the next best ones in a line each."""
+    """Print the chosen change, and the next best ones in a line each."""
     print_parts(_fix_parts(choice, report), console, crop=False)
 
 
@@ -114,7 +114,7 @@ def _fix_parts(choice: FixChoice, report: Report) -> Iterator[RenderableType]:
 
 
 def code_of_fix(fix: Fix) -> str:
-    """The change as a diff or as code: what a setting sets is written out too."""
+    """Return the change as a diff or as code, including the code that makes a setting."""
     return fix.patch or "\n".join(_settings_as_code(fix.settings or FixSettings()))
 
 

@@ -1,5 +1,5 @@
-"""Cuts the failing operation out of a step and writes it as a script of its own.
+"""Extract the failing operation of a step and write it as a standalone script.
 
-`build` tells the story: `op_extraction` gives a `program` of a few ops with their tensors, `minimize` makes it small,
-`nearest_passing` finds the smallest change with which it passes, `script` writes it down.
+`build` runs the stages: `op_extraction` returns a `program` of a few ops with their tensors, `minimize` shrinks it,
+`nearest_passing` finds the smallest change that makes it pass, `script` writes it as text.
 """

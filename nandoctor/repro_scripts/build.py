@@ -1,6 +1,6 @@
-"""`nandoctor repro`: a script with the smallest tensors that still fail, and the nearest case that passes.
+"""Build the script of `nandoctor repro`: the smallest tensors that still fail, and the nearest case that passes.
 
-The script is run before it is given.
+The script is run before it is returned.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from nandoctor.text import file_line, printable
 
 _FINITE_IN_FP32 = ("precision", "silent", "loss-scale")
 _OUTSIDE = ("weight", "buffer", "batch")
-_SEE_REPLAY = "`nandoctor replay` tells how it went, and what could be tried."
+_SEE_REPLAY = "`nandoctor replay` shows what happened, and what could be tried."
 
 
 def make_script(report: Report, step: FailingStep | None, saved: Mapping[str, torch.Tensor]) -> str:
-    """Write a script that fails as the report says, with torch alone; `saved` are the weights of the dump.
+    """Return a script that fails as the report says and needs only torch; `saved` are the weights of the dump.
 
-    Raises NanDoctorError where there is nothing to show, or where it takes the project's own code to show it.
+    Raise NanDoctorError if there is nothing to show, or if only the project's own code can show it.
     """
     if report.verdict in NOTHING_FOUND:
-        raise NanDoctorError("Nothing non-finite came back in the replay.", remedy=_SEE_REPLAY)
+        raise NanDoctorError("Nothing non-finite occurred in the replay.", remedy=_SEE_REPLAY)
     program, failure = _find_program(report, step, saved)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is tried on the way is nobody's code
+        warnings.simplefilter("ignore")  # the attempts are not the user's code
         smallest = shrink(program, failure)
         script = write_script(smallest, failure, find_passing_case(smallest), dict(_facts(report)))
-        # Run the script as it is: it must fail as it says, and the nearest case pass.
+        # Run the script as it is: it must fail as stated, and the nearest case must pass.
         complaint = run_afresh(script)
         if complaint is not None:
             raise NanDoctorError(
-                f"The script does not show the failure by itself ({printable(complaint)}).",
-                remedy="`nandoctor replay -o report.json` keeps what is known of it.",
+                f"The script does not fail on its own ({printable(complaint)}).",
+                remedy="`nandoctor replay -o report.json` saves what is known about it.",
             )
     return script
 
@@ -73,12 +73,12 @@ def _find_program(
 
 
 def _with_failure(program: Program) -> tuple[Program, Failure]:
-    """The program and how it fails; raises where it does not fail by itself."""
+    """Return the program and how it fails; raise NanDoctorError if it does not fail on its own."""
     failure = find_failure(program)
     if failure is None:
         raise NanDoctorError(
-            "The op does not fail by itself, with the tensors that it had.",
-            remedy="The failure hangs on the machine: try --device cuda, or the torch that wrote the dump.",
+            "The op does not fail on its own with the tensors of the step.",
+            remedy="The failure depends on the machine: try --device cuda, or the torch that wrote the dump.",
         )
     return program, failure
 
@@ -89,15 +89,15 @@ def _find_origin(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
         if op.key == key:
             return op
     if origin.phase != "backward":
-        raise NanDoctorError(f"{origin.op} did not come by again in a second run.", remedy=NOT_THE_SAME)
+        raise NanDoctorError(f"{origin.op} was not seen again in a second run.", remedy=NOT_THE_SAME)
     raise NanDoctorError(
         f"{origin.function or origin.op} is a custom autograd Function: only the project's own code can show it.",
-        remedy="Call the Function by itself, with torch.autograd.gradcheck or a gradient of the size in the report.",
+        remedy="Call the Function alone, with torch.autograd.gradcheck or a gradient of the size in the report.",
     )
 
 
 def _find_reader(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
-    """The first op that takes the non-finite weight, buffer or array."""
+    """Return the first op that reads the non-finite weight, buffer or array."""
     takers = [
         (tensor.stats.finite, -(tensor.stats.absmax or 0.0) if tensor.stats.finite else 0.0, op.order)
         for op in ops
@@ -114,7 +114,7 @@ def _belongs(origin: Origin, kind: str, path: str) -> bool:
 
 
 def _grow(extracted: ExtractedOps, *, wants_finite: bool) -> tuple[Program, Failure]:
-    """The op alone; where fp32 fails from the same rounded inputs, too, with those before it that made them."""
+    """Return the op alone or, if fp32 fails too from its rounded inputs, with the ops before it that made them."""
     orders = [extracted.target]
     program, failure = _with_failure(extracted.program(orders))
     alone = program, failure
@@ -134,21 +134,21 @@ def _grown(
     extracted: ExtractedOps, orders: list[int], failure: Failure
 ) -> Iterator[tuple[list[int], Program, Failure]]:
     for supplier in extracted.suppliers(orders):
-        with contextlib.suppress(NanDoctorError):  # an op that cannot be run by itself stays outside
+        with contextlib.suppress(NanDoctorError):  # leave out an op that cannot run on its own
             program, found = _with_failure(extracted.program([*orders, supplier]))
             if found.kind == failure.kind:
                 yield [*orders, supplier], program, found
 
 
 def _nonfinite_weight(report: Report, saved: Mapping[str, torch.Tensor]) -> Program:
-    """A file of weights alone: the tensor as it was saved."""
+    """Return a program for a file of weights alone: the non-finite tensor as saved."""
     name = next(iter((*report.dump.bad_weights, *report.dump.bad_buffers))).name
     nodes = (_node("clone_1", "torch.clone", "saved"),)
     return Program(nodes=nodes, result=Ref(name="clone_1"), leaves={"saved": saved[name]}, low=torch.float16)
 
 
 def _optimizer_step(origin: Origin, moments: Sequence[SecondMoment]) -> Program:
-    """Adam's quotient for the parameter of the origin, where its gradient was zero."""
+    """Return Adam's quotient for the parameter of the origin, with zero as its first moment."""
     flushed = [moment for moment in moments if not moment.values.all()]
     moment = next((m for m in flushed if m.values.numel() == origin.elements.numel), flushed[0])
     return Program(
@@ -191,7 +191,7 @@ def _describe(origin: Origin) -> str:
 
 
 def run_afresh(script: str) -> str | None:
-    """Run the script in a process of its own; the last line that it complains with, None where it ends well."""
+    """Run the script in a new process; return the last line of its error output, None if it succeeds."""
     done = subprocess.run([sys.executable, "-P", "-"], input=script.encode(), capture_output=True, check=False)
     if done.returncode == 0:
         return None

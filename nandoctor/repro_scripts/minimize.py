@@ -1,7 +1,6 @@
-"""Makes the tensors of a program as small and plain as they can be while it still fails in the same way.
+"""Make the tensors of a program as small and simple as possible while it still fails in the same way.
 
-It fails alike with the same kind of value from operands of the same kinds, and with fp32 and float64 finite if they
-were.
+The same way means: the same kind of value from operands of the same kind, and fp32 and float64 finite if they were.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ Dimension = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How a program fails: the worst kind of value that it gives, and what tells one cause of it from another.
+    """How a program fails: the worst kind of value in its results, and what distinguishes causes.
 
-    `finite_in_fp32` where nothing is rounded on the way, `finite_exactly` where float64 is finite from the operands
-    that the last op had: an overflow, and no division by zero. `taken` is the worst kind of value among those operands.
-    `results` are the places of the gradients, or of the one result, that have the kind: a program has it in no other.
+    `finite_in_fp32`: it is finite if nothing is rounded on the way. `finite_exactly`: float64 is finite from the last
+    op's operands, so it is an overflow and not a division by zero. `taken` is the worst kind of value among those
+    operands. `results` are the indexes of the gradients, or of the one result, that have the kind; no others have it.
     """
 
     kind: ValueKind
@@ -44,16 +43,16 @@ class Failure:
     results: frozenset[int]
 
     def is_shown_by(self, program: Program) -> bool:
-        """Tell whether the program fails in this way; one that raises does not."""
+        """Return True if the program fails in this way; False if it raises."""
         try:
             found = _find(program, lambda kinds: self.kind if self.kind in kinds else None)
-        except Exception:  # shapes that do not fit each other raise whatever the op raises
+        except Exception:  # mismatched shapes raise any exception of the op
             return False
         return found is not None and found.results <= self.results and replace(found, results=self.results) == self
 
 
 def find_failure(program: Program) -> Failure | None:
-    """How the program fails, None where it is finite."""
+    """Return how the program fails, None if it is finite."""
     return _find(program, lambda kinds: next(iter(kinds), None))
 
 
@@ -72,19 +71,19 @@ def _find(program: Program, choose: Callable[[tuple[ValueKind, ...]], ValueKind 
 
 
 def shrink(program: Program, failure: Failure) -> Program:
-    """The program with its tensors sliced, made constant and rounded, as far as `failure` stays."""
+    """Return the program with its tensors sliced, made constant and rounded as far as `failure` persists."""
     return _Shrinking(failure).shrink(program)
 
 
 class _Shrinking:
-    """The search; it counts its runs, and keeps what it has when they are used up."""
+    """A search for smaller programs with a limited number of runs; it keeps the best one when they are used up."""
 
     def __init__(self, failure: Failure) -> None:
         self._failure = failure
         self._runs_left = _MAX_RUNS
 
     def shrink(self, program: Program) -> Program:
-        """Halves first, since each run of what is large takes long; one value for all before single elements go."""
+        """Try halves first, since large programs run slowly, and constants before removing single elements."""
         program = self._narrow_all(program, 2)
         program = self._simplify_all(self._simplify(program, _constants))
         program = self._narrow_all(program, _MAX_SHARE)
@@ -99,12 +98,12 @@ class _Shrinking:
         return program
 
     def _still_fails(self, program: Program) -> bool:
-        """Tell whether the program fails as the first one did; False once the runs are used up."""
+        """Return True if the program fails as the first one did; False once the runs are used up."""
         self._runs_left -= 1
         return self._runs_left > 0 and self._failure.is_shown_by(program)
 
     def _narrow(self, program: Program, slots: tuple[Dimension, ...], finest: int) -> Program:
-        """Slice the dimensions `slots` together to the fewest of ever smaller shares, down to 1 / `finest`."""
+        """Slice the dimensions `slots` together to the fewest parts, of ever smaller size down to 1 / `finest`."""
         size = _extent(program, slots)
         is_named = any(type(value) is int and value == size for value in program.arguments())
         for change in (_sliced, _sliced_with_sizes) if is_named else (_sliced,):
@@ -117,7 +116,7 @@ class _Shrinking:
     def _keep_fewest(
         self, program: Program, change: Callable[[torch.Tensor], Program], size: int, share: int
     ) -> Program:
-        """Keep the fewest parts of a dimension, each 1 / `share` of it, with which the failure stays."""
+        """Keep the fewest parts of a dimension, each 1 / `share` of it, with which the failure persists."""
         width = math.ceil(size / share)
         parts = [range(start, min(start + width, size)) for start in range(0, size, width)]
 
@@ -128,14 +127,14 @@ class _Shrinking:
         return change(kept(fewest)) if len(fewest) < len(parts) else program
 
     def _simplify(self, program: Program, values_for: Callable[[torch.Tensor], Iterator[torch.Tensor]]) -> Program:
-        """The plainest of these values for each leaf."""
+        """Give each leaf the first of these values, simplest first, with which the program still fails."""
         for name, leaf in program.leaves.items():
             simpler = (program.with_values(**{name: values}) for values in _by_parts(values_for, leaf))
             program = next(filter(self._still_fails, simpler), program)
         return program
 
     def _simplify_all(self, program: Program) -> Program:
-        """One magnitude for each leaf that is not constant yet, all at once: what they give may hang on their signs."""
+        """Give all leaves that still vary one magnitude each, the first one or none negated: signs may matter."""
         largest = {name: float(leaf.abs().max()) for name, leaf in program.leaves.items() if _varies(leaf)}
         varied = {name: torch.full_like(program.leaves[name], _round(value, 2)) for name, value in largest.items()}
         first = next(iter(varied), "")
@@ -152,7 +151,7 @@ def _extent(program: Program, slots: tuple[Dimension, ...]) -> int:
 
 
 def _groups(program: Program) -> Iterator[tuple[Dimension, ...]]:
-    """Dimensions of equal size, that may have to shrink together: all of them, then ever fewer."""
+    """Yield groups of dimensions of equal size, which may have to shrink together: all of them, then ever fewer."""
     by_size: dict[int, list[Dimension]] = defaultdict(list)
     for name, leaf in program.leaves.items():
         for dim, size in enumerate(leaf.shape):
@@ -172,16 +171,16 @@ def _sliced(program: Program, slots: tuple[Dimension, ...], kept: torch.Tensor) 
 
 
 def _with_fitting_gradient(program: Program, start: float) -> Program:
-    """The program with its gradient cut to the result's shape, from `start` on, as a share of what is cut.
+    """Return the program with its gradient cut to the result's shape, from `start`, a share of its size, on.
 
-    A convolution that strides or does not pad has a gradient of another size than its input.
+    The gradient of a convolution with strides or without padding has another size than the input.
     """
     if program.gradient is None:
         return program
     gradient = program.leaves[program.gradient]
     try:
         shape = program.result_shape
-    except Exception:  # shapes that do not fit each other raise whatever the op raises
+    except Exception:  # mismatched shapes raise any exception of the op
         return program
     if len(shape) == gradient.dim():
         for dim, (size, wanted) in enumerate(zip(gradient.shape, shape, strict=True)):
@@ -191,7 +190,7 @@ def _with_fitting_gradient(program: Program, start: float) -> Program:
 
 
 def _sliced_with_sizes(program: Program, slots: tuple[Dimension, ...], kept: torch.Tensor) -> Program:
-    """The same, and the size wherever it stands in a list of whole numbers: a shape to view, to normalise over."""
+    """Slice, and replace the size in lists of ints, such as the shape to view as or to normalise over."""
     size = _extent(program, slots)
 
     def resize(value: Any) -> Any:
@@ -214,14 +213,14 @@ def _sliced_with_sizes(program: Program, slots: tuple[Dimension, ...], kept: tor
 def _by_parts(
     values_for: Callable[[torch.Tensor], Iterator[torch.Tensor]], leaf: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """These values for a leaf; of a complex one for its real and imaginary parts."""
+    """Yield values for a leaf; for a complex one, they are of its real and imaginary parts."""
     if not leaf.is_complex():
         return values_for(leaf)
     return map(torch.view_as_complex, values_for(torch.view_as_real(leaf)))
 
 
 def _constants(leaf: torch.Tensor) -> Iterator[torch.Tensor]:
-    """One value for all that is finite in a leaf: none, one, its mean or its largest, to few digits."""
+    """Yield the leaf with one value for all finite elements: 0, 1, their mean or the largest, to few digits."""
     finite = leaf[torch.isfinite(leaf)]
     if not finite.numel():
         return
@@ -233,13 +232,13 @@ def _constants(leaf: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _varies(leaf: torch.Tensor) -> bool:
-    """Tell whether a leaf of numbers is finite, and more than one value."""
+    """Return True if a floating-point leaf is finite and not constant."""
     values = leaf.flatten()
     return leaf.is_floating_point() and bool(torch.isfinite(leaf).all()) and bool((values[1:] != values[:-1]).any())
 
 
 def _largest_alone(leaf: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Ever more of the largest values of a leaf, among zeros or ones."""
+    """Yield ever more of a leaf's largest values, among zeros or ones."""
     count = 1
     while _varies(leaf) and 4 * count < leaf.numel():
         largest = leaf.abs() >= leaf.abs().flatten().kthvalue(leaf.numel() - count + 1).values
@@ -248,7 +247,7 @@ def _largest_alone(leaf: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _roundings(leaf: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A leaf's values rounded to ever more digits."""
+    """Yield a leaf's values rounded to ever more digits."""
     for digits in range(1, _MAX_DIGITS + 1) if leaf.is_floating_point() else ():
         yield leaf.clone().double().apply_(partial(_round, digits=digits)).to(leaf.dtype)
 

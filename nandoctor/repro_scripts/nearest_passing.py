@@ -1,4 +1,4 @@
-"""The nearest case that passes: arguments of a program changed, by as little as is enough."""
+"""Find the nearest case that passes: arguments of a program changed as little as possible."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _BISECTIONS = 12
 _RAISED = "with the eps raised just enough"
 
 Proposal = tuple[Mapping[str, str], str]
-"""Leaves or numbers of a program, each with the expression that is to take its place; and the change in words."""
+"""Leaves or numbers of a program, each with the expression that replaces it; and the change in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassingCase:
-    """A `Proposal` with which a program passes: `program` is the changed one."""
+    """A `Proposal` that makes a program pass; `program` is the changed one."""
 
     changes: Mapping[str, str]
     words: str
@@ -30,14 +30,14 @@ class PassingCase:
 
 
 def find_passing_case(program: Program) -> PassingCase | None:
-    """The first that passes of: a constant raised, a mask opened, a tensor scaled, its zeros raised, one row more."""
+    """Return the first case that passes, from raising a constant to appending an element; None if none does."""
     sources = (_numbers, _scalars, _masks, _nonfinite_values, _scales, _floors, _whole_numbers, _rows)
     cases = (_try(program, changes, words) for source in sources for changes, words in source(program))
     return next(filter(None, cases), None)
 
 
 def _try(program: Program, changes: Mapping[str, str], words: str) -> PassingCase | None:
-    """The program with these expressions, as the script will have them, in place of arguments; None if it fails."""
+    """Return the program with its arguments replaced by these expressions of the script; None if it fails."""
     try:
         values = {name: eval(text, {"torch": torch, **program.leaves}) for name, text in changes.items()}
     except (RuntimeError, TypeError):
@@ -49,17 +49,17 @@ def _try(program: Program, changes: Mapping[str, str], words: str) -> PassingCas
 def _passes(program: Program) -> bool:
     try:
         return not kinds_of(program.run())
-    except Exception:  # an index or a shape that the op does not take
+    except Exception:  # an index or a shape that the op rejects
         return False
 
 
 def _passes_with(program: Program, name: str, template: str, value: float) -> bool:
-    """Tell whether the program passes with this value in the expression for an argument."""
+    """Return True if the program passes with this value in the expression for an argument."""
     return _try(program, {name: template.format(value)}, "") is not None
 
 
 def _numbers(program: Program) -> Iterator[Proposal]:
-    """An eps raised just enough, or a constant made one that the format holds."""
+    """Propose an eps raised just enough, or a large constant replaced by the largest that the format holds."""
     for name, number in program.numbers.items():
         if abs(number) > LARGEST_EPS:
             largest = math.copysign(torch.finfo(program.low).max, number)
@@ -69,7 +69,7 @@ def _numbers(program: Program) -> Iterator[Proposal]:
 
 
 def _scalars(program: Program) -> Iterator[Proposal]:
-    """An eps that is a tensor of its own raised just enough."""
+    """Propose an eps that is a 0-d tensor raised just enough."""
     for name, leaf in program.leaves.items():
         if leaf.dim() == 0 and leaf.is_floating_point() and 0 < abs(leaf) <= LARGEST_EPS:
             template = f"torch.full_like({name}, {{!r}})"
@@ -79,7 +79,7 @@ def _scalars(program: Program) -> Iterator[Proposal]:
 
 
 def _least(start: float, passes: Callable[[float], bool]) -> float | None:
-    """The smallest multiple of `start`, to two digits, that passes; up to 1."""
+    """Return the smallest passing multiple of `start`, to two digits or more, up to 1; None if there is none."""
     if passes(start):
         return start
     failing = start
@@ -102,7 +102,7 @@ def _bisected(failing: float, passing: float, passes: Callable[[float], bool]) -
 
 
 def _masks(program: Program) -> Iterator[Proposal]:
-    """A mask opened: no key is hidden."""
+    """Propose an open mask that hides no key."""
     for name, leaf in program.leaves.items():
         if leaf.dtype == torch.bool:
             for function in ("zeros_like", "ones_like"):
@@ -112,14 +112,14 @@ def _masks(program: Program) -> Iterator[Proposal]:
 
 
 def _nonfinite_values(program: Program) -> Iterator[Proposal]:
-    """Zeros for what is non-finite in one tensor, else in all of them."""
+    """Propose zeros for the non-finite values in one tensor, else in all of them."""
     nonfinite = [name for name, leaf in program.leaves.items() if kinds_of((leaf,))]
     for names in [*([name] for name in nonfinite), nonfinite] if nonfinite else []:
         yield {name: f"{name}.nan_to_num(0.0, 0.0, 0.0)" for name in names}, "with zeros for the non-finite values"
 
 
 def _scales(program: Program) -> Iterator[Proposal]:
-    """A tensor scaled down, by as little as is enough."""
+    """Propose a tensor scaled down just enough."""
     found = []
     for name, leaf in program.leaves.items():
         if not (leaf.is_floating_point() or leaf.is_complex()) or not leaf.any():
@@ -133,7 +133,7 @@ def _scales(program: Program) -> Iterator[Proposal]:
 
 
 def _floors(program: Program) -> Iterator[Proposal]:
-    """What is zero or negative raised to a positive number, the smallest that is enough."""
+    """Propose zeros and negative values raised to the smallest positive number that is enough."""
     for name, leaf in program.leaves.items():
         if not leaf.is_floating_point() or not leaf.numel() or name == program.gradient:
             continue
@@ -143,13 +143,13 @@ def _floors(program: Program) -> Iterator[Proposal]:
 
 
 def _passes_above_zero(program: Program, name: str, floor: float) -> bool:
-    """Tell whether the program passes with a floor that the leaf's format tells from zero."""
+    """Return True if the program passes with a floor that does not round to zero in the leaf's format."""
     raised = program.leaves[name].clamp(min=floor)
     return bool(raised.all()) and _passes(program.with_values(**{name: raised}))
 
 
 def _whole_numbers(program: Program) -> Iterator[Proposal]:
-    """Classes that are not ignored, or counts of at least one."""
+    """Propose classes that are not ignored, or counts of at least one."""
     for name, leaf in program.leaves.items():
         if not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool):
             yield {name: f"torch.zeros_like({name})"}, f"with {name} that count"
@@ -157,7 +157,7 @@ def _whole_numbers(program: Program) -> Iterator[Proposal]:
 
 
 def _rows(program: Program) -> Iterator[Proposal]:
-    """One element more along a dimension: a mean of nothing, a deviation of one."""
+    """Propose one element more along a dimension, for a mean of nothing or a deviation of one element."""
     for name, leaf in program.leaves.items():
         for dim in range(leaf.dim()):
             for more in (f"{name} + 1", f"{name}.new_ones({[max(size, 1) for size in leaf.shape]})"):

@@ -1,4 +1,4 @@
-"""Cuts the ops around an origin out of a run, with the tensors that they had."""
+"""Extract the ops around an origin from a run, with their tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nandoctor.repro_scripts.program import METHOD, Mode, Node, Program, Ref, fi
 from nandoctor.torch_compat import is_wrapped, schema_of, tree_map, tree_tensors, version_of
 from nandoctor.tracing.dispatch_hook import Invocation
 
-NOT_THE_SAME = "The step is not the same every time: give --seed, and make the forward deterministic."
+NOT_THE_SAME = "The step is not the same every time: pass --seed, and make the forward deterministic."
 
 _MAX_DEPTH = 8
 _MAX_OPS = 24
@@ -33,17 +33,17 @@ _LISTS: tuple[tuple[Mode, Iterable[str]], ...] = (
     ("rounded", (*op_lists.NORMS, *op_lists.ROUNDED_ONCE_ON_CUDA, *op_lists.HALF_ON_CUDA_ALONE)),
 )
 _MODES: dict[str, Mode] = {name: mode for mode, names in _LISTS for name in names}
-_PLAINER_NAMES = {
+_LEAF_NAMES = {
     **dict.fromkeys(("self", "input", "tensors[0]"), "x"),
     **dict.fromkeys(("other", "mat2", "tensor2", "vec2", "tensors[1]"), "y"),
 }
 _CONSTANTS = frozenset({"self", "other", "min", "max", "eps", "value", "fill_value"})
-_TAKEN = frozenset({"case", "low", "torch", "inf", "nan", "got", "passing"})
+_RESERVED_NAMES = frozenset({"case", "low", "torch", "inf", "nan", "got", "passing"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Taken:
-    """A tensor that an op took: as it was then, and the object itself, by which it is known again."""
+class _Input:
+    """A tensor that an op took: its values at that time, and the object itself, by which it is recognized later."""
 
     itself: torch.Tensor
     version: int | None
@@ -52,18 +52,18 @@ class _Taken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """One op as it ran."""
+class _RecordedOp:
+    """One op as it ran; `taken` are its input tensors by `id`, `given` its outputs."""
 
     call: Invocation
-    taken: Mapping[int, _Taken]
+    taken: Mapping[int, _Input]
     given: tuple[torch.Tensor, ...]
     under_autocast: bool
 
 
 @dataclass(slots=True, kw_only=True)
 class _Gradient:
-    """What came in from behind, and for which of the results."""
+    """The incoming gradient of a backward pass, and the index of the result that it belongs to."""
 
     item: int = 0
     values: torch.Tensor | None = None
@@ -71,21 +71,21 @@ class _Gradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtractedOps:
-    """The op `target` and those before it, by their order; `low` is what autocast computed in."""
+    """The op `target` and those before it, by their order; `low` is autocast's dtype."""
 
     target: int
-    pieces: Mapping[int, _Piece]
+    pieces: Mapping[int, _RecordedOp]
     ops: Mapping[int, OpCall]
     low: torch.dtype
     gradient: _Gradient | None = None
     nodes: dict[int, tuple[str, Mode]] = field(default_factory=dict)
 
     def program(self, orders: Iterable[int]) -> Program:
-        """The ops of these orders; what they take from others becomes a leaf."""
+        """Return a program of the ops with these orders; inputs from other ops become leaves."""
         return _Assembly(self, sorted(orders)).program()
 
     def suppliers(self, orders: Iterable[int]) -> Iterator[int]:
-        """The ops that gave what these take, the latest first."""
+        """Yield the ops that made the inputs of these, the latest first."""
         chosen = set(orders)
         producers = {tensor.producer for order in chosen for tensor in self.ops[order].inputs}
         yield from sorted((p for p in producers - chosen if p is not None and p in self.pieces), reverse=True)
@@ -94,12 +94,12 @@ class ExtractedOps:
 def extract_ops(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, backward: bool) -> ExtractedOps:
     """Run the step once more, and keep the tensors of the op `target` of its trace `ops`, and of some before it.
 
-    Raises NanDoctorError where the op took what cannot be written down: tensors that are sparse, nested or mapped.
+    Raise NanDoctorError if the op took tensors that cannot be written as literals: sparse, nested or under torch.func.
     """
     by_order = {op.order: op for op in ops}
     ends = (op for tensor in target.inputs for op in ancestors(by_order, tensor, _MAX_DEPTH))
     wanted = {target.order, *sorted({op.order for op in ends if op.order < target.order})[-_MAX_OPS:]}
-    pieces: dict[int, _Piece] = {}
+    pieces: dict[int, _RecordedOp] = {}
     refused: dict[int, NanDoctorError] = {}
     gradient = _Gradient() if backward else None
 
@@ -107,13 +107,13 @@ def extract_ops(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, bac
         if order not in wanted:
             return
         try:
-            pieces[order] = _Piece(
+            pieces[order] = _RecordedOp(
                 call=call,
                 taken={id(leaf): _take(leaf, call) for leaf in tree_tensors((call.args, call.kwargs))},
                 given=tuple(map(_copy, tree_tensors(output))),
                 under_autocast=torch.is_autocast_enabled(step.device.type),
             )
-        except NanDoctorError as error:  # raised in here, it would pass for the model's own
+        except NanDoctorError as error:  # raised here, it would be mistaken for the model's own
             refused[order] = error
         if order == target.order and gradient is not None:
             _await_gradient(tree_tensors(output), gradient)
@@ -122,22 +122,22 @@ def extract_ops(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, bac
     if target.order in refused:
         raise refused[target.order]
     if target.order not in pieces or (gradient is not None and gradient.values is None):
-        raise NanDoctorError(f"{target.op} did not come by again in a second run.", remedy=NOT_THE_SAME)
+        raise NanDoctorError(f"{target.op} was not seen again in a second run.", remedy=NOT_THE_SAME)
     if gradient is not None and gradient.values is not None and kinds_of((gradient.values,)):
         raise NanDoctorError(
-            f"The gradient that comes into {target.op} is non-finite already: {target.op} does not make it so.",
+            f"The incoming gradient of {target.op} is non-finite already, so {target.op} is not the cause.",
             remedy="Look at a value that is used several times: its gradients are added up, and the sum may overflow.",
         )
     low = torch_dtype(step.low)
     return ExtractedOps(target=target.order, pieces=pieces, ops=by_order, low=low, gradient=gradient)
 
 
-def _take(tensor: torch.Tensor, call: Invocation) -> _Taken:
-    return _Taken(
+def _take(tensor: torch.Tensor, call: Invocation) -> _Input:
+    return _Input(
         itself=tensor,
         version=version_of(tensor),
         values=_copy(tensor),
-        # Of what an op writes to, a copy without a graph is all that is left.
+        # Only a detached copy is left of a tensor that the op writes to.
         requires_grad=tensor.requires_grad or schema_of(call.op).is_mutable,
     )
 
@@ -152,8 +152,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _cannot_write(what: str) -> NanDoctorError:
     return NanDoctorError(
-        f"The op took {what}, which no literal can stand for.",
-        remedy="`nandoctor replay -o report.json` keeps what is known of it.",
+        f"The op took {what}, which cannot be written as a literal.",
+        remedy="`nandoctor replay -o report.json` saves what is known about it.",
     )
 
 
@@ -168,7 +168,7 @@ def _await_gradient(given: Sequence[torch.Tensor], gradient: _Gradient) -> None:
 
 
 class _Assembly:
-    """Makes a `Program` of some pieces: who takes what from whom, and under which name."""
+    """A builder that links pieces into a `Program`: where each op's inputs come from, and their names."""
 
     def __init__(self, extracted: ExtractedOps, orders: Sequence[int]) -> None:
         self._extracted = extracted
@@ -180,7 +180,7 @@ class _Assembly:
         self._trained: list[str] = []
 
     def program(self) -> Program:
-        """All of it; the last op's result is what is looked at."""
+        """Return the program; the last op's result, or its gradients, are checked."""
         nodes = tuple(self._node(order) for order in self._orders)
         last = self._extracted.pieces[self._orders[-1]]
         gradient = self._extracted.gradient
@@ -210,17 +210,17 @@ class _Assembly:
         args = tuple(self._argument(name, value, piece, tensors) for name, value in zip(names, call.args, strict=False))
         kwargs = {name: self._argument(name, value, piece, tensors) for name, value in call.kwargs.items()}
         name = self._free_name(f"{call.name.strip('_')}_{len(self._results) + 1}")
-        function, mode = self._extracted.nodes.setdefault(order, _find_way(piece, self._extracted.low))
+        function, mode = self._extracted.nodes.setdefault(order, _find_function_and_mode(piece, self._extracted.low))
         self._results[order] = name
         return Node(name=name, function=function, mode=mode, args=args, kwargs=kwargs)
 
-    def _argument(self, name: str, value: Any, piece: _Piece, tensors: Mapping[str, OpTensor]) -> Any:
+    def _argument(self, name: str, value: Any, piece: _RecordedOp, tensors: Mapping[str, OpTensor]) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(name, piece.taken[id(value)], tensors.get(name))
         if isinstance(value, (list, tuple)):
             return [self._argument(f"{name}[{i}]", item, piece, tensors) for i, item in enumerate(value)]
         is_constant = type(value) in (int, float) and name in _CONSTANTS
-        # Too small or too large, it may be to blame.
+        # A number that is too small or too large may be to blame.
         if is_constant and (0 < abs(value) <= LARGEST_EPS or abs(value) > torch.finfo(self._extracted.low).max):
             known = next((known for known, number in self._numbers.items() if number == value), None)
             name = known or self._free_name("eps" if abs(value) <= LARGEST_EPS else "constant")
@@ -228,8 +228,8 @@ class _Assembly:
             return Ref(name=name)
         return _on_cpu(value)
 
-    def _tensor(self, name: str, taken: _Taken, known: OpTensor | None) -> Ref:
-        """The result of an earlier node, else a leaf, one for all who take the same tensor in the same state."""
+    def _tensor(self, name: str, taken: _Input, known: OpTensor | None) -> Ref:
+        """Return a reference to an earlier node's result, else to a leaf, one per tensor and version of its memory."""
         if known is not None and known.producer in self._results:
             given = enumerate(self._extracted.pieces[known.producer].given)
             item = next((item for item, result in given if _is_same(result, taken.values)), None)
@@ -239,7 +239,7 @@ class _Assembly:
         key = (id(taken.itself), taken.version)
         if key not in self._refs:
             origin = known.path.rpartition(".")[2] if known is not None and known.path else name
-            leaf = self._free_name(_PLAINER_NAMES.get(origin, origin))
+            leaf = self._free_name(_LEAF_NAMES.get(origin, origin))
             self._leaves[leaf] = taken.values
             self._refs[key] = Ref(name=leaf)
             if taken.requires_grad and (taken.values.is_floating_point() or taken.values.is_complex()):
@@ -248,7 +248,7 @@ class _Assembly:
 
     def _free_name(self, wanted: str) -> str:
         name = re.sub(r"\W", "_", wanted).strip("_") or "x"
-        name = f"x_{name}" if name[0].isdigit() or keyword.iskeyword(name) or name in _TAKEN else name
+        name = f"x_{name}" if name[0].isdigit() or keyword.iskeyword(name) or name in _RESERVED_NAMES else name
         used = {*self._leaves, *self._numbers, *self._results.values()}
         others = ["y", "z"] if name == "x" else []
         others += [f"{name}_{i}" for i in range(2, len(used) + 3)]
@@ -265,8 +265,8 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
 
 
-def _find_way(piece: _Piece, low: torch.dtype) -> tuple[str, Mode]:
-    """The function and the mode that give by themselves what the op gave in the run."""
+def _find_function_and_mode(piece: _RecordedOp, low: torch.dtype) -> tuple[str, Mode]:
+    """Return the function and the mode that alone give the op's result in the run."""
     listed = _MODES.get(str(piece.call.op).removeprefix("aten.").removesuffix(".default"), "plain")
     modes = dict.fromkeys([listed if piece.under_autocast else "plain", "plain", "in_fp32", "product", "rounded"])
     for mode in modes:
@@ -274,13 +274,13 @@ def _find_way(piece: _Piece, low: torch.dtype) -> tuple[str, Mode]:
             if _gives_the_same(piece, Node(name="", function=function, mode=mode, args=(), kwargs={}), low):
                 return function, mode
     raise NanDoctorError(
-        f"{piece.call.name} gives something else by itself than in the run, so no script can show it.",
-        remedy="It may be an op of a library of its own: report it there with `nandoctor replay -o report.json`.",
+        f"{piece.call.name} alone gives another result than in the run, so no script can show it.",
+        remedy="It may be an op of another library: report it there with `nandoctor replay -o report.json`.",
     )
 
 
 def _functions(call: Invocation) -> Iterator[str]:
-    """Ways to call the op, the most usual first."""
+    """Yield names of functions that may call the op, the most common first."""
     name, raw = call.name, schema_of(call.op).name.partition("::")[2]
     yield from (f"torch.{place}{name}" for place in ("", "nn.functional.", "special.", "linalg."))
     yield f"torch.linalg.{name.removeprefix('linalg_')}"
@@ -288,7 +288,7 @@ def _functions(call: Invocation) -> Iterator[str]:
     yield str(call.op).replace("aten.", "torch.ops.aten.", 1)
 
 
-def _gives_the_same(piece: _Piece, node: Node, low: torch.dtype) -> bool:
+def _gives_the_same(piece: _RecordedOp, node: Node, low: torch.dtype) -> bool:
     def value_of(value: Any) -> Any:
         return piece.taken[id(value)].values if isinstance(value, torch.Tensor) else _on_cpu(value)
 
@@ -298,7 +298,7 @@ def _gives_the_same(piece: _Piece, node: Node, low: torch.dtype) -> bool:
         find_function(node.function)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             made = tree_tensors(node.run({}, low, low))
-    except Exception:  # an argument or a dtype that this way does not take
+    except Exception:  # an argument or a dtype that this function rejects
         return False
     if len(made) != len(piece.given):
         return False

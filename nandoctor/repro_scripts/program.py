@@ -1,4 +1,4 @@
-"""`Program`: a few ops cut out of a run, with their tensors in hand, to be run by themselves."""
+"""`Program`: a few ops extracted from a run with their tensors, to run on their own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from nandoctor.torch_compat import tree_leaves, tree_map, tree_tensors
 
 Mode = Literal["plain", "in_fp32", "product", "rounded"]
-"""How CUDA's autocast runs an op: as it comes; on operands cast to fp32; as tensor cores do, operands rounded, sums in
-fp32, the result rounded once; or in fp32 inside, rounded to the format of the first operand."""
+"""How CUDA's autocast runs an op: unchanged; on operands cast to fp32; as tensor cores do, with operands rounded, sums
+in fp32 and the result rounded once; or in fp32 inside, with the result rounded to the format of the first operand."""
 
 ValueKind = Literal["nan", "+inf", "-inf"]
 
 METHOD = "Tensor."
-"""What the name of a method starts with; one that writes to its tensor is given a copy."""
+"""The prefix of a method's name; a method that writes to its tensor gets a copy."""
 
 TESTS: dict[ValueKind, Callable[[torch.Tensor], torch.Tensor]] = {
     "nan": torch.isnan,
@@ -29,7 +29,7 @@ TESTS: dict[ValueKind, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ref:
-    """A leaf, a number or the result of an earlier node, by its name; `item` is the place among several results."""
+    """A leaf, a number or the result of an earlier node, by its name; `item` is the index among several results."""
 
     name: str
     item: int | None = None
@@ -37,7 +37,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One op: `function` is the dotted name of what is called, `mode` how autocast runs it. Arguments hold `Ref`s."""
+    """One op: `function` is the dotted name to call, `mode` how autocast runs it. Arguments contain `Ref`s."""
 
     name: str
     function: str
@@ -46,7 +46,7 @@ class Node:
     kwargs: Mapping[str, Any]
 
     def run(self, values: Mapping[str, Any], own_low: torch.dtype, low: torch.dtype) -> Any:
-        """What the op gives on these values, with `low` in the place of the format that autocast computed in."""
+        """Run the op on these values, with `low` in place of `own_low`, the format that autocast computed in."""
         args, kwargs = self._fill(values, own_low, low)
         function = find_function(self.function)
         if self.mode == "plain":
@@ -56,7 +56,7 @@ class Node:
         return made if self.mode == "in_fp32" else cast(made, low if self.mode == "product" else args[0].dtype)
 
     def operands(self, values: Mapping[str, Any], low: torch.dtype) -> list[torch.Tensor]:
-        """The tensors that the op takes, those of a product rounded to `low`."""
+        """Return the op's input tensors; those of a product are rounded to `low`."""
         return tree_tensors(self._lift(self._fill(values, low, low), low))
 
     def _fill(self, values: Mapping[str, Any], own_low: torch.dtype, low: torch.dtype) -> Any:
@@ -73,11 +73,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Ops in order, the last of which gives the `result`.
+    """Ops in execution order; the last one returns the `result`.
 
     `leaves` are the tensors from outside, `numbers` the constants that may be to blame. With a `gradient`, the name of
-    the leaf that came in from behind, what is looked at are the gradients of the leaves `trained`. `low` is what
-    autocast computed in.
+    the leaf that is the result's incoming gradient, the gradients of the leaves `trained` are checked instead of the
+    result. `low` is autocast's dtype.
     """
 
     nodes: tuple[Node, ...]
@@ -90,37 +90,37 @@ class Program:
     random: bool = False
 
     def run(self) -> tuple[torch.Tensor, ...]:
-        """What fails: the result, or the gradients of the leaves."""
+        """Return what is checked: the result, or the gradients of the leaves."""
         return self._run(self.leaves, self.low)
 
     def run_in(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """The same from the same values in fp32 or float64, with nothing rounded on the way."""
+        """Return the same computed in fp32 or float64 from the same values, with nothing rounded on the way."""
         return self._run({name: cast(leaf, dtype) for name, leaf in self.leaves.items()}, dtype)
 
     def run_last_exactly(self) -> tuple[torch.Tensor, ...]:
-        """The last op in float64, from the operands that it had; for gradients all ops, from the leaves."""
+        """Run the last op in float64 from its own operands; for gradients, all ops from the leaves."""
         if self.gradient is not None:
             return self.run_in(torch.float64)
         values = cast(self._run_nodes(self.leaves, self.low), torch.float64)
         return (self._result_in({**values, self.result.name: self.nodes[-1].run(values, self.low, torch.float64)}),)
 
     def taken_by_last(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the last op takes, or its backward takes: the result and the gradient beside them."""
+        """Return the input tensors of the last op; for its backward also the result and the gradient."""
         values = self._run_nodes(self.leaves, self.low)
         behind = [] if self.gradient is None else [self._result_in(values), self.leaves[self.gradient]]
         return (*self.nodes[-1].operands(values, self.low), *behind)
 
     @property
     def result_shape(self) -> torch.Size:
-        """The shape of what the last op gives, which the gradient has to have."""
+        """The shape of the result, which the gradient has to have."""
         return self._result_in(self._run_nodes(self.leaves, self.low)).shape
 
     def arguments(self) -> list[Any]:
-        """Every value among the arguments of the ops, out of their lists."""
+        """Return all values among the arguments of the ops, with lists flattened."""
         return tree_leaves([(node.args, dict(node.kwargs)) for node in self.nodes])
 
     def with_values(self, **values: Any) -> Program:
-        """The same ops with other values for leaves or numbers of these names."""
+        """Return the same ops with other values for the leaves or numbers of these names."""
         numbers = {name: values.pop(name, number) for name, number in self.numbers.items()}
         return replace(self, leaves={**self.leaves, **values}, numbers=numbers)
 
@@ -135,7 +135,7 @@ class Program:
         return tuple(gradient for gradient in gradients if gradient is not None)
 
     def _run_nodes(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> dict[str, Any]:
-        """Every value by its name: leaves, numbers, and what the ops give."""
+        """Run all ops and return every value by name: leaves, numbers, and results."""
         values: dict[str, Any] = {**leaves, **self.numbers}
         with torch.random.fork_rng(devices=[], enabled=self.random):
             if self.random:
@@ -151,7 +151,7 @@ class Program:
 
 
 def find_function(name: str) -> Callable[..., Any]:
-    """The function of that dotted name; one that writes to its first argument gets a copy of it."""
+    """Return the function with that dotted name; one that writes to its first argument gets a copy of it."""
     root: Any = torch
     function: Callable[..., Any] = reduce(getattr, name.removeprefix("torch.").split("."), root)
     if name.startswith(METHOD) and name.endswith("_"):
@@ -160,16 +160,16 @@ def find_function(name: str) -> Callable[..., Any]:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """The value with its floating-point tensors in `dtype`; autocast leaves float64 alone."""
+    """Return the value with its floating-point tensors in `dtype`, except float64, which autocast leaves as is."""
     return tree_map(lambda leaf: leaf.to(dtype) if is_cast(leaf) else leaf, value)
 
 
 def is_cast(value: Any) -> bool:
-    """Tell whether autocast would cast this."""
+    """Return True if autocast would cast this."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def kinds_of(tensors: tuple[torch.Tensor, ...]) -> tuple[ValueKind, ...]:
-    """Which non-finite values there are, the worst first; none where all is finite."""
+    """Return the kinds of non-finite values that occur, the worst first; () if all values are finite."""
     parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     return tuple(kind for kind, test in TESTS.items() if any(bool(test(part).any()) for part in parts))

@@ -1,4 +1,4 @@
-"""A program as a Python script of its own: torch alone, the failure shown, and the nearest case that passes."""
+"""Write a program as a standalone Python script that needs only torch: the failure, and the nearest passing case."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_ASSIGNED = 12
 
 
 def write_script(program: Program, failure: Failure, passing: PassingCase | None, facts: Mapping[str, str]) -> str:
-    """The script; `facts` are the labelled lines of its docstring."""
+    """Return the script; `facts` are the labelled lines of its docstring."""
     tensors = "\n".join(f"{name} = {write_tensor(leaf, name)}" for name, leaf in program.leaves.items())
     head = f"{_docstring(program, failure, facts)}\n\n{_imports(program)}"
     body = f"{tensors}\n\n" + "\n".join(_checks(program, failure, passing))
@@ -46,7 +46,7 @@ def _docstring(program: Program, failure: Failure, facts: Mapping[str, str]) -> 
 
 
 def _wrap(line: str, indent: int) -> str:
-    """The line, or several; one with a string in it stays whole."""
+    """Wrap a line, unless it contains a string."""
     if len(line) <= _WIDTH or "'" in line:
         return line
     following = " " * indent
@@ -54,7 +54,7 @@ def _wrap(line: str, indent: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Names and lines of a project may hold anything; within quotes they must stay text."""
+    """Return text that is safe inside the docstring: a project's names and lines may contain anything."""
     plain = "".join(letter if letter.isprintable() else "?" for letter in text)
     return plain.replace("\\", "/").replace('"""', "'''").removesuffix('"')
 
@@ -65,7 +65,7 @@ def _imports(program: Program) -> str:
     needed = [name for name in ("inf", "nan") if re.search(rf"\b{name}\b", text)]
     second = f"from torch import {', '.join(needed)}\n" if needed else ""
     on_cuda = f'\n\nif torch.cuda.is_available():\n{_INDENT}torch.set_default_device("cuda")'
-    # A GPU would draw other random numbers.
+    # A GPU would draw different random numbers.
     return f"import torch\n{second}".rstrip() + ("" if program.random else on_cuda)
 
 
@@ -103,14 +103,14 @@ def _ending(program: Program, last: Node) -> Iterator[str]:
 
 
 class _Writer:
-    """Writes the calls of a program, with the casts that autocast makes."""
+    """A writer of a program's calls, with the casts that autocast makes."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._modes = {node.name: node.mode for node in program.nodes}
 
     def call(self, node: Node) -> str:
-        """One node as an expression."""
+        """Return a node as an expression."""
         cast = {"plain": "", "product": ".to(low).float()"}.get(node.mode, ".float()")
         arguments = [self._value(value, cast) for value in node.args]
         arguments += [f"{name}={self._value(value, cast)}" for name, value in node.kwargs.items()]
@@ -125,7 +125,7 @@ class _Writer:
         return made if gives_several else made + self._rounding(node)
 
     def result(self, node: Node) -> str:
-        """The last node, and which of its results is meant."""
+        """Return the last node as an expression for its checked result."""
         item = self._program.result.item
         return self.call(node) if item is None else f"{self.call(node)}[{item}]{self._rounding(node)}"
 
@@ -192,16 +192,16 @@ def _expectation(program: Program, failure: Failure) -> str:
 
 
 def write_tensor(tensor: torch.Tensor, name: str = "") -> str:
-    """An expression for a dense tensor, on several lines where one would be too long.
+    """Return an expression for a dense tensor, on several lines if one would be too long.
 
-    Where a `name` is given that the expression is assigned to, a few values among equal ones are assigned after it.
-    Raises NanDoctorError for one of so many different values that nobody would read them.
+    If the `name` that the expression is assigned to is given, a few values among equal ones are assigned afterwards.
+    Raise NanDoctorError for a tensor with too many different values to read.
     """
     shape, dtype = list(tensor.shape), str(tensor.dtype)
     if tensor.numel() == 0:
         return f"torch.empty({shape}, dtype={dtype})"
     values = tensor.flatten().tolist()
-    texts = [*map(repr, values)]  # which tell -0.0 from 0.0, and take one NaN for another
+    texts = [*map(repr, values)]  # as text, -0.0 differs from 0.0, and all NaNs are equal
     usual = max(Counter(texts).items(), key=itemgetter(1))[0]
     others = [place for place, text in enumerate(texts) if text != usual]
     full = f"torch.full({shape}, {_write_number(values[texts.index(usual)], tensor.dtype)}, dtype={dtype})"
@@ -210,7 +210,7 @@ def write_tensor(tensor: torch.Tensor, name: str = "") -> str:
     if len(others) > _MAX_NUMEL:
         raise NanDoctorError(
             f"It takes {len(set(texts))} different values to fail, too many for a script.",
-            remedy="`nandoctor replay -o report.json` keeps what is known of them.",
+            remedy="`nandoctor replay -o report.json` saves what is known about them.",
         )
     line = f"torch.tensor({_write_nested(tensor.tolist(), tensor.dtype)}, dtype={dtype})"
     if len(line) <= _TENSOR_WIDTH:
@@ -229,7 +229,7 @@ def write_tensor(tensor: torch.Tensor, name: str = "") -> str:
 
 
 def write_value(value: Any) -> str:
-    """An expression for a plain argument of an op."""
+    """Return an expression for a plain argument of an op."""
     if isinstance(value, float):
         return _write_number(value, torch.float64)
     if isinstance(value, (list, tuple)):
@@ -243,8 +243,8 @@ def write_value(value: Any) -> str:
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return str(value)
     raise NanDoctorError(
-        f"The op takes a {type(value).__name__}, which no literal can stand for.",
-        remedy="`nandoctor replay -o report.json` keeps what is known of the op.",
+        f"The op takes a {type(value).__name__}, which cannot be written as a literal.",
+        remedy="`nandoctor replay -o report.json` saves what is known about the op.",
     )
 
 
@@ -255,7 +255,7 @@ def _write_nested(values: Any, dtype: torch.dtype) -> str:
 
 
 def _write_number(value: Any, dtype: torch.dtype) -> str:
-    """As few digits as give the same number again in its format; `inf` and `nan` by their names."""
+    """Return the fewest digits that give the same number in its format; `inf` and `nan` by their names."""
     if isinstance(value, complex):
         real, imaginary = (_write_number(part, dtype.to_real()) for part in (value.real, value.imag))
         return f"complex({real}, {imaginary})"

@@ -106,7 +106,7 @@ def test_names_in_the_source_cannot_move_the_cursor(excerpt):
     [
         (factory.fixable, "NaN under fp16 autocast only; fp32 is finite"),
         (factory.precision, "non-finite under fp16 autocast only; fp32 is finite"),
-        (factory.healthy, "nothing that was looked at failed under fp16 autocast or in fp32"),
+        (factory.healthy, "nothing that was checked failed under fp16 autocast or in fp32"),
         (factory.weights_only, "the weights or buffers in the file are to blame"),
     ],
 )

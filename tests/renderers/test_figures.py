@@ -215,7 +215,7 @@ def test_nothing_was_run():
     with pytest.raises(NanDoctorError, match="nothing was run") as caught:
         draw_ranges(factory.weights_only())
     assert "nandoctor inspect" in caught.value.remedy
-    with pytest.raises(NanDoctorError, match="no layer gave numbers"):
+    with pytest.raises(NanDoctorError, match="no layer returned numbers"):
         draw_ranges(report_on())
 
 

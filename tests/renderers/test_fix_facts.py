@@ -21,18 +21,12 @@ from nandoctor.evidence.report import (
     StepSetting,
     TrialOutcome,
 )
-from nandoctor.renderers.fix_facts import (
-    describe_outcome,
-    describe_setting,
-    fp32_facts,
-    list_fixes,
-    summarize_fixes,
-    trial_facts,
-)
+from nandoctor.renderers.fix_facts import describe_outcome, list_fixes, summarize_fixes
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.notebook import report_html
 from nandoctor.renderers.table import describe_use, list_small_constants
 from nandoctor.renderers.terminal import print_report
+from nandoctor.renderers.trial_facts import describe_setting, fp32_facts, trial_facts
 
 
 def facts(report):

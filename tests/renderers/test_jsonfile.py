@@ -87,7 +87,7 @@ def test_a_link_still_points_to_the_report(saved):
 def test_writing_into_a_missing_folder_says_so(tmp_path):
     with pytest.raises(NanDoctorError, match="cannot be written") as caught:
         save_report(factory.healthy(), tmp_path / "missing" / "report.json")
-    assert "folder that exists" in caught.value.remedy
+    assert "existing, writable folder" in caught.value.remedy
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04\x00", b"{", b"[" * 100_000, b"\xff\xfe\x00", b"9" * 5000])

@@ -175,7 +175,7 @@ def test_the_origin_lies_over_the_image():
 def test_a_picture_that_is_not_of_its_size_is_damage(damage):
     pixels = "AAAA" * 21 + "AA=="
     picture = Picture(name="image", sample=2, low=0.0, high=1.0, num_bad=0, height=8, width=8, pixels=pixels)
-    with pytest.raises(ReportError, match="its picture is not of the size"):
+    with pytest.raises(ReportError, match="its picture does not have the size"):
         draw(replace(factory.fixable(), sample=replace(picture, **damage)), "origin")
 
 

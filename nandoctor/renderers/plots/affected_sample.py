@@ -1,4 +1,4 @@
-"""The first affected sample as the page shows it: an image, a line plot of a signal, or token ids, and a caption."""
+"""Show the first affected sample on the page: an image, a line plot of a signal, or token ids, and a caption."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COLORS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9")
 
 
 def caption(view: SampleView) -> str:
-    """What is shown, after the name of the sample: ", every value 0", ", 3 channels over 16 places"."""
+    """Return the caption after the sample's name: ", every value 0", ", 3 channels over 16 places"."""
     if isinstance(view, Picture):
         return _caption_of_picture(view)
     if isinstance(view, TokenIds):
@@ -48,12 +48,12 @@ def _only(shown: int, there_are: int) -> str:
 
 
 def is_flat(view: SampleView) -> bool:
-    """Tell whether an image has one value alone, so that a sentence says as much as a square of one grey."""
+    """Return True for an image with a single value, which a sentence describes as well as a grey square."""
     return isinstance(view, Picture) and (view.low is None or (view.low == view.high and not view.num_bad))
 
 
 def view_html(view: SampleView) -> Markup:
-    """The image, the curves or the ids; nothing where the caption says it all."""
+    """Return the image, the curves or the ids; nothing if the caption says it all."""
     if is_flat(view):
         return Markup()
     if isinstance(view, TokenIds):
@@ -86,7 +86,7 @@ def _signal_svg(view: Signal, *, narrow: bool) -> Markup:
 
 
 def _make_legend(view: Signal) -> list[Patch]:
-    """Name the channels where there are several, and what marks the pieces that are not finite."""
+    """Return handles that name the channels, if there are several, and the mark of non-finite pieces."""
     channels = [Patch(color=_COLORS[curve], label=f"channel {curve}") for curve in range(len(view.lows))]
     holed = any(limit is None for limits in view.lows for limit in limits)
     holes = [Patch(color=NONFINITE_COLOR, alpha=_HOLE_ALPHA, label="non-finite")] if holed else []
@@ -94,7 +94,7 @@ def _make_legend(view: Signal) -> list[Patch]:
 
 
 def _draw_curve(axes: Axes, view: Signal, curve: int) -> None:
-    """Draw the band between the limits of each piece, and mark the pieces that are not finite."""
+    """Draw the band between the limits of each piece, and mark non-finite pieces."""
     color = _COLORS[curve]
     lows, highs = (np.array(limits[curve], dtype=float) for limits in (view.lows, view.highs))  # None becomes NaN
     edges = np.linspace(0, view.length, len(lows) + 1)

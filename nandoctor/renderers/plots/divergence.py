@@ -1,4 +1,4 @@
-"""The divergence plot: how far every layer's output is from fp32's, and how much of that came in with its inputs."""
+"""The divergence plot: how far every layer's output is from fp32's, and how much of that came from its inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MARKS_AT = 0.97
 
 
 def draw_divergence(report: Report, *, narrow: bool = False) -> Figure:
-    """The relative error of each call against fp32: what it inherited, and on top what it made.
+    """Draw the relative error of each call against fp32: the inherited part, and on top the part made here.
 
     Raises:
         NanDoctorError: the report holds no run, or no layer with a floating-point output.
@@ -40,7 +40,7 @@ def draw_divergence(report: Report, *, narrow: bool = False) -> Figure:
 
 
 def _write_finding(report: Report) -> str:
-    """The first layer that makes a large error, or how small the largest is, and what is not finite at all."""
+    """Return the first layer that makes a large error, or the largest error, and the first non-finite layer."""
     rows = [pair.autocast for pair in select_layers(report).pairs if pair.autocast is not None]
     run = report.runs.autocast if report.runs else None
     under = f" {describe_run(run.policy, run.dtype)}" if run else ""
@@ -65,14 +65,14 @@ def _draw_panel(axes: Axes, layers: Layers, shown: range, rounding: float) -> Se
     axes.set_xlim(shown.start - 0.7, shown.stop - 0.3)
     axes.set_ylabel("relative error")
     rows = [(index, row) for index in shown if (row := layers.pairs[index].autocast) is not None]
-    wide, narrow = (1.0, 0.0) if len(shown) > MAX_BARS else (0.86, 0.4)  # a bar within a bar gets too thin to see
+    wide, narrow = (1.0, 0.0) if len(shown) > MAX_BARS else (0.86, 0.4)  # inner bars would get too thin to see
     kinds = (
         ("inherited from its inputs", SKY, [(x, row.inherited_err) for x, row in rows], wide),
         ("in its output", BLUE, [(x, row.rel_err) for x, row in rows if not makes_error(row)], narrow),
         ("made here", ORANGE, [(x, row.rel_err) for x, row in rows if makes_error(row)], narrow),
     )
     legend: list[Artist] = [_draw_bars(axes, *kind) for kind in kinds if any(error for _, error in kind[2])]
-    # What one rounding to the format costs, and from where on an error is large.
+    # The error of one rounding to the format, and the limit above which an error counts as large.
     for height, name in ((rounding, "one\nrounding"), (LARGE_ERROR, "large")):
         if height:
             axes.axhline(height, color=GREY, linewidth=0.9, linestyle=":", zorder=1)
@@ -88,7 +88,7 @@ def _find_limits(layers: Layers, rounding: float) -> tuple[float, float]:
 
 
 def _draw_bars(axes: Axes, label: str, color: str, errors: Sequence[tuple[int, float | None]], width: float) -> Artist:
-    """Bars from the bottom of the panel up, their tops alone where they have no width."""
+    """Draw bars from the bottom of the panel up; only their top edges if `width` is 0."""
     bottom, top = axes.get_ylim()
     bars = [(x, bottom, min(max(error, bottom), top)) for x, error in errors if error]
     if width:

@@ -1,4 +1,4 @@
-"""The exponents plot: how every layer's values spread over the binary exponents, with the format's limits."""
+"""The exponents plot: how every layer's values are distributed over binary exponents, with the format's limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Histogram = Mapping[int, int]
 
 
 def draw_exponents(report: Report, *, narrow: bool = False) -> Figure:
-    """Layers by exponents: the share of each layer's non-zero elements, in the fp32 run where that has them.
+    """Draw the share of each layer's non-zero elements by exponent, from the fp32 run if it has counts.
 
     fp32 shows what the low-precision format would have to hold.
 
@@ -40,7 +40,7 @@ def draw_exponents(report: Report, *, narrow: bool = False) -> Figure:
     histograms = [_histogram(pair) for pair in layers.pairs]
     if report.runs is None or not any(histograms):
         raise NanDoctorError(
-            f"The report on {report.dump.path} holds no exponents.",
+            f"The report on {report.dump.path} has no counts of exponents.",
             remedy=f"Count them: {command_for('plot', report, '--kind exponents') or 'replay with per_sample=True'}",
         )
     low = report.runs.autocast.dtype
@@ -65,7 +65,7 @@ def _histogram(pair: LayerPair) -> Histogram:
 
 
 def _find_limits(histograms: Sequence[Histogram], low: FloatFormat) -> tuple[int, int]:
-    """The exponents to show: all that occur, and the format's limits where they are near."""
+    """Return the limits of the exponents to show: all that occur, and the format's limits if they are near."""
     seen = [exponent for counts in histograms for exponent in counts]
     lowest, highest = min(seen), max(seen)
     if lowest - _zero_exponent(low) < _FAR:
@@ -80,7 +80,7 @@ def _zero_exponent(low: FloatFormat) -> int:
 
 
 def _write_finding(layers: Layers, histograms: Sequence[Histogram], low: FloatFormat) -> str:
-    """Which layer comes nearest to either end of the format, by the share of its elements beyond it."""
+    """Return which layers have the largest share of elements beyond either end of the format."""
     beyond = [_share(counts, lambda exponent: exponent > low.max_exponent) for counts in histograms]
     small = [_share(counts, lambda exponent: exponent < low.min_exponent) for counts in histograms]
     lost = max(range(len(small)), key=small.__getitem__)
@@ -127,7 +127,7 @@ def _draw_panel(
 
 
 def _draw_limits(axes: Axes, low: FloatFormat) -> None:
-    """Lines where the format ends; beyond a panel's own limits nothing is drawn."""
+    """Draw lines at the format's limits, if they are within the panel."""
     bottom, top = axes.get_ylim()
     lines = (
         (low.max_exponent + 0.5, NONFINITE_COLOR, f"{low} overflow"),

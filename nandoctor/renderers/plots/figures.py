@@ -1,4 +1,4 @@
-"""The figure that every plot over the layers of a model shares, its colours, and image files."""
+"""The figure and colours that all plots over a model's layers share, and writing image files."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ NONFINITE_COLOR = "#D55E00"
 
 MAX_BARS = 48
 MAX_VECTORS = 1500
-"""More of anything than a panel has pixels is drawn as pixels: a vector file of it would take long to open."""
+"""More shapes than a panel has pixels are rasterized: a vector file of them would take long to open."""
 
 _DPI = 150
 _NOTEBOOK_DPI = 80
 _ZOOM = (26, 13)  # layers before and after the one in question
 _NARROW = (6, 3)
-_WIDTH_IN, _NARROW_WIDTH_IN = 8.0, 3.2  # the page shows their letters with 10 px and more on a tablet, 11 on a phone
+_WIDTH_IN, _NARROW_WIDTH_IN = 8.0, 3.2  # their text is at least 10 px high on a tablet, 11 px on a phone
 _PANEL_HEIGHT_IN, _TEXT_HEIGHT_IN, _LETTER_IN = 3.2, 1.2, 0.065
 _LEGEND_ROW_IN = 0.17
 _LETTERS_PER_IN, _MAX_TITLE_LINES = 10, 3
@@ -57,10 +57,10 @@ _MAX_DEPTH = 6
 
 
 class NotebookFigure(Figure):
-    """A figure that a notebook shows as a picture, although no pyplot window owns it."""
+    """A figure that a notebook shows as a picture, although pyplot does not manage it."""
 
     def draw(self, renderer: RendererBase) -> None:
-        """Draw all; where it is saved, matplotlib asks twice, and the first time for the layout alone."""
+        """Draw everything; while saving, matplotlib calls this twice, the first time only to compute the layout."""
         engine = self.get_layout_engine()
         if self.canvas.is_saving() and isinstance(engine, ConstrainedLayoutEngine):
             engine.execute(self)
@@ -74,9 +74,9 @@ class NotebookFigure(Figure):
 
 
 def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str, narrow: bool = False) -> Figure:
-    """All layers in order of execution, and where they are many a closer look below; `what` tells what is drawn.
+    """Draw all layers in execution order and, if they are many, a zoomed panel below; `what` says what is drawn.
 
-    A `narrow` figure is for a phone: a few layers around the first non-finite one, else around the tightest.
+    A `narrow` figure, for a phone, has a few layers around the first non-finite one, else around the tightest.
 
     Raises:
         NanDoctorError: the report holds no run, or no layer with a floating-point output.
@@ -84,7 +84,7 @@ def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str, n
     layers = select_layers(report)
     if report.runs is None or not layers.pairs:
         raise NanDoctorError(
-            f"There are no layers to draw for {report.dump.path}: nothing was run, or no layer gave numbers.",
+            f"There are no layers to draw for {report.dump.path}: nothing was run, or no layer returned numbers.",
             remedy="Replay a dump that holds the failing batch; `nandoctor inspect` shows what is in it.",
         )
     num_layers = len(layers.pairs)
@@ -103,17 +103,17 @@ def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str, n
 
 
 def new_figure(height: float = 1.0, *, narrow: bool) -> Figure:
-    """A figure of so many inches, as wide as a page or a phone, that belongs to no pyplot window."""
+    """Return a figure of `height` inches, as wide as a page or a phone, that pyplot does not manage."""
     figure = NotebookFigure(figsize=(_NARROW_WIDTH_IN if narrow else _WIDTH_IN, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write the figure as its suffix says: .png, .svg (its text stays text) or .pdf.
+    """Write the figure in the format of its suffix: .png, .svg (with text as text) or .pdf.
 
     Raises:
-        NanDoctorError: the suffix is another one, or the file cannot be written.
+        NanDoctorError: the suffix is unknown, or the file cannot be written.
     """
     check_ending(Path(path), PICTURE_ENDINGS)
     suffix, image = Path(path).suffix[1:].lower(), io.BytesIO()
@@ -125,7 +125,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
 def _draw(
     report: Report, layers: Layers, draw: DrawPanel, shown: Sequence[range], *, narrow: bool
 ) -> tuple[Figure, Sequence[Artist]]:
-    """One panel for each part of the layers, and what a legend should explain."""
+    """Draw one panel per part of the layers; return the figure and the artists for its legend."""
     figure = new_figure(narrow=narrow)
     panels = list(figure.subplots(len(shown), squeeze=False)[:, 0])
     legends = [draw(axes, layers, part) for axes, part in zip(panels, shown, strict=True)]
@@ -142,7 +142,7 @@ def _draw(
 
 
 def _mark_first(axes: Axes, first: FirstNonfinite | None, layers: Layers, *, named: bool) -> None:
-    """A line through the first non-finite layer, or before the one that a non-finite value went into, with its name."""
+    """Draw a labelled line through the first non-finite layer, or before the layer that got a non-finite input."""
     if first is None or layers.first_nonfinite is None:
         return
     place = layers.first_nonfinite - (0.5 if layers.before_nonfinite else 0)
@@ -172,14 +172,14 @@ def _describe_first(first: FirstNonfinite) -> str:
 
 
 def write_finding(figure: Figure, finding: str) -> None:
-    """What the plot shows, above all of it."""
+    """Write what the plot shows above all panels."""
     letters = int(figure.get_figwidth() * _LETTERS_PER_IN)
     title = textwrap.fill(printable(finding), letters, max_lines=_MAX_TITLE_LINES, placeholder=" …")
     figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold", parse_math=False)
 
 
 def write_legend(figure: Figure, marks: Sequence[Artist], what: str, *, narrow: bool) -> None:
-    """At the foot, what is drawn and what the marks mean; the figure grows by the lines that this takes."""
+    """Write below the panels what is drawn and what the marks mean; the figure grows by the lines needed."""
     columns = 1 if narrow else max(len(marks), 1)
     lines = textwrap.wrap(what, int(figure.get_figwidth() * _SMALL_LETTERS_PER_IN))
     rows = len(lines) - 1 + (len(marks) - 1 if narrow else 0)
@@ -191,10 +191,10 @@ def write_legend(figure: Figure, marks: Sequence[Artist], what: str, *, narrow: 
 
 
 def name_layers(axes: Axes, layers: Layers, shown: range) -> None:
-    """Name the layers at the indices `shown`: each of them, or where they are too many the blocks they lie in."""
+    """Name the layers at the indices `shown`: each of them or, if they are too many, their blocks."""
     each = [(index, layers.pairs[index].label) for index in shown]
     named = _choose(layers) if len(shown) > MAX_BARS else each
-    # parse_math: a dollar sign in a name is no formula, and half a formula raises when it is drawn.
+    # parse_math=False: a dollar sign in a name would start a formula, and an incomplete one raises when drawn.
     names = [brief(name, _NAME_WIDTH) for _, name in named]
     axes.set_xticks([index for index, _ in named], names, rotation=90, size=7.5, parse_math=False)
     axes.grid(axis="x", color="black", alpha=0.08, linewidth=0.6)
@@ -204,7 +204,7 @@ def name_layers(axes: Axes, layers: Layers, shown: range) -> None:
 
 
 def _choose(layers: Layers) -> list[tuple[int, str]]:
-    """The first non-finite layer, and blocks of the model where they begin, as far as their names do not collide."""
+    """Return the first non-finite layer and the starts of blocks, without those whose names would collide."""
     wanted = _block_starts(layers.pairs)
     if layers.first_nonfinite is not None:
         wanted.insert(0, (layers.first_nonfinite, layers.pairs[layers.first_nonfinite].label))
@@ -216,7 +216,7 @@ def _choose(layers: Layers) -> list[tuple[int, str]]:
 
 
 def _block_starts(pairs: Iterable[LayerPair]) -> list[tuple[int, str]]:
-    """Where each block begins, and its path: the coarsest split of the model that gives a fair number of blocks."""
+    """Return the start and path of each block, from the coarsest split of the model with enough blocks."""
     modules = [pair.place.module.split(".") for pair in pairs]
     starts: list[tuple[int, str]] = []
     for depth in range(1, _MAX_DEPTH + 1):
@@ -233,9 +233,9 @@ _READABLE_PX = 10.0
 
 
 def figure_svg(figure: Figure, *, prefix: str, title: str) -> Markup:
-    """The drawing; ids that nothing refers to are dropped, the others begin with `prefix`.
+    """Return the figure as SVG; unused ids are dropped, the others get `prefix`.
 
-    It is never so small that its letters cannot be read: a narrow page scrolls it.
+    Its minimum width keeps the text readable: a narrow page scrolls it.
     """
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
@@ -251,18 +251,18 @@ def figure_svg(figure: Figure, *, prefix: str, title: str) -> Markup:
 
 
 def for_page_and_phone(wide: Markup, narrow: Markup) -> Markup:
-    """Both drawings, of which the page shows the one that fits."""
+    """Return both drawings; the page shows the one that fits."""
     return Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(wide, narrow)
 
 
 def _smallest_text(figure: Figure) -> float:
-    """The size of the smallest letters that are drawn, in points."""
+    """Return the smallest visible font size, in points."""
     texts = (artist for artist in figure.findobj(Text) if artist.get_text() and artist.get_visible())
     return min((float(text.get_fontsize()) for text in texts), default=_READABLE_PX)
 
 
 def _rename(root: ET.Element, prefix: str) -> None:
-    """Give the page's only name to what is referred to, and none to the rest."""
+    """Make the ids that are referred to unique on the page by a prefix, and drop the others."""
     elements = list(root.iter())
     used = {name for element in elements for value in element.attrib.values() for name in _REFERENCE.findall(value)}
     for element in elements:

@@ -1,6 +1,6 @@
-"""The kinds of plots, one table: what each is called, what it shows, and what it needs.
+"""The kinds of plots in one table: title, content, and whether per-sample statistics are needed.
 
-The module of its name draws it; matplotlib is imported when something is drawn.
+The module named like the kind draws it; matplotlib is imported only when something is drawn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlotKind:
-    """One kind. `title` heads it on the page; `per_sample` kinds need a replay with per-sample statistics."""
+    """One kind. `title` is its heading on the page; `per_sample` kinds need a replay with per-sample statistics."""
 
     title: str
     shows: str
@@ -39,10 +39,10 @@ PLOTS: Mapping[str, PlotKind] = {
 
 
 def draw(report: Report, kind: str, *, narrow: bool = False) -> Figure:
-    """The plot of this kind; a `narrow` one is for a phone, and has a few layers around the first non-finite one.
+    """Return the plot of this kind; a `narrow` one, for a phone, has a few layers around the first non-finite one.
 
     Raises:
-        NanDoctorError: there is no such kind, or the report does not hold what it shows.
+        NanDoctorError: there is no such kind, or the report lacks the numbers that it shows.
     """
     if kind not in PLOTS:
         raise NanDoctorError(f"There is no plot {kind!r}.", remedy=f"The kinds are: {', '.join(PLOTS)}.")

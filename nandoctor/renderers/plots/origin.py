@@ -1,4 +1,4 @@
-"""The origin plot: where in the tensor the non-finite elements are, over the image where the input is one."""
+"""The origin plot: where in the tensor the non-finite elements are, drawn over the input if it is an image."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ _HEIGHT_IN, _NARROW_HEIGHT_IN, _LINE_HEIGHT_IN = 4.6, 3.0, 1.9
 _NUM_SAMPLES = 64
 _NAME_WIDTH = 48
 _BLACK = -255
-"""Where the grey scale begins: a black image must not swallow the colour over it."""
-_FLAT = 3.0
-"""A map this many times longer than high is stretched, so that it can be seen."""
+"""The start of the grey scale: a black image must not hide the colour over it."""
+_MAX_ASPECT_RATIO = 3.0
+"""A map with a larger aspect ratio is stretched to be visible."""
 
 
 def draw_origin(report: Report, *, narrow: bool = False) -> Figure:
-    """The share of non-finite elements over two dimensions of the origin's tensor, and the samples beside it.
+    """Draw the share of non-finite elements over two dimensions of the origin's tensor, and the samples beside it.
 
     Raises:
-        NanDoctorError: the report knows no origin, or not where in its tensor the non-finite elements are.
+        NanDoctorError: the report has no origin, or not the places of the non-finite elements in its tensor.
     """
     origin = report.origin
     if origin is None or origin.grid is None:
         raise NanDoctorError(
             f"The report on {report.dump.path} does not say where in a tensor the first non-finite values are.",
-            remedy="That is known where an operation or a saved array is to blame; `nandoctor replay` names it.",
+            remedy="That is known only if an operation or a saved array is to blame; `nandoctor replay` names it.",
         )
     with matplotlib.style.context("default"):
         height = _LINE_HEIGHT_IN if len(origin.grid.dims) == 1 else _NARROW_HEIGHT_IN if narrow else _HEIGHT_IN
         figure = new_figure(height, narrow=narrow)
         place, samples = figure.subplots(1, 2, width_ratios=(5 if narrow else 8, 1))
-        picture = report.sample if isinstance(report.sample, Picture) and _fits(report.sample, origin) else None
+        picture = report.sample if isinstance(report.sample, Picture) and _overlays(report.sample, origin) else None
         _draw_map(place, origin, origin.grid, picture)
         _draw_samples(samples, origin)
         write_finding(figure, f"{describe_origin(origin)}, {describe_spread(origin.grid)}.")
@@ -58,7 +58,7 @@ def draw_origin(report: Report, *, narrow: bool = False) -> Figure:
 
 
 def describe_spread(grid: Grid) -> str:
-    """How far the non-finite elements reach along each dimension of the map, to within a cell."""
+    """Return how far the non-finite elements reach along each dimension of the map, to within a cell."""
     counts = np.array(grid.counts)
     reached = [np.flatnonzero(counts.any(axis=other)) for other in ((1, 0) if len(grid.dims) > 1 else (0,))]
     parts = []
@@ -74,7 +74,7 @@ def describe_spread(grid: Grid) -> str:
 
 
 def is_uniform(report: Report) -> bool:
-    """Tell whether every cell of the map is affected alike, so that a sentence says as much as a picture of it."""
+    """Return True if every cell of the map has the same count, which a sentence describes as well as a picture."""
     origin = report.origin
     if origin is None or origin.grid is None:
         return False
@@ -82,8 +82,8 @@ def is_uniform(report: Report) -> bool:
     return bool(counts.size and counts.min() == counts.max())
 
 
-def _fits(picture: Picture, origin: Origin) -> bool:
-    """Tell whether the map is over the two image dimensions of a batch of images of about the picture's proportions."""
+def _overlays(picture: Picture, origin: Origin) -> bool:
+    """Return True if the map is over height and width of a 4-D tensor with about the picture's aspect ratio."""
     if origin.grid is None or origin.output is None or len(origin.output.shape) != 4:
         return False
     ratio = picture.width / picture.height
@@ -96,7 +96,7 @@ def _draw_map(axes: Axes, origin: Origin, grid: Grid, picture: Picture | None) -
     cells_of = zip((height, width), counts.shape, strict=True)
     lengths = [np.bincount(np.arange(size) * cells // size, minlength=cells) for size, cells in cells_of]
     depth = _share_of_samples(origin, grid) * grid.numel / max(height * width, 1)
-    shares = counts / (np.outer(*lengths) * depth)  # of all that a cell has in the affected samples
+    shares = counts / (np.outer(*lengths) * depth)  # of all elements of a cell in the affected samples
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
     if picture is not None:
         axes.imshow(picture_levels(picture), cmap="gray", vmin=_BLACK, vmax=255, extent=extent, aspect="equal")
@@ -108,7 +108,7 @@ def _draw_map(axes: Axes, origin: Origin, grid: Grid, picture: Picture | None) -
         extent=extent,
         alpha=0.5 if picture is not None else 1.0,
         interpolation="nearest",
-        aspect="equal" if 1 / _FLAT < width / height < _FLAT else "auto",
+        aspect="equal" if 1 / _MAX_ASPECT_RATIO < width / height < _MAX_ASPECT_RATIO else "auto",
     )
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))  # also for a dimension of one
@@ -121,7 +121,7 @@ def _draw_map(axes: Axes, origin: Origin, grid: Grid, picture: Picture | None) -
 
 
 def _share_of_samples(origin: Origin, grid: Grid) -> float:
-    """The share of samples that are affected; 1 where that is not known, or the map shows the samples itself."""
+    """Return the share of affected samples; 1 if that is unknown, or the map itself shows the samples."""
     shape = origin.output.shape if origin.output is not None else ()
     samples = origin.elements.samples or ()
     is_known = 0 < len(samples) < _NUM_SAMPLES and len(shape) > 1 and 0 not in grid.dims
@@ -129,18 +129,18 @@ def _share_of_samples(origin: Origin, grid: Grid) -> float:
 
 
 def picture_levels(picture: Picture) -> NDArray[np.uint8]:
-    """The grey levels, height x width; raises ReportError where they are not as many."""
+    """Return the grey levels, height x width; raise ReportError if there are not as many."""
     try:
         return np.frombuffer(base64.b64decode(picture.pixels), dtype=np.uint8).reshape(picture.height, picture.width)
     except ValueError as error:
         raise ReportError(
-            "The saved report is damaged: its picture is not of the size that it says.",
+            "The saved report is damaged: its picture does not have the size that it states.",
             remedy="Replay the dump again: nandoctor replay DUMP --per-sample -o report.json.",
         ) from error
 
 
 def _draw_samples(axes: Axes, origin: Origin) -> None:
-    """A column of the samples, the affected ones filled; nothing where there are none, or the map shows them."""
+    """Draw a column of the samples with the affected ones filled; nothing if none is known, or the map shows them."""
     shape = origin.output.shape if origin.output is not None else ()
     samples = origin.elements.samples
     if not samples or len(shape) < 2 or (origin.grid is not None and 0 in origin.grid.dims):

@@ -1,4 +1,4 @@
-"""The ranges plot: bands of the format, bars of the runs, marks where values are not finite."""
+"""The ranges plot: bands for the format, bars for the runs, marks for non-finite values."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from nandoctor.renderers.plots.figures import (
 )
 from nandoctor.text import bits_text, number, plural
 
-_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NEARBY = 1e9
 """A limit of the format further than this factor from every value is named beside the panel, not drawn in it."""
 _BEYOND = 1e3
-"""How far past a limit of the format the panel goes on."""
+"""The factor by which the panel extends past a limit of the format."""
 _CLIP = 1e8
-"""Values further past the limits than this are cut off: a value of 1e30 must not squeeze all others flat."""
+"""Values further past the limits than this factor are cut off: a value of 1e30 must not squash all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """What one layer's outputs span in one run: non-zero finite magnitudes, None where there are none."""
+    """The range of one layer's outputs in one run: non-zero finite magnitudes, None if there are none."""
 
     low: float | None
     median: float | None
@@ -50,7 +50,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStyle:
-    """How one run looks. `marks_at` is where its marks stand, as shares of the panel's height: non-finite, zero."""
+    """The look of one run. `marks_at` has the heights of its marks, as shares of the panel's: non-finite, zero."""
 
     name: str
     color: str
@@ -68,10 +68,10 @@ _AUTOCAST = RunStyle(
 
 
 def draw_ranges(report: Report, *, narrow: bool = False) -> Figure:
-    """The absolute values of every layer's output in order of execution, autocast drawn over fp32.
+    """Draw the absolute values of every layer's output in execution order, autocast over fp32.
 
     A bar reaches from the 5 % quantile of the non-zero magnitudes to the largest finite one, with a tick at the
-    median. The figure belongs to no pyplot window and takes nothing from the user's style.
+    median. The figure is independent of pyplot and of the user's style.
 
     Raises:
         NanDoctorError: the report holds no run, or no layer with a floating-point output.
@@ -86,7 +86,7 @@ def draw_ranges(report: Report, *, narrow: bool = False) -> Figure:
 
 
 def describe_ranges(report: Report) -> str:
-    """What the ranges show: the first non-finite layer and how large the values before it are, or the tightest one."""
+    """Return the finding: the first non-finite layer and the largest value before it, or the tightest layer."""
     layers = select_layers(report)
     low = report.runs.autocast.dtype if report.runs is not None else FP32
     total = plural(len(layers.pairs), "layer")
@@ -103,18 +103,18 @@ def describe_ranges(report: Report) -> str:
 
 
 def use_powers(axes: Axes) -> None:
-    """A logarithmic axis with labels of plain text: matplotlib's formulas take as long as all the rest of a plot."""
+    """Make the y axis logarithmic with plain-text labels: matplotlib's formulas take as long as the rest of a plot."""
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: "10" + str(round(math.log10(value))).translate(_RAISED))
+        FuncFormatter(lambda value, _: "10" + str(round(math.log10(value))).translate(_SUPERSCRIPTS))
     )
 
 
 def _draw_panel(axes: Axes, runs: Runs, layers: Layers, shown: range) -> list[Artist]:
-    """Draw the layers at the indices `shown`, and return what a legend should explain.
+    """Draw the layers at the indices `shown`, and return the artists for the legend.
 
-    The vertical limits are those of all layers, so that two panels compare. Beyond MAX_BARS layers a bar within a bar
-    is too thin to see: fp32 becomes a solid ground and autocast two lines upon it, maximum and median.
+    The vertical limits are those of all layers, so that two panels are comparable. With more than MAX_BARS layers inner
+    bars would be too thin to see: fp32 becomes a solid background and autocast two lines on it, maximum and median.
     """
     low = runs.autocast.dtype
     use_powers(axes)
@@ -135,9 +135,9 @@ def _draw_panel(axes: Axes, runs: Runs, layers: Layers, shown: range) -> list[Ar
 
 
 def spread_of(row: LayerRow) -> Spread:
-    """All outputs of a call together; the median is that of the largest one.
+    """Return the range of all outputs of a call together; the median is the largest output's.
 
-    A non-finite tensor without exact counts has quantiles of its sample and no maximum: its 95 % quantile stands in.
+    A non-finite tensor without exact counts has quantiles of its sample but no maximum; its 95 % quantile is used.
     """
     largest = max(row.outputs, key=lambda stats: stats.numel)
     tops = (stats.p95 if stats.absmax is None else stats.absmax for stats in row.outputs)
@@ -154,7 +154,7 @@ def _positive(values: Iterable[float | None]) -> Iterator[float]:
 
 
 def _find_limits(low: FloatFormat, layers: Layers) -> tuple[float, float]:
-    """The least and the largest magnitude to show: all values, and the format's limits where they are near."""
+    """Return the smallest and largest magnitude to show: all values, and the format's limits if they are near."""
     spreads = [spread_of(row) for pair in layers.pairs for row in pair.rows if row.outputs]
     values = list(_positive(value for spread in spreads for value in (spread.low, spread.high))) or [1.0]
     bottom, top = min(values) / _BEYOND**0.5, max(values) * _BEYOND**0.5
@@ -187,7 +187,7 @@ def _draw_bars(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyl
     fill_bars(axes, bars, width=style.width, color=style.color, alpha=style.alpha)
     medians = [(x, spread.median) for x, spread in spreads if spread.median is not None]
     draw_edges(axes, medians, style.width, style.median_color)
-    # The top edge is drawn apart and last: a layer whose values are all alike has a bar without height.
+    # The top edge is drawn separately and last: the bar of a layer with equal values has no height.
     draw_edges(axes, [(x, high) for x, _, high in bars], style.width, style.color)
     return Patch(color=style.color, alpha=style.alpha or 1, label=style.name)
 
@@ -195,7 +195,7 @@ def _draw_bars(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyl
 def fill_bars(
     axes: Axes, bars: Sequence[tuple[int, float, float]], *, width: float, color: str, alpha: float = 1.0
 ) -> None:
-    """Bars at (place, bottom, top); many of them as one drawing, for matplotlib takes its time over each single one."""
+    """Draw bars at (place, bottom, top); many of them as one collection, since matplotlib is slow with single bars."""
     if len(bars) <= MAX_BARS:
         axes.bar(
             [x for x, _, _ in bars],
@@ -218,14 +218,14 @@ def fill_bars(
 
 
 def draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, color: str) -> None:
-    """Short level lines, one at each place."""
+    """Draw short horizontal lines, one at each place."""
     starts, stops = [x - width / 2 for x, _ in places], [x + width / 2 for x, _ in places]
     lines = axes.hlines([y for _, y in places], starts, stops, color=color, linewidth=1.2, zorder=3)
     lines.set_rasterized(len(places) > MAX_VECTORS)
 
 
 def _draw_marks(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Iterator[Artist]:
-    """Layers that a bar cannot show: triangles on top for non-finite outputs, circles below for all zeros."""
+    """Mark layers that a bar cannot show: triangles at the top for non-finite outputs, circles below for all zeros."""
     nonfinite = [x for x, spread in spreads if not spread.finite]
     zero = [x for x, spread in spreads if spread.finite and spread.high is None]
     kinds = ((nonfinite, "v", NONFINITE_COLOR, "non-finite"), (zero, "o", style.color, "all zero"))

@@ -35,23 +35,23 @@ _CLASSES = (
     ("within a factor of two of the limit", ORANGE),
     ("non-finite", NONFINITE_COLOR),
 )
-"""Name and colour of each class."""
+"""Label and colour of each class."""
 
 
 def draw_samples(report: Report, *, narrow: bool = False) -> Figure:
     """Draw samples by layers.
 
-    How near a finite sample is to the limit takes per-sample statistics. Layers whose dimension 0 is not the batch are
-    left blank.
+    The distance of a finite sample from the limit needs per-sample statistics. Layers without the batch as dimension 0
+    are left blank.
 
     Raises:
-        NanDoctorError: no layer has a batch, or no layer was ever counted.
+        NanDoctorError: no layer has a batch, or no layer was counted.
     """
     layers = select_layers(report)
     num_samples = _find_batch(report, layers)
     if report.runs is None or num_samples is None:
         raise NanDoctorError(
-            f"The report on {report.dump.path} holds no counts of single samples.",
+            f"The report on {report.dump.path} has no per-sample counts.",
             remedy=f"Count them: {command_for('plot', report, '--kind samples') or 'replay with per_sample=True'}",
         )
     low = report.runs.autocast.dtype
@@ -69,7 +69,7 @@ def draw_samples(report: Report, *, narrow: bool = False) -> Figure:
 
 
 def _find_batch(report: Report, layers: Layers) -> int | None:
-    """The number of samples: that of the saved inputs, else the commonest along dimension 0 of what was counted."""
+    """Return the number of samples: that of the saved inputs, else the most frequent size of counted outputs."""
     counted = Counter(
         min(stats.shape[0], MAX_SAMPLES)
         for pair in layers.pairs
@@ -82,7 +82,7 @@ def _find_batch(report: Report, layers: Layers) -> int | None:
 
 
 def _classify(row: LayerRow | None, num_samples: int, low: FloatFormat) -> list[int]:
-    """One class for each sample, the worst over the outputs."""
+    """Return one class per sample, the worst over the outputs."""
     classes = [_BLANK] * num_samples
     for stats in row.outputs if row is not None else ():
         if len(stats.shape) < 2 or min(stats.shape[0], MAX_SAMPLES) != num_samples:
@@ -101,7 +101,7 @@ def _class_of(sample: SampleStats, low: FloatFormat) -> int:
 
 
 def _write_finding(layers: Layers, image: np.ndarray[tuple[int, ...], np.dtype[np.int64]], under: str) -> str:
-    """The samples that go non-finite and where, and those that come near."""
+    """Return which samples go non-finite and where, and which come near the limit."""
     num_samples = image.shape[0]
     nonfinite = [sample for sample in range(num_samples) if _NONFINITE in image[sample]]
     near = [sample for sample in range(num_samples) if sample not in nonfinite and _NEAR in image[sample]]

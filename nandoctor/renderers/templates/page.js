@@ -4,7 +4,7 @@
   const say = text => { said.textContent = text; };
 
   async function copy(text) {
-    try { return await navigator.clipboard.writeText(text); } catch { /* no permission: the old way */ }
+    try { return await navigator.clipboard.writeText(text); } catch { /* no permission: fall back to execCommand */ }
     const area = document.createElement("textarea");
     area.value = text;
     document.body.append(area);
@@ -23,7 +23,7 @@
     });
   }
 
-  // What is wider than the screen shows what matters: the expression at fault, the first non-finite layer.
+  // Scroll boxes wider than the screen to what matters: the expression at fault, the first non-finite layer.
   function reveal(box, mark) {
     const from = box.getBoundingClientRect(), to = mark.getBoundingClientRect();
     if (to.right > from.right) box.scrollLeft += to.left - from.left - box.clientWidth / 4;
@@ -44,11 +44,11 @@
   const table = document.getElementById("layers");
   if (!table) return;
   const body = table.tBodies[0];
-  const rows = [...body.rows];               // as the page was written: parents before what they hold
+  const rows = [...body.rows];               // in the page's original order: parents before children
   const texts = rows.map(row => row.dataset.search.toLowerCase());
   const search = document.getElementById("search");
   const onlyNonfinite = document.getElementById("only-nonfinite");
-  let sorted = null;                         // the column and direction, null for the tree
+  let sorted = null;                         // the sorted column; null for the tree
   const folds = rows.map(row => row.querySelector(".fold"));
   const parents = rows.map(row => row.dataset.parent === "" ? null : Number(row.dataset.parent));
 
