@@ -1,4 +1,4 @@
-"""Writes docs/report.schema.json: the JSON schema of reports, by the type hints of their records.
+"""Writes docs/report.schema.json: the JSON schema of reports, from the type hints of their records.
 
 In: `nandoctor.evidence.report.Report`. Out: the file, and `describe_schema` for the other records that are printed.
 """
@@ -31,7 +31,7 @@ _SCALARS: dict[Any, dict[str, Any]] = {
 
 
 def describe_schema(cls: type, *, title: str) -> dict[str, Any]:
-    """The schema of what `to_plain` makes of a `cls`; further keys are allowed, as newer versions may write them."""
+    """Return the schema of what `to_plain` makes of a `cls`; it allows further keys, which newer versions may write."""
     definitions: dict[str, Any] = {}
     root = _describe(cls, definitions)
     return {"$schema": _DIALECT, "title": title, **root, "$defs": dict(sorted(definitions.items()))}
@@ -41,7 +41,7 @@ def _describe(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if hint in _SCALARS:
         return _SCALARS[hint]
     if dataclasses.is_dataclass(hint):
-        # A reference to the record's definition, which is made where it is met first: records may hold each other.
+        # A reference to the record's definition, made when the record is first met: records may hold each other.
         name = cast(type, hint).__name__
         if name not in definitions:
             definitions[name] = {}
@@ -83,7 +83,7 @@ def _describe_record(cls: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def report_schema() -> dict[str, Any]:
-    """The JSON schema of reports, with the causes of this version; a newer one may have more."""
+    """Return the JSON schema of reports, with the causes of this version; a newer one may have more."""
     schema = describe_schema(Report, title=SCHEMA)
     schema["$defs"]["Cause"]["properties"]["code"] = {
         "type": "string",
@@ -93,7 +93,7 @@ def report_schema() -> dict[str, Any]:
 
 
 def text() -> str:
-    """What the file holds."""
+    """Return the text of the file."""
     return json.dumps(report_schema(), indent=1) + "\n"
 
 
