@@ -23,7 +23,7 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO)  # a full device
 
 
 def tell(message: str) -> None:
-    """Print a message on standard error, if that is writable, with control characters in it as escapes."""
+    """Print a message on standard error, if that is writable, with unprintable characters as escapes."""
     from nandoctor.text import printable
 
     try:

@@ -99,7 +99,7 @@ def _shown(value: Any) -> str:
 
 
 def _quote(word: str) -> str:
-    """Return the word quoted for a shell, with control characters as escapes that bash and zsh read back."""
+    """Return the word quoted for a shell, with unprintable characters as escapes that bash and zsh read."""
     if word.isprintable():
         return shlex.quote(word)
     escaped = (c if c.isprintable() and c not in "'\\" else _escape(c) for c in word)
@@ -128,7 +128,7 @@ def as_option(value: Any) -> str | None:
 
 
 def _literal(value: Any) -> str:
-    """Return plain data as a Python literal, with infinity as 1e999; anything else makes it no valid literal."""
+    """Return plain data as a Python literal, with infinity as 1e999; anything else gives an invalid literal."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_literal(key)}: {_literal(item)}' for key, item in value.items())}}}"
     if type(value) in (list, tuple):

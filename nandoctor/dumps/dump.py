@@ -37,7 +37,7 @@ class Dump:
     `moments` the second moments of the optimizer, and `optimizer_eps` the eps of each of its parameter groups.
     `left_out` names the rest of the file: other weights, schedules, arrays of text. `recorded` is what a file in the
     recorder's format says of the call and its environment, and `provenance` whether this user's own recorder wrote it;
-    `missing` names what did not fit into it. If `other_weights`, `state` was read from another file (`notes` say so),
+    `missing` names what it could not hold. If `other_weights`, `state` was read from another file (`notes` say so),
     and is not, or may not be, that of the failing step. `checksums` are those that were not compared when the file was
     opened.
     """
