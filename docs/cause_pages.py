@@ -1,4 +1,4 @@
-"""Writes docs/causes.md and docs/causes/CODE.md: what a cause's module says of it, and two programs that show it.
+"""Writes docs/causes.md and docs/causes/CODE.md: the docstring of a cause's module, and two programs that show it.
 
 In: the modules of nandoctor.causes, and docs/causes/CODE/failing.py and fixed.py, which the tests run. Out: Markdown.
 """
@@ -14,42 +14,42 @@ MADE = "`python docs/cause_pages.py` makes this page from the cause's module in 
 
 
 def table(pages, folder):
-    """The causes as a Markdown table of codes and titles; the codes link to their pages in `folder`."""
+    """Return the causes as a Markdown table of codes and titles; the codes link to their pages in `folder`."""
     rows = (f"| [`{page.code}`]({folder}/{page.code}.md) | {page.title} |" for page in pages)
     return "\n".join(["| cause | what happens |", "|---|---|", *rows])
 
 
 def program(code, name):
-    """The text of one of the two programs of a cause."""
+    """Return the text of one of the two programs of a cause."""
     return (DOCS / "causes" / code / f"{name}.py").read_text(encoding="utf-8")
 
 
 def replay_options(text):
-    """What a replay of the program's step is told; a recorder's file needs nothing."""
+    """Return the options of a replay of the program's step; a recorder's file needs none."""
     if "Recorder" in text:
         return {}
     return {"model": "{file}:Net", **({"loss": "{file}:loss"} if "\ndef loss(" in text else {})}
 
 
 def commands(text):
-    """What is typed to run the failing program and to replay its step."""
+    """Return the commands that run the failing program and replay its step."""
     dump = "dumps/*.pth" if "Recorder" in text else "step.pth"
     flags = [f"--{name} {value.format(file='failing.py')}" for name, value in replay_options(text).items()]
     return "\n".join(["python failing.py", " ".join(["nandoctor replay", dump, *flags])])
 
 
 def says(text):
-    """The first line of a program's docstring."""
+    """Return the docstring of a program."""
     return ast.get_docstring(ast.parse(text))
 
 
 def without_docstring(text):
-    """The lines of a program after its docstring."""
+    """Return the lines of a program after its docstring."""
     return text.split('"""\n\n', 1)[1].splitlines()
 
 
 def page_markdown(page):
-    """The page of one cause."""
+    """Return the page of one cause."""
     failing, fixed = program(page.code, "failing"), program(page.code, "fixed")
     before, after = without_docstring(failing), without_docstring(fixed)
     diff = list(difflib.unified_diff(before, after, lineterm="", n=1))[2:]
@@ -67,7 +67,7 @@ def page_markdown(page):
 
 
 def documents():
-    """Every page by its path below docs/."""
+    """Return every page by its path below docs/."""
     pages = list_pages()
     index = ["# The causes", "", "`nandoctor explain CODE` prints what a page says, without its programs.", ""]
     made = {"causes.md": "\n".join([*index, table(pages, "causes")])}

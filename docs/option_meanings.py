@@ -1,6 +1,6 @@
 """Gives the keywords of `nandoctor.replay` their meanings on the API page.
 
-In: options.md, whose table the tests hold to the settings, and the TypedDicts that griffe has read. Out: `replay` with
+In: options.md (tests compare its table with the settings), and the TypedDicts that griffe has read. Out: `replay` with
 each of its keywords written out. `verify`, `repro` and `checkup` say in a line which of them they take.
 """
 
@@ -14,7 +14,7 @@ _RECORDS = ("StepOptions", "ReplayOptions")
 
 
 class OptionMeanings(griffe.UnpackTypedDictExtension):
-    """Unpacks the keywords of one function, with their meanings and with None as what they are by default."""
+    """Unpacks the keywords of one function, with their meanings and None as the default."""
 
     def on_package(self, *, pkg, **_):
         """Write the meanings as docstrings, before the records are read."""
@@ -25,7 +25,7 @@ class OptionMeanings(griffe.UnpackTypedDictExtension):
                 key.docstring = griffe.Docstring(meanings[name], parent=key)
 
     def on_function(self, *, func, **kwargs):
-        """Unpack them."""
+        """Unpack the keywords of `replay`."""
         if func.path != "nandoctor.case.replay":
             return
         super().on_function(func=func, **kwargs)

@@ -1,6 +1,6 @@
-"""Links for the site: what lies outside of docs/ is named by its path, for the site has no such page.
+"""Replaces links to files outside docs/ by their paths, since the site has no such pages.
 
-In: a page's Markdown. Out: the same with links that the site can follow.
+In: a page's Markdown. Out: the same, with only links that the site can follow.
 """
 
 import re

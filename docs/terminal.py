@@ -1,6 +1,6 @@
-"""Writes docs/terminal.svg, what `nandoctor replay sample_dumps/unet_blank_tile.pth` prints, down to the fix.
+"""Writes docs/terminal.svg: what `nandoctor replay sample_dumps/unet_blank_tile.pth` prints, down to the fix.
 
-In: the sample. Out: an SVG made by rich. tests/test_readme.py holds it to what is printed today.
+In: the sample. Out: an SVG made by rich. tests/test_readme.py compares it with what is printed today.
 """
 
 import io
@@ -16,7 +16,7 @@ WIDTH = 84
 
 
 def draw(report):
-    """The first screen of a report as the text of an SVG."""
+    """Return the first screen of a report as the text of an SVG."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     print_parts(answer_parts(report, WIDTH), console)
     print_parts(fix_parts(report), console)

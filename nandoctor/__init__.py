@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'nandoctor' has no attribute {name!r}")
     if (home := _HOMES[name]) not in sys.modules:
-        import random  # noqa: PLC0415 - `--help` needs it not
+        import random  # noqa: PLC0415 - `--help` does not need it
 
         state = random.getstate()
         importlib.import_module(home)

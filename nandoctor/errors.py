@@ -7,9 +7,9 @@ from __future__ import annotations
 
 
 class NanDoctorError(Exception):
-    """Something that the user can put right; the base of all errors that nandoctor raises on purpose.
+    """An error that the user can fix; the base of all errors that nandoctor raises on purpose.
 
-    Control characters in the texts, as a file or a model may put them there, are written out.
+    Control characters in the texts, which may come from a file or a model, are written as escapes.
 
     Args:
         message: what is wrong.
@@ -19,7 +19,7 @@ class NanDoctorError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, remedy: str) -> None:
-        from nandoctor.text import printable  # noqa: PLC0415 - `--help` needs it not
+        from nandoctor.text import printable  # noqa: PLC0415 - `--help` does not need it
 
         self.message, self.remedy = ("\n".join(map(printable, text.split("\n"))) for text in (message, remedy))
         super().__init__(self.message)
@@ -41,11 +41,11 @@ class UnapprovedCodeError(ModelError):
 
 
 class LossError(ModelError):
-    """The loss function cannot be computed at the replay: it raised, or gave no scalar with a gradient."""
+    """The loss cannot be computed in the replay: its function raised, or returned no scalar with a gradient."""
 
 
 class UnsupportedTorchError(NanDoctorError):
-    """The installed torch lacks a private part of it that nandoctor needs."""
+    """The installed torch lacks a private API that nandoctor needs."""
 
 
 class ReportError(NanDoctorError):

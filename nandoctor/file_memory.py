@@ -1,4 +1,4 @@
-"""Tensors whose memory is a file: it can be written back to the disk, where a process's own memory cannot."""
+"""Tensors in memory that is backed by a file, and so can be written back to the disk, unlike a process's own memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _mode = _Mode()
 
 
 def map_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of zeros; a large one in a file without a name that is gone with the tensor."""
+    """Return a tensor of zeros; a large one lies in an unnamed file that is gone with the tensor."""
     numel = math.prod(shape)
     if numel * dtype.itemsize < _LEAST_NBYTES:
         return torch.zeros(tuple(shape), dtype=dtype)
@@ -33,9 +33,9 @@ def map_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def cast_to_file(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in another format, in a file where it is large; in memory where it is not plain, or of another layout.
+    """Return the tensor in another format, in a file if it is large; in memory if it is not plain or contiguous.
 
-    The layout stays, for a kernel may sum in another order in another.
+    The layout stays, since a kernel may sum in another order for another layout.
     """
     if tensor.dtype == dtype or not (_is_large(tensor.detach()) and tensor.is_contiguous()):
         return tensor.to(dtype)
@@ -44,7 +44,7 @@ def cast_to_file(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @contextmanager
 def kept_in_files(wanted: bool) -> Iterator[None]:
-    """Keep in files what the graph saves of large results for the backward pass, and casts of weights."""
+    """Keep in files the large tensors that the graph saves for the backward pass, and casts of weights."""
     if not wanted:
         yield
         return
@@ -57,7 +57,7 @@ def kept_in_files(wanted: bool) -> Iterator[None]:
 
 
 def move_to_file(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, its graph as it is; its memory in a file where that is wanted and it is large."""
+    """Return the tensor with its graph, moved into a file if that is wanted and it is large."""
     if _mode.open and _is_large(tensor):
         with torch.no_grad():
             tensor.data = map_empty(tensor.shape, tensor.dtype).copy_(tensor)

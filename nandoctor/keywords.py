@@ -1,6 +1,6 @@
-"""Functions that take many options as `**options: Unpack[...]` show each of them in signature and docstring.
+"""Shows each option of a function that takes `**options: Unpack[...]` in its signature and docstring.
 
-A type checker, `help()` and completion know them.
+`help()` and completion then know them, as type checkers do.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ R = TypeVar("R")
 def takes_options(
     record: type, *, meanings: Mapping[str, str] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Name the keys of a TypedDict in the signature of a function, in place of its `**options`.
+    """Return a decorator that replaces `**options` in a function's signature by the keys of a TypedDict.
 
-    The defaults are None. In the docstring `meanings` replace the line of `**options`. Any other
-    keyword is a TypeError, as it is where parameters are written out.
+    The defaults are None. In the docstring, `meanings` replace the line of `**options`. Any other keyword raises
+    TypeError, as with explicit parameters.
     """
     options = [
         inspect.Parameter(

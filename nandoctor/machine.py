@@ -1,6 +1,6 @@
-"""What this machine gives a process: cores and memory, within the limits of its container.
+"""The cores and memory that this process may use, within the limits of its container.
 
-None where the system does not tell.
+None if the system does not say.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _CGROUP = Path("/sys/fs/cgroup")
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MAPPED_FROM = 1 << 20
-# What says so has no class of its own where a loader, a memory map or an allocator raises it: dlopen and mmap by
+# Messages of errors that have no class of their own, from loaders, memory maps and allocators: dlopen and mmap by
 # strerror, c10/core/impl/alloc_cpu.cpp on Linux and on Windows, C++'s own new, CUDA.
 _NO_MEMORY = (
     *("cannot allocate memory", "can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc"),
@@ -38,10 +38,10 @@ def count_cores() -> int:
 
 
 def share_cores() -> None:
-    """Make the torch that is imported next a good neighbour; whatever the user has set stays.
+    """Make the torch that is imported next share cores with other programs; what the user has set stays.
 
-    OpenMP's threads spin while they wait, by default: beside other programs a replay of a small model took four times
-    as long for it. And torch counts the machine's cores, not those that a container may use.
+    By default OpenMP's threads spin while they wait: beside other programs a replay of a small model took four times as
+    long. And torch counts the machine's cores, not those that a container may use.
     https://www.openmp.org/spec-html/5.0/openmpse55.html
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -50,19 +50,19 @@ def share_cores() -> None:
 
 
 def available_memory() -> int | None:
-    """Bytes that can be allocated before the machine, or the container, runs out."""
+    """Return the bytes that can be allocated before the machine, or the container, runs out."""
     return min(_limits(), default=None)
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes that the elements of these tensors take."""
+    """Return the bytes that the elements of these tensors take."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether memory ran out, on the CPU or a GPU, in this exception or one that it came from.
+    """Return True if memory ran out, on the CPU or a GPU, in this exception or one that caused it.
 
-    An exception that is raised again may come from one that came from it.
+    An exception that is raised again may be among its own causes.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -76,14 +76,14 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def anonymous_memory() -> int | None:
-    """Bytes of this process that no file stands behind (RssAnon): what it has allocated and written to."""
+    """Return the bytes of this process that no file backs (RssAnon): what it has allocated and written to."""
     return _read_field(Path("/proc/self/status"), "RssAnon:")
 
 
 def limit_memory(nbytes: int) -> bool:
-    """Make allocations fail beyond `nbytes` of private writable memory; False where the system has no such limit.
+    """Make allocations fail beyond `nbytes` of private writable memory; return False if the system has no such limit.
 
-    A limit that is lower already stays. Files that are mapped to be read do not count.
+    A lower limit stays. Files that are mapped for reading do not count.
     https://man7.org/linux/man-pages/man2/getrlimit.2.html, RLIMIT_DATA.
     """
     if sys.platform != "linux":
@@ -98,9 +98,9 @@ def limit_memory(nbytes: int) -> bool:
 
 @contextmanager
 def bounded_memory(nbytes: int | None) -> Iterator[None]:
-    """Let allocations of the process fail beyond `nbytes` of private writable memory while this is open, where it can.
+    """Make allocations fail beyond `nbytes` of private writable memory while this is open, if the system can.
 
-    See `limit_memory`; None is no bound.
+    See `limit_memory`; None means no bound.
     """
     if nbytes is None or sys.platform != "linux":
         yield
@@ -116,9 +116,9 @@ def bounded_memory(nbytes: int | None) -> Iterator[None]:
 
 
 def return_freed_memory() -> None:
-    """Have this process give blocks of a megabyte and more back to the system when they are freed, where glibc is used.
+    """Make glibc return blocks of a megabyte and more to the system when they are freed.
 
-    Left to itself it raises that size to 32 MB, and keeps what is smaller: 0.9 GB of a model with layers of 16 MB.
+    By default it raises that size to 32 MB, and keeps smaller blocks: 0.9 GB of a model with layers of 16 MB.
     https://man7.org/linux/man-pages/man3/mallopt.3.html
     """
     if sys.platform == "linux":
@@ -129,7 +129,7 @@ def return_freed_memory() -> None:
 
 
 def private_memory() -> int | None:
-    """Bytes of private writable memory that this process has asked for, as `bounded_memory` counts them."""
+    """Return the bytes of private writable memory that this process has requested, as `bounded_memory` counts them."""
     return _read_field(Path("/proc/self/status"), "VmData:")
 
 
@@ -138,12 +138,12 @@ def _limits() -> Iterator[int]:
         yield free
     with suppress(OSError, ValueError):  # "max" where there is no limit
         limit = int((_CGROUP / "memory.max").read_text())
-        used = _read_field(_CGROUP / "memory.stat", "anon", unit=1) or 0  # cached files give way
+        used = _read_field(_CGROUP / "memory.stat", "anon", unit=1) or 0  # cached files can be dropped
         yield max(limit - used, 0)
 
 
 def _read_field(path: Path, name: str, unit: int = 1024) -> int | None:
-    """The number in a line of /proc, which counts in KiB, as bytes."""
+    """Return the number in a line of /proc, which counts in KiB, as bytes; None if there is no such line."""
     with suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             if line.split()[:1] == [name]:

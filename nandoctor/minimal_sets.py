@@ -1,4 +1,4 @@
-"""The one search for minimal sets: of modules to keep in fp32, of the parts of a tensor that a failure needs."""
+"""Searches for minimal sets: of modules to keep in fp32, or of the parts of a tensor that a failure needs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ T = TypeVar("T")
 
 MAX_SETS = 3
 _FEW = 8
-"""So many members are left out one by one as quickly as by halves."""
+"""Up to so many members, leaving them out one by one is as quick as halving."""
 
 
 def find_minimal_sets(
     members: Sequence[T], holds: Callable[[tuple[T, ...]], bool], *, guesses: Sequence[Sequence[T]] = ()
 ) -> Iterator[tuple[T, ...]]:
-    """Minimal sets of `members` that hold, disjoint, at most `MAX_SETS`; none where all members together do not.
+    """Yield minimal sets of `members` that hold, disjoint, at most `MAX_SETS`; none if all members together do not.
 
-    The first of the `guesses` that holds saves the search; the likeliest and smallest should come first.
+    The first of the `guesses` that holds saves the search; put the likeliest and smallest first.
     """
     left = tuple(members)
     for number in range(MAX_SETS):
-        # Most of the time there is one set alone, and what is left of a guess need not be asked.
+        # Mostly there is only one set, so test whether the rest holds before the rests of the guesses.
         found = _find_one(left, holds, guesses) if number == 0 or (left and holds(left)) else ()
         if not found:
             return
@@ -32,7 +32,7 @@ def find_minimal_sets(
 def _find_one(
     members: tuple[T, ...], holds: Callable[[tuple[T, ...]], bool], guesses: Sequence[Sequence[T]]
 ) -> tuple[T, ...]:
-    """A minimal set within the first guess that holds, else within all members; () where these do not."""
+    """Return a minimal set within the first guess that holds, else within all members; () if these do not."""
     starts = [tuple(member for member in guess if member in members) for guess in guesses]
     start = next((start for start in starts if start and holds(start)), ())
     if 0 < len(start) <= _FEW:
@@ -41,10 +41,10 @@ def _find_one(
 
 
 def minimise(members: Sequence[T], holds: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
-    """A set that holds, in the order of `members`, of which none can be left out; all `members` together hold.
+    """Return a set that holds, without any needless member, in the order of `members`; these must hold together.
 
-    Where more members never hurt, k of n are found with about 2 k log2(n / k) questions (QuickXplain: Junker, 2004).
-    Each is left out once in the end, so that the set is 1-minimal (Zeller and Hildebrandt, 2002) even where they do.
+    If more members never hurt, k of n are found with about 2 k log2(n / k) tests (QuickXplain: Junker, 2004). In the
+    end each is left out once, so that the set is 1-minimal (Zeller and Hildebrandt, 2002) even if they do.
     """
     found = set(_needed(tuple(members), holds))
     kept = [member for member in members if member in found]
@@ -52,7 +52,7 @@ def minimise(members: Sequence[T], holds: Callable[[tuple[T, ...]], bool]) -> tu
 
 
 def _needed(members: tuple[T, ...], holds: Callable[[tuple[T, ...]], bool], known: tuple[T, ...] = ()) -> tuple[T, ...]:
-    """The members that are needed beside `known`, which is not enough by itself."""
+    """Return the members that are needed besides `known`, which is not enough by itself."""
     if len(members) == 1:
         return members
     first, second = members[: len(members) // 2], members[len(members) // 2 :]
@@ -62,11 +62,11 @@ def _needed(members: tuple[T, ...], holds: Callable[[tuple[T, ...]], bool], know
 
 
 def _without_needless(members: Sequence[T], holds: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
-    """The members of which none can be left out any more."""
+    """Leave out members one by one until each that is left is needed, and return these."""
     kept = tuple(members)
     for member in members:
         rest = tuple(other for other in kept if other != member)
         if rest and holds(rest):
             kept = rest
-    # A member that was needed beside others may not be once they are gone.
+    # A member that was needed besides others may not be once they are gone.
     return kept if len(kept) == len(members) else _without_needless(kept, holds)

@@ -1,4 +1,4 @@
-"""Numbers, counts, places and names as people read them.
+"""Formats numbers, counts, places and names for people to read.
 
 Strings that come from a dump or a model cannot be trusted: they are made printable.
 """
@@ -16,13 +16,13 @@ _MAX_LISTED = 12
 _MAX_SAMPLES = 3
 _LEAST_SHARE = 1e-5
 MAX_SAMPLES_LISTED = 64
-"""So many affected samples of a tensor are listed at most; a list as long as this may lack some."""
+"""At most so many affected samples of a tensor are listed; a list of this length may be incomplete."""
 
 
 def number(value: float | None, *, unlike: float | None = None) -> str:
-    """A measured value: whole from 1,000 on (65,504), else three significant digits (0.0312, 6.3e7, 5.96e-8).
+    """Format a measured value: whole from 1,000 on (65,504), else three significant digits (0.0312, 6.3e7, 5.96e-8).
 
-    Where the value must be told from another one, `unlike`, it gets as many more digits as that takes: 1.0001.
+    If the text must differ from that of another value, `unlike`, it gets as many more digits as that takes: 1.0001.
     """
     if value is None:
         return "?"
@@ -43,13 +43,13 @@ def _to_digits(value: float, digits: int) -> str:
 
 
 def _plain_exponent(text: str) -> str:
-    """1e-8 for Python's 1e-08, 6.3e7 for 6.3e+07."""
+    """Return 1e-8 for Python's 1e-08, 6.3e7 for 6.3e+07."""
     mantissa, has_exponent, exponent = text.partition("e")
     return f"{mantissa}e{int(exponent)}" if has_exponent else mantissa
 
 
 def constant(value: float) -> str:
-    """A number as it stands in code, to six digits and without separators: 1e-8, 1e-4, 0.01, -65504, 1e9."""
+    """Format a number as in code, to six digits and without separators: 1e-8, 1e-4, 0.01, -65504, 1e9."""
     text = _plain_exponent(f"{value:.6g}")
     if not 1e-3 <= abs(value) < 1e6 and math.isfinite(value) and value:
         digits, _, exponent = f"{value:.5e}".partition("e")
@@ -58,9 +58,9 @@ def constant(value: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share or a relative error with two significant digits, and 100 % only if it is all: 0.44 %, 18 %, 99.9 %.
+    """Format a share or relative error with two significant digits, as 100 % only if it is all: 0.44 %, 18 %, 99.9 %.
 
-    What is too small to matter is told as "<0.001 %".
+    A share that is too small to matter becomes "<0.001 %".
     """
     if share is None:
         return "?"
@@ -75,12 +75,12 @@ def percent(share: float | None) -> str:
 
 
 def within(share: float | None) -> str:
-    """A bound on an error: "within 0.44 %", and never a smaller one than "within 0.001 %"."""
+    """Format a bound on an error: "within 0.44 %", and never less than "within 0.001 %"."""
     return f"within {percent(share).removeprefix('<')}"
 
 
 def excess(value: float, limit: float) -> str:
-    """How far a magnitude passes a limit, before "what fp16 can hold": "0.4 % above", "3.2x"."""
+    """Say how far a magnitude passes a limit, before "what fp16 can hold": "0.4 % above", "3.2x"."""
     ratio = abs(value) / limit
     if ratio <= 1:
         return f"{percent(ratio)} of"
@@ -88,19 +88,19 @@ def excess(value: float, limit: float) -> str:
 
 
 def bits_text(headroom: float | None) -> str:
-    """Headroom in bits: "12.5"; "Inf" for a layer that is zero throughout, "-" where it is not known."""
+    """Format headroom in bits: "12.5"; "Inf" for a layer that is zero throughout, "-" if it is unknown."""
     if headroom is None:
         return "-"
     return "Inf" if headroom == math.inf else f"{headroom:.1f}"
 
 
 def code(text: str) -> str:
-    """Source code in a sentence: in backticks, on one line, at most 60 characters."""
+    """Format source code for a sentence: in backticks, on one line, at most 60 characters."""
     return f"`{brief(' '.join(text.replace('`', chr(39)).split()), _CODE_WIDTH)}`"
 
 
 def split_code(text: str) -> list[tuple[str, bool]]:
-    """A sentence in parts, each with whether it stood in backticks; an odd backtick is a letter."""
+    """Split a sentence into parts, each with True if it was in backticks; unpaired backticks are plain text."""
     parts = text.split("`")
     if len(parts) % 2 == 0:
         return [(text, False)]
@@ -108,47 +108,47 @@ def split_code(text: str) -> list[tuple[str, bool]]:
 
 
 def plural(count: int, noun: str, many: str | None = None) -> str:
-    """A count with its noun: "1 row", "8,192 elements", "2 batches"."""
+    """Return a count with its noun: "1 row", "8,192 elements", "2 batches"."""
     return f"{count:,} {noun if count == 1 else many or f'{noun}s'}"
 
 
 def part_of(part: int, whole: int, noun: str = "") -> str:
-    """How many of how many: "8,192 of 32,768", "8 of 32 values", "1 of 1 value"."""
+    """Say how many of how many: "8,192 of 32,768", "8 of 32 values", "1 of 1 value"."""
     return f"{part:,} of {plural(whole, noun) if noun else f'{whole:,}'}"
 
 
 def are(count: int) -> str:
-    """The verb for so many: "1 value is", "2 values are"."""
+    """Return the verb for a count: "1 value is", "2 values are"."""
     return "is" if count == 1 else "are"
 
 
 def ordinal(place: int) -> str:
-    """A place counted from 1: 1st, 2nd, 3rd, 11th."""
+    """Return the ordinal of a place counted from 1: 1st, 2nd, 3rd, 11th."""
     ending = "th" if place % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(place % 10, "th")
     return f"{place}{ending}"
 
 
 def call_label(name: str, call: int, type_name: str = "") -> str:
-    """A module call as people read it, `call` counted from 0: "norm (2nd call)", "norm (LayerNorm, 2nd call)"."""
+    """Format a module call, `call` counted from 0: "norm (2nd call)", "norm (LayerNorm, 2nd call)"."""
     notes = [*([type_name] if type_name else []), *([f"{ordinal(call + 1)} call"] if call else [])]
     return f"{name} ({', '.join(notes)})" if notes else name
 
 
 def file_line(file: str, line: int) -> str:
-    """A line of code by the file's own name: "net.py:45"; the path may be of another operating system."""
+    """Format a line of code by the file's own name: "net.py:45"; the path may be of another operating system."""
     return printable(f"{file.replace(chr(92), '/').rpartition('/')[2]}:{line}")
 
 
 def relative_path(file: str) -> str:
-    """The path as one would type it here: relative where the file lies in the working directory."""
+    """Return the path as one would type it here: relative if the file lies in the working directory."""
     path, here = Path(file), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else file
 
 
 def samples_text(samples: Sequence[int], batch_size: int | None = None) -> str:
-    """Indexes into the batch: "sample 2", "samples 0, 2, 5 and 9 more", "every sample".
+    """Format indexes into the batch: "sample 2", "samples 0, 2, 5 and 9 more", "every sample".
 
-    With `batch_size` the samples are those of a tensor, of which no more than 64 are listed: "and at least 61 more".
+    With `batch_size` they are those of a tensor, which lists no more than 64: "and at least 61 more".
     """
     if len(samples) == batch_size:
         return "every sample"
@@ -158,29 +158,29 @@ def samples_text(samples: Sequence[int], batch_size: int | None = None) -> str:
 
 
 def dtype_name(dtype: object) -> str:
-    """The name of a `torch.dtype` without the module: "float16"."""
+    """Return the name of a `torch.dtype` without the module: "float16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def shape_text(shape: Iterable[int]) -> str:
-    """A shape as torch prints it: [4, 16, 32, 32]."""
+    """Format a shape as torch prints it: [4, 16, 32, 32]."""
     return f"[{', '.join(str(size) for size in shape)}]"
 
 
 def kinds_text(kinds: Iterable[str]) -> str:
-    """Which non-finite values: "NaN and +Inf"."""
+    """Name kinds of non-finite values: "NaN and +Inf"."""
     return join_words([_KINDS.get(kind, printable(kind)) for kind in kinds]) or "non-finite values"
 
 
 def nonfinite_part(kinds: Iterable[str], num_bad: int, numel: int, noun: str = "") -> str:
-    """How many of a tensor's values are non-finite: "NaN in 8 of 32", "some of 32 values" where none was counted."""
+    """Say how many of a tensor's values are non-finite: "NaN in 8 of 32", "some of 32 values" if none was counted."""
     if not num_bad:
         return f"some of {plural(numel, noun) if noun else f'{numel:,}'}"
     return f"{kinds_text(kinds)} in {part_of(num_bad, numel, noun)}"
 
 
 def byte_size(nbytes: int) -> str:
-    """A file's size in decimal units: 812 bytes, 1.25 MB."""
+    """Format a file's size in decimal units: 812 bytes, 1.25 MB."""
     if nbytes < 1000:
         return plural(nbytes, "byte")
     size, unit = nbytes / 1000, "kB"
@@ -195,7 +195,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 
 
 def parse_size(text: str) -> int:
-    """The bytes of a size as people write it: 8GB, 512 MiB, 1e9. Raises ValueError for what is none."""
+    """Return the bytes of a size as people write it: 8GB, 512 MiB, 1e9. Raises ValueError if it is not a size."""
     number_text = text.strip().rstrip("BbKkMmGgTtIi ")
     unit = text.strip()[len(number_text) :].strip().upper()
     nbytes = float(number_text) * _UNITS.get(unit, math.nan)
@@ -205,32 +205,32 @@ def parse_size(text: str) -> int:
 
 
 def join_words(words: Sequence[str], last: str = "and") -> str:
-    """A list as prose: "a", "a and b", "a, b and c"."""
+    """Join a list as prose: "a", "a and b", "a, b and c"."""
     return f" {last} ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def join_first(words: Sequence[str], limit: int = _MAX_LISTED) -> str:
-    """As `join_words`, with the words past `limit` only counted: "a, b and 9 more"."""
+    """Join as `join_words`, with the words past `limit` only counted: "a, b and 9 more"."""
     left = len(words) - limit
     return join_words([*words[:limit], f"{left:,} more"] if left > 0 else words)
 
 
 def printable(text: str) -> str:
-    r"""The text on one line, with every character that is not plainly visible written out as an escape.
+    r"""Return the text on one line, with every character that is not plainly visible written as an escape.
 
-    A module or array may carry any name: a terminal escape (`\x1b`) would run on the reader's terminal, a newline
+    A module or array may have any name: a terminal escape (`\x1b`) would run on the reader's terminal, a newline
     would break the layout, a direction override would show another name.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def printable_code(line: str) -> str:
-    """A line of code, printable and otherwise as it is: a tab stays, for what is copied has to be what was written."""
+    """Return a line of code, printable and otherwise unchanged: tabs stay, so that it can be copied as written."""
     return "\t".join(map(printable, line.split("\t")))
 
 
 def shorten(text: str, width: int) -> str:
-    """The text cut in its middle to at most `width` characters, most of them from its end, where siblings differ."""
+    """Cut the text in its middle to at most `width` characters, most of them from its end, where siblings differ."""
     if len(text) <= width:
         return text
     kept = max(width - 1, 0)
@@ -239,23 +239,23 @@ def shorten(text: str, width: int) -> str:
 
 
 def mode_text(seed: int | None, *training: bool) -> str:
-    """Modes and random numbers of runs, in the words of every surface: "train and eval mode, seed 0"."""
+    """Format the modes and random numbers of runs, in the same words everywhere: "train and eval mode, seed 0"."""
     modes = dict.fromkeys("train" if flag else "eval" for flag in training)
     return f"{' and '.join(modes)} mode, {'the saved random state' if seed is None else f'seed {seed}'}"
 
 
 def brief(text: str, width: int = _BRIEF_WIDTH) -> str:
-    """Text that nobody vouches for, printable and at most `width` characters long."""
+    """Return untrusted text, printable and at most `width` characters long."""
     return shorten(printable(shorten(text, width)), width)  # cut first: a file may hold a name of many megabytes
 
 
 def brief_list(names: Iterable[str]) -> str:
-    """Names that nobody vouches for: the first dozen, and how many more there are."""
+    """List untrusted names: the first dozen, and how many more there are."""
     return join_first([brief(name) for name in names])
 
 
 def diff_kind(line: str) -> str:
-    """What a line of a diff is: "file", "hunk", "add", "del", or "" for one that stays."""
+    """Return the kind of a line of a diff: "file", "hunk", "add", "del", or "" for an unchanged one."""
     if line.startswith(("---", "+++")):
         return "file"
     return {"+": "add", "-": "del", "@": "hunk"}.get(line[:1], "")

@@ -1,4 +1,4 @@
-"""The command line: what stands behind `nandoctor`. A verb is imported when it is asked for."""
+"""The command line `nandoctor`; a verb's module is imported when the verb is used."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ VERBS = {
     "triage": ("triage", "Replay many dumps in parallel, and group them by cause and place."),
     "verify": ("verify", "Check whether the failing step of DUMP passes now."),
 }
-"""Every verb: the module of this package that has it, and what the list of all says of it."""
+"""Every verb: its module in this package, and its description in the list of all."""
 
 
 def find_verb(name: str) -> click.Command:
-    """Import the command of that name."""
+    """Import and return the command of that name."""
     verb: click.Command = getattr(importlib.import_module(f"nandoctor.cli.{VERBS[name][0]}"), name)
     return verb
 
 
 class _Verbs(click.Group):
-    """A group of verbs; what fails is told in one place, --help and --version included."""
+    """The group of all verbs; it reports failures in one place, including those of --help and --version."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with failures_told():
@@ -69,7 +69,7 @@ class _Verbs(click.Group):
 
 
 def _show_version(context: click.Context, _: click.Parameter, asked: bool) -> None:
-    """The versions that a report of a bug needs; torch is not imported for it."""
+    """Print the versions that a bug report needs, without importing torch."""
     if asked and not context.resilient_parsing:
         import platform
         from importlib.metadata import version
@@ -103,6 +103,6 @@ def main() -> None:
     if "torch" not in sys.modules:
         from nandoctor.machine import share_cores
 
-        # What is scripted then runs as the Python that it was written in, whose expressions can be told and changed.
+        # Scripted code then runs as the Python that it was written in, so its expressions can be named and changed.
         os.environ.setdefault("PYTORCH_JIT", "0")
         share_cores()

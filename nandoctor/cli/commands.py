@@ -1,4 +1,4 @@
-"""The verbs that read one dump or report, and the group of all: each parses, calls, renders and exits."""
+"""The verbs that read single dumps, reports and checkpoints: each parses, calls, renders and exits."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
     if check:
         sys.exit(_check(dump, outputs, options, as_json=as_json))
     display = ReplayDisplay(quiet=quiet, tells=form == "full")
-    with display.shown():  # torch alone takes a second to import
+    with display.shown():  # importing torch alone takes a second
         from nandoctor.case import replay as replay_dump
 
         opened, settings = load_dump(dump, options)
@@ -94,7 +94,7 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
 
 
 def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as_json: bool) -> int:
-    """The predicate for `git bisect run`: whatever goes wrong means that this commit cannot be judged."""
+    """Return the exit code for `git bisect run`; any failure means that this commit cannot be judged."""
     from nandoctor.case import check as verify_step
 
     with exit_code_answers(*outputs):
@@ -279,7 +279,7 @@ def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: 
     if not values and dump is None and options["model"] is None:
         raise click.UsageError("Give a VALUE, --model SPEC or --dump DUMP.")
     if dump is None:
-        # A model alone is only looked at: what says how to run it would be ignored.
+        # Without a dump the model is not run, so options for running it would be ignored.
         from nandoctor.replaying.settings import OPTIONS
 
         for name, value in options.items():
@@ -313,7 +313,7 @@ def _list_eps(dump: Path | None, options: dict[str, Any]) -> tuple[EpsUse, ...]:
 
 
 def _refuse_idle(options: dict[str, Any], *sources: Path) -> None:
-    """Refuse what says how to replay a dump where there are saved reports alone."""
+    """Refuse options of a replay if all sources are saved reports."""
     from nandoctor.replaying.settings import OPTIONS
 
     flags = [OPTIONS[name].flag for name, value in options.items() if name in OPTIONS and value is not None]
@@ -322,7 +322,7 @@ def _refuse_idle(options: dict[str, Any], *sources: Path) -> None:
 
 
 def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:
-    """A saved report by its ending, else the replay of a dump."""
+    """Return the saved report if the file ends in .json, else replay the dump."""
     if source.suffix == ".json":
         from nandoctor.renderers.jsonfile import read_report
 

@@ -1,4 +1,4 @@
-"""What is said where a verb fails, and the exit code that goes with it."""
+"""The message of a verb that fails, and its exit code."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXIT_INTERRUPTED = 130
-EXIT_READER_GONE = 141  # 128 + SIGPIPE: what a shell says of any program whose pipe was closed, as by `| head`
+EXIT_READER_GONE = 141  # 128 + SIGPIPE: the status in a shell of a program whose pipe was closed, as by `| head`
 EXIT_CANNOT_TELL = 125  # what `git bisect run` takes for "skip this commit"
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO)  # a full device
 
 
 def tell(message: str) -> None:
-    """Say something on standard error, if that takes it; whatever file names are in it, no terminal obeys them."""
+    """Print a message on standard error, if that is writable, with unprintable characters as escapes."""
     from nandoctor.text import printable
 
     try:
@@ -33,13 +33,13 @@ def tell(message: str) -> None:
 
 
 def discard_output() -> None:
-    """Drop what standard output did not take: Python would try once more when it ends, and complain."""
+    """Drop what could not be written to standard output: Python would try once more at exit, and complain."""
     sys.stdout = io.StringIO()
 
 
 @contextmanager
 def failures_told() -> Iterator[None]:
-    """A context that ends in one clear message where the user can put things right."""
+    """Print one clear message for an error that the user can fix, and exit."""
     try:
         yield
     except NanDoctorError as error:
@@ -72,9 +72,9 @@ def failures_told() -> Iterator[None]:
 
 @contextmanager
 def exit_code_answers(*files: Path) -> Iterator[None]:
-    """A context of a verb whose exit codes are answers: whatever goes wrong, the writing included, exits with 125.
+    """Exit with 125 on any failure, including one of writing, in a verb whose exit codes are answers.
 
-    `files` are told to be missing then.
+    `files` are then reported as not written.
     """
     try:
         yield
@@ -82,7 +82,7 @@ def exit_code_answers(*files: Path) -> Iterator[None]:
         discard_output()
         from nandoctor.text import printable
 
-        if not isinstance(error, BrokenPipeError):  # whoever reads has gone, and wants to hear nothing
+        if not isinstance(error, BrokenPipeError):  # the reader of the output has gone
             tell(f"nandoctor: cannot tell: {printable(getattr(error, 'message', repr(error)))}")
         for file in files:
             tell(f"Not written: {file}")

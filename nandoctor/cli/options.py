@@ -1,4 +1,4 @@
-"""The command line's options: those of a replay are made from `Settings`, so that they cannot differ from it."""
+"""The command line's options; those of a replay are made from `Settings`, so that they cannot differ from it."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _HEADINGS: dict[OptionGroup, str] = {
 
 
 class GroupedCommand(click.Command):
-    """A command whose help has examples, then its own options, then the settings of a replay by what they are about."""
+    """A command whose help has examples, then its own options, then the settings of a replay by topic."""
 
     def __init__(self, *args: Any, examples: Sequence[str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.examples = examples
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what the verb does, and commands to copy."""
+        """Write the description of the verb, and commands to copy."""
         super().format_help_text(ctx, formatter)
         formatter.write_paragraph()
         with formatter.indentation():
             formatter.write("".join(f"{'':{formatter.current_indent}}nandoctor {line}\n" for line in self.examples))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one section for each group."""
+        """Write one section for each group of options."""
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
         for parameter in self.get_params(ctx):
             record = None if isinstance(parameter, click.Argument) else parameter.get_help_record(ctx)
@@ -58,7 +58,7 @@ class GroupedCommand(click.Command):
 
 
 def settings_options(*groups: OptionGroup, without: str = "") -> Callable[[Verb], Verb]:
-    """Add the options of these groups to a verb; it gets each by its name in `Settings`, None where it is not given."""
+    """Add the options of these groups to a verb; it gets each by its name in `Settings`, None if it was not given."""
 
     def decorate(verb: Verb) -> Verb:
         for name, option in reversed(tuple(OPTIONS.items())):
@@ -78,14 +78,14 @@ def _make_option(name: str, option: Option) -> Callable[[Verb], Verb]:
     elif name == "model_args":
         shape["multiple"] = True
     elif option.reads is not str:
-        shape["type"] = option.reads  # a ValueError of its own is wrong usage
+        shape["type"] = option.reads  # its ValueError is reported as wrong usage
     elif option.metavar in ("SPEC", "PATH"):
         shape["shell_complete"] = lambda *_: [CompletionItem("", type="file")]
     return click.option(option.flag, name, help=option.help, callback=_check(name), **shape)
 
 
 def _check(name: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """What turns the text after a flag into a setting; a value that cannot be is wrong usage."""
+    """Return a callback that turns the text after a flag into a setting; an invalid value is wrong usage."""
 
     def check(_: click.Context, __: click.Parameter, value: Any) -> Any:
         if value is None or value is False or value == ():
@@ -104,7 +104,7 @@ def _check(name: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
 
 
 def _parse_argument(text: str) -> tuple[str, Any]:
-    """K=V, where V is a Python literal if it reads as one, and a string if not."""
+    """Parse K=V, where V is a Python literal if it reads as one, else a string."""
     name, separator, value = text.partition("=")
     if not separator or not name:
         raise click.BadParameter(f"{text!r} is not K=V.")
@@ -115,7 +115,7 @@ def _parse_argument(text: str) -> tuple[str, Any]:
 
 
 def read_size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
-    """Bytes: 8GB, 512 MiB, 1e9."""
+    """Return a size in bytes: 8GB, 512 MiB, 1e9."""
     try:
         return None if text is None else parse_size(text)
     except ValueError:
@@ -137,7 +137,7 @@ force_option = click.option(
 
 
 def check_replaceable(file: Path) -> None:
-    """Refuse to write over what the verb reads, and over what nandoctor did not write unless --force is given."""
+    """Refuse to overwrite a file that the verb reads or, unless --force is given, that nandoctor did not write."""
     context = click.get_current_context()
     for value in context.params.values():
         for path in value if isinstance(value, tuple) else (value,):
@@ -150,7 +150,7 @@ def check_replaceable(file: Path) -> None:
 
 
 def file_option(name: str, endings: Sequence[str], about: str, *, multiple: bool = False) -> Callable[[Verb], Verb]:
-    """The option -o, which refuses before the replay what could not be written after it, or should not be."""
+    """Return the option -o, which checks before the replay that its files can be written after it, and may be."""
 
     def check(_: click.Context, __: click.Parameter, files: Path | tuple[Path, ...] | None) -> Any:
         for file in files if isinstance(files, tuple) else filter(None, [files]):

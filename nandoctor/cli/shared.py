@@ -1,4 +1,4 @@
-"""What the verbs of the command line share: options, the console, progress, and how a dump is read."""
+"""Options, the console, progress and the reading of dumps, shared by the verbs of the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 
 
 def load_dump(path: Path, options: dict[str, Any]) -> tuple[Dump, dict[str, Any]]:
-    """The dump, and the options that are settings of its replay."""
+    """Return the dump, and the options that are settings of its replay."""
     from nandoctor.case import load
 
     settings = dict(options)
@@ -37,7 +37,7 @@ def load_dump(path: Path, options: dict[str, Any]) -> tuple[Dump, dict[str, Any]
 
 
 def console(file: TextIO | None = None) -> Console:
-    """A console on `file`, by default standard output, that raises where nobody reads: rich would exit with 1."""
+    """Return a console on `file`, by default standard output, that raises if its pipe is closed: rich exits with 1."""
     from rich.console import Console
 
     class Raising(Console):
@@ -48,7 +48,7 @@ def console(file: TextIO | None = None) -> Console:
 
 
 def _own_output() -> TextIO:
-    """Standard output as it is now, on a descriptor of its own: what a model prints is about to be sent elsewhere."""
+    """Return the current standard output on a new descriptor: what a model prints is about to be redirected."""
     output = sys.stdout
     try:
         descriptor = os.dup(output.fileno())
@@ -58,10 +58,10 @@ def _own_output() -> TextIO:
 
 
 class ReplayDisplay(Listener):
-    """Shows a replay as it gets on: bars on standard error, the diagnosis on standard output once it is known.
+    """The display of a running replay: bars on standard error, the diagnosis on standard output once it is known.
 
-    `told` says that it was printed; an interrupt of the search then gives the rest of the report. With `quiet` nothing
-    is shown; where standard error is no terminal there is no bar.
+    `told` is True once the diagnosis was printed; an interrupt of the search then gives the rest of the report. There
+    is no bar with `quiet`, or if standard error is not a terminal.
     """
 
     def __init__(self, *, quiet: bool, tells: bool) -> None:
@@ -94,7 +94,7 @@ class ReplayDisplay(Listener):
         self._bar.search(0, None, "")
 
     def expected(self, forecast: str) -> None:
-        """Print it on standard error, where there is a bar."""
+        """Print the forecast on standard error, if there is a bar."""
         if not self._bar.display.disable:
             self._bar.display.console.print(f"Expected: {forecast}", highlight=False)
 
@@ -115,9 +115,9 @@ class ReplayDisplay(Listener):
 
 @contextmanager
 def _streams_apart() -> Iterator[None]:
-    """A context whose code writes to standard error what it means for standard output, and has nothing to read.
+    """Redirect standard output to standard error, and standard input to the null device.
 
-    What a model prints is no part of a report, also where compiled code writes to the descriptor.
+    What a model prints is not part of a report, even if compiled code writes to the descriptor.
     """
     with redirect_stdout(sys.stderr), Path(os.devnull).open(encoding="utf-8") as nothing, ExitStack() as stack:
         stack.enter_context(_pointing(1, 2))
@@ -129,7 +129,7 @@ def _streams_apart() -> Iterator[None]:
 
 @contextmanager
 def _pointing(descriptor: int, target: int) -> Iterator[None]:
-    """A context in which one descriptor is that of another file; nothing is done where one of them is closed."""
+    """Point a descriptor at another file while the context is open; do nothing if one of them is closed."""
     try:
         saved = os.dup(descriptor)
     except OSError:
@@ -140,7 +140,7 @@ def _pointing(descriptor: int, target: int) -> Iterator[None]:
     try:
         yield
     finally:
-        # What compiled code has printed may still lie in the buffer of C's own stdout.
+        # What compiled code has printed may still be in the buffer of C's stdout.
         with suppress(OSError, AttributeError):
             import ctypes
 
@@ -150,12 +150,12 @@ def _pointing(descriptor: int, target: int) -> Iterator[None]:
 
 
 def progress_shown(*, quiet: bool = False) -> AbstractContextManager[ReplayDisplay]:
-    """A bar on standard error, gone when the work is done; nothing where standard error is not a terminal."""
+    """Return a context with a bar on standard error, removed at its end; without a terminal there is none."""
     return ReplayDisplay(quiet=quiet, tells=False).shown()
 
 
 def print_as(report: Report, form: str, *, told: bool, has_page: bool) -> None:
-    """Print the report in this form, JSON apart; where its first part was `told` already, the rest."""
+    """Print the report in this form, unless it is JSON; if its first part was `told` already, print the rest."""
     from nandoctor.renderers.answer import LINES
     from nandoctor.renderers.terminal import print_report
 

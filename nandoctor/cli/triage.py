@@ -1,4 +1,4 @@
-"""The verb for many dumps, `triage`."""
+"""The verb `triage`, for many dumps."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _print(found: Triage, *, as_json: bool) -> None:
 
 @contextmanager
 def _progress_shown() -> Iterator[TriageProgress]:
-    """A line on standard error while it is a terminal."""
+    """Show a progress line if standard error is a terminal, and yield the function that moves it."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -1,4 +1,4 @@
-"""The verbs about a change of the code: `fix` shows or makes one, `verify` tells whether one was enough."""
+"""The verbs for changes of the code: `fix` shows or makes one, `verify` checks whether the step passes now."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EXIT_NOTHING_FAILED = 3
     metavar="FILE",
     type=DumpPath,
     multiple=True,
-    help="A file that was changed, where the dump cannot tell.",
+    help="A file that was changed, if the dump cannot tell.",
 )
 @click.option("--before", type=DumpPath, nargs=2, multiple=True, hidden=True, help="A changed file, and a copy of it.")
 @click.option("--failed-before", is_flag=True, hidden=True, help="The unchanged code was seen to fail in this replay.")
@@ -61,7 +61,7 @@ def verify(dump: Path, as_json: bool, **options: Any) -> None:
 
 
 def _verify(dump: Path, options: dict[str, Any]) -> Verification:
-    """The verification; whatever goes wrong means that nothing can be told."""
+    """Return the verification; any failure means that it cannot tell."""
     from nandoctor.case import check
     from nandoctor.evidence.verification import cannot_tell
     from nandoctor.source_files import decode_source
@@ -69,7 +69,7 @@ def _verify(dump: Path, options: dict[str, Any]) -> Verification:
     try:
         opened, settings = load_dump(dump, options)
         changed, before = dict.fromkeys(settings.pop("changed")), dict(settings.pop("before"))
-        if before:  # whoever has a file as it was has run it, and has changed it
+        if before:  # a user with a copy from before the change has run the code here
             opened = replace(opened, provenance=replace(opened.provenance, here=True))
         texts = {file: decode_source(copy.read_bytes())[0] for file, copy in before.items()}
         with progress_shown() as progress:
@@ -93,7 +93,7 @@ def _verify(dump: Path, options: dict[str, Any]) -> Verification:
     "--pick", type=click.IntRange(min=1), metavar="N", default=1, show_default=True, help="Which of the verified fixes."
 )
 @click.option("--diff", "only_diff", is_flag=True, help="Print the diff alone, for git apply.")
-@click.option("--write", is_flag=True, help="Make the change, and verify it from the disk; undone where it fails.")
+@click.option("--write", is_flag=True, help="Make the change, and verify it from the disk; undo it if that fails.")
 @click.option("--allow-installed", is_flag=True, help="With --write: also to a package in site-packages.")
 @json_option
 @trust_option
@@ -139,7 +139,7 @@ def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **op
 
 
 def _choose(case: Case, pick: int) -> FixChoice:
-    """The fix of that number among those that were verified, from 1."""
+    """Return the fix of that number, from 1, among those that were verified."""
     from nandoctor.evidence.verification import FixChoice
     from nandoctor.renderers.facts import command_for
     from nandoctor.renderers.fix_facts import no_fix_heading
@@ -174,16 +174,16 @@ def _patch_of(chosen: Fix) -> SourcePatch:
 
 
 def _write(files: Sequence[PatchedFile], case: Case, arguments: Sequence[str]) -> Verification:
-    """Write the files, and replay the step in a fresh process; undo it unless the step passes."""
+    """Write the files, and replay the step in a new process; restore the files unless the step passes."""
     from nandoctor.working_tree import restore_files, write_files
 
-    with _ended_by_an_exception():
+    with _signals_raised():
         write_files(files)
         passes = False
         try:
             with tempfile.TemporaryDirectory() as folder:
                 told: list[str] = []
-                for number, file in enumerate(files):  # each with a copy as it was, which it is compared with
+                for number, file in enumerate(files):  # each with a copy from before, to compare it with
                     copy = Path(folder, f"before{number}.py")
                     copy.write_bytes(file.before)
                     told += ["--before", str(file.path), str(copy)]
@@ -196,8 +196,8 @@ def _write(files: Sequence[PatchedFile], case: Case, arguments: Sequence[str]) -
 
 
 @contextmanager
-def _ended_by_an_exception() -> Iterator[None]:
-    """A context that SIGTERM (of `timeout`, of a scheduler) and SIGHUP leave through what is `finally` done."""
+def _signals_raised() -> Iterator[None]:
+    """Make SIGTERM (of `timeout`, of a scheduler) and SIGHUP raise SystemExit, so that `finally` blocks run."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -214,7 +214,7 @@ def _ended_by_an_exception() -> Iterator[None]:
 
 
 def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:
-    """`nandoctor verify` in a process of its own, which imports the changed file from the disk."""
+    """Run `nandoctor verify` in a new process, which imports the changed files from the disk."""
     import json
     import subprocess
 
@@ -233,7 +233,7 @@ def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:
 
 
 def _same_replay(dump: Path, case: Case, options: Mapping[str, Any]) -> list[str]:
-    """The arguments that replay the step as it was replayed here, where it failed: in this mode, with this seed."""
+    """Return the arguments that replay the step as it failed here: in the same mode, with the same seed."""
     from nandoctor.renderers.facts import command_arguments
     from nandoctor.replaying.settings import OPTIONS
 

@@ -1,1 +1,1 @@
-"""The .pth contract: what a dump holds and how it is read."""
+"""The .pth format: what a dump holds, and how it is read and written."""

@@ -1,4 +1,4 @@
-"""What the names in a dump usually mean: input, target, output, or the bookkeeping of training."""
+"""Tells from the names in a dump what they usually mean: input, target, output, or the bookkeeping of training."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _NAMES: dict[Role, frozenset[str]] = {
         probabilities score scores last_hidden_state"""
     ),
 }
-# Inside a compound name ("pred_boxes", "mask_logits") the rarer word decides, hence the order; one letter says nothing.
+# In a compound name ("pred_boxes", "mask_logits") the rarer role decides, hence the order; single letters are ignored.
 _WORD_ORDER: tuple[Role, ...] = ("output", "target", "input")
 
 _BOOKKEEPING = _words("optim optimizer optimizers sched scheduler schedulers callbacks loops rng")
 
 
 def role_of(name: str) -> Role:
-    """What an array of this name usually is; of a dotted name the outermost part that says something decides."""
+    """Return the usual role of an array with this name; the outermost known part of a dotted name decides."""
     for part in _parts(name):
         for role, names in _NAMES.items():
             if part in names:
@@ -43,28 +43,28 @@ def role_of(name: str) -> Role:
 
 
 def is_loss(name: str) -> bool:
-    """Tell whether a number of this name is a loss: "loss", "train_loss", "losses.total", not "loss_scale"."""
+    """Return True for the name of a loss: "loss", "train_loss", "losses.total", but not "loss_scale"."""
     words = set(re.split(r"[\W_]+", name.lower()))
     return bool(words & {"loss", "losses"}) and not words & {"scale", "scaler", "weight", "best", "min"}
 
 
 def is_extra_state(name: object) -> bool:
-    """Tell whether this is what nn.Module.state_dict calls the result of get_extra_state."""
+    """Return True for the key under which nn.Module.state_dict stores the result of get_extra_state."""
     return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
 
 
 def is_bookkeeping(name: str) -> bool:
-    """Whether this names the state of an optimizer, scheduler, random generator or trainer: no part of a batch."""
+    """Return True for the state of an optimizer, scheduler, random generator or trainer: not part of a batch."""
     return any(_BOOKKEEPING.intersection(part.split("_")) for part in _parts(name))
 
 
 def is_random_state(name: str) -> bool:
-    """Whether this names the saved state of a random generator."""
+    """Return True for the saved state of a random generator."""
     return any("rng" in part.split("_") for part in _parts(name))
 
 
 def _parts(name: str) -> list[str]:
-    """The dotted parts in snake_case, numbering removed: "inputImage.0" gives ["input_image"]."""
+    """Return the dotted parts in snake_case, without numbering: "inputImage.0" gives ["input_image"]."""
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
     parts = (re.sub(r"[_\d]+$", "", part.replace("-", "_")) for part in snake.split("."))
     return [part for part in parts if part]

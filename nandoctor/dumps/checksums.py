@@ -1,4 +1,4 @@
-"""The checksums of a file that is too large to compare all of them: those of the tensors that are to blame are."""
+"""Compares the checksums of blamed tensors in a file that is too large to compare all of them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checksums:
-    """The data of a file, and the members of it that tensors lie in, by the addresses where those begin in memory."""
+    """A file's data, and its members with tensors, by the addresses at which these begin in memory."""
 
     data: Any = b""
     members: Mapping[int, Member] = field(default_factory=dict)
 
     @classmethod
     def left(cls, container: Container, values: Values) -> Checksums:
-        """Those that were not compared when the file was opened."""
+        """Return the checksums that were not compared when the file was opened."""
         return cls() if container.is_checked else cls(data=container.data, members=values.places)
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Compare those of the data that these tensors show.
+        """Compare the checksums of the data that these tensors use.
 
         Raises:
-            DumpError: it has changed since it was written.
+            DumpError: the data has changed since it was written.
         """
         starts = sorted(self.members)
-        names: dict[int, str] = {}  # one of each member, which may hold thousands of tensors
+        names: dict[int, str] = {}  # one tensor per member, which may hold thousands
         for name, tensor in tensors.items() if starts else ():
             address = tensor.data_ptr() if str(tensor.layout) == "torch.strided" else 0
             start = starts[bisect_right(starts, address) - 1]

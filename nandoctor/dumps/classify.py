@@ -1,4 +1,4 @@
-"""Sorts what a file held into weights, arrays and plain values."""
+"""Sorts the contents of a file into weights, arrays and plain values."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     from nandoctor.dumps.stored_tensor import Values
 
-# What DataParallel and torch.compile put before every name.
+# Prefixes that DataParallel and torch.compile add to every name.
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.")
-# What torch.compile, FSDP and checkpointing put into the names of the parts of a model that they wrap.
+# Parts that torch.compile, FSDP and activation checkpointing add to the paths of modules that they wrap.
 _WRAPPED_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
-# Names under which scripts keep weights, the likeliest first.
+# Names under which scripts save weights, the likeliest first.
 _STATE_NAMES = (
     *("state_dict", "model_state_dict", "model_state", "model", "net", "network", "module"),
     *("model_weights", "weights", "params", "ema"),
@@ -37,8 +37,8 @@ _PARAMETER_NAMES = frozenset({"weight", "bias", "running_mean", "running_var", "
 _OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
 
 _MAX_VALUES = 100_000
-_MAX_DIMS = 32  # what every numpy takes
-# An expanded tensor claims more elements than were saved; beyond this it is a trap for whoever counts them.
+_MAX_DIMS = 32  # supported by every numpy
+# An expanded tensor claims more elements than were saved; beyond this, counting them could take forever.
 _MAX_CLAIM_PER_BYTE = 16
 _CLAIM_FLOOR = 1 << 28
 _QUANTIZED_DTYPES = {"qint8", "quint8", "qint32"}  # those of 4 and 2 bits cannot even be copied
@@ -48,9 +48,9 @@ _NOTHING = object()
 
 @dataclass(slots=True, kw_only=True)
 class Contents:
-    """What a file of `nbytes` bytes held, by dotted name; `left_out` names what no replay uses.
+    """The contents of a file of `nbytes` bytes, by dotted name; `left_out` names what no replay uses.
 
-    `tree` has arrays and plain values in the containers that they were saved in, a `Slot` for each array.
+    `tree` has plain values, and a `Slot` for each array, in the containers that they were saved in.
     """
 
     nbytes: int
@@ -71,7 +71,7 @@ def sort_contents(saved: object, nbytes: int, values: Values) -> Contents:
     """Sort the saved object.
 
     Raises:
-        DumpError: it is no mapping of names, nests without end, or holds names or tensors that cannot be meant.
+        DumpError: it is not a dict or module, is nested too deeply, or has invalid names or tensors.
     """
     if not isinstance(saved, (Mapping, *types_of("nn.Module"))):
         raise DumpError(
@@ -84,21 +84,21 @@ def sort_contents(saved: object, nbytes: int, values: Values) -> Contents:
 
 
 def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Values) -> tuple[Contents, Recorded]:
-    """Sort what the recorder wrote: nothing has to be guessed, everything is checked.
+    """Sort the contents of a recorder's file: nothing is guessed, everything is checked.
 
     Raises:
-        DumpError: a part of it is not what the format says, or the weights were left out.
+        DumpError: a part of it does not match the format, or it has no weights and does not say why.
     """
     contents = Contents(nbytes=nbytes, values=values)
     contents.left_out += [brief(text, 200) for text in get(saved, "left_out", list, []) if isinstance(text, str)]
-    # The weights; none where they had no room in the file, which says so.
+    # Weights that did not fit into the file are named in `left_out`.
     state = get(saved, "state_dict", dict, {})
     if not state and not any(text.startswith("state_dict") for text in contents.left_out):
-        raise DumpError("it holds no state dict.", remedy=AS_WRITTEN)
+        raise DumpError("it has no state dict.", remedy=AS_WRITTEN)
     contents.states["state_dict"] = _take_state(contents, "state_dict", state)
-    shelf = _Shelf(contents)
-    recorded = read_recorded(saved, shelf.take, values.check_state)
-    name_tensors(saved.get("output"), "output", shelf.take)
+    unique = _UniqueArrays(contents)
+    recorded = read_recorded(saved, unique.take, values.check_state)
+    name_tensors(saved.get("output"), "output", unique.take)
     for part, prefix in (("event", ""), ("scaler", "scaler")):
         for name, value in get(saved, part, dict, {}).items():
             if value is not None:
@@ -110,10 +110,10 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Values) -> tupl
 
 
 def check_weights(state: Mapping[str, torch.Tensor], nbytes: int, values: Values) -> dict[str, torch.Tensor]:
-    """The state dict, its names and tensors checked as those of a file of `nbytes` bytes.
+    """Return the state dict, its names and tensors checked as those of a file of `nbytes` bytes.
 
     Raises:
-        DumpError: a name or a tensor in it cannot be meant, or its weights are the empty ones that ZeRO leaves.
+        DumpError: a name or tensor in it is invalid, or its weights are the empty ones that ZeRO leaves.
     """
     checked = _take_state(Contents(nbytes=nbytes, values=values), "weights", state)
     if is_stub(checked):
@@ -122,23 +122,23 @@ def check_weights(state: Mapping[str, torch.Tensor], nbytes: int, values: Values
 
 
 def is_stub(state: Mapping[str, torch.Tensor]) -> bool:
-    """Tell whether these are the empty tensors that stage 3 of DeepSpeed's ZeRO leaves in place of most weights."""
+    """Return True if most weights are the empty tensors that stage 3 of DeepSpeed's ZeRO leaves in their place."""
     weights = [tensor for tensor in state.values() if tensor.is_floating_point()]
     return 2 * sum(tensor.shape == (0,) for tensor in weights) > len(weights)
 
 
-class _Shelf:
-    """Keeps the arrays of a recorder's file; the same data under two names, an input out of the batch, is one array."""
+class _UniqueArrays:
+    """The arrays of a recorder's file; data with two names, such as an input taken from the batch, is kept once."""
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
         self._names: dict[tuple[Any, ...], str] = {}
 
     def take(self, name: str, value: Any) -> str:
-        """Keep the array, and tell the name that it goes by."""
+        """Keep the array, and return the name under which it is kept."""
         if not is_array(value):
             found = _describe(value)
-            raise DumpError(f"{brief(name)!r} is {found}, where tensors and plain data belong.", remedy=AS_WRITTEN)
+            raise DumpError(f"{brief(name)!r} is {found}, which is neither a tensor nor plain data.", remedy=AS_WRITTEN)
         tensor = _take_tensor(self._contents, _check_name(name), value)
         is_plain = str(tensor.layout) == "torch.strided" and tensor.numel() > 0
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) if is_plain else (name,)
@@ -148,7 +148,7 @@ class _Shelf:
 
 
 def choose_state(states: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
-    """The name of the state dict to replay: the trained model's rather than an average of it, by the usual names."""
+    """Return the name of the state dict to replay: by the usual names, and the model's own rather than an average."""
 
     def rank(name: str) -> tuple[bool, int, int]:
         parts = name.split(".")
@@ -159,7 +159,7 @@ def choose_state(states: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
 
 
 def strip_wrappers(state: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torch.Tensor], str]:
-    """The state dict without the prefixes of DataParallel and torch.compile, in any nesting, and what was removed."""
+    """Return the state dict without the prefixes of DataParallel and torch.compile, in any nesting, and the prefix."""
     removed = ""
     while prefix := next((p for p in _WRAPPER_PREFIXES if _is_prefix(state, p)), ""):
         state, removed = {name.removeprefix(prefix): tensor for name, tensor in state.items()}, removed + prefix
@@ -167,12 +167,12 @@ def strip_wrappers(state: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torc
 
 
 def unwrapped_name(name: str) -> str:
-    """The path of a tensor or module as it is where no part of its model is wrapped."""
+    """Return the path that a tensor or module has if no part of its model is wrapped."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED_PARTS)
 
 
 def _is_prefix(state: Mapping[str, torch.Tensor], prefix: str) -> bool:
-    """Whether every name carries the prefix, or stands beside its twin that does.
+    """Return True if every name has the prefix, or also occurs with it.
 
     D-FINE writes its NaN.pth with both: https://github.com/Peterande/D-FINE/issues/43
     """
@@ -180,11 +180,11 @@ def _is_prefix(state: Mapping[str, torch.Tensor], prefix: str) -> bool:
 
 
 def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
-    """Sort a value and all that it holds; its part of the tree, `_NOTHING` where no batch has it."""
+    """Sort a value and all that it holds; return its part of the tree, or `_NOTHING` if it is not part of a batch."""
     contents.num_values += 1
     if depth > MAX_DEPTH or contents.num_values > _MAX_VALUES:
         raise DumpError(
-            "it is nested without end, or holds more values than any training step does.",
+            "it is nested too deeply, or holds more values than any training step does.",
             remedy="Save the tensors of the failing step in one flat dict.",
         )
     if isinstance(value, types_of("nn.Module")):
@@ -214,11 +214,11 @@ def _sort_mapping(contents: Contents, name: str, mapping: dict[object, object], 
     else:
         tree: dict[object, Any] = {}
         for key, item in mapping.items():
-            if key == KIND and isinstance(item, str):  # what the mapping stands for, and no value of its own
+            if key == KIND and isinstance(item, str):  # the class that the mapping stands for, not a value
                 tree[key] = item
                 continue
             if not isinstance(key, (str, *PLAIN)):
-                contents.left_out.append(f"{name or 'the dump'} (what it has under {_describe(key)})")
+                contents.left_out.append(f"{name or 'the dump'} (a value whose key is {_describe(key)})")
                 continue
             part = _check_name(key if isinstance(key, str) else str(key))
             tree[key] = _sort(contents, _join(name, part), item, depth + 1)
@@ -227,7 +227,7 @@ def _sort_mapping(contents: Contents, name: str, mapping: dict[object, object], 
 
 
 def _is_state(name: str, mapping: Mapping[object, object]) -> bool:
-    """Whether this maps parameter names to tensors: by its own name, else by the names in it."""
+    """Return True if this maps parameter names to tensors, by its own name, else by the names in it."""
     others = [key for key, item in mapping.items() if not is_array(item) and not is_extra_state(key)]
     if name in _STATE_NAMES[:2] and 0 < len(others) < len(mapping):
         texts = [key if isinstance(key, str) else _describe(key) for key in others]
@@ -274,7 +274,7 @@ def _take_moments(contents: Contents, name: str, optimizer: Mapping[object, obje
 
 def _sort_leaf(contents: Contents, name: str, value: object) -> Any:
     if name in contents.arrays or name in contents.scalars:
-        raise DumpError(f"two values in it are called {name!r}.", remedy="Give each a name of its own.")
+        raise DumpError(f"two values in it are called {name!r}.", remedy="Give each its own name.")
     if is_array(value):
         tensor = _take_tensor(contents, name, value)
         if tensor.dim() or str(tensor.layout) != "torch.strided":
@@ -298,7 +298,7 @@ def _take_tensor(contents: Contents, name: str, value: object) -> torch.Tensor:
     tensor: torch.Tensor = contents.values.adopt(value)
     if tensor.is_meta:
         raise DumpError(
-            f"{name!r} is on the meta device: it has a shape and no values.",
+            f"{name!r} is on the meta device: it has a shape but no values.",
             remedy="Save the model after its weights were loaded.",
         )
     if tensor.dim() > _MAX_DIMS:
@@ -308,13 +308,13 @@ def _take_tensor(contents: Contents, name: str, value: object) -> torch.Tensor:
         )
     if dtype_name(tensor.dtype) not in COMPUTED_DTYPES | _QUANTIZED_DTYPES:
         raise DumpError(
-            f"{name!r} is of {tensor.dtype}, which torch stores and does not compute with.",
+            f"{name!r} is of {tensor.dtype}, which torch stores but does not compute with.",
             remedy="Save it in the format that the model computes in.",
         )
     contents.claimed_nbytes += contents.values.num_stored(tensor) * tensor.element_size()
     if contents.claimed_nbytes > max(_CLAIM_FLOOR, _MAX_CLAIM_PER_BYTE * contents.nbytes):
         raise DumpError(
-            f"its tensors claim {byte_size(contents.claimed_nbytes)}, up to {name!r}, where the file has "
+            f"its tensors claim {byte_size(contents.claimed_nbytes)}, up to {name!r}, but the file has "
             f"{byte_size(contents.nbytes)}.",
             remedy="Save expanded tensors with .contiguous(); do not open the file if you do not know who wrote it.",
         )

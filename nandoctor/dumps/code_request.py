@@ -1,6 +1,6 @@
-"""What code a recorded dump asks a replay to run: in words, and as the command that allows it.
+"""Describes the code that a recorded dump asks a replay to run, and the command that allows it.
 
-Nothing is imported to find out.
+Nothing is imported for this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_OPTION = 2000  # characters of one argument in the command
 
 
 def code_rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
-    """What a replay would import and call, and whether it is here: pairs of a label and a text."""
+    """Yield what a replay would import and call, and whether it is here, as pairs of a label and a text."""
     model, loss = recorded.model, recorded.loss_function
     if model is not None and model.name:
         yield "model", f"{brief(model.spec)} ({_whereabouts(model)})"
@@ -45,12 +45,12 @@ def code_rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
 
 
 def approving_command(dump: Path, recorded: Recorded) -> str:
-    """The `nandoctor replay` command that names all of this by flags, for a shell."""
+    """Return the `nandoctor replay` command, quoted for a shell, that names all of this code by flags."""
     path = str(dump)
     words = ["nandoctor", "replay", f"./{path}" if path.startswith("-") else path]
     model, loss = recorded.model, recorded.loss_function
     named = model.spec if model is not None and _may_be_offered(model) else "FILE.py:NAME"
-    words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's, once it is written into a file
+    words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's code, once it is saved to a file
     if model is not None and model.config:
         words += ["--config", model.config.spec if _may_be_offered(model.config) else "FILE.py:NAME"]
     elif model is not None:
@@ -63,13 +63,13 @@ def approving_command(dump: Path, recorded: Recorded) -> str:
 
 
 def argument_options(arguments: Mapping[str, Any]) -> list[str]:
-    """The `--model-arg` options of those that can be typed."""
+    """Return the `--model-arg` options for the arguments that can be typed."""
     typed = [(name, as_option(value)) for name, value in arguments.items() if str(name).isidentifier()]
     return [word for name, text in typed if text is not None for word in ("--model-arg", f"{name}={text}")]
 
 
 def _may_be_offered(reference: Reference) -> bool:
-    """Whether the command names it: Python's own functions are no models, and one of them starts programs."""
+    """Return True if the command may name it: Python's own functions are not models, and some start programs."""
     return (
         reference.can_be_named and not _is_pythons(reference) and "__" not in {n[:2] for n in reference.name.split(".")}
     )
@@ -81,12 +81,12 @@ def _is_pythons(reference: Reference) -> bool:
 
 def _whereabouts(reference: Reference) -> str:
     if _is_pythons(reference):
-        return "a part of Python, where no model is and no loss: do not run it"
+        return "a part of Python, which has no models or losses: do not run it"
     if not reference.file:
         return "an installed package" if reference.module not in ("", "__main__") else "typed into a console"
     path = own_source(reference.file)
     if path is None:
-        return "not a file of this folder"
+        return "not a file in this folder"
     if not reference.sha256:
         return "in this folder; its sha256 was not recorded"
     same = hash_of(path) == reference.sha256
@@ -95,11 +95,11 @@ def _whereabouts(reference: Reference) -> str:
 
 def _shown(value: Any) -> str:
     text = as_option(value)
-    return text if text is not None else f"a {type(value).__name__} that only a function can give"
+    return text if text is not None else f"a {type(value).__name__} that only a function can build"
 
 
 def _quote(word: str) -> str:
-    """The word for a shell; what a terminal might obey is written as an escape that bash and zsh read back."""
+    """Return the word quoted for a shell, with unprintable characters as escapes that bash and zsh read."""
     if word.isprintable():
         return shlex.quote(word)
     escaped = (c if c.isprintable() and c not in "'\\" else _escape(c) for c in word)
@@ -108,19 +108,19 @@ def _quote(word: str) -> str:
 
 def _escape(letter: str) -> str:
     try:
-        data = letter.encode("utf-8", "surrogateescape")  # a byte of a file's name that is not text
+        data = letter.encode("utf-8", "surrogateescape")  # a byte of a file's name that is not UTF-8
     except UnicodeEncodeError:
         data = letter.encode("utf-8", "surrogatepass")
     return "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def is_transformers_config(kind: Any) -> bool:
-    """Tell whether models of transformers are built from this class, whose base is spelled in two ways."""
+    """Return True for a configuration class of transformers, which spells its base class in two ways."""
     return any(base.__name__.lower() == "pretrainedconfig" for base in getattr(kind, "__mro__", ()))
 
 
 def as_option(value: Any) -> str | None:
-    """The value as `--model-arg` reads it back: a Python literal, or a text that is none; None where that fails."""
+    """Return the value as `--model-arg` reads it back: a Python literal, or a string that is not one; else None."""
     if isinstance(value, str) and value.isprintable() and len(value) <= _MAX_OPTION and not _read_literal(value):
         return value
     text = _literal(value)
@@ -128,7 +128,7 @@ def as_option(value: Any) -> str | None:
 
 
 def _literal(value: Any) -> str:
-    """The value in Python, an infinity as a number that is too large; no literal of more than plain data."""
+    """Return plain data as a Python literal, with infinity as 1e999; anything else gives an invalid literal."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_literal(key)}: {_literal(item)}' for key, item in value.items())}}}"
     if type(value) in (list, tuple):
@@ -140,7 +140,7 @@ def _literal(value: Any) -> str:
 
 
 def _read_literal(text: str) -> list[Any]:
-    """The value that Python reads in the text, by itself; nothing where it is no literal."""
+    """Return a list with the value of the Python literal in the text; empty if it is not a literal."""
     try:
         return [ast.literal_eval(text)]
     except (ValueError, SyntaxError, RecursionError, MemoryError):

@@ -1,6 +1,6 @@
-"""What a path is that was given in place of a dump: a directory, or one part of several; and what to pass instead.
+"""Recognises a directory, or one part of several, given in place of a dump, and says what to pass instead.
 
-Told by the names in it; nothing is opened.
+Only names are read; no file is opened.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _JOIN = "zero_to_fp32.py"
 _INDEX = (".safetensors.index.json", ".bin.index.json")
 _WEIGHTS: dict[Kind, str] = {
     "dcp": "a directory of torch.distributed.checkpoint (DCP)",
-    "deepspeed": "a checkpoint directory of DeepSpeed",
-    "hugging face": "a checkpoint directory as Hugging Face writes it",
+    "deepspeed": "a DeepSpeed checkpoint directory",
+    "hugging face": "a Hugging Face checkpoint directory",
 }
 
 
@@ -36,12 +36,12 @@ class Listing:
     names: tuple[str, ...]
 
     def ending(self, *endings: str) -> list[str]:
-        """The names that end so."""
+        """Return the names with one of these endings."""
         return [name for name in self.names if name.endswith(endings)]
 
 
 def list_directory(path: Path) -> Listing:
-    """Tell by the names in a directory what wrote it. Raises OSError."""
+    """List a directory, and tell by the names in it what wrote it. Raises OSError."""
     names = tuple(sorted(item.name for item in islice(path.iterdir(), _MAX_LISTED)))
     return Listing(kind=_kind_of(names), names=names)
 
@@ -53,18 +53,18 @@ def _kind_of(names: tuple[str, ...]) -> Kind:
         return "deepspeed"
     if any(name.endswith((*_INDEX, ".safetensors", ".bin")) for name in names):
         return "hugging face"
-    if "latest" in names:  # DeepSpeed's note of the last step's folder; without ZeRO it leaves no script
+    if "latest" in names:  # DeepSpeed's file with the name of the last step's folder; without ZeRO there is no script
         return "deepspeed"
     return "dumps" if any(name.endswith((".pth", ".pt")) for name in names) else "unknown"
 
 
 def describe_directory(path: Path) -> DumpError:
-    """The error for a directory in place of a dump. Raises OSError."""
+    """Return the error for a directory in place of a dump. Raises OSError."""
     kind, folder = list_directory(path).kind, _quote(path)
     if kind in _WEIGHTS:
         return DumpError(
-            f"it is {_WEIGHTS[kind]}: weights, and no batch.",
-            remedy=f"Give it beside the file that has the batch: nandoctor replay DUMP --weights {folder}.",
+            f"it is {_WEIGHTS[kind]}: weights without a batch.",
+            remedy=f"Pass it with the file that has the batch: nandoctor replay DUMP --weights {folder}.",
         )
     if kind == "dumps":
         return DumpError(
@@ -75,10 +75,10 @@ def describe_directory(path: Path) -> DumpError:
 
 
 def refuse_part(path: Path) -> None:
-    """Refuse a file that by its name is one part of several.
+    """Raise an error if the name marks a file as one part of several.
 
     Raises:
-        DumpError: it is; the remedy says what to pass.
+        DumpError: it does; the remedy says what to pass.
     """
     shard, folder = _SHARD.search(path.name), _quote(path.parent)
     if shard is not None and int(shard[2]) > 1:
@@ -96,9 +96,9 @@ def refuse_part(path: Path) -> None:
 
 
 def stub_error(folder: Path | None) -> DumpError:
-    """The error for what DeepSpeed's ZeRO leaves of the weights in the file of one rank, in this folder.
+    """Return the error for one rank's file in this folder, in which DeepSpeed's ZeRO leaves only a part of the weights.
 
-    The script lies there, or in the folder above that of the step, and takes the folder that it lies in:
+    The script that joins the parts lies in this folder or its parent, and takes the folder that it lies in:
     https://www.deepspeed.ai/tutorials/zero/#extracting-weights
     """
     homes = []
@@ -108,7 +108,7 @@ def stub_error(folder: Path | None) -> DumpError:
     found = [(_quote(home / _JOIN), _quote(home), tag) for home, tag in homes if (home / _JOIN).is_file()]
     script, home, tag = next(iter(found), (f"DIRECTORY/{_JOIN}", "DIRECTORY", ""))
     return DumpError(
-        "it holds one rank's part of what DeepSpeed's ZeRO has split, and not the weights.",
+        "it holds one rank's part of what DeepSpeed's ZeRO has split, not whole weights.",
         remedy="Join the parts with the script that DeepSpeed left in the checkpoint's directory, and pass what it "
         f"writes: python {script} {home} weights{tag}; then --weights weights.",
     )

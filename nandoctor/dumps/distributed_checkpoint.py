@@ -1,10 +1,10 @@
-"""Reads the model's weights in a directory of torch.distributed.checkpoint (DCP), which is pickled, without its code.
+"""Reads a model's weights from a directory of torch.distributed.checkpoint (DCP) without running its pickled code.
 
-The directory holds `.metadata`, a pickle that says which tensor lies where, and files of parts, each part an archive of
+The directory holds `.metadata`, a pickle that says where each tensor lies, and files of parts, each part an archive of
 torch.save: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 
-The metadata is scanned like a dump, and its classes are replaced by inert ones. Parts stand at odd places, where no
-kernel may read them, so they are copied to files without a name.
+The metadata is scanned like a dump, and its classes are replaced by inert ones. Parts lie at unaligned offsets, where
+no kernel may read them, so they are copied to unnamed files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PACKAGE = "torch.distributed.checkpoint"
 
 
 class _Record:
-    """Stands for an object of the metadata: its fields, whatever it was."""
+    """A stand-in for any object of the metadata, which only keeps its fields."""
 
     fields: Mapping[str, Any] = {}
 
@@ -48,14 +48,14 @@ class _Record:
 
 
 class _Tensor(_Record):
-    """Stands for the description of a tensor; that of any other value is of no use here."""
+    """A stand-in for the description of a tensor; descriptions of other values are not used."""
 
 
 class _Size(_Record):
-    """Stands for `torch.Size`: gives nothing but a tuple."""
+    """A stand-in for `torch.Size` that makes a plain tuple."""
 
     def __new__(cls, sizes: object = ()) -> Any:
-        return _whole(sizes)
+        return _checked_sizes(sizes)
 
 
 _STAND_INS: Mapping[str, Any] = {
@@ -75,7 +75,7 @@ _STAND_INS: Mapping[str, Any] = {
 
 
 def read_distributed(folder: Path) -> Mapping[str, torch.Tensor]:
-    """The state dict of the model in it.
+    """Return the state dict of the model in the directory.
 
     Raises:
         DumpError: it is damaged or hostile, or holds no tensors.
@@ -102,10 +102,10 @@ def read_distributed(folder: Path) -> Mapping[str, torch.Tensor]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds records out of a pickle that was scanned, and calls nothing."""
+    """An unpickler that builds records from a scanned pickle, and calls nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for the class."""
+        """Return the stand-in for the class."""
         known = _find(f"{module}.{name}")
         if known is None:
             raise pickle.UnpicklingError(f"{module}.{name}")
@@ -113,7 +113,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _find(name: str) -> Any:
-    """What stands for a class or function of the metadata; None for one that has no place there."""
+    """Return the stand-in for a class or function of the metadata, or None if it does not belong there."""
     module, _, attribute = name.rpartition(".")
     dtype = getattr(torch, attribute, None) if module == "torch" else None
     return dtype if isinstance(dtype, torch.dtype) else _STAND_INS.get(name)
@@ -149,7 +149,7 @@ def _mapping(record: _Record, name: str) -> Mapping[Any, Any]:
 
 
 def _choose_names(tensors: Sequence[object], paths: Mapping[Any, Any]) -> dict[str, str]:
-    """The model's tensors among all, with their names in its state dict; not those of an optimizer."""
+    """Return the names of the model's tensors, each with its name in the state dict; an optimizer's are left out."""
     groups: dict[str, dict[str, str]] = {}
     for name in tensors:
         path = paths.get(name)
@@ -160,12 +160,12 @@ def _choose_names(tensors: Sequence[object], paths: Mapping[Any, Any]) -> dict[s
             groups.setdefault(".".join(places[:-1]), {})[name] = places[-1]
     if not groups:
         raise DumpError("it holds no tensors of a model.", remedy="Give the directory of the model's own checkpoint.")
-    tables: Any = groups  # to be chosen by the names alone
+    tables: Any = groups  # chosen by names and lengths alone
     return groups[choose_state(tables)]
 
 
 class _Files:
-    """The files of parts. All that is read of them together is bounded by their size: joining parts copies them."""
+    """The files of parts. Joining copies parts, so the total that is read is bounded by the size of the files."""
 
     def __init__(self, folder: Path) -> None:
         self._names = {path.name for path in folder.glob("*.distcp") if path.is_file()}
@@ -173,7 +173,7 @@ class _Files:
         self.nbytes = self._left = sum((folder / name).stat().st_size for name in self._names)
 
     def read(self, place: _Record) -> torch.Tensor:
-        """The tensor at that place."""
+        """Return the tensor at that place."""
         name, offset, length = (place.fields.get(key) for key in ("relative_path", "offset", "length"))
         if not isinstance(name, str) or name not in self._names or type(offset) is not int or type(length) is not int:
             told = brief(name) if isinstance(name, str) else f"a {type(name).__name__}"
@@ -195,31 +195,31 @@ class _Files:
 
 
 def _join(name: str, described: _Record, parts: Sequence[tuple[_Record, _Record]], files: _Files) -> torch.Tensor:
-    shape = _whole(described.fields.get("size"))
+    shape = _checked_sizes(described.fields.get("size"))
     numel = math.prod(shape)
     if not parts or numel > files.nbytes or math.prod(max(size, 1) for size in shape) > _MAX_STRIDE:
         raise _unfit(name, f"{numel:,} values in {plural(len(parts), 'part')}")
     whole: torch.Tensor | None = None
-    is_there = map_empty(shape, torch.bool)
+    is_filled = map_empty(shape, torch.bool)
     for index, place in parts:
-        part, offset = files.read(place), _whole(index.fields.get("offset"))
+        part, offset = files.read(place), _checked_sizes(index.fields.get("offset"))
         whole = map_empty(shape, part.dtype) if whole is None else whole
         ends = [start + size for start, size in zip(offset, part.shape, strict=False)]
         if part.dtype != whole.dtype or not len(offset) == part.dim() == whole.dim() or any(map(gt, ends, shape)):
             raise _unfit(name, f"{tuple(part.shape)} at {tuple(offset)} in {tuple(whole.shape)}")
         box = tuple(map(slice, offset, ends))
-        if is_there[box].any():
+        if is_filled[box].any():
             raise _unfit(name, "they overlap")
-        whole[box], is_there[box] = part, True
-    if whole is None or not is_there.all():
+        whole[box], is_filled[box] = part, True
+    if whole is None or not is_filled.all():
         raise _unfit(name, "values are missing")
     return whole
 
 
-def _whole(sizes: object) -> tuple[int, ...]:
-    """Sizes as a tuple of numbers, 0 or more."""
+def _checked_sizes(sizes: object) -> tuple[int, ...]:
+    """Return the sizes if they are a tuple of integers, 0 or more; else raise DumpError."""
     if type(sizes) is not tuple or not all(type(size) is int and 0 <= size < 1 << 60 for size in sizes):
-        raise damaged("a size in its metadata is not one")
+        raise damaged("a size in its metadata is invalid")
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""`Dump`: one saved failing step; and what is in it, counted and in words."""
+"""`Dump`, one saved failing step, and the summary of its contents."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
-    """A state dict, the arrays that stood beside it, and the plain values.
+    """A state dict, the arrays that were saved with it, and the plain values.
 
-    `state` maps parameter and buffer names to tensors on the CPU; `state_name` is where it stood in the file, "" for
-    the file itself; `other_states` are those beside it, by their names. `prefix` is what wrappers had put before every
+    `state` maps parameter and buffer names to tensors on the CPU; `state_name` is its name in the file, "" for the
+    file itself; `other_states` are the file's other state dicts by name. `prefix` is what wrappers had added to every
     name and the reader removed (`module.`, `_orig_mod.`); a Lightning checkpoint's `model.` stays, since a model may
     have an attribute of that name.
-    `arrays` maps names to tensors of one dimension and more, in the order of the file. `scalars` holds numbers,
-    strings, booleans, None, flat lists of them, and 0-dim arrays as numbers. Both flatten nested containers with
-    dotted names; `tree` has them in their containers, a `Slot` for each array. `rng_states` are the states of random
-    generators, `moments` the second moments of the optimizer and `optimizer_eps` the eps of each of its groups of
-    parameters. `left_out` names what the file holds besides: other weights, schedules, arrays of text. `recorded` is
-    what a file of the recorder's own format says of the call and its environment, and `provenance` whether this user's
-    own recorder wrote it; `missing` names what it could not hold. `other_weights`: `state` was read from another file
-    (`notes` tell of it), and it is not, or may not be, that of the failing step. `checksums` are those that were not
-    compared when the file was opened.
+    `arrays` maps names to tensors of at least one dimension, in the order of the file. `scalars` holds numbers,
+    strings, booleans, None, flat lists of them, and 0-dim arrays as numbers. Both flatten nested containers to dotted
+    names; `tree` keeps the containers, with a `Slot` for each array. `rng_states` are the states of random generators,
+    `moments` the second moments of the optimizer, and `optimizer_eps` the eps of each of its parameter groups.
+    `left_out` names the rest of the file: other weights, schedules, arrays of text. `recorded` is what a file in the
+    recorder's format says of the call and its environment, and `provenance` whether this user's own recorder wrote it;
+    `missing` names what it could not hold. If `other_weights`, `state` was read from another file (`notes` say so),
+    and is not, or may not be, that of the failing step. `checksums` are those that were not compared when the file was
+    opened.
     """
 
     path: Path
@@ -69,22 +69,22 @@ class Dump:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the recorder wrote it, or anybody in its format."""
+        """True if the recorder wrote it, or anyone in its format."""
         return self.layout == FORMAT
 
     @property
     def holds_weights(self) -> bool:
-        """False where they had no room in the file, or nobody put them there; a model may have none to put."""
+        """False if the weights did not fit into the file, or were never saved; True for a model without weights."""
         return self.layout != "batch-only" and self.recorded.checkpoint is None
 
     @property
     def losses(self) -> dict[str, float]:
-        """The saved numbers whose names say that they are a loss."""
+        """The saved numbers with the name of a loss."""
         return {name: value for name, value in self.scalars.items() if isinstance(value, float) and is_loss(name)}
 
     @property
     def saved_flags(self) -> SavedFlags:
-        """What the recorder says went wrong; of any other file, a loss that is not finite."""
+        """What went wrong according to the recorder; for any other file, a loss that is not finite."""
         if not self.is_recorded:
             return SavedFlags(loss=next(filter(_is_nonfinite, self.losses.values()), None))
         loss, reason = self.scalars.get("loss"), self.scalars.get("reason")
@@ -98,23 +98,23 @@ class Dump:
 
     @property
     def loss_scale(self) -> float | None:
-        """The saved scale, a plain number or that of GradScaler's state; None where there is none that can be."""
+        """The saved loss scale, a plain number or in GradScaler's state; None without a positive finite one."""
         saved = [value for name, value in self.scalars.items() if name.rpartition(".")[2] in ("scale", "loss_scale")]
         scale = float(saved[0]) if saved and isinstance(saved[0], (int, float)) else math.nan
         return scale if math.isfinite(scale) and scale > 0 else None
 
     @property
     def scalars_by_last_name(self) -> dict[str, Any]:
-        """The scalars without the names of what they are nested in; of several of one name, the first."""
+        """The scalars by the last part of their dotted names; the first, if several have the same one."""
         return {name.rpartition(".")[2]: value for name, value in reversed(list(self.scalars.items()))}
 
     @property
     def step(self) -> int | None:
-        """The step of the training that was saved, under the names that the recorder and most scripts use."""
+        """The saved step of the training, under one of the names that the recorder and most scripts use."""
         return self.find_count("step", "global_step", "iteration", "iter")
 
     def find_count(self, *names: str) -> int | None:
-        """The whole number that is saved under the first of these names, whatever it is nested in."""
+        """Return the integer saved under the first of these names that has one, however nested; None if none has."""
         scalars = self.scalars_by_last_name
         return next((scalars[name] for name in names if type(scalars.get(name)) is int), None)
 
@@ -132,10 +132,10 @@ _SCALE_NAMES = frozenset({"scale", "loss_scale", "grad_scale", "scaler"})
 
 
 def summarize(dump: Dump) -> DumpSummary:
-    """Count what is in the dump: exact numbers of NaN and infinities, in one pass over each finite tensor.
+    """Summarise the dump, with exact counts of NaN and infinities, in one pass over each finite tensor.
 
     Raises:
-        DumpError: the data of one that is non-finite or absurdly large has changed since it was written.
+        DumpError: the data of a non-finite or absurdly large tensor has changed since it was written.
     """
     arrays = _summarize_arrays(dump.arrays)
     nonfinite = [
@@ -161,7 +161,7 @@ def summarize(dump: Dump) -> DumpSummary:
 
 
 def _absurd_weights(dump: Dump) -> dict[str, torch.Tensor]:
-    """Weights that are blamed for their size, where their checksums were not compared yet; none where torch is not."""
+    """Return the weights past fp16's limit, if checksums are left to compare; none if they were read without torch."""
     weights: Mapping[str, torch.Tensor | StoredTensor] = dump.state if dump.checksums.members else {}
     plain = {name: tensor for name, tensor in weights.items() if not isinstance(tensor, StoredTensor)}
     if not plain:
@@ -172,12 +172,12 @@ def _absurd_weights(dump: Dump) -> dict[str, torch.Tensor]:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a name of the state dict is a buffer that a normalisation layer updates in its forward."""
+    """Return True for the name of a buffer that a normalisation layer updates in its forward."""
     return name.rpartition(".")[2] in _BUFFER_NAMES
 
 
 def _summarize_arrays(arrays: Mapping[str, torch.Tensor]) -> tuple[ArraySummary, ...]:
-    """Among arrays whose name says nothing, non-finite values betray the output: it is why the file was written."""
+    """Summarise the arrays; if no name is an output's, non-finite arrays of unknown role are: they caused the dump."""
     entries = [_summarize(name, tensor, role_of(name)) for name, tensor in arrays.items()]
     if any(entry.role == "output" for entry in entries):
         return tuple(entries)
@@ -208,7 +208,7 @@ def _count_nonfinite(tensor: torch.Tensor | StoredTensor) -> tuple[int, int, int
 
 
 def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[ArraySummary, ...]) -> Iterator[str]:
-    """What this file lacks for a full replay, the gravest first; a file of weights alone lacks only its batch."""
+    """Yield what the file lacks for a full replay, the gravest first; a file of weights alone lacks only its batch."""
     if not dump.holds_weights:
         yield "No weights: a replay takes them from a checkpoint, with --weights PATH."
     yield from dump.missing
@@ -241,7 +241,7 @@ def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[Ar
 
 def _notes(dump: Dump) -> Iterator[str]:
     if dump.is_recorded:
-        # What a replay would import and call, whether it asks first, and under what it runs.
+        # What a replay would import and call, whether it asks first, and the state of autocast.
         if dump.provenance.own:
             yield "Your own recorder wrote it, so a replay runs the code that it names."
         else:

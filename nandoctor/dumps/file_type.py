@@ -1,8 +1,8 @@
-"""What kind of file it is, told from its first bytes and its zip directory before anything in it is believed.
+"""Recognises a file by its first bytes and its zip directory, before anything in it is trusted.
 
-`torch.load` finds members of an archive regardless of case and by offsets of its own, so that a file may show one
-pickle to a scanner and another to torch. Here what two readers could understand differently is refused, nothing is
-allocated by what the file declares, and scan and loader use the places that were found and nothing else.
+`torch.load` finds members of an archive regardless of case and by offsets of its own, so a file may show one pickle to
+a scanner and another to torch. Here anything that two readers could read differently is refused, no memory is allocated
+by sizes that the file declares, and scan and loader use only the places that were found here.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from nandoctor.errors import DumpError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.text import brief
 
-# torch.save before 1.6, or with _use_new_zipfile_serialization=False, begins with this number pickled by protocol 2.
+# torch.save before 1.6, or with _use_new_zipfile_serialization=False, first writes this number, pickled by protocol 2.
 LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _ZIP_MAGIC = b"PK\x03\x04"
 _END, _END64 = b"PK\x05\x06", b"PK\x06\x06"
 _END_NBYTES, _END64_NBYTES = 22, 56
 _MAX_COMMENT = 1 << 16
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-# zipfile makes an object of half a kilobyte out of each entry; torch.save writes one for each storage.
+# zipfile makes an object of half a kilobyte for each entry; torch.save writes one entry for each storage.
 _MAX_DIRECTORY_NBYTES = 32 << 20
 _HEAD_NBYTES = 512
 _MAX_PICKLE_NBYTES = 128 << 20
-_MAPPED_NBYTES = 256 << 20  # from here on a replay keeps the weights where they are
+_MAPPED_NBYTES = 256 << 20  # from this size on files are mapped, and a replay leaves the weights there
 _LEAST_COPIED = 1 << 20
 _CHECKED_NBYTES = 64 << 20  # below this all checksums are compared: 1 to 6 GB/s
 
@@ -62,9 +62,9 @@ _STRANGERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A member's content: where it begins in the file, its length in bytes, and their CRC-32.
+    """A member's content: its offset in the file, its length in bytes, and its CRC-32.
 
-    The CRC is 0 where none was written: in the older format, and after `torch.serialization.set_crc32_options(False)`.
+    The CRC is 0 if none was written: in the older format, and after `torch.serialization.set_crc32_options(False)`.
     """
 
     offset: int
@@ -72,21 +72,21 @@ class Member:
     crc32: int = 0
 
     def of(self, data: Any) -> Any:
-        """The content, out of all that the file holds."""
+        """Return the content, cut from the data of the whole file."""
         return data[self.offset : self.offset + self.nbytes]
 
     def is_intact(self, data: Any) -> bool:
-        """Compare the content with its CRC, which torch writes and never reads; True where there is none."""
+        """Return True if the content matches its CRC, which torch writes and never reads, or if there is none."""
         return not self.crc32 or zlib.crc32(self.of(memoryview(data))) == self.crc32
 
 
 def damaged(what: str) -> DumpError:
-    """The error for a file that was once good."""
+    """Return the error for a file that was once good."""
     return DumpError(f"the file is damaged: {what}.", remedy=_COPY_AGAIN)
 
 
 def altered(what: str) -> DumpError:
-    """The error for a file of full length with other bytes than were written."""
+    """Return the error for a file of full length in which bytes have changed."""
     return DumpError(
         f"the file is damaged: the bytes of {what} do not match the checksum that was written with them.",
         remedy="Copy it again from where it was written; a transfer or a disk has changed it since.",
@@ -97,10 +97,10 @@ def altered(what: str) -> DumpError:
 class Container:
     """A file that torch.save may have written, opened once: what is scanned is what is loaded.
 
-    `data` is all of it, copied into memory where it is small, else mapped, and what is written to that does not reach
-    the file. Of a zip archive `pickle` is the member that holds the pickle, `members` are the places of all others by
-    name, and `folder` is the one that they lie in. A file of the older format, some pickles in a row and then the
-    tensors, has neither.
+    `data` is the whole file, copied into memory if it is small, else mapped; writes to it do not reach the file. In a
+    zip archive, `pickle` is the member that holds the pickle, `members` has the places of all others by name, and
+    `folder` is the folder that they lie in. A file of the older format, some pickles in a row and then the tensors, has
+    none of these.
     """
 
     path: Path
@@ -111,23 +111,23 @@ class Container:
 
     @property
     def nbytes(self) -> int:
-        """The length of the file."""
+        """The length of the file, in bytes."""
         return len(self.data)
 
     @property
     def is_checked(self) -> bool:
-        """Whether all checksums were compared when it was opened, and not that of the pickle alone."""
+        """True if all checksums were compared when it was opened, not only that of the pickle."""
         return self.nbytes < _CHECKED_NBYTES
 
     @property
     def storages(self) -> dict[str, Member]:
-        """The tensors' data, by the key that the pickle has for it."""
+        """The members with the data of tensors, by the key that the pickle has for each."""
         data = f"{self.folder}/data/"
         return {name.removeprefix(data): m for name, m in (self.members or {}).items() if name.startswith(data)}
 
 
 def _suggest(path: Path) -> str:
-    """What to try: the file of the same folder whose name is nearest, where one is near."""
+    """Return what to try: the file in the same folder with the most similar name, if one is similar."""
     beside: list[str] = []
     with suppress(OSError, ValueError):
         beside = [item.name for item in path.parent.iterdir() if item.is_file()]
@@ -137,10 +137,10 @@ def _suggest(path: Path) -> str:
 
 
 def open_container(path: Path) -> Container:
-    """Look at the file's beginning and, where it is a zip archive, at its directory.
+    """Open the file, and check its beginning and, if it is a zip archive, its directory.
 
     Raises:
-        DumpError: it is missing, unreadable, empty, cut short, or nothing that torch.save writes.
+        DumpError: it is missing, unreadable, empty, cut short, or not a file of torch.save.
     """
     try:
         nbytes = regular_size(path)
@@ -160,7 +160,7 @@ def open_container(path: Path) -> Container:
 
 
 def open_part(path: Path, offset: int, nbytes: int) -> Container:
-    """Look at the zip archive that torch.save wrote into a part of the file.
+    """Open the zip archive that torch.save wrote into a part of the file.
 
     Raises:
         DumpError: there is none.
@@ -175,18 +175,18 @@ def open_part(path: Path, offset: int, nbytes: int) -> Container:
 
 
 def _open_data(file: BufferedReader, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
-    """So many bytes of the file, copied into memory, or mapped where they are many; and where in that they begin.
+    """Return `nbytes` of the file, copied into memory or, if they are many, mapped, and their offset in that.
 
-    Whoever writes to the file, or cuts it short, changes nothing in a copy.
+    A copy is immune to later writes to, or truncation of, the file.
 
     Raises:
-        DumpError: that has happened while it was copied.
+        DumpError: the file was changed while it was copied.
     """
     if nbytes >= _MAPPED_NBYTES:
         begin = offset % mmap.ALLOCATIONGRANULARITY
         return mmap.mmap(file.fileno(), begin + nbytes, access=mmap.ACCESS_COPY, offset=offset - begin), begin
     before = os.fstat(file.fileno())
-    copied, num_read = _copy_by_the_system(file, offset, nbytes), nbytes
+    copied, num_read = _copy_in_kernel(file, offset, nbytes), nbytes
     if copied is None:
         copied = mmap.mmap(-1, nbytes)
         file.seek(offset)
@@ -197,8 +197,8 @@ def _open_data(file: BufferedReader, offset: int, nbytes: int) -> tuple[mmap.mma
     return copied, 0
 
 
-def _copy_by_the_system(file: BufferedReader, offset: int, nbytes: int) -> mmap.mmap | None:
-    """A copy in a file without a name, mapped: half the time of one in memory; None where it cannot be made."""
+def _copy_in_kernel(file: BufferedReader, offset: int, nbytes: int) -> mmap.mmap | None:
+    """Return a mapped copy in an unnamed file, in half the time of one in memory; None if it cannot be made."""
     if sys.platform != "linux" or nbytes < _LEAST_COPIED:
         return None
     with suppress(OSError), tempfile.TemporaryFile(prefix="nandoctor-") as copy:
@@ -210,10 +210,10 @@ def _copy_by_the_system(file: BufferedReader, offset: int, nbytes: int) -> mmap.
 
 
 def regular_size(path: Path) -> int:
-    """The size of a file, in bytes, before it is opened: to open a pipe may take for ever, and to read a device.
+    """Return the size of a file, in bytes, before it is opened: opening a pipe, or reading a device, may never end.
 
     Raises:
-        DumpError: it is another thing than a file, or empty.
+        DumpError: it is not a regular file, or is empty.
         OSError: it cannot be found.
     """
     status = path.stat()
@@ -234,8 +234,8 @@ def _describe_stranger(head: bytes) -> DumpError:
             return DumpError(f"it is {kind}.", remedy=remedy)
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
         return DumpError(
-            "it is a safetensors file, which holds weights and no batch.",
-            remedy="Give it beside the file that has the batch: nandoctor replay DUMP --weights FILE.",
+            "it is a safetensors file, which holds weights but no batch.",
+            remedy="Pass it with the file that has the batch: nandoctor replay DUMP --weights FILE.",
         )
     if head[257:262] == b"ustar":
         return DumpError("it is a tar archive.", remedy="Unpack it first: tar xf FILE.")
@@ -247,13 +247,13 @@ def _describe_stranger(head: bytes) -> DumpError:
 
 def _open_archive(data: mmap.mmap, path: Path, begin: int = 0) -> Container:
     members = _find_members(data, begin)
-    folder = next(iter(members), "").partition("/")[0]  # that of the first member, as torch takes it
+    folder = next(iter(members), "").partition("/")[0]  # the first member's, as in torch
     if f"{folder}/data.pkl" not in members:
         raise _describe_archive(list(members))
     pickle, order = members[f"{folder}/data.pkl"], members.get(f"{folder}/byteorder")
     if pickle.nbytes > _MAX_PICKLE_NBYTES:
         raise DumpError(
-            f"its table of contents has {pickle.nbytes:,} bytes, more than any step of training needs.",
+            f"its table of contents has {pickle.nbytes:,} bytes, more than any training step needs.",
             remedy="Save arrays as tensors or numpy arrays, not as lists of numbers.",
         )
     _check_byte_order(data, order)
@@ -271,7 +271,7 @@ def _open_archive(data: mmap.mmap, path: Path, begin: int = 0) -> Container:
 
 
 def _check_byte_order(data: mmap.mmap, member: Member | None) -> None:
-    """Files from before torch 2.1 do not say, and are little-endian."""
+    """Refuse a foreign byte order; files from before torch 2.1 do not state theirs, and are little-endian."""
     order = "little" if member is None else member.of(data)[:20].decode("latin1")
     if order != sys.byteorder:
         raise DumpError(
@@ -289,7 +289,7 @@ def _describe_archive(names: list[str]) -> DumpError:
 
 
 def _find_members(data: mmap.mmap, begin: int = 0) -> dict[str, Member]:
-    """The members of the archive that begins there, by name and in the order of its directory.
+    """Return the members of the archive that begins at `begin`, by name, in the order of its directory.
 
     Raises:
         DumpError: it is cut short, encrypted, compressed, or its parts overlap or share a name.
@@ -323,7 +323,7 @@ def _find_members(data: mmap.mmap, begin: int = 0) -> dict[str, Member]:
 
 
 def _check_directory(data: mmap.mmap) -> None:
-    """Bound the directory before zipfile makes objects of it."""
+    """Bound the size of the directory before zipfile makes objects of it."""
     tail = data[-(_MAX_COMMENT + _END_NBYTES + _END64_NBYTES + 20) :]
     end = tail.rfind(_END)
     if end < 0 or len(tail) - end < _END_NBYTES:
@@ -334,13 +334,13 @@ def _check_directory(data: mmap.mmap) -> None:
         size = max(size if size < 0xFFFFFFFF else 0, int.from_bytes(tail[end64 + 40 : end64 + 48], "little"))
     if size > _MAX_DIRECTORY_NBYTES:
         raise DumpError(
-            f"its zip directory claims {size:,} bytes, more than any step of training needs.",
+            f"its zip directory claims {size:,} bytes, more than any training step needs.",
             remedy="Save the tensors of the failing step in one flat dict.",
         )
 
 
 def _check_entry(entry: zipfile.ZipInfo) -> None:
-    """torch.save stores its members plain, and the memory map reads them in place: nothing may unfold to more."""
+    """Refuse an encrypted or compressed member: torch.save stores members plain, and they are read in place."""
     if entry.flag_bits & 1:
         raise DumpError("it is an encrypted zip archive.", remedy="Unpack it with its password first.")
     if entry.compress_type != zipfile.ZIP_STORED:
@@ -353,7 +353,7 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
 
 
 def _locate(data: mmap.mmap, entry: zipfile.ZipInfo) -> Member:
-    """The member's place, by its own header; that must carry the name that the directory has."""
+    """Return the member's place by its own header, which must have the same name as the directory."""
     if not 0 <= entry.header_offset <= len(data) - entry.file_size - _LOCAL_HEADER.size:
         raise damaged("a part of it reaches beyond its end")
     magic, *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack_from(data, entry.header_offset)

@@ -1,4 +1,4 @@
-"""The second moments of an adaptive optimizer, whose roots its next step divides by."""
+"""Reads the second moments of an adaptive optimizer, whose next step divides by their roots."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     import torch
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
-# What torch.optim's Adam, AdamW, NAdam and RAdam, their amsgrad variant, RMSprop and Adagrad call it; the last that is
-# there is the one under the root.
+# Their names in torch.optim: in Adagrad; in RMSprop; in Adam, AdamW, NAdam and RAdam; in the amsgrad variants. The root
+# is taken of the last one that is there.
 _NAMES = ("sum", "square_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondMoment:
-    """The running mean of squared gradients of one parameter.
+    """The running mean of the squared gradients of one parameter.
 
-    `index` counts the optimizer's parameters from 0; `name` is the parameter's where the optimizer was given names,
-    else "". `eps` is what the optimizer adds to the root, in the format of `values`. `first` is the running mean of the
-    gradients themselves, where it has one, `step` the number of steps, `decays` those of the two means (0 for a sum).
+    `index` counts the optimizer's parameters from 0; `name` is the parameter's if the optimizer was given names, else
+    "". `eps` is what the optimizer adds to the root, in the format of `values`. `first` is the running mean of the
+    gradients, if there is one, `step` the number of steps, and `decays` those of the two means (0 for a sum).
     """
 
     index: int
@@ -38,10 +38,10 @@ class SecondMoment:
 
 
 def read_second_moments(optimizer: Mapping[object, object]) -> tuple[SecondMoment, ...]:
-    """The second moments in the state dict of an optimizer, in its order; values of other shapes are passed over.
+    """Return the second moments in the state dict of an optimizer, in its order; malformed entries are skipped.
 
-    A parameter is in one group, as torch asks for: where it is named again it is passed over too. Fused optimizers are
-    left out: their kernels keep root and eps in fp32, whatever format the weights have.
+    torch lets a parameter be in one group only, so further mentions of it are skipped too. Fused optimizers are left
+    out: their kernels keep root and eps in fp32, whatever the format of the weights.
     """
     state, groups = optimizer.get("state"), optimizer.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, list):
@@ -54,7 +54,7 @@ def read_second_moments(optimizer: Mapping[object, object]) -> tuple[SecondMomen
 
 
 def read_eps(optimizer: Mapping[object, object]) -> tuple[float, ...]:
-    """The eps of each group of parameters, where it has one: also before the first step, and of fused optimizers."""
+    """Return the eps of each parameter group that has one, also before the first step and for fused optimizers."""
     groups = optimizer.get("param_groups")
     found = [group.get("eps") for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
     return tuple(eps for eps in found if isinstance(eps, float))
@@ -98,7 +98,7 @@ def _step(slots: Mapping[str, object]) -> int:
 
 
 def _decays(group: Mapping[object, object]) -> tuple[float, float]:
-    """Adam's betas, or RMSprop's alpha; Adagrad adds up and forgets nothing."""
+    """Return Adam's betas, or 0 and RMSprop's alpha; zeros for Adagrad, which sums without decay."""
     betas = group.get("betas", (0.0, group.get("alpha", 0.0)))
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         return 0.0, 0.0

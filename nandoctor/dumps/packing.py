@@ -1,4 +1,4 @@
-"""Puts arguments, batches and outputs into trees of plain containers that any torch can read, and takes them out."""
+"""Packs arguments, batches and outputs into trees of plain containers that any torch can read, and unpacks them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _NUMERIC_KINDS = "biufc"  # numpy's booleans, integers, floats and complex numbe
 
 
 class Packed(NamedTuple):
-    """A tree of plain containers; `notes` tell what could not go in, or changed its type.
+    """A tree of plain containers; `notes` say what was left out, or changed its type.
 
-    `tensors` are its tensors, each with its version at that time: a later one was overwritten. `differentiable` are the
-    places among them of those that gradients were wanted of. `hidden`: it had tensors that `torch.func.vmap` handed
-    out, which cannot be kept.
+    `tensors` are its tensors, each with its version at that time: a later version means that it was overwritten.
+    `differentiable` are the indexes of those that required gradients. `hidden` is True if some were tensors inside
+    `torch.func.vmap`, which cannot be kept.
     """
 
     tree: Any
@@ -49,12 +49,12 @@ class Packed(NamedTuple):
 
     @property
     def overwritten(self) -> bool:
-        """Whether a tensor of the tree was written to since it was packed."""
+        """True if a tensor of the tree was written to since it was packed."""
         return any(version_of(tensor) != version for tensor, version in self.tensors)
 
 
 def copied(packed: Packed) -> Packed:
-    """The same with tensors of its own, which nobody writes to; as it is if somebody has done so already."""
+    """Return the same with copies of the tensors, which nothing writes to; unchanged if one was overwritten already."""
     if packed.overwritten:
         return packed
     copies: list[torch.Tensor] = []
@@ -68,10 +68,10 @@ def copied(packed: Packed) -> Packed:
 
 
 def pack(value: Any, name: str, *, kinds: bool = False) -> Packed:
-    """The value in plain containers, tensors detached and not copied; `name` is what notes call it.
+    """Return the value in plain containers, with tensors detached but not copied; `name` is what notes call it.
 
-    With `kinds` what is no plain container keeps the name of its class, and what has tensors as attributes is packed
-    too: `fill` makes something of it that has the same fields.
+    With `kinds`, other containers keep the name of their class, and objects that have tensors as attributes are packed
+    too: `fill` makes an object with the same fields.
     """
     if type(value) is torch.Tensor and not is_wrapped(value):  # what most models return
         plain = value.detach()
@@ -111,7 +111,7 @@ class _Packer:
         num_notes, num_tensors, num_differentiable = len(self.notes), len(self.tensors), len(self.differentiable)
         try:
             return self._pack(value, name, depth)
-        except Exception:  # an object of the training's that does not like to be looked at
+        except Exception:  # a user's object, which may raise at any access
             del self.notes[num_notes:], self.tensors[num_tensors:], self.differentiable[num_differentiable:]
             return self._leave_out(value, name)
 
@@ -119,12 +119,12 @@ class _Packer:
         if isinstance(value, torch.Tensor):
             plain = unwrap(value)
             if plain is not value and plain.shape != value.shape:
-                self.notes.append(f"{name}: a tensor inside torch.func.vmap, which stands for one of each sample")
+                self.notes.append(f"{name}: a tensor inside torch.func.vmap, which stands for one tensor per sample")
                 self.hidden = True
                 return None
             return self._take(plain, wants_gradient=value.requires_grad)
         for kind in _NUMBERS_AND_TEXT:
-            if isinstance(value, kind):  # of a class of its own, which no reader would import
+            if isinstance(value, kind):  # of a subclass, which no reader would import
                 return kind(value)
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _NUMERIC_KINDS:
             return self._take(torch.from_numpy(np.array(value)), wants_gradient=False)
@@ -143,8 +143,8 @@ class _Packer:
         if fields is None or not ({*map(type, fields)} <= _KEYS or all(isinstance(key, (str, int)) for key in fields)):
             return self._leave_out(value, name)
         packed = {key: self.pack(item, f"{name}.{key}", depth + 1) for key, item in fields.items() if key != KIND}
-        if KIND in fields:  # data, which would name a class to make an object of
-            self.notes.append(f"{name}.{KIND}: the file keeps this name for itself")
+        if KIND in fields:  # the user's data, which a reader would take for the name of a class
+            self.notes.append(f"{name}.{KIND}: the file format reserves this key")
         if type(value) is dict:
             return packed
         is_named_tuple = isinstance(value, tuple)
@@ -156,7 +156,7 @@ class _Packer:
         return {**packed, KIND: f"{_NAMED_TUPLE}{kind}" if is_named_tuple else kind}
 
     def _pack_object(self, value: Any, name: str, depth: int) -> Any:
-        """The attributes of an object that has tensors among them: a batch of graphs, say."""
+        """Pack the attributes of an object with tensors, such as a batch of graphs; leave out any other object."""
         fields = None if id(value) in self.entered or len(self.entered) > _MAX_OBJECTS else _attributes(value)
         self.entered[id(value)] = value
         if not fields:
@@ -174,7 +174,7 @@ class _Packer:
 
 
 def _fields(value: Any) -> dict[Any, Any] | None:
-    """What a container holds by name; None where it is none."""
+    """Return the items of a container by name or index; None if it is not a container."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -187,18 +187,18 @@ def _fields(value: Any) -> dict[Any, Any] | None:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """What an object holds by name: its items where it has keys, else its attributes; None for code."""
+    """Return the items of an object by name if it has keys, else its attributes; None for code."""
     if isinstance(value, (type, ModuleType, FunctionType, MethodType, torch.nn.Module)):
         return None
     if callable(getattr(value, "keys", None)) and hasattr(type(value), "__getitem__"):
-        return {str(key): value[key] for key in value.keys()}  # noqa: SIM118 - no mapping, it has keys alone
+        return {str(key): value[key] for key in value.keys()}  # noqa: SIM118 - not a mapping, it only has keys
     names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
     names += getattr(value, "__dict__", {})
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The tree with `change` applied to each tensor."""
+    """Return the tree with `change` applied to each tensor."""
     if isinstance(tree, torch.Tensor):
         return change(tree)
     if type(tree) is dict:
@@ -207,7 +207,7 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def fill(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Any:
-    """The tree with each `Slot` replaced by its tensor, and devices by the one of this replay."""
+    """Return the tree with each `Slot` replaced by its tensor, and devices by that of this replay."""
     if isinstance(tree, Slot):
         return tensors[tree.name]
     if isinstance(tree, torch.device):
@@ -219,7 +219,7 @@ def fill(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -
 
 
 def with_classes(tree: Any, find: Callable[[str], type[Any] | None]) -> Any:
-    """The tree in which what stands for an object has its class itself, where `find` knows it by its name."""
+    """Return the tree with classes in place of their names, if `find` knows them and they only have attributes."""
     if type(tree) is not dict:
         return type(tree)(with_classes(item, find) for item in tree) if type(tree) in (list, tuple) else tree
     items = {key: with_classes(item, find) for key, item in tree.items()}
@@ -228,14 +228,14 @@ def with_classes(tree: Any, find: Callable[[str], type[Any] | None]) -> Any:
 
 
 def _has_attributes(kind: type[Any]) -> bool:
-    """Tell whether its objects are their attributes, and nothing that the class has to make or to clean up itself."""
+    """Return True if its objects are their attributes alone, with nothing that the class has to create or clean up."""
     is_keyed = issubclass(kind, Mapping) or callable(getattr(kind, "keys", None))
     is_made = any({"__new__", "__del__"} & vars(base).keys() for base in kind.__mro__ if base is not object)
     return not is_made and (dataclasses.is_dataclass(kind) or not is_keyed)
 
 
 class Fields(dict[str, Any]):
-    """Stands at the replay for an object of which the dump has the fields: they are items and attributes."""
+    """A stand-in at the replay for an object whose fields the dump has: they are its items and its attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -246,12 +246,12 @@ class Fields(dict[str, Any]):
         self[name] = value
 
     def to(self, *_: Any, **__: Any) -> Fields:
-        """Stay: everything is on the device of the replay."""
+        """Return the object itself: everything is on the device of the replay already."""
         return self
 
 
 def _rebuild(kind: str | type[Any], fields: dict[str, Any]) -> Any:
-    """What has the same fields as an object of that class; code of the class is not run."""
+    """Return an object with these fields, of the class itself if it is given; no code of the class is run."""
     if isinstance(kind, type):
         instance = object.__new__(kind)
         held = getattr(instance, "__dict__", {})
@@ -259,7 +259,7 @@ def _rebuild(kind: str | type[Any], fields: dict[str, Any]) -> Any:
             if isinstance(inspect.getattr_static(kind, name, None), MemberDescriptorType):
                 object.__setattr__(instance, name, value)  # a slot
             else:
-                held[name] = value  # also where the class has a property of that name
+                held[name] = value  # even if the class has a property of that name
         return instance
     if kind == PACKED_SEQUENCE and isinstance(fields.get("batch_sizes"), torch.Tensor):
         return PackedSequence(**{**fields, "batch_sizes": fields["batch_sizes"].cpu()})

@@ -1,4 +1,4 @@
-"""Reads the pickle of a dump as a list of instructions, without obeying them."""
+"""Reads the pickle of a dump as a list of instructions, without executing them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nandoctor.dumps.file_type import Container, damaged
 from nandoctor.dumps.stand_ins import ENCODE, FIND_PART, REBUILD_ANY, STORAGE_DTYPES, has_parts, is_known, join_name
 from nandoctor.errors import DumpError
 
-# The number, the protocol version, the system info, the dump itself, the list of storages.
+# The magic number, the protocol version, the system info, the dump itself, the list of storages.
 _NUM_LEGACY_PICKLES = 5
 # torch.save's default, and what torch.load(weights_only=True) reads.
 _PROTOCOL = 2
@@ -24,20 +24,20 @@ _GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
 _MUTATORS = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"})
 _TUPLES = frozenset({"EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"})
 # Work is counted in references put into containers or calls, and in bytes encoded. Honest pickles stay below four per
-# byte; a bomb doubles it at every step.
+# byte; a bomb doubles its work at every step.
 _WORK_PER_BYTE = 8
 _WORK_FLOOR = 1 << 22
-_MAX_TEXT = 1000  # longer than any name that is looked at
-# torch.save writes thirty instructions for a tensor; scan and load take ten microseconds for each.
+_MAX_TEXT = 1000  # longer than any name that is compared
+# torch.save writes thirty instructions for a tensor; scanning and loading take ten microseconds for each.
 _MAX_INSTRUCTIONS = 2_000_000
 _MAX_NAMES = 1_000  # of classes and functions; a configuration of a large library has dozens
-# Python randomises the hashes of texts alone: of other keys anybody can make thousands with one hash, and a dict takes
-# time quadratic in their number. A float, or an integer that is negative or beyond 16 bits, has a hash of its own, but
-# can be chosen so that its walk through the table is long: 1.8 ms each in a dict of half a million, 0.3 in 130,000.
+# Python randomises only the hashes of strings: a file can hold thousands of other keys with the same hash, for which a
+# dict takes quadratic time. Floats, and integers that are negative or beyond 16 bits, differ in their hashes, but can
+# be chosen to probe the table for long: 1.8 ms each in a dict of half a million, 0.3 ms in one of 130,000.
 _MAX_ODD_KEYS = 2_000
 _NUMBERS_PER_ODD_KEY = 50
 _PLAIN_KEY_BITS, _SMALL_KEY_BITS = 63, 16
-_MAX_INTEGER_BITS = 1023  # what a double can hold; a state of numpy's generators has 128 bits
+_MAX_INTEGER_BITS = 1023  # what a double can hold; the states of numpy's generators have 128 bits
 _HASHING = frozenset({"builtins.set", "builtins.frozenset", "collections.Counter"})
 _CALLS = frozenset({"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST", "BUILD"})
 _REBUILDS = "torch._utils._rebuild_"
@@ -47,9 +47,9 @@ _TEXT_OPCODES = frozenset({"INT", "LONG", "FLOAT", "STRING", "UNICODE", "PERSID"
 
 @dataclass(slots=True)
 class _Value:
-    """What stands for a value: the references under it, and as much of its nature as is judged by.
+    """A stand-in for a value: the number of references under it, and the properties that the scan checks.
 
-    `odd` counts the values in it, itself included, whose hashes the file could have chosen, in numbers.
+    `odd` weighs the values in it, itself included, whose hashes the file could have chosen; a number weighs 1.
     """
 
     size: int
@@ -63,10 +63,10 @@ class _Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """What a file says that it holds.
+    """What a file claims to hold.
 
-    `unknown` are the classes and functions that its pickles name and that weights and arrays do not need, sorted;
-    `storages` the elements and bytes of tensors' data by their keys; `ends` where each pickle ends, after a 0.
+    `unknown` are the classes and functions that its pickles name but weights and arrays do not need, sorted;
+    `storages` the number of elements and bytes of each storage by key; `ends` a 0, then where each pickle ends.
     """
 
     unknown: tuple[str, ...]
@@ -75,10 +75,10 @@ class Scan:
 
 
 def scan_pickle(container: Container) -> Scan:
-    """Read the pickles of a file without building anything.
+    """Scan the pickles of a file without building anything.
 
-    It comes before they are built, which runs no foreign code, but could be made to fill the memory by a file of a few
-    hundred bytes.
+    Building them afterwards runs no foreign code, but without this scan a file of a few hundred bytes could fill the
+    memory.
 
     Raises:
         DumpError: a pickle is damaged, of another protocol, or a bomb.
@@ -103,9 +103,9 @@ def scan_pickle(container: Container) -> Scan:
 
 
 def named_globals(pickled: bytes, *, max_instructions: int) -> set[str]:
-    """The classes and functions that a plain pickle names, of any protocol.
+    """Return the classes and functions that a plain pickle of any protocol names.
 
-    It may be built, with those under names that are replaced by inert classes of ours, which are hashed by identity.
+    It may then be built, with inert classes that are hashed by identity in their place.
 
     Raises:
         DumpError: it is damaged, or a bomb.
@@ -116,7 +116,7 @@ def named_globals(pickled: bytes, *, max_instructions: int) -> set[str]:
 
 
 def _run(machine: _Machine, stream: IO[bytes], most: int) -> int:
-    """Give the machine the instructions of one pickle, and tell how many they were."""
+    """Feed the instructions of one pickle to the machine, and return how many there were."""
     count = 0
     try:
         for count, (opcode, argument) in enumerate(_instructions(stream), 1):
@@ -147,7 +147,7 @@ def _pickles(container: Container) -> Iterator[IO[bytes]]:
 
 
 def _instructions(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, object]]:
-    """What `pickletools.genops` yields, less the arguments that protocol 0 writes as text, which may take hours."""
+    """Yield as `pickletools.genops` does, but without text arguments (of protocol 0), which may take hours to parse."""
     while True:
         opcode = _OPCODES[stream.read(1)]
         if opcode.name in _TEXT_OPCODES:
@@ -160,37 +160,37 @@ def _instructions(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, o
 
 
 def _item_nbytes(storage: str) -> int:
-    """The bytes of an element, told by the bits in the dtype's name; 0 for what is no storage."""
+    """Return the bytes of an element, by the bits in the dtype's name; 0 for anything but a storage."""
     bits = re.search(r"\d+", STORAGE_DTYPES.get(storage, "0"))
     return max(int(bits[0]) // 8, int(storage in STORAGE_DTYPES)) if bits else 1  # a bool's
 
 
 def _check_storages(used: list[tuple[_Value, ...]], container: Container) -> dict[str, tuple[int, int]]:
-    """Each storage must be as large as its tensors say, for a memory map reads on into whatever comes next."""
+    """Return the size of each storage; it must be as its tensors say, as a memory map would read beyond its end."""
     sizes: dict[str, tuple[int, int]] = {}
     members = container.storages
     for kind, key, numel in used:
         nbytes = (numel.number or 0) * _item_nbytes(str(kind.global_name).rpartition(".")[2])
         member = members.get(str(key.text)) if container.members is not None else None
         if nbytes < 0 or (container.members is not None and (member is None or member.nbytes != nbytes)):
-            raise damaged("the data of a tensor is missing or of another size")
+            raise damaged("the data of a tensor is missing or has the wrong size")
         sizes[str(key.text)] = numel.number or 0, nbytes
     if sum(nbytes for _, nbytes in sizes.values()) > container.nbytes:
-        raise damaged("the data of a tensor is missing or of another size")
+        raise damaged("the data of a tensor is missing or has the wrong size")
     return sizes
 
 
 class _Machine:
-    """Pickle's stack machine with sizes in place of values; what an opcode does to the stack is pickletools' table.
+    """Pickle's stack machine, with sizes in place of values; pickletools' table says what an opcode does to the stack.
 
-    `hashed_by_identity`: what NEWOBJ makes is.
+    `hashed_by_identity` says that objects made by NEWOBJ are.
     """
 
     def __init__(self, work: int, *, hashed_by_identity: bool = False) -> None:
         self.globals: set[str] = set()
         self._hashed_by_identity = hashed_by_identity
         self.protocol = 0
-        self.storages: list[tuple[_Value, ...]] = []  # of each its kind, key and number of elements
+        self.storages: list[tuple[_Value, ...]] = []  # the kind, key and number of elements of each
         self._work_left = work
         self._odd_keys_left = _MAX_ODD_KEYS * _NUMBERS_PER_ODD_KEY
         self._stack: list[_Value] = []
@@ -248,13 +248,13 @@ class _Machine:
             if any(_is_stale(operand) for operand in operands[1:]):
                 raise _hostile("it fills the arguments of a call after they were counted")
             if callee in _HASHING:
-                # What is in the arguments may become keys, their tuple does not.
+                # The items of the arguments may become keys, their tuple does not.
                 self._odd_keys_left -= sum(operand.odd for operand in operands[1:])
                 self._odd_keys_left += _NUMBERS_PER_ODD_KEY * sum(operand.items is not None for operand in operands[1:])
             elif callee == REBUILD_ANY and not all(map(_begins_with_rebuild, operands[1:])):
-                raise _hostile("it calls what is no function for tensors by way of torch")
+                raise _hostile("it calls something other than a function for tensors by way of torch")
             elif callee == FIND_PART and not all(map(_names_part, operands[1:])):
-                self.globals.add(FIND_PART.rpartition(".")[2])  # no known name
+                self.globals.add(FIND_PART.rpartition(".")[2])  # as an unknown name
         if self._odd_keys_left < 0:
             raise _hostile("it has thousands of keys whose hashes it could have chosen")
 
@@ -272,7 +272,7 @@ class _Machine:
 
 
 def _describe(opcode: str, operands: list[_Value], argument: object, size: int) -> _Value:
-    """The value that an opcode makes out of its operands and the literal beside it."""
+    """Return the value that an opcode makes of its operands and its literal."""
     if opcode in ("GLOBAL", "INST"):
         return _Value(size, global_name=join_name(*str(argument).split(" ", 1)))
     if opcode == "STACK_GLOBAL":
@@ -294,7 +294,7 @@ def _odd_with(operands: list[_Value]) -> int:
 def _describe_number(number: int, size: int) -> _Value:
     if number.bit_length() > _MAX_INTEGER_BITS:
         raise DumpError(
-            f"it holds an integer of {number.bit_length():,} bits, which no number of a training has.",
+            f"it holds an integer of {number.bit_length():,} bits, more than any number in a training run needs.",
             remedy="Save numbers as floats or tensors; do not open the file if you do not know who wrote it.",
         )
     if number.bit_length() > _PLAIN_KEY_BITS:
@@ -303,24 +303,24 @@ def _describe_number(number: int, size: int) -> _Value:
 
 
 def _begins_with_rebuild(arguments: _Value) -> bool:
-    """Whether the first of these is torch's function that makes a tensor of a storage, or is refused by its name."""
+    """Return True if the first is a function of torch that rebuilds a tensor, or one that is refused as unknown."""
     function = arguments.items[0].global_name if arguments.items else None
     return function is not None and (function.startswith(_REBUILDS) or not is_known(function))
 
 
 def _names_part(arguments: _Value) -> bool:
-    """Whether these name a part of a class that only a record stands for."""
+    """Return True if these name a part of a class that only a record stands for."""
     owner, *name = arguments.items or (_Value(0),)
     return has_parts(owner.global_name or "") and [part.text is not None for part in name] == [True]
 
 
 def _is_stale(arguments: _Value) -> bool:
-    """Whether a container has grown since it was put into this tuple, whose size and keys are told without that."""
+    """Return True if a container in this tuple has grown since the size and keys of the tuple were counted."""
     return arguments.items is not None and arguments.size != 1 + sum(item.size for item in arguments.items)
 
 
 def _encoded_length(operands: list[_Value]) -> int:
-    """How many bytes are made from text, as pickle writes bytes: by a call that encodes it, a byte for each letter."""
+    """Return how many bytes a call makes of text: protocol 2 writes bytes as text to encode, one letter per byte."""
     if not operands or operands[0].global_name != ENCODE:
         return 0
     return sum(item.length for arguments in operands[1:] for item in arguments.items or ())

@@ -1,8 +1,8 @@
-"""Reads a dump from a file that nobody vouches for.
+"""Reads a dump from an untrusted file.
 
 Three checks run before anything is built: the container must be plain (nothing compressed, nothing twice, nothing
-beyond its end), the pickle must name nothing unknown and multiply nothing, and the bytes that were checked are built
-from a table of what each name stands for.
+beyond its end), the pickle must name nothing unknown and multiply nothing, and the checked bytes are built from a table
+of stand-ins for each name.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _NESTED = frozenset({"torch._utils._rebuild_nested_tensor", "torch.nested._inter
 def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
     """Read the file at `path`; no code that it names is run unless `trust` is given.
 
-    What is written to its tensors does not reach the file. Those of a zip archive of 256 MB or more are mapped from it:
-    it must stay as it is while they are in use.
+    Writes to its tensors do not reach the file. Those of a zip archive of 256 MB or more are mapped from it: the file
+    must not change while they are in use.
 
-    `trust` unpickles whatever the file asks for, which can do anything this user can: it is for files whose author you
-    know.
+    `trust` unpickles whatever the file asks for, which can do anything that this user can: use it only if you know who
+    wrote the file.
 
     Raises:
-        DumpError: the file is missing, damaged or hostile, is of another kind, wants code that was not trusted, or
-            holds no weights.
+        DumpError: the file is missing, damaged or hostile, is of another kind, needs code that was not trusted, or
+            has neither weights nor arrays.
     """
     location = Path(path)
     with named(location):
@@ -60,7 +60,7 @@ def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
 
 
 def look_at_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
-    """Read the file for `summarize` alone; what stands for its tensors takes no torch, as long as all are dense.
+    """Read the file for `summarize` alone, without importing torch as long as all of its tensors are dense.
 
     Raises:
         DumpError: as `read_dump`.
@@ -71,23 +71,23 @@ def look_at_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
         container = open_container(location)
         scan = None if trust else _scan(container)
         if scan is not None:
-            with suppress(DumpError):  # torch knows better what is wrong
+            with suppress(DumpError):  # torch may read it, or say better what is wrong
                 return _make_dump(container, StoredValues(container.data), scan)
         return _make_dump(container, _torch_values(container), scan, trust=trust)
 
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """A context whose errors tell the path."""
+    """Add the path to the errors that are raised in this context."""
     try:
         yield
     except DumpError as error:
-        # Without the error that has no path, which a notebook would show as well, a screen long.
+        # Not from the error without a path, which a notebook would show as well, a screen long.
         raise DumpError(f"{brief(str(path), 1000)}: {error.message}", remedy=error.remedy) from error.__cause__
 
 
 def read_state(path: Path) -> Mapping[str, torch.Tensor]:
-    """The weights in a file that torch.save wrote, be it a part of several; no code that it names is run.
+    """Return the weights in a file of torch.save, even if it is one part of several; no code that it names is run.
 
     Raises:
         DumpError: as `read_dump`, or it holds none.
@@ -95,12 +95,12 @@ def read_state(path: Path) -> Mapping[str, torch.Tensor]:
     container = open_container(path)
     dump = _make_dump(container, _torch_values(container))
     if not (dump.holds_weights and dump.state):
-        raise DumpError("it holds no weights.", remedy="Name a file of weights.")
+        raise DumpError("it has no weights.", remedy="Name a file of weights.")
     return dump.state
 
 
 def read_part(path: Path, offset: int, nbytes: int) -> object:
-    """What torch.save wrote into a part of a file; no code that it names is run.
+    """Return what torch.save wrote into a part of a file; no code that it names is run.
 
     Raises:
         DumpError: it is damaged, hostile, or asks for code.
@@ -111,7 +111,7 @@ def read_part(path: Path, offset: int, nbytes: int) -> object:
 
 
 def add_batch(dump: Dump, path: str | os.PathLike[str]) -> Dump:
-    """The dump with the batch of another file in place of its own; weights in that file are not used.
+    """Return the dump with the batch of another file in place of its own; weights in that file are not used.
 
     Raises:
         DumpError: as `read_dump`, or there are no arrays in the file.
@@ -122,7 +122,7 @@ def add_batch(dump: Dump, path: str | os.PathLike[str]) -> Dump:
         values = _torch_values(container)
         contents = sort_contents(_load(container, values), container.nbytes, values)
         if not contents.arrays:
-            raise DumpError("it holds no arrays.", remedy='Save the batch: torch.save({"image": image}, path).')
+            raise DumpError("it has no arrays.", remedy='Save the batch: torch.save({"image": image}, path).')
     scalars = {**contents.scalars, **dump.scalars}
     return replace(
         dump, arrays=contents.arrays, scalars=scalars, tree=contents.tree, recorded=Recorded(), layout="plain"
@@ -186,14 +186,14 @@ def _make_recorded(container: Container, saved: Any, values: Values) -> Dump:
         moments=tuple(contents.moments),
         optimizer_eps=contents.optimizer_eps,
         recorded=recorded,
-        provenance=_judge(container),
+        provenance=_check_provenance(container),
         missing=tuple(contents.left_out),
         checksums=Checksums.left(container, values),
     )
 
 
-def _judge(container: Container) -> Provenance:
-    """Check the signature over the bytes that are unpickled and mapped."""
+def _check_provenance(container: Container) -> Provenance:
+    """Return who wrote the file, by its signature over the bytes that are unpickled and mapped."""
     pickle, signed = f"{container.folder}/data.pkl", f"{container.folder}/{MEMBER}"
     if container.members is None or signed not in container.members:
         return Provenance()
@@ -202,7 +202,7 @@ def _judge(container: Container) -> Provenance:
 
 
 def _join_shards(saved: Any, path: Path, values: Values) -> Mapping[str, Any]:
-    """The contents with the weights whole."""
+    """Return the contents with sharded weights joined."""
     if saved.get("shards") is None:
         return cast(Mapping[str, Any], saved)
     if isinstance(values, StoredValues):
@@ -213,20 +213,20 @@ def _join_shards(saved: Any, path: Path, values: Values) -> Mapping[str, Any]:
 
 
 def _num_bytes(saved: Mapping[str, Any]) -> int:
-    """What the weights take; those joined of several files are larger than the one that was asked for."""
+    """Return the bytes of the weights; those joined from several files may be larger than the file that was named."""
     state = saved.get("state_dict")
-    tensors = state.values() if isinstance(state, Mapping) else ()  # what it is else, the sorting refuses
+    tensors = state.values() if isinstance(state, Mapping) else ()  # anything else is refused when it is sorted
     return sum(value.nbytes for value in tensors if is_dense(value))
 
 
 def _load_recorded(path: Path) -> Mapping[str, Any]:
-    """What another rank recorded of the step; nothing that it says is run, and so nothing has to vouch for it."""
+    """Return what another rank recorded of the step; nothing in it is run, so its signature does not matter."""
     container = open_container(path)
     saved = _load(container, _torch_values(container))
     if not is_recorded(saved):
         raise DumpError(
             f"{brief(path.name)} beside it was not written by the recorder.",
-            remedy="Put the files that all ranks wrote of one step into one folder.",
+            remedy="Put the files of all ranks of one step into one folder.",
         )
     assert isinstance(saved, dict)
     return saved
@@ -240,7 +240,7 @@ def _scan(container: Container) -> Scan:
 
 
 def _load(container: Container, values: Values, scan: Scan | None = None, *, trust: bool = False) -> object:
-    """What the file holds, after the checks that nothing runs before; none are made of one that is trusted."""
+    """Return what the file holds; it is scanned before anything is built, unless it is trusted."""
     try:
         if not trust:
             return load_pickle(container, scan or _scan(container), values)
@@ -250,7 +250,7 @@ def _load(container: Container, values: Values, scan: Scan | None = None, *, tru
         return torch.load(container.path, map_location="cpu", mmap=mapped, weights_only=False)
     except DumpError:
         raise
-    except Exception as error:  # torch and the classes of a trusted file raise whatever they like
+    except Exception as error:  # torch and the classes of a trusted file may raise anything
         detail = brief(": ".join([type(error).__name__, *str(error).splitlines()[:1]]))
         if is_out_of_memory(error):
             raise DumpError(
@@ -293,7 +293,7 @@ def _refuse(unknown: Sequence[str]) -> DumpError:
 
 
 def _list_objects(saved: object) -> list[str]:
-    """The classes of the objects at the top of what a file holds."""
+    """Return the classes of the objects at the top level of the contents."""
     items = (saved, *saved.values()) if isinstance(saved, Mapping) else ()
     return sorted({str(item[KIND]) for item in items if isinstance(item, Mapping) and KIND in item})
 

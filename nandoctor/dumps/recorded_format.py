@@ -1,6 +1,6 @@
-"""What a `nandoctor.dump/1` file says beside weights and arrays: the exact call, the random state, the environment.
+"""What a `nandoctor.dump/1` file says besides weights and arrays: the exact call, the random state, the environment.
 
-Nothing in it is imported, called or believed here.
+Nothing in it is imported, called or trusted here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FORMAT = "nandoctor.dump/1"
 MAX_SAMPLED = 64
-"""Values that are kept of a weight which is left to a checkpoint."""
+"""The number of values that are kept of a weight if only a checkpoint has all of it."""
 _CAST_FORMATS = ("float16", "bfloat16", "float32", "float64")
 MAX_CALLS = 1000
 T = TypeVar("T")
@@ -36,7 +36,7 @@ CheckState = Callable[["torch.Tensor"], "torch.Tensor"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomStates:
-    """States of torch's generators, and of numpy's and Python's as their own functions take them."""
+    """States of torch's generators, and of numpy's and Python's in the form that their own functions take."""
 
     torch_states: tuple[torch.Tensor, ...]
     numpy_state: tuple[Any, ...] | None = None
@@ -47,8 +47,8 @@ class RandomStates:
 class Call:
     """One call of the model: trees of plain containers with a `Slot` for each tensor.
 
-    `random` are the generators before it, where they are not as the call before it left them. `differentiable` are the
-    names of the tensors that gradients were wanted of.
+    `random` has the generators' states before it, if they are not as the previous call left them. `differentiable` has
+    the names of the tensors that required gradients.
     """
 
     args: tuple[Any, ...]
@@ -61,9 +61,9 @@ class Call:
 class Reference:
     """Where a model class or a function comes from.
 
-    `file` is its source relative to the directory that the training ran in, "" for code from elsewhere; `sha256` is
-    that of the source. `arguments` are plain data. `config` is the class of a transformers configuration, whose values
-    then are `arguments["config"]`. `structure` is the model as Python prints it.
+    `file` is its source file relative to the training's working directory, "" for code from elsewhere; `sha256` is that
+    of the file. `arguments` are plain data. `config` is the class of a transformers configuration; its values are then
+    `arguments["config"]`. `structure` is the model as Python prints it.
     """
 
     module: str
@@ -77,22 +77,22 @@ class Reference:
 
     @property
     def spec(self) -> str:
-        """What a user would write after --model; a module of a package by its dotted name, which its imports need."""
+        """The SPEC for --model, with the dotted name of a module in a package, which its imports need."""
         dotted = self.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         in_package = "." in self.module and self.module == dotted
         return f"{self.module if not self.file or in_package else self.file}:{self.name}"
 
     @property
     def can_be_named(self) -> bool:
-        """Whether it can be found by its name: a lambda, and what another function defines, cannot."""
+        """True if it can be found by its name, unlike a lambda, or anything defined in a function."""
         return all(part.isidentifier() for part in self.name.split("."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCasts:
-    """The formats that FSDP2 cast to: weights by name; by modules' paths floating-point inputs, outputs and gradients.
+    """The formats that FSDP2 cast to: of weights by name; of floating-point inputs, outputs and gradients by module.
 
-    Gradients are cast where they are summed over ranks.
+    Gradients are cast when they are summed over ranks.
     """
 
     parameters: Mapping[str, str]
@@ -103,7 +103,7 @@ class ModuleCasts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSample:
-    """Some values of a weight, and where they stand in it when it is laid out flat."""
+    """Some values of a weight, and their indexes in the flattened weight."""
 
     at: torch.Tensor
     values: torch.Tensor
@@ -111,10 +111,10 @@ class WeightSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """Where the weights are that had no room in the file.
+    """The place of weights that did not fit into the file.
 
-    `path` is what the training named, "" for nothing. `samples` has a few values of each weight as the failing step met
-    it, by name.
+    `path` is what the training named, "" for nothing. `samples` has a few values of each weight at the failing step, by
+    name.
     """
 
     path: str
@@ -123,7 +123,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Autocast:
-    """The autocast that the model ran under; `emulated` where CUDA's lists were in force on a CPU."""
+    """The autocast that the model ran under; `emulated` if CUDA's op lists were used on a CPU."""
 
     enabled: bool
     device: str
@@ -134,16 +134,16 @@ class Autocast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """The step as the recorder saw it; of a file that is not the recorder's nothing is known of all this.
+    """The step as the recorder saw it; empty for a file that the recorder did not write.
 
-    `calls` are the calls of the model in their order, or of its `method`; `watched` are the modules inside whose
-    outputs were saved beside what the method returned. `batch` is a tree, None where none was given. `training` maps
-    module names to train flags. `random` are the generators before the step.
-    `loss_function` makes a scalar of output and batch; failing that `loss_field` is the output's own loss, by its
-    place. `argv` is the training's command line, without the program. `backends` are torch's switches, by their names
-    under torch. `update` is the step's own, where that spoiled the weights. `sources` are the project's files by their
-    paths relative to the directory that the training ran in. `checkpoint` is there where the weights are not, and
-    `module_casts` where FSDP2 had a policy.
+    `calls` are the calls of the model, or of its `method`, in their order; `watched` are the submodules whose outputs
+    were saved besides what the method returned. `batch` is a tree, None if none was given. `training` maps module names
+    to train flags. `random` has the generators' states before the step.
+    `loss_function` makes a scalar of output and batch; without one, `loss_field` is the place of the loss in the
+    output. `argv` is the training's command line, without the program. `backends` are torch's switches, by their names
+    under torch. `update` is the step's own, if that made weights non-finite. `sources` are the project's files by their
+    paths relative to the training's working directory. `checkpoint` is set if the weights are not in the file, and
+    `module_casts` if FSDP2 had a policy.
     """
 
     calls: tuple[Call, ...] = ()
@@ -165,10 +165,10 @@ class Recorded:
 
 
 def is_recorded(saved: object) -> bool:
-    """Whether this is a file of the format that the recorder writes.
+    """Return True if this is a file of the format that the recorder writes.
 
     Raises:
-        DumpError: it is one of a later version.
+        DumpError: it is of a later version.
     """
     written = saved.get("format") if type(saved) is dict else None
     if not isinstance(written, str) or not written.startswith("nandoctor.dump/"):
@@ -182,12 +182,12 @@ def is_recorded(saved: object) -> bool:
 
 
 def read_recorded(saved: Mapping[str, Any], take: Take, check_state: CheckState) -> Recorded:
-    """Everything but weights and random states of tensors; `take(name, tensor)` keeps an array and tells its name.
+    """Return the recorded calls and their environment; `take(name, tensor)` keeps an array and returns its name.
 
-    `check_state` refuses what is no state of a generator.
+    `check_state` refuses an invalid state of a generator.
 
     Raises:
-        DumpError: a part of it is not what the format says.
+        DumpError: a part of it does not match the format.
     """
     calls, method = get(saved, "calls", list, []), get(saved, "method", str, "")
     if len(calls) > MAX_CALLS:
@@ -216,17 +216,17 @@ def read_recorded(saved: Mapping[str, Any], take: Take, check_state: CheckState)
 
 
 def get(saved: Mapping[str, Any], name: str, kind: type[T], default: Any) -> T:
-    """The value of that name, or the default where there is none.
+    """Return the value of that name, or the default if there is none.
 
     Raises:
-        DumpError: it is of another kind.
+        DumpError: it is of another type.
     """
     value = saved.get(name)
     return cast(T, default) if value is None else _check(value, kind, name)
 
 
 def _check(value: Any, kind: type[T], name: str) -> T:
-    # bool is an int: a flag where a number belongs is as wrong as a text.
+    # bool is an int, but a flag in place of a number is as wrong as a string.
     if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         odd = [key for key in value if not isinstance(key, (str, int))] if isinstance(value, dict) else []
         if not odd:
@@ -235,8 +235,8 @@ def _check(value: Any, kind: type[T], name: str) -> T:
     else:
         found = f"is of type {type(value).__name__}, not {kind.__name__}"
     raise DumpError(
-        f"it says that it is {FORMAT}, and its {name!r} {found}.",
-        remedy="Take the file as the recorder wrote it; to edit one, follow docs/capture.md.",
+        f"it says that it is {FORMAT}, but its {name!r} {found}.",
+        remedy="Use the file as the recorder wrote it; to edit one, follow docs/capture.md.",
     )
 
 
@@ -244,7 +244,7 @@ def _read_call(call: Any, index: int, take: Take, check_state: CheckState) -> Ca
     name = f"input{index or ''}"
     fields = _check(call, dict, "calls")
     names, args = get(fields, "names", list, []), get(fields, "args", tuple, ())
-    # A positional argument goes by the name that forward has for it.
+    # A positional argument is named after its parameter of forward.
     known = dict(enumerate(name if isinstance(name, str) else "" for name in names))
     labels = [known.get(place) or str(place) for place in range(len(args))]
     packed = [name_tensors(value, f"{name}.{label}", take) for label, value in zip(labels, args, strict=True)]
@@ -314,14 +314,14 @@ def _read_checkpoint(fields: Mapping[str, Any]) -> Checkpoint | None:
 def _read_sample(fields: Mapping[str, Any]) -> WeightSample:
     at, values = fields.get("at"), fields.get("values")
     if not (is_dense(at) and is_dense(values) and dtype_name(at.dtype) == "int64" and at.dim() == 1):
-        raise DumpError("what it holds as a sample of a weight is not one.", remedy=AS_WRITTEN)
+        raise DumpError("a sample of a weight in it is invalid.", remedy=AS_WRITTEN)
     if at.shape != values.shape or at.numel() > MAX_SAMPLED:
         raise DumpError("a sample of a weight in it has more values than places, or too many.", remedy=AS_WRITTEN)
     return WeightSample(at=at, values=values)
 
 
 def _dicts(fields: Mapping[str, Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The items of a dict of dicts."""
+    """Yield the items of a dict of dicts."""
     for key, item in get(fields, name, dict, {}).items():
         yield str(key), _check(item, dict, name)
 
@@ -335,7 +335,7 @@ def _read_reference(fields: Mapping[str, Any]) -> Reference | None:
     if not fields:
         return None
     arguments = get(fields, "arguments", dict, {})
-    name_tensors(arguments, "model.arguments", lambda name, _: name)  # for its checks: tensors stay where they are
+    name_tensors(arguments, "model.arguments", lambda name, _: name)  # only for its checks: tensors stay where they are
     texts = _texts(fields, "module", "name", "file", "sha256", "attention", "structure")
     return Reference(**texts, arguments=arguments, config=_read_config(fields))
 
@@ -356,7 +356,7 @@ def _read_numpy(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
     keys = _words(fields, "keys", 624).astype("uint32")
     gauss = get(fields, "cached_gaussian", float, 0.0)
     state = ("MT19937", keys, get(fields, "position", int, 0), get(fields, "has_gauss", int, 0), gauss)
-    return _tried(np.random.RandomState().set_state, state, "numpy")
+    return _accepted(np.random.RandomState().set_state, state, "numpy")
 
 
 def _read_python(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
@@ -364,11 +364,11 @@ def _read_python(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
         return None
     words = _words(fields, "words", 625).tolist()
     state = get(fields, "version", int, 3), tuple(words), get(fields, "gauss_next", float, None)
-    return _tried(random.Random().setstate, state, "Python")
+    return _accepted(random.Random().setstate, state, "Python")
 
 
-def _tried(set_state: Callable[[Any], None], state: tuple[Any, ...], whose: str) -> tuple[Any, ...]:
-    """The state, which a generator of that kind has taken."""
+def _accepted(set_state: Callable[[Any], None], state: tuple[Any, ...], whose: str) -> tuple[Any, ...]:
+    """Return the state, after a generator of that kind has accepted it."""
     try:
         set_state(state)
     except (ValueError, TypeError, OverflowError) as error:
@@ -377,13 +377,13 @@ def _tried(set_state: Callable[[Any], None], state: tuple[Any, ...], whose: str)
 
 
 def no_state(whose: str) -> DumpError:
-    """The error for what claims to be the state of a random generator."""
-    return DumpError(f"what it holds as the state of {whose}'s random generator is not one.", remedy=AS_WRITTEN)
+    """Return the error for an invalid state of a random generator."""
+    return DumpError(f"the state of {whose}'s random generator in it is invalid.", remedy=AS_WRITTEN)
 
 
 def _words(fields: Mapping[str, Any], name: str, number: int) -> NDArray[Any]:
-    """The words of a Mersenne twister, whose number its owner would complain about at replay."""
+    """Return the words of a Mersenne twister, a wrong number of which would fail only at the replay."""
     words = fields.get(name)
     if not is_dense(words) or words.shape != (number,) or dtype_name(words.dtype) != "int64":
-        raise DumpError(f"a random state in it holds no {name!r} of {number} words.", remedy=AS_WRITTEN)
+        raise DumpError(f"a random state in it has no {name!r} of {number} words.", remedy=AS_WRITTEN)
     return words.numpy()

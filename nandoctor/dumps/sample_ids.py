@@ -1,6 +1,6 @@
-"""Tells the samples of a batch from all other samples of the data.
+"""Identifies the samples of a batch among all samples of the data.
 
-By names that the batch carries (paths, indexes of the dataset), else by digests of the samples' own inputs.
+They go by names in the batch (paths, indexes into the dataset), else by digests of their inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUM_DIGITS = 12
 
 
 def identify_samples(dump: Dump, samples: Sequence[int], inputs: Collection[str]) -> tuple[SampleId, ...]:
-    """What tells each of `samples` from others, in their order; nothing where the batch does not tell.
+    """Return an identifier of each of `samples`, in their order; empty if the batch has none of them.
 
     `inputs` are the names of the arrays that the model may have been called with.
     """
@@ -42,7 +42,7 @@ def identify_samples(dump: Dump, samples: Sequence[int], inputs: Collection[str]
 
 
 def _names(dump: Dump, size: int) -> Iterator[list[str]]:
-    """Lists that name every sample of the batch: texts that all differ, or whole numbers under a usual name."""
+    """Yield lists that name every sample of the batch: distinct strings, or distinct integers under a usual name."""
     arrays = {name: Slot(name=name) for name in dump.arrays}
     trees = (dump.scalars, arrays, dump.recorded.batch)
     for name, values in (found for tree in trees for found in _lists_in(tree, "", dump)):
@@ -54,7 +54,7 @@ def _names(dump: Dump, size: int) -> Iterator[list[str]]:
 
 
 def _lists_in(tree: Any, name: str, dump: Dump) -> Iterator[tuple[str, list[Any]]]:
-    """Every flat list of texts or whole numbers, and every vector of the latter, by dotted name."""
+    """Yield every flat list of strings or integers, and every vector of integers, by dotted name."""
     if isinstance(tree, Mapping):
         for key, item in tree.items():
             yield from _lists_in(item, f"{name}.{key}", dump)

@@ -1,4 +1,4 @@
-"""Joins weights that were sharded over ranks, from the files that the ranks wrote of one step."""
+"""Joins weights that were sharded over ranks, from the files of all ranks of one step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.errors import DumpError
 from nandoctor.text import brief
 
-_TAKE_ALL = "Put the files that all ranks wrote of one step into one folder, as the recorder wrote them."
+_TAKE_ALL = "Put the files of all ranks of one step into one folder, as the recorder wrote them."
 _MAX_RANKS = 1 << 16
 _SAME_STEP = ("step", "micro_batch", "epoch", "world_size")
 
@@ -21,7 +21,7 @@ Load = Callable[[Path], Mapping[str, Any]]
 
 
 def join_shards(saved: Mapping[str, Any], path: Path, load: Load) -> Mapping[str, Any]:
-    """The contents with every sharded weight whole; `load` reads the file of another rank, which stands beside it.
+    """Return the contents with every sharded weight joined; `load` reads the file of another rank, in the same folder.
 
     Raises:
         DumpError: a rank's file is missing or of another step, or the parts do not make up the weight.
@@ -39,7 +39,7 @@ def join_shards(saved: Mapping[str, Any], path: Path, load: Load) -> Mapping[str
 class _Ranks:
     """The weights of one step by rank; the file of another rank is read when a part of it is needed.
 
-    What is taken of a file is bounded by its size, whatever sizes it claims: joining parts copies them.
+    Joining copies parts, so what is taken from a file is bounded by its size, whatever sizes it claims.
     """
 
     def __init__(self, path: Path, saved: Mapping[str, Any], load: Load) -> None:
@@ -51,7 +51,7 @@ class _Ranks:
         self._add(self.own, path, saved)
 
     def part(self, rank: int, name: str) -> torch.Tensor:
-        """What that rank holds of the weight."""
+        """Return the part of the weight that this rank holds."""
         path = self._path.with_name(self._path.name.replace(f"-rank{self.own}", f"-rank{rank}"))
         if rank not in self._states:
             self._add(rank, path, self._read(rank, path))
@@ -80,7 +80,7 @@ class _Ranks:
 
 
 def _check_mesh(name: str, shard: Any) -> None:
-    """Refuse a mesh that is not ranks in nested lists: any other object may be endless to go through."""
+    """Refuse a mesh that is not nested lists of ranks: iterating over any other object may never end."""
     waiting, num_seen = [shard.get("ranks") if type(shard) is dict else None], 0
     while waiting:
         item = waiting.pop()
@@ -102,7 +102,7 @@ def _join(name: str, shard: Any, ranks: _Ranks) -> torch.Tensor:
 
 
 def _join_along(mesh: Any, placements: list[Any], name: str, ranks: _Ranks) -> torch.Tensor:
-    """The part of the tensor that the ranks of this (sub)mesh hold together; a mesh without dimensions is one rank."""
+    """Return the part of the tensor that the ranks of this (sub)mesh hold; a mesh without dimensions is one rank."""
     if not placements:
         return ranks.part(int(mesh), name)
     placement, further = placements[0], placements[1:]
@@ -118,7 +118,7 @@ def _join_along(mesh: Any, placements: list[Any], name: str, ranks: _Ranks) -> t
 
 
 def _join_chunks(parts: list[torch.Tensor], dim: int, num_chunks: int) -> torch.Tensor:
-    """The tensor that was cut into `num_chunks` first, each of which was then split over the parts."""
+    """Return the tensor that was first cut into `num_chunks` chunks, each then split over the parts."""
     size = sum(part.shape[dim] for part in parts)
     if not 0 < num_chunks <= _MAX_RANKS:
         raise ValueError(num_chunks)
@@ -128,7 +128,7 @@ def _join_chunks(parts: list[torch.Tensor], dim: int, num_chunks: int) -> torch.
 
 
 def _chunk_sizes(size: int, number: int) -> list[int]:
-    """As `torch.chunk` cuts, with empty ones for those that it leaves out."""
+    """Return the sizes of `torch.chunk`'s chunks, with 0 for each chunk that it leaves out."""
     most = -(-size // number)
     return [max(min(most, size - most * index), 0) for index in range(number)]
 

@@ -1,9 +1,7 @@
-"""Tells the dumps that this user's own recorder wrote from all others.
+"""Tells dumps that this user's own recorder wrote from all others, by a signature in the archive.
 
-The signature is made with a key that only this user can read, and lies in the archive.
-
-The signature is HMAC-SHA256 over the name, the length and the bytes of every member, so that a file with one byte or
-one member more is not the recorder's any more. The key is made once, in the user's configuration folder.
+The signature is HMAC-SHA256 over the name, the length and the bytes of every member, so any other byte, or one member
+more, makes it invalid. Its key, which only this user can read, is made once, in the user's configuration folder.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from typing import IO
 import click
 
 MEMBER = ".nandoctor-signature"
-"""The name of the signature, in the archive's own folder."""
+"""The name of the signature in the archive's own folder."""
 
 _HEADER = "nandoctor.signature/1"
 _KEY_NBYTES = 32
@@ -36,10 +34,10 @@ _NAME_NBYTES_OFFSET = 26  # in a member's own header
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """What is known of who wrote a file.
+    """What is known about who wrote a file.
 
-    `own`: this user's recorder did, and nothing was changed since. `here`: it did so in this working directory.
-    `detail` says why it is not known to be the user's own.
+    `own`: this user's recorder did, and it is unchanged. `here`: it did so in this working directory. `detail` says why
+    the file is not known to be the user's own.
     """
 
     own: bool = False
@@ -48,7 +46,7 @@ class Provenance:
 
 
 def config_folder() -> Path:
-    """The folder for this user's configuration: NANDOCTOR_CONFIG_DIR, else what the platform has for it."""
+    """Return the folder for this user's configuration: NANDOCTOR_CONFIG_DIR, else the platform's default."""
     if given := os.environ.get("NANDOCTOR_CONFIG_DIR"):
         return Path(given)
     folder = Path(click.get_app_dir("nandoctor"))
@@ -59,7 +57,7 @@ def config_folder() -> Path:
 def sign(file: IO[bytes]) -> bool:
     """Add a signature to the archive that was just written to `file`, open for reading and writing.
 
-    Where there is no key and none can be made, the file stays as it is, and False is returned.
+    Return False, and leave the file as it is, if there is no key and none can be made.
 
     Raises:
         OSError: the disk is full.
@@ -71,30 +69,30 @@ def sign(file: IO[bytes]) -> bool:
         members = {member.filename: member for member in archive.infolist()}
         folder, where = next(iter(members)).partition("/")[0], _directory_tag(key)
         contents = ((name, members[name].file_size, _chunks(file, members[name])) for name in sorted(members))
-        mac = _compute(key, where, contents)
+        mac = _compute_mac(key, where, contents)
         archive.writestr(f"{folder}/{MEMBER}", f"{_HEADER}\n{where}\n{mac}\n")
     file.seek(0, os.SEEK_END)
     return True
 
 
 def check_signature(signature: bytes, members: Mapping[str, bytes | memoryview]) -> Provenance:
-    """Judge a file by its signature and the bytes of its members."""
+    """Return who wrote a file, by its signature and the bytes of its members."""
     header, where, given, *_ = [*signature.decode("ascii", "replace").split("\n"), "", ""]
     if header != _HEADER:
         return Provenance(detail="its signature is of an unknown kind")
     key, why = read_key()
     if key is None:
         return Provenance(detail=why)
-    mac = _compute(key, where, ((name, len(members[name]), [members[name]]) for name in sorted(members)))
+    mac = _compute_mac(key, where, ((name, len(members[name]), [members[name]]) for name in sorted(members)))
     if not hmac.compare_digest(mac.encode(), given.encode()):
         return Provenance(detail="it was signed with another key, or altered since")
     return Provenance(own=True, here=hmac.compare_digest(where, _directory_tag(key)), detail="")
 
 
 def read_key() -> tuple[bytes | None, str]:
-    """The key, or None and the reason; a key that others may read or have put there is none."""
+    """Return the key, or None and the reason; a key that others may read, or put there, is refused."""
     path = _key_path()
-    if not path.is_file():  # to open a pipe would wait for ever
+    if not path.is_file():  # opening a pipe would wait forever
         return None, "this user has no key yet"
     try:
         with path.open("rb") as file:
@@ -108,11 +106,11 @@ def read_key() -> tuple[bytes | None, str]:
         key = bytes.fromhex(text.decode("ascii"))
     except ValueError:
         key = b""
-    return (key, "") if len(key) == _KEY_NBYTES else (None, f"{path} holds no key: delete it")
+    return (key, "") if len(key) == _KEY_NBYTES else (None, f"{path} is not a valid key: delete it")
 
 
 def _wait_for_key() -> bytes | None:
-    """The key; where there are no hard links another process may have made its file, and be about to write it."""
+    """Return the key; without hard links another process may have made its file, and be about to write it."""
     with suppress(OSError):
         for _ in range(100):
             if _key_path().stat().st_size:
@@ -126,9 +124,9 @@ def _key_path() -> Path:
 
 
 def _make_key() -> bytes | None:
-    """A new key, or None where there is one or the folder cannot be written to.
+    """Make a new key; return None if there is one, or the folder cannot be written to.
 
-    Written under another name and then linked: of two processes that begin together, one key remains, whole.
+    It is written under another name and then linked: if two processes start together, one whole key remains.
     """
     path = _key_path()
     if path.exists():
@@ -142,7 +140,7 @@ def _make_key() -> bytes | None:
             os.link(draft, path)
         except FileExistsError:
             return None
-        except OSError:  # a file system without hard links; to rename would write over another's key
+        except OSError:  # a file system without hard links; renaming would overwrite another's key
             _write_new(path, key)
     except OSError:
         return None
@@ -153,16 +151,16 @@ def _make_key() -> bytes | None:
 
 
 def _write_new(path: Path, key: bytes) -> None:
-    """Write the key into a file that nobody else may read. Raises OSError, FileExistsError where there is one."""
+    """Write the key into a file that nobody else may read. Raises OSError; FileExistsError if there is one."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(key.hex() + "\n")
 
 
-def _compute(key: bytes, where: str, members: Iterable[tuple[str, int, Iterable[bytes | memoryview]]]) -> str:
-    """The code of a file: over each member's name, number of bytes and content, in the order of the names.
+def _compute_mac(key: bytes, where: str, members: Iterable[tuple[str, int, Iterable[bytes | memoryview]]]) -> str:
+    """Return the MAC of a file, over each member's name, number of bytes and content, in the order of the names.
 
-    Both lengths stand before a name, so that no other names and contents make the same bytes.
+    Both lengths precede each name, so no other names and contents make the same bytes.
     """
     mac = hmac.new(key, digestmod=hashlib.sha256)
     for name, nbytes, content in chain([(where, 0, ())], members):
@@ -175,7 +173,7 @@ def _compute(key: bytes, where: str, members: Iterable[tuple[str, int, Iterable[
 
 
 def _chunks(file: IO[bytes], member: zipfile.ZipInfo) -> Iterator[bytes]:
-    """The content of a member; zipfile would refuse it where torch was told to write no checksums."""
+    """Yield the content of a member; zipfile would refuse it if torch was told to write no checksums."""
     file.seek(member.header_offset + _NAME_NBYTES_OFFSET)
     name_nbytes, extra_nbytes = struct.unpack("<2H", file.read(4))
     file.seek(name_nbytes + extra_nbytes, os.SEEK_CUR)
@@ -186,5 +184,5 @@ def _chunks(file: IO[bytes], member: zipfile.ZipInfo) -> Iterator[bytes]:
 
 
 def _directory_tag(key: bytes) -> str:
-    """Names the working directory to the owner of the key, and tells nobody else its path."""
+    """Return a tag of the working directory that only the owner of the key can check, and that hides its path."""
     return hmac.new(key, b"directory\0" + os.fsencode(Path.cwd().resolve()), hashlib.sha256).hexdigest()

@@ -1,4 +1,4 @@
-"""What stands for the classes and functions that a pickle names: records, plain containers, and what does nothing."""
+"""Stand-ins for the classes and functions that a pickle names: records, plain containers, and no-ops."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any, Self
 from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype, is_tensor
 from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE
 
-# Of torch's own allow-list what makes tensors, less what lets a few bytes claim gigabytes (nested tensors, conversions
-# of expanded ones): https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
+# The functions of torch's own allow-list that make tensors, without those that let a few bytes claim gigabytes (nested
+# tensors, conversions of expanded ones): https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
 _TENSOR_GLOBALS = frozenset(
     """
     torch.Size torch.device torch.serialization._get_layout torch.storage.UntypedStorage
@@ -31,30 +31,30 @@ STORAGE_DTYPES = {
     **{"QInt32Storage": "qint32", "QInt8Storage": "qint8", "QUInt8Storage": "quint8"},
     **{"QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4"},
 }
-# Dtypes and quantization schemes, told by name: torch is not imported to look at a file.
+# Dtypes and quantization schemes, by name: torch is not imported to look at a file.
 _TORCH_VALUE = re.compile(r"torch\.(bool|(b?float|complex|u?int|qu?int|bits)\d\w*|per_(tensor|channel)_\w+)")
-# Types that are named and not called, as a setting may be; "long" and "unicode" are what protocol 2 calls int and str.
+# Types that are named but not called, as by a setting; "long" and "unicode" are what protocol 2 calls int and str.
 _PLAIN_TYPE = re.compile(
     r"builtins\.(bool|int|long|float|str|unicode|list|dict|tuple|Ellipsis)|numpy\.(bool_?|(float|complex|u?int)\d+)"
     r"|numpy\.random\.(_\w+|bit_generator)\.[A-Z]\w+"
     r"|torch\.(Tensor|nn\.parameter\.Parameter|amp\.grad_scaler\._refresh_per_optimizer_state)"
 )
-# Protocol 2 writes the names that Python 2 knew.
+# Protocol 2 writes names as in Python 2.
 _PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 # The dataclasses that models of these libraries return: each is an OrderedDict of its fields.
 _MODEL_OUTPUT = re.compile(r"(transformers|diffusers)\.[\w.]+\.[A-Z]\w*Output\w*")
-# Classes of any other package, and of "__main__", are records of their fields to us.
+# Classes of any other package, and of "__main__", become records of their fields.
 _RESERVED = frozenset({"torch", "numpy", "nandoctor", *sys.stdlib_module_names})
 
 
 class Fields(dict[str, Any]):
-    """Stands for an object whose state is the mapping of its attributes."""
+    """A stand-in for an object whose state is the mapping of its attributes."""
 
     kind = ""
     __hash__ = object.__hash__  # type: ignore[assignment] # a member of an Enum may be a key
 
     def __new__(cls, *_: object) -> Self:
-        """An empty one, with the name of its class."""
+        """Return an empty record with the name of its class."""
         made = super().__new__(cls)
         if cls.kind:
             made[KIND] = cls.kind
@@ -64,21 +64,21 @@ class Fields(dict[str, Any]):
         super().__init__()
 
     def take(self, state: object) -> int:
-        """Keep what of the object's state has a name, and tell how much it has; of slots it comes as a second part."""
+        """Keep the named values of the object's state, and return how many it has; slots come as a second mapping."""
         parts = [part for part in (state if type(state) is tuple else (state,)) if isinstance(part, Mapping)]
         self.update({name: part[name] for part in parts for name in part if isinstance(name, str)})
         return sum(map(len, parts))
 
 
 class _UserDict(Fields):
-    """Stands for `collections.UserDict` and what derives from it, which keep their items under "data"."""
+    """A stand-in for `collections.UserDict` and its subclasses, which keep their items under "data"."""
 
     def take(self, state: object) -> int:
         return super().take(state.get("data") if isinstance(state, Mapping) else None)
 
 
 class _Opaque(Fields):
-    """Stands for a generator of random numbers and the like, whose state is of no use to a replay."""
+    """A stand-in for random generators and the like, whose state is of no use to a replay."""
 
     def take(self, _: object) -> int:
         """Keep nothing."""
@@ -86,7 +86,7 @@ class _Opaque(Fields):
 
 
 class _Scaler(Fields):
-    """Stands for a GradScaler, whose scale is kept under the name that it has in a state dict."""
+    """A stand-in for a GradScaler, which keeps the scale under its name in a state dict."""
 
     def take(self, state: object) -> int:
         """Keep the scale."""
@@ -94,7 +94,7 @@ class _Scaler(Fields):
 
 
 class _PackedSequence(Fields):
-    """Stands for torch's named tuple of that name, called with its fields."""
+    """A stand-in for torch's named tuple of that name, called with its fields."""
 
     kind = PACKED_SEQUENCE
 
@@ -110,15 +110,15 @@ def _of_kind(base: type[Fields], kind: str) -> type[Fields]:
 
 
 def _make_output(*_: object) -> OrderedDict[str, Any]:
-    """Stands for the class of a model's output, called with its fields, which come once more as items."""
+    """Stand in for the class of a model's output, called with its fields, which come once more as items."""
     return OrderedDict()
 
 
 def _make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
-    """An ordered dict; Python 2 writes the pairs into the call, and the scan does not see which of them are keys.
+    """Return an ordered dict; Python 2 writes the pairs into the call, where the scan does not see which are keys.
 
     Raises:
-        pickle.UnpicklingError: a key could collide with others.
+        pickle.UnpicklingError: a key is not a string, so it could collide with others.
     """
     if type(pairs) not in (list, tuple) or not all(type(pair) is list and type(pair[0]) is str for pair in pairs):
         raise pickle.UnpicklingError("no pairs of a name and a value")
@@ -126,10 +126,10 @@ def _make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
 
 
 def _encode(text: str, codec: str) -> bytes:
-    """Stands for `_codecs.encode`, which pickle calls for bytes; the scan has counted a byte for each letter.
+    """Stand in for `_codecs.encode`, which pickle calls for bytes; the scan has counted one byte per letter.
 
     Raises:
-        pickle.UnpicklingError: it is another codec than latin1, and the bytes could be more.
+        pickle.UnpicklingError: the codec is not latin1, so there could be more bytes.
     """
     if codec not in ("latin1", "latin-1"):
         raise pickle.UnpicklingError("bytes in another codec than latin1")
@@ -137,33 +137,33 @@ def _encode(text: str, codec: str) -> bytes:
 
 
 class _Kind:
-    """Stands for a class that is named and never called: everything is a plain tensor or container here."""
+    """A stand-in for a class that is named but never called: everything here is a plain tensor or container."""
 
 
 def _drop(*_: object) -> None:
-    """Stands for what is neither a number nor a text, and of no use to a replay."""
+    """Stand in for a value that is neither a number nor a string, and of no use to a replay."""
 
 
 def _find_part(owner: object, _: str) -> Callable[..., object]:
-    """Stands for `getattr`, by which protocol 2 names a nested class, and the method that makes a time zone."""
+    """Stand in for `getattr`, by which protocol 2 names a nested class, and the method that makes a time zone."""
     return _drop if owner is _drop else Fields
 
 
 def _read_time(stamp: object = None, *_: object) -> str | None:
-    """Stands for `datetime.datetime`, called with ten bytes, and gives it as text; a time zone is left out."""
+    """Stand in for `datetime.datetime`, called with ten bytes; return it as text, without its time zone."""
     return str(datetime(stamp)) if type(stamp) is bytes else None  # type: ignore[call-arg, arg-type]
 
 
 def _join_path(*parts: object) -> str:
-    """Stands for the classes of `pathlib`, called with the parts of a path."""
+    """Stand in for the classes of `pathlib`, called with the parts of a path; return it as text."""
     return "/".join(part for part in parts if isinstance(part, str)).replace("//", "/")
 
 
 def _make_plain(tensor: object, *_: object) -> object:
-    """A parameter, with whatever attributes it had, as the tensor that it holds.
+    """Return the tensor of a parameter, whatever attributes that had.
 
     Raises:
-        pickle.UnpicklingError: it holds another thing, a function say, which would come out unknown to the scan.
+        pickle.UnpicklingError: it holds something else, such as a function, which would escape the scan.
     """
     if not is_tensor(tensor):
         raise pickle.UnpicklingError("a parameter without a tensor")
@@ -171,7 +171,7 @@ def _make_plain(tensor: object, *_: object) -> object:
 
 
 def _rebuild_by(rebuild: Callable[..., object], _: object, arguments: tuple[object, ...], __: object) -> object:
-    """A tensor with attributes, or of a class of its own, as a plain one; the scan has seen what `rebuild` is."""
+    """Return a tensor with attributes, or of a subclass, as a plain one; the scan has checked `rebuild`."""
     if type(arguments) is not tuple:
         raise pickle.UnpicklingError("no tuple of arguments")
     return rebuild(*arguments)
@@ -183,7 +183,7 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "builtins.set": set,
     "builtins.frozenset": frozenset,
     "builtins.complex": complex,
-    # Called for the content of an empty array; with a number it would fill memory.
+    # Called for the content of an empty array; called with a number it would fill memory.
     "builtins.bytes": lambda: b"",
     ENCODE: _encode,
     "collections.OrderedDict": _make_ordered,
@@ -229,10 +229,11 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
 
 
 def find_stand_in(name: str) -> Callable[..., object] | None:
-    """What is called for the class or function of this name; every class of a model's output is known.
+    """Return the stand-in that is called for the class or function of this name; None if it is unknown.
 
-    For any other class of a project or a library, as configurations are of, stands a record of its attributes and
-    items. Of torch and Python's own library only what is in the table is known: what else is a model, or code.
+    The classes of models' outputs are known. Any other class of a project or library, such as a configuration, becomes
+    a record of its attributes and items. Of torch and the standard library only the names in the table are known:
+    anything else is a model, or code.
     """
     if name in _STAND_INS:
         return _STAND_INS[name]
@@ -244,19 +245,19 @@ def find_stand_in(name: str) -> Callable[..., object] | None:
 
 
 def _is_of_others(name: str) -> bool:
-    """True of a class, by the way that it is written, that is neither Python's nor torch's."""
+    """Return True for a class, by its capital letter, of neither Python nor torch, numpy and nandoctor."""
     module, _, attribute = name.rpartition(".")
     is_class = attribute.lstrip("_")[:1].isupper()
     return is_class and module.partition(".")[0] not in _RESERVED
 
 
 def has_parts(name: str) -> bool:
-    """Tell whether it is harmless to look for a part of what this names."""
+    """Return True if it is harmless to look up a part of what this names."""
     return name == _TIME_ZONE or _is_of_others(name)
 
 
 def is_known(name: str) -> bool:
-    """Tell whether something stands for the class, function or value of this name."""
+    """Return True if the class, function or value of this name can be made here."""
     module, _, attribute = name.rpartition(".")
     is_storage = module in ("torch", "torch.cuda") and attribute in STORAGE_DTYPES
     is_value = name in _TENSOR_GLOBALS or _TORCH_VALUE.fullmatch(name) is not None
@@ -264,5 +265,5 @@ def is_known(name: str) -> bool:
 
 
 def join_name(module: str, name: str) -> str:
-    """The name of a global, as Python 3 knows it."""
+    """Return the name of a global as Python 3 knows it."""
     return f"{_PYTHON2_MODULES.get(module, module)}.{name}"

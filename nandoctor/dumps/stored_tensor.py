@@ -1,8 +1,8 @@
-"""What stands for numpy's arrays in a pickle, and for torch's values where a file is only looked at, without torch.
+"""Stand-ins for numpy's arrays in a pickle, and for torch's values if a file is only looked at, without torch.
 
 numpy's own unpickling trusts the file: `dtype.__setstate__` takes any layout and flags, and with them an array's bytes
-become Python objects at addresses of the file's choice, also under `torch.load(weights_only=True)` with numpy allowed.
-So records stand for what numpy's functions make, which only note what they are given and judge it at the end.
+become Python objects at addresses that the file chooses, also under `torch.load(weights_only=True)` with numpy allowed.
+So these records only store what numpy's functions would be given, and check it at the end.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     from nandoctor.dumps.tensors import TorchValues
 
-    # What makes the values of torch that a pickle describes, and takes the arrays in it.
+    # What makes the torch values that a pickle describes, and converts its arrays.
     Values: TypeAlias = "TorchValues | StoredValues"
 
-# Booleans, integers, floats and complex numbers of the sizes that torch knows too.
+# Booleans, integers, floats and complex numbers of the sizes that torch has too.
 _NUMERIC_CODES = frozenset({"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"})
 _BYTE_ORDERS = frozenset("<>=|")
-# How numpy reads each: what it does not know as whole numbers of the same size.
+# How numpy reads each dtype: those that it lacks as integers of the same size.
 _NUMPY_CODES = {
     **{"float16": "f2", "float32": "f4", "float64": "f8", "complex64": "c8", "complex128": "c16", "bool": "?"},
     **{"int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8"},
@@ -43,11 +43,11 @@ _CHUNK = 1 << 18
 _GENERATOR_NBYTES, _MERSENNE_N = 5056, 624
 
 COMPUTED_DTYPES = frozenset({*_NUMPY_CODES, "complex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz"})
-"""Those that torch not only stores: not the 4-bit types, the bits and the bare exponents."""
+"""The dtypes that torch can compute with: not the 4-bit types, the `bits` types and the bare exponents."""
 
 
 class PickledDtype:
-    """Stands for `numpy.dtype`: called with (code, align, copy), then given its state."""
+    """A stand-in for `numpy.dtype`: called with (code, align, copy), then given its state."""
 
     code: object = None
     byte_order: object = "|"
@@ -56,12 +56,12 @@ class PickledDtype:
         self.code = code
 
     def __setstate__(self, state: tuple[object, ...]) -> None:
-        """The state is (version, byte order, ...); the rest concerns structured, text and time types only."""
+        """Take the state (version, byte order, ...); the rest is for structured, text and time types only."""
         self.byte_order = state[1]
 
 
 class PickledArray:
-    """Stands for `numpy.ndarray`, and for numpy's scalars, whose shape is ()."""
+    """A stand-in for `numpy.ndarray`, and for numpy's scalars, whose shape is ()."""
 
     shape: object = ()
     dtype: object = None
@@ -73,22 +73,22 @@ class PickledArray:
         self.data = data
 
     def __setstate__(self, state: tuple[object, ...]) -> None:
-        """The state is (version, shape, dtype, whether in Fortran order, bytes), since numpy 1.0."""
+        """Take the state: (version, shape, dtype, whether in Fortran order, bytes), since numpy 1.0."""
         _, self.shape, self.dtype, self.fortran_order, self.data = state
 
     @property
     def code(self) -> str | None:
-        """The dtype without its byte order, as numpy writes it: "f4", "U7", "O8"; None where there is none."""
+        """The dtype without its byte order, as numpy writes it: "f4", "U7", "O8"; None if there is none."""
         code = self.dtype.code if isinstance(self.dtype, PickledDtype) else None
         return code if isinstance(code, str) else None
 
     def to_numpy(self) -> NDArray[Any]:
-        """The array itself, read-only and in the file's byte order.
+        """Return the array itself, read-only and in the file's byte order.
 
         Raises:
             DumpError: the bytes do not make an array of this shape and type.
         """
-        assert isinstance(self.dtype, PickledDtype), "is_array was to be asked first"
+        assert isinstance(self.dtype, PickledDtype), "call is_array first"
         order = self.dtype.byte_order
         if not (isinstance(order, str) and order in _BYTE_ORDERS and isinstance(self.data, bytes)):
             raise _contradiction()
@@ -101,7 +101,7 @@ class PickledArray:
         in_fortran = self.fortran_order is True
         try:
             array: NDArray[Any] = np.ndarray(shape, dtype, self.data, order="F" if in_fortran else "C")
-        except ValueError as error:  # an empty one of sizes that no array can have
+        except ValueError as error:  # an empty array of sizes that numpy refuses
             raise _contradiction() from error
         return array
 
@@ -111,7 +111,7 @@ def _contradiction() -> DumpError:
 
 
 class NeedsTorchError(DumpError):
-    """The file holds what only torch can make, or judge."""
+    """The file holds something that only torch can make, or check."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"it takes torch to make {what}.", remedy="")
@@ -119,7 +119,7 @@ class NeedsTorchError(DumpError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredDtype:
-    """Stands for a `torch.dtype`."""
+    """A stand-in for a `torch.dtype`."""
 
     name: str
 
@@ -129,9 +129,9 @@ class StoredDtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredTensor:
-    """Stands for a dense tensor: its numbers, where they are in the file, and as much of torch's interface as is asked.
+    """A stand-in for a dense tensor: its numbers, left in the file, with the part of torch's interface that is used.
 
-    `raw` are the numbers as numpy can read them, those of bf16 and fp8 as whole numbers; `address` is where they begin.
+    `raw` are the numbers as numpy can read them, those of bf16 and fp8 as integers; `address` is where they begin.
     """
 
     raw: NDArray[Any]
@@ -150,52 +150,52 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all elements that it claims."""
+        """The bytes of all elements that it claims to have."""
         return self.raw.nbytes
 
     def dim(self) -> int:
-        """The number of sizes."""
+        """Return the number of dimensions."""
         return self.raw.ndim
 
     def numel(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return self.raw.size
 
     def element_size(self) -> int:
-        """The bytes of an element."""
+        """Return the bytes of an element."""
         return self.raw.itemsize
 
     def stride(self) -> tuple[int, ...]:
-        """The steps in memory, in bytes."""
+        """Return the strides in memory, in bytes."""
         return self.raw.strides
 
     def data_ptr(self) -> int:
-        """Where in the file it begins."""
+        """Return where in the file it begins."""
         return self.address
 
     def is_floating_point(self) -> bool:
-        """Tell whether the elements are real floats."""
+        """Return True if the elements are real floats."""
         return "float" in self.dtype.name
 
     def is_complex(self) -> bool:
-        """Tell whether the elements are complex."""
+        """Return True if the elements are complex."""
         return self.raw.dtype.kind == "c"
 
     def numpy(self) -> NDArray[Any]:
-        """The numbers, those of bf16 in fp32 and those of fp8 in fp16."""
+        """Return the numbers, those of bf16 in fp32 and those of fp8 in fp16."""
         return self._widen(self.raw)
 
     def item(self) -> Any:
-        """The number, of one element."""
+        """Return the number in a tensor of one element."""
         return self.numpy().item()
 
     def count_nonfinite(self) -> tuple[int, int, int]:
-        """How many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
+        """Return how many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
         parts = [self.raw.real, self.raw.imag] if self.is_complex() else [self.raw] * self.is_floating_point()
         num_nan = num_posinf = num_neginf = 0
         flags: Any = ["external_loop", "buffered", "zerosize_ok"]
         for part in parts:
-            for chunk in np.nditer(part, flags, buffersize=_CHUNK):  # expanded ones have more than the file
+            for chunk in np.nditer(part, flags, buffersize=_CHUNK):  # expanded tensors have more elements than the file
                 values = self._widen(np.asarray(chunk))
                 if not np.isfinite(values).all():
                     num_nan += int(np.isnan(values).sum())
@@ -204,36 +204,36 @@ class StoredTensor:
         return num_nan, num_posinf, num_neginf
 
     def _widen(self, raw: NDArray[Any]) -> NDArray[Any]:
-        """Either format is the upper half of a wider one."""
+        """Return bf16 in fp32 and fp8 (e5m2) in fp16: either format is the upper half of the wider one."""
         if self.dtype.name == "bfloat16":
             return (raw.astype("u4") << 16).view("f4")
         return (raw.astype("u2") << 8).view("f2") if self.dtype.name == "float8_e5m2" else raw
 
 
-StoredDtype.__name__, StoredTensor.__name__ = "dtype", "Tensor"  # for what is said of them
+StoredDtype.__name__, StoredTensor.__name__ = "dtype", "Tensor"  # for messages about them
 
 
 def types_of(*names: str) -> tuple[type[Any], ...]:
-    """The classes of these names: those of torch where it is imported, and what stands for them."""
+    """Return the classes of these names: those of torch if it is imported, and their stand-ins."""
     torch = sys.modules.get("torch")
     own = tuple(kind for kind in (StoredDtype, StoredTensor) if kind.__name__ in names)
     return (*own, *(attrgetter(name)(torch) for name in names if torch))
 
 
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    """Tell whether this is a tensor, or stands for one."""
+    """Return True for a tensor, or a stand-in for one."""
     return isinstance(value, types_of("Tensor"))
 
 
 def is_array(value: object) -> bool:
-    """Whether this is a tensor, or an array of numbers that torch knows: no objects, text, dates and records."""
+    """Return True for a tensor, or an array of numbers that torch has: no objects, text, dates or records."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.dtype.str[1:] in _NUMERIC_CODES
     return value.code in _NUMERIC_CODES if isinstance(value, PickledArray) else is_tensor(value)
 
 
 def is_dense(value: object) -> TypeGuard[torch.Tensor]:
-    """Tell whether this is a tensor with one number in memory for each element: neither sparse, quantized nor meta."""
+    """Return True for a tensor with one number in memory per element: neither sparse, nested, quantized nor meta."""
     return (
         is_tensor(value)
         and str(value.layout) == "torch.strided"
@@ -243,7 +243,7 @@ def is_dense(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def is_bytes(value: object) -> TypeGuard[torch.Tensor]:
-    """Tell whether this is a dense tensor of bytes, as the states of random generators are."""
+    """Return True for a dense tensor of bytes, as the states of random generators are."""
     return is_dense(value) and dtype_name(value.dtype) == "uint8"
 
 
@@ -254,27 +254,27 @@ class _Storage:
     dtype: StoredDtype
 
 
-_Storage.__name__ = "TypedStorage"  # for what is said of it
+_Storage.__name__ = "TypedStorage"  # for messages about it
 
 
 class StoredValues:
-    """Makes what stands for the values of torch that a pickle describes; the data stays where it is in the file."""
+    """Makes stand-ins for the torch values that a pickle describes; the data stays in the file."""
 
     def __init__(self, data: Any) -> None:
         self._data = memoryview(data)
-        self.places: dict[int, Member] = {}  # by the address that their data has here
+        self.places: dict[int, Member] = {}  # by the address of their data
 
     def storage(self, member: Member, dtype: str) -> _Storage:
-        """The data of tensors."""
+        """Return the storage with the data of this member."""
         data = member.of(self._data)
         self.places[member.offset] = member
         return _Storage(data=data, offset=member.offset, dtype=StoredDtype(name=dtype))
 
     def find(self, name: str) -> object:
-        """What stands for the function or dtype of that name.
+        """Return the stand-in for the function or dtype of that name.
 
         Raises:
-            NeedsTorchError: nothing does.
+            NeedsTorchError: there is none.
         """
         if name in ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2"):
             return _rebuild
@@ -286,7 +286,7 @@ class StoredValues:
 
     @staticmethod
     def adopt(value: Any) -> Any:
-        """The tensor, or an array as one.
+        """Return the tensor, or an array as one.
 
         Raises:
             DumpError: the file contradicts itself about an array.
@@ -298,12 +298,12 @@ class StoredValues:
 
     @staticmethod
     def num_stored(tensor: Any) -> int:
-        """The numbers that are kept for its elements."""
+        """Return how many numbers are stored for its elements."""
         return math.prod(tensor.shape)
 
     @staticmethod
     def check_state(state: Any) -> Any:
-        """The state of a torch generator: one that torch would take, where it has the size of that of a CPU's."""
+        """Return the state of a torch generator; if it has the size of a CPU generator's, torch must accept it."""
         if not state.raw.flags.c_contiguous:
             raise NeedsTorchError("a state of it")
         if state.numel() == _GENERATOR_NBYTES:
@@ -325,7 +325,7 @@ def _rebuild_v3(*arguments: Any) -> StoredTensor:
 
 
 def _place(dtype: StoredDtype, storage: _Storage, numbers: list[int], dim: int, metadata: list[Any]) -> StoredTensor:
-    """The tensor of these offset, sizes and strides; numpy checks that all of it lies in the data."""
+    """Return the tensor of this offset, sizes and strides; numpy checks that all of it lies in the data."""
     if (
         metadata not in ([], [None], [{}])
         or dtype.name not in _NUMPY_CODES

@@ -1,4 +1,4 @@
-"""Tensors out of what a pickle describes, and the numbers in those that are no plain block of them."""
+"""Makes tensors of what a pickle describes, and reads the numbers of those that are not a plain block of them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from nandoctor.dumps.recorded_format import no_state
 from nandoctor.dumps.stored_tensor import PickledArray
 from nandoctor.torch_compat import rebuild_function, sparse_values
 
-# A memory map begins at a page; torch's kernels want an element at a multiple of its size, 16 at most.
+# torch's kernels need an element at a multiple of its size, 16 bytes at most; a memory map begins at a page.
 _ALIGNMENT = 16
 
 
 class TorchValues:
-    """Makes the values of torch that a pickle describes; tensors keep their data where it is."""
+    """Makes the torch values that a pickle describes; tensors use the data where it is."""
 
     def __init__(self, data: Any = None) -> None:
-        self.places: dict[int, Member] = {}  # by the address that their data has here
+        self.places: dict[int, Member] = {}  # by the address of their data
         self._data: Any = None if data is None else torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
 
     def storage(self, member: Member, dtype: str) -> TypedStorage:
-        """The data of tensors."""
+        """Return the storage with the data of this member, copied only if that is not aligned."""
         storage = member.of(self._data)
         make: Any = TypedStorage
         untyped = cast(UntypedStorage, _copy(storage) if member.offset % _ALIGNMENT else storage)
@@ -36,7 +36,7 @@ class TorchValues:
         return made
 
     def find(self, name: str) -> object:
-        """The class, function or value of that name, which the pickle's scan has let pass."""
+        """Return the class, function or value of that name, which the scan of the pickle has accepted."""
         functions: dict[str, Callable[..., object]] = {
             "torch._utils._rebuild_tensor": _rebuild,
             "torch._utils._rebuild_tensor_v2": _rebuild,
@@ -52,7 +52,7 @@ class TorchValues:
 
     @staticmethod
     def adopt(value: object) -> torch.Tensor:
-        """The tensor without gradient and hooks, or a copy of the array as a tensor.
+        """Return the tensor without gradient and hooks, or a copy of the array as a tensor.
 
         Raises:
             DumpError: the file contradicts itself about an array.
@@ -60,20 +60,20 @@ class TorchValues:
         if isinstance(value, torch.Tensor):
             return value.detach()
         array = value.to_numpy() if isinstance(value, PickledArray) else np.asarray(value)
-        # torch takes neither big-endian arrays nor negative strides, and may not write to the bytes of a pickle.
+        # torch accepts neither big-endian arrays nor negative strides, and must not write to the bytes of a pickle.
         return torch.from_numpy(np.array(array, array.dtype.newbyteorder("="), order="C"))
 
     @staticmethod
     def num_stored(tensor: torch.Tensor) -> int:
-        """The numbers that are kept for its elements: of a sparse tensor its values alone."""
+        """Return how many numbers are stored for its elements: of a sparse tensor only its values count."""
         return stored_values(tensor).numel()
 
     @staticmethod
     def check_state(state: torch.Tensor) -> torch.Tensor:
-        """The state of a torch generator.
+        """Return the state of a torch generator.
 
         Raises:
-            DumpError: it has the size of a CPU generator's state, and is none.
+            DumpError: it has the size of a CPU generator's state, but is not one.
         """
         try:
             if state.numel() > state.untyped_storage().nbytes():
@@ -87,13 +87,13 @@ class TorchValues:
 
 
 def _copy(storage: Any) -> Any:
-    """A copy that does not grow: torch makes a storage of its own as large as a tensor claims to be, not filled."""
+    """Return a copy that cannot grow: torch resizes its own storages, unfilled, to what a tensor claims to need."""
     values = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     return torch.from_numpy(values.numpy().copy()).untyped_storage()
 
 
 def _rebuild(*arguments: Any) -> Any:
-    """A tensor that requires no gradient and has no hooks, whatever the file says."""
+    """Return a tensor that requires no gradient and has no hooks, whatever the file says."""
     return rebuild_function("_rebuild_tensor_v2")(*arguments[:4], False, None, *arguments[6:])
 
 
@@ -112,7 +112,7 @@ def _layout(name: str) -> object:
 
 
 def _named(name: str, *kinds: type) -> object:
-    """The value of torch of that name, which is of one of these kinds."""
+    """Return the value of that name in torch, which must be of one of these kinds."""
     value = getattr(torch, name.removeprefix("torch."))
     if not isinstance(value, kinds):
         raise TypeError(name)
@@ -120,11 +120,11 @@ def _named(name: str, *kinds: type) -> object:
 
 
 def _rebuild_sparse(layout: torch.layout, data: Any) -> torch.Tensor:
-    """A sparse tensor whose elements lie in it: torch builds any, and its kernels read and write there.
+    """Return a sparse tensor with its indices in bounds: torch does not check them, and kernels read and write there.
 
     Raises:
-        DumpError: it claims more elements than the file holds, which would be counted through.
-        RuntimeError: an element lies elsewhere.
+        DumpError: it claims more elements than the file holds, all of which would be counted.
+        RuntimeError: an index is out of bounds.
     """
     if type(data) is not tuple:
         raise damaged("a sparse tensor has no parts")
@@ -145,12 +145,12 @@ def _check_stored(*parts: torch.Tensor) -> None:
 
 
 def stored_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements that are kept: the tensor itself, or the values of a sparse one."""
+    """Return the elements that are stored: the tensor itself, or the values of a sparse one."""
     return tensor if tensor.layout is torch.strided else sparse_values(tensor)
 
 
 def comparable_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The stored numbers in a dtype that torch can compare; a complex number is two, a quantized one its integer."""
+    """Return the stored numbers in a dtype that torch can compare: a complex one as two, a quantized one as integer."""
     values = stored_values(tensor)
     if values.is_quantized:
         return values.int_repr()
@@ -158,20 +158,20 @@ def comparable_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def widened(values: torch.Tensor) -> torch.Tensor:
-    """The same, where it is fp8 in fp32: fp8 has storage and casts, hardly any other kernels."""
+    """Return fp8 values in fp32, others unchanged: fp8 has storage and casts, but hardly any other kernels."""
     return values.float() if values.is_floating_point() and values.element_size() == 1 else values
 
 
 def unexpanded(values: torch.Tensor) -> torch.Tensor:
-    """The numbers of a strided tensor with one place in each dimension that repeats them."""
+    """Return the numbers of a strided tensor, with one place in each dimension that repeats them."""
     return values[tuple(slice(None if stride else 1) for stride in values.stride())] if 0 in values.stride() else values
 
 
 def as_stored(values: torch.Tensor) -> torch.Tensor:
-    """The numbers of a strided tensor once each, in the order in which they lie in memory, for a reduction.
+    """Return the numbers of a strided tensor, once each and in memory order, for a reduction.
 
-    Over another order, as that of convolutions in channels_last and of attention's transposed heads, it takes up to 20
-    times as long; what is expanded would be written out.
+    In another order, as of convolutions in channels_last and of attention's transposed heads, it takes up to 20 times
+    as long; an expanded tensor would be materialised.
     """
     if values.is_contiguous():
         return values
@@ -180,16 +180,16 @@ def as_stored(values: torch.Tensor) -> torch.Tensor:
 
 
 def largest_magnitude(tensor: torch.Tensor) -> float:
-    """That of all elements, NaN where one is; 0 of whole numbers and of no elements."""
+    """Return the largest magnitude of all elements, NaN if one is NaN; 0 for integers and for no elements."""
     values = comparable_values(tensor.detach())  # a saved output may still require its gradient
     if not values.is_floating_point() or not values.numel():
         return 0.0
-    # aminmax hands NaN and both infinities on, so that a finite tensor costs one pass and no mask.
+    # aminmax propagates NaN and both infinities, so a finite tensor costs one pass and no mask.
     return max(abs(float(bound)) for bound in torch.aminmax(as_stored(values)))
 
 
 def count_nonfinite(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """How many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
+    """Return how many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
     if math.isfinite(largest_magnitude(tensor)):
         return 0, 0, 0
     values = comparable_values(tensor.detach())

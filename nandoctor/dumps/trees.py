@@ -1,4 +1,4 @@
-"""Arguments, batches and outputs in a file: trees of plain containers, with a name in the place of each tensor."""
+"""Arguments, batches and outputs in a file: trees of plain containers, with a name in place of each tensor."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from nandoctor.dumps.stored_tensor import types_of
 from nandoctor.errors import DumpError
 
 PLAIN: tuple[type[Any], ...] = (bool, int, float, complex, str, type(None))
-"""Values that are no containers."""
+"""The types of values that are not containers."""
 KIND = "<type>"
-"""Beside the fields of what is no plain container: the class that it was of."""
+"""The key of the class's name, beside the fields of anything but a plain container."""
 PACKED_SEQUENCE = "tuple:torch.nn.utils.rnn.PackedSequence"
 MAX_NAME = 512
 MAX_DEPTH = 16
-AS_WRITTEN = "Take the file as the recorder wrote it."
-"""What to do where a file is not what its format says."""
+AS_WRITTEN = "Use the file as the recorder wrote it."
+"""The remedy if a file does not match its format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Stands in a tree for the tensor of that name among a dump's arrays."""
+    """A placeholder in a tree for the tensor of that name among a dump's arrays."""
 
     name: str
 
 
 def name_tensors(tree: Any, name: str, take: Callable[[str, Any], str], depth: int = 0) -> Any:
-    """The tree with a `Slot` for each tensor, under the name that `take(name, tensor)` answers.
+    """Return the tree with a `Slot` for each tensor, under the name that `take(name, tensor)` returns.
 
     Raises:
-        DumpError: the tree nests without end, or holds what no writer of dumps puts there.
+        DumpError: the tree is nested too deeply, or holds what no writer of dumps puts there.
     """
     if depth > MAX_DEPTH:
-        raise DumpError(f"{name!r} is nested without end.", remedy="Do not open it if you do not know who wrote it.")
+        raise DumpError(f"{name!r} is nested too deeply.", remedy="Do not open it if you do not know who wrote it.")
     if isinstance(tree, dict):
         keys = [_check_key(key, name) for key in tree]
         return {key: name_tensors(tree[key], f"{name}.{key}", take, depth + 1) for key in keys}
@@ -46,14 +46,14 @@ def name_tensors(tree: Any, name: str, take: Callable[[str, Any], str], depth: i
 
 
 def _check_key(key: Any, name: str) -> Any:
-    """A name is put together of all keys above a tensor, so that none may be longer than a name."""
+    """Return the key if it is no longer than a name may be: the name of a tensor is made of all keys above it."""
     if isinstance(key, (int, float, type(None))) or (isinstance(key, str) and len(key) <= MAX_NAME):
         return key
-    raise DumpError(f"{name!r} holds a key that is neither a short text nor a number.", remedy=AS_WRITTEN)
+    raise DumpError(f"{name!r} holds a key that is neither a short string nor a number.", remedy=AS_WRITTEN)
 
 
 def slots(tree: Any) -> Iterator[str]:
-    """The names of all tensors of a tree."""
+    """Yield the names of all tensors in a tree."""
     if isinstance(tree, Slot):
         yield tree.name
     elif isinstance(tree, dict):
@@ -65,12 +65,12 @@ def slots(tree: Any) -> Iterator[str]:
 
 
 def is_plain_dict(tree: Any) -> bool:
-    """Whether a tree is a dict as it was saved, and does not stand for an object."""
+    """Return True if a tree is a dict as it was saved, and does not stand for an object."""
     return isinstance(tree, dict) and KIND not in tree
 
 
 def is_plain_data(value: Any) -> bool:
-    """Tell whether this is numbers and texts alone, or in lists, tuples and dicts that go by texts or numbers."""
+    """Return True for numbers and strings, alone or in lists, tuples and dicts with strings or integers as keys."""
     if isinstance(value, Mapping):
         return all(isinstance(key, (str, int)) and is_plain_data(item) for key, item in value.items())
     return isinstance(value, PLAIN) or (isinstance(value, (list, tuple)) and all(map(is_plain_data, value)))

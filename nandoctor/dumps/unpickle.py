@@ -1,7 +1,7 @@
-"""Builds what the pickle of a dump describes, from the very bytes that were scanned.
+"""Builds what the pickle of a dump describes, from the same bytes that were scanned.
 
-A name in the pickle finds what stands in a table here or nothing: records, plain containers, and either tensors or, to
-look at a file without torch, what stands for them. `torch.load` would look the members up by rules of its own.
+A name in the pickle is looked up in a table here, and nowhere else: it gives records, plain containers, and either
+tensors or, to look at a file without torch, their stand-ins. `torch.load` would find the members by rules of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nandoctor.dumps.pickle_scan import Scan
     from nandoctor.dumps.stored_tensor import Values
 
-# What torch.save writes, by pickle protocol 2.
+# The instructions that torch.save writes, in pickle protocol 2.
 _OPCODES = (
     *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.BINPERSID),
     *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
@@ -37,7 +37,7 @@ _COUNT_NBYTES = 8
 
 
 def load_pickle(container: Container, scan: Scan, values: Values) -> object:
-    """Build the object, with `DumpError` or whatever its parts raise where the file contradicts itself."""
+    """Build the object; if the file contradicts itself, raise `DumpError` or whatever its parts raise."""
     if container.members is not None:
         return _Unpickler(container.pickle, values, container.storages).load()
     begin, end = scan.ends[-3:-1]
@@ -46,10 +46,10 @@ def load_pickle(container: Container, scan: Scan, values: Values) -> object:
 
 
 def _legacy_storages(container: Container, scan: Scan, values: Values) -> dict[str, Member]:
-    """Where the data of tensors lies in a file of the older format: as its last pickle lists them, each after a count.
+    """Return where tensors' data lies in a file of the older format: as its last pickle lists them, each after a count.
 
     Raises:
-        EOFError, ValueError: it does not.
+        EOFError, ValueError: it does not lie there.
     """
     begin, end = scan.ends[-2:]
     keys = _Unpickler(container.data[begin:end], values, {}).load()
@@ -73,44 +73,44 @@ class _StorageKind:
 
 
 def _fill(opcode: bytes, find: Callable[[Any], object], *kinds: type) -> Callable[[Any], None]:
-    """What obeys an instruction that puts items into a container, where that is of one of these kinds."""
-    obey = pickle._Unpickler.dispatch[opcode[0]]
+    """Return a handler of an instruction that adds items to a container, which must be of one of these kinds."""
+    handle = pickle._Unpickler.dispatch[opcode[0]]
 
     def fill(unpickler: Any) -> None:
         found = find(unpickler)
         if type(found) not in kinds and not (dict in kinds and isinstance(found, Fields)):
             raise pickle.UnpicklingError("items for what is no container")
-        obey(unpickler)
+        handle(unpickler)
 
     return fill
 
 
 def _call(opcode: bytes) -> Callable[[Any], None]:
-    """What obeys an instruction that calls, where nothing is iterated but what the scan has counted the items of.
+    """Return a handler of an instruction that calls, but lets it iterate only over items that the scan has counted.
 
-    A text has a million items for a set, and an expanded tensor any number.
+    For a set, a string may have a million items, and an expanded tensor any number.
     """
-    obey = pickle._Unpickler.dispatch[opcode[0]]
+    handle = pickle._Unpickler.dispatch[opcode[0]]
 
     def call(unpickler: Any) -> None:
         callee, arguments = unpickler.stack[-2:]
         takes_items = isinstance(callee, type) and issubclass(callee, _MADE_OF_ITEMS)
         if type(arguments) is not tuple or (takes_items and not all(type(items) in _ITEMS for items in arguments)):
             raise pickle.UnpicklingError("arguments that are no containers")
-        obey(unpickler)
+        handle(unpickler)
 
     return call
 
 
 class _Instructions(dict[int, Callable[..., None]]):
-    """What obeys each instruction; there are others, which no file of torch.save has."""
+    """The handler of each instruction that torch.save writes; any other instruction is refused."""
 
     def __missing__(self, code: int) -> Callable[..., None]:
         raise pickle.UnpicklingError(f"the instruction {bytes([code])!r}, which torch.save never writes")
 
 
-class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every instruction
-    """Obeys the instructions of torch.save alone, and gives a state to nothing but records and containers of ours."""
+class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes every instruction
+    """An unpickler that executes the instructions of torch.save alone, and sets the state of stand-ins alone."""
 
     stack: list[Any]
 
@@ -121,7 +121,7 @@ class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every
         self._num_fields_left = len(pickled)
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for the class or function."""
+        """Return the stand-in for the class or function."""
         name = join_name(module, name)
         if found := find_stand_in(name):
             return found
@@ -131,7 +131,7 @@ class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every
         return self._values.find(name)
 
     def persistent_load(self, reference: Any) -> object:
-        """The data of tensors, each once."""
+        """Return the storage that is referred to; each is made once."""
         word, kind, key, _, _, *view = reference
         if word != "storage" or any(view):
             raise pickle.UnpicklingError("no storage of its own")
@@ -140,7 +140,7 @@ class _Unpickler(pickle._Unpickler):  # that in Python: the one in C obeys every
         return self._storages[key]
 
     def load_build(self) -> None:
-        """Give a record its state; attributes of a mapping are of no use here, and one called "keys" hides a method."""
+        """Set the state of a record. The attributes of a mapping are not used, and "keys" would hide a method of it."""
         state, made = self.stack.pop(), self.stack[-1]
         if isinstance(made, (PickledArray, PickledDtype)) and type(state) is tuple:
             made.__setstate__(state)

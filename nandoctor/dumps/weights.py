@@ -1,6 +1,6 @@
-"""Reads weights from where a training leaves them: one file, an index with its shards, or a directory.
+"""Reads weights as a training saves them: in one file, an index with its shards, or a directory.
 
-No code of a file is run. A few values of each weight tell later whether a checkpoint holds the same ones.
+No code in a file is run. A few values of each weight show later whether a checkpoint holds the same weights.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _WHOLE = (
 
 
 def read_weights(path: str | os.PathLike[str]) -> State:
-    """Read the weights at `path`, without what DataParallel and torch.compile put before their names.
+    """Read the weights at `path`, without the prefixes of DataParallel and torch.compile.
 
-    It is a safetensors file, an index of Hugging Face (`.index.json`) or the directory of one, a directory of
-    torch.distributed.checkpoint or of DeepSpeed, or what torch.save wrote: a state dict, a dump, DeepSpeed's
-    model states.
+    `path` is a safetensors file, an index of Hugging Face (`.index.json`) or its directory, a directory of
+    torch.distributed.checkpoint or of DeepSpeed, or a file of torch.save: a state dict, a dump, DeepSpeed's model
+    states.
 
     Raises:
         DumpError: it is none of these, a part of one, damaged or hostile.
@@ -51,7 +51,7 @@ def read_weights(path: str | os.PathLike[str]) -> State:
         except OSError as error:
             raise DumpError(f"it cannot be read ({error.strerror}).", remedy="Check the path.") from error
         if not state:
-            raise DumpError("it holds no weights.", remedy="Name a file of weights.")
+            raise DumpError("it has no weights.", remedy="Name a file of weights.")
     return strip_wrappers(state)[0]
 
 
@@ -71,13 +71,13 @@ def _read_directory(path: Path) -> State:
         return _read_file(path / _choose_file(listing))
     found = listing.names[:3]
     raise DumpError(
-        f"no checkpoint is known that looks like this directory ({brief_list(found) if found else 'it is empty'}).",
+        f"it does not look like a checkpoint of any known kind ({brief_list(found) if found else 'it is empty'}).",
         remedy="Name the file of weights itself, or an index (.index.json).",
     )
 
 
 def _choose_file(listing: Listing) -> str:
-    """The file of a whole model; where none has a usual name, the only one."""
+    """Return the name of a whole model's file; if none has a usual name, of the only file."""
     usual = [name for name in _WHOLE if name in listing.names]
     if not usual and "adapter_config.json" in listing.names:
         raise DumpError(
@@ -95,7 +95,7 @@ def _choose_file(listing: Listing) -> str:
 
 
 def _read_deepspeed(path: Path, listing: Listing) -> State:
-    """The weights that ZeRO up to stage 2 leaves whole; `latest` names the folder of the last step."""
+    """Read the weights, which ZeRO up to stage 2 leaves whole; `latest` names the folder of the last step."""
     if "latest" in listing.names:
         regular_size(path / "latest")
         with (path / "latest").open("rb") as file:
@@ -114,9 +114,9 @@ def _read_deepspeed(path: Path, listing: Listing) -> State:
 
 
 def _read_index(path: Path) -> State:
-    """All shards that the index of Hugging Face names, each tensor from the file that it is said to be in."""
+    """Read all shards that an index of Hugging Face names, each tensor from the file that the index says."""
     state: dict[str, torch.Tensor] = {}
-    shards: dict[tuple[int, int], State] = {}  # by the file itself, to which a thousand names may be links
+    shards: dict[tuple[int, int], State] = {}  # by the file itself, since a thousand names may link to it
     for file, names in sorted(_read_places(path).items()):
         shard_path = path.parent / file
         if not shard_path.is_file():
@@ -131,14 +131,14 @@ def _read_index(path: Path) -> State:
         if missing:
             raise DumpError(
                 f"{brief(file)} does not hold {brief_list(missing)}, as the index says.",
-                remedy="Take index and shards of one checkpoint.",
+                remedy="Use the index and the shards of the same checkpoint.",
             )
         state |= {name: shard[name] for name in names}
     return state
 
 
 def _read_places(index: Path) -> Mapping[str, list[str]]:
-    """The names of the tensors that the index has in each file."""
+    """Return the names of the tensors in each file, by the index."""
     if regular_size(index) > _MAX_INDEX_NBYTES:
         raise damaged("its index is larger than that of any model")
     names: dict[str, list[str]] = {}
@@ -162,14 +162,14 @@ def _read_safetensors(path: Path) -> State:
     nbytes = regular_size(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
     except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise damaged(f"safetensors cannot read it ({brief(str(error))})") from error
     return check_weights(state, nbytes, TorchValues())
 
 
 def sample_weights(state: Mapping[str, torch.Tensor]) -> dict[str, WeightSample]:
-    """Up to 64 values of each dense tensor, spread over it, on the CPU."""
+    """Return up to 64 values of each dense tensor, spread over it, on the CPU."""
     plain = {
         name: tensor for name, tensor in state.items() if tensor.layout is torch.strided and not tensor.is_quantized
     }

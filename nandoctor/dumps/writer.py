@@ -1,4 +1,4 @@
-"""Writes a `nandoctor.dump/1` file: whole or not at all, never over another, never beyond its cap."""
+"""Writes a `nandoctor.dump/1` file: whole or not at all, never over another file, never beyond its size limit."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from nandoctor.torch_compat import tree_leaves
 
 try:
     import fcntl
-except ImportError:  # Windows, where a file that is open cannot be deleted anyway
+except ImportError:  # Windows, where an open file cannot be deleted anyway
     _CAN_LOCK = False
 else:
     _CAN_LOCK = True
 
-# What may be left out, the worthiest first: the weights can come from a checkpoint, the step cannot.
+# What may be left out, the most valuable first: the weights can come from a checkpoint, the step cannot.
 _EXPENDABLE = ("calls", "state_dict", "batch", "output", "optimizer")
 
 
 def write_dump(contents: Mapping[str, Any], folder: Path, stem: str, *, max_nbytes: int) -> Path:
-    """Write `contents` into a new file `stem.pth` in `folder`, or `stem-2.pth` and so on where that exists.
+    """Write `contents` into a new file `stem.pth` in `folder`, or `stem-2.pth` and so on if that exists.
 
-    Tensors are copied to the CPU, and only what they show of their storage. Parts that do not fit into `max_nbytes` are
-    left out, and `left_out` in the file says so. The name appears when every byte is on the disk.
+    Tensors are copied to the CPU, without the parts of their storage that they do not use. Parts that do not fit into
+    `max_nbytes` are left out, and `left_out` in the file says so. The name appears when every byte is on the disk.
 
     Raises:
         OSError: the folder cannot be written to, or the disk is full; no file is left.
@@ -57,13 +57,13 @@ def write_dump(contents: Mapping[str, Any], folder: Path, stem: str, *, max_nbyt
 
 
 def _locked_file(folder: Path, stem: str) -> tuple[BinaryIO, Path]:
-    """Open a new temporary file, locked for as long as it is open so that nobody takes it for an orphan.
+    """Open a new temporary file, locked while it is open so that no process takes it for an orphan.
 
-    Another rank may take it for one before it is locked: the lock then waits until that rank has deleted it.
+    Another rank may do so before it is locked: the lock then waits until that rank has deleted it.
     """
     while True:
         temporary = folder / f".{stem}-{secrets.token_hex(4)}.tmp"
-        file = temporary.open("x+b")  # not tempfile's: those are kept from everybody else
+        file = temporary.open("x+b")  # not tempfile's, which only this user could read
         _lock(file.fileno(), wait=True)
         if temporary.exists():
             return file, temporary
@@ -71,7 +71,7 @@ def _locked_file(folder: Path, stem: str) -> tuple[BinaryIO, Path]:
 
 
 def remove_orphans(folder: Path) -> None:
-    """Delete the temporary files of processes that were killed while they wrote, and no longer hold their lock."""
+    """Delete the temporary files of processes that were killed while writing, and so no longer hold their lock."""
     for path in folder.glob(".*-step*.tmp") if _CAN_LOCK else ():
         with suppress(OSError), path.open("rb") as file:
             if _lock(file.fileno(), wait=False):
@@ -79,7 +79,7 @@ def remove_orphans(folder: Path) -> None:
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock the file against other writers until it is closed, which a killed process does as well."""
+    """Lock the file against other writers until it is closed, also by the end of the process; return True if it is."""
     if not _CAN_LOCK:
         return False
     try:
@@ -90,20 +90,20 @@ def _lock(descriptor: int, *, wait: bool) -> bool:
 
 
 def _publish(temporary: Path, folder: Path, stem: str) -> Path:
-    """Give the file its name, the first that is free; to link fails where a name is taken, to rename would not."""
+    """Give the file its name, the first that is free: linking fails if a name is taken, renaming would not."""
     for number in itertools.count(1):
         path = folder / (f"{stem}.pth" if number == 1 else f"{stem}-{number}.pth")
         try:
             os.link(temporary, path)
         except FileExistsError:
             continue
-        except OSError:  # a file system without hard links: the name is taken first, as an empty file
+        except OSError:  # a file system without hard links: reserve the name first, with an empty file
             try:
                 path.open("xb").close()
             except FileExistsError:
                 continue
             temporary.replace(path)
-        # Put the folder's new entry on the disk; some systems cannot open a folder, and lose it only with the power.
+        # Put the folder's new entry on the disk; systems that cannot open a folder lose it only in a power failure.
         with suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY)
             try:
@@ -115,7 +115,7 @@ def _publish(temporary: Path, folder: Path, stem: str) -> Path:
 
 
 def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> dict[str, Any]:
-    """The contents without the parts that do not fit into `max_nbytes`, which `left_out` then names."""
+    """Return the contents without the parts that do not fit into `max_nbytes`, which `left_out` then names."""
     kept, left_out = dict(contents), list(contents.get("left_out", []))
     leaves = {part: tree_leaves(tree) for part, tree in kept.items()}
     sizes = {part: memory_of(leaf for leaf in leaves[part] if isinstance(leaf, torch.Tensor)) for part in kept}
@@ -130,7 +130,7 @@ def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> dict[str, Any]:
 
 
 def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
-    """The contents with every tensor on the CPU, as `_HostCopies` has them.
+    """Return the contents with every tensor on the CPU, copied by `_HostCopies`.
 
     A tensor that has no values to copy (on the meta device, nested) becomes None, and `left_out` says so.
     """
@@ -140,7 +140,7 @@ def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
     def copy_or_drop(part: str, tensor: torch.Tensor) -> torch.Tensor | None:
         try:
             copied = copies.of(tensor)
-            # What torch.save would fail at, after everything else is written.
+            # torch.save would fail at this only after everything else is written.
             copied.__reduce_ex__(2)  # type: ignore[no-untyped-call]
         except (RuntimeError, TypeError, KeyError) as error:
             left_out.append(f"{part}: a tensor that cannot be saved ({type(error).__name__})")
@@ -152,9 +152,9 @@ def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
 
 
 class _HostCopies:
-    """Tensors on the CPU, each in a storage of its own size; what was one tensor stays one.
+    """Copies of tensors on the CPU, each in a storage of its own size; what was one tensor stays one.
 
-    A batch and the same batch on the device become one as well, where their values agree.
+    A batch and the same batch on the device become one as well, if their values agree.
     """
 
     def __init__(self) -> None:
@@ -162,10 +162,10 @@ class _HostCopies:
         self._by_format: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy of a tensor; one on the CPU that fills its storage is its own.
+        """Return the copy of a tensor; a CPU tensor that fills its storage is not copied.
 
         Raises:
-            TypeError: no reader would take it. RuntimeError: it has no values.
+            TypeError: no reader would accept it. RuntimeError: it has no values.
         """
         if tensor.is_nested:
             raise TypeError("no torch reads a nested tensor without running code that the file names")
@@ -175,7 +175,7 @@ class _HostCopies:
             tensor = tensor.to_dense()
         if tensor.layout is not torch.strided:
             return tensor.detach().cpu()
-        # Subclasses that wrap other tensors all say that their data is at 0.
+        # Subclasses that wrap other tensors all report address 0.
         address = tensor.data_ptr() or id(tensor)
         place = (str(tensor.device), address, tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if place not in self._by_place:

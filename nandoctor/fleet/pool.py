@@ -1,4 +1,4 @@
-"""Where the work of a triage is done: processes of this machine, or the workers of a Dask cluster."""
+"""The workers of a triage: processes on this machine, or the workers of a Dask cluster."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from nandoctor.machine import available_memory, count_cores, limit_memory
 T = TypeVar("T")
 
 _LEAST_NBYTES = 1 << 30
-"""What a worker needs for torch and a small model: no more of them are started than memory has room for."""
+"""The memory that a worker needs for torch and a small model: no more workers are started than fit."""
 _SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """An executor and the number of calls that it makes at once; `is_death` knows the end of a worker."""
+    """An executor and the number of calls that it runs at once; `is_death` is True for the error of a dead worker."""
 
     executor: Executor
     size: int
@@ -38,10 +38,10 @@ class Workers:
 
 @contextmanager
 def open_workers(*, jobs: int | None, scheduler: str | None, memory: int | None) -> Iterator[Workers]:
-    """Workers of the cluster at `scheduler`, else `jobs` processes of this machine, each held to `memory` bytes.
+    """Yield workers of the cluster at `scheduler`, else `jobs` processes here, each limited to `memory` bytes.
 
     Raises:
-        NanDoctorError: there is no such cluster, or Dask is not installed.
+        NanDoctorError: there is no such cluster, it has no workers, or Dask is not installed.
     """
     if scheduler is not None:
         with _open_cluster(scheduler) as workers:
@@ -60,7 +60,7 @@ def open_workers(*, jobs: int | None, scheduler: str | None, memory: int | None)
 
 
 class SingleProcesses(Executor):
-    """Processes that live until the end, one pool for each: one that dies takes nobody's work with it but its own.
+    """Processes that live until the end, in one pool each: one that dies loses no other's work.
 
     At most `size` calls may be waiting for a result at a time.
     """
@@ -84,7 +84,7 @@ class SingleProcesses(Executor):
             )
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Have an idle process make the call: who waits for a result may come before its process is idle again."""
+        """Run the call in an idle process; wait for one, as results arrive before their process is idle again."""
         pool = self._idle.get()
         with self._lock, _off_the_working_directory():
             try:
@@ -107,10 +107,10 @@ class SingleProcesses(Executor):
                         pool = self._start()
                         self._pools.add(pool)
         finally:
-            self._idle.put(pool)  # a broken one where no other can be made: it refuses the next call
+            self._idle.put(pool)  # a broken one if no other can be made: it refuses the next call
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Stop; without `wait` the processes are killed, whatever they are doing."""
+        """Stop the processes; without `wait` they are killed, whatever they are doing."""
         with self._lock:
             pools, self._pools = self._pools, set()
         for pool in pools:
@@ -122,15 +122,15 @@ class SingleProcesses(Executor):
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """How processes start: each is forked from one that has imported what a replay needs, and has run nothing.
+    """Return how processes start: each is forked from one that has imported what a replay needs, and has run nothing.
 
-    A fork of this process would be without torch's threads. To be called off the working directory.
+    A fork of this process would lack torch's threads. Call it in `_off_the_working_directory`.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods() or sys.platform == "darwin":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["nandoctor.pipeline"])
-    # Ctrl-C goes to all processes of a terminal: that one, still at its imports, would answer with a traceback.
+    # Ctrl-C goes to all processes of a terminal: that one, still importing, would print a traceback.
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
     try:
@@ -143,9 +143,9 @@ def _context() -> multiprocessing.context.BaseContext:
 
 @contextmanager
 def _off_the_working_directory() -> Iterator[None]:
-    """A context in which processes start without the working directory on their import path.
+    """Start processes without the working directory on their import path while the context is open.
 
-    They take over ours only after their first imports, which a random.py beside a stranger's dump would answer.
+    They take over our path only after their first imports, which a random.py beside a stranger's dump could hijack.
     """
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -157,10 +157,10 @@ def _off_the_working_directory() -> Iterator[None]:
 
 
 def _prepare_worker(memory: int | None, num_threads: int) -> None:
-    """Runs first in every process: it leaves Ctrl-C to the parent, ends with it, and writes nothing to its output."""
+    """Prepare a process: it leaves Ctrl-C to the parent, ends with it, and writes nothing to its standard output."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.dup2(2, 1)  # what a model prints is no part of the table
+    os.dup2(2, 1)  # what a model prints is not part of the table
     if memory is not None:
         limit_memory(memory)
     import torch  # noqa: PLC0415  (only workers need it)
@@ -169,7 +169,7 @@ def _prepare_worker(memory: int | None, num_threads: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot tell its processes, which would wait for work for ever."""
+    """Exit when the parent ends: if it is killed it cannot stop its processes, which would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,4 +1,4 @@
-"""The folder of a triage: one result for each content and setting, so that it can be stopped and taken up again.
+"""The folder of a triage: one result for each content and settings, so that it can be stopped and resumed.
 
 Every file in it is written whole or not at all.
 """
@@ -32,17 +32,17 @@ _END_NBYTES = 64 << 20
 
 
 class Store:
-    """The results that are there already, and a place for new ones."""
+    """The results of earlier runs, and a place for new ones."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._hashes: dict[Path, str] = {}
 
     def open(self, *, force: bool = False) -> None:
-        """Make the folder, or take over one that a triage made.
+        """Create the folder, or reuse one that a triage created.
 
         Raises:
-            NanDoctorError: it holds other files and `force` is not set, or cannot be made.
+            NanDoctorError: it holds other files and `force` is not set, or it cannot be created.
         """
         written = [self.folder / name for name in (PAGE, LINES)]
         known = (self.folder / _RESULTS).is_dir() and all(map(is_replaceable, written))
@@ -63,18 +63,18 @@ class Store:
             ) from error
 
     def key_of(self, path: Path, settings: Settings, *, trust: bool) -> str:
-        """What names the result of this file's content under these settings. Raises OSError."""
+        """Return the key of the result for this file's content under these settings. Raises OSError."""
         if path not in self._hashes:
             self._hashes[path] = identify(path)
-        told = json.dumps(
+        parts = json.dumps(
             [__version__, trust, {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}],
             sort_keys=True,
             default=str,
         )
-        return f"{self._hashes[path][:32]}-{hashlib.sha256(told.encode()).hexdigest()[:_KEY_DIGITS]}"
+        return f"{self._hashes[path][:32]}-{hashlib.sha256(parts.encode()).hexdigest()[:_KEY_DIGITS]}"
 
     def find(self, key: str) -> DumpResult | None:
-        """The result of an earlier run; None where there is none, or the code that it came from has changed since."""
+        """Return the result of an earlier run; None if there is none, or the code that it came from has changed."""
         try:
             data = json.loads((self.folder / _RESULTS / f"{key}.json").read_bytes())
             result = from_plain(DumpResult, data)
@@ -83,7 +83,7 @@ class Store:
         return result if unchanged(result.sources) else None
 
     def keep(self, answer: JobAnswer) -> DumpResult:
-        """Write what a worker gave; the result comes last, so that what it names is there."""
+        """Write a worker's answer; the result comes last, so that the files that it names are there."""
         result, name = answer.result, f"{_REPORTS}/{answer.result.key}"
         if answer.report:
             write_text(answer.report + "\n", self.folder / f"{name}.json")
@@ -94,14 +94,14 @@ class Store:
         return result
 
     def page_of(self, key: str) -> Path:
-        """Where the page of a result belongs."""
+        """Return the path for the page of a result."""
         return self.folder / _REPORTS / f"{key}.html"
 
 
 def identify(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal; of a large one that of its size, its time and both ends.
+    """Return the sha256 of a file, in hexadecimal; of a large one that of its size, its time and both ends.
 
-    It is asked for outside of every time limit. At the end of an archive stand the checksums of all its parts.
+    No time limit applies here, so it must be quick. The end of an archive has the checksums of all its parts.
 
     Raises:
         OSError: it cannot be read, or is a device or a pipe.

@@ -1,4 +1,4 @@
-"""Replays many dumps in long-lived workers, groups what they died of, and tries fixes on one of each group."""
+"""Replays many dumps in long-lived workers, groups the causes, and tries fixes on one dump of each group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DUMP_ENDINGS = (".pth", ".pt")
 _MAX_FIXES_KEPT = 3
 
 TriageProgress = Callable[[str, int, int], None]
-"""Told what is being done, how many files are done, and how many there are."""
+"""Called with what is being done, how many files are done, and how many there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +45,16 @@ class TriageOptions:
     """How `triage` replays the files, and where it writes.
 
     Args:
-        folder: for the page, the reports and the results; what it already has of an earlier run is used again.
-        settings: keywords of `replay` and `model`, put over those of each file's project. SPECs and paths only: the
-            files are replayed in other processes.
+        folder: where the page, the reports and the results go; results of an earlier run in it are reused.
+        settings: `model` and keywords of `replay`, which override those of each file's project. SPECs and paths only:
+            the files are replayed in other processes.
         trust: as for `load`.
-        jobs: number of worker processes; None to go by cores and memory.
+        jobs: number of worker processes; None to choose it by cores and memory.
         scheduler: address of a Dask cluster to use in place of processes.
         memory: bytes that each process may allocate, on Linux; None for its share of 90 % of what is free.
         timeout_s: seconds that a file may take; None for no limit.
-        retry: try files again that could not be analysed.
-        force: take a folder that holds other files.
+        retry: try again files that could not be analysed.
+        force: use a folder that holds other files.
     """
 
     folder: Path = Path("nandoctor-triage")
@@ -82,17 +82,17 @@ class InterruptedTriageError(NanDoctorError):
 
 
 def find_dumps(patterns: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """The files that folders (searched for .pth and .pt), glob patterns and names stand for, each once, in order.
+    """Return the files that folders (searched for .pth and .pt), glob patterns and names match, each once, in order.
 
     Raises:
-        NanDoctorError: one of them stands for nothing.
+        NanDoctorError: one of them matches nothing.
     """
     found: dict[str, Path] = {}
     for given in patterns:
         pattern = os.fspath(given)
         path = Path(pattern)
         named = [path]
-        if not path.exists():  # else a name may have brackets
+        if not path.exists():  # an existing name may have brackets
             named = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207  (or absolute)
         files = [file for path in named for file in (_search(path) if path.is_dir() else [path])]
         if not files:
@@ -116,8 +116,8 @@ def triage(
 ) -> Triage:
     """Replay many dumps, group them by cause and place, try fixes on one of each group, and write a page.
 
-    A file that cannot be read, does not fit or ends its worker is one line of the result; the others go on. What was
-    done in an earlier run in the same folder is not done again. In a script, call it under
+    A file that cannot be read, does not fit or ends its worker is one line of the result; the others go on. The work of
+    an earlier run in the same folder is not repeated. In a script, call it under
     `if __name__ == "__main__":`, since the workers import the script.
 
     Args:
@@ -164,21 +164,21 @@ class _TriageRun:
         self._started = time.perf_counter()
 
     def check_weights(self) -> None:
-        """Read what takes the place of the dumps' weights: a checkpoint that cannot be read is no dump's fault."""
+        """Raise an error if a checkpoint that replaces the dumps' weights cannot be read: that is no dump's fault."""
         named = (self._settings_for(path, fixes=False) for path in self.paths)
         for path in sorted({settings.directory / settings.weights for settings in named if settings.weights}):
-            from nandoctor.dumps.weights import read_weights  # noqa: PLC0415  (torch, where there are such alone)
+            from nandoctor.dumps.weights import read_weights  # noqa: PLC0415  (imports torch, if there are such)
 
             read_weights(path)
 
     def diagnose(self) -> None:
-        """One result for each file, as it comes."""
+        """Collect one result for each file, as they come."""
         for number, result in enumerate(self._work(self.paths, fixes=False), 1):
             self.results[result.path] = _of_its_run(result)
             self.progress("Diagnosing", number, len(self.paths))
 
     def try_fixes(self) -> None:
-        """The search for fixes on the representative of each group that failed."""
+        """Search for fixes on the representative of each group that failed."""
         if self.options.settings.get("fixes") is False:
             return
         found = failed(self.results.values())
@@ -188,7 +188,7 @@ class _TriageRun:
             self.progress("Fixes", number, len(chosen))
 
     def finish(self) -> Triage:
-        """What is known, and the files that tell it."""
+        """Return what is known, and write it into the files of the folder."""
         results = sorted(self.results.values(), key=lambda result: result.path)
         found = Triage(
             dumps=tuple(results),
@@ -222,9 +222,9 @@ class _TriageRun:
         return replace(group, fixes=fixes, page=str(page.relative_to(self.store.folder)) if page.is_file() else "")
 
     def _work(self, paths: Sequence[Path], *, fixes: bool) -> Iterator[DumpResult]:
-        """The results for these files: from the folder, else from a worker, in the order in which they come.
+        """Yield the results for these files, from the folder or from a worker, in the order in which they come.
 
-        No more jobs are handed out than there are workers, so that a worker that dies takes one file with it.
+        No more jobs are submitted at a time than there are workers, so a worker that dies loses only one file.
         """
         assert self.workers is not None
         waiting, running = deque(paths), dict[Future[JobAnswer], tuple[Job, float]]()
@@ -234,12 +234,12 @@ class _TriageRun:
                 job = self._make_job(waiting.popleft(), fixes=fixes)
                 if isinstance(job, DumpResult):
                     yield job
-                elif job.key in twins:  # the same content once more: its result is on its way
+                elif job.key in twins:  # the same content again: its result is on its way
                     twins[job.key].append(job.shown)
                 else:
                     twins[job.key] = []
                     self._made.add(job.key)
-                    began = time.perf_counter()  # before the worker's own clock runs, which may end it
+                    began = time.perf_counter()  # before the worker's time limit starts, which may end it
                     running[self.workers.executor.submit(run_job, job)] = job, began
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
@@ -254,7 +254,7 @@ class _TriageRun:
                 yield from (replace(result, path=path) for path in twins.pop(job.key))
 
     def _make_job(self, path: Path, *, fixes: bool) -> Job | DumpResult:
-        """What a worker has to do for this file, or the result where that is known."""
+        """Return the job of a worker for this file, or the result if that is known."""
         shown = str(path)
         try:
             settings = self._settings_for(path, fixes=fixes)
@@ -264,7 +264,7 @@ class _TriageRun:
             return DumpResult(path=shown, key="", outcome="unreadable", reason=reason)
         known = self.store.find(key)
         is_new = key in self._made
-        # What failed did so most often by the code or the environment, which may have been put right since.
+        # Most failures come from the code or the environment, which may have been fixed since.
         again = known is not None and known.outcome != "analysed" and (known.outcome == "failed" or self.options.retry)
         if known is not None and (is_new or not again):
             self.num_reused += not (is_new or fixes)
@@ -285,14 +285,14 @@ class _TriageRun:
 
 
 def _of_its_run(result: DumpResult) -> DumpResult:
-    """A file that names no run is of the run whose folder it lies in, as each copy of it is."""
+    """Return the result with the run that the file names or, without one, its folder; copies elsewhere get theirs."""
     if result.when is None or result.when.run:
         return result
     return replace(result, when=replace(result.when, run=brief(str(Path(result.path).parent))))
 
 
 def _describe_end(job: Job, error: BaseException, elapsed_s: float, *, died: bool) -> DumpResult:
-    """What is said of a file whose worker gave no answer."""
+    """Return the result for a file whose worker gave no answer."""
     result = DumpResult(path=job.shown, key=job.key, outcome="failed", reason=f"{type(error).__name__}: {error}")
     if not died:
         return replace(result, elapsed_s=elapsed_s)
@@ -305,14 +305,14 @@ def _describe_end(job: Job, error: BaseException, elapsed_s: float, *, died: boo
 
 _MAX_RECURRING = 3
 _MIN_DUMPS = 3
-# How well a dump stands for its group: the replay that agrees best with what was saved.
+# The replay that agrees best with what was saved represents its group; the best grade comes first.
 _GRADES = ("exact", "same-mask", "no-reference", "elsewhere", "finite")
 
 _Key = tuple[object, ...]
 
 
 def group_results(results: Iterable[DumpResult]) -> tuple[Group, ...]:
-    """Group what was analysed; failures first, then by size."""
+    """Group the dumps that were analysed: failures first, then the largest groups."""
     members: dict[_Key, list[DumpResult]] = {}
     for result in results:
         if result.finding is not None:
@@ -322,9 +322,9 @@ def group_results(results: Iterable[DumpResult]) -> tuple[Group, ...]:
 
 
 def find_recurring(results: Sequence[DumpResult]) -> tuple[RecurringSample, ...]:
-    """The samples that at least half of the dumps fail in; copies of a file are one dump.
+    """Return the samples in which at least half of the dumps fail; copies of a file are one dump.
 
-    None where more than three do: then the batches hold the same samples anyway, and none stands out.
+    Return none if there are more than three: then the batches hold the same samples anyway, and none stands out.
     """
     found = {result.key.partition("-")[0]: result.finding for result in results}
     known = [finding.samples for finding in found.values() if finding is not None and finding.samples]
@@ -340,12 +340,12 @@ def find_recurring(results: Sequence[DumpResult]) -> tuple[RecurringSample, ...]
 
 
 def failed(results: Iterable[DumpResult]) -> list[DumpResult]:
-    """The dumps in which the replay found something non-finite."""
+    """Return the dumps in which the replay found something non-finite."""
     return [result for result in results if result.finding is not None and result.finding.verdict not in NOTHING_FOUND]
 
 
 def _key(finding: DumpFinding) -> _Key:
-    """A line says where; without one the module does, and its class where that is repeated (blocks.0, blocks.1)."""
+    """Return what a group shares: verdict, cause and line; without a line, the module's class and path (blocks.*)."""
     place = finding.place
     if finding.verdict in NOTHING_FOUND:
         return (finding.verdict,)
@@ -358,7 +358,7 @@ def _make_group(results: Sequence[DumpResult]) -> Group:
     found = [(result, result.finding) for result in results if result.finding is not None]
     findings = [finding for _, finding in found]
     moments = [result.when for result in results if result.when is not None]
-    # The same wherever and however often the dumps are replayed.
+    # The choice is the same wherever and however often the dumps are replayed.
     representative, best = min(found, key=lambda pair: _GRADES.index(pair[1].grade))
     steps = [moment.step for moment in moments if moment.step is not None]
     written = sorted(moment.written for moment in moments if moment.written is not None)

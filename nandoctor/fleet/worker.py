@@ -1,6 +1,6 @@
-"""What a worker does with one file: replays it, and gives back the result and the reports as text.
+"""Replays one file in a worker, and returns the result and the reports as text.
 
-torch is imported when the first job runs, and stays for the next, with the user's modules.
+torch is imported when the first job runs, and stays loaded for the next, with the user's modules.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _RUN_NAMES = ("run", "run_id", "run_name", "experiment")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A file to replay; `path` is absolute, `shown` as the user named it, `cwd` what SPECs and dumps start from.
+    """A file to replay; `path` is absolute, `shown` as the user named it, `cwd` the base of paths in SPECs and dumps.
 
-    `page`: draw the page as well. After `timeout_s` the process ends itself, None for never.
+    `page`: render the page as well. After `timeout_s` seconds the process ends itself; never if that is None.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswer:
-    """The result of a job; the report as JSON and as a page are "" where there is none."""
+    """The result of a job, and its report as JSON and as a page, each "" if there is none."""
 
     result: DumpResult
     report: str = ""
@@ -59,7 +59,7 @@ class JobAnswer:
 
 
 def run_job(job: Job) -> JobAnswer:
-    """Replay the file; whatever goes wrong short of the end of the process is in the answer."""
+    """Replay the file; the answer tells of any failure that does not end the process."""
     started = time.perf_counter()
     try:
         with _deadline(job.timeout_s), _working_directory(job.cwd), contextlib.redirect_stdout(sys.stderr):
@@ -123,7 +123,7 @@ def _describe_place(report: Report) -> CodePlace:
 
 
 def _describe_moment(dump: Dump) -> TrainingMoment:
-    """What the file says of run, step and so on, under the names that the recorder and most scripts use."""
+    """Return the file's run, step and so on, saved under the names that the recorder and most scripts use."""
     scalars = dump.scalars_by_last_name
     run = next((str(scalars[name]) for name in _RUN_NAMES if isinstance(scalars.get(name), (str, int))), None)
     fold = scalars.get("fold")
@@ -139,7 +139,7 @@ def _describe_moment(dump: Dump) -> TrainingMoment:
 
 
 def _list_sources(found: Diagnosed) -> Iterator[SourceFile]:
-    """The user's own files that the result depends on, so that a later run can tell whether it still holds."""
+    """Yield the user's own files that the result depends on, so that a later run can tell whether it still holds."""
     if found.step is None:
         return
     for path in sorted(found.step.project.files(found.step.model)):
@@ -164,7 +164,7 @@ def _describe_error(job: Job, error: BaseException) -> DumpResult:
 
 @contextmanager
 def _deadline(seconds: float | None) -> Iterator[None]:
-    """End the process when time is up: code in C cannot be interrupted in any other way."""
+    """End the process when time is up: C code cannot be interrupted in any other way."""
     if seconds is None:
         yield
         return
@@ -177,12 +177,12 @@ def _deadline(seconds: float | None) -> Iterator[None]:
 
 
 def _working_directory(folder: Path) -> AbstractContextManager[None]:
-    """A worker of a cluster may have been started elsewhere; what a dump names is looked up from the user's folder."""
+    """Change to the user's folder, from which a dump names files: a worker of a cluster may run elsewhere."""
     return contextlib.chdir(folder) if folder.is_dir() else contextlib.nullcontext()
 
 
 def unchanged(sources: Iterable[SourceFile]) -> bool:
-    """Tell whether all these files are as they were."""
+    """Return True if all these files are as they were."""
     try:
         return all(hash_of(Path(source.path)) == source.sha256 for source in sources)
     except OSError:

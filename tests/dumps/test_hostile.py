@@ -183,7 +183,7 @@ FILES = {
     "storage missing": (lambda: forge.archive(forge.weights(key="7")), "data of a tensor is missing", "Copy it again"),
     "storage too short": (
         lambda: forge.archive(forge.weights(size=(64,), numel=64)),
-        "of another size",
+        "has the wrong size",
         "Copy it again",
     ),
     "size beyond storage": (lambda: forge.archive(forge.weights(size=(HUGE,))), "cannot be rebuilt", "copy it again"),
@@ -256,8 +256,8 @@ FILES = {
     "nested lists": (lambda: forge.archive(nested_lists()), "exhaust memory.*multiplies", "Do not open it"),
     "copies": (lambda: forge.archive(copied()), "exhaust memory.*multiplies", "Do not open it"),
     "encoded again": (lambda: forge.archive(encoded_again()), "exhaust memory.*multiplies", "Do not open it"),
-    "mapping in itself": (lambda: forge.archive(containing_itself()), "nested without end", "flat dict"),
-    "deep nesting": (deep, "nested without end", "flat dict"),
+    "mapping in itself": (lambda: forge.archive(containing_itself()), "nested too deeply", "flat dict"),
+    "deep nesting": (deep, "nested too deeply", "flat dict"),
     "many values": (
         lambda: saved_state(steps=[[None, [step]] for step in range(40_000)]),
         "more values than any training step",

@@ -435,7 +435,7 @@ def test_what_scripts_save_beside_the_batch_is_read(read):
         "when": "2026-01-02 03:04:00", "id.int": 7, "slots.lr": 0.5, "counts.seen": 3,
         "amp.scale": 128.0, "keys.0.5": ["encoder"], "keys.None": 2,
     }  # fmt: skip
-    assert f"keys (what it has under a {Mode.__module__}.Mode)" in dump.left_out
+    assert f"keys (a value whose key is a {Mode.__module__}.Mode)" in dump.left_out
 
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])

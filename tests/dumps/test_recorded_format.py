@@ -54,7 +54,7 @@ def test_a_file_with_the_weights_alone_is_read(tmp_path):
     ("changes", "message"),
     [
         ({"format": "nandoctor.dump/2"}, "nandoctor.dump/2, which this version does not know"),
-        ({"state_dict": {}}, "holds no state dict"),
+        ({"state_dict": {}}, "has no state dict"),
         ({"state_dict": [1]}, "'state_dict' is of type list, not dict"),
         ({"calls": {"x": IMAGE}}, "'calls' is of type dict, not list"),
         ({"calls": [3]}, "'calls' is of type int, not dict"),
@@ -66,10 +66,10 @@ def test_a_file_with_the_weights_alone_is_read(tmp_path):
         ({"model": "train.py:Net"}, "'model' is of type str, not dict"),
         ({"model": {"name": 3}}, "'name' is of type int, not str"),
         ({"batch": {"x": {1, 2}}}, "'batch.x' is a set"),
-        ({"rng": {"numpy": {"keys": "abc"}}}, "holds no 'keys' of 624 words"),
-        ({"rng": {"python": {"words": 3}}}, "holds no 'words' of 625 words"),
-        ({"rng": {"numpy": {"position": 3}}}, "holds no 'keys' of 624 words"),
-        ({"rng": {"python": {"words": torch.zeros(3)}}}, "holds no 'words' of 625 words"),
+        ({"rng": {"numpy": {"keys": "abc"}}}, "has no 'keys' of 624 words"),
+        ({"rng": {"python": {"words": 3}}}, "has no 'words' of 625 words"),
+        ({"rng": {"numpy": {"position": 3}}}, "has no 'keys' of 624 words"),
+        ({"rng": {"python": {"words": torch.zeros(3)}}}, "has no 'words' of 625 words"),
     ],
 )
 def test_what_is_not_as_the_format_says_is_refused(tmp_path, changes, message):
@@ -82,7 +82,7 @@ def test_a_tree_without_end_is_refused(tmp_path):
     tree = IMAGE
     for _ in range(40):
         tree = [tree]
-    with pytest.raises(DumpError, match="nested without end"):
+    with pytest.raises(DumpError, match="nested too deeply"):
         read(tmp_path, batch=tree)
 
 

@@ -135,7 +135,7 @@ WEIGHTS_ALONE = {
     "zero 3": (zero3, "ZeRO", "zero_to_fp32"),
     "tensor parallel": (tensor_parallel, "2 tensor-parallel ranks", "Convert"),
     "adapter": (adapter, "a PEFT adapter", "merge_and_unload"),
-    "nothing": (lambda f: f, "no checkpoint is known", "Name the file"),
+    "nothing": (lambda f: f, "does not look like a checkpoint", "Name the file"),
 }
 
 

@@ -109,12 +109,12 @@ BOMBS = {
     "a scale of 10**400": (lambda f: recorded(f, scaler={"scale": 10**400}), "integer of 1,329 bits"),
     "thousands of calls": (lambda f: recorded(f, calls=[CALL] * 5000), "5,000 calls of the model"),
     "millions of instructions": (lambda f: archive(b"N0" * 1_500_000 + b"N"), "more than 2,000,000 instructions"),
-    "nested lists": (lambda f: recorded(f, batch=nested(100)), "nested without end"),
+    "nested lists": (lambda f: recorded(f, batch=nested(100)), "nested too deeply"),
     "nested arguments": (
         lambda f: recorded(f, model={"module": "m", "name": "N", "arguments": {"a": nested(100)}}),
-        "nested without end",
+        "nested too deeply",
     ),
-    "long names of many": (big_lists, "neither a short text nor a number"),
+    "long names of many": (big_lists, "neither a short string nor a number"),
     "a directory of millions": (
         lambda f: archive(b"}")[:-10] + (1 << 31).to_bytes(4, "little") + bytes(6),
         "zip directory claims 2,147,483,648 bytes",
