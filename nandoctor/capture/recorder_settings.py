@@ -19,7 +19,7 @@ from nandoctor.errors import NanDoctorError
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RecorderSettings:
-    """What a recorder is told; `Recorder` says what each setting means."""
+    """The settings of a recorder; `Recorder` documents each."""
 
     model: nn.Module
     _: KW_ONLY
@@ -57,4 +57,4 @@ class RecorderSettings:
             )
 
 
-RecorderSettings.__init__.__qualname__ = "Recorder"  # what a TypeError about its arguments names
+RecorderSettings.__init__.__qualname__ = "Recorder"  # the name in a TypeError about its arguments
