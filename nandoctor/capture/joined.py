@@ -57,8 +57,8 @@ class JoinOrder:
         bounds: list[float] = []
         with passing_autograd():
             for part in self._measured:
-                if there := [tensor for tensor in tensors[part] if tensor is not None]:
-                    low, high = torch.aminmax(there[0] if len(there) == 1 else self._measure(there))
+                if present := [tensor for tensor in tensors[part] if tensor is not None]:
+                    low, high = torch.aminmax(present[0] if len(present) == 1 else self._measure(present))
                     bounds += (-low.item(), high.item())
         return math.nan if any(map(math.isnan, bounds)) else max(bounds, default=None)
 
