@@ -19,7 +19,7 @@ def _find_base() -> Any:
 
 
 class RecorderCallback(_find_base()):  # type: ignore[misc]
-    """Record every `training_step` of a Lightning Trainer: `Trainer(callbacks=[RecorderCallback(folder="dumps")])`.
+    """A callback that records every `training_step`: `Trainer(callbacks=[RecorderCallback(folder="dumps")])`.
 
     The replay builds the LightningModule with its saved hyperparameters (`self.save_hyperparameters()`) and calls
     `training_step` with the batch. It is compared with the recorded outputs of the module's direct children.

@@ -13,7 +13,7 @@ from nandoctor.replaying.project import stop_import
 
 
 class RecorderCallback(TrainerCallback):
-    """Record every training forward of a Trainer: `Trainer(..., callbacks=[RecorderCallback(folder="dumps")])`.
+    """A callback that records every training forward: `Trainer(..., callbacks=[RecorderCallback(folder="dumps")])`.
 
     The loss is taken from the model's output. If the Trainer computes the loss outside of the model (an overridden
     `compute_loss`, a `compute_loss_func`), call `watch` with the Trainer, and pass `loss`, so that the replay can
