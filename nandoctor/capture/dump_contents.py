@@ -159,9 +159,9 @@ def _describe_updates(step: RecordedStep, observer: Observer) -> list[str]:
     """Return a note if the file's weights are not those of the forward."""
     number = 0 if step.undo is not None else step.updates_since
     if step.undo is None and not step.num_updates and observer.was_written(step.stamp):
-        return ["the weights of the step: the loop has written others since its forward, without an optimizer"]
+        return ["the weights of the step: the loop has overwritten them since the forward, without an optimizer"]
     return (
-        [f"the weights of the step: they are those after {number} further update{'s' * (number > 1)}"] if number else []
+        [f"the weights of the step: those in the file are {number} update{'s' * (number > 1)} newer"] if number else []
     )
 
 

@@ -57,7 +57,7 @@ def say_next(path: Path, written: Mapping[str, Any], flags: str | None) -> str:
         return f"Saved to {path}; {command}"
     checkpoint = written["checkpoint"]["path"]
     command += f" --weights {shlex.quote(checkpoint) if checkpoint else 'CHECKPOINT'}"
-    return f"Saved to {path}, without the weights, which would pass max_nbytes; {command}"
+    return f"Saved to {path}, without the weights, which would exceed max_nbytes; {command}"
 
 
 def _as_typed_in_shell(path: Path) -> Path:

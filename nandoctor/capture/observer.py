@@ -199,10 +199,10 @@ class Observer:
             "mixed_precision": describe_mixed_precision(model),
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
         }
-        notes = [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]
+        notes = [f"state_dict.{name}: the file has its value from after the forward, not before it" for name in lost]
         moved = {path for path, _ in {*before.owners} ^ {*owners_of(model)}}
         if not moved <= kept.keys() & state.keys():
-            notes.append("the modules of the step: the loop has put others in their places since")
+            notes.append("the modules of the step: the loop has replaced some since")
         return contents, notes
 
 

@@ -229,22 +229,22 @@ class Recorder(RecorderSettings):
         if step is None:
             raise NanDoctorError(
                 "The recorder has seen no forward of its model in train mode since the last step.",
-                remedy="Call recorder.watch after the forward, and give Recorder the very model that the loop calls; "
+                remedy="Call recorder.watch after the forward, and give Recorder the same model that the loop calls; "
                 "or put the step into `with recorder.step(batch):`.",
             )
         if self._tracker.unwatched_eval and not self._observer.model.training:
             self._warn(
-                "watch was called after a forward in eval mode, which is no step of the training, and looked "
-                "at nothing. To record evaluations, put each into `with recorder.step(batch):`."
+                "watch was called after a forward in eval mode, which is not a training step, so nothing was checked. "
+                "To record an evaluation, put each of its steps into `with recorder.step(batch):`."
             )
             return
         step.batch = step.batch if batch is None else held(batch)
         self._look_at(step, self._as_tensor(loss), ask_all=True)
         if step.borrowed and step.lent is None:
             self._warn(
-                "torch.func.functional_call gives the model other weights at each call, with which no replay can call "
-                "it. Write the step up to the loss as the forward of a module that holds the model, record that "
-                "module, and give loss=loss_of, with def loss_of(output, batch): return output"
+                "torch.func.functional_call gives the model different weights at each call, which a replay cannot do. "
+                "Write the step up to the loss as the forward of a module that holds the model, record that module, "
+                "and give loss=loss_of, with def loss_of(output, batch): return output"
             )
         elif loss is not None and not self.method:
             self._advise_loss(step)
@@ -257,7 +257,7 @@ class Recorder(RecorderSettings):
             return torch.tensor(float(loss))
         except Exception:  # a user's object may raise anything
             self._warn(
-                f"watch was given a {type(loss).__name__}, which is no loss, and looked at the model's output "
+                f"watch was given a {type(loss).__name__}, which is not a loss, and checked the model's output "
                 "instead. Give it the tensor that backward is called on."
             )
             return None
@@ -359,8 +359,8 @@ class Recorder(RecorderSettings):
         assert step is not None
         assert step.before is not None
         for lost in step.calls[0].left_out[:1]:
-            told = f"no file can hold {lost}; a replay has None for it. If the model needs it, replay with --call"
-            self._warn(f"{told} FILE.py:NAME, a function (model, batch) that makes it anew.")
+            what = f"a file cannot hold {lost}; a replay passes None instead. If the model needs it, replay with --call"
+            self._warn(f"{what} FILE.py:NAME, a function (model, batch) that makes it again.")
         if self._scouted or step.before.autocast["enabled"] or "forward" not in vars(model):
             return
         self._scouted = True
@@ -378,8 +378,8 @@ class Recorder(RecorderSettings):
         """Log how to give a replay the loss, if it is computed outside of the model."""
         if self.loss is None and step.loss_place is None:
             self._warn(
-                "the loss is computed outside of the model, so a replay will see neither it nor its gradients. Give "
-                "the recorder a function at a file's top level: loss=loss_of; def loss_of(output, batch): return ..."
+                "the loss is computed outside of the model, so a replay cannot check it or its gradients. Give the "
+                "recorder a function at a file's top level: loss=loss_of, with def loss_of(output, batch): return ..."
             )
 
     def _find_flags(self) -> str | None:
@@ -388,8 +388,8 @@ class Recorder(RecorderSettings):
         if not reshaped:
             return self._flags
         self._warn(
-            f"the model's parameters are no longer those that training began with ({join_first(reshaped, 3)}), so a "
-            "replay cannot build it by itself. Write a function that returns the model as it is now for --model."
+            f"the model's parameters have changed since training began ({join_first(reshaped, 3)}), so a replay cannot "
+            "build the model by itself. Write a function that returns the model as it is now for --model."
         )
         return " --model FILE.py:NAME"
 

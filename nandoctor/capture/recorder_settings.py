@@ -51,7 +51,7 @@ class RecorderSettings:
         counts = (self.window, self.keep, 1 if self.in_a_row is None else self.in_a_row)
         if not 0 <= self.threshold <= 1 or min(counts) < 1:
             raise NanDoctorError(
-                f"Recorder does not take threshold={self.threshold}, window={self.window}, in_a_row={self.in_a_row} "
+                f"Recorder does not accept threshold={self.threshold}, window={self.window}, in_a_row={self.in_a_row} "
                 f"and keep={self.keep}.",
                 remedy="threshold is a share from 0 to 1 (1 never stops); window, in_a_row and keep are 1 or more.",
             )

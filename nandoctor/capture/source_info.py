@@ -225,7 +225,7 @@ def plan_rebuild(
     name, file = source["name"], source["file"]
     is_typed = _is_typed(source)
     if "<" in name or (not file and source["module"] in ("__main__", "") and not is_typed):
-        where = "inside a function" if "<" in name else "in no file"
+        where = "inside a function" if "<" in name else "outside of any file"
         return " --model FILE.py:NAME", [
             f"a replay cannot import {name}, which is defined {where}: define it at the top level of a .py file."
         ]
@@ -234,14 +234,14 @@ def plan_rebuild(
     problem = None if built else _try_config(model) if from_config else _try_class(model, arguments)
     if problem is not None:
         return " --model FILE.py:NAME", [
-            f"a replay cannot build {name} {problem}. Give Recorder arguments={{...}}, plain data that {name} was "
-            "called with, or builder=FUNCTION, one at the top level of a file that takes no arguments and returns the "
-            "model."
+            f"a replay cannot build {name} {problem}. Give Recorder arguments={{...}}, the plain data that {name} was "
+            "called with, or builder=FUNCTION, a function at the top level of a file that takes no arguments and "
+            "returns the model."
         ]
     if is_typed and is_plain:
         return None, [
-            f"{name} is defined in no file, so its dumps are replayed here, by nandoctor.replay(FILE): to replay them "
-            "elsewhere, define it at the top level of a .py file."
+            f"{name} is not defined in a file, so its dumps can only be replayed here, with nandoctor.replay(FILE). To "
+            "replay them elsewhere, define it at the top level of a .py file."
         ]
     if _is_elsewhere(source) or (built and not (_is_own_function(source) and is_plain)):
         location = file if source["module"] == "__main__" or file else source["module"]
@@ -281,7 +281,7 @@ def _try_class(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
     """Call the model's class as a replay does; return what goes wrong, None if it makes the same parameters."""
     odd = sorted(name for name, value in arguments.items() if not _is_plain(value))
     if odd:
-        return f"from its arguments: {', '.join(odd)} would not be plain data in the file"
+        return f"from its arguments ({', '.join(odd)}: not plain data)"
     try:
         with generators_kept(), torch.device("meta"):
             twin = class_of(model)(**pack(dict(arguments), "arguments").tree)
@@ -316,15 +316,16 @@ def advise_loss(loss: Callable[..., Any] | str | None, source: Mapping[str, str]
     name = source["name"].rpartition(".")[2] or source["name"]
     if not (_is_own_function(source) or flags_for_loss(source) or _is_typed(source)):
         yield (
-            f"a replay cannot import the loss ({name}), and sees no gradients without it. Give Recorder a function at "
-            "the top level of a file of this project: loss=loss_of, with def loss_of(output, batch): return ..."
+            f"a replay cannot import the loss ({name}), and cannot check gradients without it. Give Recorder a "
+            "function at the top level of a file of this project: loss=loss_of, with def loss_of(output, batch): "
+            "return ..."
         )
     if isinstance(loss, str):
         return
     if isinstance(loss, nn.Module) and any(loss.parameters()):
         yield (
-            f"the loss ({name}) has weights of its own, which are not in the files: a replay takes those that its code "
-            "builds. Record a module that holds the model and the loss, and returns the loss."
+            f"the loss ({name}) has weights of its own, which are not in the files: a replay uses the initial ones "
+            "that its code makes. Record a module that holds the model and the loss, and returns the loss."
         )
     try:
         inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None, None)

@@ -339,8 +339,8 @@ class RecordedStep:
         notes = [note for packed in packs for note in packed.notes]
         if self.num_dropped:
             notes.append(
-                f"the {self.num_dropped} forwards in train mode before its calls, as nobody had watched them: if they "
-                "belong to the step, put it into `with recorder.step(batch):`"
+                f"the {self.num_dropped} forwards in train mode before its calls, after which watch was not called: if "
+                "they belong to the step, put it into `with recorder.step(batch):`"
             )
         return contents, [*notes, *self._overwritten(), *self._lent()]
 
@@ -349,10 +349,10 @@ class RecordedStep:
         for index, weights in () if self.lent is not None else self.borrowed.items():
             named = weights.tree.items()
             spoiled = [name for name, tensor in named if tensor is not None and not tensor.isfinite().all()]
-            how = "by an update inside the loop, or by its gradient" if index else "before the step"
+            when = "in an update inside the loop, or through its gradient" if index else "before the step"
             yield (
-                f"weights of call {index + 1}: functional_call gave it others, and a replay takes the model's own"
-                + (f"; those of {join_first(spoiled, 3)} were non-finite, made so {how}" if spoiled else "")
+                f"the weights of call {index + 1} from functional_call: a replay uses the model's own"
+                + (f"; those of {join_first(spoiled, 3)} had become non-finite {when}" if spoiled else "")
             )
 
     def _overwritten(self) -> Iterator[str]:
@@ -360,7 +360,7 @@ class RecordedStep:
         named += [(f"output.{name}", packed) for name, packed in self.inside.items()]
         for name, packed in named:
             if packed.overwritten:
-                yield f"{name}: overwritten in place after the forward, so it is not what the model saw or gave"
+                yield f"{name}: overwritten in place after the forward, so its values are not those of the step"
 
 
 def held(batch: Any) -> Any:

@@ -277,7 +277,7 @@ class StepPolicy:
         """Save the step at the loop's request; return the file, None if it could not be written."""
         result = StepResult(step=step.step, loss_nonfinite=step.loss_nonfinite, requested=reason)
         path, saved = self._save(step, result, "requested")
-        LOG.warning("Step %d: saved as asked (%s). %s", step.step, reason, saved)
+        LOG.warning("Step %d: saved on request (%s). %s", step.step, reason, saved)
         return path
 
     def _is_due(self) -> bool:
@@ -360,7 +360,7 @@ def _describe(result: StepResult, step: RecordedStep) -> str:
         elsewhere = "" if step.nonfinite_here else f" on {of}, whose file is the one to replay"
         return f"the {what} is non-finite{elsewhere}"
     if result.reason == "gradients":
-        return f"the {what} is finite, and its gradients are not"
+        return f"the {what} is finite, but its gradients are not"
     if result.reason == "spike":
         assert step.loss_value is not None
         loss = number(step.loss_value.values()[0])
@@ -369,7 +369,7 @@ def _describe(result: StepResult, step: RecordedStep) -> str:
         assert step.spoiled is not None
         writer = step.spoiled.writer or "the training loop itself"
         finite = "the loss is" if step.spoiled.gradients is None else "loss and gradients are"
-        return f"{finite} finite, and the update by {writer} left non-finite weights"
-    known = "" if result.skip_counts else ", where steps have passed before"
+        return f"{finite} finite, but the update by {writer} left non-finite weights"
+    known = "" if result.skip_counts else ", at which earlier steps succeeded"
     scale = number(result.loss_scale)
     return f"the gradients are non-finite at a loss scale of {scale}{known}, and the scaler skipped the step"
