@@ -154,7 +154,7 @@ def read_backends() -> dict[str, Any]:
     """Return torch's switches that decide which kernel runs."""
     values = {}
     for name in BACKENDS:
-        with suppress(AttributeError, RuntimeError):  # another torch version's, or replaced by a newer switch
+        with suppress(AttributeError, RuntimeError):  # unknown to this torch, or unreadable once its newer form is set
             values[name] = read_backend(name)
     return values
 

@@ -231,10 +231,10 @@ def _is_borrowed(held: torch.Tensor | None) -> bool:
 
 
 class SnapshotPlan:
-    """A choice of tensors to copy before each forward: the `written`; of the others the versions are kept.
+    """A choice of tensors to copy before each forward: the `written`. For the others the versions are kept.
 
     Writes through `.data` and numpy do not raise the version, so with `checks` the values are compared: all tensors are
-    copied, except the `large`, of which only a few values are.
+    copied, but only a few values of each of the `large`.
     """
 
     def __init__(self, tensors: Tensors, written: Set[int], *, large: Set[int], checks: bool) -> None:

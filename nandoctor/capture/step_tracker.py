@@ -258,7 +258,7 @@ class StepTracker:
         return changed
 
     def _wrap_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap a closure: the optimizer writes the weights after each call of it, of which LBFGS makes several."""
+        """Wrap a closure: the optimizer writes the weights after each call of it, and LBFGS calls it several times."""
         was_called = False
 
         def evaluate() -> Any:
