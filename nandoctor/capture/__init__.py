@@ -1,1 +1,1 @@
-"""What lives in somebody's training loop: watches for non-finite steps, saves them, and decides when to stop."""
+"""The part that runs inside a user's training loop: it finds and saves non-finite steps, and decides when to stop."""

@@ -1,4 +1,4 @@
-"""Flags that are computed on a device and read later, without making the device wait."""
+"""Flags that are computed on a device and read later, so that the host need not wait for the device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from nandoctor.capture.environment import read_rank
 
 
 class Flag:
-    """Numbers on a device, on their way to the host since this was made.
+    """Numbers on a device, with an asynchronous copy to the host that starts when the flag is made.
 
-    `values` waits for the copy alone, not for what the device was given to do after it. `known` is the number itself
-    where it is the only one and was on the host already.
+    `values` waits for that copy only, not for work queued after it. `known` is the number itself if the flag was made
+    from a Python number, else None.
     """
 
     __slots__ = ("_event", "_host", "_values", "known")
@@ -42,17 +42,17 @@ class Flag:
 
     @property
     def on_device(self) -> bool:
-        """True if reading it may have to wait."""
+        """True if reading the flag may wait for the device."""
         return self._event is not None
 
     @property
     def ready(self) -> bool:
-        """True if reading it does not wait."""
+        """True if the flag can be read without waiting."""
         return self._event is None or bool(self._event.query())
 
     @property
     def nonfinite(self) -> bool:
-        """True if the number itself, a magnitude, is NaN or infinite."""
+        """True if the first number, a magnitude, is NaN or infinite."""
         return not math.isfinite(self.values()[0])
 
     @property
@@ -61,7 +61,7 @@ class Flag:
         return max(self.values()) > 0
 
     def values(self) -> list[float]:
-        """The numbers."""
+        """Return the numbers; waits for the copy."""
         if self._host is not None:
             if self._event is not None:
                 self._event.synchronize()
@@ -74,9 +74,9 @@ def _read(numbers: torch.Tensor) -> list[float]:
 
 
 def flag_nonfinite(tensors: Iterable[torch.Tensor], device: torch.device, *, ask_all: bool) -> Flag:
-    """1 if any element of the floating-point tensors is NaN or Inf, else 0; followed by the answers of all ranks.
+    """Return a flag that is 1 if any element of the floating-point or complex tensors is NaN or Inf, else 0.
 
-    To ask all, every rank must do so at the same step.
+    With `ask_all` under torch.distributed, the flags of all ranks follow; every rank must ask at the same step.
     """
     found = [_has_nonfinite(values) for values in tensors if values.is_floating_point() or values.is_complex()]
     rank, world_size = read_rank()
@@ -89,7 +89,7 @@ def flag_nonfinite(tensors: Iterable[torch.Tensor], device: torch.device, *, ask
 
 
 def _has_nonfinite(values: torch.Tensor) -> torch.Tensor | bool:
-    """The answer itself for one number on a CPU, where it costs less than a kernel; two kernels for one elsewhere."""
+    """Return True if any element is NaN or Inf: a bool for one number on a CPU, which is faster, else a tensor."""
     if values.numel() != 1 or values.layout is not torch.strided:
         return ~torch.isfinite(values).all()
     if values.device.type == "cpu":
@@ -98,7 +98,7 @@ def _has_nonfinite(values: torch.Tensor) -> torch.Tensor | bool:
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """True if no element is NaN or Inf; waits for the device."""
+    """Return True if no element is NaN or Inf; waits for the device."""
     return not any(_has_nonfinite(values) for values in tensors if values.is_floating_point() or values.is_complex())
 
 
@@ -108,7 +108,7 @@ def _any(found: Sequence[torch.Tensor | bool], device: torch.device) -> torch.Te
 
 
 def largest_over_ranks(local: torch.Tensor | float | None, device: torch.device) -> torch.Tensor | float | None:
-    """The largest magnitude on any rank, inf for NaN, which no maximum over ranks is defined for; all have to ask."""
+    """Return the largest magnitude on any rank, inf for NaN (MAX is undefined for it); every rank must call this."""
     if read_rank()[1] == 1:
         return local
     found = torch.as_tensor(0.0 if local is None else local, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, which has gradients, master weights, loss scale and counts of its own, and steps by a method."""
+"""Adapt DeepSpeed's engine, which has its own `step`, gradients, master weights, loss scale and counters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nandoctor.torch_compat import read_loss_scale
 
 
 class DeepSpeedEngine:
-    """An engine as the optimizer of its module's parameters, and as its loss scaler."""
+    """An adapter that presents an engine as the optimizer of its module's parameters and as its loss scaler."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -24,11 +24,11 @@ class DeepSpeedEngine:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The module's parameters, with the settings of the optimizer's first group: its groups hold flat weights."""
+        """The module's parameters, with the settings of the optimizer's first group, which holds flat weights."""
         return [{**self._engine.optimizer.param_groups[0], "params": self._parameters}]
 
     def state_dict(self) -> dict[str, Any]:
-        """The settings as an optimizer saves them; the state is that of flat weights, and left out."""
+        """Return the settings in the form of an optimizer's state dict; the state belongs to flat weights: left out."""
         [group] = self.param_groups
         return {"state": {}, "param_groups": [{**group, "params": list(range(len(group["params"])))}]}
 
@@ -43,25 +43,25 @@ class DeepSpeedEngine:
         return float(self._engine.optimizer.cur_scale)
 
     def count(self) -> tuple[int, int]:
-        """The number of the next update, and that of the next micro-batch in it."""
+        """Return the number of the next update, and that of the next micro-batch in it."""
         every = self._engine.gradient_accumulation_steps()
         return self._engine.global_steps, self._engine.micro_steps % every
 
     @property
     def skipped(self) -> bool:
-        """True if the last update was left out for its gradients."""
+        """True if the engine skipped the last update because of its gradients."""
         return bool(getattr(self._engine.optimizer, "overflow", False))
 
     @property
     def gradient_norm(self) -> float | None:
-        """The norm of the gradients of all ranks at the last update; None where the engine did not ask for it."""
+        """The norm of all ranks' gradients at the last update, inf if it was skipped; None if it was not computed."""
         norm = self._engine.get_global_grad_norm()
         if self.skipped:
             return math.inf
         return None if norm is None else float(norm)
 
     def wrap_step(self, before: Callable[[Any], object], after: Callable[[Any], object]) -> Callable[[], None]:
-        """Call these around each update, with this as the optimizer; what is returned takes them off."""
+        """Call `before` and `after` with this adapter around each update; return a function that undoes it."""
         engine, own = self._engine, vars(self._engine).get("step")
         step = engine.step
 
@@ -82,7 +82,7 @@ class DeepSpeedEngine:
 
 
 def read_scale(scaler: Any) -> tuple[Flag | None, int | None]:
-    """The loss scale, on its way from the device, and how often it was updated."""
+    """Return the loss scale as a flag, and how often the scaler was updated; None where that is unknown."""
     if scaler is None:
         return None, None
     if isinstance(scaler, DeepSpeedEngine):
@@ -92,10 +92,10 @@ def read_scale(scaler: Any) -> tuple[Flag | None, int | None]:
 
 
 def find_engine(model: nn.Module) -> DeepSpeedEngine | None:
-    """The engine that `model` is, None if it is none.
+    """Return the adapter of `model` if it is a DeepSpeed engine, else None.
 
     Raises:
-        NanDoctorError: it keeps the weights in pieces (ZeRO-3).
+        NanDoctorError: the engine keeps the weights in pieces (ZeRO-3).
     """
     module = sys.modules.get("deepspeed.runtime.engine")
     if module is None or not isinstance(model, module.DeepSpeedEngine):
@@ -103,7 +103,7 @@ def find_engine(model: nn.Module) -> DeepSpeedEngine | None:
     engine: Any = model
     if engine.zero_optimization_stage() > 2:
         raise NanDoctorError(
-            "ZeRO-3 keeps weights in flat pieces on each rank, of which no replay can make a model.",
+            "ZeRO-3 keeps weights in flat pieces on each rank, from which a replay cannot build a model.",
             remedy='Record the same training with ZeRO-2: `"zero_optimization": {"stage": 2}`.',
         )
     return DeepSpeedEngine(engine)

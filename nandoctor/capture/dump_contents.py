@@ -1,4 +1,4 @@
-"""What goes into a dump, put together when one is written; weights that have no room in it are left to a checkpoint."""
+"""Assemble the contents of a dump when one is written; weights too large for it are left to a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from nandoctor.tracing.tensor_tree import walk_tensors
 LOG = logging.getLogger("nandoctor")
 
 WeightsSource = str | os.PathLike[str] | Callable[[], str | os.PathLike[str] | None]
-"""The path of a checkpoint, or what tells that of the last one when a file is written."""
+"""The path of a checkpoint, or a function that returns the last one's when a file is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What all steps of a run have in common: how model and loss are made, as their sources were when it began.
+    """Facts common to all steps of a run: how model and loss are built, and their sources as the run began.
 
-    `built`: `model` is the source of a builder, not of the model's class. `files` are the project's. With
-    `keep_optimizer` the whole state of the optimizers goes into each file.
+    If `built`, `model` is the source of a builder, not of the model's class. `files` are the project's files. With
+    `keep_optimizer`, each file gets the optimizer's full state.
     """
 
     observer: Observer
@@ -61,7 +61,7 @@ def describe(
     history: StepHistory,
     optimizers: Iterable[Optimizer | DeepSpeedEngine],
 ) -> dict[str, Any]:
-    """The contents of a dump of `step`."""
+    """Return the contents of a dump of `step`."""
     num_hidden = step.leave_hidden_calls()
     hidden = [f"calls: {num_hidden} inside torch.func.vmap, whose inputs cannot be kept"] if num_hidden else []
     assert step.before is not None
@@ -94,7 +94,7 @@ def describe(
 
 
 def _describe_scaler(scaler: Any, step: RecordedStep) -> dict[str, Any]:
-    """The scaler's state, with the scale that this step had."""
+    """Return the scaler's state with the scale that this step had; empty without a scaler."""
     if scaler is None or step.loss_scale is None:
         return {}
     state = {key: value for key, value in scaler.state_dict().items() if isinstance(value, (int, float))}
@@ -104,11 +104,11 @@ def _describe_scaler(scaler: Any, step: RecordedStep) -> dict[str, Any]:
 def _describe_optimizer(
     spoiled: Update | None, optimizers: Iterable[Optimizer | DeepSpeedEngine], *, with_state: bool
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """The settings of the model's first optimizer (lr, eps, betas), as a state dict without any state unless asked.
+    """Return the state dict of the model's first optimizer (lr, eps, betas), without state unless asked, and notes.
 
-    One whose update left non-finite weights is saved instead, with the state that it divided by. One that cannot give
-    its own, as wrappers (Lookahead) that never called `Optimizer.__init__`, has its settings alone, and a note; so has
-    one whose state is spread over ranks, of which no reader has the others' parts.
+    An optimizer whose update left non-finite weights is saved instead, with its state, which it may have divided by.
+    Only the settings are saved, with a note, if `state_dict` raises, as in wrappers (Lookahead) that never called
+    `Optimizer.__init__`, or if the state is sharded, since a reader would lack the other ranks' parts.
     """
     optimizer = spoiled.trained.optimizer if spoiled else next(iter(optimizers), None)
     if optimizer is None:
@@ -128,7 +128,7 @@ def _describe_optimizer(
 
 
 def _describe_update(spoiled: Update) -> dict[str, Any]:
-    """The update that made non-finite weights of finite gradients: by which optimizer, and of which weights."""
+    """Return which optimizer turned finite gradients into non-finite weights, which weights, and its settings."""
     writer, gradients = spoiled.writer, spoiled.gradients if spoiled.writer else None
     return {
         "optimizer": writer,
@@ -156,20 +156,20 @@ def _describe_event(step: RecordedStep, result: StepResult, event: str) -> dict[
 
 
 def _describe_updates(step: RecordedStep, observer: Observer) -> list[str]:
-    """Tell of weights that are not those of the forward."""
+    """Return a note if the file's weights are not those of the forward."""
     number = 0 if step.undo is not None else step.updates_since
     if step.undo is None and not step.num_updates and observer.was_written(step.stamp):
-        return ["the weights of the step: the loop has written others since its forward, without an optimizer"]
+        return ["the weights of the step: the loop has overwritten them since the forward, without an optimizer"]
     return (
-        [f"the weights of the step: they are those after {number} further update{'s' * (number > 1)}"] if number else []
+        [f"the weights of the step: those in the file are {number} update{'s' * (number > 1)} newer"] if number else []
     )
 
 
 def leave_weights(contents: Mapping[str, Any], source: WeightsSource | None, max_nbytes: int) -> Mapping[str, Any]:
-    """The contents; where the weights do not fit into `max_nbytes`, with the buffers alone and a reference.
+    """Return the contents, with a reference to a checkpoint in place of weights that do not fit into `max_nbytes`.
 
-    Buffers stay, for a forward writes to them and no checkpoint has them as they were. A few values of each weight are
-    kept, so that a replay can tell whether a checkpoint is of this step; of a sharded weight some of this rank's part.
+    Buffers stay: the forward writes to them, so no checkpoint has them as they were. A few values of each weight stay,
+    so that a replay can check whether a checkpoint is of this step; of sharded weights they are from this rank's part.
     """
     state = contents["state_dict"]
     if "state_dict" in fit_into(contents, max_nbytes) or not state:
@@ -187,7 +187,7 @@ def leave_weights(contents: Mapping[str, Any], source: WeightsSource | None, max
 
 
 def _sample(weights: Mapping[str, torch.Tensor], shards: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    """A few values of each weight, by their places in the whole of it."""
+    """Return a few values of each weight, with their flat indices in the full weight."""
     found = {}
     for name, sample in sample_weights(weights).items():
         shape, shard = weights[name].shape, shards.get(name)
@@ -198,7 +198,7 @@ def _sample(weights: Mapping[str, torch.Tensor], shards: Mapping[str, Any]) -> d
 
 
 def _find_path(source: WeightsSource | None) -> str:
-    """The checkpoint as the training names it, relative to the working directory where it is in there; "" for none."""
+    """Return the checkpoint's path, relative to the working directory if it is inside it; "" for none."""
     try:
         path = source() if callable(source) else source
         if path is None:

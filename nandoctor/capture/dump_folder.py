@@ -1,4 +1,4 @@
-"""The folder that a run's dumps are written to, and what is said of each."""
+"""The folder that a run's dumps are written to, and the log's sentence about each."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from nandoctor.dumps.writer import fit_into, remove_orphans, write_dump
 
 
 class DumpFolder:
-    """The files of one run: the last `keep`, none larger than `max_nbytes`; other files are left alone."""
+    """The last `keep` files of one run, each at most `max_nbytes` long; other files are left alone."""
 
     def __init__(self, folder: Path, *, keep: int, max_nbytes: int) -> None:
         self.folder = folder
         self.written: list[Path] = []
         with suppress(OSError):
-            remove_orphans(folder)  # of an earlier run that was killed
+            remove_orphans(folder)  # left by an earlier run that was killed
         self._keep, self._max_nbytes = keep, max_nbytes
 
     @property
     def is_full(self) -> bool:
-        """True if the next file makes the oldest go."""
+        """True if the next file will replace the oldest."""
         return len(self.written) >= self._keep
 
     def write(self, contents: Mapping[str, Any], stem: str) -> tuple[Path, Mapping[str, Any]]:
-        """Write a file, and delete the oldest beyond `keep`; the path, and what had room in it.
+        """Write a file and delete the oldest beyond `keep`; return the path and the contents that fitted.
 
         Raises:
             OSError: the folder cannot be written to, or the disk is full.
@@ -44,23 +44,23 @@ class DumpFolder:
 
 
 def say_next(path: Path, written: Mapping[str, Any], flags: str | None) -> str:
-    """What was saved, and the command that replays it; without `flags` the call in this notebook."""
+    """Return what was saved and the command that replays it; if `flags` is None, the Python call for this notebook."""
     lost = [part for part in ("calls", "state_dict") if part not in written]
     if lost:
         what = {"calls": "the model's arguments", "state_dict": "the buffers"}[lost[0]]
         return f"Saved to {path} without {what}: it cannot be replayed. Raise max_nbytes of the Recorder."
     if flags is None:
         return f"Saved to {path}; next, here: nandoctor.replay({str(path)!r})"
-    path = _from_start(path)
+    path = _as_typed_in_shell(path)
     command = f"next: nandoctor replay {shlex.quote(str(path))}{flags}"
     if "checkpoint" not in written:
         return f"Saved to {path}; {command}"
     checkpoint = written["checkpoint"]["path"]
     command += f" --weights {shlex.quote(checkpoint) if checkpoint else 'CHECKPOINT'}"
-    return f"Saved to {path}, without the weights, which would pass max_nbytes; {command}"
+    return f"Saved to {path}, without the weights, which would exceed max_nbytes; {command}"
 
 
-def _from_start(path: Path) -> Path:
-    """The path as it is typed in the shell that began this process, which may work in another folder by now."""
+def _as_typed_in_shell(path: Path) -> Path:
+    """Return the path as typed in the shell that started this process, which may have changed its folder since."""
     start = os.environ.get("PWD")
     return path if start is None or Path(start).resolve() == Path.cwd() else path.absolute()

@@ -1,4 +1,4 @@
-"""What stands around a step: random generators, autocast, torch's switches, versions, ranks."""
+"""Read the environment of a step: random generators, autocast, torch's backend switches, versions, ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CAN_DISTRIBUTE = dist.is_available()
 
 
 class RandomStates(NamedTuple):
-    """The states of all generators, as their own functions give them; None where one is not there to be set."""
+    """The states of all generators, as their own functions return them; None for one that a replay cannot set."""
 
     cpu: torch.Tensor
     cuda: torch.Tensor | None
@@ -34,7 +34,7 @@ class RandomStates(NamedTuple):
     python: Any
 
     def to_plain(self) -> dict[str, Any]:
-        """Tensors and numbers only, which any torch can load."""
+        """Return the states as tensors and numbers only, which any torch version can load."""
         plain: dict[str, Any] = {"torch": self.cpu}
         if self.numpy is not None:
             _, keys, position, has_gauss, cached = self.numpy
@@ -51,12 +51,12 @@ class RandomStates(NamedTuple):
 
 
 class Generators:
-    """The process's random generators; of CUDA's the one of `device`, which its host keeps: nothing waits.
+    """The process's random generators; on CUDA that of `device`, whose state is on the host, so reading never waits.
 
-    Those of numpy and Python take longer to tell their states than all else that is done in a step, so they are asked
-    only once words in memory have changed: the place among all words, which each draw moves, and eight words beside it,
-    since all are made anew after 624 draws or by a seed. These do not tell of the second number of a normal pair, which
-    both hold back: numpy is always asked after one.
+    Reading the states of numpy and Python takes longer than all other work in a step, so they are read only if words in
+    memory have changed: the position, which every draw moves, and the eight words next to it, since 624 draws or a seed
+    replace all words. Both generators cache the second number of a normal pair, which these words do not show: Python's
+    `gauss_next` is compared as well, and numpy's state is read at every step once it has cached one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class Generators:
         self._can_peek = _has_words_in_memory()
 
     def read(self) -> RandomStates:
-        """The states as they are now."""
+        """Return the current states."""
         return RandomStates(
             cpu=torch.default_generator.get_state(),
             cuda=torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
@@ -77,7 +77,7 @@ class Generators:
         )
 
     def _read_numpy(self) -> Any:
-        """The state of numpy's global generator; None of one that somebody put there and no replay can set."""
+        """Return the state of numpy's global generator; None if it was exchanged for one that a replay cannot set."""
         numpy_random: Any = np.random
         generator = numpy_random.get_bit_generator()
         if not isinstance(generator, np.random.MT19937):
@@ -98,7 +98,7 @@ class Generators:
 
 
 class _Words:
-    """Some of the words that a generator keeps in memory, as they were when they were last looked at."""
+    """Some of the words that a generator keeps in memory, as they were at the last look."""
 
     def __init__(self) -> None:
         self._generator: Any = None
@@ -106,7 +106,7 @@ class _Words:
         self._seen = b""
 
     def have_changed(self, generator: Any, find: Callable[[Any], int]) -> bool:
-        """True if they differ from those at the last call; `find` gives their address."""
+        """Return True if the words differ from those at the last call; `find` returns their address."""
         if generator is not self._generator:
             self._generator, self._words = generator, (ctypes.c_char * _NUM_PEEKED).from_address(find(generator))
         before, self._seen = self._seen, self._words.raw
@@ -114,17 +114,17 @@ class _Words:
 
 
 def _find_words_of_numpy(generator: Any) -> int:
-    """The last of its 624 words, and the place among them behind these."""
+    """Return the address of the last eight of the 624 words and of the position, which follows them."""
     return int(generator.ctypes.state_address) + 625 * 4 - _NUM_PEEKED
 
 
 def _find_words_of_python(generator: random.Random) -> int:
-    """What CPython's generator has in memory behind its header: the place first; `gauss_next` is an attribute."""
+    """Return the address behind the header of CPython's generator: the position comes first, then the words."""
     return id(generator) + object.__basicsize__
 
 
 def _has_words_in_memory() -> bool:
-    """Try it: another Python may keep the words elsewhere, where an id is an address at all."""
+    """Return True if a trial finds the words: other Pythons may keep them elsewhere, or ids may not be addresses."""
     if sys.implementation.name != "cpython":
         return False
     generator, words = random.Random(0), _Words()
@@ -134,7 +134,7 @@ def _has_words_in_memory() -> bool:
 
 
 def read_autocast(device_type: str) -> dict[str, Any]:
-    """The autocast that this thread is under."""
+    """Return the autocast state of this thread."""
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     emulated = enabled and device_type != "cuda" and is_emulating(device_type)
     return _describe_autocast(device_type, enabled, dtype, torch.is_autocast_cache_enabled(), emulated)
@@ -146,21 +146,21 @@ def _describe_autocast(device: str, enabled: bool, dtype: torch.dtype, cached: b
 
 
 def read_arguments() -> list[str]:
-    """The command line of the training, without the program."""
+    """Return the command line of the training, without the program."""
     return [str(argument) for argument in sys.argv[1:]]
 
 
 def read_backends() -> dict[str, Any]:
-    """Torch's switches that decide which kernel runs."""
+    """Return torch's switches that decide which kernel runs."""
     values = {}
     for name in BACKENDS:
-        with suppress(AttributeError, RuntimeError):  # another torch's, or one that may not be read beside a newer
+        with suppress(AttributeError, RuntimeError):  # unknown to this torch, or unreadable once its newer form is set
             values[name] = read_backend(name)
     return values
 
 
 def read_versions(modules: Sequence[str]) -> dict[str, str]:
-    """The versions of what ran; of the packages named, those that are installed."""
+    """Return the versions of Python, torch, numpy and the like, and of those named packages that are installed."""
     versions = {"nandoctor": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     versions |= {"numpy": np.__version__, "cuda": str(torch.version.cuda), "platform": platform.platform()}
     for name in sorted({module.partition(".")[0] for module in modules} - versions.keys()):
@@ -172,7 +172,7 @@ def read_versions(modules: Sequence[str]) -> dict[str, str]:
 
 
 def read_rank() -> tuple[int, int]:
-    """(rank, world size), (0, 1) where nothing is distributed."""
+    """Return (rank, world size); (0, 1) if nothing is distributed."""
     if _CAN_DISTRIBUTE and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

@@ -1,4 +1,4 @@
-"""Hooks that tell the recorder of every forward, also of a compiled model."""
+"""Hooks that report every forward and optimizer step to a recorder, of compiled models too."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ After = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
 
 
 class Broadcast:
-    """One hook of torch's own for all recorders, which is never taken off again.
+    """A single global hook for all recorders, which is never removed.
 
-    Torch keeps its global hooks in a dict, and fails in one thread's step where another thread adds or removes one.
+    Torch keeps its global hooks in a dict; a step in one thread fails if another thread adds or removes a hook.
     """
 
     def __init__(self, register: Callable[[Any], Any]) -> None:
@@ -37,7 +37,7 @@ class Broadcast:
         self._lock = Lock()
 
     def add(self, listener: Callable[..., Any]) -> Callable[[], None]:
-        """Call `listener` too, until what is returned is called; also in a step that is compiled."""
+        """Call `listener` at every step, compiled or not; return a function that removes it."""
         with self._lock:
             self._register()
             self.listeners += (listener,)
@@ -47,13 +47,13 @@ class Broadcast:
         with self._lock:
             self.listeners = tuple(other for other in self.listeners if other is not listener)
 
-    def __call__(self, *given: Any) -> Any:
-        """What torch calls; the other arguments of a step, where a listener has put others in their place."""
-        answer = None
+    def __call__(self, *arguments: Any) -> Any:
+        """Call all listeners; return the step's changed arguments if a listener changed them, else None."""
+        result = None
         for listener in self.listeners:
-            if (changed := listener(*given)) is not None:
-                answer, given = changed, (given[0], *changed)
-        return answer
+            if (changed := listener(*arguments)) is not None:
+                result, arguments = changed, (arguments[0], *changed)
+        return result
 
 
 BEFORE_UPDATE = Broadcast(register_optimizer_step_pre_hook)
@@ -63,7 +63,7 @@ AFTER_UPDATE = Broadcast(register_optimizer_step_post_hook)
 def with_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of an optimizer's `step`, itself first, with the closure as `wrap` makes it; None without any."""
+    """Return the arguments of an optimizer's `step` (`self` first) with the closure wrapped; None without a closure."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
         return None
@@ -73,26 +73,26 @@ def with_closure(
 
 
 class Hook:
-    """A function whose failures are one line in the log: a training must not end by its recorder's fault.
+    """A function whose errors, except NanDoctorError, are logged once and not raised: the training must go on.
 
-    It runs outside of any `torch.func` transform: a step may be saved at a forward within one. In a forked process it
-    runs in one thread: it measures all weights at once, where the training may do with small operations. It is left out
-    of any graph, also of one that is compiled later. In a copy, or in a file that the whole model is saved to, it does
-    nothing: an average of the weights is a deep copy of the model, and its forward is no step of the training.
+    It runs outside of `torch.func` transforms, since a step may be saved during a forward inside one. In a forked
+    process it runs in one thread, since it measures all weights at once even if the training has only small ops. It is
+    left out of every compiled graph. A copied or pickled hook does nothing: an average of the weights is a deep copy of
+    the model, and its forward is not a training step.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        # Every optimizer imports torch's compiler anyhow.
-        self._left_out = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        # Every optimizer imports torch's compiler anyway.
+        self._uncompiled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         self._failed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What torch calls; what `disable` puts around a call costs more than the hook, and most compile nothing."""
+        """Run the function; use the wrapper of `disable`, which costs more than the hook, only under a compiler."""
         try:
-            # Where the compiler gives up on a caller, that runs as it is, and all that it calls is compiled.
+            # If the compiler gives up on the caller, it still compiles the functions that the caller calls.
             if torch.compiler.is_compiling() or find_compiler():
-                return self._left_out(*args, **kwargs)
+                return self._uncompiled(*args, **kwargs)
             if not is_transforming() and not is_forked():
                 return self._function(*args, **kwargs)
             with outside_transforms(), one_thread_if_forked():
@@ -114,7 +114,7 @@ class Hook:
 
 
 def do_nothing(*_: Any) -> None:
-    """What a copied hook does."""
+    """Do nothing, as a copied hook does."""
 
 
 def attach(model: nn.Module, before: Before | None, after: After, handles: ExitStack) -> None:
@@ -122,14 +122,14 @@ def attach(model: nn.Module, before: Before | None, after: After, handles: ExitS
     compiled: Any = compiled_call(model)
     ahead, behind = Hook(do_nothing if before is None else before), Hook(after)
     if compiled is None:
-        # Module's own methods: a ScriptModule refuses hooks, which its graph could not keep.
+        # Call the methods of Module itself: ScriptModule overrides them to refuse hooks, which a graph cannot hold.
         if before is not None:
             handles.callback(nn.Module.register_forward_pre_hook(model, ahead, with_kwargs=True).remove)
         handles.callback(nn.Module.register_forward_hook(model, behind, with_kwargs=True).remove)
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        """A model compiled in place has its hooks in the graph; this stands around the graph."""
+        """Run the compiled graph between the hooks: those of a model compiled in place would become part of it."""
         ahead(model, args, kwargs)
         output = compiled(*args, **kwargs)
         behind(model, args, kwargs, output)
@@ -140,9 +140,9 @@ def attach(model: nn.Module, before: Before | None, after: After, handles: ExitS
 
 
 def scout_autocast(modules: Iterable[nn.Module], found: Found, device_type: str) -> ExitStack:
-    """Tell `found` the first autocast that a module runs under, until the stack closes.
+    """Pass the first enabled autocast state that a module runs under to `found`; closing the result stops the search.
 
-    Accelerate wraps a model's forward in autocast, where hooks on the model itself do not see it.
+    Accelerate wraps a model's forward in autocast, which hooks on the model itself do not see.
     """
     handles = ExitStack()
 

@@ -1,4 +1,4 @@
-"""Copies and measures many tensors by a few calls of torch: one for each would be most of what a recorder costs."""
+"""Copy and measure many tensors in a few calls of torch: a call for each would be most of the recorder's cost."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch import nn
 from nandoctor.torch_compat import flatten, passing_autograd
 
 _SMALL = 1 << 16
-"""Elements: a tensor above it is measured where it lies, since joining it would copy it."""
+"""Number of elements above which a tensor is measured in place, since joining it would copy it."""
 _DENSE = (torch.Tensor, nn.Parameter)
 
 
 class JoinOrder:
-    """An order of tensors in which those that one `torch.cat` can join stand together; `places` are theirs before.
+    """An order of tensors that puts those that one `torch.cat` can join next to each other.
 
-    Such are of one device, one format, and one shape but for the first dimension. The tensors themselves are not held:
-    all methods take them anew, in this order. Autograd is passed over, a third of what a join costs.
+    These share a device, a dtype and all of their shape but the first dimension. `places` are their indices in the
+    original sequence. The tensors are not stored: every method takes them again, in this order. The methods bypass
+    autograd, which is a third of a join's cost.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -33,13 +34,13 @@ class JoinOrder:
         self._shapes = [[tensors[place].shape for place in kind] for kind in kinds.values()]
         ends = [0, *accumulate(map(len, self._shapes))]
         self._slices = [slice(start, end) for start, end in pairwise(ends)]
-        # A call of torch takes longer than to flatten a few small tensors.
+        # Flattening a few small tensors is faster than another call of torch.
         is_few = len(tensors) <= 8 * len(kinds) and all(tensor.numel() <= _SMALL for tensor in tensors)
         self._measured = [slice(None)] if is_few else self._slices
         self._measure: Callable[[Sequence[torch.Tensor]], torch.Tensor] = flatten if is_few else _join
 
     def copy(self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """The tensors joined, in new memory, or in that of an earlier answer."""
+        """Join the tensors in new memory, or in `into`, the result of an earlier call."""
         if into is None:
             with torch.no_grad():
                 return [_join(tensors[part]) for part in self._slices]
@@ -47,28 +48,28 @@ class JoinOrder:
             return [_join(tensors[part], out) for part, out in zip(self._slices, into, strict=True)]
 
     def split(self, joined: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Each tensor of what `copy` answered, sharing its memory."""
+        """Yield each tensor as a view of the result of `copy`."""
         for tensor, shapes in zip(joined, self._shapes, strict=True):
             yield from torch.split(tensor, [shape[0] for shape in shapes]) if shapes[0] else tensor.unbind()
 
     def largest(self, tensors: Sequence[torch.Tensor | None]) -> float | None:
-        """The largest magnitude of all elements, NaN if one is NaN; None if all tensors are missing."""
+        """Return the largest magnitude of all elements, NaN if one is NaN; None if all tensors are None."""
         bounds: list[float] = []
         with passing_autograd():
             for part in self._measured:
-                if there := [tensor for tensor in tensors[part] if tensor is not None]:
-                    low, high = torch.aminmax(there[0] if len(there) == 1 else self._measure(there))
+                if present := [tensor for tensor in tensors[part] if tensor is not None]:
+                    low, high = torch.aminmax(present[0] if len(present) == 1 else self._measure(present))
                     bounds += (-low.item(), high.item())
         return math.nan if any(map(math.isnan, bounds)) else max(bounds, default=None)
 
 
 def can_join(tensor: torch.Tensor) -> bool:
-    """True of a dense one, with values, of torch's own class."""
+    """Return True if the tensor is strided, not empty, and a plain Tensor or Parameter, not of a subclass."""
     return type(tensor) in _DENSE and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _join(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """The tensors in one; autocast, which refuses fp16 under bf16, leaves alone what is written to `out`."""
+    """Join the tensors. Writing into `out` bypasses autocast, which under bf16 refuses to join fp16 tensors."""
     join = torch.cat if tensors[0].dim() else torch.stack
     try:
         return join(tensors, out=out)  # type: ignore[arg-type]

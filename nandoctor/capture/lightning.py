@@ -13,19 +13,20 @@ from nandoctor.torch_compat import read_loss_scale
 
 
 def _find_base() -> Any:
-    """Callback, of the package that the training uses: `pytorch_lightning` is another one than `lightning.pytorch`."""
+    """Return the Callback class of the package that the training uses, `pytorch_lightning` or `lightning.pytorch`."""
     old = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
     return importlib.import_module("pytorch_lightning" if old else "lightning.pytorch").Callback
 
 
 class RecorderCallback(_find_base()):  # type: ignore[misc]
-    """Records every `training_step` of a Lightning Trainer: `Trainer(callbacks=[RecorderCallback(folder="dumps")])`.
+    """A callback that records every `training_step`: `Trainer(callbacks=[RecorderCallback(folder="dumps")])`.
 
-    The replay builds the LightningModule with its saved hyperparameters (`self.save_hyperparameters()`), calls
-    `training_step` with the batch, and is compared with what the module's direct children returned.
+    The replay builds the LightningModule with its saved hyperparameters (`self.save_hyperparameters()`) and calls
+    `training_step` with the batch. It is compared with the recorded outputs of the module's direct children.
 
     Args:
-        **options: the keywords of `nandoctor.Recorder` but `scaler`, `method` and `ambient`, which the Trainer has.
+        **options: keyword arguments of `nandoctor.Recorder`, except `scaler`, `method` and `ambient`, which come from
+            the Trainer.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -34,7 +35,7 @@ class RecorderCallback(_find_base()):  # type: ignore[misc]
         self.recorder: Recorder | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put the hooks on the module."""
+        """Install the hooks on the module."""
         precision = trainer.precision_plugin
         arguments = {"arguments": dict(pl_module.hparams)} if pl_module.hparams else {}
         self.recorder = Recorder(
@@ -46,16 +47,16 @@ class RecorderCallback(_find_base()):  # type: ignore[misc]
         )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Look at the state before the step."""
+        """Begin a step and record the state before it."""
         if self.recorder is None:
             return
         self.recorder.epoch, self.recorder.next_step = trainer.current_epoch, trainer.global_step
         self.recorder.begin(batch)
-        num_taken = len(inspect.signature(pl_module.training_step).parameters)
-        self.recorder.call_method(*(batch, batch_idx, 0)[:num_taken])
+        num_parameters = len(inspect.signature(pl_module.training_step).parameters)
+        self.recorder.call_method(*(batch, batch_idx, 0)[:num_parameters])
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Look at the loss, which the precision plugin has scaled already."""
+        """Check the loss, which the precision plugin has already scaled."""
         if self.recorder is None:
             return
         scale, _ = read_loss_scale(getattr(trainer.precision_plugin, "scaler", None))
@@ -67,11 +68,11 @@ class RecorderCallback(_find_base()):  # type: ignore[misc]
             self.recorder.end()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         if self.recorder is not None:
             self.recorder.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save a non-finite step that ended in an error of its own, and take the hooks off."""
+        """Save the current step if it is non-finite, and remove the hooks."""
         if self.recorder is not None:
             self.recorder.__exit__(type(exception), exception, None)

@@ -1,6 +1,6 @@
-"""Looks at a model before its forward: buffers, train flags, random generators, autocast.
+"""Record a model's state before its forward: buffers, train flags, random generators, autocast.
 
-Only what the forward writes is copied: buffers, and parameters that no optimizer trains.
+Only the tensors that a forward writes are copied: buffers, and parameters without gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLAG = itemgetter("training")
 
 
 class StateBefore(NamedTuple):
-    """The state before the forward; `training` are the train flags in the order of the model's modules."""
+    """The state before the forward; `training` has the train flags in the order of the model's modules."""
 
     random: RandomStates
     kept: Snapshot
@@ -42,7 +42,7 @@ class StateBefore(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class WeightStamp:
-    """Some weights of a model, where they lie, how often each was written, and a few values maybe; `held` are all."""
+    """Addresses, version counters and perhaps a few values of some weights of a model; `held` has all its weights."""
 
     weights: list[torch.Tensor]
     held: Weights
@@ -51,12 +51,12 @@ class WeightStamp:
 
     @property
     def was_moved(self) -> bool:
-        """True if one of the weights was written or lies elsewhere; replaced ones and `.data` apart."""
+        """True if one of the weights was written or moved; misses writes through `.data` and replaced weights."""
         return self.places != _find_places(self.weights)
 
 
 class Observer:
-    """Looks at a model before its forward; what does not change from step to step is found out once."""
+    """A reader of a model's state before its forward, with a cache of what does not change from step to step."""
 
     def __init__(self, model: nn.Module, undo_nbytes: int = UNDO_NBYTES) -> None:
         self.model, self._undo_nbytes = model, undo_nbytes
@@ -71,7 +71,7 @@ class Observer:
         self._stamped: list[torch.Tensor] = []
 
     def _find_modules(self) -> bool:
-        """Look at the modules as they are now; True if tensors are others' than before."""
+        """Find the modules again; return True if tensors belong to other modules than before."""
         self._paths, self._modules = zip(*self.model.named_modules(), strict=True)
         self._attributes = list(map(vars, self._modules))
         self._scripted = [module for module in self._modules if isinstance(module, torch.jit.ScriptModule)]
@@ -84,20 +84,20 @@ class Observer:
         self._weights = places_of(self.model, parameters_of)
         self._places = [registry for _, registry, _ in self._weights], [name for *_, name in self._weights]
         self.held = self._read_weights()
-        there = [place for place in self._weights if place[1].get(place[2]) is not None]  # a layer may have none
-        self._outer = [*there[:1], *there[-1:]]
-        self._first = [*there, *places_of(self.model, buffers_of)][:1]
+        present = [place for place in self._weights if place[1].get(place[2]) is not None]  # a bias may be None
+        self._outer = [*present[:1], *present[-1:]]
+        self._first = [*present, *places_of(self.model, buffers_of)][:1]
         return True
 
     def _read_children(self) -> list[tuple[nn.Module | None, ...]]:
         return [tuple(children.values()) for children in filter(None, self._children)]
 
     def follow_modules(self) -> bool:
-        """Look at the modules anew where some came, went or moved; True if tensors are others' than before."""
+        """Find the modules again if some were added, removed or moved; return True if tensors have other owners."""
         return self._read_children() != self._known_children and self._find_modules()
 
     def _follow_device(self) -> None:
-        """Look where the model lies now: it may be moved after its recorder was made."""
+        """Update the device: the model may be moved after its recorder was made."""
         for _, registry, name in self._first:
             first = registry.get(name)
             if first is not None and first.device != self.device and not first.is_meta:
@@ -107,7 +107,7 @@ class Observer:
         return {name: None if is_lazy(p) else p.shape for name, p in self.model.named_parameters()}
 
     def look(self) -> StateBefore:
-        """The state as it is now."""
+        """Return the current state."""
         for module in self._scripted:
             as_dict(buffers_of(module))
         self._follow_device()
@@ -122,14 +122,14 @@ class Observer:
         )
 
     def _read_flags(self) -> tuple[bool, ...]:
-        """The train flags, past the class of each module, which need not be looked at for what it holds itself."""
+        """Return the train flags, from the modules' instance dicts: that is faster than a lookup through the class."""
         try:
             return tuple(map(_FLAG, self._attributes))
-        except KeyError:  # TorchScript keeps its own out of Python, and a class may have a property
+        except KeyError:  # TorchScript keeps its flags outside of Python, and a class may have a property
             return tuple(module.training for module in self._modules)
 
     def read_borrowed(self) -> dict[str, torch.Tensor]:
-        """The weights that `torch.func.functional_call` has put in place of the model's own; empty without it."""
+        """Return the weights that `torch.func.functional_call` has put in place of the model's; empty without it."""
         for _, registry, name in self._outer:
             if _is_borrowed(registry.get(name)):
                 break
@@ -139,15 +139,15 @@ class Observer:
         return {path: tensor for path, tensor in held.items() if tensor is not None and _is_borrowed(tensor)}
 
     def find_trained(self) -> None:
-        """Look for all weights, and for the first and last that gradients are wanted of, of which stamps are taken."""
+        """Find all weights, and the first and last that require gradients: stamps are taken of these two."""
         self.held = self._read_weights()
         ends = [next(filter(_is_trained, places), None) for places in (self._weights, reversed(self._weights))]
         self._stamped = [place[1][place[2]] for place in ends if place is not None]
 
     def stamp(self, held: Weights, *, values: bool) -> WeightStamp | None:
-        """What changes when somebody trains the weights, `held`; of a write through `.data` only `values` tell."""
+        """Return a stamp that shows later writes to the weights; writes through `.data` show only with `values`."""
         if self.sharded:
-            return None  # FSDP moves and exchanges its own
+            return None  # FSDP itself moves and exchanges the weights
         if values:
             self.find_trained()
         weights = self._stamped
@@ -158,30 +158,30 @@ class Observer:
         return list(map(dict.get, *self._places))
 
     def was_replaced(self, held: Weights) -> bool:
-        """True if other parameters are in the places of those that were `held`."""
+        """Return True if other parameters have taken the places of those in `held`."""
         now = self._read_weights()
         return len(now) != len(held) or (not all(map(is_, now, held)) and any(map(_is_replaced, now, held)))
 
     def was_written(self, stamp: WeightStamp | None) -> bool:
-        """True if the weights were written or replaced since; may wait for the device where the stamp has values."""
+        """Return True if the weights were written or replaced since; waits for the device if the stamp has values."""
         if stamp is None:
             return False
         if self.was_replaced(stamp.held) or stamp.was_moved:
             return True
-        pairs = zip(stamp.values, stamp.weights, strict=False)  # no values where only the versions were kept
+        pairs = zip(stamp.values, stamp.weights, strict=False)  # no values if only versions were kept
         return any(_differ(value, _take_few(weight)) for value, weight in pairs)
 
     def find_reshaped(self) -> list[str]:
-        """The parameters that are no longer of the shape that they had when training began, or came or went since."""
+        """Return the names of parameters that were added, removed or reshaped since training began."""
         now = self._read_shapes()
-        known = self._first_shapes.items()  # None for the lazy
+        known = self._first_shapes.items()  # None for lazy parameters
         first = {name: now.get(name) if shape is None else shape for name, shape in known}
         return [name for name in {**first, **now} if first.get(name) != now.get(name)]
 
     def describe(self, before: StateBefore, weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], list[str]]:
-        """What a dump says of the state before the forward, and what could not be kept.
+        """Return a dump's entries for the state before the forward, and notes on what could not be kept.
 
-        `weights` are those that were written since, as they were.
+        `weights` has copies, from before the forward, of weights that were written since.
         """
         copies, lost = before.keeper.state(before.kept)
         kept, model = {**weights, **copies}, self.model
@@ -199,15 +199,15 @@ class Observer:
             "mixed_precision": describe_mixed_precision(model),
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
         }
-        notes = [f"state_dict.{name}: as the forward left it, not as it was before" for name in lost]
+        notes = [f"state_dict.{name}: the file has its value from after the forward, not before it" for name in lost]
         moved = {path for path, _ in {*before.owners} ^ {*owners_of(model)}}
         if not moved <= kept.keys() & state.keys():
-            notes.append("the modules of the step: the loop has put others in their places since")
+            notes.append("the modules of the step: the loop has replaced some since")
         return contents, notes
 
 
 def _is_trained(place: Place) -> bool:
-    """True of a weight that gradients are wanted of and whose values can be read."""
+    """Return True for a weight that requires gradients and whose values can be read."""
     _, registry, name = place
     held = registry[name]
     if not isinstance(held, nn.Parameter) or not held.requires_grad or not can_join(held):
@@ -216,67 +216,67 @@ def _is_trained(place: Place) -> bool:
 
 
 def _is_replaced(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
-    """True where the module has another weight of its own, or none."""
+    """Return True if the module has another weight now, or none; weights lent by `functional_call` do not count."""
     return now is not before and not _is_borrowed(now) and not _is_borrowed(before)
 
 
 def _find_places(weights: list[torch.Tensor]) -> list[int]:
-    """Where each of them lies, and how often each was written."""
+    """Return the weights' addresses, then their version counters."""
     return [*map(torch.Tensor.data_ptr, weights), *versions_of(weights)]
 
 
 def _is_borrowed(held: torch.Tensor | None) -> bool:
-    """A module's own weights are of one class, whatever put them there; those of an inner loop are results."""
+    """Return True for a weight that is not a Parameter, as the module's own are: it is the result of an inner loop."""
     return held is not None and not isinstance(held, nn.Parameter)
 
 
 class SnapshotPlan:
-    """Which of these very tensors are copied before each forward; of all but the `written` the versions are kept.
+    """A choice of tensors to copy before each forward: the `written`. For the others the versions are kept.
 
-    Writes through `.data` and through numpy count no version, so some forwards are checked by values: before them all
-    are copied but the `large`, of each of which a few values are taken.
+    Writes through `.data` and numpy do not raise the version, so with `checks` the values are compared: all tensors are
+    copied, but only a few values of each of the `large`.
     """
 
     def __init__(self, tensors: Tensors, written: Set[int], *, large: Set[int], checks: bool) -> None:
         self.tensors, self.checks = tensors, checks
         held = {i: tensor for i, tensor in enumerate(tensors) if tensor is not None and not tensor.is_meta}
-        there = {i: tensor for i, tensor in held.items() if not is_lazy(tensor)}
-        self.is_first = len(there) < len(held)  # lazy: filled by the forward
-        # Inference tensors count no versions, so that nobody can tell whether one was written.
-        uncounted = {index for index, tensor in there.items() if tensor.is_inference()} - large
-        self.watched = [index for index in there if index not in written and not there[index].is_inference()]
-        copied = [i for i in there if i in written or i in uncounted or (checks and i not in large)]
-        self.sampled = [i for i in there if checks and i not in copied and can_join(there[i])]
-        self.odd = [index for index in copied if not can_join(there[index])]
-        joined = [index for index in copied if can_join(there[index])]
-        self._order = JoinOrder([there[index] for index in joined])
+        present = {i: tensor for i, tensor in held.items() if not is_lazy(tensor)}
+        self.is_first = len(present) < len(held)  # lazy: filled by the forward
+        # Inference tensors have no version counter, so writes to them do not show.
+        uncounted = {index for index, tensor in present.items() if tensor.is_inference()} - large
+        self.watched = [index for index in present if index not in written and not present[index].is_inference()]
+        copied = [i for i in present if i in written or i in uncounted or (checks and i not in large)]
+        self.sampled = [i for i in present if checks and i not in copied and can_join(present[i])]
+        self.odd = [index for index in copied if not can_join(present[index])]
+        joined = [index for index in copied if can_join(present[index])]
+        self._order = JoinOrder([present[index] for index in joined])
         self._joined = [joined[place] for place in self._order.places]
-        self._sources, self._watched = ([there[index] for index in group] for group in (self._joined, self.watched))
+        self._sources, self._watched = ([present[index] for index in group] for group in (self._joined, self.watched))
 
     def take(self) -> Snapshot:
-        """The tensors as they are now."""
+        """Return a snapshot of the tensors."""
         odd = {i: tensor.detach().clone() for i in self.odd if (tensor := self.tensors[i]) is not None}
         joined = self._order.copy(self._sources)
         return Snapshot(plan=self, versions=self.versions(), joined=joined, odd=odd, sampled=self.sample())
 
     def versions(self) -> list[int]:
-        """The versions of the watched as they are now."""
+        """Return the current versions of the watched tensors."""
         return versions_of(self._watched)
 
     def sample(self) -> list[torch.Tensor]:
-        """A few values of each of the sampled."""
+        """Return a few values of each sampled tensor."""
         return [_take_few(tensor) for index in self.sampled if (tensor := self.tensors[index]) is not None]
 
     def split(self, joined: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The copies by place among the tensors."""
+        """Return the copies by index among the tensors."""
         return dict(zip(self._joined, self._order.split(joined), strict=True))
 
 
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
-    """The state before one forward: copies of what is known to be written, of the rest the versions.
+    """The state before one forward: copies of tensors that are known to be written, versions of the others.
 
-    `differs` tells of each of `compared` whether its values were changed by the time that `compare` was called.
+    `differs` says for each of `compared` whether its values had changed when `compare` was called.
     """
 
     plan: SnapshotPlan
@@ -288,11 +288,11 @@ class Snapshot:
     differs: Flag | None = None
 
     def copies(self) -> dict[int, torch.Tensor]:
-        """What was copied, by place among the tensors."""
+        """Return the copies by index among the tensors."""
         return self.odd | self.plan.split(self.joined)
 
     def compare(self) -> None:
-        """Look, where the plan says so, at what was written since without being counted."""
+        """If the plan checks values, flag the tensors whose values have changed since, counted or not."""
         if not self.plan.checks or not self.plan.tensors:
             return
         before = {**self.copies(), **dict(zip(self.plan.sampled, self.sampled, strict=True))}
@@ -304,7 +304,7 @@ class Snapshot:
         self.differs = Flag(torch.stack(found).float() if found else 0.0)
 
     def changed(self) -> list[int]:
-        """Which of those that are watched were written to since."""
+        """Return the indices of the watched and compared tensors that were written since."""
         now = self.plan.versions()
         counted = []
         if now != self.versions:
@@ -315,24 +315,24 @@ class Snapshot:
 
 
 def _take_few(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy some values, spread over the tensor."""
+    """Copy some values, spread over the tensor, or over its first row if it is not contiguous."""
     values = tensor.detach().flatten() if tensor.is_contiguous() else tensor.detach()[:1].flatten()
     return values[:: max(1, values.numel() // NUM_SAMPLED)].clone()
 
 
 def _differ(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Tell on the device whether values differ, a NaN that stays aside; what cannot be compared does."""
+    """Return on the device whether values differ, NaNs being equal; True if they cannot be compared."""
     try:
         return ((before != after) & ~(before.isnan() & after.isnan())).any()
-    except RuntimeError:  # another shape by now, or a format that torch only stores
+    except RuntimeError:  # the shape has changed, or torch has no ops for the dtype
         return torch.tensor(True)
 
 
 class StateKeeper:
-    """Knows what a forward writes: the running statistics of norms, and whatever it was seen to change.
+    """A record of what forwards write: the running statistics of norms, and all that was seen to change.
 
-    Looked at are buffers, and the parameters that no gradient is wanted of: the momentum encoder of a contrastive
-    model is written by its forward. The first forward is checked by values, and then the 2nd, 4th, 8th and so on.
+    It watches buffers and the parameters without gradients: a contrastive model's forward writes its momentum encoder.
+    Values are compared at the first forward, and then at the 2nd, 4th, 8th and so on.
     """
 
     def __init__(self, model: nn.Module, undo_nbytes: int) -> None:
@@ -352,7 +352,7 @@ class StateKeeper:
         self._last: Snapshot | None = None
 
     def keep(self) -> Snapshot:
-        """The state as it is now."""
+        """Return a snapshot of the current state."""
         if not self._names and self._last is not None:
             return self._last
         self._num_taken += 1
@@ -361,7 +361,7 @@ class StateKeeper:
         return self._last
 
     def _plan_for(self, tensors: Tensors) -> SnapshotPlan:
-        """What to copy, by all that was seen to be written since the last snapshot."""
+        """Return a plan that copies all tensors that were seen to be written: the last plan if it still does."""
         last = self._last
         checks = self._num_taken & (self._num_taken - 1) == 0
         changed = [] if last is None else last.changed()
@@ -388,7 +388,7 @@ class StateKeeper:
         return has_room([tensor for place in places if (tensor := tensors[place]) is not None], self._undo_nbytes)
 
     def state(self, snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """What a snapshot knows by name, and the names of those that were overwritten and not copied."""
+        """Return a snapshot's tensors by name, and the names of tensors that were overwritten without a copy."""
         copies = snapshot.copies()
         held = {i: tensor for i, tensor in enumerate(snapshot.plan.tensors[: len(self.buffers)]) if tensor is not None}
         lost = {*snapshot.changed(), *(self._written & self._frozen)} - set(copies)

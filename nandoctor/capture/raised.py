@@ -1,4 +1,4 @@
-"""Tells whether a forward that raised an error did so for a NaN or infinity of its own."""
+"""Decide whether an error was raised because of a NaN or infinity in the forward."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from nandoctor.torch_compat import is_wrapped, tree_leaves
 
 _SAID = re.compile(r"(?i)\b(nans?|infs?|infinit[ey]|(non|not)[- ]?finite|not a number|invalid values)\b")
 _OF_VALUES = (ValueError, RuntimeError, ArithmeticError, AssertionError)
-"""Others name what is missing, which may be called "inf"."""
+"""Errors of other classes name something missing, which may be called "inf"."""
 
 
 def is_for_nonfinite(error: BaseException | None) -> bool:
-    """True of an error of a forward among whose variables is a NaN or +Inf that was computed with its weights.
+    """Return True if a forward raised the error and its local variables show a NaN or +Inf computed from weights.
 
-    -Inf alone may be a mask's. Also where the message speaks of NaN or infinity and any variable is non-finite, or
-    where torch says so, of what need not be in a variable. Python's `raise` stands behind a check of one.
+    -Inf alone may come from a mask. Also True for a FloatingPointError, and if the message mentions NaN or infinity and
+    either a variable is non-finite, or the last line has no `raise`: then torch raised it, perhaps about a temporary.
     """
     call, inside = nn.Module.__call__.__code__, list[FrameType]()
     while isinstance(error, Exception):
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        # What was raised and caught inside has only the frames from there on.
+        # The traceback of an error that was caught inside the forward starts there, below `__call__`.
         inside = list(dropwhile(lambda frame: frame.f_code is not call, frames)) or (frames if inside else [])
         if inside:
-            held = list(filter(_is_read, tree_leaves([list(frame.f_locals.values()) for frame in inside])))
+            held = list(filter(_is_readable, tree_leaves([list(frame.f_locals.values()) for frame in inside])))
             spoilt = any(tensor.requires_grad and not (tensor < math.inf).all() for tensor in held)
             if spoilt or isinstance(error, FloatingPointError):
                 return True
@@ -43,7 +43,7 @@ def is_for_nonfinite(error: BaseException | None) -> bool:
     return False
 
 
-def _is_read(value: Any) -> bool:
-    """True of a tensor whose values can be read without asking another rank."""
+def _is_readable(value: Any) -> bool:
+    """Return True for a plain tensor of floats wider than a byte, which can be read without asking another rank."""
     is_dense = can_join(value) and not (is_wrapped(value) or value.is_nested or value.is_meta)
     return is_dense and value.is_floating_point() and value.element_size() > 1

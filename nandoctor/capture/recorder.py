@@ -1,4 +1,4 @@
-"""`Recorder`: watches a training loop for non-finite steps, saves them whole, and stops the run when it must."""
+"""`Recorder`: watches a training loop for non-finite steps, saves them completely, and stops the run by a rule."""
 
 from __future__ import annotations
 
@@ -47,39 +47,39 @@ LOG = logging.getLogger("nandoctor")
 
 
 class Recorder(RecorderSettings):
-    """Keeps each step of a training until its loss is known to be finite, and writes it to a file where it is not.
+    """A recorder that keeps each step of a training until its loss is known to be finite, and saves it if it is not.
 
-    `recorder = Recorder(model, scaler=scaler)`, and in the loop `recorder.watch(loss, batch)` before the backward pass.
-    A step then begins with the model's forward in train mode and ends with the next one; `with recorder.step(batch):`
-    around the whole step says it outright, and also saves a non-finite step that ends in an exception of the loop.
+    Make `recorder = Recorder(model, scaler=scaler)`, and call `recorder.watch(loss, batch)` before the backward pass.
+    A step then begins with the model's forward in train mode and ends with the next one. `with recorder.step(batch):`
+    marks a step explicitly, and also saves a non-finite step that ends in an exception.
 
     A file is written at the first non-finite step of an episode, and when training is stopped.
 
     Args:
-        model: the one that the loop calls: compiled, or wrapped for distribution.
-        folder: where the files go.
+        model: the model that the loop calls, which may be compiled or wrapped for distributed training.
+        folder: the folder for the files.
         scaler: the GradScaler, if there is one.
         loss: a function (output, batch) -> scalar, or its SPEC, for the replay of the backward pass.
-        builder: the function that built the model, where its class was not called with `arguments`.
-        arguments: what the model's class, or `builder`, was called with.
+        builder: the function that built the model, if it was not built by its class with `arguments`.
+        arguments: the arguments that the model's class, or `builder`, was called with.
         threshold: stop when more than this share (0 to 1) of the last `window` steps was non-finite. Steps that the
-            scaler skips count only where its scale has fallen below 1.
+            scaler skips count only if its scale has fallen below 1.
         window: a number of steps.
-        in_a_row: stop after so many such steps in a row, too.
-        keep: number of this run's files to keep; the oldest makes way.
-        max_nbytes: bytes of the largest file (default: 8 GiB). What has no room is left out, and named in the file.
+        in_a_row: also stop after this many such steps in a row.
+        keep: number of this run's files to keep; the oldest is deleted.
+        max_nbytes: most bytes of a file (default: 8 GiB). Parts that do not fit are left out, and the file lists them.
         keep_optimizer: True to save the optimizer's state as well.
-        spike: also save a step whose finite loss is over so many times the median of the last `window`.
+        spike: also save a step whose finite loss is more than this many times the median of the last `window`.
         on_save: called with (path, event) after each file.
-        weights: the checkpoint of weights that have no room: its path, or a function that returns the last one's.
-        undo_nbytes: copy weights of up to so many bytes (default: 1 GiB) before each update, so that an update that
-            spoils them can be saved.
-        method: for integrations: the model's method that makes a step, where its forward does not.
-        ambient: for integrations: opens the autocast that `method` will run under.
-        from_output: for integrations: True where the loss is in the model's own output.
+        weights: the checkpoint of weights that do not fit into a file: a path, or a function that returns one.
+        undo_nbytes: copy the weights before each update if they have at most this many bytes (default: 1 GiB), so that
+            a step whose update spoils them can be saved.
+        method: for integrations: the method of the model that is the step, if it is not forward.
+        ambient: for integrations: returns the autocast context that `method` will run under.
+        from_output: for integrations: True if the loss is in the model's output.
 
     Raises:
-        NanDoctorError: a setting cannot have its value, or the model keeps flat weights (FSDP1, ZeRO-3).
+        NanDoctorError: a setting is invalid, or the model keeps its weights in flat pieces (FSDP1, ZeRO-3).
     """
 
     def __post_init__(self) -> None:
@@ -111,13 +111,13 @@ class Recorder(RecorderSettings):
         self._scouted = False
         self._warned: set[str] = set()
         self._attach()
-        atexit.register(self._at_exit)  # for a script that ends in an error before it closes this
+        atexit.register(self._at_exit)  # for a script that ends in an error before it calls close
         self._handles.callback(atexit.unregister, self._at_exit)
 
     def _describe_training(self) -> tuple[Training, str | None]:
-        """What all files have in common, and the flags that a replay will need; the log says how to do without.
+        """Return what all files have in common, and the flags that a replay needs; log how to do without them.
 
-        None where only this notebook can replay them.
+        The flags are None if only this notebook can replay the files.
         """
         model, builder, arguments = self._observer.model, self.builder, self.arguments or {}
         if isinstance(builder, functools.partial) and not builder.args:
@@ -145,28 +145,28 @@ class Recorder(RecorderSettings):
 
     @property
     def _called(self) -> nn.Module:
-        """What the hooks are put on; within an engine its module, which is given what the engine has cast."""
+        """The module that gets the hooks; for an engine it is the inner one, which gets the inputs after casting."""
         return self.model if self._engine is None else self._engine.model
 
     def _find_scaler(self) -> Any:
-        """What scales the loss, if anything: a disabled scaler does not, and lets every update pass."""
+        """Return the object that scales the loss, or None; a disabled scaler neither scales nor skips."""
         if self._engine is not None:
             return self._engine if self._engine.scales else None
         return self.scaler if getattr(self.scaler, "is_enabled", lambda: True)() else None
 
     @property
     def history(self) -> StepHistory:
-        """The run so far: `num_steps`, `num_bad_losses`, `num_spoiled` and `num_skipped`."""
+        """The counts of the run so far: `num_steps`, `num_bad_losses`, `num_spoiled` and `num_skipped`."""
         return self._policy.history
 
     @property
     def written(self) -> tuple[Path, ...]:
-        """The files of this run that are still there, oldest first."""
+        """The files of this run that still exist, oldest first."""
         return tuple(self._policy.folder.written)
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that the next steps are recorded with; may be set."""
+        """The epoch recorded with the next steps; may be set."""
         return self._tracker.epoch
 
     @epoch.setter
@@ -184,13 +184,13 @@ class Recorder(RecorderSettings):
 
     @contextmanager
     def step(self, batch: Any = None) -> Iterator[Recorder]:
-        """Mark the beginning and the end of a step, or of one micro-batch of it: `with recorder.step(batch):`.
+        """Mark the beginning and the end of a step, or of one of its micro-batches: `with recorder.step(batch):`.
 
         Args:
-            batch: what the loss is made from: tensors and plain data in dicts, lists and tuples.
+            batch: the data that the loss is computed from: tensors and plain data in dicts, lists and tuples.
 
         Raises:
-            NonFiniteTrainingError: the stop rule holds after this step, or after the one before.
+            NonFiniteTrainingError: the stop rule applies after this step or the one before.
         """
         self.begin(batch)
         try:
@@ -203,24 +203,24 @@ class Recorder(RecorderSettings):
         self.end()
 
     def begin(self, batch: Any = None) -> None:
-        """Begin a step, where `with recorder.step(batch):` does not fit; `end`, or the next `begin`, ends it.
+        """Begin a step, if `with recorder.step(batch):` does not fit in; `end` or the next `begin` ends it.
 
         Args:
             batch: as for `step`.
 
         Raises:
-            NonFiniteTrainingError: as `step`.
+            NonFiniteTrainingError: as for `step`.
         """
         self._start_step(Hook(self._tracker.make_step)(batch, explicit=True))
 
     def watch(self, loss: torch.Tensor | None = None, batch: Any = None) -> None:
-        """Look at this step's loss; call it before the backward pass. The answer is not waited for.
+        """Check this step's loss; call this before the backward pass. It does not wait for the device.
 
-        Under torch.distributed all ranks ask each other here, so all must call it.
+        Under torch.distributed the ranks exchange their results here, so every rank must call it.
 
         Args:
-            loss: a scalar, not yet multiplied by the loss scale; None to look at the model's output.
-            batch: as for `step`, where that was not told.
+            loss: a scalar, not yet multiplied by the loss scale; None to check the model's output.
+            batch: as for `step`, if it was not passed there.
 
         Raises:
             NanDoctorError: no forward was seen since the last step.
@@ -229,59 +229,59 @@ class Recorder(RecorderSettings):
         if step is None:
             raise NanDoctorError(
                 "The recorder has seen no forward of its model in train mode since the last step.",
-                remedy="Call recorder.watch after the forward, and give Recorder the very model that the loop calls; "
+                remedy="Call recorder.watch after the forward, and give Recorder the same model that the loop calls; "
                 "or put the step into `with recorder.step(batch):`.",
             )
         if self._tracker.unwatched_eval and not self._observer.model.training:
             self._warn(
-                "watch was called after a forward in eval mode, which is no step of the training, and looked "
-                "at nothing. To record evaluations, put each into `with recorder.step(batch):`."
+                "watch was called after a forward in eval mode, which is not a training step, so nothing was checked. "
+                "To record an evaluation, put each of its steps into `with recorder.step(batch):`."
             )
             return
         step.batch = step.batch if batch is None else held(batch)
         self._look_at(step, self._as_tensor(loss), ask_all=True)
         if step.borrowed and step.lent is None:
             self._warn(
-                "torch.func.functional_call gives the model other weights at each call, with which no replay can call "
-                "it. Write the step up to the loss as the forward of a module that holds the model, record that "
-                "module, and give loss=loss_of, with def loss_of(output, batch): return output"
+                "torch.func.functional_call gives the model different weights at each call, which a replay cannot do. "
+                "Write the step up to the loss as the forward of a module that holds the model, record that module, "
+                "and give loss=loss_of, with def loss_of(output, batch): return output"
             )
         elif loss is not None and not self.method:
             self._advise_loss(step)
 
     def _as_tensor(self, loss: Any) -> torch.Tensor | None:
-        """The loss; None for what is no number, and a line in the log."""
+        """Return the loss as a tensor; None, with a warning in the log, if it is not a number."""
         if loss is None or (can_join(loss) and not loss.is_meta) or is_dense(loss):
-            return None if loss is None else unwrap(loss)  # of torch.func.vmap those of all samples
+            return None if loss is None else unwrap(loss)  # inside torch.func.vmap the losses of all samples
         try:
             return torch.tensor(float(loss))
-        except Exception:  # what an object of the training's raises
+        except Exception:  # a user's object may raise anything
             self._warn(
-                f"watch was given a {type(loss).__name__}, which is no loss, and looked at the model's output "
+                f"watch was given a {type(loss).__name__}, which is not a loss, and checked the model's output "
                 "instead. Give it the tensor that backward is called on."
             )
             return None
 
     def _warn(self, message: str) -> None:
-        """Log a message once."""
+        """Log a message, at most once."""
         if message not in self._warned:
             self._warned.add(message)
             LOG.warning("nandoctor.Recorder: %s", message)
 
     def save(self, reason: str = "requested") -> Path | None:
-        """Save the step under way, whatever its values are: a spike of the loss, an odd batch.
+        """Save the current step, finite or not: for a spike of the loss, or an odd batch.
 
-        The state is that from before the step; after `optimizer.step()`, as far as the weights were copied
+        The file has the state from before the step; after `optimizer.step()` only if the weights were copied
         (`undo_nbytes`).
 
         Args:
-            reason: stands in the file.
+            reason: saved in the file.
 
         Returns:
             The file; None if it could not be written, and the log says why.
 
         Raises:
-            NanDoctorError: no step is under way.
+            NanDoctorError: there is no current step.
         """
         if self._tracker.current is None:
             raise NanDoctorError(
@@ -295,7 +295,7 @@ class Recorder(RecorderSettings):
         """End the step that `begin` began.
 
         Raises:
-            NonFiniteTrainingError: as `step`.
+            NonFiniteTrainingError: as for `step`.
         """
         step = self._tracker.current
         if step is not None and not step.flags and step.returned and not step.passed:
@@ -303,10 +303,10 @@ class Recorder(RecorderSettings):
         self._start_step(None)
 
     def close(self) -> None:
-        """Look at the last step, and take all hooks off.
+        """Check the last step, and remove all hooks.
 
         Raises:
-            NonFiniteTrainingError: as `step`.
+            NonFiniteTrainingError: as for `step`.
         """
         with self._handles:
             self._start_step(None, final=True)
@@ -352,15 +352,15 @@ class Recorder(RecorderSettings):
             step.inside[name] = pack(output, f"output.{name}")
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Begin a step; the first time, look for autocast within a forward that somebody wrapped (Accelerate does)."""
+        """Begin a step; at the first, look for autocast inside a forward that was replaced, as Accelerate does."""
         if not self._tracker.before_forward(module, args, kwargs):
             return
         model, step, observer = self._observer.model, self._tracker.current, self._observer
         assert step is not None
         assert step.before is not None
         for lost in step.calls[0].left_out[:1]:
-            told = f"no file can hold {lost}; a replay has None for it. If the model needs it, replay with --call"
-            self._warn(f"{told} FILE.py:NAME, a function (model, batch) that makes it anew.")
+            what = f"a file cannot hold {lost}; a replay passes None instead. If the model needs it, replay with --call"
+            self._warn(f"{what} FILE.py:NAME, a function (model, batch) that makes it again.")
         if self._scouted or step.before.autocast["enabled"] or "forward" not in vars(model):
             return
         self._scouted = True
@@ -375,21 +375,21 @@ class Recorder(RecorderSettings):
         self._advise_loss(step)
 
     def _advise_loss(self, step: RecordedStep) -> None:
-        """Tell how a replay would get the loss, where it is computed outside of the model."""
+        """Log how to give a replay the loss, if it is computed outside of the model."""
         if self.loss is None and step.loss_place is None:
             self._warn(
-                "the loss is computed outside of the model, so a replay will see neither it nor its gradients. Give "
-                "the recorder a function at a file's top level: loss=loss_of; def loss_of(output, batch): return ..."
+                "the loss is computed outside of the model, so a replay cannot check it or its gradients. Give the "
+                "recorder a function at a file's top level: loss=loss_of, with def loss_of(output, batch): return ..."
             )
 
     def _find_flags(self) -> str | None:
-        """What has to follow `nandoctor replay FILE`; more than was known at first, where the model was rebuilt."""
+        """Return the flags for `nandoctor replay FILE`: --model if the model's parameters have changed."""
         reshaped = self._observer.find_reshaped()
         if not reshaped:
             return self._flags
         self._warn(
-            f"the model's parameters are no longer those that training began with ({join_first(reshaped, 3)}), so a "
-            "replay cannot build it by itself. Write a function that returns the model as it is now for --model."
+            f"the model's parameters have changed since training began ({join_first(reshaped, 3)}), so a replay cannot "
+            "build the model by itself. Write a function that returns the model as it is now for --model."
         )
         return " --model FILE.py:NAME"
 

@@ -19,7 +19,7 @@ from nandoctor.errors import NanDoctorError
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RecorderSettings:
-    """What a recorder is told; `Recorder` says what each setting means."""
+    """The settings of a recorder; `Recorder` documents each."""
 
     model: nn.Module
     _: KW_ONLY
@@ -51,10 +51,10 @@ class RecorderSettings:
         counts = (self.window, self.keep, 1 if self.in_a_row is None else self.in_a_row)
         if not 0 <= self.threshold <= 1 or min(counts) < 1:
             raise NanDoctorError(
-                f"Recorder does not take threshold={self.threshold}, window={self.window}, in_a_row={self.in_a_row} "
+                f"Recorder does not accept threshold={self.threshold}, window={self.window}, in_a_row={self.in_a_row} "
                 f"and keep={self.keep}.",
                 remedy="threshold is a share from 0 to 1 (1 never stops); window, in_a_row and keep are 1 or more.",
             )
 
 
-RecorderSettings.__init__.__qualname__ = "Recorder"  # what a TypeError about its arguments names
+RecorderSettings.__init__.__qualname__ = "Recorder"  # the name in a TypeError about its arguments

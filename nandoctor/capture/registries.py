@@ -1,4 +1,4 @@
-"""Where a model keeps its tensors: each module has a registry of its parameters and one of its buffers."""
+"""Find where a model keeps its tensors: each module has one registry of parameters and one of buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCRIPTED: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 def as_dict(held: Any) -> dict[str, Any]:
-    """The registry itself; of TorchScript, which keeps its own out of Python, one dict of what that holds now."""
+    """Return the registry; for TorchScript, whose registries are not Python dicts, a dict that is refreshed here."""
     if isinstance(held, dict):
         return held
     plain = _SCRIPTED.setdefault(held, {})
@@ -27,7 +27,7 @@ def as_dict(held: Any) -> dict[str, Any]:
 
 
 def places_of(model: nn.Module, registry_of: Callable[[nn.Module], Any]) -> list[Place]:
-    """The places of all parameters, or of all buffers, by what tells the registry of a module."""
+    """Return the places of all parameters, or of all buffers; `registry_of` gets the registry of a module."""
     return [
         (f"{path}.{name}" if path else name, registry, name)
         for path, module in model.named_modules()
@@ -37,5 +37,5 @@ def places_of(model: nn.Module, registry_of: Callable[[nn.Module], Any]) -> list
 
 
 def owners_of(model: nn.Module) -> list[tuple[str, int]]:
-    """The path of each tensor, and whose it is."""
+    """Return the path of each tensor with the id of the registry that holds it."""
     return [(path, id(registry)) for of in (parameters_of, buffers_of) for path, registry, _ in places_of(model, of)]

@@ -1,6 +1,6 @@
-"""Tensors that are spread over ranks (FSDP2, tensor parallelism): this rank's part, and where it belongs.
+"""Tensors that are sharded over ranks (FSDP2, tensor parallelism): this rank's part, and its place in the whole.
 
-Nothing here talks to another rank.
+Nothing here communicates with another rank.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from nandoctor.torch_compat import fsdp_policy, holds_gradients
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """True of a DTensor."""
-    # Who never imported the module has none, and it takes a second to import.
+    """Return True for a DTensor."""
+    # Importing the module takes a second. If nobody has imported it, there are no DTensors.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def has_gradient(parameter: nn.Parameter | None, model: nn.Module) -> bool:
-    """True if the model's parameter has a gradient, also one that FSDP2 has yet to sum over ranks."""
+    """Return True if the model's parameter has a gradient, including one that FSDP2 has not yet summed over ranks."""
     if parameter is None or parameter.grad is not None:
         return parameter is not None
     return is_sharded(parameter) and any(map(holds_gradients, model.modules()))
 
 
 def refuse_flat_weights(model: nn.Module) -> None:
-    """Refuse the first FSDP, which keeps the weights of many layers in one flat tensor on each rank.
+    """Raise for FSDP1, which keeps the weights of many layers in one flat tensor on each rank.
 
     Raises:
-        NanDoctorError: a part of the model is wrapped in it.
+        NanDoctorError: a part of the model is wrapped in FSDP1.
     """
     package = sys.modules.get("torch.distributed.fsdp")
     if package is not None and any(isinstance(module, package.FullyShardedDataParallel) for module in model.modules()):
         raise NanDoctorError(
-            "FullyShardedDataParallel (FSDP1) keeps weights in flat pieces, of which no replay can make a model.",
+            "FullyShardedDataParallel (FSDP1) keeps weights in flat pieces, from which a replay cannot build a model.",
             remedy="Shard with FSDP2 instead: `for block in model.blocks: fully_shard(block)`, then "
             "`fully_shard(model)` and Recorder(model), with fully_shard from torch.distributed.fsdp.",
         )
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of the tensor, as a plain one that shares its memory."""
+    """Return this rank's part of the tensor as a plain tensor that shares its memory."""
     held: Any = tensor
     local = held.to_local() if is_sharded(tensor) else tensor
     assert isinstance(local, torch.Tensor)
@@ -55,11 +55,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def describe_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Of each sharded tensor its whole shape, the mesh of ranks, and its placement along each dimension of the mesh.
+    """Return each sharded tensor's full shape, its mesh of ranks, and its placement along each mesh dimension.
 
-    A placement is the dimension that the tensor is split along, or None where every rank has it whole; or a list of the
-    dimension and a number of chunks, each of which is split by itself (FSDP over tensor parallelism). Any other (a sum
-    that is still to be made) is given by its name, and cannot be joined.
+    A placement is the dimension that the tensor is split along, or None if every rank has all of it. It is a list of
+    the dimension and a number of chunks if each chunk is split separately (FSDP over tensor parallelism). Any other (a
+    pending sum) is given by its name, and cannot be joined.
     """
     return {name: _describe(tensor) for name, tensor in tensors.items() if is_sharded(tensor)}
 
@@ -81,9 +81,9 @@ def _describe_placement(placement: Any) -> int | list[int] | str | None:
 
 
 def places_in_whole(at: torch.Tensor, shape: torch.Size, shard: Mapping[str, Any], rank: int) -> torch.Tensor | None:
-    """Flat places in a rank's part of a tensor, of this shape, as flat places in the whole tensor.
+    """Convert flat indices into a rank's part, which has this shape, to flat indices into the full tensor.
 
-    None where the part is no single block of it. Ranks hold what `torch.chunk` gives them along each dimension.
+    Return None if the part is not a single block of it. Ranks hold what `torch.chunk` gives along each dimension.
     """
     whole, first = list(shard["shape"]), [0] * len(shard["shape"])
     sizes = list(whole)
@@ -106,11 +106,11 @@ def places_in_whole(at: torch.Tensor, shape: torch.Size, shard: Mapping[str, Any
 
 
 def describe_mixed_precision(model: nn.Module) -> dict[str, dict[str, str]]:
-    """What the policies of FSDP2 cast, without autocast: weights by name, the rest by the paths of modules.
+    """Return the dtypes that FSDP2's policies cast to: of weights by name, of the rest by module path.
 
-    The rest are inputs, outputs, and gradients where they are summed over ranks.
-    A policy is that of the nearest module above a weight that `fully_shard` was called on; weights that it was told to
-    ignore are not sharded, and not cast.
+    The rest are inputs, outputs, and the gradients while they are summed over ranks. A weight's policy is that of the
+    nearest enclosing module that `fully_shard` was called on. Weights in its `ignored_params` are neither sharded nor
+    cast.
     """
     policies = {path: policy for path, module in model.named_modules() if (policy := fsdp_policy(module)) is not None}
     sharded = [(name, p) for name, p in model.named_parameters() if is_sharded(p)] if policies else []
@@ -125,7 +125,7 @@ def describe_mixed_precision(model: nn.Module) -> dict[str, dict[str, str]]:
 
 
 def _owner(name: str, paths: Collection[str]) -> str | None:
-    """The nearest of these modules that a weight is in."""
+    """Return the innermost of these modules that contains the weight; None if none does."""
     path = name
     while path:
         path = path.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Where a model and a loss come from, and whether a replay will be able to make them again without being told how."""
+"""Find where a model and a loss are defined, and whether a replay can build them again without flags."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_SOURCES = 500
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model inside DataParallel, DistributedDataParallel and `torch.compile`, in any nesting."""
+    """Return the model inside DataParallel, DistributedDataParallel and `torch.compile`, in any nesting."""
     while True:
         compiled = getattr(model, "_orig_mod", None)
         if isinstance(compiled, nn.Module):
@@ -51,9 +51,9 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def class_of(model: nn.Module) -> type[nn.Module]:
-    """The class that the model was made from.
+    """Return the class that the model was built from.
 
-    FSDP2 and parametrizations give it one that they make on the fly, which is not found where it says it is defined.
+    FSDP2 and parametrizations replace it with a new class that does not exist where it claims to be defined.
     """
     return next((kind for kind in type(model).__mro__ if issubclass(kind, nn.Module) and _is_found(kind)), type(model))
 
@@ -62,7 +62,7 @@ def _is_found(kind: type) -> bool:
     found: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
         if name == "<locals>":
-            return True  # nobody can look inside a function: it is what it says
+            return True  # a class inside a function cannot be looked up: take its word
         found = getattr(found, name, None)
     return found is kind
 
@@ -70,14 +70,14 @@ def _is_found(kind: type) -> bool:
 def describe_model(
     model: nn.Module, source: Mapping[str, str], arguments: Mapping[str, Any], *, built: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The `source` of the model's class or builder with arguments and structure; and what was left out."""
+    """Return the `source` of the model's class or builder with arguments and structure, and notes on what is lost."""
     packed = pack(dict(arguments), "model.arguments")
     plain = {**source, "arguments": packed.tree, "structure": _print(model)}
     return {**plain, **({} if arguments or built else _describe_config(model))}, packed.notes
 
 
 def _print(model: nn.Module) -> str:
-    """The model as it prints before FSDP2 puts classes of its own on the modules."""
+    """Return the model as it prints without the classes that FSDP2 puts on its modules."""
     printed = str(model)
     kinds = {type(module): class_of(module) for module in model.modules() if fsdp_policy(module) is not None}
     for kind, original in kinds.items():
@@ -86,10 +86,10 @@ def _print(model: nn.Module) -> str:
 
 
 def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
-    """Import path and source hash of a class or function, or of a SPEC.
+    """Return the import path and source hash of a class or function, or of a SPEC.
 
-    A file within the working directory goes by its relative path. To be asked when training begins: later the file may
-    have been edited, and when Python ends it is not known any more.
+    A file in the working directory is named by its relative path. Call this when training begins: the file may be
+    edited later, and it cannot be found while Python exits.
     """
     if isinstance(thing, str):
         location, _, name = thing.rpartition(":")
@@ -106,11 +106,11 @@ def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
 
 
 def describe_loss(loss: Callable[..., Any] | str) -> dict[str, str]:
-    """As `describe_source`, by the name at the top level of a file of the project that is bound to this very object.
+    """Return the same as `describe_source`, with the top-level name in a project file that is bound to this object.
 
-    The name that a function has need not be such a one: `functools.wraps` gives it that of another function.
+    A function's own name may not be that name: `functools.wraps` gives it the name of another function.
     """
-    inner = getattr(loss, "_torchdynamo_orig_callable", loss)  # what torch.compile was given computes the same
+    inner = getattr(loss, "_torchdynamo_orig_callable", loss)  # the function that torch.compile was given
     described = describe_source(inner)
     if isinstance(loss, str) or ("<" not in described["name"] and _is_bound((loss, inner), described)):
         return described
@@ -123,19 +123,19 @@ def describe_loss(loss: Callable[..., Any] | str) -> dict[str, str]:
 
 
 def _is_bound(same: tuple[Any, ...], described: Mapping[str, str]) -> bool:
-    """Tell whether the name is that of such an object, where the file is imported too; a method's is refused later."""
+    """Return True if the name is bound to one of these objects, also on import; a dotted name is refused later."""
     module, name = sys.modules.get(described["module"]), described["name"]
     if module is None or "." in name or not described["file"]:
         return True
-    is_one = any(vars(module).get(name) is loss for loss in same)
-    return is_one and binds_at_top_level(Path.cwd() / described["file"], name)
+    is_bound = any(vars(module).get(name) is loss for loss in same)
+    return is_bound and binds_at_top_level(Path.cwd() / described["file"], name)
 
 
 class ProjectSources:
-    """The hashes of the project's own files that the training has imported, from when it began.
+    """Hashes of the project's own files that the training has imported, as they were when it began.
 
-    `described` are the sources of the model and the loss: of their files, and of those of the model's modules, the
-    lines are told apart. What is imported later is hashed when the first dump is written.
+    `described` has the sources of the model and the loss. Their files and those of the model's modules are also hashed
+    line by line. Files that are imported later are hashed when the next dump is written.
     """
 
     def __init__(self, model: nn.Module, *described: Mapping[str, str] | None) -> None:
@@ -159,7 +159,7 @@ class ProjectSources:
                 self._hashes |= {name: hashed} if hashed is not None else {}
 
     def describe(self) -> dict[str, dict[str, str]]:
-        """By the files' paths relative to the working directory, as plain data."""
+        """Return the hashes as plain data, by the files' paths relative to the working directory."""
         self._add_new()
         return {name: {"sha256": found.sha256, "lines": found.lines} for name, found in self._hashes.items()}
 
@@ -173,19 +173,19 @@ def _source_file(thing: Any) -> Path | None:
 
 
 def _loaded_files() -> list[tuple[ModuleType, str]]:
-    """The modules that are loaded, with their files; none is asked for an attribute, which might import more."""
+    """Return the loaded modules with their files, read from their dicts: an attribute access might import more."""
     named = [(module, getattr(module, "__dict__", {}).get("__file__")) for module in list(sys.modules.values())]
     return [(module, file) for module, file in named if isinstance(file, str)]
 
 
 @cache
 def _resolve(file: str) -> str:
-    """The path of a loaded module's file; thousands are asked for with each recorder, and they do not move."""
+    """Return the real path of a module's file; cached, since each recorder asks for thousands that do not change."""
     return os.path.realpath(file)
 
 
 def _name_of_python(file: str, folder: str) -> str:
-    """The path of a Python file in the folder, from there; "" of others. `Path` takes a recorder 30 ms for all."""
+    """Return the path of a Python file relative to the folder, "" if it is not in it; `Path` takes 30 ms for all."""
     path, before = _resolve(file), folder.rstrip(os.sep) + os.sep
     is_inside = path.endswith(".py") and path.startswith(before)
     return path.removeprefix(before).replace(os.sep, "/") if is_inside else ""
@@ -199,7 +199,7 @@ def _hash(path: Path) -> str:
 
 
 def _describe_config(model: nn.Module) -> dict[str, Any]:
-    """The configuration that a model of transformers is built from."""
+    """Return the configuration that a transformers model is built from; empty for other models."""
     config: Any = getattr(model, "config", None)
     kind = type(config)
     if not is_transformers_config(kind):
@@ -217,15 +217,15 @@ def _describe_config(model: nn.Module) -> dict[str, Any]:
 def plan_rebuild(
     model: nn.Module, source: Mapping[str, str], arguments: Mapping[str, Any], *, built: bool
 ) -> tuple[str | None, list[str]]:
-    """The flags that follow `nandoctor replay FILE` for the model's sake, "" for none; and advice how to do without.
+    """Return the flags for the model after `nandoctor replay FILE`, "" if none are needed, and how to do without them.
 
-    None where only this notebook or console has what builds it. The class is called with `arguments` on the meta
-    device, without weights, to see whether it can be made again.
+    The flags are None if the model's code exists only in this notebook or console. The class is called with `arguments`
+    on the meta device, without weights, to see whether it can be built again.
     """
     name, file = source["name"], source["file"]
     is_typed = _is_typed(source)
     if "<" in name or (not file and source["module"] in ("__main__", "") and not is_typed):
-        where = "inside a function" if "<" in name else "in no file"
+        where = "inside a function" if "<" in name else "outside of any file"
         return " --model FILE.py:NAME", [
             f"a replay cannot import {name}, which is defined {where}: define it at the top level of a .py file."
         ]
@@ -234,14 +234,14 @@ def plan_rebuild(
     problem = None if built else _try_config(model) if from_config else _try_class(model, arguments)
     if problem is not None:
         return " --model FILE.py:NAME", [
-            f"a replay cannot build {name} {problem}. Give Recorder arguments={{...}}, plain data that {name} was "
-            "called with, or builder=FUNCTION, one at the top level of a file that takes no arguments and returns the "
-            "model."
+            f"a replay cannot build {name} {problem}. Give Recorder arguments={{...}}, the plain data that {name} was "
+            "called with, or builder=FUNCTION, a function at the top level of a file that takes no arguments and "
+            "returns the model."
         ]
     if is_typed and is_plain:
         return None, [
-            f"{name} is defined in no file, so its dumps are replayed here, by nandoctor.replay(FILE): to replay them "
-            "elsewhere, define it at the top level of a .py file."
+            f"{name} is not defined in a file, so its dumps can only be replayed here, with nandoctor.replay(FILE). To "
+            "replay them elsewhere, define it at the top level of a .py file."
         ]
     if _is_elsewhere(source) or (built and not (_is_own_function(source) and is_plain)):
         location = file if source["module"] == "__main__" or file else source["module"]
@@ -251,44 +251,44 @@ def plan_rebuild(
 
 
 def _is_typed(source: Mapping[str, str]) -> bool:
-    """Tell whether this notebook or console defines it, in no file."""
+    """Return True if the source is defined in this notebook or console and not in a file."""
     return not source["file"] and find_typed(source["module"], source["name"]) is not None
 
 
 def _is_elsewhere(source: Mapping[str, str]) -> bool:
-    """Tell whether its file is outside of the working directory, from where a replay imports nothing by itself."""
+    """Return True if the file is outside of the working directory: a replay imports nothing from there by itself."""
     return Path(source["file"]).is_absolute()
 
 
 def _is_own_function(source: Mapping[str, str]) -> bool:
-    """Tell whether it stands at the top level of a file in the working directory, from where a replay imports it."""
+    """Return True if it is at the top level of a file in the working directory, so that a replay can import it."""
     return bool(source["file"]) and not _is_elsewhere(source) and source["name"].isidentifier()
 
 
 def _try_config(model: nn.Module) -> str | None:
-    """See whether the class takes the configuration alone, as a replay will give it; what is wrong, None if it does."""
+    """Return why the class cannot be called with its configuration only, as a replay does; None if it can."""
     config: Any = getattr(model, "config", None)
     try:
         inspect.signature(class_of(model)).bind(config)
     except TypeError as error:
         return f"from its configuration alone ({error})"
-    except ValueError:  # it tells no signature
+    except ValueError:  # it has no signature
         pass
     return None
 
 
 def _try_class(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
-    """Call the model's class as the replay will; what is wrong with it, None if it makes the same parameters."""
+    """Call the model's class as a replay does; return what goes wrong, None if it makes the same parameters."""
     odd = sorted(name for name, value in arguments.items() if not _is_plain(value))
     if odd:
-        return f"from its arguments: {', '.join(odd)} would not be plain data in the file"
+        return f"from its arguments ({', '.join(odd)}: not plain data)"
     try:
         with generators_kept(), torch.device("meta"):
             twin = class_of(model)(**pack(dict(arguments), "arguments").tree)
     except Exception as error:
         return f"as {class_of(model).__name__}({', '.join(arguments)}) ({type(error).__name__}: {error})"
     if any(map(is_lazy, model.parameters())):
-        return None  # it has no shapes before its first forward
+        return None  # lazy parameters have no shapes before the first forward
     own, other = ({unwrapped_name(name): p.shape for name, p in net.named_parameters()} for net in (model, twin))
     different = [name for name in {**own, **other} if own.get(name) != other.get(name)]
     if different:
@@ -304,27 +304,28 @@ def _is_plain(value: Any) -> bool:
 
 
 def flags_for_loss(source: Mapping[str, str] | None) -> str:
-    """The flags that follow `nandoctor replay FILE` for the sake of a loss in a file of another folder."""
+    """Return the flags after `nandoctor replay FILE` for a loss in a file outside of the working directory."""
     is_named = source is not None and _is_elsewhere(source) and source["name"].isidentifier()
     return f" --loss {shlex.quote('{file}:{name}'.format(**source))}" if source is not None and is_named else ""
 
 
 def advise_loss(loss: Callable[..., Any] | str | None, source: Mapping[str, str] | None) -> Iterator[str]:
-    """What to change where a replay could not import the loss, or not call it with an output and a batch."""
+    """Yield what to change if a replay cannot import the loss, or cannot call it with an output and a batch."""
     if loss is None or source is None:
         return
     name = source["name"].rpartition(".")[2] or source["name"]
     if not (_is_own_function(source) or flags_for_loss(source) or _is_typed(source)):
         yield (
-            f"a replay cannot import the loss ({name}), and sees no gradients without it. Give Recorder a function at "
-            "the top level of a file of this project: loss=loss_of, with def loss_of(output, batch): return ..."
+            f"a replay cannot import the loss ({name}), and cannot check gradients without it. Give Recorder a "
+            "function at the top level of a file of this project: loss=loss_of, with def loss_of(output, batch): "
+            "return ..."
         )
     if isinstance(loss, str):
         return
     if isinstance(loss, nn.Module) and any(loss.parameters()):
         yield (
-            f"the loss ({name}) has weights of its own, which are not in the files: a replay takes those that its code "
-            "builds. Record a module that holds the model and the loss, and returns the loss."
+            f"the loss ({name}) has weights of its own, which are not in the files: a replay uses the initial ones "
+            "that its code makes. Record a module that holds the model and the loss, and returns the loss."
         )
     try:
         inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None, None)
@@ -333,5 +334,5 @@ def advise_loss(loss: Callable[..., Any] | str | None, source: Mapping[str, str]
             f"a replay calls the loss as {name}(output, batch), which fails ({error}). Give Recorder a function at the "
             f"top level of a file: loss=loss_of, with def loss_of(output, batch): return {name}(...)"
         )
-    except ValueError:  # it tells no signature
+    except ValueError:  # it has no signature
         return

@@ -1,4 +1,4 @@
-"""One step under way: what a replay of it would need, kept until it is known to be good."""
+"""The record of a step in progress: what a replay would need, kept until the step is known to be finite."""
 
 from __future__ import annotations
 
@@ -26,26 +26,25 @@ from nandoctor.tracing.tensor_tree import walk_tensors
 
 _IS_RAISED, _IS_NONFINITE, _IS_READY = map(attrgetter, ("is_raised", "nonfinite", "ready"))
 _FEW_CALLS, _MAX_NBYTES_OF_CALLS = 16, 1 << 28
-"""Of a step that the loop does not mark so many calls are held, and more while they are no larger than this."""
+"""A step that the loop does not mark holds up to 16 calls of any size, and more while they fit into 256 MiB."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RecordedStep:
-    """A step: the batch and the calls by reference, the state before the forward, and the flags on their way.
+    """A step: the batch and the calls by reference, the state before the forward, and flags that may still arrive.
 
-    `step` counts the optimizer's updates, and `micro_batch` the forwards that share one. `explicit`: the loop said
-    where the step begins. `between` are the generators before each call but the first.
-    `borrowed` are, by call, the weights that `torch.func.functional_call` gave it, the same object for calls that were
-    given the same. `without_grad`: its calls were made under `torch.no_grad`. `inside` are outputs of children, where
-    the model's own call is not the step. `passed`: another model's optimizer has stepped since a forward that nobody
-    watched, so that the next one begins a step of its own. `loss_value` is the loss itself, if a rule asks for it.
-    `scale` is the loss scale before the step, and `scale_version` tells whether the scaler was updated since. `skip` is
-    a fused optimizer's own flag, `skipped` what is known without it. `accumulated` is the largest magnitude among the
-    gradients after a micro-batch that no update follows, `seen_gradient` the first of them. `num_updates` counts how
-    often an optimizer has written the weights since. `stamp` is the observer's after the first forward, or the last
-    update, and `weights` a copy from before it, where the loop writes them without any optimizer. `nbytes` are those of
-    the calls and outputs held, and `num_dropped` forwards that nobody watched came before, too many to be held.
-    `running` are the places of the calls that have not returned, `ended` those of the others.
+    `step` counts optimizer updates, `micro_batch` the forwards that share one. `explicit`: the loop marked where the
+    step begins. `between` has the generators' states before each call but the first. `borrowed` has, by call, the
+    weights from `torch.func.functional_call`, one object for calls with the same weights. `without_grad`: the calls ran
+    under `torch.no_grad`. `inside` has the children's outputs if the step is a method other than forward. `passed`:
+    another model's optimizer has stepped since a forward without `watch`, so the next forward begins a new step.
+    `loss_value` is the loss itself, if a rule asks for it. `scale` is the loss scale before the step; `scale_version`
+    shows whether the scaler was updated since. `skip` is a fused optimizer's own flag, `skipped` what is known without
+    it. `accumulated` is the largest gradient after a micro-batch without an update, and `seen_gradient` identifies the
+    first gradient then. `num_updates` counts the optimizer updates since. `stamp` is taken after the first forward and
+    after each update; `weights` is a copy from before the forward, for loops that write them without an optimizer.
+    `nbytes` is the size of the held calls and outputs. `num_dropped` counts earlier forwards without `watch` that were
+    too many to hold. `running` has the indices of the calls that have not returned, `ended` those of the others.
     """
 
     step: int
@@ -84,28 +83,28 @@ class RecordedStep:
 
     @property
     def loss_nonfinite(self) -> bool:
-        """True if what was watched is non-finite, here or on another rank."""
+        """True if the watched loss or output is non-finite, on this rank or another."""
         return any(map(_IS_RAISED, self.flags))
 
     @property
     def nonfinite_here(self) -> bool:
-        """True if it is so on this rank."""
+        """True if the watched loss or output is non-finite on this rank."""
         return any(flag.values()[0] > 0 for flag in self.flags)
 
     @property
     def nonfinite_ranks(self) -> list[int]:
-        """The ranks on which it is so; empty where there is but one."""
+        """The ranks on which the watched loss or output is non-finite; empty if there is only one rank."""
         return sorted({rank for flag in self.flags for rank, value in enumerate(flag.values()[1:]) if value > 0})
 
     @property
     def gradients_nonfinite(self) -> bool:
-        """True if the gradients were looked at and are non-finite."""
+        """True if the gradients were measured and are non-finite."""
         flags = [self.accumulated, *[update.gradients for update in self.updates]]
         return any(flag.nonfinite for flag in flags if flag is not None)
 
     @property
     def _magnitudes(self) -> list[Flag]:
-        """Those of gradients and weights that were looked at."""
+        """The magnitudes of gradients and weights that were measured."""
         flags = [self.accumulated]
         for update in self.updates:
             flags += (update.gradients, update.weights)
@@ -119,12 +118,12 @@ class RecordedStep:
 
     @property
     def is_full(self) -> bool:
-        """True if no more forwards can be held. Those in train mode that nobody watches are no step, and may go on."""
+        """True if no more forwards can be held: forwards in train mode without `watch` may go on forever."""
         num_calls = len(self.calls)
         return num_calls >= MAX_CALLS or (num_calls >= _FEW_CALLS and self.nbytes > _MAX_NBYTES_OF_CALLS)
 
     def add_call(self, call: Packed) -> None:
-        """Hold one more call, and count what it and the output before it hold: sequences grow from call to call."""
+        """Hold one more call and add its size and that of the last output: sequences grow from call to call."""
         if self.calls:
             outputs = self.returned[-1].tensors if self.returned else ()
             self.nbytes += memory_of(tensor for tensor, _ in (*call.tensors, *outputs))
@@ -133,25 +132,25 @@ class RecordedStep:
     def compare_scale(self, scale: Flag | None, version: int | None, *, num_optimizers: int) -> None:
         """Note that the scaler skipped the step if its scale is lower now.
 
-        Where an optimizer was not called, the scaler has waited for the gradients by now.
+        If an optimizer was not called, the scaler has already waited for the gradients, so reading does not wait.
         """
         if version != self.scale_version and scale is not None and self.scale is not None:
-            was_left_out = not self.updates or len(self.updates) < num_optimizers
-            if was_left_out or not scale.on_device:
+            not_all_called = not self.updates or len(self.updates) < num_optimizers
+            if not_all_called or not scale.on_device:
                 self.skipped = self.skipped or scale.values() < self.scale.values()
 
     def look_at_later_writes(self) -> None:
-        """Measure the weights as the training loop left them, which wrote them after the update: clamped, averaged."""
+        """Measure the weights that the training loop wrote after the update, as in clamping or averaging."""
         measured = [(update.trained, update.trained.weights()) for update in self.updates]
         flags = [(trained, Flag(magnitude)) for trained, magnitude in measured if magnitude is not None]
         self.updates += [Update(trained=trained, gradients=None, undo={}, weights=flag) for trained, flag in flags]
 
     def awaits_update(self, num_optimizers: int) -> bool:
-        """True if an optimizer may yet write what it trains, after the block that marks the step."""
+        """Return True if an optimizer may still update after the block that marks the step."""
         return not self.without_grad and len(self.updates) < max(1, num_optimizers)
 
     def wants_gradients(self, first: torch.Tensor | None) -> bool:
-        """True if no update tells of the gradients, and they were not looked at since the `first` was written.
+        """Return True if the gradients were not yet measured, by an update or since the gradient `first` was written.
 
         The backward pass may come after the block that marks the step.
         """
@@ -162,19 +161,19 @@ class RecordedStep:
 
     @property
     def has_failed(self) -> bool:
-        """True if that is known by now; waits for the loss alone."""
+        """True if the step is known to have failed; waits for the loss only."""
         return self.loss_nonfinite or (self.ready and self.gradients_nonfinite)
 
     @property
     def is_sound(self) -> bool:
-        """True if there is nothing to tell of it, and no scaler and no rule that wants its numbers all the same."""
+        """True if the step went well, and neither a scaler nor a rule needs its numbers."""
         if self.scale is not None or self.loss_value is not None or self.skip is not None or self.skipped:
             return False
         return self.is_known_sound or not (self.loss_nonfinite or any(map(_IS_NONFINITE, self._magnitudes)))
 
     @property
     def is_known_sound(self) -> bool:
-        """True if all numbers are here already and none tells of a failure, as at nearly all steps on a CPU."""
+        """True if all numbers are on the host and none shows a failure, as at nearly all steps on a CPU."""
         if self.skip is not None or self.skipped or self.accumulated is not None:
             return False
         for flag in self.flags:
@@ -188,12 +187,12 @@ class RecordedStep:
 
     @property
     def ready(self) -> bool:
-        """True if no device has yet to say how the step went, the loss aside."""
+        """True once every flag except the loss's has arrived."""
         return self.is_known_sound or ((self.skip is None or self.skip.ready) and all(map(_IS_READY, self._magnitudes)))
 
     @property
     def was_skipped(self) -> bool:
-        """True if the scaler left the step out."""
+        """True if the scaler skipped the step."""
         return self.skipped or (self.skip is not None and self.skip.values()[0] > 0)
 
     @property
@@ -203,12 +202,12 @@ class RecordedStep:
 
     @property
     def updates_since(self) -> int:
-        """How often the weights were updated between the forward and now; this step's own skip is none."""
+        """The number of updates between the forward and now; a skip of this step does not count."""
         return self.num_updates - int(self.num_updates > 0 and self.was_skipped and not self.skipped)
 
     @property
     def undo(self) -> Mapping[str, torch.Tensor] | None:
-        """The weights as they were before this step's own updates; None if they were not kept or not written."""
+        """The weights from before this step's updates; None if they were not copied, or not written."""
         if self.weights is not None:
             return self.weights
         if not self.num_updates or not self.updates or any(update.undo is None for update in self.updates):
@@ -217,23 +216,23 @@ class RecordedStep:
 
     @property
     def lent(self) -> Mapping[str, torch.Tensor] | None:
-        """The weights that all calls were given in place of the model's own, by name; None without one set for all."""
-        given = [self.borrowed.get(index) for index, packed in enumerate(self.calls) if not packed.hidden]
-        first = given[0] if given else None
-        if first is None or first.hidden or first.overwritten or any(packed is not first for packed in given):
+        """The weights, by name, that all calls got in place of the model's own; None if no single set was used."""
+        sets = [self.borrowed.get(index) for index, packed in enumerate(self.calls) if not packed.hidden]
+        first = sets[0] if sets else None
+        if first is None or first.hidden or first.overwritten or any(packed is not first for packed in sets):
             return None
         weights: Mapping[str, torch.Tensor] = first.tree
         return weights
 
     def lend(self, weights: dict[str, torch.Tensor]) -> None:
-        """Note what the call that is about to be made is given in place of the model's own weights."""
+        """Note the weights that the next call gets in place of the model's own."""
         packed, last = pack(weights, "weights"), self.borrowed.get(len(self.calls) - 1)
         self.borrowed[len(self.calls)] = last if last is not None and _are_same(last, packed) else packed
 
     def leave_hidden_calls(self) -> int:
-        """Forget the calls within `torch.func.vmap` where there are others, which can be replayed; return how many.
+        """Drop the calls inside `torch.func.vmap` if others can be replayed; return how many were dropped.
 
-        So those that raised where another was made in their place: of half of the batch, where memory was short.
+        Calls that raised are dropped too if a later call returned: a retry with half of the batch, for lack of memory.
         """
         self._leave_calls({index for index in self.running if index < max(self.ended, default=0)})
         hidden = {index for index, packed in enumerate(self.calls) if packed.hidden}
@@ -254,7 +253,7 @@ class RecordedStep:
         self.running, self.ended = [], []
 
     def copy_tensors(self) -> None:
-        """Copy all that is held by reference: the loop may write its next batch to the same memory."""
+        """Copy everything held by reference: the loop may write its next batch to the same memory."""
         self.kept_batch = copied(pack(self.batch, "batch", kinds=True))
         for kept in (self.calls, self.returned):
             kept[:] = map(copied, kept)
@@ -263,7 +262,7 @@ class RecordedStep:
         self.borrowed = {index: copies[id(packed)] for index, packed in self.borrowed.items()}
 
     def make_next(self) -> RecordedStep:
-        """The next micro-batch of this step, which the loop has marked."""
+        """Return the next micro-batch of this step, which the loop has marked."""
         return RecordedStep(
             step=self.step,
             micro_batch=self.micro_batch + 1,
@@ -275,7 +274,7 @@ class RecordedStep:
         )
 
     def forget_calls(self) -> None:
-        """Begin anew with the next call: those so far are no part of the step."""
+        """Drop the calls so far, which are not part of the step: it begins with the next call."""
         self.before, self.passed, self.without_grad, self.nbytes = None, False, False, 0
         for kept in (self.calls, self.between, self.returned, self.running, self.ended):
             kept.clear()
@@ -283,23 +282,23 @@ class RecordedStep:
         self.borrowed.clear()
 
     def outputs(self) -> Iterator[torch.Tensor]:
-        """All tensors that came out."""
+        """Yield all tensors that the calls and the recorded children returned."""
         for packed in (*self.returned, *self.inside.values()):
             yield from (tensor for tensor, _ in packed.tensors)
 
     def own_loss(self) -> torch.Tensor | None:
-        """The loss in the output of the last call: a scalar of that name, as models of transformers return it."""
+        """Return the scalar `loss` in the last call's output, as transformers' models return it; None without one."""
         last = self.returned[-1].tree if self.returned else None
         loss = last.get("loss") if isinstance(last, dict) else None
         return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
     def take_loss(self, loss: torch.Tensor) -> None:
-        """Note the loss that was watched, and its place, as long as the output is no copy."""
+        """Note the watched loss and its place in the output, before the output is copied."""
         self.loss = loss
         self.loss_place = self._find_loss()
 
     def _find_loss(self) -> str | None:
-        """The place of the loss in the output of the last call: a scalar of its name, or what was watched itself."""
+        """Return the place of the loss in the last call's output: a scalar named `loss`, or the watched tensor."""
         if self.own_loss() is not None:
             return "loss"
         returned = self.returned[-1] if self.returned else Packed(tree=None)
@@ -311,9 +310,9 @@ class RecordedStep:
         return next((place for place, tensor in walk_tensors(returned.tree) if own and tensor is own[0]), None)
 
     def describe(self, function: Callable[..., Any], *, is_method: bool) -> tuple[dict[str, Any], list[str]]:
-        """What a dump says of the calls of `function`, the batch and what came out, and what could not be kept.
+        """Return a dump's entries for the calls of `function`, the batch and the output, and notes on what is missing.
 
-        A method that makes a whole step returns the loss; its output is that, and what the children inside gave.
+        A method that is a whole step returns the loss; the output is then the loss and the children's outputs.
         """
         batch = self.kept_batch or pack(self.batch, "batch", kinds=True)
         names, outputs = _parameter_names(function), [packed.tree for packed in self.returned]
@@ -340,20 +339,20 @@ class RecordedStep:
         notes = [note for packed in packs for note in packed.notes]
         if self.num_dropped:
             notes.append(
-                f"the {self.num_dropped} forwards in train mode before its calls, as nobody had watched them: if they "
-                "belong to the step, put it into `with recorder.step(batch):`"
+                f"the {self.num_dropped} forwards in train mode before its calls, after which watch was not called: if "
+                "they belong to the step, put it into `with recorder.step(batch):`"
             )
         return contents, [*notes, *self._overwritten(), *self._lent()]
 
     def _lent(self) -> Iterator[str]:
-        """Tell of the weights that were not the model's own."""
+        """Yield notes on calls whose weights were not the model's own."""
         for index, weights in () if self.lent is not None else self.borrowed.items():
-            held = weights.tree.items()
-            spoiled = [name for name, tensor in held if tensor is not None and not tensor.isfinite().all()]
-            how = "by an update inside the loop, or by its gradient" if index else "before the step"
+            named = weights.tree.items()
+            spoiled = [name for name, tensor in named if tensor is not None and not tensor.isfinite().all()]
+            when = "in an update inside the loop, or through its gradient" if index else "before the step"
             yield (
-                f"weights of call {index + 1}: functional_call gave it others, and a replay takes the model's own"
-                + (f"; those of {join_first(spoiled, 3)} were non-finite, made so {how}" if spoiled else "")
+                f"the weights of call {index + 1} from functional_call: a replay uses the model's own"
+                + (f"; those of {join_first(spoiled, 3)} had become non-finite {when}" if spoiled else "")
             )
 
     def _overwritten(self) -> Iterator[str]:
@@ -361,16 +360,16 @@ class RecordedStep:
         named += [(f"output.{name}", packed) for name, packed in self.inside.items()]
         for name, packed in named:
             if packed.overwritten:
-                yield f"{name}: overwritten in place after the forward, so it is not what the model saw or gave"
+                yield f"{name}: overwritten in place after the forward, so its values are not those of the step"
 
 
 def held(batch: Any) -> Any:
-    """The batch, in a container of its own: training code takes labels out of the one that it has."""
+    """Return the batch in a new container: training code may pop labels from its own."""
     return batch.copy() if type(batch) in (dict, list) else batch
 
 
 def pack_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:
-    """The arguments of a call by reference."""
+    """Pack the arguments of a call by reference."""
     if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
         packed = pack(args[0], "input.args.0")
         return Packed({"args": (packed.tree,), "kwargs": {}}, *packed[1:])
@@ -378,13 +377,13 @@ def pack_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:
 
 
 def _are_same(one: Packed, other: Packed) -> bool:
-    """True if they hold the very same memory by the same names."""
+    """Return True if both hold the same memory under the same names."""
     places = [[(tensor.data_ptr(), tensor.shape) for tensor, _ in packed.tensors] for packed in (one, other)]
     return one.tree.keys() == other.tree.keys() and places[0] == places[1] and not one.overwritten
 
 
 def _parameter_names(function: Callable[..., Any]) -> list[str]:
-    """The names of the parameters that arguments may be given to by place."""
+    """Return the names of the parameters that accept positional arguments; empty if they are unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

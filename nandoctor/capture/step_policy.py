@@ -1,4 +1,4 @@
-"""Decides what each finished step calls for: nothing, a dump, or the end of the training."""
+"""Decide what to do about each finished step: nothing, write a dump, or stop the training."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from nandoctor.text import join_first, number
 LOG = logging.getLogger("nandoctor")
 
 SMALLEST_SCALE = 1.0
-"""A gradient that overflows at a loss scale below this overflows without any scaling. Above it halving the scale is the
-remedy, and GradScaler applies it: that is its warm-up, and the skip that follows each growth."""
+"""A gradient that overflows at a loss scale below this overflows without scaling too. Above it, halving the scale
+helps, and GradScaler does so: in its warm-up, and in the skip after each growth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """The outcome of one step.
 
-    `loss_nonfinite`: the loss (or the output, where no loss was given) is non-finite. `gradients_nonfinite`: the
-    gradients are, and no GradScaler skips the step. `weights_nonfinite`: the optimizer's update left a weight so.
-    `skipped`: GradScaler left the step out; `skip_expected` where that is how it finds its scale. None of these implies
-    another. `loss_scale` is the scale of this step, None without a scaler. `spike`: how many times the median of the
-    losses before it the loss is, where that is too many. `requested`: the loop's own reason to save the step.
+    `loss_nonfinite`: the loss (the output, if no loss was given) is non-finite. `gradients_nonfinite`: the gradients
+    are, and no GradScaler skips the step. `weights_nonfinite`: the optimizer's update left a non-finite weight.
+    `skipped`: GradScaler skipped the step; `skip_expected` if that is how it finds its scale. None of these implies
+    another. `loss_scale` is the scale of this step, None without a scaler. `spike` is the ratio of the loss to the
+    median of the losses before it, None unless it is too high. `requested` is the loop's own reason to save the step.
     """
 
     step: int
@@ -49,7 +49,7 @@ class StepResult:
 
     @property
     def skip_counts(self) -> bool:
-        """True if it was skipped at a loss scale that halving cannot explain."""
+        """True if the step was skipped at a loss scale below 1, which GradScaler's search does not explain."""
         return self.skipped and self.loss_scale is not None and self.loss_scale < SMALLEST_SCALE
 
     @property
@@ -59,17 +59,17 @@ class StepResult:
 
     @property
     def failed(self) -> bool:
-        """True if this step counts towards the end of the training."""
+        """True if this step counts towards stopping the training."""
         return self.loss_nonfinite or self.spoils_weights or self.skip_counts
 
     @property
     def worth_saving(self) -> bool:
-        """True if it failed, was skipped at a scale that was no problem before, or its loss is far too large."""
+        """True if the step failed, was skipped at a scale that had worked before, or has far too large a loss."""
         return self.failed or (self.skipped and not self.skip_expected) or self.spike is not None
 
     @property
     def reason(self) -> str:
-        """What was wrong, the earliest in the step first; for a step that went well, why it is saved all the same."""
+        """What went wrong first in the step; for a step that went well, the reason why it is saved."""
         if self.loss_nonfinite:
             return "loss"
         if self.gradients_nonfinite:
@@ -82,20 +82,20 @@ class StepResult:
 
     @property
     def kind(self) -> str:
-        """What the name of its file begins with."""
+        """The beginning of the file's name."""
         if self.failed or self.skipped:
             return "nan"
         return "spike" if self.spike is not None else "step"
 
 
-SOUND = StepResult(step=-1)  # of all steps of which there is nothing to tell
+SOUND = StepResult(step=-1)  # shared by all steps with nothing to report
 
 
 class ScaleSearch:
-    """Tells the skips by which GradScaler finds its scale from those that something else is behind.
+    """A classifier of GradScaler's skips: those that belong to its search for a scale, and those with another reason.
 
-    Expected are those before the first update that went well, and those at a scale that it has just grown to: one is
-    settled once the scaler could grow beyond it, or had to come down to it.
+    Skips are expected before the first successful update, and at a scale that it has just grown to. A scale is settled
+    once the scaler could grow beyond it, or had to come down to it.
     """
 
     def __init__(self) -> None:
@@ -103,35 +103,35 @@ class ScaleSearch:
         self._last: float | None = None
 
     def expects_skip(self, scale: float) -> bool:
-        """True if a skip at this scale is part of the search."""
+        """Return True if a skip at this scale is part of the search."""
         self._settle_below(scale)
         return self._settled is None or scale > self._settled
 
     def add_success(self, scale: float) -> None:
-        """Note an update at this scale."""
+        """Note a successful update at this scale."""
         self._settle_below(scale)
         self._settled = scale if self._settled is None else min(self._settled, scale)
         self._last = scale
 
     def _settle_below(self, scale: float) -> None:
-        """GradScaler grows after many updates without a skip: the scale that it comes from has lasted."""
+        """Settle the last scale if this one is higher: GradScaler grows only after many updates without a skip."""
         if self._last is not None and scale > self._last:
             self._settled = self._last
 
 
 _FEWEST_LOSSES = 20
-"""A median of fewer is no measure of a training's losses: its first steps are its steepest."""
+"""A median of fewer losses says little: they fall steepest in a training's first steps."""
 
 
 class SpikeRule:
-    """Tells losses that are more than `factor` times the median of the last `window`; finds none without a factor."""
+    """A rule that finds losses above `factor` times the median of the last `window`, and none if `factor` is None."""
 
     def __init__(self, factor: float | None, window: int) -> None:
         self.factor = factor
         self._losses: deque[float] = deque(maxlen=window)
 
     def measure(self, loss: float) -> float | None:
-        """How many times the median the loss is, None if that is not too many; a median of 0 or less measures none."""
+        """Return the ratio of the loss to the median; None if it is not above the factor, or the median not above 0."""
         before = self._losses
         usual = median(before) if len(before) >= min(_FEWEST_LOSSES, before.maxlen or 0) else 0.0
         if math.isfinite(loss):
@@ -142,10 +142,10 @@ class SpikeRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
-    """When to stop: more than the share `threshold` of the last `window` steps failed, or `in_a_row` consecutive ones.
+    """When to stop: if more than a share `threshold` of the last `window` steps failed, or `in_a_row` consecutive ones.
 
-    The share is that of the whole window, also while fewer steps were seen. Non-finite losses, updates that spoil the
-    weights and skipped steps each have their own share.
+    The share is of the full window, even while fewer steps were seen. Non-finite losses, updates that spoil the weights
+    and skipped steps are counted separately.
     """
 
     threshold: float = 0.1
@@ -156,8 +156,8 @@ class StopRule:
 class StepHistory:
     """Counts over the whole run, and the results of its last steps.
 
-    `begins_episode`: the last step is worth saving, and neither the one before it was, nor another micro-batch of the
-    same update.
+    `begins_episode`: the last step is worth saving, but neither the step before it nor another micro-batch of the same
+    update is.
     """
 
     def __init__(self, rule: StopRule) -> None:
@@ -167,7 +167,7 @@ class StepHistory:
         self.num_spoiled = 0
         self.num_skipped = 0
         self._in_episode = False
-        self._last_unfit: int | None = None
+        self._last_worth_saving: int | None = None
         self.begins_episode = False
         self._recent: deque[StepResult] = deque(maxlen=rule.window)
         self._num_in_a_row = 0
@@ -186,12 +186,12 @@ class StepHistory:
         self._num_in_a_row = self._num_in_a_row + 1 if result.failed else 0
         self.begins_episode = False
         if worth_saving := result.worth_saving:
-            self.begins_episode = not self._in_episode and self._last_unfit != result.step
-            self._last_unfit = result.step
+            self.begins_episode = not self._in_episode and self._last_worth_saving != result.step
+            self._last_worth_saving = result.step
         self._in_episode = worth_saving
 
     def why_stop(self) -> str | None:
-        """The reason to stop after the last step; None to go on."""
+        """Return the reason to stop after the last step; None to go on."""
         rule = self.rule
         if rule.in_a_row is not None and self._num_in_a_row >= rule.in_a_row:
             return f"{self._num_in_a_row} non-finite step{'s in a row' if rule.in_a_row > 1 else ''}"
@@ -206,7 +206,7 @@ class StepHistory:
         return None
 
     def to_plain(self) -> dict[str, object]:
-        """Counts over the whole run, and the non-finite and the skipped steps of the window, for the dump."""
+        """Return the counts over the run, and the non-finite and skipped steps of the window, for the dump."""
         return {
             "num_steps": self.num_steps,
             "num_bad_losses": self.num_bad_losses,
@@ -223,11 +223,10 @@ OnSave = Callable[[Path, Mapping[str, Any]], object]
 
 
 class StepPolicy:
-    """Counts finished steps, saves the first failed one of each episode, and stops the training by its rule.
+    """A policy that counts finished steps, saves the first failed step of each episode, and stops the training.
 
-    `on_save` is told each file, and what stands under `event` in it. Once the folder is full, an episode is saved only
-    if the last file is `window` steps old: a training that fails at every other step must not spend its time on
-    writing.
+    `on_save` gets each file's path and `event` entry. Once the folder is full, an episode is saved only if the last
+    file is `window` steps old: a training that fails at every other step must not spend its time on writing.
     """
 
     def __init__(
@@ -251,11 +250,11 @@ class StepPolicy:
 
     @property
     def reads_losses(self) -> bool:
-        """True if a rule asks for the losses themselves."""
+        """True if a rule needs the losses themselves."""
         return self._spikes.factor is not None
 
     def decide(self, step: RecordedStep, *, may_stop: bool) -> None:
-        """Count the step, and write it if it begins an episode or ends the training.
+        """Count the step, and save it if it begins an episode or ends the training.
 
         Raises:
             NonFiniteTrainingError: the rule says to stop, and `may_stop` is set.
@@ -275,10 +274,10 @@ class StepPolicy:
         LOG.warning("Step %d: %s. %s", step.step, _describe(result, step), saved)
 
     def save(self, step: RecordedStep, reason: str) -> Path | None:
-        """Write the step because the loop says so; the file, None if it could not be written."""
+        """Save the step at the loop's request; return the file, None if it could not be written."""
         result = StepResult(step=step.step, loss_nonfinite=step.loss_nonfinite, requested=reason)
         path, saved = self._save(step, result, "requested")
-        LOG.warning("Step %d: saved as asked (%s). %s", step.step, reason, saved)
+        LOG.warning("Step %d: saved on request (%s). %s", step.step, reason, saved)
         return path
 
     def _is_due(self) -> bool:
@@ -305,9 +304,9 @@ class StepPolicy:
         )
 
     def _save(self, step: RecordedStep, result: StepResult, event: str) -> tuple[Path | None, str]:
-        """Write the step; the file, and the outcome in a sentence that says what to do next.
+        """Write the step; return the file, or None, and a sentence that says what to do next.
 
-        Whatever goes wrong is a line in the log: nothing of the recorder's may end a training.
+        Errors are logged and not raised: the recorder must not end a training.
         """
         if step.before is None:
             return None, "The model was not called in this step, so there is nothing to save."
@@ -342,9 +341,9 @@ class StepPolicy:
 
 
 def _flags_for(step: RecordedStep, result: StepResult, contents: Mapping[str, Any]) -> str:
-    """What the replay of this very step needs beside what all steps do."""
+    """Return the flags that the replay of this step needs in addition to those of all steps."""
     if contents["method"] and len(step.flags) > 1:
-        return " --call FILE.py:NAME"  # by itself it goes up to the first backward pass
+        return " --call FILE.py:NAME"  # without it, a replay stops at the first backward pass
     known = (
         contents["loss_function"] or contents["loss_field"] is not None or result.reason != "loss" or step.loss is None
     )
@@ -361,7 +360,7 @@ def _describe(result: StepResult, step: RecordedStep) -> str:
         elsewhere = "" if step.nonfinite_here else f" on {of}, whose file is the one to replay"
         return f"the {what} is non-finite{elsewhere}"
     if result.reason == "gradients":
-        return f"the {what} is finite, and its gradients are not"
+        return f"the {what} is finite, but its gradients are not"
     if result.reason == "spike":
         assert step.loss_value is not None
         loss = number(step.loss_value.values()[0])
@@ -370,7 +369,7 @@ def _describe(result: StepResult, step: RecordedStep) -> str:
         assert step.spoiled is not None
         writer = step.spoiled.writer or "the training loop itself"
         finite = "the loss is" if step.spoiled.gradients is None else "loss and gradients are"
-        return f"{finite} finite, and the update by {writer} left non-finite weights"
-    known = "" if result.skip_counts else ", where steps have passed before"
+        return f"{finite} finite, but the update by {writer} left non-finite weights"
+    known = "" if result.skip_counts else ", at which earlier steps succeeded"
     scale = number(result.loss_scale)
     return f"the gradients are non-finite at a loss scale of {scale}{known}, and the scaler skipped the step"

@@ -1,4 +1,4 @@
-"""Follows a training step from its first forward to the optimizer's update, and has it decided once its flags came."""
+"""Track a training step from its first forward to the optimizer's update, and pass it to the policy."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ _ANOMALY = "returned nan values in its"  # what `torch.autograd.detect_anomaly` 
 
 
 class StepTracker:
-    """The step under way, `current`, and those that wait for a device to say how they went.
+    """A tracker of the step in progress, `current`, and of finished steps whose flags are still on the device.
 
-    Whatever ends or decides a step raises `NonFiniteTrainingError` where the policy stops the training, once `on_stop`
-    is called. `epoch` and `next_step` number what begins next, and so does `count`, where an engine numbers its updates
-    and their micro-batches.
-    `unwatched_eval`: the last forward was of the model in eval mode, and no step.
+    Methods that end or decide a step raise `NonFiniteTrainingError` if the policy stops the training, after they called
+    `on_stop`. `epoch` and `next_step` are those of the next step, unless `count` returns an engine's own numbers of
+    update and micro-batch. `unwatched_eval`: the last forward was in eval mode, and not a step.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class StepTracker:
         count: Callable[[], tuple[int, int]] | None,
     ) -> None:
         self.current: RecordedStep | None = None
-        self._ended: RecordedStep | None = None  # its update may follow outside of the block that marked it
+        self._ended: RecordedStep | None = None  # its update may follow after the block that marked it
         self.epoch: int | None = None
         self.next_step, self.unwatched_eval = 0, False
         self._observer, self._policy, self._scaler, self._on_stop = observer, policy, scaler, on_stop
@@ -59,28 +58,28 @@ class StepTracker:
         self.trainers = Trainers(observer, undo_nbytes)
         self._sharded = observer.sharded
         self._last = (-1, 0)
-        self._given = Packed(tree=None)
-        self._copies_inputs = self._is_first_call = True  # until a forward was seen to leave its inputs as they are
+        self._last_inputs = Packed(tree=None)
+        self._copies_inputs = self._is_first_call = True  # until a forward has left its inputs unchanged
         self._accumulates, self._process = False, os.getpid()
         self._before_update, self._after_step = Hook(self.before_update), Hook(self.after_step)
 
     @property
     def _latest(self) -> RecordedStep | None:
-        """The step whose update comes next: the current one, or the one that the loop has marked the end of.
+        """The step whose update comes next: the current one, or the one whose block has just ended.
 
-        A block that has called no model yet, or for an evaluation, may begin with the update of the step before it.
+        A block that has not called the model yet, or is an evaluation, may begin with the update of the step before it.
         """
         step, ended = self.current, self._ended
         return ended if step is None or (ended is not None and (step.without_grad or not step.calls)) else step
 
     def make_step(self, batch: Any = None, *, explicit: bool) -> RecordedStep:
-        """A step with the next number, or the next micro-batch of the last one, and the loss scale as it is now."""
+        """Return a new step with the next number, or the next micro-batch of the last, and the current loss scale."""
         scale, version = read_scale(self._scaler)
         number, micro_batch = self._last
         if self._count is not None:
             number, micro_batch = self._count()
         elif self.current is not None and not self.current.flags:
-            pass  # nobody watched it, so that it ends as no step and its number is free
+            pass  # `watch` was not called, so it does not count as a step, and its number is free
         elif self._is_accumulating(version):
             micro_batch += 1
         else:
@@ -99,22 +98,22 @@ class StepTracker:
         )
 
     def _is_accumulating(self, version: int | None) -> bool:
-        """True if gradients are there and nobody has written the weights since the last step."""
-        step, can_add = self._latest, self._accumulates and self._scale_version == version
-        if not (can_add and has_gradient(self.trainers.probe, self._observer.model)):
+        """Return True if there are gradients and the weights were not written since the last step."""
+        step, may_accumulate = self._latest, self._accumulates and self._scale_version == version
+        if not (may_accumulate and has_gradient(self.trainers.probe, self._observer.model)):
             return False
         if self.trainers.optimizers or step is None:
             return True
         return not self._observer.was_written(step.stamp)
 
     def start_step(self, following: RecordedStep | None, *, final: bool = False) -> None:
-        """End the current step and make `following` the current one; then decide on those that can be."""
+        """End the current step and make `following` the current one; then decide on the steps that are ready."""
         self._forget_if_forked()
         step, self.current = self.current, following
         if step is None and self._ended is not None and following is not None and following.explicit:
             if self._scaler is None:
                 self._look_at_gradients(self._ended, over_ranks=self._sharded)
-            return  # the first forward tells whether it is an evaluation, which may come before the update
+            return  # the first forward shows whether it is an evaluation, which may come before the update
         if step is not None and step.without_grad and following is None and not final:
             self._finish(step)
         else:
@@ -126,7 +125,7 @@ class StepTracker:
         self.flush_pending(wait=final or self.trainers.copies)
 
     def _finish(self, step: RecordedStep | None, *, final: bool = False, is_open: bool = False) -> None:
-        """Look at what the step left, and have it decided unless its update may yet come."""
+        """Measure what the step left, and queue it for its decision unless its update may still come."""
         if step is None or not step.flags:
             return
         if self._scaler is None and not step.updates:
@@ -139,18 +138,18 @@ class StepTracker:
         self._pending.append(step)
 
     def _was_moved(self, step: RecordedStep) -> bool:
-        """Tell whether the loop has written weights since the step's forward."""
+        """Return True if weights were written since the step's forward, or since its last update."""
         return step.stamp is not None and step.stamp.was_moved
 
     def _look_at_gradients(self, step: RecordedStep, *, over_ranks: bool) -> None:
-        """Flag the gradients of a step that no update follows."""
+        """Flag the gradients of a step without an update."""
         probe = self.trainers.probe
         if step.wants_gradients(None if probe is None or self._sharded else probe.grad):
             trained = self.trainers.find_all()
             step.accumulated = self._flag_of(trained.gradients(), over_ranks=over_ranks)
 
     def _note_unseen_writes(self, step: RecordedStep) -> None:
-        """Look at weights that the loop writes by itself; from such a write without any update on they are copied."""
+        """Measure weights that the loop writes itself; copy them from now on if it does so without an optimizer."""
         if step.updates and not step.decided and self._was_moved(step):
             step.look_at_later_writes()
         if step.num_updates or step.stamp is None or not self._observer.was_written(step.stamp):
@@ -165,13 +164,13 @@ class StepTracker:
         self.trainers.note_write()
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Note a call of the model; True where it is the first of its step."""
+        """Note a call of the model; return True if it is the first of its step."""
         step, with_grad, self.unwatched_eval = self.current, torch.is_grad_enabled(), False
         if step is not None and step.calls and not step.without_grad and backward_under_way() >= 0:
-            return False  # a checkpoint computes again what it has not kept
+            return False  # activation checkpointing recomputes its forward in the backward pass
         if step is not None and step.explicit:
             if not with_grad and (step.flags or (step.calls and not step.without_grad)):
-                return False  # a validation within the step
+                return False  # a validation inside the step
             step = self.end_last(step) if with_grad else step
             step = self._continue_explicit(step, with_grad=with_grad)
         elif not with_grad or not module.training:
@@ -193,26 +192,26 @@ class StepTracker:
         step.without_grad = not with_grad
         if borrowed := self._observer.read_borrowed():
             step.lend(borrowed)
-        self._given = pack_call(args, kwargs)
-        step.add_call(copied(self._given) if self._copies_inputs else self._given)
+        self._last_inputs = pack_call(args, kwargs)
+        step.add_call(copied(self._last_inputs) if self._copies_inputs else self._last_inputs)
         step.running.append(len(step.calls) - 1)
         return is_first
 
     def end_last(self, step: RecordedStep) -> RecordedStep:
-        """End the step before the explicit one, whose update could come until now: the first call of the model."""
+        """End the step before the explicit one: its update could come until the model's first call, which is now."""
         if (ended := self._ended) is not None:
             self._ended = None
             self._finish(ended)
             self.flush_pending(wait=self.trainers.copies)
             if step.step == ended.step and not self._is_accumulating(read_scale(self._scaler)[1]):
                 self.current = None
-                self.current = step = self.make_step(step.batch, explicit=True)  # the update came in its block
+                self.current = step = self.make_step(step.batch, explicit=True)  # the update came in the new block
         return step
 
     def _continue_explicit(self, step: RecordedStep, *, with_grad: bool) -> RecordedStep:
-        """The step that a further forward within an explicit one belongs to.
+        """Return the step that another forward inside an explicit step belongs to.
 
-        After a write the weights are others: the second forward of SAM is a step of its own, as is that of a closure.
+        After a write to the weights, it is a new micro-batch: the second forward of SAM, or of a closure.
         """
         if step.updates or (step.flags and self._was_moved(step)):
             step = step.make_next()
@@ -223,12 +222,12 @@ class StepTracker:
         return step
 
     def after_forward(self, output: Any) -> RecordedStep | None:
-        """Note what a call of the model returned; the step that it belongs to, None for none."""
+        """Note what a call of the model returned; return its step, or None."""
         step = self.current
         if step is None or not step.running:
             return None
         step.ended.append(step.running.pop())
-        self._copies_inputs = (self._copies_inputs and not self._is_first_call) or self._given.overwritten
+        self._copies_inputs = (self._copies_inputs and not self._is_first_call) or self._last_inputs.overwritten
         self._is_first_call = False
         step.returned.append(pack(output, "output"))
         if len(step.returned) == 1 and step.before is not None:
@@ -238,12 +237,12 @@ class StepTracker:
         return step
 
     def watch(self, step: RecordedStep, loss: torch.Tensor | None, *, ask_all: bool) -> None:
-        """Flag a non-finite loss, or output without a loss."""
+        """Flag a non-finite loss; without a loss, a non-finite output."""
         if loss is not None:
             step.take_loss(loss.detach())
             step.loss_value = Flag(loss.detach().float().mean()) if self._policy.reads_losses else None
-        looked_at = step.outputs() if loss is None or step.loss is None else iter([step.loss])
-        step.flags.append(flag := flag_nonfinite(looked_at, self._observer.device, ask_all=ask_all))
+        checked = step.outputs() if loss is None or step.loss is None else iter([step.loss])
+        step.flags.append(flag := flag_nonfinite(checked, self._observer.device, ask_all=ask_all))
         if not flag.on_device and flag.is_raised:
             step.copy_tensors()
             if step.weights is None and not self._sharded and not self._was_moved(step):
@@ -252,23 +251,23 @@ class StepTracker:
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Hook before any optimizer's `step`; where it is given a closure, the closure in ours."""
-        given = with_closure(args, kwargs, partial(self._wrap_closure, optimizer))
-        if given is None:
+        """Hook before any optimizer's `step`; if it gets a closure, return the arguments with the closure wrapped."""
+        changed = with_closure(args, kwargs, partial(self._wrap_closure, optimizer))
+        if changed is None:
             self.before_update(optimizer)
-        return given
+        return changed
 
     def _wrap_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, after which the optimizer writes the weights; LBFGS does so several times."""
+        """Wrap a closure: the optimizer writes the weights after each call of it, and LBFGS calls it several times."""
         was_called = False
 
         def evaluate() -> Any:
             nonlocal was_called
-            step, was_called, again = self._latest, True, was_called
-            if step is None or not (again or (step.flags and not step.updates)):
+            step, was_called, is_repeated = self._latest, True, was_called
+            if step is None or not (is_repeated or (step.flags and not step.updates)):
                 loss = closure()
             else:
-                if again:
+                if is_repeated:
                     self._after_step(optimizer)
                 following, self.next_step = self.next_step, step.step  # one more micro-batch of the same step
                 loss = closure()
@@ -279,10 +278,10 @@ class StepTracker:
         return evaluate
 
     def before_update(self, optimizer: Optimizer | DeepSpeedEngine) -> None:
-        """Read the flags before an optimizer spoils the weights that the dump needs, and keep the weights.
+        """Read the flags and copy the weights before an optimizer spoils the weights that the dump needs.
 
-        A plain optimizer gets here when its scaler has waited for the gradients, and not at all where it skips. A fused
-        one always does, with the scaler's own flag, and leaves the weights alone by itself.
+        With a scaler, a plain optimizer gets here after the scaler has waited for the gradients, and not if the step is
+        skipped. A fused one always gets here, with the scaler's `found_inf`, and skips the update itself.
         """
         step, trained = self._latest, self.trainers.find(optimizer)
         if step is None:
@@ -298,8 +297,8 @@ class StepTracker:
         if not step.updates and self._was_moved(step):
             self.trainers.note_write()
         if all(update.trained is not trained for update in step.updates):
-            asks = self._scaler is None
-            gradients = self._flag_of(trained.gradients(), over_ranks=trained.sharded) if asks else None
+            measures = self._scaler is None
+            gradients = self._flag_of(trained.gradients(), over_ranks=trained.sharded) if measures else None
             step.updates.append(
                 Update(
                     trained=trained,
@@ -316,7 +315,7 @@ class StepTracker:
             waiting.num_updates += 1
 
     def _decide_before_update(self, step: RecordedStep, update: Update) -> None:
-        """Decide on a step that has failed already; the gradients are waited for only if no copy of the weights is."""
+        """Decide on a step that has already failed; wait for the gradients only without a copy of the weights."""
         if step.decided or (step.skip is not None and step.skip.on_device):
             return
         known = update.gradients is not None and (not update.gradients.on_device or update.undo is None)
@@ -333,12 +332,12 @@ class StepTracker:
         update.weights = self._flag_of(update.trained.weights(), over_ranks=update.trained.sharded)
         step.stamp = self._observer.stamp(self.trainers.held, values=False)
         if update.weights is not None and not update.weights.on_device and update.weights.nonfinite:
-            if update.gradients is None:  # of several optimizers' the scaler skips one, and clipping spreads its NaN
+            if update.gradients is None:  # the scaler skips one of several optimizers, but clipping spreads its NaN
                 update.gradients = self._flag_of(update.trained.gradients(), over_ranks=False)
             self._decide(step)
 
     def after_engine_step(self, engine: DeepSpeedEngine) -> None:
-        """Note what an engine says of its update, which has the gradients for itself; then as `after_step`."""
+        """Note the engine's own gradient norm and skip, since it hides the gradients; then do as `after_step` does."""
         step = self._latest
         update = None if step is None else next((u for u in step.updates if u.optimizer is engine), None)
         if step is not None and update is not None:
@@ -348,7 +347,7 @@ class StepTracker:
         self.after_step(engine)
 
     def flush_pending(self, *, wait: bool = False, may_stop: bool = True) -> None:
-        """Decide on finished steps; on those of which a device has yet to say how they went only with `wait`."""
+        """Decide on finished steps; on those whose flags are still on the device only with `wait`."""
         while self._pending:
             step = self._pending[0]
             if not wait and not step.ready and not step.loss_nonfinite:
@@ -358,7 +357,7 @@ class StepTracker:
             del self._pending[:1]
 
     def on_exception(self, error: BaseException | None = None) -> None:
-        """Decide on what is left: the loop may have raised an error for its gradients, which come to no update."""
+        """Decide on all steps left: the loop may have raised an error because of gradients, before their update."""
         self._forget_if_forked()
         ended = self._ended if self.current is not None else None
         step, self.current, self._ended = self.current or self._ended, None, None
@@ -367,7 +366,7 @@ class StepTracker:
             if step is not None and step.running and Hook(is_for_nonfinite)(error):
                 step.flags.append(Flag(1.0))
             elif step is not None and not step.flags and step.returned and not step.passed:
-                self.watch(step, None, ask_all=False)  # the other ranks are not here to answer
+                self.watch(step, None, ask_all=False)  # the other ranks do not take part
             if step is not None and step.flags:
                 step.compare_scale(*read_scale(self._scaler), num_optimizers=len(self.trainers.optimizers))
                 if self._scaler is None or isinstance(error, Exception):
@@ -380,12 +379,12 @@ class StepTracker:
             LOG.warning("nandoctor could not look at the last step (%s: %s).", type(own).__name__, own)
 
     def _forget_if_forked(self) -> None:
-        """Leave what was pending to the process that began it: a forked child has a copy."""
+        """In a forked child, forget the pending steps: they belong to the parent."""
         if self._process != os.getpid():
             self._process, self.current, self._ended, self._pending = os.getpid(), None, None, []
 
     def _flag_of(self, magnitude: torch.Tensor | float | None, *, over_ranks: bool) -> Flag | None:
-        """The magnitude on its way; of weights that each rank holds a part of, the largest on any rank."""
+        """Return the magnitude as a flag; with `over_ranks`, the largest on any rank, for sharded weights."""
         magnitude = largest_over_ranks(magnitude, self._observer.device) if over_ranks else magnitude
         return None if magnitude is None else Flag(magnitude)
 

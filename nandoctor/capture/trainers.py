@@ -1,4 +1,4 @@
-"""Who trains which parameters of the model: optimizers as they are seen, and the training loop itself."""
+"""Track which parameters of the model each optimizer trains, and which the training loop writes itself."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from nandoctor.capture.observer import Observer
 from nandoctor.capture.updates import TrainedParameters, TrainingLoop
 
 _MAX_QUIET = 256
-"""Steps without a write of the loop's own, after which its weights are no longer copied: a checkpoint was loaded."""
+"""After so many steps without a write by the loop, its weights are no longer copied: it had loaded a checkpoint."""
 
 
 class Trainers:
-    """What is known of the model's parameters, found out once and again when some take others' places.
+    """A cache of the model's parameters and their optimizers, which is rebuilt when parameters are replaced.
 
-    `probe` is the first that gradients are wanted of, and `held` are the weights when all was found. `copies` tells to
-    copy the weights before each forward: those of a loop that was seen to write them without an optimizer (SAM, a
-    descent by hand), and of any until an optimizer is seen to be the first to write.
+    `probe` is the first parameter that requires gradients; `held` are the weights at the last rebuild. If `copies`, the
+    weights are copied before each forward: at first, until an optimizer is seen to write them, and again once the loop
+    was seen to write them without one (SAM, gradient descent by hand).
     """
 
     def __init__(self, observer: Observer, undo_nbytes: int) -> None:
@@ -36,24 +36,24 @@ class Trainers:
         self.forget()
 
     def forget(self) -> None:
-        """Look at everything anew: a head is put on, a checkpoint takes the places of the parameters."""
+        """Rebuild everything: a head was added, or the parameters of a checkpoint replaced the model's."""
         self._trained.clear()
         self._name_parameters()
         self._all, self.held = None, self._observer.held
 
     def forget_all(self) -> None:
-        """Look anew at what the training loop itself may write."""
+        """Forget the parameters that the training loop itself may write, so that they are found again."""
         self._all = None
 
     def note_write(self) -> None:
-        """The loop has written weights by itself."""
+        """Note that the loop has written weights itself."""
         self._num_quiet = 0
         if not (self.copies and self._writes_seen):
             self.copies = self._writes_seen = True
             self._all = None
 
     def note_quiet(self, *, updated: bool) -> None:
-        """The loop has left the weights to its optimizers, which may have `updated` them."""
+        """Note a step in which the loop did not write weights; `updated` is True if an optimizer did."""
         self._num_quiet += 1
         if self.copies and updated and (not self._writes_seen or self._num_quiet > _MAX_QUIET):
             self.copies, self._all = False, None
@@ -68,11 +68,11 @@ class Trainers:
 
     @property
     def optimizers(self) -> list[Optimizer | DeepSpeedEngine]:
-        """Those that train a parameter of the model, in the order of their first steps."""
+        """The optimizers that train a parameter of the model, in the order of their first steps."""
         return [t.optimizer for t in self._trained.values() if t.names and t.optimizer is not None]
 
     def find(self, optimizer: Optimizer | DeepSpeedEngine) -> TrainedParameters:
-        """What the optimizer trains of this model; found once, and again when it was given more."""
+        """Return the parameters of this model that the optimizer trains; cached until its parameters change."""
         trained = self._trained.get(id(optimizer))
         if trained is None or trained.optimizer is not optimizer or not trained.is_current:
             self._name_parameters()
@@ -83,14 +83,14 @@ class Trainers:
         return trained
 
     def find_all(self) -> TrainedParameters:
-        """All parameters, whoever trains them: a micro-batch may end before any optimizer was seen."""
+        """Return all parameters that require gradients: a micro-batch may end before any optimizer was seen."""
         if self._all is None or not self._all.is_current:
             self._name_parameters()
             self._all = self._find_all(self._undo_nbytes if self.copies else 0)
         return self._all
 
     def copy_all(self) -> Mapping[str, torch.Tensor] | None:
-        """A copy of the weights, of which nothing is held: for a step that has failed; None without room."""
+        """Return a fresh copy of the weights, for a step that has failed; None if there is no room for it."""
         return self._find_all(self._undo_nbytes).keep()
 
     def _find_all(self, undo_nbytes: int) -> TrainedParameters:

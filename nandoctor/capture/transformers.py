@@ -1,4 +1,4 @@
-"""The recorder as a callback of the Trainer of transformers: `Trainer(..., callbacks=[RecorderCallback()])`."""
+"""The recorder as a callback of transformers' Trainer: `Trainer(..., callbacks=[RecorderCallback()])`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from nandoctor.replaying.project import stop_import
 
 
 class RecorderCallback(TrainerCallback):
-    """Records every forward in training of a Trainer: `Trainer(..., callbacks=[RecorderCallback(folder="dumps")])`.
+    """A callback that records every training forward: `Trainer(..., callbacks=[RecorderCallback(folder="dumps")])`.
 
-    The loss is the one in the model's own output. Where the Trainer computes another outside of the model (its own
-    `compute_loss`, `compute_loss_func`), call `watch` with the Trainer, and give `loss`, so that the replay can compute
-    it. The replay builds the model from its configuration, which the dump holds.
+    The loss is taken from the model's output. If the Trainer computes the loss outside of the model (an overridden
+    `compute_loss`, a `compute_loss_func`), call `watch` with the Trainer, and pass `loss`, so that the replay can
+    compute it. The replay builds the model from its configuration, which is in the dump.
 
     Args:
-        **options: the keywords of `nandoctor.Recorder` but `scaler` and `from_output`, which the Trainer has.
+        **options: keyword arguments of `nandoctor.Recorder`, except `scaler` and `from_output`, which come from the
+            Trainer.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -30,17 +31,17 @@ class RecorderCallback(TrainerCallback):
         self._watches_trainer = False
 
     def watch(self, trainer: Any) -> None:
-        """Look at the losses that a Trainer's `compute_loss` returns in training, instead of the model's own.
+        """Check the losses that the Trainer's `compute_loss` returns in training, instead of those of the model.
 
         Args:
-            trainer: the one that has this callback, before it trains.
+            trainer: the Trainer that has this callback; call this before it trains.
         """
         compute_loss = trainer.compute_loss
         self._watches_trainer = True
 
         @functools.wraps(compute_loss)
         def compute_and_watch(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            batch = copy(inputs)  # an own compute_loss takes its labels out
+            batch = copy(inputs)  # an overridden compute_loss may pop the labels
             computed = compute_loss(model, inputs, *args, **kwargs)
             if self.recorder is not None and trainer.is_in_train and model.training:
                 self.recorder.watch(computed[0] if isinstance(computed, tuple) else computed, batch)
@@ -49,17 +50,17 @@ class RecorderCallback(TrainerCallback):
         trainer.compute_loss = compute_and_watch
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put the hooks on the model."""
+        """Install the hooks on the model."""
         scaler = getattr(kwargs.get("optimizer"), "scaler", None)
         self.recorder = Recorder(kwargs["model"], scaler=scaler, from_output=not self._watches_trainer, **self.options)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Number the step as the Trainer does."""
+        """Take the numbers of the step and the epoch from the Trainer."""
         if self.recorder is not None:
             self.recorder.next_step = state.global_step
             self.recorder.epoch = None if state.epoch is None else int(state.epoch)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         if self.recorder is not None:
             self.recorder.close()

@@ -1,4 +1,4 @@
-"""Looks at gradients before an optimizer's update and at weights after it, and keeps the weights from before."""
+"""Measure gradients before an optimizer's update and weights after it, and copy the weights from before it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nandoctor.torch_compat import copy_tensors, infinity_norms, sparse_values
 _GRAD = attrgetter("grad")
 UNDO_NBYTES = 1 << 30
 _UNDO_SHARE = 0.02
-"""Of a device's memory: a copy of the weights that is larger might take what the training needs."""
+"""The largest share of a device's memory for a copy of the weights; more might take what the training needs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,8 +31,8 @@ class Update:
     """One write of an optimizer to the weights.
 
     `gradients` and `weights` are the largest magnitudes of the gradients before it and of the weights after it. `undo`
-    are the weights as they were, None where they were not kept; the optimizer's next update overwrites it. `groups`
-    are the optimizer's, as they were: a schedule may have set others by the time that the flags are here.
+    has the weights from before it, None if they were not copied; the optimizer's next update overwrites it. `groups`
+    are copies of the optimizer's param groups: a schedule may change the originals before the flags arrive.
     """
 
     trained: TrainedParameters
@@ -44,15 +44,16 @@ class Update:
 
     @property
     def writer(self) -> str:
-        """The class of the optimizer; "" for the training loop itself, which may also write before the update."""
+        """The optimizer's class name; "" for the loop itself, which may also have spoiled weights before the update."""
         if self.optimizer is None or not all_finite((self.undo or {}).values()):
             return ""
         return type(self.optimizer).__name__
 
     def settings(self) -> dict[str, float]:
-        """The numbers among the settings of the groups: of each the first that is non-finite, else the last.
+        """Return the numeric settings of the groups: for each name the first non-finite value, else the last.
 
-        Those in tensors too, unless the flags came late: a schedule writes the next value into them.
+        Settings in tensors are left out if the flag of the weights arrives late (from a GPU): by then a schedule may
+        have written the next value into them.
         """
         found: dict[str, float] = {}
         late = self.weights is None or self.weights.on_device
@@ -65,29 +66,29 @@ class Update:
 
 
 class TrainingLoop:
-    """Stands for the optimizer of a loop that writes the weights by itself, and is not told by its name."""
+    """A stand-in for the optimizer of a loop that writes the weights itself; it is never reported as the writer."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.param_groups = [{"params": list(parameters)}]
 
     def state_dict(self) -> dict[str, Any]:
-        """No settings and no state: the loop has them."""
+        """Return a state dict without settings and state, which only the loop knows."""
         return {"state": {}, "param_groups": [{"params": list(range(len(self.param_groups[0]["params"])))}]}
 
 
 class TrainedParameters:
     """The parameters of a model that one optimizer trains.
 
-    Those that are non-finite before its first update are left out: an infinity there is meant, or came with a
-    checkpoint, and no update is to blame for it. `sharded`: each rank holds, and looks at, its own part of them.
+    Those that are non-finite before its first update are left out: the infinity is intended, or came with a checkpoint,
+    so no update is to blame for it. If `sharded`, each rank holds and measures its own part of them.
     """
 
     def __init__(self, optimizer: Any, names: Mapping[int, str], undo_nbytes: int) -> None:
         self._optimizer = ref(optimizer) if isinstance(optimizer, Optimizer) else lambda: optimizer
-        self._given = _outline(optimizer)
-        given = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        # No update writes a lazy parameter that nothing has filled, nor floats of one byte.
-        written = (p for p in given if not is_lazy(p) and not (p.is_floating_point() and p.element_size() == 1))
+        self._known_outline = _outline(optimizer)
+        trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        # No update writes lazy parameters that are not initialized yet, nor one-byte floats.
+        written = (p for p in trained if not is_lazy(p) and not (p.is_floating_point() and p.element_size() == 1))
         owned = [(names[id(p)], p) for p in written if id(p) in names]
         found = largest_magnitude([parameter for _, parameter in owned])
         if found is not None and not bool(found.isfinite()):
@@ -101,7 +102,7 @@ class TrainedParameters:
         self._undo = None if self._copies is None else dict(zip(self.names, self._split(self._copies), strict=True))
 
     def _join(self) -> JoinOrder:
-        """Put the parameters into the order in which few calls can copy and measure them."""
+        """Sort the parameters into an order in which a few calls can copy and measure them."""
         joint = JoinOrder(self.parameters)
         self.names = tuple(self.names[place] for place in joint.places)
         self.parameters = [self.parameters[place] for place in joint.places]
@@ -109,23 +110,23 @@ class TrainedParameters:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, None once the loop has dropped it: one is made for each task of a meta-learner."""
+        """The optimizer, None once the loop has dropped it: a meta-learner makes one for each task."""
         return self._optimizer()
 
     @property
     def is_current(self) -> bool:
-        """False once the optimizer was given other parameters, or the model was moved or cast."""
-        return self._given == _outline(self.optimizer) and self._format == self._read_format()
+        """False once the optimizer has other parameters, or the model was moved or cast."""
+        return self._known_outline == _outline(self.optimizer) and self._format == self._read_format()
 
     def _read_format(self) -> tuple[torch.device, torch.dtype] | None:
         return (self.parameters[0].device, self.parameters[0].dtype) if self.parameters else None
 
     def gradients(self) -> torch.Tensor | float | None:
-        """The largest magnitude among the gradients, NaN if one is; None without any."""
+        """Return the largest magnitude among the gradients, NaN if one is NaN; None without gradients."""
         return self._measure(list(map(_GRAD, self.parameters)))
 
     def weights(self) -> torch.Tensor | float | None:
-        """The largest magnitude among the weights, NaN if one is."""
+        """Return the largest magnitude among the weights, NaN if one is NaN; None without weights."""
         return self._measure(self.parameters)
 
     def _measure(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | float | None:
@@ -137,7 +138,7 @@ class TrainedParameters:
         return largest_magnitude([tensor for tensor in tensors if tensor is not None])
 
     def keep(self) -> Mapping[str, torch.Tensor] | None:
-        """Copy the weights, for an update that has to be undone; None where there is no room for it."""
+        """Copy the weights, so that the dump can have those from before an update; None if there is no room."""
         if self._copies is None:
             return None
         if self._joint is not None:
@@ -160,19 +161,19 @@ class TrainedParameters:
         return copies if self._joint is None else self._joint.split(copies)
 
     def nonfinite(self) -> dict[str, list[int]]:
-        """Of each parameter that is non-finite now, how many values are so, of how many. Waits for the device."""
+        """Return non-finite and total counts of each parameter that is non-finite now; waits for the device."""
         counts = {name: [_num_nonfinite(p), p.numel()] for name, p in zip(self.names, self.parameters, strict=True)}
         return {name: numbers for name, numbers in counts.items() if numbers[0]}
 
 
 def has_room(tensors: Sequence[torch.Tensor], undo_nbytes: int) -> bool:
-    """Tell whether copies of them may be held all the time."""
+    """Return True if copies of the tensors are small enough to be kept all the time."""
     bounds = [_UNDO_SHARE * _memory_of(device) for device in {tensor.device for tensor in tensors}]
     return memory_of(tensors) <= min([undo_nbytes, *bounds])
 
 
 def largest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The largest absolute value of all elements as one number on the device: NaN if one is NaN; None without any."""
+    """Return the largest magnitude of all elements as a scalar on the device, NaN if one is NaN; None without any."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         plain = tensor if can_join(tensor) else _plain(tensor)
@@ -188,7 +189,7 @@ def largest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _bounds_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Numbers of which one has the largest magnitude: that itself where there is one."""
+    """Return scalars, one of which has the largest magnitude; if there is one scalar only, it is the magnitude."""
     if tensors[0].is_complex():
         tensors = [torch.view_as_real(tensor) for tensor in tensors]
     if tensors[0].is_cuda:
@@ -197,12 +198,12 @@ def _bounds_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _is_on_cpu(tensor: torch.Tensor) -> bool:
-    """True of dense real tensors on a CPU, which need no sorting at each step."""
+    """Return True for dense real tensors on a CPU, which are put into groups once and not at each step."""
     return tensor.device.type == "cpu" and can_join(tensor) and tensor.is_floating_point()
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a gradient or weight: the values of a sparse one, this rank's part of a sharded one."""
+    """Return the numbers of a gradient or weight: the values of a sparse one, this rank's part of a sharded one."""
     local = local_part(tensor)
     return sparse_values(local) if local.is_sparse else local
 
@@ -212,12 +213,12 @@ def _num_nonfinite(tensor: torch.Tensor) -> int:
 
 
 def _outline(optimizer: Optimizer | DeepSpeedEngine) -> list[tuple[int, int]]:
-    """Of each group the number of its parameters, and which is the first: splats are pruned into new ones."""
-    given = [group["params"] for group in optimizer.param_groups]
-    return [(len(group), id(group[0]) if group else 0) for group in given]
+    """Return each group's number of parameters and the id of its first: pruning Gaussian splats makes new ones."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    return [(len(group), id(group[0]) if group else 0) for group in groups]
 
 
 def _memory_of(device: torch.device) -> float:
-    """Bytes; without end for a CPU, whose memory is not so scarce."""
+    """Return the device's memory in bytes; infinite for a CPU, where memory is less scarce."""
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return float("inf") if properties is None else float(properties.total_memory)

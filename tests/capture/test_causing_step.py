@@ -361,7 +361,7 @@ def test_an_infinite_learning_rate(tmp_path, timing):
         )
         assert report.cause.evidence[0].text == "the optimizer's lr is inf"
     else:
-        assert dump.missing == ("the weights of the step: they are those after 1 further update",)
+        assert dump.missing == ("the weights of the step: those in the file are 1 update newer",)
 
 
 def test_an_infinite_learning_rate_in_a_tensor(tmp_path):

@@ -68,7 +68,7 @@ def command_in(message):
 
 def test_the_logged_command_replays_the_step(train, capsys):
     said = train("step1.pt")
-    assert "without the weights, which would pass max_nbytes" in said
+    assert "without the weights, which would exceed max_nbytes" in said
     path, *flags = command_in(said)
     assert flags == ["--weights", "step1.pt"]
     dump = read_dump(path)

@@ -388,7 +388,7 @@ def test_an_argument_that_no_file_can_hold_is_told_at_once(tmp_path, caplog):
     with Recorder(model, folder=tmp_path):
         for _ in range(2):
             model(row for row in torch.ones(3, 4))
-    told = [record.message for record in caplog.records if "no file can hold" in record.message]
+    told = [record.message for record in caplog.records if "a file cannot hold" in record.message]
     assert len(told) == 1
     assert "input.args.0: a generator" in told[0]
 
@@ -452,9 +452,9 @@ def test_weights_of_an_inner_loop_are_told(tmp_path, at):
         fast = {name: own[name] - gradient for name, gradient in zip(own, gradients, strict=True)}
         recorder.watch(torch.func.functional_call(model, fast, (x,)).mean())
     left_out = torch.load(recorder.written[0], weights_only=True)["left_out"]
-    assert [line for line in left_out if line.startswith("weights of call")] == [
-        "weights of call 2: functional_call gave it others, and a replay takes the model's own; those of "
-        f"{at}enter.weight were non-finite, made so by an update inside the loop, or by its gradient"
+    assert [line for line in left_out if line.startswith("the weights of call")] == [
+        "the weights of call 2 from functional_call: a replay uses the model's own; those of "
+        f"{at}enter.weight had become non-finite in an update inside the loop, or through its gradient"
     ]
 
 

@@ -150,7 +150,7 @@ class Local:
     [
         (lambda: Wide(3), {}, "cannot build Wide as Wide() (TypeError"),
         (lambda: Wide(3), {"arguments": {"width": 5}}, "as Wide(width): its parameter linear.weight would be"),
-        (lambda: Configured(Config()), {"arguments": {"config": Config()}}, "config would not be plain data"),
+        (lambda: Configured(Config()), {"arguments": {"config": Config()}}, "(config: not plain data)"),
         (build_stack, {}, "as Sequential(): its parameter 0.weight would be missing"),
         (Local.make, {}, "is defined inside a function"),
     ],
@@ -220,7 +220,7 @@ def test_what_a_notebook_defines_is_replayed_in_it(tmp_path, caplog, monkeypatch
     arguments = {"in_features": 2, "out_features": 1}
     with Recorder(model, folder=tmp_path, loss=main.loss_of, arguments=arguments) as recorder:
         recorder.watch(main.loss_of(model(torch.zeros(3, 2)), None), torch.zeros(1))
-    assert "Head is defined in no file, so its dumps are replayed here" in caplog.messages[0]
+    assert "Head is not defined in a file, so its dumps can only be replayed here" in caplog.messages[0]
     assert caplog.messages[1].endswith(f"; next, here: nandoctor.replay({str(recorder.written[0])!r})")
     report = nandoctor.replay(recorder.written[0], fixes=False).report
     assert (report.reproduction.grade, report.origin.op) == ("exact", "div")

@@ -62,8 +62,8 @@ def test_watch_in_an_evaluation_blames_no_step(tmp_path, caplog):
     assert recorder.written == ()
     assert recorder.history.num_bad_losses == 0
     assert [message for message in caplog.messages if "eval mode" in message] == [
-        "nandoctor.Recorder: watch was called after a forward in eval mode, which is no step of the training, and "
-        "looked at nothing. To record evaluations, put each into `with recorder.step(batch):`."
+        "nandoctor.Recorder: watch was called after a forward in eval mode, which is not a training step, so "
+        "nothing was checked. To record an evaluation, put each of its steps into `with recorder.step(batch):`."
     ]
 
 

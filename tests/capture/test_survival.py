@@ -284,7 +284,7 @@ def test_what_is_no_loss_does_not_end_a_training(tmp_path, caplog, loss):
             model(torch.full((1, 4), value))
             recorder.watch(loss)
     assert len(recorder.written) == 1  # the output was looked at
-    assert sum("which is no loss" in message for message in caplog.messages) == 1
+    assert sum("which is not a loss" in message for message in caplog.messages) == 1
 
 
 def test_a_module_whose_file_is_a_link_to_itself(tmp_path, monkeypatch):

@@ -109,7 +109,7 @@ def test_a_perturbation_that_divides_by_zero_is_found(tmp_path, caplog):
     headline = nandoctor.replay(recorder.written[0], fixes=False).report.cause.headline
     assert headline.startswith("The training loop itself makes enter.weight")
     assert all(tensor.isfinite().all() for tensor in dump.state.values())
-    assert "the loss is finite, and the update by the training loop itself left non-finite weights" in caplog.text
+    assert "the loss is finite, but the update by the training loop itself left non-finite weights" in caplog.text
 
 
 def test_the_first_write_of_a_loop_may_spoil(tmp_path):
@@ -158,7 +158,7 @@ def test_weights_written_after_the_forward_are_told(tmp_path):
         recorder.watch(loss_of(model(x), (x, y)), (x, y))
         model.enter.weight.data = model.enter.weight.data * 2
         path = recorder.save()
-    told = ("the weights of the step: the loop has written others since its forward, without an optimizer",)
+    told = ("the weights of the step: the loop has overwritten them since the forward, without an optimizer",)
     assert read_dump(path).missing == told
 
 
@@ -169,7 +169,7 @@ def test_a_head_put_on_in_training_is_told(tmp_path, caplog):
     x, y = make_batches()[FAILING]
     recorder.watch(loss_of(model(x), (x, y)), (x, y))
     recorder.close()
-    assert "no longer those that training began with (leave.weight and leave.bias)" in caplog.text
+    assert "have changed since training began (leave.weight and leave.bias)" in caplog.text
     assert f"nandoctor replay {recorder.written[0]} --model FILE.py:NAME" in caplog.text
 
 
