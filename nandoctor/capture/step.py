@@ -20,7 +20,7 @@ from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.dumps.recorded_format import MAX_CALLS
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.machine import memory_of
-from nandoctor.text import join_first
+from nandoctor.text import join_first, plural
 from nandoctor.torch_compat import version_of
 from nandoctor.tracing.tensor_tree import walk_tensors
 
@@ -339,7 +339,7 @@ class RecordedStep:
         notes = [note for packed in packs for note in packed.notes]
         if self.num_dropped:
             notes.append(
-                f"the {self.num_dropped} forwards in train mode before its calls, after which watch was not called: if "
+                f"{plural(self.num_dropped, 'forward')} in train mode before its calls, without a call of watch: if "
                 "they belong to the step, put it into `with recorder.step(batch):`"
             )
         return contents, [*notes, *self._overwritten(), *self._lent()]

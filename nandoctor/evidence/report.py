@@ -14,7 +14,6 @@ from nandoctor.evidence.trace import Grid, Place, SourceLine, TensorStats
 from nandoctor.evidence.verdicts import Verdict
 
 SCHEMA = "nandoctor.report/2"
-STABLE_FORM = "stable_form"  # evidence: what to write by hand, where no diff joins the code of two functions
 
 Grade = Literal["exact", "same-mask", "elsewhere", "finite", "no-reference"]
 ChangeKind = Literal["source", "snippet", "setting", "data", "state", "advice"]

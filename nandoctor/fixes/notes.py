@@ -8,11 +8,12 @@ from pathlib import Path
 
 from torch import nn
 
+from nandoctor.causes.log_space import STABLE_FORM
 from nandoctor.causes.registry import find_page
 from nandoctor.diagnosis.conclusion import Findings
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP32
-from nandoctor.evidence.report import STABLE_FORM, Counterfactual, Fix
+from nandoctor.evidence.report import Counterfactual, Fix
 from nandoctor.fixes.agreement import TOLERANCE
 from nandoctor.fixes.candidates import MAX_LEADS, distinct_leads
 from nandoctor.replaying.runner import FailingStep

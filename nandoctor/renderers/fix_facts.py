@@ -11,9 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+from nandoctor.causes.log_space import STABLE_FORM
 from nandoctor.evidence.edits import StableLog, flatten
 from nandoctor.evidence.formats import FP64
-from nandoctor.evidence.report import STABLE_FORM, Check, Fix, Report, TrialOutcome
+from nandoctor.evidence.report import Check, Fix, Report, TrialOutcome
 from nandoctor.renderers.facts import Fact, command_for
 from nandoctor.source_files import PACKAGE_FOLDERS
 from nandoctor.text import (

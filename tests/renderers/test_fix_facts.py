@@ -9,9 +9,9 @@ import factory
 import pytest
 from rich.console import Console
 
+from nandoctor.causes.log_space import STABLE_FORM
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import (
-    STABLE_FORM,
     Check,
     EpsUse,
     Evidence,
