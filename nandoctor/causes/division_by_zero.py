@@ -1,15 +1,15 @@
 """division-by-zero: a denominator is exactly zero.
 
 What it is
-    x / 0, 0 / 0, 1 / sqrt(0), 0 to a negative power, weight_norm of a row of zeros, a norm layer with an eps of zero.
+    x / 0, 0 / 0, 1 / sqrt(0), 0 to a negative power, weight_norm of a row of zeros, or a norm layer whose eps is zero.
 How nandoctor tells
-    Exact zeros in the denominator; a normalisation of finite values that is not finite, in float64 either.
+    The denominator has exact zeros; or a normalisation of finite values is non-finite, in float64 as well.
 Why it happens
     A count, a norm or a variance is zero for one sample: an empty mask, a constant tile, padding.
 Fix
-    Guard the denominator (`/ count.clamp(min=1)`), or add an eps that the format holds.
+    Guard the denominator (`/ count.clamp(min=1)`), or add an eps that the format can hold.
 When it is wrong
-    Where a small constant was meant to prevent it and was lost in fp16, eps-underflow says so first.
+    If a small constant was meant to prevent the zero and fp16 rounded it away, the report names eps-underflow instead.
 """
 
 from __future__ import annotations

@@ -3,14 +3,15 @@
 What it is
     The mean of no elements, the standard deviation of one, a loss averaged over labels that are all ignored: 0 / 0.
 How nandoctor tells
-    A reduction or a loss with finite inputs and NaN out, in float64 as well; or the infinity of a segment's maximum.
+    A reduction or a loss of finite inputs is NaN, in float64 as well; or the maximum of an empty segment is infinite.
 Why it happens
     A boolean mask selects nothing in this batch, or every label equals ignore_index. The gradients can be finite, and
-    GradScaler then never skips the step.
+    GradScaler then does not skip the step.
 Fix
-    Return zero for an empty selection: `loss = (x * mask).sum() / mask.sum().clamp(min=1)`; `std(correction=0)`.
+    Return zero for an empty selection: `loss = (x * mask).sum() / mask.sum().clamp(min=1)`. For the spread of one
+    element, use `std(correction=0)`.
 When it is wrong
-    Only the empty average is seen, not what emptied it: look at the mask or the labels that select its values.
+    It shows that the average is empty, not why: check the mask or the labels that select its values.
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
-"""eps-underflow: the small constant that was to prevent a division by zero is lost.
+"""eps-underflow: the small constant that should keep a value off zero is rounded away.
 
 What it is
-    1e-8 rounds to zero in fp16 (the smallest subnormal is 6e-8), and a small number added to a larger one is absorbed.
-    The denominator, or the argument of a logarithm or a root, is then exactly zero.
+    1e-8 rounds to zero in fp16 (the smallest subnormal is 6e-8), and a small number is absorbed when it is added to a
+    much larger one. The denominator, or the argument of a logarithm or a root, is then exactly zero.
 How nandoctor tells
-    An op is singular at its inputs in fp16, and finite in the fp32 run; and an op before it lost a constant: it added,
+    An op is singular at its inputs in fp16 and finite in the fp32 run, and an op before it lost a constant: it added,
     or clamped to, a number that its format rounds to zero, and gave zeros; it added the number to one so large that it
     was absorbed, and a subtraction followed; or it used a bound, factor or term near one (0.99999, 1 + 1e-5) that its
-    format rounds to one. Where fp32 fails as well, fp32 itself has made 0 of it (1e-50), or 1 of a bound (1 - 1e-8). A
-    constant that was made a tensor of the format at once, torch.tensor(1e-8, dtype=x.dtype), is read from the fp32 run.
+    format rounds to one. If fp32 fails as well, fp32 itself rounded the constant to 0 (1e-50) or a bound to 1 (1 -
+    1e-8). A constant that was created in the low format, torch.tensor(1e-8, dtype=x.dtype), is read from the fp32 run.
 Why it happens
-    The eps was chosen for fp32, and is used where autocast leaves the op in fp16; or for float64, as 1 - 1e-8 was.
+    The eps was chosen for fp32, and autocast leaves the op that uses it in fp16. Or it was chosen for float64, such as
+    1 - 1e-8.
 Fix
-    An eps that fp16 holds (1e-5, or 6.1e-5 for a normal number), or this line in fp32: `x.float()`. Beside 1, fp32
-    keeps 1e-7.
+    Use an eps that fp16 can hold (1e-5, or 6.1e-5 for a normal number), or compute this line in fp32: `x.float()`. Next
+    to 1, fp32 keeps a difference of 1e-7.
 When it is wrong
-    The same eps under an op that CUDA autocast runs in fp32 is harmless, and is judged by what the trace saw.
+    The same eps is harmless in an op that CUDA autocast runs in fp32; what counts is the format seen in the trace.
 """
 
 from __future__ import annotations

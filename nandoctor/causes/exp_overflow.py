@@ -1,19 +1,19 @@
-"""exp-overflow: an exponential overflows, at once or in the next multiplication.
+"""exp-overflow: an exponential overflows, at once or in the next operation.
 
 What it is
-    exp(x) passes 65504 at x = 11.09 and fp32's limit at 88.7. Autocast runs exp in fp32, so in fp16 it often fits, and
-    the overflow comes in the cast or in the product that follows.
+    exp(x) exceeds 65504 from x = 11.09 on, and fp32's limit from 88.7 on. Autocast runs exp in fp32, where the value
+    often still fits; it then overflows in the cast or the multiplication that follows.
 How nandoctor tells
-    An exponential whose exact value is finite and does not fit; or an op that overflows and whose largest input is an
-    exponential, moved or cast at most.
+    The exact value of an exponential is finite and does not fit; or an op overflows whose largest input is an
+    exponential, at most moved or cast in between.
 Why it happens
-    exp(logvar), exp(logit_scale), softplus written by hand, a power with a large exponent: nothing bounds the argument.
+    Nothing bounds the argument: exp(logvar), exp(logit_scale), a hand-written softplus, a power with a large exponent.
 Fix
-    Clamp the argument (`logvar.clamp(max=10)`, `logit_scale.clamp(max=math.log(100))`), subtract the maximum first, use
-    F.softplus or torch.logaddexp. In a loop, as of Sinkhorn's or a forward algorithm, carry the logarithms and
-    torch.logsumexp.
+    Clamp the argument (`logvar.clamp(max=10)`, `logit_scale.clamp(max=math.log(100))`), subtract the maximum first, or
+    use F.softplus or torch.logaddexp. In a loop, such as Sinkhorn's or a forward algorithm, carry the logarithms and
+    use torch.logsumexp.
 When it is wrong
-    An exponential with exact value inf in float64 too (x > 709) is recognised by its argument.
+    An exponential that is infinite in float64 too (x > 709) is recognised by its argument alone.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""gradient-overflow: a gradient overflows fp16; the forward does not, nor does the same gradient in fp32.
+"""gradient-overflow: a gradient overflows fp16, but the forward does not, and the same gradient in fp32 is finite.
 
 What it is
-    The gradient of an fp16 tensor is fp16 too; one past 65504 becomes Inf, and GradScaler skips every step until the
-    scale is too small for the other gradients.
+    The gradient of an fp16 tensor is fp16 too, and one past 65504 becomes Inf. GradScaler then skips steps and halves
+    the scale until it is too small for the other gradients.
 How nandoctor tells
-    Finite gradients in, non-finite ones out; the same op in fp32 finite; and no lower loss scale that helps.
+    A backward op turns a finite gradient into a non-finite one; in fp32 the result is finite, and a loss scale of 1
+    does not help.
 Why it happens
-    A loss that is a sum rather than a mean, a division by something small, a recurrence that multiplies gradients.
+    The loss is a sum rather than a mean, something is divided by a small number, or a recurrence multiplies gradients.
 Fix
-    Run this op in fp32, average the loss, clip inside the recurrence. If the loss carries a scale of its
-    own, remove it, or start GradScaler below 1.
+    Run this op in fp32, average the loss, or clip inside the recurrence. If the loss is multiplied by a scale of its
+    own, remove that, or start GradScaler below 1.
 When it is wrong
-    Where scale 1 helps, loss-scale-overflow says so.
+    If a loss scale of 1 helps, the report names loss-scale-overflow instead.
 """
 
 from __future__ import annotations

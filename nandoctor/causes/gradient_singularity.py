@@ -1,20 +1,20 @@
-"""gradient-singularity: the forward is finite, and its derivative is infinite, or past the limit even of fp32.
+"""gradient-singularity: the forward is finite, but its derivative is infinite or too large even for fp32.
 
 What it is
     The derivative of sqrt at 0, of acos at 1, of a power below 1 at 0: the value is finite, the gradient is Inf or NaN.
-    That of 1 / x at 1e-25 is -1e50, which fp32 does not hold.
+    The derivative of 1 / x at 1e-25 is -1e50, which fp32 cannot hold.
 How nandoctor tells
-    A backward op with finite gradients coming in and non-finite ones going out, in fp32 as well; or an argument that is
-    exactly at the singular point in the lower precision, and beside it in fp32.
+    A backward op gets finite gradients and returns non-finite ones, in fp32 as well; or an argument is exactly at the
+    singular point in the lower precision, and next to it in fp32.
 Why it happens
-    A distance between equal points, a norm of a zero vector written by hand, an angle of exactly zero; a cosine near 1
-    that low precision rounds to 1, however small its range.
+    A distance between equal points, a hand-written norm of a zero vector, an angle of exactly zero; or a cosine near 1
+    that low precision rounds to 1, without any overflow.
 Fix
-    Move away from the point: `(squared + eps).sqrt()` with an eps that the format holds,
-    `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6)` (in fp16, 1 - 1e-6 is 1); torch.linalg.vector_norm, whose
-    gradient at zero is 0 (that of F.normalize is 1 / eps = 1e12, which fp16 does not hold).
+    Move away from the point: `(squared + eps).sqrt()` with an eps that the format can hold, or
+    `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6)` (in fp16, 1 - 1e-6 is 1). Or use torch.linalg.vector_norm, whose
+    gradient at zero is 0; that of F.normalize is 1 / eps = 1e12, which fp16 cannot hold.
 When it is wrong
-    Where a `where` hides the value at that point, where-gradient-trap says so first.
+    If a `where` hides the value at that point, the report names where-gradient-trap instead.
 """
 
 from __future__ import annotations

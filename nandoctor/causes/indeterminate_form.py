@@ -1,17 +1,18 @@
 """indeterminate-form: an operation has no defined value for the infinities that it gets.
 
 What it is
-    The code writes infinities, and an op has no value for them: a mask by multiplication (0 * -inf), a hand-written
-    entropy (0 * log 0), the difference of two infinities; or no op removes them, and they reach a product. Or an op
-    that takes infinities has a derivative that does not: that of logsumexp subtracts them.
+    The code writes infinities, and an op has no value for them: a mask applied by multiplication (0 * -inf), a
+    hand-written entropy (0 * log 0), the difference of two infinities. Or no op removes them before they reach a
+    product. Or an op accepts infinities and its derivative does not: that of logsumexp subtracts them.
 How nandoctor tells
-    NaN out of an op whose inputs hold infinities and no NaN, or that multiplies by a written infinity; a written one
-    that is not masked away before the next product; or NaN gradients, in fp32 too, of an op that was given infinities.
+    An op returns NaN although its inputs hold infinities and no NaN, or although it only multiplies by an infinity in
+    the code. Or an infinity in the code is not masked away before the next product. Or an op with infinite inputs has
+    NaN gradients, in fp32 too; or a hand-written backward returns NaN for finite gradients.
 Why it happens
-    A mask is applied by arithmetic where it should be applied by selection.
+    A mask is applied by arithmetic instead of selection.
 Fix
-    Select, do not multiply: `torch.where(mask, x, 0)`, `x.masked_fill(~mask, -inf)`; torch.xlogy for p * log p.
-    Among logarithms, torch.logaddexp, or a large finite number such as -1e4 for the logarithm of 0.
+    Select instead of multiplying: `torch.where(mask, x, 0)`, `x.masked_fill(~mask, -inf)`; for p * log p, use
+    torch.xlogy. Among logarithms, use torch.logaddexp, or a large finite number such as -1e4 for the logarithm of 0.
 When it is wrong
     An infinity that came from an overflow is reported as that overflow: this op only passes it on.
 """
@@ -38,7 +39,7 @@ from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import BACKWARD_HOOK, DIVISIONS, FILLS, PRODUCTS, SUMS
 from nandoctor.text import kinds_text, plural
 
-TITLE = "NaN of infinities: inf - inf, 0 * inf or inf / inf"
+TITLE = "NaN from infinities: inf - inf, 0 * inf or inf / inf"
 PHASES = ("forward", "backward")
 
 

@@ -2,19 +2,19 @@
 
 What it is
     The square root or logarithm of a negative number, a negative number to a fractional power, acos beyond 1; atanh at
-    1 or lgamma at 0, where the function is infinite; any other pole.
+    1 or lgamma at 0, where the function is infinite; or any other pole.
 How nandoctor tells
-    Finite inputs outside of the domain, and NaN in the output; or on its edge, and an infinity there. For any other
-    function: no finite value in float64 either.
+    The inputs are finite and outside the domain, and the output is NaN; or they are on its edge, and the output is
+    infinite. A function whose domain is not known counts if float64 has no finite value either.
 Why it happens
-    Rounding pushed a value over the edge (a variance as E[x^2] - E[x]^2 of -1e-4, a cosine of 1.001), or
+    Rounding pushed a value over the edge (a variance computed as E[x^2] - E[x]^2 is -1e-4, a cosine is 1.001), or
     nothing bounds it.
 Fix
-    Clamp to inside of the domain: `x.clamp(min=1e-6).sqrt()`, `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6).acos()` (in
-    fp16, 1 - 1e-6 is 1). At the edge itself the value is finite, and the derivative infinite. Of a determinant that may
+    Clamp to inside the domain: `x.clamp(min=1e-6).sqrt()`, `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6).acos()` (in fp16,
+    1 - 1e-6 is 1). At the edge itself the value is finite, but the derivative is infinite. For a determinant that may
     be negative, take the logarithm of its absolute value: `torch.linalg.slogdet(matrix)[1]`.
 When it is wrong
-    Where rounding alone puts the argument outside, a clamp hides that: compute the argument in fp32.
+    If rounding alone puts the argument outside, a clamp hides that: compute the argument in fp32.
 """
 
 from __future__ import annotations

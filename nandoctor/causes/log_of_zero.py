@@ -1,19 +1,20 @@
 """log-of-zero: the argument of a logarithm is exactly zero.
 
 What it is
-    log(0), log1p(-1), logit(0 or 1): the value is correctly -inf or Inf. Also a loss that asks for the logarithm of a
-    probability that is zero by construction: of a masked class, or of a CTC target that cannot be aligned.
+    log(0), log1p(-1), logit(0 or 1): the value is correctly -inf or Inf. Also a loss that takes the logarithm of a
+    probability that is zero by construction, such as that of a masked class or of a CTC target that cannot be aligned.
 How nandoctor tells
-    Exact zeros in the argument (ones, for what is one short of it), and infinities in the output; or a -inf written by
-    the code, from which the loss is computed.
+    The argument is exactly zero (-1 for log1p, 0 or 1 for logit), and the output is infinite; or the code writes a -inf
+    from which the loss is computed.
 Why it happens
-    A probability underflowed, or a sigmoid or softmax saturated: in fp16 sigmoid(x) is exactly 1 from x = 8.32 on. A
-    label names a masked class, or label smoothing gives it weight.
+    A probability underflowed, or a sigmoid or softmax saturated: in fp16 sigmoid(x) is exactly 1 from x = 8.32 on. Or a
+    label names a masked class, or label smoothing gives that class weight.
 Fix
-    Work with logits: F.logsigmoid, F.log_softmax, F.binary_cross_entropy_with_logits; or clamp the probability to an
-    eps that the format holds on both sides. Never mask what a label can name; F.ctc_loss(..., zero_infinity=True).
+    Work with logits (F.logsigmoid, F.log_softmax, F.binary_cross_entropy_with_logits), or clamp the probability to an
+    eps that the format can hold on both sides. Never mask a class that a label can name. For CTC, use
+    `F.ctc_loss(..., zero_infinity=True)`.
 When it is wrong
-    Where a small constant was meant to prevent it and was lost in fp16, eps-underflow says so first.
+    If a small constant was meant to prevent the zero and fp16 rounded it away, the report names eps-underflow instead.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ What it is
     GradScaler starts at 65536 and halves the scale whenever a gradient overflows: a few skipped steps at the start of
     training are by design.
 How nandoctor tells
-    Non-finite gradients at the scale of the dump, finite ones at scale 1.
+    The gradients are non-finite at the dump's loss scale and finite at scale 1.
 Why it happens
     GradScaler starts high and halves the scale until the gradients are finite.
 Fix
-    None is needed. Start lower (`GradScaler(init_scale=1024)`) to skip fewer steps.
+    None is needed. To skip fewer steps, start lower (`GradScaler(init_scale=1024)`).
 When it is wrong
-    Steps that are skipped for ever, at every scale, have another cause: gradient-overflow or a non-finite loss.
+    If steps are skipped at every scale and without end, the cause is another: gradient-overflow or a non-finite loss.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""mask-constant-overflow: the constant that was to hide masked positions does not fit.
+"""mask-constant-overflow: the constant that should hide masked positions does not fit.
 
 What it is
     -1e9 or torch.finfo(torch.float32).min, meant as "very negative", becomes -inf in fp16; or two masks at finfo.min
-    are added and pass the limit even of fp32. Where a row is masked throughout, softmax then gives 0/0.
+    are added, and their sum is past the limit even of fp32. If a row is masked throughout, softmax then gives 0/0.
 How nandoctor tells
-    A fill or an addition that makes -inf out of a large negative constant: a number in the code, or a tensor that holds
-    only that number and zeros; or such a number times a mask of zeros and ones. Or a tensor that the code makes of one
-    number (`torch.tensor(-1e9, dtype=scores.dtype)`), -inf here and finite in the fp32 run.
+    A fill or an addition turns a large negative constant into -inf. The constant is a number in the code, a tensor that
+    holds only that number and zeros, or such a number times a mask of zeros and ones. Or a tensor made from one number
+    (`torch.tensor(-1e9, dtype=scores.dtype)`) is -inf here and finite in the fp32 run.
 Why it happens
     The constant was chosen for fp32, or one mask too many is added.
 Fix
-    Take the limit of the scores' own dtype, once: `scores.masked_fill(mask, torch.finfo(scores.dtype).min)`; pass
+    Use the limit of the scores' own dtype, once: `scores.masked_fill(mask, torch.finfo(scores.dtype).min)`; pass
     boolean masks to scaled_dot_product_attention; combine masks with logical_or before filling.
 When it is wrong
-    A -inf written as such is meant, and is never reported here.
+    A -inf that is written as such in the code is intended, and is never reported here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats
 from nandoctor.ops import CASTS, CHECKED_FILLS, FILLS, MINIMA, SCALINGS, SUMS
 from nandoctor.text import constant, number, plural
 
-TITLE = "The constant of a mask is too large for its format"
+TITLE = "A mask constant is too large for its format"
 PHASES = ("forward", "constant")
 
 _OPS = FILLS | CASTS | SUMS | SCALINGS | MINIMA | {"scaled_dot_product_attention"}

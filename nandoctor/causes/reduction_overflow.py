@@ -1,13 +1,14 @@
-"""reduction-overflow: a sum over many elements does not fit.
+"""reduction-overflow: the result of a sum over many elements does not fit its format.
 
 What it is
-    A sum, norm, variance or running total whose exact value is finite, and past the format's limit. Also a product with
-    a matrix of ones, which is a sum written as a matmul.
+    A sum, norm, variance or running total whose exact value is finite but past the format's limit. A product with a
+    matrix of ones counts too: it is a sum written as a matmul.
 How nandoctor tells
-    The op computed again in float64: finite there, and past the format's limit; the number of terms.
+    Recomputed in float64, the result is finite and past the format's limit; the evidence gives the number of terms. The
+    product of many numbers (`prod`) counts even if it is infinite in float64 too.
 Why it happens
-    Each term fits, and there are many; or the terms are squares, as in a variance. Autocast runs `sum` and `norm` in
-    fp32, but not `var`, a pooling that is written as a matmul, an `einsum`, or a linear attention that sums over all
+    Each term fits, but there are many; or the terms are squares, as in a variance. Autocast runs `sum` and `norm` in
+    fp32, but not `var`, pooling that is written as a matmul, `einsum`, or linear attention that sums over all
     positions.
 Fix
     Take the mean first, divide before summing, or compute the reduction in fp32: `x.float().var(dim)`.

@@ -1,18 +1,18 @@
 """where-gradient-trap: a branch that `where` hides in the forward still has a gradient.
 
 What it is
-    `torch.where(x > 0, x.log(), 0)` never shows log(0), yet its backward multiplies the hidden branch's zero gradient
+    `torch.where(x > 0, x.log(), 0)` never shows log(0), but its backward multiplies the hidden branch's zero gradient
     by an infinite derivative: 0 * inf is NaN.
 How nandoctor tells
-    A backward op that makes NaN out of zeros, whose forward result goes into a `where`, `masked_fill`, `nan_to_num`,
+    A backward op makes NaN out of zeros, and its forward result goes into a `where`, `masked_fill`, `nan_to_num`,
     clamp, boolean index or mask.
 Why it happens
-    Selection after the fact does not stop the gradient of what was not selected.
+    Selecting after the function does not stop the gradient of the values that are not selected.
 Fix
     Make the argument safe before the function: `safe = torch.where(x > 0, x, 1.0); torch.where(x > 0, safe.log(), 0)`.
 When it is wrong
-    A NaN gradient that a later op multiplies away leaves those of the parameters finite: a note says so, and nothing
-    is blamed.
+    If a later op multiplies the NaN gradient away, the gradients of the parameters are finite: a note then says so, and
+    no cause is reported.
 """
 
 from __future__ import annotations
