@@ -32,7 +32,7 @@ _SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """A reduction or loss that is NaN although everything in it is finite."""
+    """Explain a reduction or loss that is NaN although its inputs are finite."""
     op = finding.op.op
     if not is_average(op) or finding.had_inf_input or finding.overflowed:
         return None

@@ -33,11 +33,11 @@ PHASES = ("forward",)
 
 _FLOAT64_LIMIT = 709.0
 _HIGHEST = (80.0, 20.0, 11.0, 8.0, 5.0)
-"""Exponents whose power fp32 holds (88), whose square it does, that fp16 holds (11), with room for a factor."""
+"""Bounds on x: exp(x) fits fp32 (limit 88), its square does too, exp(x) fits fp16 (11), then with room for a factor."""
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """An exponential that does not fit, or the op that meets its value."""
+    """Explain an exponential that does not fit, or an op that overflows because of one."""
     if finding.op.op in EXPONENTIALS and _grows(finding):
         return _explain(finding, finding.op)
     if finding.op.op in PRODUCTS or not finding.overflowed:
@@ -50,7 +50,7 @@ def diagnose(finding: Finding) -> Account | None:
 
 
 def _magnitude(operand: Operand) -> float:
-    """How large the operand is where the output is worst, or at all where that place is not known."""
+    """Return the operand's magnitude at the output's worst element, or its absmax if that element is not known."""
     return abs(operand.at_worst) if operand.at_worst is not None else operand.absmax or 0.0
 
 
@@ -74,10 +74,9 @@ def _explain(finding: Finding, exponential: OpCall) -> Account:
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """The logarithm that is taken of it in one function; else the exponent clamped below what fp32, or fp16, holds.
+    """Fuse the exponential with a logarithm that follows; else clamp the exponent to what fp32, or fp16, can hold.
 
-    That of another base than e is clamped where the power is 1: what passes it is left out later, as the other half of
-    a table of decays is.
+    A power with another base is clamped at 1: larger ones are usually masked out later, as half of a table of decays.
     """
     ops = [finding.op, *(source for tensor in finding.op.inputs for source in finding.sources(tensor))]
     exponential = next((op for op in ops if op.op in EXPONENTIALS), None)

@@ -31,7 +31,7 @@ PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """A softmax over rows of -inf."""
+    """Explain a softmax over rows of -inf."""
     rows = finding.analysis.num_full_rows
     if finding.op.op not in SOFTMAXES or not rows:
         return None
@@ -46,5 +46,5 @@ def diagnose(finding: Finding) -> Account | None:
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """Let such rows attend evenly, and take zeros for their result."""
+    """Let such rows attend evenly, and use zeros as their result."""
     yield (UnmaskRows(site=site_of(finding.op)),)

@@ -32,7 +32,7 @@ PHASES = ("backward",)
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
-    """A gradient that fp32 holds."""
+    """Explain a gradient that only fp32 can hold."""
     if not finding.reference_is_finite:
         return None
     return Account(
@@ -44,7 +44,7 @@ def diagnose(finding: GradientFinding) -> Account | None:
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
-    """A larger constant in the divisor of what comes after; a loss scale below 1, which undoes one of the loss."""
+    """Raise constants in the next divisors; or use a loss scale below 1, which undoes a scale of the loss's own."""
     made = finding.forward.order if finding.forward is not None else None
     for op in finding.ops.values():
         if op.op in DIVISIONS and any(tensor.producer == made for tensor in op.inputs):

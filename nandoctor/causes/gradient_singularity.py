@@ -41,12 +41,12 @@ from nandoctor.text import constant, kinds_text, number
 TITLE = "The derivative is infinite, or too large, at this point"
 PHASES = ("backward",)
 _OF_TWO = frozenset({"atan2", "hypot"})
-"""Without a derivative where both arguments are 0; the second one may be next to it, and the value stays."""
+"""Ops without a derivative where both arguments are 0; the second may be moved off 0 without changing the value."""
 _SMALLEST = (1e-12, 1e-6, 1e-4)
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
-    """A derivative that no precision can hold, or that is infinite where rounding put the argument."""
+    """Explain a derivative that no precision can hold, or that is infinite where rounding put the argument."""
     forward = finding.forward
     if forward is None:
         return None
@@ -66,7 +66,7 @@ def diagnose(finding: GradientFinding) -> Account | None:
 
 
 def _is_beside_singularity(forward: OpCall) -> bool:
-    """Tell whether every argument is known to stay off the points where the op's derivative is infinite."""
+    """Return True if every argument is known to stay off the points where the op's derivative is infinite."""
     domain = DOMAINS.get(forward.op, Domain(low=0.0, high=0.0))
     limits = [(taken.stats.min, taken.stats.max) for taken in singular_inputs(forward) if taken.stats is not None]
     return bool(limits) and all(
@@ -99,6 +99,6 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
         yield tuple(ClampArgument(site=site, argument="other", low=low, keeps_sign=True) for low in _SMALLEST)
     elif finding.forward is not None:
         edge = singular_edge(finding.forward)
-        # An infinite value that this batch does not select is one that the next may: no 0 is put in its place.
+        # If the forward is infinite too, do not guard with 0: this batch may not select it, but the next one may.
         guards = guard_candidate(finding.forward, edge=edge) if finding.forward.outputs_finite else ()
         yield (*clamp_into_domain(finding.forward), *guards)

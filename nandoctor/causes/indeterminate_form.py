@@ -44,7 +44,7 @@ PHASES = ("forward", "backward")
 
 
 def diagnose(finding: Finding | GradientFinding) -> Account | None:
-    """NaN made of infinities."""
+    """Explain NaN that was computed from infinities."""
     if isinstance(finding, GradientFinding):
         return _explain_function(finding) if finding.forward is None else _explain_derivative(finding, finding.forward)
     written = [value for _, value in finding.op.scalars if not math.isfinite(value)]
@@ -66,7 +66,7 @@ def diagnose(finding: Finding | GradientFinding) -> Account | None:
 
 
 def _form(finding: Finding) -> tuple[str, str]:
-    """Name the form, as far as op and operands show it: for the headline, and for after "infinities"."""
+    """Return the form that op and operands show, as a phrase for the headline and one for the explanation."""
     op, operands = finding.op.op, finding.analysis.operands
     zeros = sum(operand.counts.num_zero for operand in operands)
     if (op in PRODUCTS or op == "mul") and zeros:
@@ -89,11 +89,11 @@ def _explain_written(finding: Finding, what: str) -> Account:
 
 
 def _explain_function(finding: GradientFinding) -> Account | None:
-    """A hand-written backward that makes NaN out of finite gradients, or an Inf that fp32 has as well."""
+    """Explain a hand-written backward that makes NaN from finite gradients, or an Inf that fp32 has as well."""
     if finding.reference_is_finite and "nan" not in finding.analysis.kinds:
-        return None  # what it gives does not fit
+        return None  # an overflow
     if finding.op.op == BACKWARD_HOOK:
-        return None  # which op of it does, is not known
+        return None  # it is not known which op of the hook it was
     return Account(
         headline=f"The backward of {finding.op.op} makes non-finite gradients of finite ones",
         explanation=f"The backward of the custom Function {finding.op.op} makes non-finite gradients of finite ones.",
@@ -102,7 +102,7 @@ def _explain_function(finding: GradientFinding) -> Account | None:
 
 
 def _explain_derivative(finding: GradientFinding, forward: OpCall) -> Account | None:
-    """A derivative that computes with the infinities which the forward was given."""
+    """Explain a derivative that is NaN because the forward op's inputs are infinite."""
     infinite = _infinite_inputs(finding)
     if not infinite or finding.reference_is_finite or "nan" not in finding.analysis.kinds:
         return None
@@ -115,7 +115,7 @@ def _explain_derivative(finding: GradientFinding, forward: OpCall) -> Account | 
 
 
 def _infinite_inputs(finding: GradientFinding) -> tuple[OpTensor, ...]:
-    """The infinite inputs of the forward op; none where the forward holds NaN, or the op is at its singular point."""
+    """Return the forward op's infinite inputs; none if the forward has NaN, or the op is at its singular point."""
     forward = finding.forward
     if forward is None or singular_edge(forward) is not None or any(map(_meets_nan, finding.ops.values())):
         return ()
@@ -123,14 +123,14 @@ def _infinite_inputs(finding: GradientFinding) -> tuple[OpTensor, ...]:
 
 
 def _meets_nan(op: OpCall) -> bool:
-    """Tell whether the op makes NaN, or is given one from outside."""
+    """Return True if the op makes NaN, or gets one from outside."""
     counts = (tensor.stats.counts for tensor in op.inputs if tensor.stats is not None)
     made = op.analysis is not None and "nan" in op.analysis.kinds
     return made or any(found.num_nan for found in counts if found is not None)
 
 
 def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
-    """A finite constant or factor, as large as the format holds: then 0 times it is 0."""
+    """Use a finite constant or factor instead of the infinity: 0 times it is 0."""
     if isinstance(finding, GradientFinding):
         for tensor in _infinite_inputs(finding):
             assert tensor.stats is not None
@@ -148,6 +148,6 @@ def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
     for operand in finding.analysis.operands if finding.op.op == "mul" else ():
         low, high = operand.counts.num_neginf > 0, operand.counts.num_posinf > 0
         if low or high:
-            limits = (1e4, finding.format.max)  # what masks are made with, whose gradients fit as well; the largest
+            limits = (1e4, finding.format.max)  # a mask's usual value, whose gradients fit as well; then the largest
             bounds = [(-limit if low else None, limit if high else None) for limit in limits]
             yield clamp_candidate(finding.op, operand.name, bounds)

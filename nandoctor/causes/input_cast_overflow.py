@@ -28,7 +28,7 @@ PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """A product or a cast that meets a value its lower format cannot hold."""
+    """Explain a product or a cast whose input its lower format cannot hold."""
     if finding.op.op not in PRODUCTS and finding.op.op not in CASTS:
         return None
     target = finding.format

@@ -34,15 +34,16 @@ TITLE = "A function was evaluated outside its domain"
 PHASES = ("forward",)
 
 _MARGINS = (1e-12, 1e-6, 1e-4, 5e-4, 1e-3)
-"""How far an argument is kept from an edge where the derivative is infinite; fp16's step below 1 is 4.9e-4."""
+"""Distances at which an argument is kept from an edge where the derivative is infinite; fp16's step below 1 is 4.9e-4.
+"""
 _MARGINS_OF_BOTH = (1e-6, 1e-3)
-"""The same where it is kept from 0 and from 1."""
+"""Distances at which an argument is kept from both 0 and 1."""
 
 _NO_FUNCTIONS = REDUCTIONS | MOVES | CASTS | FILLS | PRODUCTS.keys()
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """A function with an argument outside of its domain, or at a pole."""
+    """Explain a function whose argument is outside its domain, or at a pole."""
     outside = outside_domain(finding)
     return _explain_pole(finding) if outside is None else _explain_domain(finding, outside)
 
@@ -74,9 +75,9 @@ def _undefined(name: str, outside: float) -> str:
 
 
 def _explain_pole(finding: Finding) -> Account | None:
-    """Any other function that has no finite value for its finite arguments, even in float64: a pole, and the like."""
+    """Explain any other function that has no finite value for its finite arguments, even in float64, such as a pole."""
     operands, op, num_bad = finding.analysis.operands, finding.op.op, finding.analysis.num_bad
-    is_function = op not in _NO_FUNCTIONS and not op.startswith("_")  # of torch's inner ops some carry a derivative
+    is_function = op not in _NO_FUNCTIONS and not op.startswith("_")  # some of torch's internal ops compute derivatives
     if not is_function or finding.had_inf_input or finding.overflowed:
         return None
     evidence = Evidence("num_bad", num_bad, plural(num_bad, "non-finite element"))
@@ -105,7 +106,7 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
 
 
 def clamp_into_domain(op: OpCall) -> Candidate:
-    """The argument of a function clamped to where it, and its derivative, is finite; empty for an unknown one."""
+    """Return clamps of the argument to where the function and its derivative are finite; empty for an unknown op."""
     domain = DOMAINS.get(op.op)
     if domain is None:
         return ()
@@ -113,7 +114,7 @@ def clamp_into_domain(op: OpCall) -> Candidate:
         site = site_of(op)
         return tuple(ClampArgument(site=site, argument="self", low=low, keeps_sign=True) for low in _MARGINS)
     is_smooth = op.op == "pow" and dict(op.scalars).get("exponent", 0.0) >= 1
-    nearest = _MARGINS if domain.low == 0 else _MARGINS[1:]  # beside another edge 1e-12 is lost in fp32
+    nearest = _MARGINS if domain.low == 0 else _MARGINS[1:]  # next to any other edge fp32 loses 1e-12
     margins = (0.0, *nearest) if is_smooth else nearest
     ends = [(domain.low + margin, None if math.isinf(domain.high) else domain.high - margin) for margin in margins]
     taken = op.find_input(domain.argument)

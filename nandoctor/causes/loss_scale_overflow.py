@@ -28,7 +28,7 @@ PHASES = ("backward",)
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
-    """An overflow that scale 1 does not have."""
+    """Explain an overflow that is gone at loss scale 1."""
     if not finding.fixed_by_scale:
         return None
     scale = Evidence("loss_scale", finding.loss_scale, f"the loss scale was {number(finding.loss_scale)}")
@@ -43,5 +43,5 @@ def diagnose(finding: GradientFinding) -> Account | None:
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
-    """The scale that GradScaler will come to by halving."""
+    """Halve the loss scale, as GradScaler will, until the gradients are finite."""
     yield tuple(SetLossScale(value=finding.loss_scale / 2**halvings) for halvings in range(1, 25))

@@ -37,7 +37,7 @@ _VERY_NEGATIVE = -1e4
 
 
 def diagnose(finding: Finding | OutsideTensor) -> Account | None:
-    """A fill or an addition that turns a large negative constant into -inf; or a constant that is -inf already."""
+    """Explain a fill or addition that turns a large negative constant into -inf, or a constant that is -inf already."""
     if isinstance(finding, OutsideTensor):
         return None if finding.in_fp32 is None else _explain_constant(finding.in_fp32, finding.stats)
     if finding.op.op not in _OPS or finding.analysis.kinds not in (("-inf",), ("nan",), ("nan", "-inf")):
@@ -75,7 +75,7 @@ def _consequence(finding: Finding) -> str:
 
 
 def _is_refused(finding: Finding) -> bool:
-    """Tell whether torch raises instead of rounding: for a number in the code, not for a tensor."""
+    """Return True if torch raises instead of rounding, as it does for a number in the code but not for a tensor."""
     return finding.op.op in CHECKED_FILLS and any(
         -math.inf < value < -finding.format.max for _, value in finding.op.scalars
     )
@@ -93,7 +93,7 @@ def _headline(finding: Finding, masking: float) -> str:
 
 def _constants(finding: Finding) -> list[float]:
     written = [value for _, value in finding.op.scalars if -math.inf < value <= _VERY_NEGATIVE]
-    # What is scaled is a mask of zeros and ones, or of something between.
+    # A scaling counts only if it scales a mask, with values from 0 to 1.
     masks = [item for item in finding.analysis.operands if item.shape and item.min is not None and item.min >= 0]
     if finding.op.op in SCALINGS and not any((mask.max or 0.0) <= 1 for mask in masks):
         return []
@@ -105,7 +105,7 @@ def _constants(finding: Finding) -> list[float]:
 
 
 def _is_mask(tensor: OpTensor) -> bool:
-    """A tensor of one large negative number and zeros: all its non-zero magnitudes are equal."""
+    """Return True for a tensor of one large negative number and zeros: all its non-zero magnitudes are equal."""
     stats = tensor.stats
     assert stats is not None
     same = stats.p05 == stats.absmax and stats.median == stats.absmax
@@ -113,7 +113,7 @@ def _is_mask(tensor: OpTensor) -> bool:
 
 
 def constant_in_fp32(tensor: OpTensor, reference: OpCall | None) -> float | None:
-    """The one large negative number that a constant of -inf alone is in the same op of the fp32 run; else None."""
+    """Return the large negative number that an all -inf constant is in the fp32 run's same op, or None."""
     ours = tensor.stats
     if ours is None or ours.counts is None or ours.counts.num_neginf != ours.numel or reference is None:
         return None
@@ -124,13 +124,13 @@ def constant_in_fp32(tensor: OpTensor, reference: OpCall | None) -> float | None
 
 
 def fitting_constants(op: OpCall, tensor: OpTensor, in_fp32: float) -> tuple[Candidate, ...]:
-    """A number that every format holds in the place of the constant; or the constant clamped to it."""
+    """Return two changes: replace the constant by a number that every format can hold, or clamp it to that number."""
     written = SetArgument(site=site_of(op), argument=tensor.name, was=in_fp32, value=_VERY_NEGATIVE)
     return (written,), clamp_candidate(op, tensor.name, [(_VERY_NEGATIVE, None)])
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """The lowest number of the scores' own format, or one that fits beside others."""
+    """Use the lowest number of the scores' own format, or one that still fits after additions."""
     for name, value in finding.op.scalars:
         if -math.inf < value <= _VERY_NEGATIVE:
             site = site_of(finding.op)

@@ -32,7 +32,7 @@ _DEPTH = 4
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """A product whose exact value is finite and does not fit."""
+    """Explain a product whose exact value is finite and does not fit."""
     if finding.op.op not in PRODUCTS or not finding.overflowed:
         return None
     length = finding.analysis.length
@@ -49,7 +49,7 @@ def diagnose(finding: Finding) -> Account | None:
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """Scale before the product, where a multiplication or division by a number follows it."""
+    """Scale before the product, if a multiplication or division by a number follows it."""
     if finding.op.op not in FACTORABLE:
         return
     for scale in descendants(finding.ops, finding.op.order, _DEPTH, through=MOVES):

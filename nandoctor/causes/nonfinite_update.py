@@ -29,7 +29,7 @@ PHASES = ("update",)
 
 
 def diagnose(update: OptimizerUpdate) -> Account | None:
-    """An update that left weights non-finite although the gradients were finite."""
+    """Explain an update that left weights non-finite although the gradients were finite."""
     if not update.parameters:
         return None
     first, more = next(iter(update.parameters)), len(update.parameters) - 1

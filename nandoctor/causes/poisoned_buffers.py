@@ -27,7 +27,7 @@ PHASES = ("buffer",)
 
 
 def diagnose(finding: OutsideTensor) -> Account:
-    """A buffer that is non-finite before anything runs."""
+    """Explain a buffer that is non-finite before anything runs."""
     when = "as the model's own code builds it" if finding.built else "before the forward starts"
     by = ", by what builds the model, not by the training" if finding.built else ""
     return Account(

@@ -29,9 +29,9 @@ PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """A reduction whose exact value is finite and does not fit."""
+    """Explain a reduction whose exact value is finite and does not fit."""
     summing = finding.op.op in REDUCTIONS or (finding.op.op in PRODUCTS and _sums_with_ones(finding))
-    # Of finite terms only long products pass the limit of float64.
+    # Finite terms exceed float64 only in a long product.
     if not summing or not (finding.overflowed or (finding.op.op in SERIAL_PRODUCTS and finding.is_past_float64)):
         return None
     length = finding.analysis.length
@@ -43,9 +43,9 @@ def diagnose(finding: Finding) -> Account | None:
 
 
 def _sums_with_ones(finding: Finding) -> bool:
-    """Tell whether one factor of several terms is the same number everywhere, which makes the product a sum.
+    """Return True if one factor is the same number everywhere, which makes a product of several terms a sum.
 
-    Where a weight takes part, the other factor can be constant by chance: a blank image.
+    With a weight among the inputs, the other factor may be constant by chance, such as a blank image.
     """
     if finding.analysis.length == 1 or any(tensor.origin == "weight" for tensor in finding.op.inputs):
         return False

@@ -25,7 +25,7 @@ PHASES = ("swallowed",)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """An overflow that leaves a finite output."""
+    """Explain an overflow that leaves a finite output."""
     if not finding.overflowed:
         return None
     then = "; a later operation hides the Inf, and the output is wrong"

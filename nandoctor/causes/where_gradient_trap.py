@@ -43,7 +43,7 @@ _KEEPS_PLACE = MOVES | CASTS | SUMS | SCALINGS | {"neg"}
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
-    """A singular op behind a selection that hides it."""
+    """Explain a singular op whose forward value a selection hides."""
     meets_zeros = any(operand.counts.num_zero for operand in finding.analysis.operands)
     if finding.forward is None or "nan" not in finding.analysis.kinds or not meets_zeros:
         return None
@@ -60,9 +60,10 @@ def diagnose(finding: GradientFinding) -> Account | None:
 
 
 def _hiding_selection(ops: Mapping[int, OpCall], made: int) -> str | None:
-    """The selection that takes what `made` gave: a mask behind ops that keep its place, a limit on the value itself.
+    """Return the op that selects from the result of `made`, or None.
 
-    Behind arithmetic a limit need not meet the singular place: relu(1 - sqrt(x)) keeps x = 0.
+    A mask may come after ops that keep elements in place. A limit must act on the value itself: after arithmetic it may
+    keep the singular point, as relu(1 - sqrt(x)) keeps x = 0.
     """
     for op in descendants(ops, made, _DEPTH, through=_KEEPS_PLACE):
         if op.op in SELECTIONS or _is_masking(op):
@@ -71,18 +72,18 @@ def _hiding_selection(ops: Mapping[int, OpCall], made: int) -> str | None:
 
 
 def _is_masking(op: OpCall) -> bool:
-    """Tell whether the op multiplies by a mask of whole numbers, which makes zero gradients as a selection does."""
+    """Return True if the op multiplies by an integer or boolean mask, which zeroes gradients as a selection does."""
     scalars = dict(op.scalars)
     return op.op == "mul" and any(tensor.stats is None and tensor.name not in scalars for tensor in op.inputs)
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
-    """Write a logarithm without the probability that is 0; keep the argument off the singular point."""
+    """Rewrite a logarithm without the probability that is 0; keep the argument off the singular point."""
     forward = finding.forward
     assert forward is not None
     yield from stable_forms(forward, finding.ops)
     by_index = forward.op in LOGARITHMS and _hiding_selection(finding.ops, forward.order) == "index"
-    if not by_index:  # a label may name what is 0 in the next batch, where a 0 for its logarithm would be no loss
+    if not by_index:  # the next batch's label may select this 0, and 0 for its logarithm would mean no loss
         yield guard_candidate(forward)
     yield clamp_into_domain(forward)
     for tensor in singular_inputs(forward) if forward.op in DIVISIONS else ():
