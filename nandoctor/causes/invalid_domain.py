@@ -34,10 +34,9 @@ TITLE = "A function was evaluated outside its domain"
 PHASES = ("forward",)
 
 _MARGINS = (1e-12, 1e-6, 1e-4, 5e-4, 1e-3)
-"""Distances at which an argument is kept from an edge where the derivative is infinite; fp16's step below 1 is 4.9e-4.
-"""
+"""Distances to keep from an edge where the derivative is infinite; fp16's step below 1 is 4.9e-4."""
 _MARGINS_OF_BOTH = (1e-6, 1e-3)
-"""Distances at which an argument is kept from both 0 and 1."""
+"""Distances to keep from both 0 and 1."""
 
 _NO_FUNCTIONS = REDUCTIONS | MOVES | CASTS | FILLS | PRODUCTS.keys()
 
