@@ -1,4 +1,4 @@
-"""The verdict on a replayed dump, the sentence that says it, and what was not looked at, so that it is no all-clear."""
+"""The verdict on a replayed dump, its headline, and the gaps: what was not checked, and so is not known to be fine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from nandoctor.text import file_line, join_first, nonfinite_part, part_of, plura
 
 
 def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, has_loss: bool) -> Iterator[Gap]:
-    """What could be non-finite in the step and was not looked at; `has_loss`: loss and backward pass were run."""
-    # A model may give its loss itself: the output's is the one that was saved then.
+    """Yield what could be non-finite in the step and was not checked; `has_loss`: loss and backward pass were run."""
+    # If the model returns its loss itself, that is the loss that was saved.
     gives_loss = any(stats.path.rpartition(".")[2] == "loss" for stats in trace.output)
     if trace.unread:
         yield Gap(
@@ -61,7 +61,7 @@ def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, ha
 
 
 def describe_no_graph(message: str) -> Gap:
-    """What is not known where the forward runs without a graph alone; `message` is that of the error with one."""
+    """Return the gap of a forward that runs only without autograd; `message` is that of the error with it."""
     return Gap(
         text=f"The gradients could not be computed on this device. {message}",
         remedy="Replay it with --device on the kind of device that it was trained on.",
@@ -69,7 +69,7 @@ def describe_no_graph(message: str) -> Gap:
 
 
 def doubt_draws(reproduction: Reproduction) -> Iterator[Gap]:
-    """What is to be feared of a step that draws random numbers, and whose generator's state is not in the file."""
+    """Yield the gap of a step that draws random numbers without the generator's state in the file."""
     if reproduction.grade in ("same-mask", "elsewhere"):
         yield Gap(
             text="The step draws random numbers, and the generator's state is not in the file: the replay drew others, "
@@ -79,7 +79,7 @@ def doubt_draws(reproduction: Reproduction) -> Iterator[Gap]:
 
 
 def describe_draws_of_gpu(device_type: str) -> tuple[str, ...]:
-    """A GPU's kernels draw as many numbers at a time as their format allows: other masks of dropout in each format."""
+    """Return a note that a GPU's dropout masks depend on the format, by which kernels draw more or fewer at a time."""
     if device_type != "cuda":
         return ()
     return (
@@ -89,7 +89,7 @@ def describe_draws_of_gpu(device_type: str) -> tuple[str, ...]:
 
 
 def doubt_rounding(trace: Trace, origin: Origin | None) -> Gap:
-    """What is to be feared of a finite step that is non-finite in fp32, where `origin` makes it so."""
+    """Return the gap of a finite step that is non-finite in fp32, because of `origin` if that is known."""
     maker = f": {name_op(origin.op, origin.source)} makes it so" if origin is not None and origin.op else ""
     return Gap(
         text=f"The step is finite {describe_run(trace.policy, trace.format)} and non-finite in fp32{maker}. Rounding "
@@ -99,7 +99,7 @@ def doubt_rounding(trace: Trace, origin: Origin | None) -> Gap:
 
 
 def doubt_gradients(trace: Trace) -> Gap:
-    """What is to be feared where the gradients of a stand-in loss are non-finite; `trace` has its backward pass."""
+    """Return the gap of a stand-in loss whose gradients are non-finite; `trace` has its backward pass."""
     made = next((op for op in trace.backward if op.analysis is not None), None)
     first = f": the backward of {name_op(made.op, made.source)} makes them" if made is not None else ""
     return Gap(
@@ -110,7 +110,7 @@ def doubt_gradients(trace: Trace) -> Gap:
 
 
 def name_op(op: str, source: SourceLine | None) -> str:
-    """The op and its line, where that is known: "div (model.py:31)"."""
+    """Return the op with its line if that is known: "div (model.py:31)"."""
     return f"{op} ({file_line(source.file, source.line)})" if source is not None else op
 
 
@@ -131,10 +131,7 @@ def _describe_loss(value: float, reproduction: Reproduction) -> str:
 
 
 def judge_unfailing(verdict: Verdict, gaps: tuple[Gap, ...], flags: SavedFlags) -> Verdict:
-    """The verdict on a step in which nothing non-finite was found, seen what was not looked at and what the dump says.
-
-    Any other verdict stays as it is.
-    """
+    """Return the verdict, where "healthy" is replaced if something was not checked or the dump says that it failed."""
     if verdict != "healthy":
         return verdict
     if gaps:
@@ -143,7 +140,7 @@ def judge_unfailing(verdict: Verdict, gaps: tuple[Gap, ...], flags: SavedFlags) 
 
 
 def describe_blindness(trace: Trace) -> tuple[str, ...]:
-    """What is said of the modules alone, because their operations cannot be watched."""
+    """Return a note that the origin is no finer than a module if the ops could not be traced."""
     if trace.blinded is None:
         return ()
     reason = shorten(trace.blinded, 90)
@@ -151,7 +148,7 @@ def describe_blindness(trace: Trace) -> tuple[str, ...]:
 
 
 def describe_narrow_reference(reference: Trace, low: FloatFormat) -> tuple[str, ...]:
-    """What a non-finite reference computed in fewer bits all the same, so that precision may be to blame."""
+    """Return a note on ops that a non-finite fp32 run computed in low precision, which may then be the cause."""
     formats = {low, FP8_E4M3, FP8_E5M2} - {FP32}
     narrow = [(op, stats.dtype) for op in reference.ops for stats in op.outputs if stats.dtype in formats]
     if reference.finite or not narrow:
@@ -169,7 +166,7 @@ def _damaged(dump: DumpSummary, built: Collection[str]) -> list[ArraySummary]:
 
 
 def describe_idle_state(verdict: Verdict, dump: DumpSummary, built: Collection[str]) -> tuple[str, ...]:
-    """Non-finite weights and buffers of the file that a healthy step did not suffer from, nor were `built` so."""
+    """Return a note on the file's non-finite weights and buffers unused by a healthy step, except `built` ones."""
     state = _damaged(dump, built)
     if verdict != "healthy" or not state:
         return ()
@@ -181,7 +178,7 @@ def describe_idle_state(verdict: Verdict, dump: DumpSummary, built: Collection[s
 
 
 def judge(trace: Trace, reference: Trace, conclusion: Conclusion, reproduction: Reproduction) -> Verdict:
-    """What kind of failure the forward pass and the loss show; the words are those of the report's contract."""
+    """Return the kind of failure that the forward pass and the loss show."""
     origin = conclusion.diagnoses[0].origin if conclusion.diagnoses else None
     if trace.finite:
         if origin is not None and outputs_differ(trace.output, reference.output):
@@ -195,7 +192,7 @@ def judge(trace: Trace, reference: Trace, conclusion: Conclusion, reproduction: 
 
 
 def judge_backward(trace: Trace, reference: Trace, conclusion: Conclusion, *, fixed_by_scale: bool) -> Verdict:
-    """What kind of failure non-finite gradients are."""
+    """Return the kind of failure that non-finite gradients are."""
     if not trace.bad_gradients:
         return "healthy"
     if fixed_by_scale:
@@ -206,7 +203,7 @@ def judge_backward(trace: Trace, reference: Trace, conclusion: Conclusion, *, fi
 
 
 def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion, gaps: tuple[Gap, ...] = ()) -> str:
-    """The verdict as one sentence without a full stop: what the cause says of it, else where it was first seen."""
+    """Return the verdict as a sentence without a full stop: the cause's headline, else the first non-finite place."""
     if verdict == "healthy":
         return _headline_of_healthy(trace)
     if verdict == "cannot-tell":
@@ -230,7 +227,7 @@ def _headline_of_interrupted(trace: Trace, place: NonfinitePlace | None) -> str:
 
 
 def _headline_of_place(trace: Trace, first: Diagnosis | None, place: NonfinitePlace | None) -> str:
-    """Where it was first seen, for a failure that no cause explains."""
+    """Return where a failure that no cause explains first showed."""
     if first is not None and first.origin.phase == "backward":
         if first.origin.op == BACKWARD_HOOK:
             return f"A backward hook of {first.origin.place.in_words} makes non-finite gradients of finite ones"
@@ -246,7 +243,7 @@ def _headline_of_place(trace: Trace, first: Diagnosis | None, place: NonfinitePl
 
 
 def _headline_of_healthy(trace: Trace) -> str:
-    """What was looked at, and found to be finite."""
+    """Return what was checked and found to be finite."""
     under = _under(trace)
     if not trace.finite:
         return f"Nothing failed {under}: the infinities in the output were written there by the code"
@@ -261,7 +258,7 @@ def _under(trace: Trace) -> str:
 
 
 def describe_nonfinite(stats: TensorStats, trace: Trace) -> str:
-    """How many of which non-finite values, and in which samples: "NaN in 512 of 4096 elements (sample 2)"."""
+    """Return the non-finite values and their samples: "NaN in 512 of 4096 elements (sample 2)"."""
     found = nonfinite_elements(stats, trace)
     text = nonfinite_part(found.kinds, found.num_bad, found.numel, "element")
     if found.samples and len(found.samples) <= 4 and len(stats.shape) > 1 and len(found.samples) < stats.shape[0]:
@@ -289,9 +286,9 @@ def advise(
     same_output: bool = False,
     built: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """What to do next besides applying a fix, most useful first; `has_loss`: the loss was replayed.
+    """Return what to do next besides applying a fix, most useful first; `has_loss`: the loss was replayed.
 
-    `same_output`: the model gave what was saved. `built` names the state that the model's own code makes non-finite.
+    `same_output`: the output equals the saved one. `built` names the state that the model's own code makes non-finite.
     """
     if verdict == "state" and built and not _damaged(dump, built):
         return ("Look at the code that builds the model: this is non-finite before any weights are loaded.",)
