@@ -40,16 +40,16 @@ def diagnose(finding: Finding) -> Account | None:
     if op in _SEGMENTED and kinds in (("+inf",), ("-inf",)):
         extreme, infinity = ("maximum", "-Inf") if kinds == ("-inf",) else ("minimum", "Inf")
         return Account(
-            headline=f"{subject(finding.op)} takes the {extreme} of nothing: that is {infinity}",
-            explanation=f"{op} takes the {extreme} of no elements, which it gives as {infinity}.",
-            evidence=(Evidence("num_bad", num_bad, f"{plural(num_bad, extreme)} of nothing"),),
+            headline=f"{subject(finding.op)} takes the {extreme} of no elements, which is {infinity}",
+            explanation=f"{op} takes the {extreme} of no elements, which is {infinity}.",
+            evidence=(Evidence("num_bad", num_bad, f"{plural(num_bad, extreme)} of no elements"),),
         )
     if kinds != ("nan",):
         return None
     lacks = "too few values" if op in _SPREADS else "nothing to average"
     return Account(
         headline=f"{subject(finding.op)} has {lacks}: 0/0 is NaN",
-        explanation=f"{op} has nothing to average: its inputs are finite, and even float64 gives NaN.",
+        explanation=f"{op} has {lacks}: its inputs are finite, and even float64 gives NaN.",
         evidence=(Evidence("num_bad", num_bad, f"{plural(num_bad, 'average')} of 0/0"),),
     )
 

@@ -37,8 +37,8 @@ def diagnose(finding: GradientFinding) -> Account | None:
         return None
     return Account(
         headline=f"The gradient through {subject(finding.op)} is non-finite in {finding.low} and finite in fp32",
-        explanation=f"The incoming gradient of {finding.op.op} is finite, and in fp32 the outgoing one is too; "
-        f"{finding.low} holds at most {number(finding.low.max)}.",
+        explanation=f"The incoming gradient of {finding.op.op} is finite; the outgoing one is finite in fp32 but not "
+        f"in {finding.low}, which holds at most {number(finding.low.max)}.",
         evidence=gradient_evidence(finding),
     )
 

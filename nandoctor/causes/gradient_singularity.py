@@ -60,7 +60,7 @@ def diagnose(finding: GradientFinding) -> Account | None:
     return Account(
         headline=_headline(finding, forward, edge, is_beside=is_beside),
         explanation=f"The derivative of {forward.op} is {'too large' if is_beside else 'infinite'} where it was "
-        f"evaluated{reach}: the gradient that comes in is finite, the one that goes out is not, in fp32 either.",
+        f"evaluated{reach}: the incoming gradient is finite, the outgoing one is not, in fp32 either.",
         evidence=gradient_evidence(finding),
     )
 

@@ -59,7 +59,7 @@ def diagnose(finding: Finding | GradientFinding) -> Account | None:
     what_it_does, detail = _form(finding)
     return Account(
         headline=f"{subject(finding.op)} {what_it_does}",
-        explanation=f"{finding.op.op} makes NaN of infinities{detail}: "
+        explanation=f"{finding.op.op} turns infinities into NaN{detail}; this leaves "
         f"{plural(finding.analysis.num_bad, 'element')} without a value.",
         evidence=(Evidence("num_infinite", infinite + len(written), f"{among} among the inputs"),),
     )
@@ -70,13 +70,13 @@ def _form(finding: Finding) -> tuple[str, str]:
     op, operands = finding.op.op, finding.analysis.operands
     zeros = sum(operand.counts.num_zero for operand in operands)
     if (op in PRODUCTS or op == "mul") and zeros:
-        detail = f", which it multiplies by zeros (0 * inf; {plural(zeros, 'zero')} among the inputs)"
+        detail = f": it multiplies them by zeros (0 * inf; {plural(zeros, 'zero')} among the inputs)"
         return "multiplies 0 by Inf", detail
     if op in SUMS or op in PRODUCTS:
-        return "subtracts Inf from Inf", ", which it subtracts from each other (inf - inf)"
+        return "subtracts Inf from Inf", ": it subtracts them from each other (inf - inf)"
     if op in DIVISIONS:
-        return "divides Inf by Inf", ", which it divides by each other (inf / inf)"
-    return "makes NaN of infinities", ""
+        return "divides Inf by Inf", ": it divides them by each other (inf / inf)"
+    return "turns infinities into NaN", ""
 
 
 def _explain_written(finding: Finding, what: str) -> Account:
@@ -95,8 +95,8 @@ def _explain_function(finding: GradientFinding) -> Account | None:
     if finding.op.op == BACKWARD_HOOK:
         return None  # it is not known which op of the hook it was
     return Account(
-        headline=f"The backward of {finding.op.op} makes non-finite gradients of finite ones",
-        explanation=f"The backward of the custom Function {finding.op.op} makes non-finite gradients of finite ones.",
+        headline=f"The backward of {finding.op.op} turns finite gradients into non-finite ones",
+        explanation=f"The backward of the custom Function {finding.op.op} turns finite gradients into non-finite ones.",
         evidence=gradient_evidence(finding),
     )
 
@@ -107,8 +107,8 @@ def _explain_derivative(finding: GradientFinding, forward: OpCall) -> Account | 
     if not infinite or finding.reference_is_finite or "nan" not in finding.analysis.kinds:
         return None
     return Account(
-        headline=f"{subject(forward)} is given infinities, and its gradient is NaN: inf - inf or 0 * inf",
-        explanation=f"{forward.op} has a value for the infinities that it is given, and its derivative has none: it "
+        headline=f"{subject(forward)} gets infinities, and its gradient is NaN: inf - inf or 0 * inf",
+        explanation=f"{forward.op} has a value for the infinities that it gets, but its derivative has none: it "
         "subtracts them or multiplies them by 0, in fp32 too.",
         evidence=gradient_evidence(finding),
     )

@@ -53,7 +53,7 @@ def _explain_domain(finding: Finding, outside: float) -> Account:
     taken = operand(finding.op, domain.argument) or f"The {argument} of {finding.op.op}"
     beyond = outside not in (domain.low, domain.high)
     reached = number(outside, unlike=domain.low if outside < domain.low else domain.high) if beyond else number(outside)
-    in_fp32 = f"; rounding to {finding.low} makes it so, in fp32 it stays inside" if finding.reference_is_finite else ""
+    in_fp32 = f", because of rounding to {finding.low}: in fp32 it stays inside" if finding.reference_is_finite else ""
     return Account(
         headline=f"{taken} reaches {reached}, and {_undefined(finding.op.op, outside)}",
         explanation=f"{finding.op.op} is defined from {number(domain.low)} to {number(domain.high)}, and its "
@@ -84,7 +84,7 @@ def _explain_pole(finding: Finding) -> Account | None:
         why = NEGATIVE_LOGARITHMS[op]
         headline = f"{subject(finding.op)} is NaN: {why}"
         return Account(headline=headline, explanation=f"{op} is NaN: {why}.", evidence=(evidence,))
-    where = "for the matrix that it is given"
+    where = "for this matrix"
     if not op.startswith("linalg_"):
         taken = [operand.at_worst for operand in operands if operand.at_worst is not None]
         if not taken or len(taken) < len(operands):

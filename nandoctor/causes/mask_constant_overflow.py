@@ -60,7 +60,7 @@ def _explain_constant(masking: float, stats: TensorStats) -> Account:
     return Account(
         headline=f"The mask value {constant(masking)} becomes -Inf in {low}, which stops at {limit}",
         explanation=f"The mask's constant {constant(masking)} is put into a tensor of {low}, whose limit is {limit}: "
-        "it is -inf there, a fully masked row has no finite value left, and 0 times it is NaN.",
+        "there it is -inf, so a fully masked row has no finite value left, and 0 times it is NaN.",
         evidence=(Evidence("constant", masking, f"the mask's constant is {constant(masking)}"),),
     )
 
@@ -71,7 +71,7 @@ def _consequence(finding: Finding) -> str:
         return (
             f"is below {limit}, the lowest number of {low}, and {finding.op.op} raises an error rather than write -inf"
         )
-    return f"makes -inf in {low}, whose limit is {limit}; a fully masked row has no finite value left"
+    return f"gives -inf in {low}, whose limit is {limit}; a fully masked row has no finite value left"
 
 
 def _is_refused(finding: Finding) -> bool:

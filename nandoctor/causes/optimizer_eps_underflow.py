@@ -35,8 +35,8 @@ def diagnose(slot: OptimizerSlot) -> Account | None:
     is_zero = f"eps of {constant(slot.eps)} rounds to 0 in {dtype}" if slot.eps else "eps is 0"
     return Account(
         headline=f"The optimizer's {is_zero}, so its step divides by 0",
-        explanation=f"The optimizer's {is_zero}, and so are {zeros} of {slot.parameter or 'a parameter'}: its step "
-        "divides by zero there.",
+        explanation=f"The optimizer's {is_zero}, and {zeros} of {slot.parameter or 'a parameter'} "
+        f"{are(counts.num_zero)} 0 too: its step divides by zero there.",
         evidence=(
             Evidence("eps", slot.eps, f"the {is_zero}"),
             Evidence("num_zero", counts.num_zero, f"{zeros} {are(counts.num_zero)} exactly zero"),

@@ -29,9 +29,9 @@ PHASES = ("buffer",)
 def diagnose(finding: OutsideTensor) -> Account:
     """Explain a buffer that is non-finite before anything runs."""
     when = "as the model's own code builds it" if finding.built else "before the forward starts"
-    by = ", by what builds the model, not by the training" if finding.built else ""
+    by = " (set by the code that builds the model, not by training)" if finding.built else ""
     return Account(
         headline=f"The buffer {code(finding.name)} {how_nonfinite(finding.stats)} {when}",
-        explanation=f"The buffer {finding.name} holds non-finite values{by}, and so does all that is computed from it.",
+        explanation=f"The buffer {finding.name} holds non-finite values{by}, and so does everything computed from it.",
         evidence=outside_evidence("buffer", finding),
     )

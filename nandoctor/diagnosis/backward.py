@@ -90,8 +90,8 @@ def _diagnose(finding: GradientFinding, trace: Trace, reference: Trace) -> tuple
         kept = _find_kept(inside, trace, reference, finding.low)
         cause = find_cause("forward", kept or inside)
         if kept is not None and cause is not None:
-            told = f"{cause.explanation} The backward of {op.op} makes NaN of that Inf, which the forward kept for it."
-            headline = cause.headline and f"{cause.headline}; the backward of {op.op} makes NaN of that Inf"
+            told = f"{cause.explanation} The backward of {op.op}, for which the forward kept that Inf, makes it NaN."
+            headline = cause.headline and f"{cause.headline}; the backward of {op.op} turns that Inf into NaN"
             cause = replace(cause, headline=headline, explanation=told)
             return Diagnosis(origin=origin_at(kept.op, kept.analysis, trace), cause=cause), suspect(
                 kept.op, kept, cause
@@ -147,7 +147,7 @@ def _places(numel: int, counts: NonfiniteCounts) -> object:
     return numel, counts.num_posinf, counts.num_neginf, counts.first_bad_index, counts.samples
 
 
-UNSCALED = "Gradients are those of the loss as it is: pass --loss-scale, where GradScaler multiplied it."
+UNSCALED = "Gradients are those of the unscaled loss: pass --loss-scale if GradScaler multiplied it."
 """A note for fp16 without a known loss scale: gradients that are finite without it may exceed 65504 with it."""
 
 
@@ -158,7 +158,7 @@ def describe_removed(trace: Trace) -> tuple[str, ...]:
         return ()
     line = f" ({file_line(made[0].source.file, made[0].source.line)})" if made[0].source else ""
     return (
-        f"The backward of {made[0].op}{line} makes non-finite gradients, and a later op multiplies them away: the "
+        f"The backward of {made[0].op}{line} makes non-finite gradients, but a later op multiplies them away: the "
         "gradients of all parameters are finite. torch.autograd.detect_anomaly would stop there.",
     )
 
@@ -195,7 +195,7 @@ def _explain_hidden(op: OpCall, hidden: Finding) -> Cause | None:
     if cause is None:
         return None
     what = "NaN" if hidden.analysis.kinds == ("nan",) else "Inf"
-    told = f"{cause.explanation} A later op hides that {what}; the backward of {op.op} multiplies it by zero: NaN."
+    told = f"{cause.explanation} A later op hides that {what}; the backward of {op.op} multiplies it by 0: NaN."
     headline = cause.headline and f"{cause.headline}; the backward of {op.op} multiplies that {what} by 0, which is NaN"
     return replace(cause, headline=headline, explanation=told)
 

@@ -14,10 +14,10 @@ LARGE_CHANGE_BITS = 0.5
 
 _HEADLINES: dict[ComparisonOutcome, str] = {
     "fixed": "The failure is gone",
-    "broken": "What was finite is not any more",
-    "moved": "It still fails, in another way",
+    "broken": "It did not fail before, and does now",
+    "moved": "It still fails, but in another way",
     "same-failure": "The same failure in both",
-    "both-finite": "Neither is non-finite",
+    "both-finite": "Nothing is non-finite in either",
 }
 
 

@@ -171,7 +171,7 @@ def find_so_far(trace: Trace, reference: Trace | None) -> Findings:
     stopped = describe_run(trace.policy, trace.format) if trace.raised == INTERRUPTED else "after the replay"
     notes = [f"Interrupted {stopped}. Not known: {missing}. Run it again to find out."]
     if first is not None:
-        notes.append("An infinity that is meant, such as a mask's, cannot be told from a failure without the fp32 run.")
+        notes.append("Without the fp32 run, an intended infinity, such as a mask's, cannot be told from a failure.")
     return Findings(
         trace=trace,
         reference=reference,

@@ -124,8 +124,8 @@ def describe_error_source(rows: Sequence[LayerRow]) -> tuple[str, ...]:
     for row in rows:
         if row.finite and makes_error(row):
             return (
-                f"{row.place.with_type} is finite and {percent(row.rel_err)} away from fp32, its inputs "
-                f"{percent(row.inherited_err)}: the error is made there.",
+                f"{row.place.with_type} is finite, but its output is {percent(row.rel_err)} off fp32's, its inputs "
+                f"only {percent(row.inherited_err)}: the error is made there.",
             )
     return ()
 
