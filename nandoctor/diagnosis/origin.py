@@ -196,7 +196,7 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
         for op in sliced
     ]
     sources = _without_followers([source for source in candidates if _is_created(source, ops, reference)], sliced)
-    # Of the ops with infinite inputs, only those that made NaN from them are possible sources.
+    # Ops that made NaN from infinities are sources only if there are no others.
     examined = [(source, source.op.analysis) for source in candidates if source.had_inf_input]
     had_inf_input = [source for source, analysis in examined if analysis is not None and "nan" in analysis.kinds]
     written = [source for source in candidates if not source.had_inf_input and source not in sources]
