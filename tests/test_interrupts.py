@@ -110,7 +110,7 @@ def test_a_finished_replay_keeps_its_grade(tmp_path):
     report = replayed(Net(OVERFLOWS, Pressed(2)), tmp_path / "a.pth", saved=NONFINITE)
     assert (report.verdict, report.reproduction.grade) == ("interrupted", "same-mask")
     assert any("what fp32 gives" in note for note in report.notes)
-    assert any("An infinity that is meant" in note for note in report.notes)
+    assert any("an intended infinity" in note for note in report.notes)
     assert report.runs.fp32.raised == "interrupted"
 
 

@@ -1,5 +1,5 @@
-"""Causes of non-finite values, one module each: pure functions over plain data, without a tensor in sight.
+"""Causes of non-finite values, one module each: pure functions over plain data, without tensors.
 
-`registry` lists them in the order in which they are asked; `base` has what they are shown, and the questions and
-changes that several share; `sentences` the words that they share, `log_space` the logarithms in a better form.
+`registry` lists them in the order in which they are tried. `base` has the findings that they get, and the checks and
+candidate fixes that several share; `sentences` has shared wording, `log_space` numerically stable rewrites.
 """

@@ -1,4 +1,4 @@
-"""What a cause decides on: the findings that are shown to it, and the questions that several causes ask of them."""
+"""The findings that causes decide on, and the checks and candidate fixes that several causes share."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _NEVER_NEGATIVE = frozenset(
     linalg_norm linalg_matrix_norm frobenius_norm nuclear_norm var std cdist pairwise_distance dist mse_loss l1_loss
     smooth_l1_loss huber_loss""".split()
 )
-_STAYS_SO = frozenset(
+_KEEPS_NONNEGATIVE = frozenset(
     """sum nansum mean nanmean amax amin max min cumsum prod cumprod mul div add reciprocal pow log1p expm1 median
     maximum minimum avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
     max_pool1d max_pool2d max_pool3d matmul mm bmm outer einsum""".split()
 )
-"""Of tensors that are nowhere negative these make none that is; an op that moves values takes indices beside them."""
+"""Ops whose result is non-negative if all their inputs are."""
 _FACTORS = frozenset({"other", "alpha", "value", "min"})
 _DEPTH = 16
 
 
 def is_nonnegative(tensor: OpTensor, ops: Mapping[int, OpCall], depth: int = _DEPTH) -> bool:
-    """Tell whether no batch can make the tensor negative; False in doubt."""
+    """Return True if no batch can make the tensor negative; False in doubt."""
     op = ops.get(tensor.producer) if tensor.producer is not None else None
     if op is None or depth == 0:
         return False
@@ -41,13 +41,13 @@ def is_nonnegative(tensor: OpTensor, ops: Mapping[int, OpCall], depth: int = _DE
     proved = [is_nonnegative(taken, ops, depth - 1) for taken in floats]
     if op.op in CLAMPS | MAXIMA and (any(proved[1:]) or scalars.get("min", scalars.get("min_val", -1.0)) >= 0):
         return True
-    moves = op.op in (MOVES | CASTS) - {"copy"}
-    takes_all = moves or (op.op in _STAYS_SO and len(floats) == len(op.inputs))
+    moves = op.op in (MOVES | CASTS) - {"copy"}  # their other inputs are indices
+    takes_all = moves or (op.op in _KEEPS_NONNEGATIVE and len(floats) == len(op.inputs))
     return takes_all and bool(proved) and all(proved) and all(scalars.get(name, 0.0) >= 0 for name in _FACTORS)
 
 
 def _is_square(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
-    """Tell whether the op multiplies a tensor by itself; one of two halves that a split gave is another tensor."""
+    """Return True if the op multiplies a tensor by itself. Two outputs of one op, such as a split, are different."""
     if op.op != "mul" or len(op.inputs) != 2:
         return False
     one, other = op.inputs
@@ -60,19 +60,20 @@ def _is_square(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
 CausePhase = Literal[
     "forward", "backward", "swallowed", "constant", "weight", "buffer", "input", "target", "optimizer", "update"
 ]
-"""What is shown to a cause: an op of the forward pass or the loss, of the backward pass, or one whose infinity a later
-op swallowed; a tensor that the code made of numbers, or that the model, the batch or the optimizer brought along; or an
+"""What a cause gets: an op of the forward pass or the loss, an op of the backward pass, or an op whose infinity a later
+op swallowed; a tensor that the code made from numbers, or one of the model, the batch or the optimizer's state; or an
 optimizer's update."""
 
 Candidate = tuple[Edit, ...]
-"""One change in several strengths, the first that passes being the one to take."""
+"""One change in several strengths; the first that passes is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AnalysedOp:
-    """An op at fault; `ops` are all ops of its run, by order, and `low` is what products are computed in.
+    """An op that made non-finite values, with its run.
 
-    `references` are the ops of the fp32 run, by their keys.
+    `ops` are all ops of the run by order, `references` those of the fp32 run by key. `low` is the format that autocast
+    computes products in.
     """
 
     op: OpCall
@@ -82,16 +83,17 @@ class _AnalysedOp:
 
     @property
     def analysis(self) -> OpAnalysis:
-        """The analysis of the op, which every finding has."""
+        """The op's analysis, which every finding has."""
         assert self.op.analysis is not None
         return self.op.analysis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding(_AnalysedOp):
-    """An op that made non-finite values, with all that a rule may ask about.
+    """An op of the forward pass or the loss that made non-finite values.
 
-    `reference_op` is the same op of the fp32 run, None where that took another way.
+    `reference_op` is the same op of the fp32 run, or None if that run took another path. `had_inf_input` is True if the
+    op's inputs were infinite already.
     """
 
     reference_op: OpCall | None
@@ -99,32 +101,32 @@ class Finding(_AnalysedOp):
 
     @property
     def format(self) -> FloatFormat:
-        """The format that its values had to fit: its output's, or that of a product to which vmap adds a bias."""
+        """The format that the values had to fit: the output's, or `low` if vmap adds a bias in fp32 to a product."""
         made, exact = self.op.outputs[0].dtype, self.analysis.exact
         is_summed = self.op.op in PRODUCTS and made is FP32 and exact is not None and made.holds(exact)
         return self.low if is_summed else made
 
     @property
     def overflowed(self) -> bool:
-        """True where unlimited range would have kept at least one of the non-finite elements finite."""
+        """True if unlimited range would have kept at least one of the non-finite elements finite."""
         return self.analysis.overflowed
 
     @property
     def is_past_float64(self) -> bool:
-        """True where finite operands gave infinities and no NaN, as a sum or a product past float64's limit does."""
+        """True if finite operands gave infinities and no NaN, as a sum or product past float64's limit does."""
         return not self.had_inf_input and "nan" not in self.analysis.kinds
 
     @property
     def reference_is_finite(self) -> bool:
-        """True where fp32 gave finite values at this very op."""
+        """True if the same op of the fp32 run is finite."""
         return self.reference_op is not None and self.reference_op.outputs_finite
 
     def operand(self, name: str) -> Operand | None:
-        """The examined input of this name."""
+        """Return the analysed input of this name, or None."""
         return next((operand for operand in self.analysis.operands if operand.name == name), None)
 
     def sources(self, tensor: OpTensor) -> Iterator[OpCall]:
-        """The op that made `tensor`, and behind ops that only move or cast values the one before, and so on."""
+        """Yield the op that made `tensor`; if that only moves or casts values, also the op before it, and so on."""
         order = tensor.producer
         while order is not None and order in self.ops:
             op = self.ops[order]
@@ -132,7 +134,7 @@ class Finding(_AnalysedOp):
             order = op.inputs[0].producer if op.op in MOVES | CASTS and op.inputs else None
 
     def is_from_batch(self, tensor: OpTensor) -> bool:
-        """Tell whether this is an array of the batch, as it came or moved and cast."""
+        """Return True if the tensor is an array of the batch, at most moved or cast."""
         if tensor.origin == "batch":
             return True
         first = [*self.sources(tensor)][-1:]
@@ -143,8 +145,8 @@ class Finding(_AnalysedOp):
 class GradientFinding(_AnalysedOp):
     """A backward op that made non-finite gradients of finite ones.
 
-    `forward` is the op it belongs to, None for a custom Function. `reference_is_finite` where the gradients of the fp32
-    run are finite at the same op, `fixed_by_scale` where all gradients are finite at loss scale 1.
+    `forward` is the op that it belongs to, None for a custom Function. `reference_is_finite` is True if the fp32 run's
+    gradients are finite at the same op, `fixed_by_scale` if all gradients are finite at loss scale 1.
     """
 
     forward: OpCall | None
@@ -157,8 +159,8 @@ class GradientFinding(_AnalysedOp):
 class OutsideTensor:
     """A non-finite or huge tensor that no traced op made; `name` is its path in the model or the batch.
 
-    `low` is what the run computes its products in, None where nothing was run. `built` tells that the model's own code
-    makes it so. `in_fp32` is the number that a constant is in the fp32 run, where that holds it.
+    `low` is the format that the run computes products in, None if nothing was run. `built` is True if the model's own
+    code makes it so. `in_fp32` is a constant's value in the fp32 run, None if it is not known.
     """
 
     name: str
@@ -169,19 +171,19 @@ class OutsideTensor:
 
 
 def outside_evidence(kind: str, finding: OutsideTensor, how: str = "is non-finite") -> tuple[Evidence, ...]:
-    """The tensor, called by its `kind`, and what is wrong with it."""
+    """Return the evidence that says what is wrong with the tensor; `kind` names the evidence."""
     text = f"{finding.name} {list(finding.stats.shape)} {how}"
     return (Evidence(kind, finding.name, text),)
 
 
 def factors(finding: Finding) -> list[Operand]:
-    """The operands that a product multiplies; a bias or what the product is added to is none."""
+    """Return the operands that a product multiplies, without a bias or a tensor that the product is added to."""
     product = PRODUCTS.get(finding.op.op)
     return [operand for operand in finding.analysis.operands if product and product.has_factor(operand.name)]
 
 
 def outside_domain(finding: Finding) -> float | None:
-    """The end of the argument's range that lies outside of the function's domain, or on the edge of an open one."""
+    """Return the argument's minimum or maximum if it is outside the op's domain, or on the edge of an open one."""
     domain = DOMAINS.get(finding.op.op)
     argument = finding.operand(domain.argument) if domain is not None else None
     if domain is None or argument is None or argument.min is None or argument.max is None or finding.had_inf_input:
@@ -194,13 +196,13 @@ def outside_domain(finding: Finding) -> float | None:
 
 
 def singular_inputs(op: OpCall) -> tuple[OpTensor, ...]:
-    """The inputs at one value of which the op, or its derivative, is infinite."""
+    """Return the inputs for which the op, or its derivative, is infinite at some value."""
     names = SINGULAR_INPUTS.get(op.op, ())
     return tuple(tensor for tensor in op.inputs if tensor.name in names)
 
 
 def singular_edge(op: OpCall) -> float | None:
-    """The edge of its domain that the op's argument meets, where the op is finite and its derivative is not."""
+    """Return the edge of the op's domain that its argument reaches, or None; the derivative is infinite there."""
     domain = DOMAINS.get(op.op)
     is_smooth = op.op == "pow" and not any(name == "exponent" and value < 1 for name, value in op.scalars)
     for tensor in singular_inputs(op) if domain is not None and not is_smooth else ():
@@ -213,18 +215,21 @@ def singular_edge(op: OpCall) -> float | None:
 
 
 def writes_infinity(op: OpCall) -> bool:
-    """Tell whether the code wrote an infinity there itself, as masks are made: it is among the numbers of the call."""
+    """Return True if an infinity is among the numbers of the call: the code wrote it itself, as for a mask."""
     return any(math.isinf(value) for _, value in op.scalars)
 
 
 def is_constant(tensor: OpTensor) -> bool:
-    """Tell whether the code made this of numbers it wrote down, infinities among them: torch.tensor() is no op."""
+    """Return True if the code made this tensor from numbers, such as an infinity: torch.tensor() is not a traced op."""
     counts = tensor.stats.counts if tensor.stats is not None else None
     return tensor.origin == "unknown" and counts is not None and not counts.num_nan
 
 
 def is_written(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:
-    """Tell whether the argument `name` was written down or stored, and not computed: a 0-dim tensor can be either."""
+    """Return True if the argument `name` is a number, a constant tensor or a buffer, at most moved, cast or filled in.
+
+    A tensor that was computed, is a weight or comes from the batch is not.
+    """
     tensor = op.find_input(name)
     while tensor is not None and tensor.producer is not None:
         maker = ops[tensor.producer]
@@ -235,7 +240,7 @@ def is_written(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:
 
 
 def is_log_of_mask(op: OpCall, ops: Sequence[OpCall]) -> bool:
-    """Tell whether this is the logarithm of a mask of zeros and ones that was no floating-point tensor before."""
+    """Return True for the logarithm of a mask of zeros and ones that was cast from a non-floating-point tensor."""
     if op.op != "log" or not op.inputs or op.inputs[0].producer is None or op.analysis is None:
         return False
     mask, cast = op.analysis.operands[0], ops[op.inputs[0].producer]
@@ -244,12 +249,15 @@ def is_log_of_mask(op: OpCall, ops: Sequence[OpCall]) -> bool:
 
 
 def feeds_product(written: OpCall, ops: Iterable[OpCall]) -> bool:
-    """Tell whether the infinities of `written` reach a product along `ops`: a mask's are gone by then."""
+    """Return True if the infinities of `written` reach a product along `ops`; those of a mask are gone by then."""
     return any(op.op in PRODUCTS for op in _reached_ops(written, ops))
 
 
 def is_infinite_loss(made: OpCall, ops: Mapping[int, OpCall]) -> bool:
-    """Tell whether the infinities of `made` stay so, and are of a loss: made in it, or in a number of the model's."""
+    """Return True if the infinities of `made` never become NaN, and belong to a loss.
+
+    That is, `made` is an op of the loss, or they reach a 0-dim tensor in the model.
+    """
     later = [ops[order] for order in sorted(ops) if order > made.order and ops[order].phase != "backward"]
     reached = [*_reached_ops(made, later)]
     if any(tensor.counts is not None and tensor.counts.num_nan for op in reached for tensor in op.outputs):
@@ -258,7 +266,7 @@ def is_infinite_loss(made: OpCall, ops: Mapping[int, OpCall]) -> bool:
 
 
 def _reached_ops(made: OpCall, ops: Iterable[OpCall]) -> Iterator[OpCall]:
-    """Those of `ops`, in their order, that the non-finite values of `made` reach."""
+    """Yield those of `ops`, in their order, that the non-finite values of `made` reach."""
     carriers = {made.order}
     for op in ops:
         if any(tensor.producer in carriers for tensor in op.nonfinite_inputs):
@@ -269,7 +277,7 @@ def _reached_ops(made: OpCall, ops: Iterable[OpCall]) -> Iterator[OpCall]:
 def ancestors(
     ops: Mapping[int, OpCall], tensor: OpTensor, steps: int, *, through: frozenset[str] | None = None
 ) -> Iterator[OpCall]:
-    """The ops that made `tensor`, nearest first, at most `steps` deep; where given, seen `through` these ops alone."""
+    """Yield the ops that made `tensor`, nearest first, at most `steps` back; `through`: pass these op names only."""
     wave, seen = [tensor.producer], set()
     for _ in range(steps):
         following: list[int | None] = []
@@ -286,7 +294,7 @@ def ancestors(
 def descendants(
     ops: Mapping[int, OpCall], made: int, steps: int, *, through: frozenset[str] | None = None
 ) -> Iterator[OpCall]:
-    """The ops that take what the op `made` gave, nearest first, as `ancestors` gives those before it."""
+    """Yield the ops that use the output of the op `made`, nearest first, with limits as for `ancestors`."""
     wave = {made}
     for _ in range(steps):
         found = [op for op in ops.values() if any(tensor.producer in wave for tensor in op.inputs)]
@@ -295,7 +303,7 @@ def descendants(
 
 
 def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
-    """How large the incoming gradient is, and how much of the outgoing one is non-finite."""
+    """Return the size of the incoming gradient, and how much of the outgoing one is non-finite."""
     analysis = finding.analysis
     incoming = [operand.absmax for operand in analysis.operands if operand.absmax is not None]
     outgoing = nonfinite_part(analysis.kinds, analysis.num_bad, analysis.numel, "outgoing element")
@@ -307,17 +315,17 @@ def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
 
 
 def site_of(op: OpCall) -> OpSite:
-    """Where a traced op stands in the code."""
+    """Return the place in the code of a traced op."""
     return OpSite(module=op.module, type=op.type, op=op.op, nth=op.nth, source=op.source)
 
 
 def clamp_candidate(op: OpCall, argument: str, bounds: Sequence[tuple[float | None, float | None]]) -> Candidate:
-    """The argument of an op clamped to each of the `bounds`, (low, high)."""
+    """Return changes that clamp the argument of an op to each of the `bounds`, (low, high)."""
     return tuple(ClampArgument(site=site_of(op), argument=argument, low=low, high=high) for low, high in bounds)
 
 
 def divisor_candidate(op: OpCall, divisor: OpTensor, ops: Mapping[int, OpCall], smallest: Sequence[float]) -> Candidate:
-    """The divisor kept at each of these distances from zero; on its own side where a batch may make it negative."""
+    """Return changes that keep the divisor each of these distances from zero, with its sign if it may be negative."""
     of_root = op.op in DOMAINS and not is_whole_power(op)
     signed = not (of_root or is_nonnegative(divisor, ops))
     site = site_of(op)
@@ -325,14 +333,14 @@ def divisor_candidate(op: OpCall, divisor: OpTensor, ops: Mapping[int, OpCall], 
 
 
 def is_whole_power(op: OpCall) -> bool:
-    """Tell whether this is a power with a whole exponent, which negative numbers have as well."""
+    """Return True for a power with a whole exponent, which is defined for negative numbers too."""
     return op.op == "pow" and dict(op.scalars).get("exponent", 0.5).is_integer()
 
 
 def guard_candidate(op: OpCall, *, edge: float | None = None) -> Candidate:
-    """The op kept away from where it, or its derivative, is infinite; empty where that is not known.
+    """Return changes that give 0 where the op or its derivative is infinite; empty if it is not known where.
 
-    Where the `edge` that was met is given, the other one is left as it is: acos is 0 at 1, and pi at -1.
+    If `edge` is given, only that edge of the domain is guarded: acos is 0 at 1, and pi at -1.
     """
     domain = DOMAINS.get(op.op)
     if is_whole_power(op):

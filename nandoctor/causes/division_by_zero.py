@@ -1,15 +1,15 @@
 """division-by-zero: a denominator is exactly zero.
 
 What it is
-    x / 0, 0 / 0, 1 / sqrt(0), 0 to a negative power, weight_norm of a row of zeros, a norm layer with an eps of zero.
+    x / 0, 0 / 0, 1 / sqrt(0), 0 to a negative power, weight_norm of a row of zeros, or a norm layer whose eps is zero.
 How nandoctor tells
-    Exact zeros in the denominator; a normalisation of finite values that is not finite, in float64 either.
+    The denominator has exact zeros; or a normalisation of finite values is non-finite, in float64 as well.
 Why it happens
     A count, a norm or a variance is zero for one sample: an empty mask, a constant tile, padding.
 Fix
-    Guard the denominator (`/ count.clamp(min=1)`), or add an eps that the format holds.
+    Guard the denominator (`/ count.clamp(min=1)`), or add an eps that the format can hold.
 When it is wrong
-    Where a small constant was meant to prevent it and was lost in fp16, eps-underflow says so first.
+    If a small constant was meant to prevent the zero and fp16 rounded it away, the report names eps-underflow instead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SMALL = (1e-12, 1e-6, 1e-4)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """A division whose denominator has exact zeros."""
+    """Explain a division whose denominator has exact zeros."""
     if finding.overflowed or outside_domain(finding) is not None:
         return None
     if finding.op.op in NORMALISATIONS:
@@ -66,14 +66,14 @@ def _explain(finding: Finding, name: str, zeros: int) -> Account:
 
 
 def _smallest_in_fp32(finding: Finding, name: str) -> float | None:
-    """What rounding made 0 of: the least that the divisor is in fp32, where it is above 0 throughout."""
+    """Return the divisor's minimum in fp32, which rounding made 0, or None if it is not above 0."""
     divisor = finding.reference_op.find_input(name) if finding.reference_op is not None else None
     stats = None if divisor is None else divisor.stats
     return stats.min if stats is not None and stats.finite and (stats.min or 0.0) > 0 else None
 
 
 def _explain_norm(finding: Finding) -> Account | None:
-    """A normalisation of finite values that is singular: their spread is zero, and no eps keeps it from being so."""
+    """Explain a singular normalisation of finite values: their spread is zero, and no eps prevents the division."""
     if finding.had_inf_input:
         return None
     num_bad = finding.analysis.num_bad
@@ -92,7 +92,7 @@ def _denominator(finding: Finding) -> Operand | None:
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """Write the quotient without the exponentials that round to 0; else keep the denominator off zero."""
+    """Rewrite the quotient without exponentials that round to 0; else keep the denominator off zero."""
     yield from stable_forms(finding.op, finding.ops)
     denominator = _denominator(finding)
     if denominator is not None:
@@ -103,14 +103,14 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
         num = len(counts)
         if finding.op.op == "pow" or not guard:  # a power has no numerator: a clamp would make up a large number
             yield (*clamps[:num], *guard, *clamps[num:])
-        else:  # more than the smallest bound would replace divisors that other batches have
+        else:  # a bound above the smallest would replace divisors that other batches have
             yield (*clamps[: num + 1], *guard)
 
 
 def _is_learned_pole(finding: Finding, divisor: OpTensor) -> bool:
-    """Tell whether what is computed with the weights comes to 0 here, and the loss is infinite by that: at its worst.
+    """Return True if a divisor computed from weights is 0, and the loss is infinite because of it: it is at its worst.
 
-    A 0 in its place would reward what training is to avoid. Where it comes to 0 * inf nothing is meant by the infinity.
+    A result of 0 instead would reward what training should avoid. If it becomes NaN (0 * inf), the Inf means nothing.
     """
     if "nan" in finding.analysis.kinds or not is_infinite_loss(finding.op, finding.ops):
         return False
@@ -119,6 +119,6 @@ def _is_learned_pole(finding: Finding, divisor: OpTensor) -> bool:
 
 
 def _is_count(finding: Finding, tensor: OpTensor) -> bool:
-    """Tell whether the divisor is no floating-point tensor, or was none before a cast: what is not 0 is at least 1."""
+    """Return True if the divisor is an integer, or was one before a cast: if it is not 0, it is at least 1."""
     casts = (op for op in finding.sources(tensor) if op.op in CASTS)
     return any(taken.stats is None for taken in (tensor, *(taken for op in casts for taken in op.inputs)))

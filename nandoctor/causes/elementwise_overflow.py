@@ -1,17 +1,18 @@
-"""elementwise-overflow: an addition, a multiplication or another element-by-element op does not fit.
+"""elementwise-overflow: the result of an addition, a multiplication or another elementwise op does not fit its format.
 
 What it is
-    Both operands fit, their sum, product or quotient does not: a residual stream, a gate, a squared activation, a
-    dropout that scales by 1 / (1 - p), a division by a tiny number.
+    Both operands fit, but their sum, product or quotient does not: a residual stream, a gate, a squared activation,
+    dropout that scales by 1 / (1 - p), or a division by a tiny number.
 How nandoctor tells
-    The op computed again in float64 from the same inputs: finite there, and past the format's limit.
+    Recomputed in float64 from the same inputs, the result is finite and past the format's limit. Sums and products of
+    finite numbers count even if they are infinite in float64 too.
 Why it happens
     Autocast leaves add, mul and div in the precision of their inputs, so in fp16 the limit is 65504.
 Fix
-    Compute this line in fp32 (`x.float() * y.float()`, `x.pow(2)` for `x * x`: autocast runs pow in fp32),
-    normalise the stream, or scale the branch.
+    Compute this line in fp32 (`x.float() * y.float()`; for `x * x`, `x.pow(2)`, which autocast runs in fp32), normalise
+    the stream, or scale the branch.
 When it is wrong
-    It is the last of the overflow rules: a product, a reduction or an exponential has a rule of its own.
+    It is the last overflow to be checked: matrix products, reductions and exponentials have causes of their own.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from nandoctor.evidence.report import Account, Evidence
 from nandoctor.ops import PRODUCTS, REDUCTIONS, SUMS
 from nandoctor.text import constant, number
 
-TITLE = "An element-by-element operation is too large for its format"
+TITLE = "An elementwise result is too large for its format"
 PHASES = ("forward",)
 _WITHOUT_POLES = SUMS | {"mul", "square", "addcmul", "lerp"}
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """Any other op whose exact value is finite and does not fit, be it that float64 does not hold it either."""
+    """Explain any other op whose exact value is finite and does not fit; sums and products may exceed float64 too."""
     if finding.op.op in PRODUCTS or finding.op.op in REDUCTIONS:
         return None
     has_no_pole = finding.op.op in _WITHOUT_POLES and all(math.isfinite(value) for _, value in finding.op.scalars)

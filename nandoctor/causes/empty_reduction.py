@@ -3,14 +3,15 @@
 What it is
     The mean of no elements, the standard deviation of one, a loss averaged over labels that are all ignored: 0 / 0.
 How nandoctor tells
-    A reduction or a loss with finite inputs and NaN out, in float64 as well; or the infinity of a segment's maximum.
+    A reduction or a loss of finite inputs is NaN, in float64 as well; or the maximum of an empty segment is infinite.
 Why it happens
     A boolean mask selects nothing in this batch, or every label equals ignore_index. The gradients can be finite, and
-    GradScaler then never skips the step.
+    GradScaler then does not skip the step.
 Fix
-    Return zero for an empty selection: `loss = (x * mask).sum() / mask.sum().clamp(min=1)`; `std(correction=0)`.
+    Return zero for an empty selection: `loss = (x * mask).sum() / mask.sum().clamp(min=1)`. For the spread of one
+    element, use `std(correction=0)`.
 When it is wrong
-    Only the empty average is seen, not what emptied it: look at the mask or the labels that select its values.
+    It shows that the average is empty, not why: check the mask or the labels that select its values.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """A reduction or loss that is NaN although everything in it is finite."""
+    """Explain a reduction or loss that is NaN although its inputs are finite."""
     op = finding.op.op
     if not is_average(op) or finding.had_inf_input or finding.overflowed:
         return None
@@ -39,16 +40,16 @@ def diagnose(finding: Finding) -> Account | None:
     if op in _SEGMENTED and kinds in (("+inf",), ("-inf",)):
         extreme, infinity = ("maximum", "-Inf") if kinds == ("-inf",) else ("minimum", "Inf")
         return Account(
-            headline=f"{subject(finding.op)} takes the {extreme} of nothing: that is {infinity}",
-            explanation=f"{op} takes the {extreme} of no elements, which it gives as {infinity}.",
-            evidence=(Evidence("num_bad", num_bad, f"{plural(num_bad, extreme)} of nothing"),),
+            headline=f"{subject(finding.op)} takes the {extreme} of no elements, which is {infinity}",
+            explanation=f"{op} takes the {extreme} of no elements, which is {infinity}.",
+            evidence=(Evidence("num_bad", num_bad, f"{plural(num_bad, extreme)} of no elements"),),
         )
     if kinds != ("nan",):
         return None
     lacks = "too few values" if op in _SPREADS else "nothing to average"
     return Account(
         headline=f"{subject(finding.op)} has {lacks}: 0/0 is NaN",
-        explanation=f"{op} has nothing to average: its inputs are finite, and even float64 gives NaN.",
+        explanation=f"{op} has {lacks}: its inputs are finite, and even float64 gives NaN.",
         evidence=(Evidence("num_bad", num_bad, f"{plural(num_bad, 'average')} of 0/0"),),
     )
 

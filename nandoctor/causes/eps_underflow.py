@@ -1,21 +1,22 @@
-"""eps-underflow: the small constant that was to prevent a division by zero is lost.
+"""eps-underflow: the small constant that should keep a value off zero is rounded away.
 
 What it is
-    1e-8 rounds to zero in fp16 (the smallest subnormal is 6e-8), and a small number added to a larger one is absorbed.
-    The denominator, or the argument of a logarithm or a root, is then exactly zero.
+    1e-8 rounds to zero in fp16 (the smallest subnormal is 6e-8), and a small number is absorbed when it is added to a
+    much larger one. The denominator, or the argument of a logarithm or a root, is then exactly zero.
 How nandoctor tells
-    An op is singular at its inputs in fp16, and finite in the fp32 run; and an op before it lost a constant: it added,
+    An op is singular at its inputs in fp16 and finite in the fp32 run, and an op before it lost a constant: it added,
     or clamped to, a number that its format rounds to zero, and gave zeros; it added the number to one so large that it
     was absorbed, and a subtraction followed; or it used a bound, factor or term near one (0.99999, 1 + 1e-5) that its
-    format rounds to one. Where fp32 fails as well, fp32 itself has made 0 of it (1e-50), or 1 of a bound (1 - 1e-8). A
-    constant that was made a tensor of the format at once, torch.tensor(1e-8, dtype=x.dtype), is read from the fp32 run.
+    format rounds to one. If fp32 fails as well, fp32 itself rounded the constant to 0 (1e-50) or a bound to 1 (1 -
+    1e-8). A constant that was created in the low format, torch.tensor(1e-8, dtype=x.dtype), is read from the fp32 run.
 Why it happens
-    The eps was chosen for fp32, and is used where autocast leaves the op in fp16; or for float64, as 1 - 1e-8 was.
+    The eps was chosen for fp32, and autocast leaves the op that uses it in fp16. Or it was chosen for float64, such as
+    1 - 1e-8.
 Fix
-    An eps that fp16 holds (1e-5, or 6.1e-5 for a normal number), or this line in fp32: `x.float()`. Beside 1, fp32
-    keeps 1e-7.
+    Use an eps that fp16 can hold (1e-5, or 6.1e-5 for a normal number), or compute this line in fp32: `x.float()`. Next
+    to 1, fp32 keeps a difference of 1e-7.
 When it is wrong
-    The same eps under an op that CUDA autocast runs in fp32 is harmless, and is judged by what the trace saw.
+    The same eps is harmless in an op that CUDA autocast runs in fp32; what counts is the format seen in the trace.
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ PHASES = ("forward", "backward")
 
 _ADDING = SUMS | CLAMPS | MAXIMA | FILLS
 _BOUNDING = CLAMPS | MAXIMA | MINIMA
-_HANDING_ON = MOVES | CASTS | {"neg"}
+_PASSING_ON = MOVES | CASTS | {"neg"}
 _DEPTH = 6
 _WITHOUT_CONSTANTS: tuple[Any, ...] = (log_of_zero, division_by_zero, invalid_domain, gradient_singularity)
 _LARGER = (1e-4, 1e-3, 1e-5, 1e-6, 1e-7)
-"""What an eps is raised to: first what fp16 holds as a normal number, then what it holds at all."""
+"""Values that an eps is raised to: first those that are normal numbers in fp16, then others that it can hold."""
 
 
 def diagnose(finding: Finding | GradientFinding) -> Account | None:
-    """A singular op, or the derivative of one, with a constant behind it that half precision or fp32 itself lost."""
+    """Explain an op, or its derivative, that is singular because half precision or fp32 lost a constant before it."""
     if isinstance(finding, Finding):
         singular, what, evidence = finding.op, finding.op.op, _zeros(finding)
     elif finding.forward is not None:
@@ -109,7 +110,7 @@ class _Lost(NamedTuple):
 
 def _headline(finding: Finding | GradientFinding, singular: OpCall, found: _Lost) -> str:
     place, eps, dtype = found
-    # What absorbed it: 1 for a bound just beside it, else the largest that the op gave.
+    # What absorbed it: 1 for a bound next to 1, else the largest value of the op's result.
     larger = 1.0 if found in _gaps_beside_one(place, finding) else place.outputs[0].absmax or 1.0
     lost = "rounds to 0" if dtype.round(eps) == 0 else f"is lost beside {constant(larger)}"
     if isinstance(finding, GradientFinding):
@@ -118,7 +119,7 @@ def _headline(finding: Finding | GradientFinding, singular: OpCall, found: _Lost
 
 
 def _lost_constants(singular: OpCall, finding: Finding | GradientFinding) -> Iterator[_Lost]:
-    """The small constants behind the singular op that their format lost, nearest first."""
+    """Yield the small constants before the singular op that their format lost, nearest first."""
     if singular.op not in SINGULAR_INPUTS:
         return
     ops = finding.ops
@@ -134,7 +135,7 @@ def _lost_constants(singular: OpCall, finding: Finding | GradientFinding) -> Ite
     yield from (lost for lost in _small_constants(singular, finding) if lost.dtype.round(lost.eps) == 0)
     for tensor in singular_inputs(singular):
         subtracted = set(_subtracted(singular, tensor, ops))
-        near = {op.order for op in ancestors(ops, tensor, _DEPTH, through=_HANDING_ON)}
+        near = {op.order for op in ancestors(ops, tensor, _DEPTH, through=_PASSING_ON)}
         for op in ancestors(ops, tensor, _DEPTH):
             for lost in _small_constants(op, finding) if op.op in _ADDING else ():
                 if _vanishes(lost) or (op.order in subtracted and _is_absorbed(lost)):
@@ -144,17 +145,17 @@ def _lost_constants(singular: OpCall, finding: Finding | GradientFinding) -> Ite
 
 
 def _subtracted(singular: OpCall, tensor: OpTensor, ops: Mapping[int, OpCall]) -> Iterator[int]:
-    """The ops whose values are subtracted from others to make `tensor`, or by the singular op itself: log1p(-p)."""
-    # Logarithms that are infinite at 1 or -1, as log1p and logit are, subtract by themselves.
+    """Yield the ops whose values were subtracted to make `tensor`, or are by the singular op itself: log1p(-p)."""
+    # Logarithms that are infinite at 1 or -1, such as log1p and logit, subtract by themselves.
     ends = [tensor] if singular.op in LOGARITHMS and _ends_at_one(singular) else []
-    for op in ancestors(ops, tensor, _DEPTH, through=_HANDING_ON):
+    for op in ancestors(ops, tensor, _DEPTH, through=_PASSING_ON):
         ends += op.inputs if op.op in SUBTRACTIONS else ()
     for end in ends:
-        yield from (op.order for op in ancestors(ops, end, _DEPTH, through=_HANDING_ON))
+        yield from (op.order for op in ancestors(ops, end, _DEPTH, through=_PASSING_ON))
 
 
 def _ends_at_one(op: OpCall) -> bool:
-    """Tell whether the domain of the op ends at 1 or -1, as those of acos and log1p do."""
+    """Return True if the op's domain ends at 1 or -1, as that of acos or log1p does."""
     domain = DOMAINS.get(op.op)
     return domain is not None and 1 in (abs(domain.low), abs(domain.high))
 
@@ -166,7 +167,7 @@ def _small_constants(op: OpCall, finding: Finding | GradientFinding) -> Iterator
 
 
 def _constants(op: OpCall, finding: Finding | GradientFinding) -> Iterator[tuple[float, FloatFormat]]:
-    """The constants among the arguments, each with its format; what was rounded before the op as fp32 has it."""
+    """Yield the constants among the arguments, each with its format; a tensor's constant as it is in the fp32 run."""
     reference = finding.references.get(op.key)
     in_fp32 = {tensor.name: tensor.stats for tensor in reference.inputs} if reference is not None else {}
     for tensor in op.inputs:
@@ -174,17 +175,17 @@ def _constants(op: OpCall, finding: Finding | GradientFinding) -> Iterator[tuple
         if value is None or used in (None, value) or not is_written(op, tensor.name, finding.ops):
             continue
         if tensor.stats is not None and tensor.stats.dtype.round(value) == used:
-            yield float(f"{value:.7g}"), tensor.stats.dtype  # as many digits as fp32 has
+            yield float(f"{value:.7g}"), tensor.stats.dtype  # fp32 has seven digits
     yield from ((value, op.outputs[0].dtype) for _, value in op.scalars)
 
 
 def _only_value(stats: TensorStats | None) -> float | None:
-    """The number that all elements of a finite tensor are, None where they differ."""
+    """Return the number that all elements of a finite tensor are, or None if they differ."""
     return stats.min if stats is not None and stats.finite and stats.min == stats.max else None
 
 
 def _is_inside(singular: OpCall, tensor: OpTensor) -> bool:
-    """Tell whether the argument stays within the domain: one beyond the edge misses more than a margin beside it."""
+    """Return True if the argument stays within the domain: one beyond the edge lacks more than a margin next to it."""
     domain, stats = DOMAINS.get(singular.op), tensor.stats
     if domain is None or stats is None or stats.min is None or stats.max is None:
         return True
@@ -192,7 +193,7 @@ def _is_inside(singular: OpCall, tensor: OpTensor) -> bool:
 
 
 def _gaps_beside_one(op: OpCall, finding: Finding | GradientFinding) -> list[_Lost]:
-    """By how much a bound, a factor or a term was to differ from one, where its format makes exactly one of it."""
+    """Return the intended differences from one of bounds, factors and terms that their format rounds to exactly one."""
     is_met = op.op in _BOUNDING and (op.outputs[0].absmax or 0.0) >= 1
     if not is_met and op.op not in SCALINGS | SUMS:
         return []
@@ -205,12 +206,12 @@ def _gaps_beside_one(op: OpCall, finding: Finding | GradientFinding) -> list[_Lo
 
 
 def _without_noise(gap: float) -> float:
-    """A difference from one with as many digits as Python's number had of it: 1 - (1 - 1e-15) is 9.992e-16."""
+    """Round a difference from one to the digits that float64 kept of it: 1 - (1 - 1e-15) is 9.992e-16."""
     return float(f"{gap:.{max(1, int(math.log10(gap * 2**53)))}g}")
 
 
 def _vanishes(lost: _Lost) -> bool:
-    """Tell whether the constant is zero in its format, and what the op gave has zeros, or both signs."""
+    """Return True if the constant is zero in its format, and the op's result has zeros or both signs."""
     made = lost.place.outputs[0]
     return (
         lost.dtype.round(lost.eps) == 0 and made.min is not None and made.max is not None and made.min <= 0 <= made.max
@@ -218,7 +219,7 @@ def _vanishes(lost: _Lost) -> bool:
 
 
 def _is_absorbed(lost: _Lost) -> bool:
-    """Tell whether the op gave numbers next to which the constant is less than half a step: 1 - 1e-5 is 1 in fp16."""
+    """Return True if the constant is less than half a step next to the op's result: 1 - 1e-5 is 1 in fp16."""
     made = lost.place.outputs[0]
     return lost.eps < made.dtype.eps / 2 and (made.absmax or 0.0) >= 1
 
@@ -236,7 +237,7 @@ def _zeros(finding: Finding) -> tuple[Evidence, ...]:
 
 
 def raise_constants(singular: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
-    """The small constants that keep an op off its singular point, raised: its gradient grows with their inverse."""
+    """Yield larger values for the constants that keep an op off its singular point: its gradient grows with 1 / eps."""
     for tensor in singular_inputs(singular):
         for place in ancestors(ops, tensor, _DEPTH):
             for name, was in place.scalars if place.op in _ADDING else ():
@@ -245,7 +246,7 @@ def raise_constants(singular: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Can
 
 
 def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
-    """A constant that the format holds, and the line that uses it in fp32."""
+    """Raise the constant to one that the format can hold, and keep the line that uses it in fp32."""
     singular = finding.op if isinstance(finding, Finding) else finding.forward
     assert singular is not None
     if not finding.reference_is_finite:
@@ -254,7 +255,7 @@ def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
         yield from next((cause.suggest(finding) for cause in causes), ())
         return
     for place, eps, low in _lost_constants(singular, finding):
-        # The argument that this number is, or that its negative is.
+        # The argument with this number, or with its negative.
         found = [scalar for scalar in place.scalars if abs(scalar[1]) == abs(eps)]
         for name, was in found[:1]:
             kept = [math.copysign(value, was) for value in _LARGER if value > eps and low.round(value)]

@@ -1,19 +1,19 @@
-"""exp-overflow: an exponential overflows, at once or in the next multiplication.
+"""exp-overflow: an exponential overflows, at once or in the next operation.
 
 What it is
-    exp(x) passes 65504 at x = 11.09 and fp32's limit at 88.7. Autocast runs exp in fp32, so in fp16 it often fits, and
-    the overflow comes in the cast or in the product that follows.
+    exp(x) exceeds 65504 from x = 11.09 on, and fp32's limit from 88.7 on. Autocast runs exp in fp32, where the value
+    often still fits; it then overflows in the cast or the multiplication that follows.
 How nandoctor tells
-    An exponential whose exact value is finite and does not fit; or an op that overflows and whose largest input is an
-    exponential, moved or cast at most.
+    The exact value of an exponential is finite and does not fit; or an op overflows whose largest input is an
+    exponential, at most moved or cast in between.
 Why it happens
-    exp(logvar), exp(logit_scale), softplus written by hand, a power with a large exponent: nothing bounds the argument.
+    Nothing bounds the argument: exp(logvar), exp(logit_scale), a hand-written softplus, a power with a large exponent.
 Fix
-    Clamp the argument (`logvar.clamp(max=10)`, `logit_scale.clamp(max=math.log(100))`), subtract the maximum first, use
-    F.softplus or torch.logaddexp. In a loop, as of Sinkhorn's or a forward algorithm, carry the logarithms and
-    torch.logsumexp.
+    Clamp the argument (`logvar.clamp(max=10)`, `logit_scale.clamp(max=math.log(100))`), subtract the maximum first, or
+    use F.softplus or torch.logaddexp. In a loop, such as Sinkhorn's or a forward algorithm, carry the logarithms and
+    use torch.logsumexp.
 When it is wrong
-    An exponential with exact value inf in float64 too (x > 709) is recognised by its argument.
+    An exponential that is infinite in float64 too (x > 709) is recognised by its argument alone.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ PHASES = ("forward",)
 
 _FLOAT64_LIMIT = 709.0
 _HIGHEST = (80.0, 20.0, 11.0, 8.0, 5.0)
-"""Exponents whose power fp32 holds (88), whose square it does, that fp16 holds (11), with room for a factor."""
+"""Bounds on x: exp(x) fits fp32 (limit 88), its square does too, exp(x) fits fp16 (11), then with room for a factor."""
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """An exponential that does not fit, or the op that meets its value."""
+    """Explain an exponential that does not fit, or an op that overflows because of one."""
     if finding.op.op in EXPONENTIALS and _grows(finding):
         return _explain(finding, finding.op)
     if finding.op.op in PRODUCTS or not finding.overflowed:
@@ -50,7 +50,7 @@ def diagnose(finding: Finding) -> Account | None:
 
 
 def _magnitude(operand: Operand) -> float:
-    """How large the operand is where the output is worst, or at all where that place is not known."""
+    """Return the operand's magnitude at the output's worst element, or its absmax if that element is not known."""
     return abs(operand.at_worst) if operand.at_worst is not None else operand.absmax or 0.0
 
 
@@ -74,10 +74,9 @@ def _explain(finding: Finding, exponential: OpCall) -> Account:
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """The logarithm that is taken of it in one function; else the exponent clamped below what fp32, or fp16, holds.
+    """Fuse the exponential with a logarithm that follows; else clamp the exponent to what fp32, or fp16, can hold.
 
-    That of another base than e is clamped where the power is 1: what passes it is left out later, as the other half of
-    a table of decays is.
+    A power with another base is clamped at 1: larger ones are usually masked out later, as half of a table of decays.
     """
     ops = [finding.op, *(source for tensor in finding.op.inputs for source in finding.sources(tensor))]
     exponential = next((op for op in ops if op.op in EXPONENTIALS), None)

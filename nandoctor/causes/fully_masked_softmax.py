@@ -1,18 +1,18 @@
 """fully-masked-softmax: all positions of a row are masked, so softmax has no finite score left.
 
 What it is
-    A row of scores is entirely -inf: softmax divides zero by zero and the row is NaN. One finite score in the row is
+    A row of scores is entirely -inf, so softmax divides zero by zero and the row is NaN. One finite score in the row is
     enough to prevent it.
 How nandoctor tells
-    A softmax or an attention with rows that are entirely -inf, and NaN in its output.
+    A softmax or an attention has rows that are entirely -inf, and NaN in its output.
 Why it happens
-    A sample is all padding, or a causal mask and a padding mask together leave nothing.
+    A sample is all padding, or a causal mask and a padding mask together leave no position.
 Fix
-    Unmask at least one position of such rows, or skip them; `torch.nan_to_num` after the softmax hides the NaN in
-    the forward; the gradients of scores that a mask was added to are NaN all the same.
+    Unmask at least one position of such rows, or skip them. `torch.nan_to_num` after the softmax hides the NaN in the
+    forward only: if the mask was added to the scores, their gradients are NaN all the same.
 When it is wrong
-    A row that is masked on purpose, and whose NaN is replaced later, is not reported: only what reaches the output,
-    the loss or a gradient is.
+    A row that is masked on purpose and whose NaN is replaced later is not reported: only NaNs that reach the output,
+    the loss or a gradient are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """A softmax over rows of -inf."""
+    """Explain a softmax over rows of -inf."""
     rows = finding.analysis.num_full_rows
     if finding.op.op not in SOFTMAXES or not rows:
         return None
@@ -46,5 +46,5 @@ def diagnose(finding: Finding) -> Account | None:
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """Let such rows attend evenly, and take zeros for their result."""
+    """Let such rows attend evenly, and use zeros as their result."""
     yield (UnmaskRows(site=site_of(finding.op)),)

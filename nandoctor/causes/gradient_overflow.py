@@ -1,17 +1,18 @@
-"""gradient-overflow: a gradient overflows fp16; the forward does not, nor does the same gradient in fp32.
+"""gradient-overflow: a gradient overflows fp16, but the forward does not, and the same gradient in fp32 is finite.
 
 What it is
-    The gradient of an fp16 tensor is fp16 too; one past 65504 becomes Inf, and GradScaler skips every step until the
-    scale is too small for the other gradients.
+    The gradient of an fp16 tensor is fp16 too, and one past 65504 becomes Inf. GradScaler then skips steps and halves
+    the scale until it is too small for the other gradients.
 How nandoctor tells
-    Finite gradients in, non-finite ones out; the same op in fp32 finite; and no lower loss scale that helps.
+    A backward op turns a finite gradient into a non-finite one; in fp32 the result is finite, and a loss scale of 1
+    does not help.
 Why it happens
-    A loss that is a sum rather than a mean, a division by something small, a recurrence that multiplies gradients.
+    The loss is a sum rather than a mean, something is divided by a small number, or a recurrence multiplies gradients.
 Fix
-    Run this op in fp32, average the loss, clip inside the recurrence. If the loss carries a scale of its
-    own, remove it, or start GradScaler below 1.
+    Run this op in fp32, average the loss, or clip inside the recurrence. If the loss is multiplied by a scale of its
+    own, remove that, or start GradScaler below 1.
 When it is wrong
-    Where scale 1 helps, loss-scale-overflow says so.
+    If a loss scale of 1 helps, the report names loss-scale-overflow instead.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ PHASES = ("backward",)
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
-    """A gradient that fp32 holds."""
+    """Explain a gradient that only fp32 can hold."""
     if not finding.reference_is_finite:
         return None
     return Account(
         headline=f"The gradient through {subject(finding.op)} is non-finite in {finding.low} and finite in fp32",
-        explanation=f"The incoming gradient of {finding.op.op} is finite, and in fp32 the outgoing one is too; "
-        f"{finding.low} holds at most {number(finding.low.max)}.",
+        explanation=f"The incoming gradient of {finding.op.op} is finite; the outgoing one is finite in fp32 but not "
+        f"in {finding.low}, which holds at most {number(finding.low.max)}.",
         evidence=gradient_evidence(finding),
     )
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
-    """A larger constant in the divisor of what comes after; a loss scale below 1, which undoes one of the loss."""
+    """Raise constants in the next divisors; or use a loss scale below 1, which undoes a scale of the loss's own."""
     made = finding.forward.order if finding.forward is not None else None
     for op in finding.ops.values():
         if op.op in DIVISIONS and any(tensor.producer == made for tensor in op.inputs):

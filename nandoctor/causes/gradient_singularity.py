@@ -1,20 +1,20 @@
-"""gradient-singularity: the forward is finite, and its derivative is infinite, or past the limit even of fp32.
+"""gradient-singularity: the forward is finite, but its derivative is infinite or too large even for fp32.
 
 What it is
     The derivative of sqrt at 0, of acos at 1, of a power below 1 at 0: the value is finite, the gradient is Inf or NaN.
-    That of 1 / x at 1e-25 is -1e50, which fp32 does not hold.
+    The derivative of 1 / x at 1e-25 is -1e50, which fp32 cannot hold.
 How nandoctor tells
-    A backward op with finite gradients coming in and non-finite ones going out, in fp32 as well; or an argument that is
-    exactly at the singular point in the lower precision, and beside it in fp32.
+    A backward op gets finite gradients and returns non-finite ones, in fp32 as well; or an argument is exactly at the
+    singular point in the lower precision, and next to it in fp32.
 Why it happens
-    A distance between equal points, a norm of a zero vector written by hand, an angle of exactly zero; a cosine near 1
-    that low precision rounds to 1, however small its range.
+    A distance between equal points, a hand-written norm of a zero vector, an angle of exactly zero; or a cosine near 1
+    that low precision rounds to 1, without any overflow.
 Fix
-    Move away from the point: `(squared + eps).sqrt()` with an eps that the format holds,
-    `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6)` (in fp16, 1 - 1e-6 is 1); torch.linalg.vector_norm, whose
-    gradient at zero is 0 (that of F.normalize is 1 / eps = 1e12, which fp16 does not hold).
+    Move away from the point: `(squared + eps).sqrt()` with an eps that the format can hold, or
+    `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6)` (in fp16, 1 - 1e-6 is 1). Or use torch.linalg.vector_norm, whose
+    gradient at zero is 0; that of F.normalize is 1 / eps = 1e12, which fp16 cannot hold.
 When it is wrong
-    Where a `where` hides the value at that point, where-gradient-trap says so first.
+    If a `where` hides the value at that point, the report names where-gradient-trap instead.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from nandoctor.text import constant, kinds_text, number
 TITLE = "The derivative is infinite, or too large, at this point"
 PHASES = ("backward",)
 _OF_TWO = frozenset({"atan2", "hypot"})
-"""Without a derivative where both arguments are 0; the second one may be next to it, and the value stays."""
+"""Ops without a derivative where both arguments are 0; the second may be moved off 0 without changing the value."""
 _SMALLEST = (1e-12, 1e-6, 1e-4)
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
-    """A derivative that no precision can hold, or that is infinite where rounding put the argument."""
+    """Explain a derivative that no precision can hold, or that is infinite where rounding put the argument."""
     forward = finding.forward
     if forward is None:
         return None
@@ -60,13 +60,13 @@ def diagnose(finding: GradientFinding) -> Account | None:
     return Account(
         headline=_headline(finding, forward, edge, is_beside=is_beside),
         explanation=f"The derivative of {forward.op} is {'too large' if is_beside else 'infinite'} where it was "
-        f"evaluated{reach}: the gradient that comes in is finite, the one that goes out is not, in fp32 either.",
+        f"evaluated{reach}: the incoming gradient is finite, the outgoing one is not, in fp32 either.",
         evidence=gradient_evidence(finding),
     )
 
 
 def _is_beside_singularity(forward: OpCall) -> bool:
-    """Tell whether every argument is known to stay off the points where the op's derivative is infinite."""
+    """Return True if every argument is known to stay off the points where the op's derivative is infinite."""
     domain = DOMAINS.get(forward.op, Domain(low=0.0, high=0.0))
     limits = [(taken.stats.min, taken.stats.max) for taken in singular_inputs(forward) if taken.stats is not None]
     return bool(limits) and all(
@@ -99,6 +99,6 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
         yield tuple(ClampArgument(site=site, argument="other", low=low, keeps_sign=True) for low in _SMALLEST)
     elif finding.forward is not None:
         edge = singular_edge(finding.forward)
-        # An infinite value that this batch does not select is one that the next may: no 0 is put in its place.
+        # If the forward is infinite too, do not guard with 0: this batch may not select it, but the next one may.
         guards = guard_candidate(finding.forward, edge=edge) if finding.forward.outputs_finite else ()
         yield (*clamp_into_domain(finding.forward), *guards)

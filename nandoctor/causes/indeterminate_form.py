@@ -1,17 +1,18 @@
 """indeterminate-form: an operation has no defined value for the infinities that it gets.
 
 What it is
-    The code writes infinities, and an op has no value for them: a mask by multiplication (0 * -inf), a hand-written
-    entropy (0 * log 0), the difference of two infinities; or no op removes them, and they reach a product. Or an op
-    that takes infinities has a derivative that does not: that of logsumexp subtracts them.
+    The code writes infinities, and an op has no value for them: a mask applied by multiplication (0 * -inf), a
+    hand-written entropy (0 * log 0), the difference of two infinities. Or no op removes them before they reach a
+    product. Or an op accepts infinities and its derivative does not: that of logsumexp subtracts them.
 How nandoctor tells
-    NaN out of an op whose inputs hold infinities and no NaN, or that multiplies by a written infinity; a written one
-    that is not masked away before the next product; or NaN gradients, in fp32 too, of an op that was given infinities.
+    An op returns NaN although its inputs hold infinities and no NaN, or although it only multiplies by an infinity in
+    the code. Or an infinity in the code is not masked away before the next product. Or an op with infinite inputs has
+    NaN gradients, in fp32 too; or a hand-written backward returns NaN for finite gradients.
 Why it happens
-    A mask is applied by arithmetic where it should be applied by selection.
+    A mask is applied by arithmetic instead of selection.
 Fix
-    Select, do not multiply: `torch.where(mask, x, 0)`, `x.masked_fill(~mask, -inf)`; torch.xlogy for p * log p.
-    Among logarithms, torch.logaddexp, or a large finite number such as -1e4 for the logarithm of 0.
+    Select instead of multiplying: `torch.where(mask, x, 0)`, `x.masked_fill(~mask, -inf)`; for p * log p, use
+    torch.xlogy. Among logarithms, use torch.logaddexp, or a large finite number such as -1e4 for the logarithm of 0.
 When it is wrong
     An infinity that came from an overflow is reported as that overflow: this op only passes it on.
 """
@@ -38,12 +39,12 @@ from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import BACKWARD_HOOK, DIVISIONS, FILLS, PRODUCTS, SUMS
 from nandoctor.text import kinds_text, plural
 
-TITLE = "NaN of infinities: inf - inf, 0 * inf or inf / inf"
+TITLE = "NaN from infinities: inf - inf, 0 * inf or inf / inf"
 PHASES = ("forward", "backward")
 
 
 def diagnose(finding: Finding | GradientFinding) -> Account | None:
-    """NaN made of infinities."""
+    """Explain NaN that was computed from infinities."""
     if isinstance(finding, GradientFinding):
         return _explain_function(finding) if finding.forward is None else _explain_derivative(finding, finding.forward)
     written = [value for _, value in finding.op.scalars if not math.isfinite(value)]
@@ -58,24 +59,24 @@ def diagnose(finding: Finding | GradientFinding) -> Account | None:
     what_it_does, detail = _form(finding)
     return Account(
         headline=f"{subject(finding.op)} {what_it_does}",
-        explanation=f"{finding.op.op} makes NaN of infinities{detail}: "
+        explanation=f"{finding.op.op} turns infinities into NaN{detail}; this leaves "
         f"{plural(finding.analysis.num_bad, 'element')} without a value.",
         evidence=(Evidence("num_infinite", infinite + len(written), f"{among} among the inputs"),),
     )
 
 
 def _form(finding: Finding) -> tuple[str, str]:
-    """Name the form, as far as op and operands show it: for the headline, and for after "infinities"."""
+    """Return the form that op and operands show, as a phrase for the headline and one for the explanation."""
     op, operands = finding.op.op, finding.analysis.operands
     zeros = sum(operand.counts.num_zero for operand in operands)
     if (op in PRODUCTS or op == "mul") and zeros:
-        detail = f", which it multiplies by zeros (0 * inf; {plural(zeros, 'zero')} among the inputs)"
+        detail = f": it multiplies them by zeros (0 * inf; {plural(zeros, 'zero')} among the inputs)"
         return "multiplies 0 by Inf", detail
     if op in SUMS or op in PRODUCTS:
-        return "subtracts Inf from Inf", ", which it subtracts from each other (inf - inf)"
+        return "subtracts Inf from Inf", ": it subtracts them from each other (inf - inf)"
     if op in DIVISIONS:
-        return "divides Inf by Inf", ", which it divides by each other (inf / inf)"
-    return "makes NaN of infinities", ""
+        return "divides Inf by Inf", ": it divides them by each other (inf / inf)"
+    return "turns infinities into NaN", ""
 
 
 def _explain_written(finding: Finding, what: str) -> Account:
@@ -88,33 +89,33 @@ def _explain_written(finding: Finding, what: str) -> Account:
 
 
 def _explain_function(finding: GradientFinding) -> Account | None:
-    """A hand-written backward that makes NaN out of finite gradients, or an Inf that fp32 has as well."""
+    """Explain a hand-written backward that makes NaN from finite gradients, or an Inf that fp32 has as well."""
     if finding.reference_is_finite and "nan" not in finding.analysis.kinds:
-        return None  # what it gives does not fit
+        return None  # an overflow
     if finding.op.op == BACKWARD_HOOK:
-        return None  # which op of it does, is not known
+        return None  # it is not known which op of the hook it was
     return Account(
-        headline=f"The backward of {finding.op.op} makes non-finite gradients of finite ones",
-        explanation=f"The backward of the custom Function {finding.op.op} makes non-finite gradients of finite ones.",
+        headline=f"The backward of {finding.op.op} turns finite gradients into non-finite ones",
+        explanation=f"The backward of the custom Function {finding.op.op} turns finite gradients into non-finite ones.",
         evidence=gradient_evidence(finding),
     )
 
 
 def _explain_derivative(finding: GradientFinding, forward: OpCall) -> Account | None:
-    """A derivative that computes with the infinities which the forward was given."""
+    """Explain a derivative that is NaN because the forward op's inputs are infinite."""
     infinite = _infinite_inputs(finding)
     if not infinite or finding.reference_is_finite or "nan" not in finding.analysis.kinds:
         return None
     return Account(
-        headline=f"{subject(forward)} is given infinities, and its gradient is NaN: inf - inf or 0 * inf",
-        explanation=f"{forward.op} has a value for the infinities that it is given, and its derivative has none: it "
+        headline=f"{subject(forward)} gets infinities, and its gradient is NaN: inf - inf or 0 * inf",
+        explanation=f"{forward.op} has a value for the infinities that it gets, but its derivative has none: it "
         "subtracts them or multiplies them by 0, in fp32 too.",
         evidence=gradient_evidence(finding),
     )
 
 
 def _infinite_inputs(finding: GradientFinding) -> tuple[OpTensor, ...]:
-    """The infinite inputs of the forward op; none where the forward holds NaN, or the op is at its singular point."""
+    """Return the forward op's infinite inputs; none if the forward has NaN, or the op is at its singular point."""
     forward = finding.forward
     if forward is None or singular_edge(forward) is not None or any(map(_meets_nan, finding.ops.values())):
         return ()
@@ -122,14 +123,14 @@ def _infinite_inputs(finding: GradientFinding) -> tuple[OpTensor, ...]:
 
 
 def _meets_nan(op: OpCall) -> bool:
-    """Tell whether the op makes NaN, or is given one from outside."""
+    """Return True if the op makes NaN, or gets one from outside."""
     counts = (tensor.stats.counts for tensor in op.inputs if tensor.stats is not None)
     made = op.analysis is not None and "nan" in op.analysis.kinds
     return made or any(found.num_nan for found in counts if found is not None)
 
 
 def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
-    """A finite constant or factor, as large as the format holds: then 0 times it is 0."""
+    """Use a finite constant or factor instead of the infinity: 0 times it is 0."""
     if isinstance(finding, GradientFinding):
         for tensor in _infinite_inputs(finding):
             assert tensor.stats is not None
@@ -147,6 +148,6 @@ def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
     for operand in finding.analysis.operands if finding.op.op == "mul" else ():
         low, high = operand.counts.num_neginf > 0, operand.counts.num_posinf > 0
         if low or high:
-            limits = (1e4, finding.format.max)  # what masks are made with, whose gradients fit as well; the largest
+            limits = (1e4, finding.format.max)  # a mask's usual value, whose gradients fit as well; then the largest
             bounds = [(-limit if low else None, limit if high else None) for limit in limits]
             yield clamp_candidate(finding.op, operand.name, bounds)

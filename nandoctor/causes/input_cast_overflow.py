@@ -1,17 +1,17 @@
 """input-cast-overflow: a value that fits fp32 overflows when it is cast to fp16.
 
 What it is
-    The first layer shows the Inf, but its input was too large already: autocast casts the input of every
-    product to fp16, and 1e5 becomes Inf on the way in. The same happens in a hand-written `.half()`.
+    The Inf shows in the first layer, but its input was too large already: autocast casts the inputs of every product to
+    fp16, and 1e5 becomes Inf in that cast. A hand-written `.half()` does the same.
 How nandoctor tells
-    An input of a product, or of a cast, that is finite in its own format and past the limit of the lower one.
+    An input of a product or a cast is finite in its own format and past the limit of the lower one.
 Why it happens
-    The batch was not normalised (raw counts, time stamps, currency), or an op that autocast runs in
-    fp32 made a large value.
+    The batch was not normalised (raw counts, time stamps, currency), or an op that autocast runs in fp32 made a large
+    value.
 Fix
-    Normalise the data (divide by 255, standardise, take logarithms), or run this layer outside of autocast.
+    Normalise the data (divide by 255, standardise, take logarithms), or run this layer outside autocast.
 When it is wrong
-    Values that fp16 holds, and whose products it does not hold, are matmul-overflow.
+    If fp16 can hold the values but not their product, the report names matmul-overflow instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """A product or a cast that meets a value its lower format cannot hold."""
+    """Explain a product or a cast whose input its lower format cannot hold."""
     if finding.op.op not in PRODUCTS and finding.op.op not in CASTS:
         return None
     target = finding.format

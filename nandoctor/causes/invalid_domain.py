@@ -2,19 +2,19 @@
 
 What it is
     The square root or logarithm of a negative number, a negative number to a fractional power, acos beyond 1; atanh at
-    1 or lgamma at 0, where the function is infinite; any other pole.
+    1 or lgamma at 0, where the function is infinite; or any other pole.
 How nandoctor tells
-    Finite inputs outside of the domain, and NaN in the output; or on its edge, and an infinity there. For any other
-    function: no finite value in float64 either.
+    The inputs are finite and outside the domain, and the output is NaN; or they are on its edge, and the output is
+    infinite. A function whose domain is not known counts if float64 has no finite value either.
 Why it happens
-    Rounding pushed a value over the edge (a variance as E[x^2] - E[x]^2 of -1e-4, a cosine of 1.001), or
+    Rounding pushed a value over the edge (a variance computed as E[x^2] - E[x]^2 is -1e-4, a cosine is 1.001), or
     nothing bounds it.
 Fix
-    Clamp to inside of the domain: `x.clamp(min=1e-6).sqrt()`, `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6).acos()` (in
-    fp16, 1 - 1e-6 is 1). At the edge itself the value is finite, and the derivative infinite. Of a determinant that may
+    Clamp to inside the domain: `x.clamp(min=1e-6).sqrt()`, `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6).acos()` (in fp16,
+    1 - 1e-6 is 1). At the edge itself the value is finite, but the derivative is infinite. For a determinant that may
     be negative, take the logarithm of its absolute value: `torch.linalg.slogdet(matrix)[1]`.
 When it is wrong
-    Where rounding alone puts the argument outside, a clamp hides that: compute the argument in fp32.
+    If rounding alone puts the argument outside, a clamp hides that: compute the argument in fp32.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ TITLE = "A function was evaluated outside its domain"
 PHASES = ("forward",)
 
 _MARGINS = (1e-12, 1e-6, 1e-4, 5e-4, 1e-3)
-"""How far an argument is kept from an edge where the derivative is infinite; fp16's step below 1 is 4.9e-4."""
+"""Distances to keep from an edge where the derivative is infinite; fp16's step below 1 is 4.9e-4."""
 _MARGINS_OF_BOTH = (1e-6, 1e-3)
-"""The same where it is kept from 0 and from 1."""
+"""Distances to keep from both 0 and 1."""
 
 _NO_FUNCTIONS = REDUCTIONS | MOVES | CASTS | FILLS | PRODUCTS.keys()
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """A function with an argument outside of its domain, or at a pole."""
+    """Explain a function whose argument is outside its domain, or at a pole."""
     outside = outside_domain(finding)
     return _explain_pole(finding) if outside is None else _explain_domain(finding, outside)
 
@@ -53,7 +53,7 @@ def _explain_domain(finding: Finding, outside: float) -> Account:
     taken = operand(finding.op, domain.argument) or f"The {argument} of {finding.op.op}"
     beyond = outside not in (domain.low, domain.high)
     reached = number(outside, unlike=domain.low if outside < domain.low else domain.high) if beyond else number(outside)
-    in_fp32 = f"; rounding to {finding.low} makes it so, in fp32 it stays inside" if finding.reference_is_finite else ""
+    in_fp32 = f", because of rounding to {finding.low}: in fp32 it stays inside" if finding.reference_is_finite else ""
     return Account(
         headline=f"{taken} reaches {reached}, and {_undefined(finding.op.op, outside)}",
         explanation=f"{finding.op.op} is defined from {number(domain.low)} to {number(domain.high)}, and its "
@@ -74,9 +74,9 @@ def _undefined(name: str, outside: float) -> str:
 
 
 def _explain_pole(finding: Finding) -> Account | None:
-    """Any other function that has no finite value for its finite arguments, even in float64: a pole, and the like."""
+    """Explain any other function that has no finite value for its finite arguments, even in float64, such as a pole."""
     operands, op, num_bad = finding.analysis.operands, finding.op.op, finding.analysis.num_bad
-    is_function = op not in _NO_FUNCTIONS and not op.startswith("_")  # of torch's inner ops some carry a derivative
+    is_function = op not in _NO_FUNCTIONS and not op.startswith("_")  # some of torch's internal ops compute derivatives
     if not is_function or finding.had_inf_input or finding.overflowed:
         return None
     evidence = Evidence("num_bad", num_bad, plural(num_bad, "non-finite element"))
@@ -84,7 +84,7 @@ def _explain_pole(finding: Finding) -> Account | None:
         why = NEGATIVE_LOGARITHMS[op]
         headline = f"{subject(finding.op)} is NaN: {why}"
         return Account(headline=headline, explanation=f"{op} is NaN: {why}.", evidence=(evidence,))
-    where = "for the matrix that it is given"
+    where = "for this matrix"
     if not op.startswith("linalg_"):
         taken = [operand.at_worst for operand in operands if operand.at_worst is not None]
         if not taken or len(taken) < len(operands):
@@ -105,7 +105,7 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
 
 
 def clamp_into_domain(op: OpCall) -> Candidate:
-    """The argument of a function clamped to where it, and its derivative, is finite; empty for an unknown one."""
+    """Return clamps of the argument to where the function and its derivative are finite; empty for an unknown op."""
     domain = DOMAINS.get(op.op)
     if domain is None:
         return ()
@@ -113,7 +113,7 @@ def clamp_into_domain(op: OpCall) -> Candidate:
         site = site_of(op)
         return tuple(ClampArgument(site=site, argument="self", low=low, keeps_sign=True) for low in _MARGINS)
     is_smooth = op.op == "pow" and dict(op.scalars).get("exponent", 0.0) >= 1
-    nearest = _MARGINS if domain.low == 0 else _MARGINS[1:]  # beside another edge 1e-12 is lost in fp32
+    nearest = _MARGINS if domain.low == 0 else _MARGINS[1:]  # next to any other edge fp32 loses 1e-12
     margins = (0.0, *nearest) if is_smooth else nearest
     ends = [(domain.low + margin, None if math.isinf(domain.high) else domain.high - margin) for margin in margins]
     taken = op.find_input(domain.argument)

@@ -1,19 +1,20 @@
 """log-of-zero: the argument of a logarithm is exactly zero.
 
 What it is
-    log(0), log1p(-1), logit(0 or 1): the value is correctly -inf or Inf. Also a loss that asks for the logarithm of a
-    probability that is zero by construction: of a masked class, or of a CTC target that cannot be aligned.
+    log(0), log1p(-1), logit(0 or 1): the value is correctly -inf or Inf. Also a loss that takes the logarithm of a
+    probability that is zero by construction, such as that of a masked class or of a CTC target that cannot be aligned.
 How nandoctor tells
-    Exact zeros in the argument (ones, for what is one short of it), and infinities in the output; or a -inf written by
-    the code, from which the loss is computed.
+    The argument is exactly zero (-1 for log1p, 0 or 1 for logit), and the output is infinite; or the code writes a -inf
+    from which the loss is computed.
 Why it happens
-    A probability underflowed, or a sigmoid or softmax saturated: in fp16 sigmoid(x) is exactly 1 from x = 8.32 on. A
-    label names a masked class, or label smoothing gives it weight.
+    A probability underflowed, or a sigmoid or softmax saturated: in fp16 sigmoid(x) is exactly 1 from x = 8.32 on. Or a
+    label names a masked class, or label smoothing gives that class weight.
 Fix
-    Work with logits: F.logsigmoid, F.log_softmax, F.binary_cross_entropy_with_logits; or clamp the probability to an
-    eps that the format holds on both sides. Never mask what a label can name; F.ctc_loss(..., zero_infinity=True).
+    Work with logits (F.logsigmoid, F.log_softmax, F.binary_cross_entropy_with_logits), or clamp the probability to an
+    eps that the format can hold on both sides. Never mask a class that a label can name. For CTC, use
+    `F.ctc_loss(..., zero_infinity=True)`.
 When it is wrong
-    Where a small constant was meant to prevent it and was lost in fp16, eps-underflow says so first.
+    If a small constant was meant to prevent the zero and fp16 rounded it away, the report names eps-underflow instead.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _WRITTEN = "The code writes -inf here, the logarithm of a probability of 0, and 
 
 
 def diagnose(finding: Finding | OutsideTensor) -> Account | None:
-    """A logarithm whose argument is zero, in the open or by construction."""
+    """Explain a logarithm whose argument is zero, in the op itself or inside a loss by construction."""
     if isinstance(finding, OutsideTensor):
         counts = finding.stats.counts
         return _explain_written(counts.num_neginf) if counts is not None and counts.kinds == ("-inf",) else None
@@ -93,11 +94,11 @@ def _diagnose_logarithm(finding: Finding) -> Account | None:
 
 
 def _tell_stable(finding: Finding, argument: str) -> Iterator[Evidence]:
-    """What to take for a probability and its logarithm, which may stand in two functions that no diff joins."""
+    """Yield advice to fuse a probability with its logarithm, since no diff joins the two across functions."""
     taken = finding.op.find_input(argument)
     made_by, is_rest = _probability_behind(finding, taken)
     logits = made_by.inputs[0].stats if made_by is not None else None
-    if made_by is None or finding.op.op != "log" or logits is None or not logits.finite:  # a mask's -Inf stays one
+    if made_by is None or finding.op.op != "log" or logits is None or not logits.finite:  # a mask's -Inf would remain
         return
     line = f" ({file_line(made_by.source.file, made_by.source.line)})" if made_by.source else ""
     form = f"{_PROBABILITIES[made_by.op]} of their negative" if is_rest else f"{_PROBABILITIES[made_by.op]} of them"
@@ -106,7 +107,7 @@ def _tell_stable(finding: Finding, argument: str) -> Iterator[Evidence]:
 
 
 def _probability_behind(finding: Finding, tensor: OpTensor | None) -> tuple[OpCall | None, bool]:
-    """The softmax or sigmoid that made a tensor, moved or cast at most; and whether it is 1 minus a sigmoid."""
+    """Return the softmax or sigmoid that made a tensor, at most moved or cast, and True if it is 1 minus a sigmoid."""
     is_rest = False
     for _ in range(_DEPTH):
         op = finding.ops.get(tensor.producer) if tensor is not None and tensor.producer is not None else None
@@ -120,7 +121,7 @@ def _probability_behind(finding: Finding, tensor: OpTensor | None) -> tuple[OpCa
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """The logarithm without the probability it is taken of; else its argument clamped to where it is finite."""
+    """Rewrite the logarithm without the probability before it; else clamp its argument to where it is finite."""
     yield from stable_forms(finding.op, finding.ops)
     if finding.op.op == "ctc_loss":
         yield (SetFlag(site=site_of(finding.op), argument="zero_infinity"),)

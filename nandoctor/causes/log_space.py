@@ -1,4 +1,4 @@
-"""Logarithms and quotients after an op that can be written without the exponential or the probability before them."""
+"""Stable rewrites of logarithms and quotients, without the exponential or probability that they are computed from."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _QUOTIENTS = frozenset({"div", "reciprocal"})
 
 
 def stable_forms(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
-    """A logarithm that the op is made of in another form; the first one from it on; a quotient; smaller exponents.
+    """Yield stable rewrites of logarithms before an op, of the first logarithm and quotient from it on, of exponents.
 
-    A softplus written by hand rounds to 0 long before it is: then it is divided by, or its logarithm is taken.
+    A hand-written softplus, for one, rounds to 0 too early, and a division by it or its logarithm is then infinite.
     """
     made_of = [op, *(source for tensor in op.inputs for source in _behind(ops, tensor))]
     for inner in (source for source in made_of[1:] if source.op in _LOGARITHMS and source.inputs):

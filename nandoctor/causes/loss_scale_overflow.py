@@ -4,13 +4,13 @@ What it is
     GradScaler starts at 65536 and halves the scale whenever a gradient overflows: a few skipped steps at the start of
     training are by design.
 How nandoctor tells
-    Non-finite gradients at the scale of the dump, finite ones at scale 1.
+    The gradients are non-finite at the dump's loss scale and finite at scale 1.
 Why it happens
     GradScaler starts high and halves the scale until the gradients are finite.
 Fix
-    None is needed. Start lower (`GradScaler(init_scale=1024)`) to skip fewer steps.
+    None is needed. To skip fewer steps, start lower (`GradScaler(init_scale=1024)`).
 When it is wrong
-    Steps that are skipped for ever, at every scale, have another cause: gradient-overflow or a non-finite loss.
+    If steps are skipped at every scale and without end, the cause is another: gradient-overflow or a non-finite loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PHASES = ("backward",)
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
-    """An overflow that scale 1 does not have."""
+    """Explain an overflow that is gone at loss scale 1."""
     if not finding.fixed_by_scale:
         return None
     scale = Evidence("loss_scale", finding.loss_scale, f"the loss scale was {number(finding.loss_scale)}")
@@ -43,5 +43,5 @@ def diagnose(finding: GradientFinding) -> Account | None:
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
-    """The scale that GradScaler will come to by halving."""
+    """Halve the loss scale, as GradScaler will, until the gradients are finite."""
     yield tuple(SetLossScale(value=finding.loss_scale / 2**halvings) for halvings in range(1, 25))

@@ -1,19 +1,19 @@
-"""mask-constant-overflow: the constant that was to hide masked positions does not fit.
+"""mask-constant-overflow: the constant that should hide masked positions does not fit.
 
 What it is
     -1e9 or torch.finfo(torch.float32).min, meant as "very negative", becomes -inf in fp16; or two masks at finfo.min
-    are added and pass the limit even of fp32. Where a row is masked throughout, softmax then gives 0/0.
+    are added, and their sum is past the limit even of fp32. If a row is masked throughout, softmax then gives 0/0.
 How nandoctor tells
-    A fill or an addition that makes -inf out of a large negative constant: a number in the code, or a tensor that holds
-    only that number and zeros; or such a number times a mask of zeros and ones. Or a tensor that the code makes of one
-    number (`torch.tensor(-1e9, dtype=scores.dtype)`), -inf here and finite in the fp32 run.
+    A fill or an addition turns a large negative constant into -inf. The constant is a number in the code, a tensor that
+    holds only that number and zeros, or such a number times a mask of zeros and ones. Or a tensor made from one number
+    (`torch.tensor(-1e9, dtype=scores.dtype)`) is -inf here and finite in the fp32 run.
 Why it happens
     The constant was chosen for fp32, or one mask too many is added.
 Fix
-    Take the limit of the scores' own dtype, once: `scores.masked_fill(mask, torch.finfo(scores.dtype).min)`; pass
+    Use the limit of the scores' own dtype, once: `scores.masked_fill(mask, torch.finfo(scores.dtype).min)`; pass
     boolean masks to scaled_dot_product_attention; combine masks with logical_or before filling.
 When it is wrong
-    A -inf written as such is meant, and is never reported here.
+    A -inf that is written as such in the code is intended, and is never reported here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats
 from nandoctor.ops import CASTS, CHECKED_FILLS, FILLS, MINIMA, SCALINGS, SUMS
 from nandoctor.text import constant, number, plural
 
-TITLE = "The constant of a mask is too large for its format"
+TITLE = "A mask constant is too large for its format"
 PHASES = ("forward", "constant")
 
 _OPS = FILLS | CASTS | SUMS | SCALINGS | MINIMA | {"scaled_dot_product_attention"}
@@ -37,7 +37,7 @@ _VERY_NEGATIVE = -1e4
 
 
 def diagnose(finding: Finding | OutsideTensor) -> Account | None:
-    """A fill or an addition that turns a large negative constant into -inf; or a constant that is -inf already."""
+    """Explain a fill or addition that turns a large negative constant into -inf, or a constant that is -inf already."""
     if isinstance(finding, OutsideTensor):
         return None if finding.in_fp32 is None else _explain_constant(finding.in_fp32, finding.stats)
     if finding.op.op not in _OPS or finding.analysis.kinds not in (("-inf",), ("nan",), ("nan", "-inf")):
@@ -60,7 +60,7 @@ def _explain_constant(masking: float, stats: TensorStats) -> Account:
     return Account(
         headline=f"The mask value {constant(masking)} becomes -Inf in {low}, which stops at {limit}",
         explanation=f"The mask's constant {constant(masking)} is put into a tensor of {low}, whose limit is {limit}: "
-        "it is -inf there, a fully masked row has no finite value left, and 0 times it is NaN.",
+        "there it is -inf, so a fully masked row has no finite value left, and 0 times it is NaN.",
         evidence=(Evidence("constant", masking, f"the mask's constant is {constant(masking)}"),),
     )
 
@@ -71,11 +71,11 @@ def _consequence(finding: Finding) -> str:
         return (
             f"is below {limit}, the lowest number of {low}, and {finding.op.op} raises an error rather than write -inf"
         )
-    return f"makes -inf in {low}, whose limit is {limit}; a fully masked row has no finite value left"
+    return f"gives -inf in {low}, whose limit is {limit}; a fully masked row has no finite value left"
 
 
 def _is_refused(finding: Finding) -> bool:
-    """Tell whether torch raises instead of rounding: for a number in the code, not for a tensor."""
+    """Return True if torch raises instead of rounding, as it does for a number in the code but not for a tensor."""
     return finding.op.op in CHECKED_FILLS and any(
         -math.inf < value < -finding.format.max for _, value in finding.op.scalars
     )
@@ -93,7 +93,7 @@ def _headline(finding: Finding, masking: float) -> str:
 
 def _constants(finding: Finding) -> list[float]:
     written = [value for _, value in finding.op.scalars if -math.inf < value <= _VERY_NEGATIVE]
-    # What is scaled is a mask of zeros and ones, or of something between.
+    # A scaling counts only if it scales a mask, with values from 0 to 1.
     masks = [item for item in finding.analysis.operands if item.shape and item.min is not None and item.min >= 0]
     if finding.op.op in SCALINGS and not any((mask.max or 0.0) <= 1 for mask in masks):
         return []
@@ -105,7 +105,7 @@ def _constants(finding: Finding) -> list[float]:
 
 
 def _is_mask(tensor: OpTensor) -> bool:
-    """A tensor of one large negative number and zeros: all its non-zero magnitudes are equal."""
+    """Return True for a tensor of one large negative number and zeros: all its non-zero magnitudes are equal."""
     stats = tensor.stats
     assert stats is not None
     same = stats.p05 == stats.absmax and stats.median == stats.absmax
@@ -113,7 +113,7 @@ def _is_mask(tensor: OpTensor) -> bool:
 
 
 def constant_in_fp32(tensor: OpTensor, reference: OpCall | None) -> float | None:
-    """The one large negative number that a constant of -inf alone is in the same op of the fp32 run; else None."""
+    """Return the large negative number that an all -inf constant is in the fp32 run's same op, or None."""
     ours = tensor.stats
     if ours is None or ours.counts is None or ours.counts.num_neginf != ours.numel or reference is None:
         return None
@@ -124,13 +124,13 @@ def constant_in_fp32(tensor: OpTensor, reference: OpCall | None) -> float | None
 
 
 def fitting_constants(op: OpCall, tensor: OpTensor, in_fp32: float) -> tuple[Candidate, ...]:
-    """A number that every format holds in the place of the constant; or the constant clamped to it."""
+    """Return two changes: replace the constant by a number that every format can hold, or clamp it to that number."""
     written = SetArgument(site=site_of(op), argument=tensor.name, was=in_fp32, value=_VERY_NEGATIVE)
     return (written,), clamp_candidate(op, tensor.name, [(_VERY_NEGATIVE, None)])
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """The lowest number of the scores' own format, or one that fits beside others."""
+    """Use the lowest number of the scores' own format, or one that still fits after additions."""
     for name, value in finding.op.scalars:
         if -math.inf < value <= _VERY_NEGATIVE:
             site = site_of(finding.op)

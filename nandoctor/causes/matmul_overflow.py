@@ -1,17 +1,18 @@
-"""matmul-overflow: a product of matrices passes what its format can hold.
+"""matmul-overflow: the result of a matrix product does not fit its format.
 
 What it is
-    A linear layer, a convolution or an attention product whose exact result is finite, and too large for fp16. Tensor
+    A linear layer, a convolution or an attention product whose exact result is finite but too large for fp16. Tensor
     cores sum in fp32, so the sum itself is right; it becomes Inf when it is rounded to fp16 at the end.
 How nandoctor tells
-    The op computed again in float64 from the same inputs: finite there, and past the format's limit.
+    Recomputed in float64 from the same inputs, the result is finite and past the format's limit.
 Why it happens
     Weights or activations grew, the sum has many terms, or attention scores are scaled after the product, not before.
 Fix
     Scale before the product (`(q * scale) @ k.T`), normalise the input, or keep this module in fp32:
     `with torch.autocast("cuda", enabled=False): y = layer(x.float())`. bf16 has the range of fp32.
 When it is wrong
-    A product of hand-written parts (`(a * b).sum()`) is reported as what overflowed: the multiplication or the sum.
+    A product of hand-written parts (`(a * b).sum()`) is reported under the op that overflowed: the multiplication or
+    the sum.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _DEPTH = 4
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """A product whose exact value is finite and does not fit."""
+    """Explain a product whose exact value is finite and does not fit."""
     if finding.op.op not in PRODUCTS or not finding.overflowed:
         return None
     length = finding.analysis.length
@@ -48,7 +49,7 @@ def diagnose(finding: Finding) -> Account | None:
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """Scale before the product, where a multiplication or division by a number follows it."""
+    """Scale before the product, if a multiplication or division by a number follows it."""
     if finding.op.op not in FACTORABLE:
         return
     for scale in descendants(finding.ops, finding.op.order, _DEPTH, through=MOVES):

@@ -1,18 +1,18 @@
-"""nonfinite-update: an update by the optimizer, or by the training loop itself, makes non-finite weights.
+"""nonfinite-update: an update by the optimizer, or by the training loop itself, makes weights non-finite.
 
 What it is
-    Forward, loss and gradients of the step are finite, and the weights are not once the optimizer has written them.
+    Forward, loss and gradients of the step are finite, but the weights are not once the optimizer has written them.
 How nandoctor tells
-    The recorder looks at the gradients before each update and at the weights after it. The dump is of the step before
-    the update, with the optimizer's settings and the names of the weights that became non-finite.
+    The recorder checks the gradients before each update and the weights after it. The dump holds the step as it was
+    before the update, with the optimizer's settings and the names of the weights that became non-finite.
 Why it happens
-    A learning rate that a schedule made infinite or NaN (a division by a number of steps that is zero), an optimizer
-    that divides by a norm that is zero, weights in half precision that an update carries past 65504.
+    A schedule made the learning rate infinite or NaN (a division by a number of steps that is zero), an optimizer
+    divided by a norm that is zero, or an update carried half-precision weights past 65504.
 Fix
-    Where a setting is named as non-finite, fix the schedule that sets it. In an optimizer of your own, guard the
+    If a setting is reported as non-finite, fix the schedule that sets it. In an optimizer of your own, guard the
     division: `gradient / (norm + 1e-8)`. Keep the weights in fp32 and let autocast make the low-precision copies.
 When it is wrong
-    The optimizer is not run again by the replay: what it divided by is not known.
+    The replay does not run the optimizer again, so it does not know what the optimizer divided by.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from nandoctor.evidence.dump_summary import OptimizerUpdate
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.text import are, number, part_of
 
-TITLE = "An update makes non-finite weights"
+TITLE = "An update makes weights non-finite"
 PHASES = ("update",)
 
 
 def diagnose(update: OptimizerUpdate) -> Account | None:
-    """An update that left weights non-finite although the gradients were finite."""
+    """Explain an update that left weights non-finite although the gradients were finite."""
     if not update.parameters:
         return None
     first, more = next(iter(update.parameters)), len(update.parameters) - 1

@@ -1,19 +1,19 @@
-"""optimizer-eps-underflow: the optimizer's eps is zero in the format of the weights, and so is what it is added to.
+"""optimizer-eps-underflow: the optimizer's eps rounds to zero in the weights' format, and so does what it is added to.
 
 What it is
-    Adam divides by sqrt(v) + eps, v being the running mean of squared gradients. In pure fp16 the default eps of 1e-8
-    is zero, and in the first step so is v = 0.001 * gradient^2 for any gradient below 5.4e-3: the step is 0/0, or a
-    number divided by zero.
+    Adam divides by sqrt(v) + eps, where v is the running mean of squared gradients. In pure fp16 the default eps of
+    1e-8 is zero, and in the first step so is v = 0.001 * gradient^2 for any gradient below 5.4e-3. The step is then
+    0/0, or another number divided by zero.
 How nandoctor tells
-    The optimizer's state in the file: exact zeros among its second moments, in a format that rounds its eps to zero.
+    The optimizer's state in the file has exact zeros among its second moments, in a format that rounds its eps to zero.
 Why it happens
-    The weights themselves are fp16 (`model.half()`), not fp32 under autocast; a dead unit or an unseen word has no
-    gradient. Forward, loss and gradients are finite, so GradScaler lets the step pass.
+    The weights themselves are fp16 (`model.half()`), not fp32 under autocast, and a dead unit or an unseen word has no
+    gradient. Forward, loss and gradients are finite, so GradScaler does not skip the step.
 Fix
     `Adam(..., eps=1e-4)`; better, keep the weights in fp32 and let autocast make the fp16 copies. A fused optimizer
     computes its step in fp32.
 When it is wrong
-    A file that holds no optimizer state, or one from before the first step, cannot show it.
+    A file without optimizer state, or from before the first step, cannot show it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PHASES = ("optimizer",)
 
 
 def diagnose(slot: OptimizerSlot) -> Account | None:
-    """Second moments of zero that the optimizer's eps was to guard."""
+    """Explain second moments of zero whose eps, the guard of the division, rounds to zero as well."""
     counts, dtype = slot.moment.counts, slot.moment.dtype
     if counts is None or not counts.num_zero or dtype.round(slot.eps) != 0:
         return None
@@ -35,8 +35,8 @@ def diagnose(slot: OptimizerSlot) -> Account | None:
     is_zero = f"eps of {constant(slot.eps)} rounds to 0 in {dtype}" if slot.eps else "eps is 0"
     return Account(
         headline=f"The optimizer's {is_zero}, so its step divides by 0",
-        explanation=f"The optimizer's {is_zero}, and so are {zeros} of {slot.parameter or 'a parameter'}: its step "
-        "divides by zero there.",
+        explanation=f"The optimizer's {is_zero}, and {zeros} of {slot.parameter or 'a parameter'} "
+        f"{are(counts.num_zero)} 0 too: its step divides by zero there.",
         evidence=(
             Evidence("eps", slot.eps, f"the {is_zero}"),
             Evidence("num_zero", counts.num_zero, f"{zeros} {are(counts.num_zero)} exactly zero"),

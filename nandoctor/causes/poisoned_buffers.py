@@ -1,16 +1,16 @@
-"""poisoned-buffers: a buffer that this forward reads is non-finite, though the weights are fine.
+"""poisoned-buffers: a buffer that this forward reads is non-finite, but the weights are fine.
 
 What it is
-    BatchNorm's running_mean and running_var are updated in every training forward, also in one that overflowed and
-    whose step GradScaler skipped. From then on evaluation is NaN, and training looks healthy.
+    BatchNorm updates running_mean and running_var in every training forward, also in one that overflows and whose step
+    GradScaler skips. From then on evaluation is NaN, while training looks healthy.
 How nandoctor tells
-    A non-finite buffer that the module reads in the mode of the replay. In train mode a BatchNorm does
-    not read its own.
+    A buffer that the module reads in the mode of the replay is non-finite. In train mode a BatchNorm does not read its
+    own.
 Why it happens
-    One overflowed batch: the running average of anything with NaN is NaN for good.
+    One batch overflowed: the running average of anything with NaN is NaN for good.
 Fix
-    `bn.reset_running_stats()` and some forwards in train mode to fill them again; then fix the overflow itself. A
-    buffer that the model's own code fills with infinities, 1 / torch.arange(n), has to be mended there.
+    Call `bn.reset_running_stats()` and run some forwards in train mode to fill them again; then fix the overflow
+    itself. If the model's own code fills a buffer with infinities, such as 1 / torch.arange(n), fix that code.
 When it is wrong
     A file that was written after the failing forward has poisoned buffers too; a replay in train mode tells them apart.
 """
@@ -27,11 +27,11 @@ PHASES = ("buffer",)
 
 
 def diagnose(finding: OutsideTensor) -> Account:
-    """A buffer that is non-finite before anything runs."""
+    """Explain a buffer that is non-finite before anything runs."""
     when = "as the model's own code builds it" if finding.built else "before the forward starts"
-    by = ", by what builds the model, not by the training" if finding.built else ""
+    by = " (set by the code that builds the model, not by training)" if finding.built else ""
     return Account(
         headline=f"The buffer {code(finding.name)} {how_nonfinite(finding.stats)} {when}",
-        explanation=f"The buffer {finding.name} holds non-finite values{by}, and so does all that is computed from it.",
+        explanation=f"The buffer {finding.name} holds non-finite values{by}, and so does everything computed from it.",
         evidence=outside_evidence("buffer", finding),
     )

@@ -3,14 +3,14 @@
 What it is
     A NaN or an infinity in the image, the table or the signal, before any layer reads it.
 How nandoctor tells
-    A non-finite array among those that the model was called with. Infinities that a finite fp32 run lives with
-    (attention masks) are meant.
+    An array that the model was called with is non-finite. Infinities count as intended if the fp32 run is finite in
+    spite of them, as with attention masks.
 Why it happens
     A corrupt file, a division by the standard deviation of a constant channel, a missing value in a table.
 Fix
-    Fix the loading and the normalisation; refuse such samples where they are loaded.
+    Fix the loading and the normalisation; reject such samples when they are loaded.
 When it is wrong
-    What wrote it into the batch is not in the file.
+    The file does not tell what wrote the value into the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PHASES = ("input",)
 
 
 def diagnose(finding: OutsideTensor) -> Account:
-    """An input that is non-finite before anything runs."""
+    """Explain an input that is non-finite before anything runs."""
     return Account(
         headline=f"{code(finding.name)} {how_nonfinite(finding.stats)} before any layer reads it",
         explanation=f"The batch's {finding.name} holds non-finite values before any layer reads it.",

@@ -1,15 +1,16 @@
-"""poisoned-target: the target that the loss compares with is non-finite.
+"""poisoned-target: the target of the loss is non-finite.
 
 What it is
     A NaN or an infinity in the mask, the label or the regression target: the model's output is fine, its loss is not.
 How nandoctor tells
-    A non-finite array of the batch that only the loss reads, or that the model hands to a loss of torch as its target.
+    An array of the batch that only the loss reads, or that the model passes to a torch loss as its target, is
+    non-finite.
 Why it happens
-    A missing annotation, the logarithm of a zero label, a division in the making of the target.
+    A missing annotation, the logarithm of a zero label, a division in the code that makes the target.
 Fix
-    Leave such samples out of the loss by selection (`loss[mask].mean()`), or fix the annotation.
+    Exclude such samples from the loss by selection (`loss[mask].mean()`), or fix the annotation.
 When it is wrong
-    Any array that only the loss reads is called a target, weights of the samples too.
+    Any array that only the loss reads is called a target, sample weights too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PHASES = ("target",)
 
 
 def diagnose(finding: OutsideTensor) -> Account:
-    """A target that is non-finite before the loss reads it."""
+    """Explain a target that is non-finite before the loss reads it."""
     return Account(
         headline=f"The target {code(finding.name)} {how_nonfinite(finding.stats)}",
         explanation=f"The batch's {finding.name}, which the loss reads, holds non-finite values.",

@@ -1,18 +1,18 @@
 """poisoned-weights: a weight is non-finite, or too large to be a weight.
 
 What it is
-    A NaN, an infinity or an implausible magnitude (1e30) in one parameter: so is everything computed from it, and the
-    failing step is only where it showed.
+    One parameter holds a NaN, an infinity or an implausible magnitude (1e30), and so does everything computed from it.
+    The failing step is only where it showed.
 How nandoctor tells
-    A parameter that is non-finite, or past 65504 in magnitude, among the inputs of the op or the state of the module.
+    A parameter among the inputs of the op, or in the state of the module, is non-finite or exceeds 65504 in magnitude.
 Why it happens
-    An earlier optimizer step with non-finite gradients (without GradScaler's check), memory that was never initialised
-    (`torch.empty`), a broken checkpoint.
+    An earlier optimizer step had non-finite gradients (without GradScaler's check), memory was never initialised
+    (`torch.empty`), or the checkpoint is broken.
 Fix
-    Go back to a checkpoint from before, and look for the step that broke it; initialise the parameter. With one that is
-    finite and too large for fp16, its module runs in fp32, and the model in bf16; what made it so large goes on.
+    Go back to a checkpoint from before, and look for the step that broke it; or initialise the parameter. If the weight
+    is finite and too large for fp16, its module can run in fp32, or the model in bf16; what made it so large goes on.
 When it is wrong
-    Which step broke it cannot be told from this file.
+    This file does not tell which step broke the weight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ABSURD = 65504.0
 
 
 def diagnose(finding: OutsideTensor) -> Account | None:
-    """A weight that is non-finite before anything runs, or absurdly large."""
+    """Explain a weight that is non-finite before anything runs, or implausibly large."""
     stats, low, absmax = finding.stats, finding.low, finding.stats.absmax or 0.0
     if stats.finite and absmax <= ABSURD:
         return None

@@ -1,13 +1,14 @@
-"""reduction-overflow: a sum over many elements does not fit.
+"""reduction-overflow: the result of a sum over many elements does not fit its format.
 
 What it is
-    A sum, norm, variance or running total whose exact value is finite, and past the format's limit. Also a product with
-    a matrix of ones, which is a sum written as a matmul.
+    A sum, norm, variance or running total whose exact value is finite but past the format's limit. A product with a
+    matrix of ones counts too: it is a sum written as a matmul.
 How nandoctor tells
-    The op computed again in float64: finite there, and past the format's limit; the number of terms.
+    Recomputed in float64, the result is finite and past the format's limit; the evidence gives the number of terms. The
+    product of many numbers (`prod`) counts even if it is infinite in float64 too.
 Why it happens
-    Each term fits, and there are many; or the terms are squares, as in a variance. Autocast runs `sum` and `norm` in
-    fp32, but not `var`, a pooling that is written as a matmul, an `einsum`, or a linear attention that sums over all
+    Each term fits, but there are many; or the terms are squares, as in a variance. Autocast runs `sum` and `norm` in
+    fp32, but not `var`, pooling that is written as a matmul, `einsum`, or linear attention that sums over all
     positions.
 Fix
     Take the mean first, divide before summing, or compute the reduction in fp32: `x.float().var(dim)`.
@@ -28,9 +29,9 @@ PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """A reduction whose exact value is finite and does not fit."""
+    """Explain a reduction whose exact value is finite and does not fit."""
     summing = finding.op.op in REDUCTIONS or (finding.op.op in PRODUCTS and _sums_with_ones(finding))
-    # Of finite terms only long products pass the limit of float64.
+    # Finite terms exceed float64 only in a long product.
     if not summing or not (finding.overflowed or (finding.op.op in SERIAL_PRODUCTS and finding.is_past_float64)):
         return None
     length = finding.analysis.length
@@ -42,9 +43,9 @@ def diagnose(finding: Finding) -> Account | None:
 
 
 def _sums_with_ones(finding: Finding) -> bool:
-    """Tell whether one factor of several terms is the same number everywhere, which makes the product a sum.
+    """Return True if one factor is the same number everywhere, which makes a product of several terms a sum.
 
-    Where a weight takes part, the other factor can be constant by chance: a blank image.
+    With a weight among the inputs, the other factor may be constant by chance, such as a blank image.
     """
     if finding.analysis.length == 1 or any(tensor.origin == "weight" for tensor in finding.op.inputs):
         return False

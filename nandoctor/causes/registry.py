@@ -1,4 +1,4 @@
-"""Every cause, in the order in which they are asked, and the pages that `nandoctor explain` prints."""
+"""Every cause, in the order in which they are tried, and the pages that `nandoctor explain` prints."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ SECTIONS = ("What it is", "How nandoctor tells", "Why it happens", "Fix", "When 
 
 
 class CauseModule(Protocol):
-    """What a module of a cause exports.
+    """The exports of a cause's module.
 
-    `PHASES` are those whose findings it is shown; `diagnose` gives the case in words, or None where it cannot decide.
-    A module may also export `suggest`, which yields changes of the operation that are worth trying, given the same
-    finding. The docstring has the `SECTIONS`.
+    `diagnose` gets the findings of its `PHASES`. A module may also export `suggest`, which takes the same finding and
+    yields changes of the operation that are worth trying. The docstring has the `SECTIONS`.
     """
 
     __name__: str
@@ -53,14 +52,14 @@ class CauseModule(Protocol):
 
     @property
     def TITLE(self) -> str:  # noqa: N802
-        """One short phrase without a full stop."""
+        """A short phrase without a full stop."""
 
     @property
     def PHASES(self) -> Sequence[str]:  # noqa: N802
-        """What it is shown, each one of `base.CausePhase`."""
+        """The phases whose findings it gets, each one of `base.CausePhase`."""
 
     def diagnose(self, finding: Any, /) -> Account | None:
-        """Explain the finding, or leave it to the causes after this one."""
+        """Explain the finding, or return None to leave it to the next causes."""
 
 
 CAUSES: tuple[CauseModule, ...] = (
@@ -89,19 +88,19 @@ CAUSES: tuple[CauseModule, ...] = (
     optimizer_eps_underflow,
     nonfinite_update,
 )
-"""In the order in which they are asked: of those that see a phase, the first that can decide names the cause."""
+"""In the order in which they are tried: of those with the phase, the first that can decide names the cause."""
 
 
 def code_of(module: CauseModule) -> str:
-    """The name of the cause in reports: that of its module, with hyphens."""
+    """Return the cause's name in reports: its module's name with hyphens."""
     return module.__name__.rpartition(".")[2].replace("_", "-")
 
 
 def find_cause(phase: CausePhase, finding: Any) -> Cause | None:
-    """Ask the causes of a phase in their order; None where none can decide.
+    """Return the first cause of the phase that can explain the finding, or None.
 
-    `finding` is a `Finding` in the forward and of what was swallowed, a `GradientFinding` in the backward, an
-    `OptimizerSlot` of the optimizer, an `OptimizerUpdate` of its update, else an `OutsideTensor`.
+    `finding` is a `Finding` for "forward" and "swallowed", a `GradientFinding` for "backward", an `OptimizerSlot` for
+    "optimizer", an `OptimizerUpdate` for "update", else an `OutsideTensor`.
     """
     for module in CAUSES:
         account = module.diagnose(finding) if phase in module.PHASES else None
@@ -112,7 +111,7 @@ def find_cause(phase: CausePhase, finding: Any) -> Cause | None:
 
 
 def suggest_changes(cause: Cause | None, finding: Any) -> Iterator[Candidate]:
-    """List the changes of the operation itself that are worth trying, for the finding that was diagnosed."""
+    """Yield the changes of the operation itself that are worth trying, for the finding that was diagnosed."""
     for module in CAUSES:
         if cause is not None and cause.code == code_of(module) and (suggest := getattr(module, "suggest", None)):
             yield from filter(None, suggest(finding))
@@ -120,7 +119,7 @@ def suggest_changes(cause: Cause | None, finding: Any) -> Iterator[Candidate]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """What is known about one cause; `sections` are headings, as in `SECTIONS`, each with its paragraph."""
+    """The page of one cause; `sections` pairs each heading of `SECTIONS` with its paragraph."""
 
     code: str
     title: str
@@ -129,15 +128,15 @@ class Page:
 
 
 def list_pages() -> tuple[Page, ...]:
-    """The pages of all causes, in the order of the registry."""
+    """Return the pages of all causes, in the order of the registry."""
     return tuple(map(_read_page, CAUSES))
 
 
 def find_page(code: str) -> Page:
-    """The page of one cause.
+    """Return the page of one cause.
 
     Raises:
-        NanDoctorError: there is no such code; the remedy names those that are near.
+        NanDoctorError: there is no such code; the remedy names similar ones.
     """
     by_code = {code_of(module): module for module in CAUSES}
     if code in by_code:
@@ -159,7 +158,7 @@ def _read_page(module: CauseModule) -> Page:
 
 
 def _read_sections(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """The headings, at the margin, and the indented lines below each as one paragraph."""
+    """Yield each heading with the indented lines below it as one paragraph."""
     starts = [index for index, line in enumerate(lines) if line in SECTIONS]
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         yield lines[start], " ".join(line.strip() for line in lines[start + 1 : end]).strip()

@@ -1,4 +1,4 @@
-"""Words that the headlines of several causes share: the user's own expressions, and what becomes of a number."""
+"""Phrases that the headlines of several causes share: the user's own expressions, and values past a format's limit."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _OPERATORS: dict[type[ast.operator], str] = {
 _BINARY = frozenset(_OPERATORS.values())
 _OPERAND_KEYWORDS = frozenset({None, "input", "self", "other", "exponent"})
 _REFLECTED = {ast.Sub: "rsub", ast.Div: "reciprocal"}
-"""What torch calls where a number stands on the left: 1 - x, 1 / x."""
+"""The ops that torch calls if the left operand is a number: 1 - x, 1 / x."""
 
 
 def subject(op: OpCall) -> str:
-    """The expression that called the op, or the op by its name and module where the source is not known."""
+    """Return the expression that called the op, or the op's name and module if the source is not known."""
     if op.source is not None and op.source.expression:
         return code(op.source.expression)
     return f"{op.op} in {op.place.in_words}"
 
 
 def operand(op: OpCall, name: str) -> str | None:
-    """The text of the argument of this name in the op's schema; None where the expression does not show it plainly."""
+    """Return the source text of the argument with this schema name, or None if the expression does not show it."""
     expression = op.source.expression if op.source is not None else ""
     return find_operand(expression, op.op, name, alone=_is_alone(op))
 
 
 def find_operand(expression: str, op: str, name: str, *, alone: bool) -> str | None:
-    """The text of an operand in the expression that called an op, which takes it `alone` or with others."""
+    """Return the source text of an operand, or None; `alone`: the op takes one tensor and no number."""
     try:
         statement = ast.parse(expression).body[0]
     except (SyntaxError, ValueError, RecursionError, MemoryError, IndexError):
@@ -53,17 +53,17 @@ def find_operand(expression: str, op: str, name: str, *, alone: bool) -> str | N
 
 
 def argument(op: OpCall, name: str) -> str:
-    """The text of an argument, or which one it is where the expression does not show it."""
+    """Return the source text of an argument, or a phrase for it if the expression does not show it."""
     return operand(op, name) or place_of_operand(op.op, name, alone=_is_alone(op))
 
 
 def _is_alone(op: OpCall) -> bool:
-    """Tell whether the op takes one tensor and no number."""
+    """Return True if the op takes one tensor and no number."""
     return len(op.inputs) == 1 and not op.scalars
 
 
 def place_of_operand(op: str, name: str, *, alone: bool) -> str:
-    """Which operand the schema means: "self" and "other" are no words of the user's code."""
+    """Return a phrase for an operand: "self" and "other" are the schema's names, not the user's."""
     if name == "self":
         return "its argument" if alone else "the first operand"
     if name == "other":
@@ -72,7 +72,7 @@ def place_of_operand(op: str, name: str, *, alone: bool) -> str:
 
 
 def _arguments(statement: ast.stmt, op: str, *, alone: bool) -> dict[str, ast.expr]:
-    """The arguments of an operator or of a call of a function of one tensor, by the names of the schema."""
+    """Return the arguments of an operator, cast or function call by schema name; empty if they are not clear."""
     node = statement.value if isinstance(statement, ast.Expr) else statement
     if isinstance(node, ast.AugAssign) and op == _OPERATORS.get(type(node.op)):
         return {"self": node.target, "other": node.value, "exponent": node.value}
@@ -83,18 +83,18 @@ def _arguments(statement: ast.stmt, op: str, *, alone: bool) -> dict[str, ast.ex
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and op in CASTS:
         return {"self": node.func.value} if _callee(node) in _CAST_METHODS else {}
     if isinstance(node, ast.Call) and _callee(node) == op:
-        return _of_call(node, 1 if alone else 2 if op in _BINARY else 0)
+        return _call_operands(node, 1 if alone else 2 if op in _BINARY else 0)
     return {}
 
 
 def _callee(node: ast.Call) -> str:
-    """The name of the function or method, without the underscore of an in-place one."""
+    """Return the name of the function or method, without the underscore of an in-place one."""
     name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
     return str(name).rstrip("_")
 
 
-def _of_call(node: ast.Call, num_operands: int) -> dict[str, ast.expr]:
-    """The operands of `torch.log(x)` or `torch.div(x, y)`; of `x.log()` or `x.div(y)` the receiver is the first."""
+def _call_operands(node: ast.Call, num_operands: int) -> dict[str, ast.expr]:
+    """Return the operands of `torch.div(x, y)` or `x.div(y)`, where the receiver is the first; empty if unclear."""
     if any(keyword.arg in _OPERAND_KEYWORDS for keyword in node.keywords):
         return {}
     receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
@@ -105,12 +105,12 @@ def _of_call(node: ast.Call, num_operands: int) -> dict[str, ast.expr]:
 
 
 def owner(op: OpCall) -> str:
-    """Whose code called the op: the class of the module, or "the loss"."""
+    """Return the caller of the op: the class of the module, "the model" or "the loss"."""
     return "the loss" if op.module == LOSS else op.type or "the model"
 
 
 def past(value: float | None, low: FloatFormat) -> str:
-    """A value beside the end of its format that it passes: "reaches 214,599; fp16 stops at 65,504"."""
+    """Return how a value exceeds its format: "reaches 214,599; fp16 stops at 65,504"."""
     if value is None:
         return "is too large even for float64"
     if low.holds(value):
@@ -120,7 +120,10 @@ def past(value: float | None, low: FloatFormat) -> str:
 
 
 def explain_overflow(finding: Finding, made_by: str, evidence: Sequence[Evidence] = (), *, then: str = "") -> Account:
-    """The result of an op that its format does not hold, `made_by` what the explanation says; `then` ends both."""
+    """Return the account of an op whose result exceeds its format.
+
+    `made_by` is the subject of the explanation; `then` ends both explanation and headline.
+    """
     reached = past(finding.analysis.exact, finding.format)
     return Account(
         headline=f"{subject(finding.op)} {reached}{then}",
@@ -130,7 +133,7 @@ def explain_overflow(finding: Finding, made_by: str, evidence: Sequence[Evidence
 
 
 def _overflow_evidence(finding: Finding) -> tuple[Evidence, ...]:
-    """By how much the exact value passes the format's limit, and how many elements do."""
+    """Return by how much the exact value exceeds the format's limit, and how many elements are non-finite."""
     num_bad, numel, low = finding.analysis.num_bad, finding.analysis.numel, finding.format
     exact = None if finding.analysis.exact is None else abs(finding.analysis.exact)
     text = f"the largest exact value {past(exact, low)}"
@@ -144,7 +147,7 @@ def _overflow_evidence(finding: Finding) -> tuple[Evidence, ...]:
 
 
 def at_singularity(op: OpCall, kinds: Sequence[str]) -> str:
-    """What a singular op does with a zero: "divides 0 by 0", "takes the logarithm of 0"."""
+    """Return what a singular op does at its singularity: "divides 0 by 0", "takes the logarithm of 0"."""
     if op.op in LOGARITHMS:
         return "takes the logarithm of 0"
     if op.op in DIVISIONS | NORMALISATIONS | {"_weight_norm", "pow"}:
@@ -153,7 +156,7 @@ def at_singularity(op: OpCall, kinds: Sequence[str]) -> str:
 
 
 def how_nonfinite(stats: TensorStats) -> str:
-    """Which values of a non-finite tensor are so: "is NaN in 80 of 128 values"."""
+    """Return how many values of a tensor are non-finite: "is NaN in 80 of 128 values"."""
     if stats.counts is None:
         return "is non-finite"
     return f"is {nonfinite_part(stats.counts.kinds, stats.counts.num_bad, stats.numel, 'value')}"

@@ -1,17 +1,17 @@
 """silent-overflow: an Inf disappears again on the way, and the finite output is wrong.
 
 What it is
-    An Inf that disappears again: rsqrt(inf) is 0, 1 / inf is 0, sigmoid and tanh of it are 1. No NaN is ever seen,
-    GradScaler skips nothing, and the layer's output is zero or saturated.
+    An op turns the Inf back into a finite number: rsqrt(inf) and 1 / inf are 0, sigmoid and tanh of it are 1. No NaN is
+    ever seen, GradScaler skips nothing, and the layer's output is zero or saturated.
 How nandoctor tells
-    An op that overflows where fp32 does not, a finite output, and one that is far from fp32's.
+    An op overflows where fp32 does not, and the output is finite but far from fp32's.
 Why it happens
     A norm written by hand in fp16: `x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)`.
 Fix
-    Compute that line in fp32: `x.float().pow(2)`; nn.RMSNorm and F.layer_norm do.
+    Compute that line in fp32 (`x.float().pow(2)`), as nn.RMSNorm and F.layer_norm do.
 When it is wrong
-    An Inf that is swallowed harmlessly (a clamp, a sigmoid that is saturated in fp32 too) leaves the output near to
-    fp32's and is not reported.
+    If the Inf is swallowed harmlessly (by a clamp, or a sigmoid that is saturated in fp32 too), the output stays close
+    to fp32's, and nothing is reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PHASES = ("swallowed",)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """An overflow that leaves a finite output."""
+    """Explain an overflow that leaves a finite output."""
     if not finding.overflowed:
         return None
     then = "; a later operation hides the Inf, and the output is wrong"

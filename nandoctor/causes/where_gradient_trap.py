@@ -1,18 +1,18 @@
 """where-gradient-trap: a branch that `where` hides in the forward still has a gradient.
 
 What it is
-    `torch.where(x > 0, x.log(), 0)` never shows log(0), yet its backward multiplies the hidden branch's zero gradient
+    `torch.where(x > 0, x.log(), 0)` never shows log(0), but its backward multiplies the hidden branch's zero gradient
     by an infinite derivative: 0 * inf is NaN.
 How nandoctor tells
-    A backward op that makes NaN out of zeros, whose forward result goes into a `where`, `masked_fill`, `nan_to_num`,
+    A backward op makes NaN out of zeros, and its forward result goes into a `where`, `masked_fill`, `nan_to_num`,
     clamp, boolean index or mask.
 Why it happens
-    Selection after the fact does not stop the gradient of what was not selected.
+    Selecting after the function does not stop the gradient of the values that are not selected.
 Fix
     Make the argument safe before the function: `safe = torch.where(x > 0, x, 1.0); torch.where(x > 0, safe.log(), 0)`.
 When it is wrong
-    A NaN gradient that a later op multiplies away leaves those of the parameters finite: a note says so, and nothing
-    is blamed.
+    If a later op multiplies the NaN gradient away, the gradients of the parameters are finite: a note then says so, and
+    no cause is reported.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KEEPS_PLACE = MOVES | CASTS | SUMS | SCALINGS | {"neg"}
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
-    """A singular op behind a selection that hides it."""
+    """Explain a singular op whose forward value a selection hides."""
     meets_zeros = any(operand.counts.num_zero for operand in finding.analysis.operands)
     if finding.forward is None or "nan" not in finding.analysis.kinds or not meets_zeros:
         return None
@@ -60,9 +60,10 @@ def diagnose(finding: GradientFinding) -> Account | None:
 
 
 def _hiding_selection(ops: Mapping[int, OpCall], made: int) -> str | None:
-    """The selection that takes what `made` gave: a mask behind ops that keep its place, a limit on the value itself.
+    """Return the op that selects from the result of `made`, or None.
 
-    Behind arithmetic a limit need not meet the singular place: relu(1 - sqrt(x)) keeps x = 0.
+    A mask may come after ops that keep elements in place. A limit must act on the value itself: after arithmetic it may
+    keep the singular point, as relu(1 - sqrt(x)) keeps x = 0.
     """
     for op in descendants(ops, made, _DEPTH, through=_KEEPS_PLACE):
         if op.op in SELECTIONS or _is_masking(op):
@@ -71,18 +72,18 @@ def _hiding_selection(ops: Mapping[int, OpCall], made: int) -> str | None:
 
 
 def _is_masking(op: OpCall) -> bool:
-    """Tell whether the op multiplies by a mask of whole numbers, which makes zero gradients as a selection does."""
+    """Return True if the op multiplies by an integer or boolean mask, which zeroes gradients as a selection does."""
     scalars = dict(op.scalars)
     return op.op == "mul" and any(tensor.stats is None and tensor.name not in scalars for tensor in op.inputs)
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
-    """Write a logarithm without the probability that is 0; keep the argument off the singular point."""
+    """Rewrite a logarithm without the probability that is 0; keep the argument off the singular point."""
     forward = finding.forward
     assert forward is not None
     yield from stable_forms(forward, finding.ops)
     by_index = forward.op in LOGARITHMS and _hiding_selection(finding.ops, forward.order) == "index"
-    if not by_index:  # a label may name what is 0 in the next batch, where a 0 for its logarithm would be no loss
+    if not by_index:  # the next batch's label may select this 0, and 0 for its logarithm would mean no loss
         yield guard_candidate(forward)
     yield clamp_into_domain(forward)
     for tensor in singular_inputs(forward) if forward.op in DIVISIONS else ():

@@ -1,4 +1,4 @@
-"""From non-finite gradients to the backward ops that made them of finite ones."""
+"""Traces non-finite gradients to the backward ops that made them from finite ones."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from nandoctor.ops import EXPONENTIALS
 from nandoctor.text import file_line
 
 _ALWAYS_OVERFLOW = EXPONENTIALS - {"pow"}
-"""An Inf that they make is an overflow, though float64 may not hold the value either; 0 to the power of -1 is none."""
+"""An Inf from these is an overflow even if float64 cannot hold the value either; 0 to the power of -1 is not one."""
 
 
 def conclude_backward(
     trace: Trace, reference: Trace, low: FloatFormat, *, loss_scale: float, fixed_by_scale: bool
 ) -> Conclusion:
-    """Find where gradients stop being finite, in the order of the backward pass."""
+    """Diagnose where gradients stop being finite, in the order of the backward pass."""
     ops, references = {op.order: op for op in trace.ops}, {op.key: op for op in reference.ops}
     healthy = {op.key for op in reference.backward if op.outputs_finite}
     sick = {op.key for op in reference.backward if not op.outputs_finite}
@@ -60,10 +60,10 @@ def conclude_backward(
 
 
 def _is_removed(op: OpCall, ops: Mapping[int, OpCall], of_forward: Mapping[int | None, Sequence[OpCall]]) -> bool:
-    """Tell whether each way from a backward op to a weight leads through one that gives finite gradients all the same.
+    """Return True if every path from a backward op to a weight passes an op whose outgoing gradients are finite.
 
-    The backward of relu, of clamp and of where puts zeros for what comes in where they did not let the value through.
-    `of_forward` are the backward ops by the order of the forward op that they belong to.
+    The backward of relu, clamp and where replaces gradients by zeros for elements that they did not pass on.
+    `of_forward` has the backward ops by the order of their forward op.
     """
     seen, open_ops = {op.order}, [op]
     while open_ops:
@@ -75,7 +75,7 @@ def _is_removed(op: OpCall, ops: Mapping[int, OpCall], of_forward: Mapping[int |
                 continue
             after = of_forward.get(tensor.producer, []) if tensor.producer is not None else []
             if not after:
-                return False  # a weight, or what cannot be followed
+                return False  # a weight, or a tensor that cannot be followed
             passing = [other for other in after if not other.outputs_finite and other.order not in seen]
             seen.update(other.order for other in passing)
             open_ops += passing
@@ -83,15 +83,15 @@ def _is_removed(op: OpCall, ops: Mapping[int, OpCall], of_forward: Mapping[int |
 
 
 def _diagnose(finding: GradientFinding, trace: Trace, reference: Trace) -> tuple[Diagnosis, Suspect | None]:
-    """Blame an op within a custom backward, else what made an Inf that the forward hid, else the forward op itself."""
+    """Diagnose an op inside a custom backward, else an Inf that the forward hid, else the forward op itself."""
     op, forward = finding.op, finding.forward
     inside = _find_inside(op, trace, reference, finding.low) if forward is None else None
     if inside is not None:
         kept = _find_kept(inside, trace, reference, finding.low)
         cause = find_cause("forward", kept or inside)
         if kept is not None and cause is not None:
-            told = f"{cause.explanation} The backward of {op.op} makes NaN of that Inf, which the forward kept for it."
-            headline = cause.headline and f"{cause.headline}; the backward of {op.op} makes NaN of that Inf"
+            told = f"{cause.explanation} The backward of {op.op}, for which the forward kept that Inf, makes it NaN."
+            headline = cause.headline and f"{cause.headline}; the backward of {op.op} turns that Inf into NaN"
             cause = replace(cause, headline=headline, explanation=told)
             return Diagnosis(origin=origin_at(kept.op, kept.analysis, trace), cause=cause), suspect(
                 kept.op, kept, cause
@@ -111,12 +111,12 @@ def _diagnose(finding: GradientFinding, trace: Trace, reference: Trace) -> tuple
 
 
 def _find_inside(node: OpCall, trace: Trace, reference: Trace, low: FloatFormat) -> Finding | None:
-    """The op in the backward of a custom Function that made what the Function's node gives; None if it took it."""
+    """Return the op in a custom Function's backward that made the node's non-finite values, or None if it got them."""
     ran = [op for op in trace.function_ops if op.place == node.place]
     symptoms = [op.order for op in ran if not op.outputs_finite]
     if not symptoms:
         return None
-    # What such a run ends in are the gradients.
+    # The output of these runs is the gradients.
     inner, inner_reference = (
         replace(run, ops=run.function_ops, output=run.bad_gradients, loss=None) for run in (trace, reference)
     )
@@ -126,7 +126,10 @@ def _find_inside(node: OpCall, trace: Trace, reference: Trace, low: FloatFormat)
 
 
 def _find_kept(inside: Finding, trace: Trace, reference: Trace, low: FloatFormat) -> Finding | None:
-    """The op of the forward that overflowed to what a custom backward makes NaN of: as many Infs at the same places."""
+    """Return the forward op that overflowed to the Infs that a custom backward makes NaN from, or None.
+
+    It is recognised by as many Infs at the same places.
+    """
     if not inside.had_inf_input or not inside.reference_is_finite:
         return None
     taken = [tensor.stats for tensor in inside.op.nonfinite_inputs if tensor.stats is not None]
@@ -144,18 +147,18 @@ def _places(numel: int, counts: NonfiniteCounts) -> object:
     return numel, counts.num_posinf, counts.num_neginf, counts.first_bad_index, counts.samples
 
 
-UNSCALED = "Gradients are those of the loss as it is: pass --loss-scale, where GradScaler multiplied it."
-"""Said of fp16 where no loss scale is known: what is finite without one may pass 65504 with it."""
+UNSCALED = "Gradients are those of the unscaled loss: pass --loss-scale if GradScaler multiplied it."
+"""A note for fp16 without a known loss scale: gradients that are finite without it may exceed 65504 with it."""
 
 
 def describe_removed(trace: Trace) -> tuple[str, ...]:
-    """Tell of non-finite gradients that one backward op makes and a later one removes before they reach a parameter."""
+    """Return a note on non-finite gradients that a later backward op removes before they reach a parameter, if any."""
     made = [op for op in trace.backward if op.analysis is not None]
     if not made or trace.bad_gradients:
         return ()
     line = f" ({file_line(made[0].source.file, made[0].source.line)})" if made[0].source else ""
     return (
-        f"The backward of {made[0].op}{line} makes non-finite gradients, and a later op multiplies them away: the "
+        f"The backward of {made[0].op}{line} makes non-finite gradients, but a later op multiplies them away: the "
         "gradients of all parameters are finite. torch.autograd.detect_anomaly would stop there.",
     )
 
@@ -163,9 +166,9 @@ def describe_removed(trace: Trace) -> tuple[str, ...]:
 def _hidden_origin(
     forward: OpCall | None, trace: Trace, reference: Trace, low: FloatFormat
 ) -> tuple[Finding | None, Diagnosis | None]:
-    """What made the Inf that the forward op took, or the overflow that it gave, where a later op made that finite.
+    """Return the op that made the forward op's infinite input, or the forward op if a later op hides its overflow.
 
-    Where that is a weight, what is said of it.
+    If a broken weight is behind it, its diagnosis is returned too.
     """
     if forward is None:
         return None, None
@@ -177,7 +180,7 @@ def _hidden_origin(
     findings = [finding_at(source, trace, reference, low) for source in sources]
     overflowed = [finding for finding in findings if finding.overflowed or finding.op.op in _ALWAYS_OVERFLOW]
     computed = [finding for finding in findings if finding.op != forward and not _is_written(finding, trace)]
-    # What only handed infinities on, as NaN, comes last.
+    # Ops that only turned infinities into NaN come last.
     hidden = next(iter((*overflowed, *sorted(computed, key=lambda finding: finding.had_inf_input))), None)
     broken = [*broken_weights(found, trace), *(absurd_weights(hidden, trace) if hidden is not None else ())]
     return hidden, next(iter(broken), None)
@@ -192,12 +195,12 @@ def _explain_hidden(op: OpCall, hidden: Finding) -> Cause | None:
     if cause is None:
         return None
     what = "NaN" if hidden.analysis.kinds == ("nan",) else "Inf"
-    told = f"{cause.explanation} A later op hides that {what}; the backward of {op.op} multiplies it by zero: NaN."
+    told = f"{cause.explanation} A later op hides that {what}; the backward of {op.op} multiplies it by 0: NaN."
     headline = cause.headline and f"{cause.headline}; the backward of {op.op} multiplies that {what} by 0, which is NaN"
     return replace(cause, headline=headline, explanation=told)
 
 
 def _first_taker(trace: Trace) -> tuple[Diagnosis, ...]:
-    """The op that meets a non-finite gradient first, where no op makes it, as when a hook of the user's does."""
+    """Diagnose the op that first gets a non-finite gradient that no op made, as if a user's hook made it."""
     hits = ((op, tensor) for op in trace.backward for tensor in op.inputs if tensor.stats and not tensor.stats.finite)
     return tuple(Diagnosis(origin=origin_taken(op, tensor), cause=None) for op, tensor in hits)[:1]

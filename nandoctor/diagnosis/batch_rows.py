@@ -1,4 +1,4 @@
-"""Whether the rows of a tensor are the samples of the batch: followed along the traced ops, unknown in doubt."""
+"""Finds out whether a tensor's rows are the samples of the batch, along the traced ops; unknown in doubt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COPYING = frozenset({"expand", "expand_as", "repeat", "repeat_interleave"})
 
 
 def is_state(op: OpCall, state: Collection[int]) -> bool:
-    """Tell whether weights and buffers alone went into the op, `state` being the orders of earlier such ops."""
+    """Return True if only weights and buffers went into the op; `state` has the orders of earlier such ops."""
     floats = [tensor for tensor in op.inputs if tensor.stats is not None]
     return (
         bool(floats)
@@ -39,23 +39,23 @@ def is_state(op: OpCall, state: Collection[int]) -> bool:
 
 
 def read_signs(op: OpCall, followed: Sequence[tuple[OpTensor, int]], state: Collection[int]) -> Iterator[Sign]:
-    """What the op shows of the dimension that is followed, whose place stands beside each tensor."""
+    """Yield what the op reveals about the followed dimension, whose index is given with each tensor."""
     for tensor, where in followed:
         rank = len(_shape(tensor))
         if rank < 3:
             continue  # sequences have features as well
         if op.op in _ALONG and rank == 3:
-            yield from _of_dims(op, tensor, where)
+            yield from _read_dims(op, tensor, where)
         elif op.op in PRODUCTS or op.op in NORMALISATIONS:
-            yield from _of_layer(op, tensor, where, num_factors=len(followed))
+            yield from _read_layer(op, tensor, where, num_factors=len(followed))
         elif op.op in RESHAPES and where == 0 and rank == 3 and op.outputs[0].shape == _joined(_shape(tensor)):
             yield "samples"
         elif op.op in SUMS | {"mul"}:
-            yield from _of_state(op, state, where, rank)
+            yield from _read_state(op, state, where, rank)
 
 
-def _of_dims(op: OpCall, tensor: OpTensor, where: int) -> Iterator[Sign]:
-    """Read from a choice or a sum along dimensions: that of features shows nothing, nor do all but that of features."""
+def _read_dims(op: OpCall, tensor: OpTensor, where: int) -> Iterator[Sign]:
+    """Yield what a selection or reduction reveals; along the features, or all dimensions but these, it is nothing."""
     dims = set(dims_of(op, 3) or ((0,) if op.op in _FIRST_BY_DEFAULT else ()))
     is_whole = op.op in ("slice", "narrow") and op.outputs[0].shape == _shape(tensor)
     if not dims or is_whole or dims >= {0, 1}:
@@ -66,8 +66,8 @@ def _of_dims(op: OpCall, tensor: OpTensor, where: int) -> Iterator[Sign]:
         yield "samples"
 
 
-def _of_layer(op: OpCall, tensor: OpTensor, where: int, *, num_factors: int) -> Iterator[Sign]:
-    """Read from a product or a norm: samples lead, and matrices, time or channels come after them."""
+def _read_layer(op: OpCall, tensor: OpTensor, where: int, *, num_factors: int) -> Iterator[Sign]:
+    """Yield what a product or a norm reveals: samples come first, then matrices, time or channels."""
     rank, named = len(_shape(tensor)), {item.name: item for item in op.inputs}
     state = _shape(named.get("hx[0]", named.get("hx")))
     if op.op in _BATCHED_PRODUCTS and num_factors > 1:
@@ -79,8 +79,8 @@ def _of_layer(op: OpCall, tensor: OpTensor, where: int, *, num_factors: int) -> 
         yield "samples" if where == 0 else "time"
 
 
-def _of_state(op: OpCall, state: Collection[int], where: int, rank: int) -> Iterator[Sign]:
-    """Read from weights and buffers beside the batch: they differ from step to step, never from sample to sample."""
+def _read_state(op: OpCall, state: Collection[int], where: int, rank: int) -> Iterator[Sign]:
+    """Yield what weights and buffers beside the batch reveal: they may vary along time, never along samples."""
     for tensor in op.inputs:
         if tensor.origin not in ("weight", "buffer") and tensor.producer not in state:
             continue
@@ -97,16 +97,16 @@ def _joined(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 _Rows = int | Literal["blocks", "other", "none"]
-"""Where the batch is in a tensor: the dimension that counts its samples, or blocks of all of them one after another in
-dimension 0, as of the two halves of pairs; "other" is made of the batch in another order, "none" is not made of it."""
+"""Where the samples are in a tensor: the index of their dimension; "blocks" for several whole batches one after another
+in dimension 0, such as both halves of pairs; "other" for another order; "none" if it does not depend on the batch."""
 
 
 def as_samples(
     trace: Trace, indices: tuple[int, ...], shape: tuple[int, ...], producer: int | None
 ) -> tuple[int, ...] | None:
-    """Indices along dimension 0 of a tensor as those of the batch, None where its rows may be something else.
+    """Return indices along dimension 0 of a tensor as samples of the batch, or None if its rows may be something else.
 
-    `producer` is the order of the op that made the tensor, None where it is not known: its length speaks for it then.
+    `producer` is the order of the op that made the tensor. If it is None, the size of dimension 0 decides.
     """
     size = trace.num_samples
     if not indices or size is None or shape[:1] != (size,) or _names_rows(trace.ops, size):
@@ -118,7 +118,7 @@ def as_samples(
 
 
 def _names_rows(ops: Sequence[OpCall], size: int) -> bool:
-    """Tell whether indexes in the batch lead from row to row, as edges do, or whether the rows are steps in time."""
+    """Return True if indices in the batch refer to rows, as a graph's edges do, or if the rows are time steps."""
     for op in ops:
         named = {tensor.name: tensor for tensor in op.inputs}
         index = named.get("indices[0]", named.get("index"))
@@ -130,21 +130,21 @@ def _names_rows(ops: Sequence[OpCall], size: int) -> bool:
         ):
             return True
         steps, state = _shape(named.get("input")), _shape(named.get("hx[0]", named.get("hx")))
-        if len(steps) == len(state) == 3 and steps[0] == size != state[1]:  # time comes first there
+        if len(steps) == len(state) == 3 and steps[0] == size != state[1]:  # an RNN with time first
             return True
     return False
 
 
 def _follow(ops: Sequence[OpCall], size: int) -> tuple[Mapping[int, _Rows], frozenset[Sign]]:
-    """Where the batch is in what each op gave, and what the forward's ops show of the dimension that was followed."""
+    """Return where the samples are in each op's result, and what the forward's ops reveal about that dimension."""
     rows: dict[int, _Rows] = {}
     signs: set[Sign] = set()
     state: set[int] = set()
     for op in ops:
-        taken = [(tensor, _of_input(tensor, size, rows)) for tensor in op.inputs]
+        taken = [(tensor, _rows_of_input(tensor, size, rows)) for tensor in op.inputs]
         made = {_carry(op, tensor, where, size) for tensor, where in taken if where != "none"} - {None}
         dims = [where for where in made if isinstance(where, int)]
-        if dims and len(dims) == len(made):  # two of them in a matrix of pairs
+        if dims and len(dims) == len(made):  # a matrix of pairs has two
             rows[op.order] = min(dims)
         elif made == {"blocks"}:
             rows[op.order] = "blocks"
@@ -158,7 +158,7 @@ def _follow(ops: Sequence[OpCall], size: int) -> tuple[Mapping[int, _Rows], froz
     return rows, frozenset(signs)
 
 
-def _of_input(tensor: OpTensor, size: int, rows: Mapping[int, _Rows]) -> _Rows:
+def _rows_of_input(tensor: OpTensor, size: int, rows: Mapping[int, _Rows]) -> _Rows:
     if tensor.producer is not None:
         return rows.get(tensor.producer, "none")
     if tensor.origin != "batch":
@@ -167,15 +167,18 @@ def _of_input(tensor: OpTensor, size: int, rows: Mapping[int, _Rows]) -> _Rows:
 
 
 def _carry(op: OpCall, tensor: OpTensor, where: _Rows, size: int) -> _Rows | None:
-    """Where the batch is in what the op gave, as far as this input goes; None for one that has no say in it."""
+    """Return where the samples are in the op's result according to this input; None for an input that does not decide.
+
+    A broadcast tensor and the second factor of a product do not.
+    """
     made = op.outputs[0].shape
-    if tensor.stats is None:  # integers, whose shape is not known: ids that an embedding looks up
+    if tensor.stats is None:  # integers, whose shape is not known, such as an embedding's ids
         return 0 if made[:1] == (size,) else None
     taken = tensor.stats.shape
     is_factor = op.op in PRODUCTS
     is_spread = len(taken) < min(len(made), 2) and math.prod(taken) < math.prod(made)
     if tensor.name != PRODUCTS[op.op].factors[0] if is_factor else is_spread:
-        return None  # over the rows, or over their columns
+        return None
     if isinstance(where, int):
         return _carry_dim(op, taken, where, size)
     if where == "blocks":
@@ -196,7 +199,7 @@ def _carry_dim(op: OpCall, taken: tuple[int, ...], where: int, size: int) -> _Ro
 
 
 def _carry_named(op: OpCall, taken: tuple[int, ...], where: int) -> int | None:
-    """Follow a dimension where those that the op swaps, adds or takes away are known; None where they are not."""
+    """Return a dimension's new index if the op names the dimensions that it swaps, adds or removes, else None."""
     made, scalars, dims = op.outputs[0].shape, dict(op.scalars), dims_of(op, len(taken))
     if "dim0" in scalars and "dim1" in scalars:
         swapped = [int(scalars[name]) % len(taken) for name in ("dim0", "dim1")]
@@ -228,7 +231,7 @@ def _carry_blocks(op: OpCall, taken: tuple[int, ...], made: tuple[int, ...], siz
 
 
 def _carry_reshape(taken: tuple[int, ...], made: tuple[int, ...], where: int, size: int) -> _Rows:
-    """Keep the dimension that has as many elements before it; or has joined what follows it, in rows of each sample."""
+    """Return the dimension with as many elements before it; the next ones may be joined to it, as rows per sample."""
     before = math.prod(taken[:where])
     for dim, count in enumerate(made):
         if math.prod(made[:dim]) == before and count != 1 and count % size == 0:

@@ -1,4 +1,4 @@
-"""What changed between two reports: before and after a fix, epoch 3 and epoch 9, fp16 and bf16."""
+"""Compares two reports: before and after a fix, epoch 3 and epoch 9, fp16 and bf16."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ LARGE_CHANGE_BITS = 0.5
 
 _HEADLINES: dict[ComparisonOutcome, str] = {
     "fixed": "The failure is gone",
-    "broken": "What was finite is not any more",
-    "moved": "It still fails, in another way",
+    "broken": "It did not fail before, and does now",
+    "moved": "It still fails, but in another way",
     "same-failure": "The same failure in both",
-    "both-finite": "Neither is non-finite",
+    "both-finite": "Nothing is non-finite in either",
 }
 
 
 def compare_reports(before: Report, after: Report) -> Comparison:
-    """The facts and the layers that differ; calls are matched by module and call number."""
+    """Return the facts and layers that differ; calls are matched by module and call number."""
     ours, theirs = _rows(before), _rows(after)
     shared = [key for key in ours if key in theirs]
     layers = [_compare_layers(ours[key], theirs[key]) for key in shared]
@@ -57,7 +57,7 @@ def _find_outcome(before: Report, after: Report) -> ComparisonOutcome:
 
 
 def _failure(report: Report) -> tuple[str | None, ...]:
-    """Two reports with the same of these died of the same thing."""
+    """Return verdict, cause and place, which are equal for two reports of the same failure."""
     return (report.verdict, _cause(report), _place(report))
 
 
@@ -66,7 +66,7 @@ def _cause(report: Report) -> str | None:
 
 
 def _place(report: Report) -> str | None:
-    """The op and module that the damage comes from, or where it came to light."""
+    """Return the op and module of the origin, else the module where a non-finite value first showed."""
     if report.origin is not None:
         op = f"{report.origin.op} in " if report.origin.op else ""
         return f"{op}{report.origin.place.in_words}"
@@ -84,7 +84,7 @@ def _write_headline(outcome: ComparisonOutcome, before: Report, after: Report) -
 
 
 def _tightest(report: Report) -> float | None:
-    """The least headroom of any layer, by the fp32 values where they are known: autocast's are gone where it failed."""
+    """Return the least headroom of any layer in the fp32 run, or None; autocast's values are lost where it failed."""
     rows = report.runs.fp32.modules if report.runs else ()
     return min((row.headroom_bits for row in rows if row.headroom_bits is not None), default=None)
 
@@ -121,7 +121,7 @@ def _compare_layers(before: LayerRow, after: LayerRow) -> LayerChange:
 
 
 def _bits(change: LayerChange) -> float:
-    """By how many powers of two the largest magnitude changed, either way."""
+    """Return by how many powers of two the largest magnitude changed, up or down."""
     return abs(math.log2(change.growth)) if change.growth is not None else 0.0
 
 
@@ -130,8 +130,8 @@ def _is_large(change: LayerChange) -> bool:
 
 
 def _importance(change: LayerChange) -> tuple[bool, float]:
-    """Sort first what became finite or non-finite, then the largest changes; equal ones stay in order of execution.
+    """Return a sort key: layers that became finite or non-finite, then the largest changes, else order of execution.
 
-    To a tenth of a bit: the last digits follow the processor, and would shuffle layers that did not really change.
+    Changes are rounded to a tenth of a bit: the last digits depend on the processor, and would shuffle equal layers.
     """
     return change.finite_before == change.finite_after, -round(_bits(change), 1)

@@ -1,6 +1,6 @@
-"""From non-finite values to diagnoses: what made them, the causes that explain them, the ops to change.
+"""Leads from non-finite values to diagnoses: what made them, the causes that explain them, the ops to change.
 
-Also what is known, and what is missing, where the user interrupted the diagnosis.
+Also says what is known and what is missing if the user interrupts the diagnosis.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nandoctor.text import number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """An op to blame, where it stands in the code, and the changes of it that are worth trying."""
+    """The place of an op that may be at fault, and the changes of it that are worth trying."""
 
     site: OpSite
     suggestions: tuple[Candidate, ...]
@@ -45,11 +45,11 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
-    """All diagnoses, the likeliest first, and the way from the first one's origin to the symptom.
+    """All diagnoses, the likeliest first, and the path from the first one's origin to the symptom.
 
-    `suspects` are those of the diagnoses that blame an op of the forward pass or the loss, in the same order.
-    `first_nonfinite` is where a non-finite value first came to light. `complete` is False where the traced ops did not
-    reach the origin.
+    `suspects` belong to the diagnoses that blame an op of the forward pass or the loss, in the same order.
+    `first_nonfinite` is where a non-finite value first showed. `complete` is False if the traced ops do not reach the
+    origin.
     """
 
     diagnoses: tuple[Diagnosis, ...] = ()
@@ -60,12 +60,12 @@ class Conclusion:
 
     @property
     def largest(self) -> float:
-        """The largest value that an origin was to hold, 0 where none is known."""
+        """The largest value that an origin should have held, 0 if none is known."""
         return max((abs(diagnosis.origin.would_be or 0.0) for diagnosis in self.diagnoses), default=0.0)
 
 
 def finding_at(source: NonfiniteSource, trace: Trace, reference: Trace, low: FloatFormat) -> Finding:
-    """Put together what the causes are shown of an op that made non-finite values."""
+    """Build the finding that causes get for an op that made non-finite values."""
     return Finding(
         op=source.op,
         reference_op=source.reference_op,
@@ -77,12 +77,12 @@ def finding_at(source: NonfiniteSource, trace: Trace, reference: Trace, low: Flo
 
 
 def suspect(op: OpCall, finding: Finding | GradientFinding, cause: Cause | None) -> Suspect:
-    """Blame an op; what is worth trying follows from the finding that `cause` explains."""
+    """Return an op as a suspect, with the changes that `cause` suggests for the finding."""
     return Suspect(site=site_of(op), suggestions=tuple(suggest_changes(cause, finding)))
 
 
 def origin_at(op: OpCall, analysis: OpAnalysis, trace: Trace) -> Origin:
-    """Place the origin at an op that made non-finite values."""
+    """Return an origin at an op that made non-finite values."""
     made_by = op.forward if op.phase == "backward" else op.order
     samples = as_samples(trace, analysis.counts.samples, op.outputs[0].shape, made_by)
     return Origin(
@@ -100,7 +100,7 @@ def origin_at(op: OpCall, analysis: OpAnalysis, trace: Trace) -> Origin:
 
 
 def origin_taken(op: OpCall, tensor: OpTensor) -> Origin:
-    """Place the origin of a value from outside the traced ops where `op` takes it."""
+    """Return the origin of a value from outside the traced ops, at the op that takes it."""
     assert tensor.stats is not None
     return Origin(
         phase=op.phase,
@@ -116,7 +116,7 @@ def origin_taken(op: OpCall, tensor: OpTensor) -> Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Something of the step that could not be looked at, as a sentence, and how it can be."""
+    """A part of the step that could not be checked, as a sentence, and how to check it."""
 
     text: str
     remedy: str
@@ -124,12 +124,12 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """The step under autocast and in fp32, and what is concluded.
+    """The step under autocast and in fp32, and the conclusion.
 
-    `ops` are the operations seen, those of the backward pass's run where there was one; `bad_gradients` the
-    parameters' non-finite gradients; `slots` the state of the optimizer. `random` tells whether the step draws random
-    numbers. `gaps` are what could not be looked at. `fp32` is what the reference gave, with gradients, for a search.
-    `exposed` is the step that returns the non-finite values as well, where its own output is finite.
+    `ops` are the traced ops, those of the run with the backward pass if there was one; `bad_gradients` the parameters'
+    non-finite gradients; `slots` the optimizer's state. `random` is True if the step draws random numbers. `gaps` are
+    parts that could not be checked. `fp32` is the reference's outcome, with gradients, for the search for fixes.
+    `exposed` is the step changed to return the non-finite values too, if its own output is finite.
     """
 
     trace: Trace
@@ -147,7 +147,7 @@ class Findings:
 
     @property
     def sound_in_fp32(self) -> bool:
-        """Whether the failure is one of precision; so is that of weights which fp32 computes with, and can square."""
+        """True if the failure is one of precision, also one of large weights that fp32 can compute with and square."""
         is_state = self.verdict == "state" and not self.trace.finite and self.reference.finite
         origins = [diagnosis.origin for diagnosis in self.conclusion.diagnoses]
         blamed = [origin.output for origin in origins if is_state or origin.phase == "state"]
@@ -157,9 +157,9 @@ class Findings:
 
 
 def find_so_far(trace: Trace, reference: Trace | None) -> Findings:
-    """The findings of one run, and of an fp32 run that was not finished, or None where it was not begun.
+    """Return the findings of an interrupted diagnosis; `reference` is the unfinished fp32 run, or None if not begun.
 
-    Where fp32 was not seen to the end no value can be told from an infinity that is meant, and nothing is blamed.
+    Without the whole fp32 run a failure cannot be told from an intended infinity, so nothing is diagnosed.
     """
     if reference is None:
         reference = replace(trace, policy="none", format=FP32, calls=(), ops=(), output=(), loss=None)
@@ -171,7 +171,7 @@ def find_so_far(trace: Trace, reference: Trace | None) -> Findings:
     stopped = describe_run(trace.policy, trace.format) if trace.raised == INTERRUPTED else "after the replay"
     notes = [f"Interrupted {stopped}. Not known: {missing}. Run it again to find out."]
     if first is not None:
-        notes.append("An infinity that is meant, such as a mask's, cannot be told from a failure without the fp32 run.")
+        notes.append("Without the fp32 run, an intended infinity, such as a mask's, cannot be told from a failure.")
     return Findings(
         trace=trace,
         reference=reference,
@@ -183,7 +183,7 @@ def find_so_far(trace: Trace, reference: Trace | None) -> Findings:
 
 
 def without_backward(findings: Findings) -> Findings:
-    """The findings of the forward pass, where the backward pass was interrupted: they clear nothing."""
+    """Return the forward's findings after an interrupt in the backward pass; none of them counts as healthy."""
     verdict = "interrupted" if findings.verdict in NOTHING_FOUND else findings.verdict
     note = "Interrupted in the backward pass. Not known: the gradients, fixes. Run it again to find out."
     return replace(findings, verdict=verdict, notes=(*findings.notes, note))
@@ -192,11 +192,11 @@ def without_backward(findings: Findings) -> Findings:
 MASK = "mask-constant-overflow"
 
 _Found = tuple[int, Diagnosis, Suspect | None]
-"""The order of the op that made or took the value, and what is said of it."""
+"""The order of the op that made or took the value, its diagnosis, and the suspect if there is one."""
 
 
 def conclude(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
-    """Find what a non-finite output or loss comes from; where both are finite, what was swallowed on the way."""
+    """Diagnose a non-finite output or loss; if both are finite, overflows that were swallowed on the way."""
     places = find_nonfinite_places(trace, reference)
     if trace.finite:
         return _conclude_swallowed(trace, reference, places, low)
@@ -205,13 +205,13 @@ def conclude(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
         return _conclude_untraced(trace, places)
     found = trace_back(trace.ops, reference, symptoms)
     if not found.outside and not any(source.op.analysis for source in (*found.sources, *found.written)):
-        # It came through a tensor that cannot be looked into: whatever ended there is what it may come from.
+        # It came through a tensor that cannot be inspected: start from every non-finite result that no op took, too.
         found = trace_back(trace.ops, reference, [*trace.handed_out, *symptoms])
     return _conclude_traced(found, trace, reference, places, low)
 
 
 def _symptoms(trace: Trace, places: list[NonfinitePlace]) -> list[int]:
-    """The ops that made the non-finite output or loss; where the forward raised, what came to light or ran last."""
+    """Return the ops that made the non-finite output or loss; if the forward raised, the last non-finite value."""
     ends = [*trace.output, *([trace.loss] if trace.loss else [])]
     if trace.raised is not None:
         ends = [place.value for place in places[-1:]]
@@ -219,12 +219,12 @@ def _symptoms(trace: Trace, places: list[NonfinitePlace]) -> list[int]:
         return [op.order for op in trace.ops if not op.outputs_finite][-1:]
     nonfinite = [stats for stats in ends if not stats.finite]
     made = [stats.producer for stats in nonfinite if stats.producer is not None]
-    # An array of numpy is as little an op's as what is in an output that cannot be looked into.
+    # No op is known to have made a numpy array, or a tensor in an output that cannot be inspected.
     return [*made, *(trace.handed_out if trace.unread or len(made) < len(nonfinite) else ())]
 
 
 def _conclude_untraced(trace: Trace, places: list[NonfinitePlace]) -> Conclusion:
-    """Diagnose from module calls alone: a non-finite array of the batch, or state of the first module to show it."""
+    """Diagnose from module calls alone: a non-finite array of the batch, or state of the first non-finite module."""
     if not places:
         return Conclusion(complete=False)
     first = places[0]
@@ -247,7 +247,7 @@ def _conclude_swallowed(trace: Trace, reference: Trace, places: list[NonfinitePl
         diagnoses=tuple(
             Diagnosis(origin=origin_at(finding.op, finding.analysis, trace), cause=cause) for finding, cause in causes
         ),
-        # The changes are those of the overflow itself, as if it had come to light.
+        # Suggest the changes for the overflow itself, as if it had reached the output.
         suspects=tuple(suspect(finding.op, finding, find_cause("forward", finding)) for finding, _ in causes),
         first_nonfinite=places[0] if places else None,
     )
@@ -257,8 +257,7 @@ def _conclude_traced(
     found_trace: NonfiniteTrace, trace: Trace, reference: Trace, places: list[NonfinitePlace], low: FloatFormat
 ) -> Conclusion:
     found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace, reference, low)]
-    # A mask's constant that became -inf is harmless but for rows that are masked throughout: whatever else is there
-    # is to blame before it.
+    # A mask constant that became -inf is harmless except in fully masked rows: any other diagnosis comes first.
     found.sort(key=lambda item: (item[1].cause is not None and item[1].cause.code == MASK, item[0]))
     start = found[0][0] if found else 0
     producers = {order for order in found_trace.members if order >= start}
@@ -275,7 +274,7 @@ def _conclude_traced(
 
 
 def _from_outside(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]:
-    """What was non-finite before it met the traced ops, with the order of the op that took it first."""
+    """Yield what was non-finite before the traced ops took it, with the order of the first op that did."""
     outside = {tensor.path: (op, tensor) for op, tensor in reversed(found_trace.outside) if tensor.origin != "unknown"}
     for op, tensor in found_trace.outside:
         if tensor.origin == "unknown" and not is_constant(tensor):
@@ -290,7 +289,7 @@ def _from_outside(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]
         counts = tensor.stats.counts
         if trace.built.get(tensor.path) and tensor.origin != "batch":
             continue
-        # An additive mask as it is stored is -inf, and zeros.
+        # A stored additive mask consists of -inf and zeros.
         if counts is None or counts.kinds != ("-inf",) or tensor.stats.absmax:
             for diagnosis in diagnose_outside(_kind(op, tensor, found_trace), tensor.path, tensor.stats, trace):
                 yield op.order, diagnosis, None
@@ -303,7 +302,7 @@ def _kind(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> OutsideK
 
 
 def _is_target(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> bool:
-    """Tell whether a model that computes its own loss hands the tensor, moved or cast at most, to it as the target."""
+    """Return True if a model that computes its own loss passes it the tensor as the target, at most moved or cast."""
     name, before = tensor.name, op.order
     for taker in found_trace.way_from(op.order):
         name = next((taken.name for taken in taker.nonfinite_inputs if taken.producer == before), name)
@@ -314,8 +313,8 @@ def _is_target(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> boo
 
 
 def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace, low: FloatFormat) -> Iterator[_Found]:
-    """What the traced ops made, with the order of each op."""
-    # An infinity that was written down is meant, until it is what the loss is made of.
+    """Yield what the traced ops made, with the order of each op."""
+    # An infinity in the code is intended, unless the loss is computed from it.
     in_loss = trace.loss is not None and not trace.loss.finite
     if not found_trace.sources and not found_trace.written and not found_trace.outsized:
         yield from _from_constants(found_trace, in_loss=in_loss)
@@ -332,9 +331,9 @@ def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace, l
 
 
 def _from_constants(found_trace: NonfiniteTrace, *, in_loss: bool) -> Iterator[_Found]:
-    """Tensors that the code made of numbers: for a loss, where the first op that computes with them takes them.
+    """Yield tensors that the code made from numbers; for a loss, at the first op that computes with them.
 
-    In an output a number or a mask is meant. Anything else that is infinite may have been computed outside of torch.
+    In an output, a number or a mask is intended. Any other infinite tensor may have been computed outside torch.
     """
     for op, tensor in found_trace.outside:
         if tensor.stats is None or not is_constant(tensor):
@@ -349,7 +348,7 @@ def _from_constants(found_trace: NonfiniteTrace, *, in_loss: bool) -> Iterator[_
 
 
 def absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:
-    """Weights that are finite and so large that no product with them can fit."""
+    """Return diagnoses of weights that are finite but too large for any product with them to fit."""
     found: list[Diagnosis] = []
     for tensor in finding.op.inputs if finding.op.op in PRODUCTS else ():
         if tensor.origin == "weight" and tensor.stats is not None:
@@ -358,7 +357,7 @@ def absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:
 
 
 def broken_weights(found_trace: NonfiniteTrace, trace: Trace) -> list[Diagnosis]:
-    """Weights that were non-finite before the step, among what it took of infinities."""
+    """Return diagnoses of weights that were non-finite before the step, among the tensors from outside."""
     weights = replace(found_trace, outside=tuple(it for it in found_trace.outside if it[1].origin == "weight"))
     return [diagnosis for _, diagnosis, _ in _from_outside(weights, trace)]
 

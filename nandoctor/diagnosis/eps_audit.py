@@ -1,6 +1,6 @@
-"""Every small constant of a run: what it became in the format that it was used in, and whether it did anything.
+"""Audits the small constants of a run: their values in the format where they were used, and whether they had an effect.
 
-Of a module's eps that no replay has seen: what half and mixed precision make of it, as far as its layer can tell.
+For a module's eps without a replay: its value in half and mixed precision, as far as the layer's type tells.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def audit(
     slots: Sequence[OptimizerSlot] = (),
     optimizer_eps: Sequence[float] = (),
 ) -> tuple[EpsUse, ...]:
-    """Every constant once for each line, format and value.
+    """Return every constant once for each line, format and value.
 
-    `ops` are those of one run, `declared` what its modules carry: where an op of that module used the same number, they
-    are one. `optimizer_eps` are those of the optimizer's groups, of which only the ones with `slots` can be judged.
+    `ops` are those of one run, `declared` the modules' attributes: one whose number an op of the module used is not
+    listed twice. `optimizer_eps` are those of the optimizer's groups; they can be judged only with `slots`.
     """
     by_order = {op.order: op for op in ops}
     guards = _guards(ops, by_order)
@@ -64,7 +64,7 @@ def audit(
 
 
 def _lost_in_python(ops: Sequence[OpCall], declared: Sequence[EpsUse]) -> Iterator[EpsUse]:
-    """The constants that were gone before torch saw them: Python's numbers are fp64."""
+    """Yield the constants that were lost before torch saw them: Python's numbers are fp64."""
     attributes: dict[str, dict[str, float]] = {}
     for own in declared:
         attributes.setdefault(own.module, {})[own.name] = own.value
@@ -77,7 +77,7 @@ def _lost_in_python(ops: Sequence[OpCall], declared: Sequence[EpsUse]) -> Iterat
 def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iterator[EpsUse]:
     for name, number in op.scalars:
         value = _eps_in(op, name, number)
-        # An eps only if it guards what the op gives: 1e-4 may be a step, 0.9999 a momentum.
+        # An eps only if it guards a divisor, root or logarithm: 1e-4 may be a step, 0.9999 a momentum.
         needs_guard = op.op in FILLS or (op.op in SCALINGS | SUMS and name == "other")
         if value is None or not is_written(op, name, ops) or (needs_guard and op.order not in guards):
             continue
@@ -96,7 +96,7 @@ def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iter
 
 
 def _eps_in(op: OpCall, name: str, value: float) -> float | None:
-    """The argument as an eps, None where this op does something else with it."""
+    """Return the argument as an eps, or None if this op uses it for something else."""
     beside_one = _is_beside_one(op, name, value)
     if beside_one:
         value = float(f"{abs(1 - value):.6g}")
@@ -114,13 +114,13 @@ def _eps_in(op: OpCall, name: str, value: float) -> float | None:
 
 
 def _is_beside_one(op: OpCall, name: str, number: float) -> bool:
-    """Tell whether the number is one plus or minus an eps: a bound, or what Python made of `p * (1 - 1e-5)`."""
+    """Return True if the number is one plus or minus an eps: a bound, or the 0.99999 of `p * (1 - 1e-5)`."""
     is_bound = op.op in CLAMPS and name == "max" and number > 0
     return is_bound or (op.op in SCALINGS | SUMS and name == "other" and 0 < abs(1 - number) <= LARGEST_EPS)
 
 
 def _guards(ops: Iterable[OpCall], by_order: Mapping[int, OpCall]) -> frozenset[int]:
-    """The ops whose values, with no product on the way, are divided by or have their root or logarithm taken."""
+    """Return the ops whose results reach a divisor, root or logarithm without a product on the way."""
     through = frozenset(op.op for op in ops) - PRODUCTS.keys()
     guarded: set[int] = set()
     for op in ops:
@@ -143,7 +143,7 @@ def _in_format(use: EpsUse, dtype: FloatFormat) -> EpsUse:
 
 
 def _samples(op: OpCall) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
-    """The same elements before and after the op, as far as they are finite; None where the shapes differ."""
+    """Return the same elements before and after the op, finite in both; None without any, or if the shapes differ."""
     before = next((t.stats for t in op.inputs if t.stats is not None and t.name in ("self", "input")), None)
     after = op.outputs[0]
     if before is None or before.shape != after.shape or before.sample is None or after.sample is None:
@@ -166,9 +166,9 @@ def _bound_share(op: OpCall, name: str) -> float | None:
 
 
 def _with_name(use: EpsUse, declared: Iterable[EpsUse]) -> EpsUse:
-    """The use under the name of the attribute that it came from."""
+    """Return the use under the name of the attribute that it came from."""
     for own in declared:
-        # A module may keep its eps as a fp32 tensor's worth of digits.
+        # A module may store its eps with the digits of fp32.
         if own.module == use.module and isclose(own.value, use.value, rel_tol=FP32.eps):
             return replace(use, place="module", name=own.name, value=own.value)
     return use
@@ -191,7 +191,7 @@ def _in_optimizer(slot: OptimizerSlot) -> EpsUse:
 
 
 def fold(uses: Iterable[EpsUse]) -> tuple[EpsUse, ...]:
-    """Uses on the same line, or in layers alike, of the same number in the same format as one."""
+    """Merge uses of the same number in the same format, on the same line or in layers of one type."""
 
     def key(use: EpsUse) -> tuple[object, ...]:
         place = (use.source.file, use.source.line) if use.source else use.type
@@ -218,21 +218,21 @@ def _mean(shares: Iterable[float | None]) -> float | None:
 
 
 def in_half_precision(use: EpsUse) -> str:
-    """After `model.half()`: CUDA's norms add their eps in fp32 even then, and no other op does."""
+    """Describe an eps after `model.half()`: CUDA's norms add theirs in fp32 even then, and no other op does."""
     if use.op in ROOT_IN_INPUT and use.value**-0.5 >= FP16.overflow_threshold:
         return "1/root overflows"
     return "fine: fp32" if use.op in EPS_IN_FP32 else describe_rounding(round_constant(use.value, FP16))
 
 
 def in_mixed_precision(use: EpsUse) -> str:
-    """Under fp16 autocast, whose lists decide for torch's own layers; for others the line that uses it does."""
+    """Describe an eps under fp16 autocast, whose op lists decide for torch's layers; for others its line decides."""
     if use.op in EPS_IN_FP32 | RUN_IN_FP32:
         return "fine: fp32"
     return "as .half()" if use.op in EPS_IN_INPUT else "see --dump"
 
 
 def describe_rounding(rounded: RoundedConstant) -> str:
-    """What is left of the number: "zero", "subnormal, 6.6 % off"."""
+    """Return what is left of the number: "zero", "subnormal, 6.6 % off"."""
     if rounded.effect in ("zero", "overflow"):
         return {"zero": "zero", "overflow": "overflows"}[rounded.effect]
     if rounded.rel_err == 0:

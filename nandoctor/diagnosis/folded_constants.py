@@ -1,4 +1,4 @@
-"""Small constants that Python itself rounded away before torch saw them: `1.0 - 1e-17` is 1."""
+"""Finds small constants that Python rounded away before torch saw them: `1.0 - 1e-17` is 1."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Place = tuple[int, int, int, int]
 
 
 def list_folded(op: OpCall, attributes: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """The arguments of the op in which a constant was lost beside a number, and the constant.
+    """Yield the op's arguments in which a constant was lost next to a number, each with the constant.
 
-    `attributes` are those of the module that are known. Nothing is said unless the number that the line gives, names
-    and defaults read from the file, is the one that the op was called with.
+    `attributes` are the module's known ones. An argument counts only if its number, computed from the source with names
+    and defaults of the file, is the one that the op was called with.
     """
     source = op.source
     if source is None or source.column is None or source.end_line is None or source.end_column is None:
@@ -49,7 +49,7 @@ def list_folded(op: OpCall, attributes: Mapping[str, float]) -> Iterator[tuple[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scope:
-    """Where an expression stands: the file, the class and the function around it, where there are any."""
+    """The scope of an expression: its file, and the class and function around it, if any."""
 
     file: ast.Module
     owner: ast.ClassDef | None
@@ -58,7 +58,7 @@ class _Scope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """Reads numbers as Python will compute them; None for whatever is not a number that can be read."""
+    """An evaluator of expressions in `scope`, with Python's arithmetic; None for anything but a known number."""
 
     scope: _Scope
     attributes: Mapping[str, float]
@@ -74,11 +74,11 @@ class _Reader:
             return None if left is None or right is None else _OPERATORS[type(node.op)](left, right)
         if depth and (known := self._attribute(node)) is not None:
             return known
-        meant = self._meaning(node) if depth else None
-        return None if meant is None else self.value(meant, depth - 1)
+        definition = self._definition(node) if depth else None
+        return None if definition is None else self.value(definition, depth - 1)
 
     def lost(self, node: ast.expr, depth: int) -> Iterator[float]:
-        """The constants that leave the number beside them as it is."""
+        """Yield the constants that do not change the number next to them."""
         if isinstance(node, ast.UnaryOp):
             yield from self.lost(node.operand, depth)
         elif isinstance(node, ast.BinOp):
@@ -93,14 +93,14 @@ class _Reader:
                     yield abs(eps)
             yield from self.lost(node.left, depth)
             yield from self.lost(node.right, depth)
-        elif depth and (meant := self._meaning(node)) is not None:
-            yield from self.lost(meant, depth - 1)
+        elif depth and (definition := self._definition(node)) is not None:
+            yield from self.lost(definition, depth - 1)
 
     def _attribute(self, node: ast.expr) -> float | None:
         return self.attributes.get(node.attr) if isinstance(node, ast.Attribute) and self._is_own(node) else None
 
-    def _meaning(self, node: ast.expr) -> ast.expr | None:
-        """What a name, or an attribute of the class, was set to where that is said once."""
+    def _definition(self, node: ast.expr) -> ast.expr | None:
+        """Return the expression that a name, or an attribute of the class, is set to, if that happens only once."""
         scope = self.scope
         if isinstance(node, ast.Name):
             inside = None if scope.function is None else _assigned(scope.function, node.id)
@@ -110,13 +110,13 @@ class _Reader:
         return None
 
     def _is_own(self, node: ast.Attribute) -> bool:
-        """Tell whether this is an attribute of the method's first argument, "self"."""
+        """Return True for an attribute of the method's first argument, "self"."""
         arguments = self.scope.function.args.args if self.scope.function is not None else []
         return bool(arguments) and isinstance(node.value, ast.Name) and node.value.id == arguments[0].arg
 
 
 def _assigned(scope: ast.Module | ast.ClassDef | Function, name: str) -> ast.expr | None:
-    """The value of the one assignment to a name directly in this scope; None for several, or in a branch or a loop."""
+    """Return the value of the only assignment to a name directly in this scope; None in a branch or a loop."""
     values = [
         statement.value
         for statement in scope.body
@@ -152,7 +152,7 @@ def _operands(node: ast.expr) -> Iterator[ast.expr]:
 
 @lru_cache(maxsize=16)
 def _index(text: str) -> dict[Place, tuple[ast.expr, _Scope]]:
-    """Every binary operation and call of a file by its place; the outer one where two have the same."""
+    """Index every binary operation and call of a file by its place; of two at the same place, the outer one."""
     index: dict[Place, tuple[ast.expr, _Scope]] = {}
     if (tree := parse(text)) is not None:
         _collect(tree, _Scope(file=tree, owner=None, function=None), index)

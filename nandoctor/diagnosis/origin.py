@@ -1,4 +1,4 @@
-"""Where a non-finite value first came to light, and the ops that made it: back along the flow of data."""
+"""Finds where a non-finite value first showed, and traces it back through the data flow to the ops that made it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _TensorKey = tuple[str, int, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonfinitePlace:
-    """The first non-finite tensor and the call that owns it.
+    """A non-finite tensor and the module call that made it.
 
-    `where` as in `FirstNonfinite`: for a value made between modules, `owner` is the module whose forward made it and
-    `seen_in` the call that received it. `owner` is None for the batch and for the loss.
+    `where` is as in `FirstNonfinite`. For a value made between modules, `owner` is the call whose forward made it and
+    `seen_in` the call that received it. `owner` is None for the batch and the loss.
     """
 
     where: Where
@@ -39,17 +39,17 @@ class NonfinitePlace:
 
 
 def find_nonfinite_places(trace: Trace, reference: Trace) -> list[NonfinitePlace]:
-    """The non-finite tensors of `trace` that can matter, in the order of execution; the loss comes last.
+    """Return the non-finite tensors of `trace` that can matter, in the order of execution; the loss comes last.
 
-    Values of the same kinds at the same place in a reference whose output is finite are meant (attention masks) and
-    passed over.
+    If the reference's output is finite, values of the same kinds at the same place in it are intended (attention masks)
+    and left out.
     """
     meant = {_key(place): place.value for place in _nonfinite_places(reference)} if reference.finite else {}
     return [place for place in _nonfinite_places(trace) if not _is_in_both(place.value, meant.get(_key(place)))]
 
 
 def _is_in_both(value: TensorStats, other: TensorStats | None) -> bool:
-    """Tell whether the reference has the same kinds of value here; before exact counts any non-finite value counts."""
+    """Return True if the reference has the same kinds of value here; without exact counts, any non-finite value."""
     if other is None or value.counts is None or other.counts is None:
         return other is not None
     return set(value.counts.kinds) <= set(other.counts.kinds)
@@ -91,7 +91,7 @@ def _key(place: NonfinitePlace) -> _TensorKey:
 
 
 def nonfinite_elements(stats: TensorStats, trace: Trace | None) -> NonfiniteElements:
-    """What is non-finite in a tensor, as far as it was counted; without a trace its dimension 0 is not the batch's."""
+    """Return a tensor's non-finite elements as far as they were counted; without a trace, no samples are named."""
     if stats.counts is None:
         return NonfiniteElements(kinds=(), num_bad=0, numel=stats.numel, first_index=None, samples=None)
     samples = as_samples(trace, stats.counts.samples, stats.shape, stats.producer) if trace is not None else None
@@ -99,20 +99,20 @@ def nonfinite_elements(stats: TensorStats, trace: Trace | None) -> NonfiniteElem
 
 
 def list_elements(counts: NonfiniteCounts, numel: int, samples: tuple[int, ...] | None) -> NonfiniteElements:
-    """What was counted of a tensor's `numel` elements, with the samples of the batch that it is in."""
+    """Return the non-finite elements of a tensor with `numel` elements, and the samples of the batch that have them."""
     return NonfiniteElements(
         kinds=counts.kinds, num_bad=counts.num_bad, numel=numel, first_index=counts.first_bad_index, samples=samples
     )
 
 
 def needs_counts(trace: Trace, low: FloatFormat) -> bool:
-    """Tell whether anything in the trace asks for exact counts and has none."""
+    """Return True if a tensor of the trace needs exact counts and has none."""
     tensors = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs))
     return any(stats.counts is None and stats.needs_counts(low) for stats in tensors)
 
 
 def describe_first(first: NonfinitePlace, trace: Trace, reference: Trace) -> FirstNonfinite:
-    """The first non-finite place as the report keeps it, with what fp32 has at the same place."""
+    """Return the first non-finite place for the report, with fp32's largest magnitude at the same place."""
     owner, seen_in = first.owner, first.seen_in
     return FirstNonfinite(
         run="autocast",
@@ -129,7 +129,7 @@ def describe_first(first: NonfinitePlace, trace: Trace, reference: Trace) -> Fir
 
 
 def _would_be(first: NonfinitePlace, reference: Trace) -> float | None:
-    """The largest magnitude that fp32 has in the same tensor."""
+    """Return the largest magnitude of the same tensor in fp32, or None if it is not known."""
     call = first.seen_in or first.owner
     if call is None:
         return None
@@ -142,9 +142,9 @@ def _would_be(first: NonfinitePlace, reference: Trace) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonfiniteSource:
-    """An op that made non-finite values, and the same op of the fp32 run (None where that took another way).
+    """An op that made non-finite values, and the same op of the fp32 run (None if that took another path).
 
-    `had_inf_input` tells that its inputs were infinite already, on purpose: it made NaN of them, or overflowed.
+    `had_inf_input` is True if its inputs were infinite already: it made NaN from them, or overflowed.
     """
 
     op: OpCall
@@ -154,13 +154,12 @@ class NonfiniteSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonfiniteTrace:
-    """Everything non-finite that leads to one symptom.
+    """The ops and tensors that lead to one non-finite symptom.
 
-    `sources` stand in the order of execution; `written` are those that are meant, masks and so on. `outside` are the
-    non-finite tensors that came from outside the traced ops (weights, buffers, the batch), each with the op that took
-    it; `outsized` are those that the code made of a number which does not fit, with that number. `ops` are all that
-    handed non-finite values on, the last of them to the `symptom`. `complete` is False where a non-finite tensor came
-    from before the traced span.
+    `sources` are in the order of execution; `written` are intended ones, such as masks. `outside` are non-finite
+    tensors from outside the traced ops (weights, buffers, the batch), each with the op that took it; `outsized` those
+    that the code made from a number that does not fit, with that number. `ops` are all that passed non-finite values
+    on, up to the op of order `symptom`. `complete` is False if a non-finite tensor came from before the traced span.
     """
 
     sources: tuple[NonfiniteSource, ...]
@@ -177,7 +176,7 @@ class NonfiniteTrace:
         return frozenset(op.order for op in self.ops)
 
     def way_from(self, start: int) -> tuple[OpCall, ...]:
-        """The shortest way of non-finite values from the op `start` to the symptom."""
+        """Return the shortest path of non-finite values from the op `start` to the symptom."""
         ops = {op.order: op for op in self.ops}
         ways: dict[int, tuple[int, ...]] = {start: (start,)}
         for op in self.ops:
@@ -188,7 +187,7 @@ class NonfiniteTrace:
 
 
 def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int]) -> NonfiniteTrace:
-    """Follow non-finite tensors from the ops `symptoms` (their orders) back to where they were made."""
+    """Trace non-finite tensors from the ops with the orders `symptoms` back to where they were made."""
     references = {op.key: op for op in reference.ops}
     sliced = _slice(ops, symptoms)
     outside = [(op, tensor) for op in sliced for tensor in op.nonfinite_inputs if tensor.producer is None]
@@ -197,7 +196,7 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
         for op in sliced
     ]
     sources = _without_followers([source for source in candidates if _is_created(source, ops, reference)], sliced)
-    # Of ops with non-finite inputs only those are examined that make NaN of infinities.
+    # Ops that made NaN from infinities are sources only if there are no others.
     examined = [(source, source.op.analysis) for source in candidates if source.had_inf_input]
     had_inf_input = [source for source, analysis in examined if analysis is not None and "nan" in analysis.kinds]
     written = [source for source in candidates if not source.had_inf_input and source not in sources]
@@ -218,9 +217,9 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
 
 
 def find_swallowed(trace: Trace, reference: Trace) -> tuple[NonfiniteSource, ...]:
-    """The sources that fp32 does not have, swallowed by an op that then gave other values than fp32's.
+    """Return the sources that fp32 does not have and that a later op turned into finite values other than fp32's.
 
-    What a clamp or a saturating function was there to cut comes out the same in both, and is left in peace.
+    A clamp or a saturating function that is meant to cut them gives the same in both runs, so they do not count.
     """
     references = {op.key: op for op in reference.ops}
     sources = (
@@ -236,7 +235,7 @@ def find_swallowed(trace: Trace, reference: Trace) -> tuple[NonfiniteSource, ...
 
 
 def _is_missed(source: OpCall, ops: tuple[OpCall, ...], references: Mapping[tuple[str, int, str, int], OpCall]) -> bool:
-    """Tell whether an op downstream of `source` made finite values of its infinities that fp32 does not have there."""
+    """Return True if an op downstream of `source` turned its infinities into finite values that differ from fp32's."""
     carriers = {source.order}
     for op in ops:
         taken = [tensor.stats for tensor in op.nonfinite_inputs if tensor.producer in carriers]
@@ -257,14 +256,14 @@ def _swallows_wrongly(op: OpCall, taken: TensorStats, reference_op: OpCall | Non
 
 
 def _at_infinities(made: TensorStats, taken: TensorStats) -> TensorStats:
-    """The sample of an output, only where that of an input of the same shape is infinite."""
+    """Return an output's statistics, sampled only where an input of the same shape is non-finite."""
     if made.sample is None or taken.sample is None or made.shape != taken.shape:
         return made
     return replace(made, sample=made.sample[~np.isfinite(taken.sample)])
 
 
 def _slice(ops: tuple[OpCall, ...], symptoms: Sequence[int]) -> list[OpCall]:
-    """The ops that handed non-finite values on to `symptoms`, themselves included, in the order of execution."""
+    """Return the ops that passed non-finite values on to `symptoms`, and these, in the order of execution."""
     seen, waiting = set(), [*symptoms]
     while waiting:
         order = waiting.pop()
@@ -276,7 +275,7 @@ def _slice(ops: tuple[OpCall, ...], symptoms: Sequence[int]) -> list[OpCall]:
 
 
 def _is_created(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:
-    """Tell whether the op made values that are not meant: of finite ones, or by overflowing beside infinities."""
+    """Return True if the op made unintended values: from finite ones, or by overflowing beside infinities."""
     if not source.had_inf_input:
         return not _is_meant(source, ops, reference)
     return _overflows(source.op) and not (
@@ -285,7 +284,7 @@ def _is_created(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace
 
 
 def _without_followers(sources: list[NonfiniteSource], sliced: Sequence[OpCall]) -> list[NonfiniteSource]:
-    """The sources without those that overflowed beside infinities which another of them had made."""
+    """Return the sources without those that overflowed beside infinities that another of them had made."""
     spoilt = {source.op.order for source in sources if not source.had_inf_input}
     follows = set()
     for op in sliced:
@@ -300,14 +299,14 @@ def _overflows(op: OpCall) -> bool:
 
 
 def _is_of_infinities(op: OpCall) -> bool:
-    """Tell whether it took infinities, unless what is non-finite was made of the finite values beside them."""
+    """Return True if the op got infinities, unless its non-finite values came from finite elements beside them."""
     operands = op.analysis.operands if op.analysis is not None and op.op in POINTWISE else ()
     of_finite = bool(operands) and all(taken.at_worst is not None for taken in operands)
     return bool(op.nonfinite_inputs) and not of_finite
 
 
 def _is_meant(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:
-    """Infinities that the code wrote down itself, or as many as a healthy fp32 run has at the same place."""
+    """Return True for infinities that the code wrote itself, or at most as many as a finite fp32 run has there."""
     kinds = source.op.analysis.kinds if source.op.analysis else ()
     if "nan" in kinds:
         return False
@@ -320,13 +319,13 @@ def _is_meant(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) 
 
 
 OutsideKind = Literal["weight", "buffer", "input", "target"]
-"""What a tensor from outside is: state of the model, or an array that the forward or only the loss reads."""
+"""The kind of a tensor from outside: state of the model, or an array that the forward or only the loss reads."""
 
 
 def diagnose_outside(
     kind: OutsideKind, name: str, stats: TensorStats, trace: Trace | None = None
 ) -> tuple[Diagnosis, ...]:
-    """Diagnose a tensor that was non-finite from the start; nothing where it was not."""
+    """Diagnose a tensor that was non-finite from the start; empty if it was not."""
     low, built = (trace.format, name in trace.built) if trace else (None, False)
     cause = find_cause(kind, OutsideTensor(name=name, stats=stats, low=low, built=built))
     if cause is None:
@@ -347,7 +346,7 @@ def diagnose_outside(
 
 
 def diagnose_optimizer(slots: Sequence[OptimizerSlot], trace: Trace) -> Iterator[Diagnosis]:
-    """Diagnose what the next step of the optimizer divides by zero; nothing where it does not."""
+    """Yield a diagnosis for each parameter whose next optimizer step divides by zero."""
     for slot in slots:
         cause, counts = find_cause("optimizer", slot), slot.moment.counts
         if cause is not None and counts is not None:
@@ -357,7 +356,7 @@ def diagnose_optimizer(slots: Sequence[OptimizerSlot], trace: Trace) -> Iterator
 
 
 def diagnose_update(update: OptimizerUpdate, trace: Trace) -> Diagnosis:
-    """Diagnose an update that made non-finite weights of finite gradients, as far as the recorder saw it."""
+    """Diagnose an update that made weights non-finite from finite gradients, as far as the recorder saw it."""
     name, num_bad = next(iter(update.parameters.items()))
     op = f"{update.optimizer}.step" if update.optimizer else "update"
     origin = _in_optimizer(op, name, num_bad, trace)
@@ -365,14 +364,14 @@ def diagnose_update(update: OptimizerUpdate, trace: Trace) -> Diagnosis:
 
 
 def _in_optimizer(op: str, parameter: str, counts: tuple[int, int], trace: Trace) -> Origin:
-    """Place the origin at the optimizer's op, with counts of a parameter's non-finite values and of all."""
+    """Return an origin at the optimizer's op; `counts` are a parameter's non-finite values and all its values."""
     num_bad, numel = counts
     return Origin(
         phase="optimizer",
         place=_place_of(parameter.rpartition(".")[0], trace),
         op=op,
         source=None,
-        # NaN where the gradient is zero, an infinity where it only squares to zero: no kind is known.
+        # The kinds are not known: NaN where the gradient is zero, an infinity where only its square is.
         elements=NonfiniteElements(kinds=(), num_bad=num_bad, numel=numel, first_index=None, samples=None),
         would_be=None,
         inputs=(),
@@ -381,6 +380,6 @@ def _in_optimizer(op: str, parameter: str, counts: tuple[int, int], trace: Trace
 
 
 def _place_of(module: str, trace: Trace | None) -> Place:
-    """A module by its path, as its first call shows it."""
+    """Return the place of a module by its path, with the type that its calls show."""
     calls = trace.calls if trace is not None else ()
     return Place(module=module, type=next((call.type for call in calls if call.module == module), ""), call=0)

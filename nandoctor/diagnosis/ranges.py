@@ -1,4 +1,4 @@
-"""Reads a healthy step's traces for what each module would lose in narrower formats, and where a run is heading."""
+"""Measures, in a healthy step's traces, what each module would lose in narrower formats, and the trend over steps."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.text import file_line
 
 _LOST_SHARE = 0.01
-"""What a loss scale may lose of a module's gradients, as a share of the sum of their magnitudes."""
+"""The share of the sum of a module's gradient magnitudes that a loss scale may lose."""
 _MAX_EXPONENT_OF_SCALE = 24
 """GradScaler starts at 2^16 and doubles; 2^24 is past what any run needs."""
 _FAR = 10
 _MIN_POINTS = 2
 _END_OF_FP32 = FP32.max / 8
-"""What reaches it was filled with the end of its format, as masks are: `finfo(x.dtype).min` is less in fp16."""
+"""Larger values are masks filled with the limit of their format: `finfo(x.dtype).min` is smaller in fp16."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What was seen of one module: the samples of its tensors, and the largest magnitude with the op that has it."""
+    """The readings of one module: samples of its tensors, and the largest magnitude with the op that has it."""
 
     type: str
     samples: list[NDArray[np.float32]] = field(default_factory=list)
@@ -55,11 +55,11 @@ class _Seen:
 
 
 def measure_layers(reference: Trace, autocast: Trace, gradients: Mapping[str, TensorStats]) -> tuple[LayerRange, ...]:
-    """One row for each module, in the order in which they ran.
+    """Return one row for each module, in the order in which they ran.
 
     `reference` and `autocast` were traced op by op; `gradients` are those of the parameters at loss scale 1.
     """
-    # What autocast leaves in fp32 has room.
+    # Ops that autocast leaves in fp32 cannot overflow the low format.
     wide = {op.key for op in autocast.ops if not any(stats.dtype is autocast.format for stats in op.outputs)}
     narrow = [op for op in reference.ops if op.key not in wide]
     forward, backward = _see_forward(narrow), _see_backward(reference, narrow, gradients)
@@ -84,7 +84,7 @@ def _see_forward(narrow: Iterable[OpCall]) -> dict[str, _Seen]:
 
 
 def _see_backward(reference: Trace, narrow: Sequence[OpCall], gradients: Mapping[str, TensorStats]) -> dict[str, _Seen]:
-    """Gradients have the format of the values that they are of: that of a loss in fp32 is rounded where fp16 begins."""
+    """Collect gradients, which have their value's format: that of an fp32 loss is rounded only where fp16 begins."""
     orders = {None, *(op.order for op in narrow)}
     weights = {tensor.path for op in narrow for tensor in op.inputs if tensor.origin == "weight"}
     types = {call.module: call.type for call in reference.calls}
@@ -116,7 +116,7 @@ def _range_of(seen: _Seen | None) -> ValueRange | None:
 
 
 def _small_part(magnitudes: NDArray[np.float64]) -> float | None:
-    """The magnitude up to which the values make up 1 % of the sum of all; None where there is none."""
+    """Return the magnitude up to which the values make up 1 % of the sum of all, or None if there are none."""
     if not magnitudes.size:
         return None
     rising = np.sort(magnitudes)
@@ -152,18 +152,18 @@ def _line_of(seen: _Seen | None) -> str:
 
 
 def find_loss_scales(layers: Iterable[LayerRange], current: float | None) -> LossScaleRange | None:
-    """The loss scales that fp16 gradients leave room for; None where no gradient is known."""
+    """Return the loss scales that fit the fp16 gradients, or None if no gradient is known."""
     known = [
         (layer.module, layer.gradients) for layer in layers if layer.gradients is not None and layer.gradients.absmax
     ]
     if not known:
         return None
     largest, largest_by = min((_floor_power(FP16.max / values.absmax), module) for module, values in known)
-    # Of a gradient with so few values that the sample has none, the largest alone is known.
+    # If a gradient has so few non-zero values that the sample has none, only the largest is known.
     smallest, smallest_by = max(
         (_ceil_power(FP16.smallest_subnormal / (values.small or values.absmax)), module) for module, values in known
     )
-    smallest = max(smallest, min(1.0, largest))  # a scale below 1 is of no use but against overflow
+    smallest = max(smallest, min(1.0, largest))  # a scale below 1 only helps against overflow
     return LossScaleRange(
         current=current, largest=largest, largest_by=largest_by, smallest=smallest, smallest_by=smallest_by
     )
@@ -178,7 +178,7 @@ def _ceil_power(value: float) -> float:
 
 
 def find_crossings(steps: Sequence[CheckedStep]) -> tuple[Crossing, ...]:
-    """The modules that grow towards the end of fp16, the nearest first."""
+    """Return the modules that grow towards fp16's limit, the nearest first."""
     dated = [checked for checked in steps if checked.step is not None]
     points: dict[str, list[tuple[int, float]]] = {}
     for checked in dated:
@@ -190,7 +190,7 @@ def find_crossings(steps: Sequence[CheckedStep]) -> tuple[Crossing, ...]:
 
 
 def _extrapolate(module: str, points: Sequence[tuple[int, float]]) -> Iterator[Crossing]:
-    """A line through the points; nothing for a module that does not grow by more than the line misses."""
+    """Fit a line through the points; yield nothing for a module that grows by no more than the fit's residual."""
     steps, bits = np.array(points, np.float64).T if points else (np.zeros(0), np.zeros(0))
     if len(set(steps)) < _MIN_POINTS:
         return
@@ -210,6 +210,6 @@ def _extrapolate(module: str, points: Sequence[tuple[int, float]]) -> Iterator[C
 
 
 def by_headroom(layers: Iterable[LayerRange], part: Callable[[LayerRange], ValueRange | None]) -> list[LayerRange]:
-    """The layers that have such values, the one that would overflow fp16 first in front."""
+    """Return the layers that have such values, sorted by their headroom in fp16, the least first."""
     known = [(values.fit_in(FP16).headroom_bits, layer) for layer in layers if (values := part(layer)) is not None]
     return [layer for _, layer in sorted(known, key=lambda pair: pair[0])]

@@ -1,4 +1,4 @@
-"""What the report shows of the runs: two of them side by side, call by call, and the source around an expression."""
+"""Summarises runs for the report: two of them side by side, call by call, and the source around an expression."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nandoctor.text import percent, relative_path
 
 
 def summarize_runs(trace: Trace, reference: Trace, low: FloatFormat) -> Runs:
-    """Both runs, row by row."""
+    """Return both runs, row by row."""
     return Runs(
         autocast=_summarize(trace, reference, low),
         fp32=_summarize(reference, trace, low),
@@ -41,7 +41,7 @@ def _summarize(trace: Trace, other: Trace, low: FloatFormat) -> RunSummary:
 
 
 def tabulate(runs: Runs | None) -> list[dict[str, object]]:
-    """One plain row per module call, both runs side by side, for a notebook or a spreadsheet."""
+    """Return one plain row per module call, both runs side by side, for a notebook or a spreadsheet."""
     if runs is None:
         return []
     references = {row.place.key: row for row in runs.fp32.modules}
@@ -73,13 +73,13 @@ NEAR_BITS = 1.0
 LARGE_ERROR = 0.05
 """Rounding to fp16 costs 5e-4 a layer; an output this far from fp32 has lost more than digits."""
 MADE_HERE = 5.0
-"""An error this many times that of the inputs was made by the call itself."""
+"""An error this many times as large as that of the inputs was made by the call itself."""
 
 
 def align(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[LayerRow, ...]:
-    """The calls of `trace` in the order in which they returned, each compared with the same call of `reference`.
+    """Return the calls of `trace` in the order in which they returned, each compared with that of `reference`.
 
-    Headroom is judged against `low`, whatever format the trace itself ran in. Calls that never returned come last.
+    Headroom is measured against `low`, whatever format the trace ran in. Calls that never returned come last.
     """
     others = {call.key: call for call in reference.calls}
     returned = sorted(trace.calls, key=lambda call: math.inf if call.leave is None else call.leave)
@@ -87,7 +87,7 @@ def align(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[LayerRow, .
 
 
 def first_unholdable(reference: Trace, low: FloatFormat) -> Place | None:
-    """The first call, in the order of return, whose fp32 output `low` could not hold."""
+    """Return the first call, in the order of return, whose fp32 output `low` could not hold, or None."""
     for call in _returned(reference):
         if any(stats.absmax is not None and not low.holds(stats.absmax) for stats in call.outputs):
             return call.place
@@ -95,7 +95,7 @@ def first_unholdable(reference: Trace, low: FloatFormat) -> Place | None:
 
 
 def find_near_misses(reference: Trace, low: FloatFormat) -> tuple[NearMiss, ...]:
-    """The calls that come within a factor of two of what `low` can hold, in the order of return: judged in fp32."""
+    """Return the calls within a factor of two of `low`'s limit or past it in fp32, in the order of return."""
     found = []
     for call in _returned(reference):
         absmax = _absmax(call.outputs)
@@ -113,27 +113,27 @@ def find_near_misses(reference: Trace, low: FloatFormat) -> tuple[NearMiss, ...]
 
 
 def makes_error(row: LayerRow) -> bool:
-    """Tell whether the call is far from fp32 while its inputs are near to it."""
+    """Return True if the call's output is far from fp32's while its inputs are close."""
     if row.rel_err is None or row.inherited_err is None:
         return False
     return row.rel_err > LARGE_ERROR and row.inherited_err < row.rel_err / MADE_HERE
 
 
 def describe_error_source(rows: Sequence[LayerRow]) -> tuple[str, ...]:
-    """A sentence on the first finite call that makes a large error, where one does."""
+    """Return a sentence on the first finite call that makes a large error, if any."""
     for row in rows:
         if row.finite and makes_error(row):
             return (
-                f"{row.place.with_type} is finite and {percent(row.rel_err)} away from fp32, its inputs "
-                f"{percent(row.inherited_err)}: the error is made there.",
+                f"{row.place.with_type} is finite, but its output is {percent(row.rel_err)} off fp32's, its inputs "
+                f"only {percent(row.inherited_err)}: the error is made there.",
             )
     return ()
 
 
 def relative_error(tensors: tuple[TensorStats, ...], references: tuple[TensorStats, ...]) -> float | None:
-    """||a - b|| / ||b|| over the sampled elements that are finite in both, None where there are none to compare.
+    """Return ||a - b|| / ||b|| over the sampled elements that are finite in both, or None if there are none.
 
-    What code writes for -inf is another number in each format, and left out.
+    Values at the limits of their formats are left out: they stand for -inf in masks, and differ between formats.
     """
     by_path: Mapping[str, TensorStats] = {stats.path: stats for stats in references}
     difference = norm = 0.0
@@ -143,7 +143,7 @@ def relative_error(tensors: tuple[TensorStats, ...], references: tuple[TensorSta
         if other is None or other.shape != stats.shape or stats.sample is None or other.sample is None:
             continue
         both = np.isfinite(stats.sample) & np.isfinite(other.sample)
-        if not both.any():  # as after most failures
+        if not both.any():  # common after a failure
             continue
         a, b = stats.sample.astype(np.float64), other.sample.astype(np.float64)
         at_edge = np.abs(b) >= EDGE * other.dtype.max
@@ -159,7 +159,7 @@ def relative_error(tensors: tuple[TensorStats, ...], references: tuple[TensorSta
 
 
 def outputs_differ(tensors: tuple[TensorStats, ...], references: tuple[TensorStats, ...]) -> bool:
-    """Tell whether finite values are too far from fp32's for honest rounding."""
+    """Return True if finite values are too far from fp32's for mere rounding."""
     error = relative_error(tensors, references)
     return error is not None and error > WRONG
 
@@ -195,7 +195,7 @@ _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def read_excerpt(source: SourceLine) -> Excerpt | None:
-    """The expression's lines with a few around them; None where the file is gone or holds another line there."""
+    """Return the expression's lines with a few around them, or None if the file is gone or has another line there."""
     lines = linecache.getlines(source.file)
     if not 0 < source.line <= len(lines) or lines[source.line - 1].strip() != source.text:
         return None
@@ -220,7 +220,7 @@ def read_excerpt(source: SourceLine) -> Excerpt | None:
 
 
 def _place(line: str, offset: int | None) -> int:
-    """The column of a byte of the line, in characters once its tabs are spaces."""
+    """Return the column of a byte offset in the line, in characters and with tabs expanded."""
     before = line.encode()[: offset or 0].decode(errors="replace")
     return min(len(before.expandtabs(_TAB)), _LONGEST_LINE)
 

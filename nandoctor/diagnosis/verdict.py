@@ -1,4 +1,4 @@
-"""The verdict on a replayed dump, the sentence that says it, and what was not looked at, so that it is no all-clear."""
+"""The verdict on a replayed dump, its headline, and the gaps: what was not checked, and so is not known to be fine."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from nandoctor.text import file_line, join_first, nonfinite_part, part_of, plura
 
 
 def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, has_loss: bool) -> Iterator[Gap]:
-    """What could be non-finite in the step and was not looked at; `has_loss`: loss and backward pass were run."""
-    # A model may give its loss itself: the output's is the one that was saved then.
+    """Yield what could be non-finite in the step and was not checked; `has_loss`: loss and backward pass were run."""
+    # If the model returns its loss itself, that is the loss that was saved.
     gives_loss = any(stats.path.rpartition(".")[2] == "loss" for stats in trace.output)
     if trace.unread:
         yield Gap(
-            text=f"The output holds what cannot be looked into: {join_first(trace.unread, 3)}. The rest is finite.",
-            remedy="Give --call FILE.py:NAME, a function (model, batch) that returns every tensor of the output.",
+            text=f"The output has parts that cannot be inspected: {join_first(trace.unread, 3)}. The rest is finite.",
+            remedy="Pass --call FILE.py:NAME, a function (model, batch) that returns every tensor of the output.",
         )
     elif not trace.output and trace.loss is None:
         yield Gap(
-            text="The forward returned no floating-point values, so nothing of it was looked at.",
-            remedy="Give --call FILE.py:NAME, a function (model, batch) that returns what the model keeps.",
+            text="The forward returned no floating-point values, so no result was checked.",
+            remedy="Pass --call FILE.py:NAME, a function (model, batch) that returns the tensors that the model keeps.",
         )
     for name in trace.spoilt_buffers:
         yield Gap(
-            text=f"The step leaves NaN or Inf in the buffer `{name}`, which had none before. What the step returns is "
-            "finite; a later one that reads the buffer may not be.",
-            remedy="Guard the line that writes the buffer; a statistic of one element is a usual reason.",
+            text=f"The step leaves NaN or Inf in the buffer `{name}`, which had none before. The step's output is "
+            "finite; that of a later step that reads the buffer may not be.",
+            remedy="Guard the line that writes the buffer; a common reason is a statistic of one element.",
         )
     if not flags.here:
         yield Gap(
             text=f"The loss was non-finite on another rank. This is the file of rank {flags.rank} (of "
             f"{flags.num_ranks}, counted from 0), whose own step is finite.",
-            remedy="Replay the file of the rank whose loss it was: `nandoctor inspect` shows nonfinite_here: True.",
+            remedy="Replay the file of the rank with that loss: `nandoctor inspect` shows nonfinite_here: True for it.",
         )
     elif flags.loss is not None and not (has_loss or gives_loss):
         yield Gap(text=_describe_loss(flags.loss, reproduction), remedy=_PASS_LOSS)
@@ -54,69 +54,68 @@ def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, ha
         )
     elif flags.gradients and flags.num_ranks > 1 and not trace.bad_gradients:
         yield Gap(
-            text=f"The step's gradients, which {flags.num_ranks} ranks add up, were non-finite; those of this rank's "
+            text=f"The step's gradients, summed over {flags.num_ranks} ranks, were non-finite; those of this rank's "
             "own batch are finite.",
             remedy="Replay the files of the other ranks as well.",
         )
 
 
 def describe_no_graph(message: str) -> Gap:
-    """What is not known where the forward runs without a graph alone; `message` is that of the error with one."""
+    """Return the gap of a forward that runs only without autograd; `message` is that of the error with it."""
     return Gap(
         text=f"The gradients could not be computed on this device. {message}",
-        remedy="Replay it with --device on the kind of device that it was trained on.",
+        remedy="Replay it with --device on the kind of device used in training.",
     )
 
 
 def doubt_draws(reproduction: Reproduction) -> Iterator[Gap]:
-    """What is to be feared of a step that draws random numbers, and whose generator's state is not in the file."""
+    """Yield the gap of a step that draws random numbers without the generator's state in the file."""
     if reproduction.grade in ("same-mask", "elsewhere"):
         yield Gap(
             text="The step draws random numbers, and the generator's state is not in the file: the replay drew others, "
-            "and its values differ from the saved ones for that.",
-            remedy="Give the --seed that the training drew from.",
+            "so its values differ from the saved ones.",
+            remedy="Pass the --seed that training used.",
         )
 
 
 def describe_draws_of_gpu(device_type: str) -> tuple[str, ...]:
-    """A GPU's kernels draw as many numbers at a time as their format allows: other masks of dropout in each format."""
+    """Return a note that a GPU's dropout masks depend on the format, by which kernels draw more or fewer at a time."""
     if device_type != "cuda":
         return ()
     return (
-        "The step draws random numbers, and a GPU draws others in fp32 than in half precision: what fp32 gives, and "
-        "what a change gives, may be of another dropout mask. Without --device all runs draw the same.",
+        "The step draws random numbers, and a GPU draws others in fp32 than in half precision: the fp32 run, and the "
+        "run with a change, may have another dropout mask. Without --device all runs draw the same.",
     )
 
 
 def doubt_rounding(trace: Trace, origin: Origin | None) -> Gap:
-    """What is to be feared of a finite step that is non-finite in fp32, where `origin` makes it so."""
-    maker = f": {name_op(origin.op, origin.source)} makes it so" if origin is not None and origin.op else ""
+    """Return the gap of a finite step that is non-finite in fp32, because of `origin` if that is known."""
+    maker = f", because of {name_op(origin.op, origin.source)}" if origin is not None and origin.op else ""
     return Gap(
-        text=f"The step is finite {describe_run(trace.policy, trace.format)} and non-finite in fp32{maker}. Rounding "
-        "alone keeps it finite here.",
+        text=f"The step is finite {describe_run(trace.policy, trace.format)} but non-finite in fp32{maker}. Only "
+        "rounding keeps it finite here.",
         remedy="Guard that operation: another batch or precision may fail there.",
     )
 
 
 def doubt_gradients(trace: Trace) -> Gap:
-    """What is to be feared where the gradients of a stand-in loss are non-finite; `trace` has its backward pass."""
+    """Return the gap of a stand-in loss whose gradients are non-finite; `trace` has its backward pass."""
     made = next((op for op in trace.backward if op.analysis is not None), None)
     first = f": the backward of {name_op(made.op, made.source)} makes them" if made is not None else ""
     return Gap(
-        text=f"The output is finite, and the gradients of a stand-in for the loss are not{first}. Those of your own "
-        "loss may be finite, where it does not read the whole output.",
+        text=f"The output is finite, but the gradients of a stand-in for the loss are not{first}. Those of your own "
+        "loss may be finite if it does not read the whole output.",
         remedy=_PASS_LOSS,
     )
 
 
 def name_op(op: str, source: SourceLine | None) -> str:
-    """The op and its line, where that is known: "div (model.py:31)"."""
+    """Return the op with its line if that is known: "div (model.py:31)"."""
     return f"{op} ({file_line(source.file, source.line)})" if source is not None else op
 
 
 _PASS_LOSS = (
-    "Name the loss with --loss FILE.py:NAME: a function at module level that takes (output, batch) and returns the "
-    "scalar."
+    "Name the loss with --loss FILE.py:NAME: a module-level function that takes (output, batch) and returns the scalar."
 )
 
 
@@ -124,17 +123,14 @@ def _describe_loss(value: float, reproduction: Reproduction) -> str:
     written = "NaN" if math.isnan(value) else f"{value:+}".replace("inf", "Inf")
     if reproduction.grade in ("exact", "same-mask"):
         return (
-            f"The step's loss was {written}. The model's output is finite, so that comes from the loss, which is not "
-            "in the file."
+            f"The step's loss was {written}. The model's output is finite, so the {written} comes from the loss, which "
+            "is not in the file."
         )
     return f"The step's loss was {written}, and the loss is not in the file. The replayed output is finite."
 
 
 def judge_unfailing(verdict: Verdict, gaps: tuple[Gap, ...], flags: SavedFlags) -> Verdict:
-    """The verdict on a step in which nothing non-finite was found, seen what was not looked at and what the dump says.
-
-    Any other verdict stays as it is.
-    """
+    """Return the verdict, where "healthy" is replaced if something was not checked or the dump says that it failed."""
     if verdict != "healthy":
         return verdict
     if gaps:
@@ -143,15 +139,15 @@ def judge_unfailing(verdict: Verdict, gaps: tuple[Gap, ...], flags: SavedFlags) 
 
 
 def describe_blindness(trace: Trace) -> tuple[str, ...]:
-    """What is said of the modules alone, because their operations cannot be watched."""
+    """Return a note that the origin is no finer than a module if the ops could not be traced."""
     if trace.blinded is None:
         return ()
     reason = shorten(trace.blinded, 90)
-    return (f"The operations could not be watched one by one ({reason}), so the origin is no finer than a module.",)
+    return (f"The operations could not be traced ({reason}), so the origin is only narrowed down to a module.",)
 
 
 def describe_narrow_reference(reference: Trace, low: FloatFormat) -> tuple[str, ...]:
-    """What a non-finite reference computed in fewer bits all the same, so that precision may be to blame."""
+    """Return a note on ops that a non-finite fp32 run computed in low precision, which may then be the cause."""
     formats = {low, FP8_E4M3, FP8_E5M2} - {FP32}
     narrow = [(op, stats.dtype) for op in reference.ops for stats in op.outputs if stats.dtype in formats]
     if reference.finite or not narrow:
@@ -160,7 +156,7 @@ def describe_narrow_reference(reference: Trace, low: FloatFormat) -> tuple[str, 
     line = f", {file_line(op.source.file, op.source.line)}" if op.source else ""
     return (
         f"The fp32 run still computed {plural(len(narrow), 'operation')} in {dtype} (first: {op.op}{line}), "
-        "which could not be widened: what fails in both runs may be a matter of precision all the same.",
+        "which could not be widened: a failure in both runs may still be one of precision.",
     )
 
 
@@ -169,19 +165,19 @@ def _damaged(dump: DumpSummary, built: Collection[str]) -> list[ArraySummary]:
 
 
 def describe_idle_state(verdict: Verdict, dump: DumpSummary, built: Collection[str]) -> tuple[str, ...]:
-    """Non-finite weights and buffers of the file that a healthy step did not suffer from, nor were `built` so."""
+    """Return a note on the file's non-finite weights and buffers unused by a healthy step, except `built` ones."""
     state = _damaged(dump, built)
     if verdict != "healthy" or not state:
         return ()
     named = [f"`{entry.name}` in {part_of(entry.num_bad, math.prod(entry.shape), 'value')}" for entry in state]
     return (
-        f"The saved state is NaN or Inf all the same: {join_first(named, 3)}. This step did not use those values; "
-        "another batch or mode may.",
+        f"The saved state still holds NaN or Inf: {join_first(named, 3)}. This step did not use those values; another "
+        "batch or mode may.",
     )
 
 
 def judge(trace: Trace, reference: Trace, conclusion: Conclusion, reproduction: Reproduction) -> Verdict:
-    """What kind of failure the forward pass and the loss show; the words are those of the report's contract."""
+    """Return the kind of failure that the forward pass and the loss show."""
     origin = conclusion.diagnoses[0].origin if conclusion.diagnoses else None
     if trace.finite:
         if origin is not None and outputs_differ(trace.output, reference.output):
@@ -195,7 +191,7 @@ def judge(trace: Trace, reference: Trace, conclusion: Conclusion, reproduction: 
 
 
 def judge_backward(trace: Trace, reference: Trace, conclusion: Conclusion, *, fixed_by_scale: bool) -> Verdict:
-    """What kind of failure non-finite gradients are."""
+    """Return the kind of failure that non-finite gradients are."""
     if not trace.bad_gradients:
         return "healthy"
     if fixed_by_scale:
@@ -206,7 +202,7 @@ def judge_backward(trace: Trace, reference: Trace, conclusion: Conclusion, *, fi
 
 
 def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion, gaps: tuple[Gap, ...] = ()) -> str:
-    """The verdict as one sentence without a full stop: what the cause says of it, else where it was first seen."""
+    """Return the verdict as a sentence without a full stop: the cause's headline, else the first non-finite place."""
     if verdict == "healthy":
         return _headline_of_healthy(trace)
     if verdict == "cannot-tell":
@@ -230,13 +226,13 @@ def _headline_of_interrupted(trace: Trace, place: NonfinitePlace | None) -> str:
 
 
 def _headline_of_place(trace: Trace, first: Diagnosis | None, place: NonfinitePlace | None) -> str:
-    """Where it was first seen, for a failure that no cause explains."""
+    """Return where a failure that no cause explains first showed."""
     if first is not None and first.origin.phase == "backward":
         if first.origin.op == BACKWARD_HOOK:
-            return f"A backward hook of {first.origin.place.in_words} makes non-finite gradients of finite ones"
+            return f"A backward hook of {first.origin.place.in_words} turns finite gradients into non-finite ones"
         where = f"{first.origin.op} in {first.origin.place.in_words}"
         if not all(stats.finite for stats in first.origin.inputs):
-            given = f"The forward is finite; the gradient that {where} is given is not, and no operation made it so"
+            given = f"The forward is finite; the incoming gradient of {where} is not, and no operation made it so"
             return f"{given}: a hook of that tensor did, or the sum of several gradients"
         return f"The forward is finite; the gradient of {where} is the first non-finite one {_under(trace)}"
     if place is None:
@@ -246,10 +242,10 @@ def _headline_of_place(trace: Trace, first: Diagnosis | None, place: NonfinitePl
 
 
 def _headline_of_healthy(trace: Trace) -> str:
-    """What was looked at, and found to be finite."""
+    """Return what was checked and found to be finite."""
     under = _under(trace)
     if not trace.finite:
-        return f"Nothing failed {under}: the infinities in the output were written there by the code"
+        return f"Nothing failed {under}: the code itself writes the infinities in the output"
     if trace.loss is None:
         both = under if trace.format == FP32 else f"{under} and in fp32"
         return f"The output is finite {both} (pass --loss to check gradients)"
@@ -261,7 +257,7 @@ def _under(trace: Trace) -> str:
 
 
 def describe_nonfinite(stats: TensorStats, trace: Trace) -> str:
-    """How many of which non-finite values, and in which samples: "NaN in 512 of 4096 elements (sample 2)"."""
+    """Return the non-finite values and their samples: "NaN in 512 of 4096 elements (sample 2)"."""
     found = nonfinite_elements(stats, trace)
     text = nonfinite_part(found.kinds, found.num_bad, found.numel, "element")
     if found.samples and len(found.samples) <= 4 and len(stats.shape) > 1 and len(found.samples) < stats.shape[0]:
@@ -277,7 +273,7 @@ def _describe_place(nonfinite_place: NonfinitePlace) -> str:
     if nonfinite_place.where == "output":
         return name if owner.module else f"The forward of {name}"
     assert nonfinite_place.seen_in is not None
-    return f"A value made in the forward of {name}, on its way into {nonfinite_place.seen_in.place.label},"
+    return f"A value computed in the forward of {name} and passed to {nonfinite_place.seen_in.place.label}"
 
 
 def advise(
@@ -289,12 +285,12 @@ def advise(
     same_output: bool = False,
     built: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """What to do next besides applying a fix, most useful first; `has_loss`: the loss was replayed.
+    """Return what to do next besides applying a fix, most useful first; `has_loss`: the loss was replayed.
 
-    `same_output`: the model gave what was saved. `built` names the state that the model's own code makes non-finite.
+    `same_output`: the output equals the saved one. `built` names the state that the model's own code makes non-finite.
     """
     if verdict == "state" and built and not _damaged(dump, built):
-        return ("Look at the code that builds the model: this is non-finite before any weights are loaded.",)
+        return ("Look at the code that builds the model: its state is non-finite before any weights are loaded.",)
     if verdict == "cannot-tell":
         return tuple(dict.fromkeys([*(gap.remedy for gap in gaps), *dump.missing]))
     advice = _HEALTHY_WITH_LOSS if verdict == "healthy" and has_loss else _ADVICE.get(verdict)
@@ -302,19 +298,17 @@ def advise(
     return (*([advice] if advice else []), *(dump.missing if verdict == "not-reproduced" else ()))
 
 
-_HEALTHY_WITH_LOSS = (
-    "If training did fail at this step, try another --mode, --seed, --inputs or --amp-dtype, whichever it used."
-)
+_HEALTHY_WITH_LOSS = "If training did fail at this step, try the --mode, --seed, --inputs or --amp-dtype that it used."
 _FAILED_AFTER = (
     "The output is that of your run, so the step failed after the model. If you changed the loss, that is your fix "
     "working. If not, the loss has weights of its own, which are not in the file, or the loop changed the gradients "
-    "before its update, as clipping by hand does."
+    "before the update, as hand-written clipping does."
 )
 _ADVICE: dict[Verdict, str] = {
     "not-reproduced": "If you changed the code, that is your fix working. If not, something is missing from the file: "
-    "try another --mode, --seed, --inputs or --amp-dtype, whichever the training used.",
+    "try the --mode, --seed, --inputs or --amp-dtype that training used.",
     "healthy": "If training did fail at this step, look at the loss and the backward pass: pass --loss.",
-    "input": "Look at how this batch is loaded and normalised; skip or repair the samples that hold it.",
-    "state": "Go back to a checkpoint from before the state was broken, and replay the step that did it.",
+    "input": "Look at how this batch is loaded and normalised; skip or repair the samples with NaN or Inf.",
+    "state": "Go back to a checkpoint from before the state was broken, and replay the step that broke it.",
     "loss-scale": "Nothing to do: GradScaler skips this step and halves the scale.",
 }

@@ -73,8 +73,8 @@ def test_code_in_a_fix_is_whole(page):
 def test_page_is_found_by_its_code():
     page = find_page("eps-underflow")
     assert page.code == "eps-underflow"
-    assert page.summary == "the small constant that was to prevent a division by zero is lost."
-    assert dict(page.sections)["Fix"].startswith("An eps that fp16 holds")
+    assert page.summary == "the small constant that should keep a value off zero is rounded away."
+    assert dict(page.sections)["Fix"].startswith("Use an eps that fp16 can hold")
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ SECRET = trace(call("", 0, 1), output=(), unread=("rows (a generator)",))
         (FINITE, SavedFlags(loss=NAN), AGREES, False, ["The step's loss was NaN. The model's output is finite, so"]),
         (FINITE, SavedFlags(loss=-INF), DIFFERS, False, ["The step's loss was -Inf, and the loss is not in the file"]),
         (FINITE, SavedFlags(gradients=True), AGREES, False, ["gradients were non-finite"]),
-        (FINITE, SavedFlags(gradients=True, num_ranks=2), AGREES, True, ["which 2 ranks add up"]),
+        (FINITE, SavedFlags(gradients=True, num_ranks=2), AGREES, True, ["summed over 2 ranks"]),
         (FINITE, SavedFlags(here=False, rank=1, num_ranks=4), AGREES, True, ["rank 1 (of 4, counted from 0)"]),
-        (SECRET, SavedFlags(), AGREES, True, ["cannot be looked into: rows (a generator)"]),
+        (SECRET, SavedFlags(), AGREES, True, ["cannot be inspected: rows (a generator)"]),
         (SECRET, SavedFlags(loss=NAN), AGREES, False, ["rows (a generator)", "loss was NaN"]),
     ],
 )

@@ -101,7 +101,7 @@ START = " is the first to go non-finite under fp16 autocast: NaN in 1 of 2 eleme
         (REPEATED, f"head (Head, 2nd call){START}"),
         (IN_ROOT, f"The forward of the model (Net){START}"),
         (IN_LOSS, f"The loss{START}"),
-        (BETWEEN, f"A value made in the forward of the model (Net), on its way into head,{START}"),
+        (BETWEEN, f"A value computed in the forward of the model (Net) and passed to head{START}"),
     ],
 )
 def test_without_a_cause_the_headline_names_the_place(run, expected):
@@ -119,13 +119,13 @@ def test_a_gradient_that_a_hook_spoilt_is_not_told_as_the_op_s():
     diagnosis = concluded("backward", cause=None).diagnoses[0]
     taken = replace(diagnosis, origin=replace(diagnosis.origin, inputs=(NONFINITE,)))
     headline = write_headline("numerics", SOUND, Conclusion(diagnoses=(taken,)))
-    assert "the gradient that linear in head is given is not, and no operation made it so" in headline
+    assert "the incoming gradient of linear in head is not, and no operation made it so" in headline
 
 
 @pytest.mark.parametrize(
     ("verdict", "conclusion", "expected"),
     [
-        ("healthy", Conclusion(), "infinities in the output were written there"),
+        ("healthy", Conclusion(), "the code itself writes the infinities in the output"),
         ("not-reproduced", Conclusion(), "The replay is finite, and the saved step is not"),
         ("precision", concluded("backward", cause=None), "the gradient of linear in head is the first non-finite one"),
         ("precision", Conclusion(), "no traced operation made it so"),
@@ -180,7 +180,7 @@ SUMMARY = DumpSummary(
     ("verdict", "words"),
     [
         ("precision", []),
-        ("input", ["samples that hold it"]),
+        ("input", ["samples with NaN or Inf"]),
         ("state", ["Go back to a checkpoint"]),
         ("healthy", ["the backward pass"]),
         ("not-reproduced", ["--mode, --seed", "Save the random state."]),

@@ -26,7 +26,7 @@ def lines_of(text):
 def test_a_page_begins_with_its_code_title_and_summary():
     assert lines_of(printed(find_page("eps-underflow")))[:4] == [
         "eps-underflow: A small constant is lost in the lower precision",
-        "The small constant that was to prevent a division by zero is lost.",
+        "The small constant that should keep a value off zero is rounded away.",
         "",
         "What it is",
     ]

@@ -199,7 +199,7 @@ def test_codes_do_not_grow_from_run_to_run(watched, tmp_path, monkeypatch):
     runs = case.report.runs
     assert runs.fp32.output[0].absmax == runs.autocast.output[0].absmax == 300
     assert case.report.reproduction.grade == "exact"
-    assert not any("could not be watched" in note for note in case.report.notes)
+    assert not any("could not be traced" in note for note in case.report.notes)
     assert torch.equal(dump.state["codes"], torch.ones(4))
     assert hashlib.sha256(path.read_bytes()).digest() == digest
 

@@ -274,4 +274,4 @@ def test_an_overflow_that_the_forward_keeps_for_the_backward(examine, step, sick
         return
     assert (report.verdict, report.cause.code) == ("precision", "elementwise-overflow")
     assert report.origin.source.text == "steps = x / step"
-    assert report.headline.endswith("the backward of Rounded makes NaN of that Inf")
+    assert report.headline.endswith("the backward of Rounded turns that Inf into NaN")

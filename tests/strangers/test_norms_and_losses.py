@@ -157,7 +157,7 @@ def test_a_backward_hook_of_a_module(examine, hook):
     model.middle.register_full_backward_hook(hook)
     report = examine(model, {"x": normal(4, 8)}, loss=lambda output, _: output.float().mean())
     assert report.verdict == "numerics"
-    assert report.headline == "A backward hook of middle makes non-finite gradients of finite ones"
+    assert report.headline == "A backward hook of middle turns finite gradients into non-finite ones"
     assert report.cause is None
 
 

@@ -73,7 +73,7 @@ def test_an_overflow_in_what_cannot_be_read_is_found(examine, name):
 def test_nothing_is_healthy_that_was_not_read(examine, name):
     report = examine(Head(UNREAD[name], sick=False), BATCH)
     assert report.verdict == "cannot-tell"
-    assert "cannot be looked into" in report.headline
+    assert "cannot be inspected" in report.headline
 
 
 def test_what_a_model_keeps_to_itself_is_looked_at(examine):

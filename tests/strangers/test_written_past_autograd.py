@@ -102,4 +102,4 @@ def test_what_cannot_be_watched_is_said(examine):
 
     report = examine(Between(Shy()), {"x": 10 * normal(5, 8)})
     assert report.first_nonfinite.place.module == "middle.inner"
-    assert any("one by one (RuntimeError: somebody is watching)" in note for note in report.notes)
+    assert any("could not be traced (RuntimeError: somebody is watching)" in note for note in report.notes)
