@@ -138,10 +138,9 @@ def summarize(dump: Dump) -> DumpSummary:
         DumpError: the data of a non-finite or absurdly large tensor has changed since it was written.
     """
     arrays = _summarize_arrays(dump.arrays)
-    nonfinite = [
-        entry for entry in (_summarize(name, tensor, None) for name, tensor in dump.state.items()) if entry.num_bad
-    ]
-    dump.checksums.check({entry.name: dump.state[entry.name] for entry in nonfinite} | _absurd_weights(dump))
+    suspects = {name: tensor for name, tensor in dump.state.items() if _is_suspect(tensor)}
+    nonfinite = [entry for name, tensor in suspects.items() if (entry := _summarize(name, tensor, None)).num_bad]
+    dump.checksums.check(suspects)
     dump.checksums.check({entry.name: dump.arrays[entry.name] for entry in arrays if entry.num_bad})
     bad_buffers = tuple(entry for entry in nonfinite if is_buffer(entry.name))
     return DumpSummary(
@@ -160,15 +159,13 @@ def summarize(dump: Dump) -> DumpSummary:
     )
 
 
-def _absurd_weights(dump: Dump) -> dict[str, torch.Tensor]:
-    """Return the weights past fp16's limit, if checksums are left to compare; none if they were read without torch."""
-    weights: Mapping[str, torch.Tensor | StoredTensor] = dump.state if dump.checksums.members else {}
-    plain = {name: tensor for name, tensor in weights.items() if not isinstance(tensor, StoredTensor)}
-    if not plain:
-        return {}
+def _is_suspect(tensor: torch.Tensor | StoredTensor) -> bool:
+    """Return True if the tensor is non-finite; one read by torch also if it has a value past fp16's limit."""
+    if isinstance(tensor, StoredTensor):
+        return any(tensor.count_nonfinite())
     from nandoctor.dumps.tensors import largest_magnitude
 
-    return {name: tensor for name, tensor in plain.items() if largest_magnitude(tensor) > FP16.max}
+    return not largest_magnitude(tensor) <= FP16.max  # true for NaN
 
 
 def is_buffer(name: str) -> bool:
