@@ -11,7 +11,19 @@ from nandoctor.evidence.edits import ClampArgument, Edit, GuardArgument, OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Evidence
 from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, Operand, OpTensor, TensorStats
-from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, DOMAINS, FILLS, MAXIMA, MOVES, PRODUCTS, SINGULAR_INPUTS, UNFILLED
+from nandoctor.ops import (
+    CASTS,
+    CLAMPS,
+    DIVISIONS,
+    DOMAINS,
+    FILLS,
+    GRADIENT_SUM,
+    MAXIMA,
+    MOVES,
+    PRODUCTS,
+    SINGULAR_INPUTS,
+    UNFILLED,
+)
 from nandoctor.text import nonfinite_part, number
 
 _NEVER_NEGATIVE = frozenset(
@@ -303,13 +315,14 @@ def descendants(
 
 
 def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
-    """Return the size of the incoming gradient, and how much of the outgoing one is non-finite."""
+    """Return the size of the incoming gradient, or of the largest summand, and how much of the result is non-finite."""
     analysis = finding.analysis
-    incoming = [operand.absmax for operand in analysis.operands if operand.absmax is not None]
+    taken = [tensor.stats.absmax for tensor in finding.op.inputs if tensor.stats is not None]
     outgoing = nonfinite_part(analysis.kinds, analysis.num_bad, analysis.numel, "outgoing element")
+    given = f"the largest of the {len(taken)} gradients" if finding.op.op == GRADIENT_SUM else "the incoming gradient"
     reached = (
-        Evidence("grad_output_absmax", value, f"the incoming gradient reaches {number(value)}")
-        for value in sorted(incoming)[-1:]
+        Evidence("grad_output_absmax", value, f"{given} reaches {number(value)}")
+        for value in sorted(absmax for absmax in taken if absmax is not None)[-1:]
     )
     return (*reached, Evidence("num_bad", analysis.num_bad, outgoing))
 

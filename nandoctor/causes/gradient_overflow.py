@@ -21,10 +21,10 @@ from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
 from nandoctor.causes.eps_underflow import raise_constants
-from nandoctor.causes.sentences import subject
+from nandoctor.causes.sentences import gradient_at
 from nandoctor.evidence.edits import SetLossScale
 from nandoctor.evidence.report import Account
-from nandoctor.ops import DIVISIONS
+from nandoctor.ops import DIVISIONS, GRADIENT_SUM
 from nandoctor.text import number
 
 TITLE = "A gradient is too large for its format"
@@ -35,10 +35,16 @@ def diagnose(finding: GradientFinding) -> Account | None:
     """Explain a gradient that only fp32 can hold."""
     if not finding.reference_is_finite:
         return None
+    gradient, op = gradient_at(finding.op), finding.op.op
+    parts = (
+        "Each of these gradients is finite; their sum"
+        if op == GRADIENT_SUM
+        else f"The incoming gradient of {op} is finite; the outgoing one"
+    )
     return Account(
-        headline=f"The gradient through {subject(finding.op)} is non-finite in {finding.low} and finite in fp32",
-        explanation=f"The incoming gradient of {finding.op.op} is finite; the outgoing one is finite in fp32 but not "
-        f"in {finding.low}, which holds at most {number(finding.low.max)}.",
+        headline=f"{gradient[0].upper()}{gradient[1:]} is non-finite in {finding.low} and finite in fp32",
+        explanation=f"{parts} is finite in fp32 but not in {finding.low}, which holds at most "
+        f"{number(finding.low.max)}.",
         evidence=gradient_evidence(finding),
     )
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
-from nandoctor.causes.sentences import subject
+from nandoctor.causes.sentences import gradient_at
 from nandoctor.evidence.edits import SetLossScale
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.text import number
@@ -33,9 +33,9 @@ def diagnose(finding: GradientFinding) -> Account | None:
         return None
     scale = Evidence("loss_scale", finding.loss_scale, f"the loss scale was {number(finding.loss_scale)}")
     return Account(
-        headline=f"At a loss scale of {number(finding.loss_scale)} the gradient through {subject(finding.op)} exceeds "
+        headline=f"At a loss scale of {number(finding.loss_scale)} {gradient_at(finding.op)} exceeds "
         f"{number(finding.low.max)}, the largest number of {finding.low}",
-        explanation=f"At a loss scale of {number(finding.loss_scale)} the gradient through {finding.op.op} exceeds "
+        explanation=f"At a loss scale of {number(finding.loss_scale)} {gradient_at(finding.op)} exceeds "
         f"what {finding.low} holds ({number(finding.low.max)}); at scale 1 every gradient is finite, so GradScaler "
         "halves the scale until they are.",
         evidence=(scale, *gradient_evidence(finding)),

@@ -9,7 +9,7 @@ from nandoctor.causes.base import Finding
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import LOSS, OpCall, TensorStats
-from nandoctor.ops import CASTS, DIVISIONS, LOGARITHMS, NORMALISATIONS
+from nandoctor.ops import CASTS, DIVISIONS, GRADIENT_SUM, LOGARITHMS, NORMALISATIONS
 from nandoctor.text import are, code, excess, nonfinite_part, number, part_of
 
 _CAST_METHODS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
@@ -33,6 +33,13 @@ def subject(op: OpCall) -> str:
     if op.source is not None and op.source.expression:
         return code(op.source.expression)
     return f"{op.op} in {op.place.in_words}"
+
+
+def gradient_at(op: OpCall) -> str:
+    """Return a phrase for what a backward op made: the gradient through an expression, or a sum of gradients there."""
+    if op.op == GRADIENT_SUM:
+        return f"the sum of {len(op.inputs)} gradients at {subject(op)}"
+    return f"the gradient through {subject(op)}"
 
 
 def operand(op: OpCall, name: str) -> str | None:

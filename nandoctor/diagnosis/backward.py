@@ -21,7 +21,7 @@ from nandoctor.diagnosis.origin import NonfiniteSource, trace_back
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis
 from nandoctor.evidence.trace import NonfiniteCounts, OpCall, Trace
-from nandoctor.ops import EXPONENTIALS
+from nandoctor.ops import EXPONENTIALS, GRADIENT_SUM
 from nandoctor.text import file_line
 
 _ALWAYS_OVERFLOW = EXPONENTIALS - {"pow"}
@@ -85,6 +85,10 @@ def _is_removed(op: OpCall, ops: Mapping[int, OpCall], of_forward: Mapping[int |
 def _diagnose(finding: GradientFinding, trace: Trace, reference: Trace) -> tuple[Diagnosis, Suspect | None]:
     """Diagnose an op inside a custom backward, else an Inf that the forward hid, else the forward op itself."""
     op, forward = finding.op, finding.forward
+    if op.op == GRADIENT_SUM:  # the forward op's derivative is not to blame
+        cause = find_cause("backward", replace(finding, forward=None))
+        diagnosis = Diagnosis(origin=origin_at(op, finding.analysis, trace), cause=cause)
+        return diagnosis, None if forward is None else suspect(forward, finding, cause)
     inside = _find_inside(op, trace, reference, finding.low) if forward is None else None
     if inside is not None:
         kept = _find_kept(inside, trace, reference, finding.low)

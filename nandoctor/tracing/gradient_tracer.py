@@ -13,14 +13,23 @@ import torch
 
 from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine
-from nandoctor.ops import BACKWARD_HOOK
+from nandoctor.ops import BACKWARD_HOOK, GRADIENT_SUM
 from nandoctor.process_wide import Patch, Shared, held, patched
 from nandoctor.torch_compat import is_custom_node, unobserved
 from nandoctor.torch_places import CHECKPOINT_APPLY
 from nandoctor.tracing.exact_counts import count_exactly
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
-from nandoctor.tracing.tensor_stats import Reading, all_finite, collect_all, format_of, is_finite, measure, numbers_in
+from nandoctor.tracing.tensor_stats import (
+    Reading,
+    all_finite,
+    collect_all,
+    format_of,
+    is_finite,
+    limits_of,
+    measure,
+    numbers_in,
+)
 
 if TYPE_CHECKING:
     from nandoctor.tracing.op_tracer import FunctionTracer
@@ -50,6 +59,7 @@ class GradientTracer:
 
     The node of a custom autograd Function is named after its class. It belongs to `owner_inside`, the module call of
     the last op that ran without a graph: that op was in the Function's forward. `functions` may record its backward.
+    Autograd adds up the gradients of a tensor that several ops use; a sum that overflows is recorded as an op.
     """
 
     def __init__(self, *, low: FloatFormat, functions: FunctionTracer | None = None) -> None:
@@ -57,6 +67,7 @@ class GradientTracer:
         self.owner_inside: Owner = ("", "", 0)
         self._low = low
         self._claims: dict[Any, _Claim] = {}
+        self._summands: dict[tuple[Any, int], list[Reading]] = {}  # by node, and by the output that they belong to
         self._recordings: list[_RecordedNode] = []
         self._handles = ExitStack()
 
@@ -65,13 +76,15 @@ class GradientTracer:
         waiting: list[Any] = [output.grad_fn for output in outputs]
         while waiting:
             node = waiting.pop()
-            if node is None or node in self._claims or node.name() == "torch::autograd::AccumulateGrad":
+            if node is None or node in self._claims:
                 continue
             if is_custom_node(node):
                 self._claims[node] = self._claim_function(node)
             else:
                 self._claims[node] = _Claim(forward, op, owner)
-            self._handles.callback(node.register_hook(self._hook(node)).remove)
+            self._handles.callback(node.register_prehook(self._hook_sums(node)).remove)
+            if node.name() != "torch::autograd::AccumulateGrad":  # that one adds to `.grad` and makes nothing
+                self._handles.callback(node.register_hook(self._hook(node)).remove)
             waiting += [following for following, _ in node.next_functions]
 
     def _claim_function(self, node: Any) -> _Claim:
@@ -125,12 +138,41 @@ class GradientTracer:
             with unobserved():
                 given = [gradient for gradient in incoming if gradient is not None]
                 made = [gradient for gradient in outgoing if gradient is not None]
-                before, after = ([read for item in group if (read := measure(item))] for group in (given, made))
+                before = [read for gradient in given if (read := measure(gradient))]
+                after = []
+                for edge, gradient in zip(node.next_functions, outgoing, strict=False):
+                    if gradient is not None and (read := measure(gradient)):
+                        after.append(read)
+                        self._summands.setdefault(edge, []).append(read)
                 made_here = all(map(is_finite, before)) and not all(map(is_finite, after))
                 analysis = self._examine(given, made) if made_here else None
             self._recordings.append(_RecordedNode(claim=claim, incoming=before, outgoing=after, analysis=analysis))
 
         return on_gradients
+
+    def _hook_sums(self, node: Any) -> Callable[[Gradients], None]:
+        """Return a hook that records an incoming gradient as an op if it is a sum that overflows.
+
+        A user's hook may have changed it, so the summands must be finite, and add up to more than the format holds.
+        """
+
+        def on_incoming(incoming: Gradients) -> None:
+            for index, gradient in enumerate(incoming):
+                summands = self._summands.pop((node, index), [])
+                if gradient is None or len(summands) < 2 or not all(map(is_finite, summands)):
+                    continue
+                with unobserved():
+                    total = measure(gradient)
+                    largest = sum(max(map(abs, limits_of(summand))) for summand in summands)
+                    if total is None or is_finite(total) or largest <= total.dtype.max:
+                        continue
+                    analysis = self._examine([], [gradient])
+                claim = self._claims[node]._replace(op=GRADIENT_SUM)
+                self._recordings.append(
+                    _RecordedNode(claim=claim, incoming=summands, outgoing=[total], analysis=analysis)
+                )
+
+        return on_incoming
 
     def _examine(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor]) -> OpAnalysis:
         nonfinite = next(

@@ -38,3 +38,84 @@ def test_a_gradient_that_a_later_op_removes_is_no_origin(tmp_path, model, blamed
     options = {"loss": lambda made, _: made.float().mean(), "fixes": False}
     report = nandoctor.replay(tmp_path / "dump.pth", model, **options).report
     assert sorted([report.origin.op, *(other.origin.op for other in report.also)]) == sorted(blamed)
+
+
+class Recurrent(nn.Module):
+    """Autocast casts the weight once for all steps, and autograd adds the gradients of that cast in fp16."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.Linear(8, 8)
+
+    def forward(self, x):
+        state = x
+        for _ in range(4):
+            state = torch.tanh(self.cell(state)) + x
+        return state
+
+
+class Branching(nn.Module):
+    """An activation in fp16 that goes to several ops."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(8, 8)
+
+    def forward(self, x):
+        stem = self.stem(x)
+        return torch.stack([stem * factor for factor in (1.0, 1.5, 0.5, 1.2)]).float().sum(0)
+
+
+class Tied(nn.Module):
+    """A weight in fp16, without autocast, that is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 8).half())
+
+    def forward(self, x):
+        return (x * self.weight).float() + (x * self.weight).float()
+
+
+class Hooked(Branching):
+    def forward(self, x):
+        stem = self.stem(x)
+        if stem.requires_grad:
+            stem.register_hook(lambda gradient: gradient * float("inf"))
+        return torch.stack([stem, stem * 1.5]).float().sum(0)
+
+
+def replay_scaled(tmp_path, model, x, scale, factor=1.0):
+    torch.save({"state_dict": model().state_dict(), "x": x}, tmp_path / "dump.pth")
+    options = {"loss": lambda made, _: factor * made.float().sum(), "loss_scale": scale, "max_trials": 10}
+    return nandoctor.replay(tmp_path / "dump.pth", model, **options).report
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "scale", "place"),
+    [
+        (Recurrent, torch.ones(64, 8), 512.0, "4 gradients at `self.cell(state)`"),
+        (Branching, torch.ones(4, 8), 30000.0, "4 gradients at `self.stem(x)`"),
+        (Tied, torch.ones(4, 8).half(), 40000.0, "2 gradients at `x * self.weight`"),
+    ],
+)
+def test_a_sum_of_gradients_that_overflows_is_named(tmp_path, model, x, scale, place):
+    report = replay_scaled(tmp_path, model, x, scale)
+    assert report.cause.code == "loss-scale-overflow"
+    assert report.headline.startswith(f"At a loss scale of {scale:,.0f} the sum of {place} exceeds 65,504")
+    assert all(stats.finite for stats in report.origin.inputs)
+    assert report.fixes[0].verified
+
+
+def test_a_sum_that_fails_at_scale_1_is_a_gradient_overflow(tmp_path):
+    report = replay_scaled(tmp_path, Branching, torch.ones(4, 8), 1.0, factor=30000.0)
+    assert report.cause.code == "gradient-overflow"
+    assert report.headline == "The sum of 4 gradients at `self.stem(x)` is non-finite in fp16 and finite in fp32"
+
+
+def test_a_hook_that_spoils_a_sum_is_not_told_as_one(tmp_path):
+    report = replay_scaled(tmp_path, Hooked, torch.ones(4, 8), 1.0)
+    assert report.cause is None
+    assert "no operation made it so" in report.headline
