@@ -10,6 +10,7 @@ import numpy as np
 
 from nandoctor.dumps.array_roles import is_bookkeeping, is_extra_state, is_random_state
 from nandoctor.dumps.directories import stub_error
+from nandoctor.dumps.module_records import is_module, state_of
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, get, read_recorded
 from nandoctor.dumps.stored_tensor import COMPUTED_DTYPES, PickledArray, is_array, is_bytes, is_tensor, types_of
@@ -188,7 +189,9 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
             remedy="Save the tensors of the failing step in one flat dict.",
         )
     if isinstance(value, types_of("nn.Module")):
-        value = value.state_dict()
+        return _sort_module(contents, name, value.state_dict())
+    if is_module(value):
+        return _sort_module(contents, name, state_of(value))
     if isinstance(value, Mapping):
         return _sort_mapping(contents, name, dict(value), depth)
     if is_random_state(name) and is_bytes(value):
@@ -201,6 +204,15 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
         return tuple(kept) if isinstance(value, tuple) else kept
     else:
         return _sort_leaf(contents, name, value)
+    return _NOTHING
+
+
+def _sort_module(contents: Contents, name: str, state: Mapping[Any, object]) -> Any:
+    """Keep the state of a module that was saved as a whole, unless it has none, as most losses."""
+    if is_bookkeeping(name):
+        contents.left_out.append(name)
+    elif state:
+        contents.states[name] = _take_state(contents, name, state)
     return _NOTHING
 
 

@@ -260,7 +260,8 @@ def _load(container: Container, values: Values, scan: Scan | None = None, *, tru
         if trust:
             raise DumpError(
                 f"torch.load failed, although the file was trusted ({detail}).",
-                remedy="Run where the file's own classes can be imported, with the versions that wrote it.",
+                remedy="Run where the file's own classes can be imported, with the versions that wrote it; or leave "
+                "out --trust: weights, arrays and the parameters of whole models are read without these classes.",
             ) from error
         from importlib.metadata import version
 

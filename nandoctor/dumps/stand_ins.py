@@ -11,6 +11,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, Self
 
+from nandoctor.dumps.module_records import is_module
 from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype, is_tensor
 from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE
 
@@ -41,7 +42,12 @@ _PLAIN_TYPE = re.compile(
 )
 # Protocol 2 writes names as in Python 2.
 _PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-# The dataclasses that models of these libraries return: each is an OrderedDict of its fields.
+# What a model, optimizer or learning rate schedule that was saved as a whole is made of: classes, which become records
+# of their attributes, and the functions among these attributes.
+_TORCH_OBJECT = re.compile(r"torch\.nn\.(modules|parallel|utils)(\.\w+)+\._?[A-Z]\w*")
+_TORCH_OPTIMIZER = re.compile(r"torch\.optim(\.\w+)+\.[A-Z]\w*")
+_TORCH_FUNCTION = re.compile(r"torch\.(nn\.functional|_C\._nn)\.[a-z]\w*")
+# The dataclasses that models of these libraries return, each an OrderedDict of its fields; and modules named like them.
 _MODEL_OUTPUT = re.compile(r"(transformers|diffusers)\.[\w.]+\.[A-Z]\w*Output\w*")
 # Classes of any other package, and of "__main__", become records of their fields.
 _RESERVED = frozenset({"torch", "numpy", "nandoctor", *sys.stdlib_module_names})
@@ -78,7 +84,7 @@ class _UserDict(Fields):
 
 
 class _Opaque(Fields):
-    """A stand-in for random generators and the like, whose state is of no use to a replay."""
+    """A stand-in for random generators, optimizers and the like, whose state is of no use to a replay."""
 
     def take(self, _: object) -> int:
         """Keep nothing."""
@@ -104,14 +110,17 @@ class _PackedSequence(Fields):
         return made
 
 
+class _Output(Fields):
+    """A stand-in for a model's output, whose fields come as arguments and as items; or for a module named like one."""
+
+    def take(self, state: object) -> int:
+        """Keep the attributes of a module; an output has its fields as items already."""
+        return super().take(state) if is_module(state) else 0
+
+
 @lru_cache(maxsize=256)
 def _of_kind(base: type[Fields], kind: str) -> type[Fields]:
     return type(base.__name__, (base,), {"kind": kind})
-
-
-def _make_output(*_: object) -> OrderedDict[str, Any]:
-    """Stand in for the class of a model's output, called with its fields, which come once more as items."""
-    return OrderedDict()
 
 
 def _make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
@@ -202,7 +211,8 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "datetime.datetime": _read_time,
     **{f"datetime.{name}": _drop for name in ("date", "time", "timedelta", "timezone")},
     **dict.fromkeys(("array.array", "builtins.bytearray", "decimal.Decimal", "fractions.Fraction"), _drop),
-    **dict.fromkeys(("random.Random", "torch.torch_version.TorchVersion"), _Opaque),  # the second: torch.__version__
+    # The second: torch.__version__
+    **dict.fromkeys(("random.Random", "torch.torch_version.TorchVersion", "functools.partial"), _Opaque),
     **{f"numpy.random._pickle.__{kind}_ctor": _Opaque for kind in ("generator", "bit_generator", "randomstate")},
     "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": _Opaque,
     "uuid.UUID": _of_kind(Fields, "uuid.UUID"),
@@ -232,15 +242,19 @@ def find_stand_in(name: str) -> Callable[..., object] | None:
     """Return the stand-in that is called for the class or function of this name; None if it is unknown.
 
     The classes of models' outputs are known. Any other class of a project or library, such as a configuration, becomes
-    a record of its attributes and items. Of torch and the standard library only the names in the table are known:
-    anything else is a model, or code.
+    a record of its attributes and items, as do torch's modules. Of the rest of torch, and of the standard library, only
+    the names in the table are known: anything else may be code.
     """
     if name in _STAND_INS:
         return _STAND_INS[name]
-    if _PLAIN_TYPE.fullmatch(name):
+    if _PLAIN_TYPE.fullmatch(name) or _TORCH_FUNCTION.fullmatch(name):
         return _Kind
+    if _TORCH_OPTIMIZER.fullmatch(name):
+        return _Opaque
+    if _TORCH_OBJECT.fullmatch(name):
+        return _of_kind(Fields, name)
     if _MODEL_OUTPUT.fullmatch(name):
-        return _make_output
+        return _Output
     return _of_kind(Fields, name) if _is_of_others(name) else None
 
 

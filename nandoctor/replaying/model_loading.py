@@ -31,7 +31,7 @@ from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.project import Project, folder_of, importing, in_project, program_arguments, stopped
 from nandoctor.replaying.user_code import explain_memory, kept_running, raised_at
-from nandoctor.source_files import package_of
+from nandoctor.source_files import folder_with, package_of
 from nandoctor.text import are, brief, join_first, plural, relative_path
 from nandoctor.torch_compat import loads_plainly, storage_of
 
@@ -341,6 +341,9 @@ def _explain_import(name: str, error: BaseException) -> ModelError:
     remedy = "It must import without arguments; code that trains on import belongs under `if __name__ == '__main__':`."
     if isinstance(error, ModuleNotFoundError):
         remedy = "Install it where nandoctor runs, or run nandoctor in the folder that the training was started in."
+        folder = folder_with((error.name or "").partition(".")[0], Path.cwd())
+        if folder is not None:
+            remedy = f"It is in the folder {folder.name}: put PYTHONPATH={folder.name} before nandoctor, or install it."
     return ModelError(f"Importing {name} raised {type(error).__name__}{raised_at(error)}: {error}", remedy=remedy)
 
 

@@ -279,8 +279,12 @@ class Project:
         if list(now) == list(before) and all(map(is_, now.values(), before.values())):
             return
         changed = {name: module for name, module in now.items() if before.get(name) is not module}
+        folders = {
+            name: next((entry for entry in self._entries if _is_own(name, module, Path(entry))), None)
+            for name, module in changed.items()
+        }  # before any is unloaded, which the folders of others depend on
         for name, module in changed.items():
-            folder = next((entry for entry in self._entries if _is_own(name, module, Path(entry))), None)
+            folder = folders[name]
             if name in before or (folder is not None and name.partition(".")[0] not in before):
                 if folder is not None and self._modules.get(name) is not module:
                     _imported.setdefault(folder, {})[name] = module, _stamp_of(module)
@@ -308,7 +312,10 @@ def folder_of(name: str) -> Path | None:
 def _file_of(module: ModuleType | None) -> Path | None:
     """Return a module's file or a package's folder, or None; from `__dict__`, as some modules make up attributes."""
     attributes = getattr(module, "__dict__", {})
-    place = next(iter(attributes.get("__path__") or ()), None) or attributes.get("__file__")
+    try:
+        place = next(iter(attributes.get("__path__") or ()), None) or attributes.get("__file__")
+    except KeyError:  # a folder without __init__.py looks its package up, which may be unloaded
+        return None
     return Path(place) if isinstance(place, str) else None
 
 

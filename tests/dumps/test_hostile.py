@@ -214,8 +214,8 @@ FILES = {
         "--trust",
     ),
     "whole model": (
-        lambda: forge.saved(torch.nn.Sequential(torch.nn.Linear(2, 2))),
-        "perhaps the model itself.*: .*torch.nn.modules.linear.Linear",
+        lambda: forge.archive(forge.mapping(model=forge.call(forge.name("__main__", "make_model")), a=forge.weights())),
+        "perhaps the model itself.*: __main__.make_model",
         "model.state_dict\\(\\), not the model",
     ),
     "numpy's unsafe parts": (
