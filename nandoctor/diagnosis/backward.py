@@ -170,7 +170,9 @@ def describe_removed(trace: Trace) -> tuple[str, ...]:
 def _hidden_origin(
     forward: OpCall | None, trace: Trace, reference: Trace, low: FloatFormat
 ) -> tuple[Finding | None, Diagnosis | None]:
-    """Return the op that made the forward op's infinite input, or the forward op if a later op hides its overflow.
+    """Return the op that made the forward op's infinite input, or the forward op if a later op hides what it made.
+
+    A forward op that is singular at finite inputs is left to the causes of the backward pass.
 
     If a broken weight is behind it, its diagnosis is returned too.
     """
@@ -183,7 +185,8 @@ def _hidden_origin(
     sources = [source for source in (*found.sources, *found.written) if source.op.analysis]
     findings = [finding_at(source, trace, reference, low) for source in sources]
     overflowed = [finding for finding in findings if finding.overflowed or finding.op.op in _ALWAYS_OVERFLOW]
-    computed = [finding for finding in findings if finding.op != forward and not _is_written(finding, trace)]
+    own = [finding for finding in findings if finding.op != forward or finding.had_inf_input]
+    computed = [finding for finding in own if not _is_written(finding, trace)]
     # Ops that only turned infinities into NaN come last.
     hidden = next(iter((*overflowed, *sorted(computed, key=lambda finding: finding.had_inf_input))), None)
     broken = [*broken_weights(found, trace), *(absurd_weights(hidden, trace) if hidden is not None else ())]

@@ -119,3 +119,32 @@ def test_a_hook_that_spoils_a_sum_is_not_told_as_one(tmp_path):
     report = replay_scaled(tmp_path, Hooked, torch.ones(4, 8), 1.0)
     assert report.cause is None
     assert "no operation made it so" in report.headline
+
+
+class Masked(nn.Module):
+    """A row is masked as a whole, and its NaN is replaced after the softmax."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.score = nn.Linear(4, 4)
+
+    def forward(self, x, mask):
+        scores = self.score(x).masked_fill(mask, -torch.inf)
+        return torch.softmax(scores, -1).masked_fill(mask, 0.0)
+
+
+def test_a_masked_row_is_to_blame_even_if_its_nan_is_replaced(tmp_path):
+    mask = torch.zeros(3, 4, dtype=torch.bool)
+    mask[1] = True
+    dump = {"state_dict": Masked().state_dict(), "x": torch.ones(3, 4), "mask": mask}
+    torch.save(dump, tmp_path / "dump.pth")
+    options = {"loss": lambda made, _: made.float().square().mean()}
+    report = nandoctor.replay(tmp_path / "dump.pth", Masked, **options).report
+    assert (report.cause.code, report.origin.op, report.origin.elements.samples) == (
+        "fully-masked-softmax",
+        "softmax",
+        (1,),
+    )
+    assert report.headline.startswith("1 row of the scores is entirely -Inf")
+    assert report.fixes[0].verified
