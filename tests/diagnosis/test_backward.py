@@ -130,7 +130,7 @@ class Masked(nn.Module):
         self.score = nn.Linear(4, 4)
 
     def forward(self, x, mask):
-        scores = self.score(x).masked_fill(mask, -torch.inf)
+        scores = self.score(x) + torch.zeros_like(x).masked_fill(mask, -torch.inf)
         return torch.softmax(scores, -1).masked_fill(mask, 0.0)
 
 
