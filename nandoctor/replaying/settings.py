@@ -120,7 +120,9 @@ class Settings:
         "--call", "A function (model, batch) -> output that makes the call."
     )
     loss: str | Callable[..., Any] | None = _function(
-        "--loss", "A function (output, batch) -> scalar: also replays the backward pass."
+        "--loss",
+        "A function (output, batch) -> scalar, or (output, mask) for an array called mask: also replays the "
+        "backward pass.",
     )
     loss_scale: float | None = _setting(
         "step",

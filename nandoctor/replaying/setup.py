@@ -5,11 +5,9 @@ No code below this reads a `Dump`.
 
 from __future__ import annotations
 
-import functools
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +20,9 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.tensors import comparable_values
 from nandoctor.dumps.trees import slots
-from nandoctor.errors import LossError, NanDoctorError
+from nandoctor.errors import NanDoctorError
 from nandoctor.file_memory import cast_to_file
-from nandoctor.machine import is_out_of_memory, memory_of, return_freed_memory
-from nandoctor.process_wide import generators_kept
+from nandoctor.machine import memory_of, return_freed_memory
 from nandoctor.replaying.code_references import (
     build_configured,
     build_loss,
@@ -39,37 +36,32 @@ from nandoctor.replaying.code_references import (
 )
 from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.input_binding import Binding, bind_inputs, find_bindings
+from nandoctor.replaying.losses import bind_loss
 from nandoctor.replaying.memory import build_within, forecast, require_room
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute, load_state
 from nandoctor.replaying.model_search import missing_model
 from nandoctor.replaying.module_state import LARGE_NBYTES
 from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.project import Project, arguments_of, memory_with_threads
-from nandoctor.replaying.recorded_step import bind_calls, own_loss
+from nandoctor.replaying.recorded_step import bind_calls
 from nandoctor.replaying.reproduction import Preparation
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.saved_arrays import (
-    MakeBatch,
     SavedBatch,
     are_round,
     choose_policies,
-    describe_batch,
     find_outputs,
     read_batch,
     weight_dtype,
 )
 from nandoctor.replaying.settings import Settings
-from nandoctor.replaying.user_code import NOT_UNDER_AUTOCAST, kept_running, raised_at
 from nandoctor.replaying.weights import add_casts, cast_weights, fit_state, nonfinite_in, registered_state
 from nandoctor.text import join_first
-from nandoctor.torch_compat import unobserved
 from nandoctor.tracing.tensor_stats import format_of
 
 NUM_EXTRA_SEEDS = 3
-_SAME_LOSS = 0.05  # relative; in another precision, or on another device, a step has nearly the same
 _UNFILLED_NBYTES = 16 << 20
 """The size of weights from which on it pays not to draw initial values that the dump replaces."""
-_NEARER = 10  # times: the mean of two calls' losses is as near to one as to the other
 _FP8_CLASS = re.compile(r"float8|fp8", re.IGNORECASE)
 
 
@@ -124,78 +116,6 @@ def _seeds(dump: Dump, settings: Settings) -> tuple[int | None, ...]:
     """Return the seed in the settings, else the saved random state (None), else 0; then those of further tries."""
     first = settings.seed if settings.seed is not None or dump.rng_states else 0
     return first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1))
-
-
-def _bind_loss(loss: Callable[..., Any] | None, dump: Dump, make: MakeBatch) -> Callable[..., Any] | None:
-    """Return the loss as a function of output and arrays by name; without one, that which the model itself returns."""
-    if loss is None:
-        field = dump.recorded.loss_field
-        return own_loss(field) if field is not None else None
-    num_calls = len(dump.recorded.calls)
-    returned = f"the list of what {num_calls} calls returned" if num_calls > 1 else "what the model returned"
-    return _checked(_of_last_call(loss, num_calls, dump.losses.get("loss")), make, returned)
-
-
-def _of_last_call(loss: Callable[..., Any], num_calls: int, saved: float | None) -> Callable[..., Any]:
-    """Return the loss of the list of all outputs; if it takes no list, of the last output if that gives the saved loss.
-
-    Earlier calls may have made its batch, as in adversarial training.
-    """
-    if num_calls < 2 or saved is None or not math.isfinite(saved):  # anything may give NaN
-        return loss
-    takes_last = False
-
-    @functools.wraps(loss)
-    def compute(outputs: Any, batch: Any) -> Any:
-        nonlocal takes_last
-        try:
-            if not takes_last:
-                return loss(outputs, batch)
-        except Exception:
-            with suppress(Exception):
-                takes_last = _is_of_last(loss, outputs, batch, saved)
-            if not takes_last:
-                raise
-        return loss(outputs[-1], batch)
-
-    return compute
-
-
-def _is_of_last(loss: Callable[..., Any], outputs: Sequence[Any], batch: Any, saved: float) -> bool:
-    """Return True if the loss of the last of these outputs is the saved one, and no other output's is near to it."""
-    with unobserved(), torch.no_grad(), generators_kept():
-        *others, last = (abs(float(loss(output, batch)) - saved) for output in outputs)
-    return last <= _SAME_LOSS * abs(saved) and not any(other < _NEARER * last for other in others)
-
-
-def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callable[..., Any]:
-    """Wrap the loss so that any error in it is a `LossError`: the training may have called it with other arguments."""
-
-    @functools.wraps(loss)
-    def compute(output: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        batch = make(tensors)
-        try:
-            with kept_running():
-                value = loss(output, batch)
-        except Exception as error:
-            if NOT_UNDER_AUTOCAST in str(error) or is_out_of_memory(error):
-                raise
-            raised = f"{type(error).__name__}{raised_at(error)}: {error}"
-            raise LossError(
-                f"The loss function raised {raised} (its {describe_batch(batch)}).",
-                remedy="To replay the backward pass, name with --loss FILE.py:NAME a function (output, batch) -> "
-                f"scalar; output is {returned}.",
-            ) from error
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            return value
-        is_tensor = isinstance(value, torch.Tensor)
-        what = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
-        raise LossError(
-            f"The loss function returned {what}.",
-            remedy="The function that --loss names must return a tensor with one element, such as loss.mean().",
-        )
-
-    return compute
 
 
 def _require_room(dump: Dump, settings: Settings, device: torch.device, progress: Listener) -> None:
@@ -348,7 +268,7 @@ def _make_step(
         batch=arrays,
         used=used,
         forward=forward,
-        loss=_bind_loss(code.loss, dump, batch.make),
+        loss=bind_loss(code.loss, dump, batch.make),
         loss_scale=dump.loss_scale if settings.loss_scale is None else settings.loss_scale,
         device=device,
         description=binding.description,

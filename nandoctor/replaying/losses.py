@@ -1,0 +1,149 @@
+"""Makes the user's loss a function of the output and the arrays of a dump."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from nandoctor.dumps.array_roles import role_of
+from nandoctor.dumps.dump import Dump
+from nandoctor.errors import LossError
+from nandoctor.machine import is_out_of_memory
+from nandoctor.process_wide import generators_kept
+from nandoctor.replaying.recorded_step import own_loss
+from nandoctor.replaying.saved_arrays import MakeBatch, describe_batch
+from nandoctor.replaying.user_code import NOT_UNDER_AUTOCAST, WRONG_CALL, kept_running, raised_at
+from nandoctor.torch_compat import unobserved
+
+_SAME_LOSS = 0.05  # relative; in another precision, or on another device, a step has nearly the same
+_NEARER = 10  # times: the mean of two calls' losses is as near to one as to the other
+
+
+def bind_loss(loss: Callable[..., Any] | None, dump: Dump, make: MakeBatch) -> Callable[..., Any] | None:
+    """Return the loss as a function of output and arrays by name; without one, that which the model itself returns."""
+    if loss is None:
+        field = dump.recorded.loss_field
+        return own_loss(field) if field is not None else None
+    num_calls = len(dump.recorded.calls)
+    returned = f"the list of what {num_calls} calls returned" if num_calls > 1 else "what the model returned"
+    taken = _of_last_call(loss, num_calls, dump.losses.get("loss")) if dump.is_recorded else _by_name(loss)
+    return _checked(taken, make, returned)
+
+
+def _by_name(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the loss as a function of output and batch; one that takes no batch gets parts of it by their names.
+
+    `loss(logit, mask)` of a batch with a mask is called with that; a parameter of another name, such as the target of
+    a loss of torch, with the only part that has the name of a target.
+    """
+    takes_parts = False
+
+    @functools.wraps(loss)
+    def compute(output: Any, batch: Any) -> Any:
+        nonlocal takes_parts
+        parts = _match_parts(loss, batch)
+        if parts is None:
+            return loss(output, batch)
+        if not takes_parts:
+            try:
+                with generators_kept():
+                    return loss(output, batch)
+            except WRONG_CALL:
+                takes_parts = True
+        return loss(output, **parts)
+
+    return compute
+
+
+def _match_parts(loss: Callable[..., Any], batch: Any) -> dict[str, Any] | None:
+    """Return the parts of a batch for the parameters of a loss after the output; None if one has no part."""
+    if not isinstance(batch, Mapping):
+        return None
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except (TypeError, ValueError):
+        return None
+    others = [*signature.parameters.values()][1:]
+    arrays = {str(name): part for name, part in batch.items() if isinstance(part, torch.Tensor)}
+    targets = [part for name, part in arrays.items() if role_of(name) == "target"]
+    parts = {}
+    for parameter in others:
+        name, required = parameter.name, parameter.default is parameter.empty
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name not in batch and len(targets) == 1 and required and role_of(name) == "target":
+            parts[name] = targets[0]
+        elif name in arrays or (required and name in batch):
+            parts[name] = batch[name]
+        elif required:
+            return None
+    return parts or None
+
+
+def _of_last_call(loss: Callable[..., Any], num_calls: int, saved: float | None) -> Callable[..., Any]:
+    """Return the loss of the list of all outputs; if it takes no list, of the last output if that gives the saved loss.
+
+    Earlier calls may have made its batch, as in adversarial training.
+    """
+    if num_calls < 2 or saved is None or not math.isfinite(saved):  # anything may give NaN
+        return loss
+    takes_last = False
+
+    @functools.wraps(loss)
+    def compute(outputs: Any, batch: Any) -> Any:
+        nonlocal takes_last
+        try:
+            if not takes_last:
+                return loss(outputs, batch)
+        except Exception:
+            with suppress(Exception):
+                takes_last = _is_of_last(loss, outputs, batch, saved)
+            if not takes_last:
+                raise
+        return loss(outputs[-1], batch)
+
+    return compute
+
+
+def _is_of_last(loss: Callable[..., Any], outputs: Sequence[Any], batch: Any, saved: float) -> bool:
+    """Return True if the loss of the last of these outputs is the saved one, and no other output's is near to it."""
+    with unobserved(), torch.no_grad(), generators_kept():
+        *others, last = (abs(float(loss(output, batch)) - saved) for output in outputs)
+    return last <= _SAME_LOSS * abs(saved) and not any(other < _NEARER * last for other in others)
+
+
+def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callable[..., Any]:
+    """Wrap the loss so that any error in it is a `LossError`: the training may have called it with other arguments."""
+
+    @functools.wraps(loss)
+    def compute(output: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        batch = make(tensors)
+        try:
+            with kept_running():
+                value = loss(output, batch)
+        except Exception as error:
+            if NOT_UNDER_AUTOCAST in str(error) or is_out_of_memory(error):
+                raise
+            raised = f"{type(error).__name__}{raised_at(error)}: {error}"
+            raise LossError(
+                f"The loss function raised {raised} (its {describe_batch(batch)}).",
+                remedy="To replay the backward pass, name with --loss FILE.py:NAME a function (output, batch) -> "
+                f"scalar; output is {returned}.",
+            ) from error
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return value
+        is_tensor = isinstance(value, torch.Tensor)
+        what = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+        raise LossError(
+            f"The loss function returned {what}.",
+            remedy="The function that --loss names must return a tensor with one element, such as loss.mean().",
+        )
+
+    return compute
