@@ -44,7 +44,7 @@ def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None =
     """Compare the saved array with its counterpart in `output`; `no-reference` if either is missing.
 
     The counterpart is the leaf at that very place (`logit.1` in a tuple saved as `logit`), else the field of that name
-    (`logit` also finds `logits`), else the only tensor of that shape.
+    (`logit` also finds `logits`), else the only tensor of that shape, or of the same but for dimensions of size 1.
     """
     if saved is None:
         return Reproduction(grade="no-reference")
@@ -83,7 +83,8 @@ def _find_counterpart(name: str, reference: torch.Tensor, leaves: Mapping[str, t
     if placed:
         return max(placed, key=len)
     named = [path for path in fitting if path.rpartition(".")[2].rstrip("s") == name.rpartition(".")[2].rstrip("s")]
-    choices = named or fitting
+    same_shape = [path for path in fitting if leaves[path].shape == reference.shape]
+    choices = named or same_shape or fitting
     return choices[0] if len(choices) == 1 else None
 
 
@@ -204,9 +205,8 @@ def reproduce(preparation: Preparation) -> Replayed:
             reproduction = _grade_all(preparation, made.output, made.loss)
         return Replayed(step=stop.step, trace=made.trace, random=made.random, reproduction=reproduction)
     for policy in others:
-        grade_of_best, raised = best.reproduction.grade, best.trace.raised is not None
-        has_more = raised and preparation.outputs.graded is not None  # a run that raised had nothing to compare
-        if best.step.progress.interrupted or (grade_of_best in ("exact", "no-reference") and not has_more):
+        is_best = best.reproduction.grade in ("exact", "no-reference") and not _lacks_output(best, preparation)
+        if best.step.progress.interrupted or is_best:
             break
         steps = tuple(replace(step, policy=policy) for step in (best.step, *preparation.steps))
         with suppress(ModelError), _leaving(best):  # without autocast the model may not run at all
@@ -263,7 +263,8 @@ def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replaye
             set_up = [replace(step, training=training, seed=seed) for step in calls]
             tried.append(_replay(set_up, preparation, is_first=not tried))
         calls = (tried[0].step,)
-        if tried[-1].accepted or calls[0].progress.interrupted:
+        is_found = tried[-1].accepted and not _lacks_output(tried[-1], preparation)
+        if is_found or calls[0].progress.interrupted:
             break
     best = min(tried, key=lambda replayed: replayed.rank)
     others = [replayed for replayed in tried if replayed is not best]
@@ -273,6 +274,12 @@ def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replaye
     )
     any_random = any(replayed.random for replayed in tried)
     return replace(best, reproduction=replace(best.reproduction, attempts=attempts), any_random=any_random)
+
+
+def _lacks_output(replayed: Replayed, preparation: Preparation) -> bool:
+    """Return True if the replay raised before its output, which the failing step, whose output was saved, did not."""
+    is_missing = replayed.trace.raised is not None and replayed.reproduction.grade == "no-reference"
+    return is_missing and preparation.outputs.graded is not None
 
 
 def _agrees_better(other: Replayed, best: Replayed) -> bool:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import Pair, Prediction
+from torch import nn
 
+import nandoctor
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import DumpError
 from nandoctor.replaying.reproduction import grade
@@ -100,8 +102,18 @@ def other(tensor):
         (other(SAVED)[0], SAVED),
         Pair(other(SAVED)[:1], SAVED),
         [SAVED, torch.nested.nested_tensor([SAVED], layout=torch.jagged)],
+        (other(SAVED)[:, None], SAVED),
     ],
-    ids=["dict", "plural", "nested dict", "dataclass", "tuple by shape", "named tuple by shape", "beside a nested one"],
+    ids=[
+        "dict",
+        "plural",
+        "nested dict",
+        "dataclass",
+        "tuple by shape",
+        "named tuple by shape",
+        "beside a nested one",
+        "beside one with another dimension",
+    ],
 )
 def test_the_counterpart_is_found_by_name_then_by_shape(output):
     assert grade_of(output).grade == "exact"
@@ -131,6 +143,30 @@ def test_without_a_saved_output_there_is_no_reference():
 )
 def test_one_of_several_of_a_shape_is_found_by_its_place(name, output):
     assert grade_of(output, name=name).grade == "exact"
+
+
+class Observed(nn.Module):
+    """In training it observes the range of its activations, as layers for quantization do, and refuses NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 3e4))
+
+    def forward(self, x):
+        scores = torch.mm(x * self.scale, x.mT)
+        x = (scores - scores).mean(1)
+        if self.training:
+            assert not x.isnan().any(), "NaN in the observed range"
+        return x
+
+
+def test_a_mode_that_raises_has_not_made_the_saved_output(tmp_path):
+    x = torch.full((4, 4), 2.0)
+    saved = {"state_dict": Observed().state_dict(), "x": x, "logit": torch.full((4,), torch.nan)}
+    torch.save(saved, tmp_path / "dump.pth")
+    report = nandoctor.replay(tmp_path / "dump.pth", Observed, fixes=False).report
+    assert report.reproduction.grade == "exact"
+    assert [attempt.training for attempt in report.reproduction.attempts] == [True, False]
 
 
 def test_the_field_that_the_user_names_is_the_counterpart():
