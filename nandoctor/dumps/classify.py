@@ -74,7 +74,7 @@ def sort_contents(saved: object, nbytes: int, values: Values) -> Contents:
     Raises:
         DumpError: it is not a dict, list or module, is nested too deeply, or has invalid names or tensors.
     """
-    if type(saved) in (list, tuple) and any(is_array(item) or isinstance(item, Mapping) for item in saved):
+    if isinstance(saved, list | tuple) and any(is_array(item) or isinstance(item, Mapping) for item in saved):
         saved = dict(enumerate(saved))
     if not isinstance(saved, (Mapping, *types_of("nn.Module"))):
         raise DumpError(
