@@ -29,6 +29,7 @@ from nandoctor.replaying.progress import Listener, Progress, listener_of
 from nandoctor.replaying.settings import MEANINGS, ReplayOptions, Settings, StepOptions, anchor, override, settings_for
 from nandoctor.replaying.weights import take_weights
 from nandoctor.repro_scripts.build import make_script
+from nandoctor.source_files import find_typed
 from nandoctor.text import dtype_name
 from nandoctor.verification import tell_if_changed, verify_dump
 
@@ -85,7 +86,7 @@ def replay(
     try:
         dump, settings = _read(dump, options)
         found = replay_dump(dump, anchor(model), settings, progress=listener)
-        arguments = command_arguments(dump.path, {"model": model, **options})
+        arguments = _command_arguments(dump, {"model": model, **options})
         found = dataclasses.replace(found, report=dataclasses.replace(found.report, arguments=arguments))
         if found.report.verdict == "not-reproduced":
             found = dataclasses.replace(found, report=tell_if_changed(found, dump, settings))
@@ -94,6 +95,15 @@ def replay(
         return Case(report, _Replayed(dump=dump, model=model, settings=settings))
     finally:
         listener.close()
+
+
+def _command_arguments(dump: Dump, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what a person types to replay the dump; () if only this notebook has the model's or the loss's code."""
+    used = {"model": dump.recorded.model, "loss": dump.recorded.loss_function}
+    own = [place for name, place in used.items() if place is not None and given.get(name) is None]
+    if any(not place.file and find_typed(place.module, place.name) is not None for place in own):
+        return ()
+    return command_arguments(dump.path, given)
 
 
 def _listener(progress: Progress | None) -> Listener:

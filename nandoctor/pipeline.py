@@ -262,12 +262,12 @@ def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
 
 def _with_gaps(findings: Findings, replayed: Replayed) -> Findings:
     """Add to the findings what could not be looked at, which decides the verdict if nothing was found."""
-    step, flags = replayed.step, replayed.step.saved_flags
+    step, flags, seeded = replayed.step, replayed.step.saved_flags, replayed.random and replayed.step.seed is not None
     gaps = tuple(find_gaps(findings.trace, flags, replayed.reproduction, has_loss=step.loss is not None))
     if findings.trace.finite and not findings.reference.finite:
         in_fp32 = conclude(findings.reference, findings.reference, FP32).diagnoses
         gaps = (*gaps, doubt_rounding(findings.trace, in_fp32[0].origin if in_fp32 else None))
-    draws = tuple(doubt_draws(replayed.reproduction)) if replayed.random and step.seed is not None else ()
+    draws = tuple(doubt_draws(replayed.reproduction, has_state=bool(step.rng_states))) if seeded else ()
     gaps = (*gaps, *findings.gaps, *draws)
     if replayed.random:
         findings = replace(findings, notes=(*findings.notes, *describe_draws_of_gpu(step.device.type)))

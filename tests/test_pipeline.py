@@ -195,6 +195,20 @@ def test_a_few_seeds_are_tried_where_the_model_is_random():
     assert len(report.reproduction.attempts) == 4
 
 
+@pytest.mark.parametrize(
+    ("saved", "said"), [((), "is not in the file"), ((torch.get_rng_state(),), "is not from before the forward")]
+)
+def test_other_random_numbers_are_told(saved, said):
+    model, image = Drops(4), torch.ones(2, 4)
+    image[0] = NAN
+    logit = torch.full((2, 4), 100.0)
+    logit[0] = NAN
+    dump = dataclasses.replace(dump_of(model, image=image, logit=logit), rng_states=saved)
+    report = replay_dump(dump, model, Settings(mode="train", seed=1, fixes=False)).report
+    assert report.reproduction.grade == "same-mask"
+    assert any(said in note for note in report.notes)
+
+
 def test_no_seeds_are_tried_where_nothing_is_random():
     report = replay(nn.Linear(4, 4))
     assert attempts(report) == [(False, 0, "finite"), (True, 0, "finite")]

@@ -9,7 +9,9 @@ Why it happens
     The batch was not normalised (raw counts, time stamps, currency), or an op that autocast runs in fp32 made a large
     value.
 Fix
-    Normalise the data (divide by 255, standardise, take logarithms), or run this layer outside autocast.
+    If the batch is too large, normalise the data (divide by 255, standardise, take logarithms). If the value was
+    computed, bound it where it is made (`logvar.clamp(max=10)` before an exp), leave out a cast of your own, or run the
+    layer outside autocast.
 When it is wrong
     If fp16 can hold the values but not their product, the report names matmul-overflow instead.
 """
@@ -44,14 +46,15 @@ def _explain(finding: Finding, taken: Operand, absmax: float) -> Account:
     is_from_batch = finding.is_from_batch(tensor)
     name = code(tensor.path) if is_from_batch and tensor.path else operand(finding.op, taken.name)
     what = f"the batch's {tensor.path or taken.name}" if is_from_batch else name or "its input"
-    how = "it is cast to" if finding.op.op in CASTS else "autocast casts it to"
+    is_cast = finding.op.op in CASTS
+    how = "it is cast to" if is_cast else "autocast casts it to"
     reached, limit = number(absmax, unlike=target.max), number(target.max)
     beyond = f"{excess(absmax, target.max)} what {target} can hold"
     return Account(
         headline=f"{name or f'The input of {subject(finding.op)}'} reaches {reached}; {how} {target}, which stops at "
         f"{limit}",
-        explanation=f"{finding.op.op} casts {what} to {target}, which holds at most {limit}; the value {reached} "
-        "becomes Inf before anything is computed.",
+        explanation=f"{'The line' if is_cast else finding.op.op} casts {what} to {target}, which holds at most "
+        f"{limit}; the value {reached} becomes Inf{'' if is_cast else ' before anything is computed'}.",
         evidence=(
             Evidence("input_absmax", absmax, f"{name or 'the input'} reaches {reached} in {taken.dtype}, {beyond}"),
         ),

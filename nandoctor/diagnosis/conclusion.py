@@ -257,8 +257,10 @@ def _conclude_traced(
     found_trace: NonfiniteTrace, trace: Trace, reference: Trace, places: list[NonfinitePlace], low: FloatFormat
 ) -> Conclusion:
     found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace, reference, low)]
-    # A mask constant that became -inf is harmless except in fully masked rows: any other diagnosis comes first.
-    found.sort(key=lambda item: (item[1].cause is not None and item[1].cause.code == MASK, item[0]))
+    # A mask constant that became -inf is harmless except in fully masked rows: any other diagnosis comes first. So does
+    # one that explains why fp32 fails too, such as NaN weights, before one of low precision alone.
+    spared = _finite_in_reference(found_trace, reference)
+    found.sort(key=lambda it: (it[1].cause is not None and it[1].cause.code == MASK, it[0] in spared, it[0]))
     start = found[0][0] if found else 0
     producers = {order for order in found_trace.members if order >= start}
     involved = (place for place in places if place.value.producer in producers)
@@ -271,6 +273,12 @@ def _conclude_traced(
         first_nonfinite=next(involved, places[0] if places else None),
         complete=found_trace.complete and (bool(found) or not found_trace.sources),
     )
+
+
+def _finite_in_reference(found_trace: NonfiniteTrace, reference: Trace) -> set[int]:
+    """Return the sources, by the orders of their ops, that a non-finite reference does not have."""
+    same = {source.op.order: source.reference_op for source in found_trace.sources if not reference.finite}
+    return {order for order, op in same.items() if op is not None and op.outputs_finite}
 
 
 def _from_outside(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]:

@@ -68,12 +68,16 @@ def describe_no_graph(message: str) -> Gap:
     )
 
 
-def doubt_draws(reproduction: Reproduction) -> Iterator[Gap]:
-    """Yield the gap of a step that draws random numbers without the generator's state in the file."""
+def doubt_draws(reproduction: Reproduction, *, has_state: bool) -> Iterator[Gap]:
+    """Yield the gap of a step that draws random numbers other than the training's.
+
+    `has_state`: there is a generator's state in the file, which then is not that from before the forward.
+    """
     if reproduction.grade in ("same-mask", "elsewhere"):
+        state = "in the file is not from before the forward" if has_state else "is not in the file"
         yield Gap(
-            text="The step draws random numbers, and the generator's state is not in the file: the replay drew others, "
-            "so its values differ from the saved ones.",
+            text=f"The step draws random numbers, and the generator's state {state}: the replay drew others, so its "
+            "values differ from the saved ones.",
             remedy="Pass the --seed that training used.",
         )
 

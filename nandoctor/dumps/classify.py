@@ -69,11 +69,13 @@ class Contents:
 
 
 def sort_contents(saved: object, nbytes: int, values: Values) -> Contents:
-    """Sort the saved object.
+    """Sort the saved object; a list such as [state, image, logit] is taken as a dict with its indices as keys.
 
     Raises:
-        DumpError: it is not a dict or module, is nested too deeply, or has invalid names or tensors.
+        DumpError: it is not a dict, list or module, is nested too deeply, or has invalid names or tensors.
     """
+    if isinstance(saved, list | tuple) and any(is_array(item) or isinstance(item, Mapping) for item in saved):
+        saved = dict(enumerate(saved))
     if not isinstance(saved, (Mapping, *types_of("nn.Module"))):
         raise DumpError(
             f"it holds {_describe(saved)}, not a dict.",

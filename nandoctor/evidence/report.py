@@ -204,8 +204,8 @@ class NearMiss:
 class TrialOutcome:
     """The outcome of a changed run; `max_rel_err` is its largest difference from fp32 over fp32's largest magnitude.
 
-    It is the worst sample's, over output and loss where fp32 is finite; None if the run is non-finite there. `ran` is
-    False if the step could not be run with the change.
+    It is the worst sample's (of all samples, if rounding explains the error of one with small values), over output and
+    loss where fp32 is finite; None if the run is non-finite there. `ran` is False if the change could not be run.
     """
 
     finite: bool

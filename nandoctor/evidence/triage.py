@@ -156,4 +156,6 @@ class Triage:
     folder: str
 
     def __repr__(self) -> str:
-        return f"Triage({len(self.dumps)} dumps, {len(self.groups)} groups; the page is in {self.folder})"
+        num_failed = sum(dump.finding is None for dump in self.dumps)
+        failed = f", {num_failed} not analysed" if num_failed else ""
+        return f"Triage({len(self.dumps)} dumps, {len(self.groups)} groups{failed}; the page is in {self.folder})"

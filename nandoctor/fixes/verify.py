@@ -215,7 +215,7 @@ class Trials:
             exact = self.exact(*changed)
             comparison = compare_runs(made, reference, exact=exact)
             agrees = self._agrees(comparison, made, unsure=compare_runs(exact, reference))
-        max_rel_err = comparison.max_rel_err
+        max_rel_err = comparison.accepted_rel_err(self._tolerance) if agrees else comparison.max_rel_err
         if judges_edit and not selects(edits):
             # With the change, fp32 must give the same values wherever it was finite; elsewhere there is nothing to
             # agree with, except where float64 is finite and so has the true value.

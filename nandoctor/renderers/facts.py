@@ -152,8 +152,8 @@ def _spread_facts(report: Report) -> Iterator[Fact]:
     if report.bad_gradients:
         names = [short_name(stats.path) for stats in report.bad_gradients]
         yield Fact("gradients", f"non-finite: {join_first(names, _MAX_LISTED)}")
-    if report.also:
-        yield Fact("also", join_first(_describe_others(report.also), _MAX_LISTED))
+    if others := _describe_others([found for found in report.also if not _is_told(found, report)]):
+        yield Fact("also", join_first(others, _MAX_LISTED))
     for label, arrays in (("weights", report.dump.bad_weights), ("buffers", report.dump.bad_buffers)):
         if arrays:
             texts = [f"{short_name(array.name)} ({part_of(array.num_bad, math.prod(array.shape))})" for array in arrays]
@@ -170,6 +170,15 @@ def describe_origin(origin: Origin) -> str:
     if origin.function is not None:
         what = f"{origin.op} in the backward of {short_name(origin.function)}"
     return f"{what} in {short_place(origin.place).in_words}: {damage}"
+
+
+def _is_told(found: Diagnosis, report: Report) -> bool:
+    """Return True for another run of the line that the headline is about, as of a loop."""
+    first, origin = report.origin, found.origin
+    if first is None or first.source is None or report.cause is None or found.cause is None:
+        return False
+    told = (report.cause.code, first.place.module, first.op, first.phase, first.source)
+    return told == (found.cause.code, origin.place.module, origin.op, origin.phase, origin.source)
 
 
 def _describe_others(diagnoses: Sequence[Diagnosis]) -> list[str]:
@@ -350,6 +359,10 @@ def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
         else:
             return ()
     return tuple(arguments)
+
+
+PER_SAMPLE = "nandoctor.replay(..., per_sample=True)"
+"""What counts the values of each sample where no command can."""
 
 
 def command_for(verb: str, report: Report, *rest: str) -> str | None:

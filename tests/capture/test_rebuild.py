@@ -22,7 +22,7 @@ import nandoctor
 from nandoctor import Recorder
 from nandoctor.capture.dump_folder import say_next
 from nandoctor.capture.source_info import describe_loss, describe_source
-from nandoctor.errors import ModelError
+from nandoctor.errors import ModelError, NanDoctorError
 
 HERE = Path(__file__).parent
 
@@ -222,8 +222,12 @@ def test_what_a_notebook_defines_is_replayed_in_it(tmp_path, caplog, monkeypatch
         recorder.watch(main.loss_of(model(torch.zeros(3, 2)), None), torch.zeros(1))
     assert "Head is not defined in a file, so its dumps can only be replayed here" in caplog.messages[0]
     assert caplog.messages[1].endswith(f"; next, here: nandoctor.replay({str(recorder.written[0])!r})")
-    report = nandoctor.replay(recorder.written[0], fixes=False).report
-    assert (report.reproduction.grade, report.origin.op) == ("exact", "div")
+    case = nandoctor.replay(recorder.written[0], fixes=False)
+    assert (case.report.reproduction.grade, case.report.origin.op) == ("exact", "div")
+    assert case.report.arguments == ()  # a command could not find the class
+    with pytest.raises(NanDoctorError) as caught:
+        case.plot("exponents")
+    assert caught.value.remedy == "Count them: nandoctor.replay(..., per_sample=True)"
     monkeypatch.delattr(sys, "ps1")
     with pytest.raises(ModelError, match="typed into a notebook") as caught:
         nandoctor.replay(recorder.written[0])

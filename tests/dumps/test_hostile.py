@@ -280,7 +280,7 @@ FILES = {
         "copy it again",
     ),
     # Sound, but not a dump
-    "list": (lambda: forge.saved([torch.zeros(2)]), "holds a list, not a dict", "torch.save"),
+    "list": (lambda: forge.saved([1.0, "a"]), "holds a list, not a dict", "torch.save"),
     "tensor": (lambda: forge.saved(torch.zeros(2)), "holds one tensor, not", "torch.save"),
     "array": (lambda: forge.saved(np.zeros(2)), "holds an array of f8, not", "torch.save"),
     "number": (lambda: forge.saved(3), "holds an int, not", "torch.save"),

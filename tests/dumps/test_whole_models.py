@@ -1,4 +1,4 @@
-"""Models, optimizers and schedules that a script saved as whole objects."""
+"""Models, optimizers and schedules that a script saved as whole objects, or in a list."""
 
 from __future__ import annotations
 
@@ -77,3 +77,12 @@ def test_a_model_within_itself_is_refused(read):
     model.inner = model
     with pytest.raises(DumpError, match="nested too deeply"):
         read({"model": model})
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_is_a_dict_of_its_indices(read, kind):
+    model = nn.Linear(2, 2)
+    dump = read(kind([model.state_dict(), np.ones(2), {"mask": torch.ones(3)}, 0.5]))
+    assert_same_state(dump, model)
+    assert list(dump.arrays) == ["1", "2.mask"]
+    assert dump.scalars == {"3": 0.5}

@@ -41,3 +41,14 @@ def test_gradients_of_complex_weights_are_compared():
     assert gradient_norm(reference) == 5
     assert gradient_error(made, reference) == 0.2
     assert gradient_error(reference, reference) == 0
+
+
+def test_an_accepted_error_of_a_small_sample():
+    made, reference = (
+        Result(values={"output": torch.tensor(values)}, gradients={}, ran=True)
+        for values in ([[1.0], [0.006]], [[1.0], [0.004]])
+    )
+    found = compare_runs(made, reference)
+    assert found.max_rel_err == pytest.approx(0.5)
+    assert found.accepted_rel_err(0.01) == pytest.approx(0.002)
+    assert found.accepted_rel_err(0.6) == pytest.approx(0.5)

@@ -4,7 +4,8 @@ import factory
 import pytest
 
 from nandoctor.evidence.formats import BF16, FP16, FP32
-from nandoctor.evidence.report import ReplayAttempt, Reproduction
+from nandoctor.evidence.report import Diagnosis, ReplayAttempt, Reproduction
+from nandoctor.evidence.trace import Place
 from nandoctor.renderers.facts import describe_reproduction, detail_facts, evidence_facts
 from nandoctor.renderers.verdicts import VERDICTS
 
@@ -186,3 +187,27 @@ def test_every_verdict_has_a_meaning():
     from nandoctor.evidence.report import Verdict
 
     assert VERDICTS.keys() == set(get_args(Verdict))
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "told"),
+    [
+        ("norm", 45, None),
+        ("norm", 46, "eps-underflow (div in norm (2nd call))"),
+        ("exit.norm", 45, "eps-underflow (div in exit.norm (2nd call))"),
+    ],
+)
+def test_the_same_line_in_a_loop_is_told_once(module, line, told):
+    made = factory.fixable()
+    other = replace(
+        made.origin,
+        place=Place(module=module, type="ChannelNorm", call=1),
+        source=replace(made.origin.source, line=line),
+    )
+    first = replace(made.origin, place=Place(module="norm", type="ChannelNorm", call=0))
+    found = replace(
+        made,
+        origin=replace(first, source=replace(other.source, line=45)),
+        also=(Diagnosis(origin=other, cause=made.cause),),
+    )
+    assert facts(found).get("also") == told

@@ -65,3 +65,21 @@ def test_argument_of_log1p_is_told_as_it_is(examine):
 
 def test_probability_that_fp16_keeps_below_one(examine):
     assert blamed(examine(Saturated(1.0), {"x": normal(4, 8)})) == ("healthy",)
+
+
+class Sampled(nn.Module):
+    """Casts a standard deviation, which it computes in fp32, back to the format of the mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 2)
+
+    def forward(self, x):
+        mean, spread = self.layer(x).chunk(2, -1)
+        return mean + (spread + 30.0).exp().to(mean.dtype)
+
+
+def test_a_cast_of_ones_own_is_told_as_such(examine):
+    report = examine(Sampled(), {"x": normal(4, 16)})
+    assert report.cause.code == "input-cast-overflow"
+    assert report.cause.explanation.startswith("The line casts `(spread + 30.0).exp()` to fp16")

@@ -203,3 +203,35 @@ def test_a_weight_past_fp16_that_the_forward_hides(examine, weight, verdict):
         model[0].weight[0, 0] = weight
     report = examine(model, {"x": normal(4, 8)}, loss=lambda out, _: out.square().mean())
     assert blamed(report) == (verdict, "0", None, "poisoned-weights")
+
+
+class Scaled(nn.Module):
+    """A norm whose eps fp16 loses, and a weight after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.layer(x)
+        return h / ((h * h).mean(-1, keepdim=True) + 1e-9).sqrt() * self.weight
+
+
+def zero_norm(weight):
+    model = Scaled()
+    nn.init.zeros_(model.layer.bias)
+    nn.init.constant_(model.weight, weight)
+    return model, {"x": torch.zeros(4, 8)}
+
+
+def test_nan_weights_come_before_a_failure_of_fp16_alone(examine):
+    assert blamed(examine(*zero_norm(math.nan))) == ("state", "", None, "poisoned-weights")
+    assert blamed(examine(*zero_norm(1.0))) == ("precision", "", "div", "eps-underflow")
+
+
+def test_what_fails_in_fp32_comes_before_a_failure_of_fp16(examine):
+    model, batch = zero_norm(1.0)
+    report = examine(model, batch, loss=lambda out, batch: out.float().mean() + torch.log(batch["x"].mean() - 1.0))
+    assert blamed(report) == ("numerics", "<loss>", "log", "invalid-domain")
+    assert [found.cause.code for found in report.also] == ["eps-underflow"]

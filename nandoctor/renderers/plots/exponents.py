@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Report
-from nandoctor.renderers.facts import command_for
+from nandoctor.renderers.facts import PER_SAMPLE, command_for
 from nandoctor.renderers.layers import LayerPair, Layers, select_layers
 from nandoctor.renderers.plots.figures import NONFINITE_COLOR, ORANGE, draw_by_layer
 from nandoctor.text import percent, plural
@@ -41,7 +41,7 @@ def draw_exponents(report: Report, *, narrow: bool = False) -> Figure:
     if report.runs is None or not any(histograms):
         raise NanDoctorError(
             f"The report on {report.dump.path} has no counts of exponents.",
-            remedy=f"Count them: {command_for('plot', report, '--kind exponents') or 'replay with per_sample=True'}",
+            remedy=f"Count them: {command_for('plot', report, '--kind exponents') or PER_SAMPLE}",
         )
     low = report.runs.autocast.dtype
     limits = _find_limits(histograms, low)

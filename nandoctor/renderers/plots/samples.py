@@ -17,7 +17,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.evidence.trace import SampleStats, describe_run
-from nandoctor.renderers.facts import command_for
+from nandoctor.renderers.facts import PER_SAMPLE, command_for
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.figures import NONFINITE_COLOR, ORANGE, SKY, draw_by_layer
 from nandoctor.text import samples_text
@@ -52,7 +52,7 @@ def draw_samples(report: Report, *, narrow: bool = False) -> Figure:
     if report.runs is None or num_samples is None:
         raise NanDoctorError(
             f"The report on {report.dump.path} has no per-sample counts.",
-            remedy=f"Count them: {command_for('plot', report, '--kind samples') or 'replay with per_sample=True'}",
+            remedy=f"Count them: {command_for('plot', report, '--kind samples') or PER_SAMPLE}",
         )
     low = report.runs.autocast.dtype
     under = describe_run(report.runs.autocast.policy, low)
