@@ -96,11 +96,11 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     return Preparation(
         dump=dump,
         steps=tuple(replace(step, progress=progress, project=project) for step in steps),
-        modes=_modes(dump, settings),
+        modes=(modes := _modes(dump, settings)),
         seeds=_seeds(dump, settings),
         policies=policies,
         outputs=outputs,
-        notes=(*notes, *_describe_guess(policies, outputs.array)),
+        notes=(*notes, *_describe_guess(policies, modes, outputs.array)),
     )
 
 
@@ -181,8 +181,11 @@ def _describe_fp8(net: nn.Module) -> Iterator[str]:
         )
 
 
-def _describe_guess(policies: Sequence[Policy], saved: torch.Tensor | None) -> tuple[str, ...]:
-    """Return a note if nothing in the file shows the precision: any may have given NaN, zeros and ones."""
+def _describe_guess(policies: Sequence[Policy], modes: Sequence[bool], saved: torch.Tensor | None) -> tuple[str, ...]:
+    """Return a note if nothing in the file shows the precision: any may have given NaN, zeros and ones.
+
+    If not one value is finite, the output does not show the mode either.
+    """
     told = len(policies) == 1 or not policies[0].ambient  # the user, the recorder or the weights tell
     if told or saved is None or not saved.numel() or saved.dtype in LOW_DTYPES:
         return ()
@@ -190,10 +193,15 @@ def _describe_guess(policies: Sequence[Policy], saved: torch.Tensor | None) -> t
     finite = values[torch.isfinite(values)]
     if not bool(are_round(finite).all()):
         return ()
+    low = policies[0].format
+    if not finite.numel() and len(modes) > 1:
+        return (
+            "Every saved output value is non-finite, which shows neither the precision nor the mode: "
+            f"{low} in train mode was tried first (--amp-dtype, --mode).",
+        )
     held = "is a round number or non-finite" if finite.numel() else "is non-finite"
     return (
-        f"Every saved output value {held}, which does not show the precision: {policies[0].format} was tried "
-        "first (--amp-dtype).",
+        f"Every saved output value {held}, which does not show the precision: {low} was tried first (--amp-dtype).",
     )
 
 
