@@ -20,6 +20,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import OpCall
 from nandoctor.evidence.verdicts import NOTHING_FOUND
+from nandoctor.ops import GRADIENT_SUM
 from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.minimize import Failure, find_failure, shrink
 from nandoctor.repro_scripts.nearest_passing import find_passing_case
@@ -84,6 +85,7 @@ def _with_failure(program: Program) -> tuple[Program, Failure]:
 
 
 def _find_origin(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
+    _require_made_by_op(origin)
     key = (*origin.place.key, origin.op, origin.nth)
     for op in ops if origin.function is None else ():
         if op.key == key:
@@ -94,6 +96,20 @@ def _find_origin(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
         f"{origin.function or origin.op} is a custom autograd Function: only the project's own code can show it.",
         remedy="Call the Function alone, with torch.autograd.gradcheck or a gradient of the size in the report.",
     )
+
+
+def _require_made_by_op(origin: Origin) -> None:
+    """Raise NanDoctorError if no operation made the non-finite gradient."""
+    if origin.op == GRADIENT_SUM:
+        raise NanDoctorError(
+            f"No operation fails: the sum of {len(origin.inputs)} gradients overflows, and each of them is finite.",
+            remedy="nandoctor replay shows them, and tries a lower loss scale and more of the step in fp32.",
+        )
+    if origin.phase == "backward" and not all(stats.finite for stats in origin.inputs):
+        raise NanDoctorError(
+            f"The incoming gradient of {origin.op} is non-finite already, so {origin.op} is not the cause.",
+            remedy="Look for a hook on its output: no operation of the backward pass made that gradient non-finite.",
+        )
 
 
 def _find_reader(origin: Origin, ops: Sequence[OpCall]) -> OpCall:

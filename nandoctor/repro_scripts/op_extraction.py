@@ -123,11 +123,6 @@ def extract_ops(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, bac
         raise refused[target.order]
     if target.order not in pieces or (gradient is not None and gradient.values is None):
         raise NanDoctorError(f"{target.op} was not seen again in a second run.", remedy=NOT_THE_SAME)
-    if gradient is not None and gradient.values is not None and kinds_of((gradient.values,)):
-        raise NanDoctorError(
-            f"The incoming gradient of {target.op} is non-finite already, so {target.op} is not the cause.",
-            remedy="Look at a value that is used several times: its gradients are added up, and the sum may overflow.",
-        )
     low = torch_dtype(step.low)
     return ExtractedOps(target=target.order, pieces=pieces, ops=by_order, low=low, gradient=gradient)
 

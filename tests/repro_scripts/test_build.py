@@ -269,9 +269,23 @@ def add_up(h):
     return narrow * 2 + narrow * 3 + narrow * 4
 
 
-def test_gradients_whose_sum_overflows_are_no_failure_of_an_op(tmp_path):
-    with pytest.raises(NanDoctorError, match="non-finite already"):
-        script_of(add_up, tmp_path, loss=lambda out, _: (out.float() * 1e4).sum())
+def spoil_gradient(h):
+    doubled = h * 2
+    if doubled.requires_grad:
+        doubled.register_hook(lambda gradient: gradient * torch.inf)
+    return doubled
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        pytest.param(add_up, "sum of 3 gradients overflows, and each of them is finite", id="sum"),
+        pytest.param(spoil_gradient, "gradient of mul is non-finite already", id="hook"),
+    ],
+)
+def test_a_gradient_that_no_op_made_has_no_script(function, expected, tmp_path):
+    with pytest.raises(NanDoctorError, match=expected):
+        script_of(function, tmp_path, loss=lambda out, _: (out.float() * 1e4).sum())
 
 
 def test_the_gradient_of_a_complex_value_is_shown(tmp_path):
