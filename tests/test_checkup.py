@@ -17,7 +17,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, FormatFit, LayerRange, ValueRange
 from nandoctor.evidence.formats import BF16, FP8_E4M3, FP16
 from nandoctor.evidence.serialization import from_plain, to_plain
-from nandoctor.renderers.checkup import describe_crossing, list_facts
+from nandoctor.renderers.checkup import describe_crossing, describe_step, list_facts
 
 GAIN = 3000.0
 
@@ -255,6 +255,19 @@ def test_a_step_that_failed_is_for_replay(tmp_path, x):
     with pytest.raises(NanDoctorError, match="not healthy") as caught:
         nandoctor.checkup(save(tmp_path, gain=float("nan"), x=x), Net)
     assert "nandoctor replay" in caught.value.remedy
+
+
+class LosesEps(nn.Linear):
+    def forward(self, x):
+        h = super().forward(x)
+        return h / ((h * h).mean(-1, keepdim=True) + 1e-9).sqrt()
+
+
+def test_a_step_that_fp16_fails_within_its_range(tmp_path):
+    model = LosesEps(4, 4, bias=False)
+    torch.save({"state_dict": model.state_dict(), "x": torch.zeros(2, 4)}, tmp_path / "step.pth")
+    headline = describe_step(nandoctor.checkup(tmp_path / "step.pth", LosesEps(4, 4, bias=False)).steps[0])
+    assert headline.startswith("The step is non-finite under fp16 autocast, though")
 
 
 def test_weights_alone_ask_for_a_batch(tmp_path):

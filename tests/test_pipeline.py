@@ -196,7 +196,8 @@ def test_a_few_seeds_are_tried_where_the_model_is_random():
 
 
 @pytest.mark.parametrize(
-    ("saved", "said"), [((), "is not in the file"), ((torch.get_rng_state(),), "is not from before the forward")]
+    ("saved", "said"),
+    [((), "is not in the file"), ((torch.get_rng_state(),), "in the file does not give those of the training")],
 )
 def test_other_random_numbers_are_told(saved, said):
     model, image = Drops(4), torch.ones(2, 4)

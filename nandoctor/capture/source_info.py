@@ -33,6 +33,7 @@ from nandoctor.source_files import (
     is_installed,
     shown_path,
 )
+from nandoctor.text import first_difference
 from nandoctor.torch_compat import fsdp_policy
 
 _MAX_SOURCES = 500
@@ -231,23 +232,26 @@ def plan_rebuild(
         ]
     is_plain = all(map(_is_plain, arguments.values()))
     from_config = not arguments and is_transformers_config(type(getattr(model, "config", None)))
-    problem = None if built else _try_config(model) if from_config else _try_class(model, arguments)
+    twin = None if built or from_config else _build_twin(model, arguments)
+    problem = _try_config(model) if from_config and not built else twin if isinstance(twin, str) else None
     if problem is not None:
         return " --model FILE.py:NAME", [
             f"a replay cannot build {name} {problem}. Give Recorder arguments={{...}}, the plain data that {name} was "
             "called with, or builder=FUNCTION, a function at the top level of a file that takes no arguments and "
             "returns the model."
         ]
+    notes = list(_compare_prints(model, twin)) if isinstance(twin, nn.Module) else []
     if is_typed and is_plain:
         return None, [
+            *notes,
             f"{name} is not defined in a file, so its dumps can only be replayed here, with nandoctor.replay(FILE). To "
-            "replay them elsewhere, define it at the top level of a .py file."
+            "replay them elsewhere, define it at the top level of a .py file.",
         ]
     if _is_elsewhere(source) or (built and not (_is_own_function(source) and is_plain)):
         location = file if source["module"] == "__main__" or file else source["module"]
         words = ["--model", f"{location}:{name}", *(argument_options(arguments) if not built else ())]
-        return "".join(f" {shlex.quote(word)}" for word in words), []
-    return "", []
+        return "".join(f" {shlex.quote(word)}" for word in words), notes
+    return "", notes
 
 
 def _is_typed(source: Mapping[str, str]) -> bool:
@@ -277,24 +281,38 @@ def _try_config(model: nn.Module) -> str | None:
     return None
 
 
-def _try_class(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
-    """Call the model's class as a replay does; return what goes wrong, None if it makes the same parameters."""
+def _build_twin(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Module | str:
+    """Call the model's class as a replay does; return what it makes, or what goes wrong."""
     odd = sorted(name for name, value in arguments.items() if not _is_plain(value))
     if odd:
         return f"from its arguments ({', '.join(odd)}: not plain data)"
+    called = f"{class_of(model).__name__}({', '.join(arguments)})"
     try:
         with generators_kept(), torch.device("meta"):
-            twin = class_of(model)(**pack(dict(arguments), "arguments").tree)
+            twin: nn.Module = class_of(model)(**pack(dict(arguments), "arguments").tree)
     except Exception as error:
-        return f"as {class_of(model).__name__}({', '.join(arguments)}) ({type(error).__name__}: {error})"
+        return f"as {called} ({type(error).__name__}: {error})"
     if any(map(is_lazy, model.parameters())):
-        return None  # lazy parameters have no shapes before the first forward
+        return twin  # lazy parameters have no shapes before the first forward
     own, other = ({unwrapped_name(name): p.shape for name, p in net.named_parameters()} for net in (model, twin))
     different = [name for name in {**own, **other} if own.get(name) != other.get(name)]
     if different:
-        called = f"{class_of(model).__name__}({', '.join(arguments)})"
         return f"as {called}: its parameter {different[0]} would be missing or have another shape"
-    return None
+    return twin
+
+
+def _compare_prints(model: nn.Module, twin: nn.Module) -> Iterator[str]:
+    """Yield what differs if the model and the one that a replay builds do not print alike, as by a dropout rate."""
+    try:
+        difference = first_difference(_print(model), str(twin))
+    except Exception:  # it prints its values, which are not there on the meta device
+        return
+    if difference is not None:
+        own, other = difference
+        yield (
+            f"the model prints {own}, and a replay builds it with {other}. Give Recorder arguments={{...}}, the plain "
+            f"data that {class_of(model).__name__} was called with, or builder=FUNCTION."
+        )
 
 
 def _is_plain(value: Any) -> bool:

@@ -71,10 +71,10 @@ def describe_no_graph(message: str) -> Gap:
 def doubt_draws(reproduction: Reproduction, *, has_state: bool) -> Iterator[Gap]:
     """Yield the gap of a step that draws random numbers other than the training's.
 
-    `has_state`: there is a generator's state in the file, which then is not that from before the forward.
+    With a generator's state in the file (`has_state`), that is of another moment, or the model draws in another way.
     """
     if reproduction.grade in ("same-mask", "elsewhere"):
-        state = "in the file is not from before the forward" if has_state else "is not in the file"
+        state = "in the file does not give those of the training" if has_state else "is not in the file"
         yield Gap(
             text=f"The step draws random numbers, and the generator's state {state}: the replay drew others, so its "
             "values differ from the saved ones.",

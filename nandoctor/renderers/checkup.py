@@ -63,9 +63,10 @@ def describe_step(checked: CheckedStep) -> str:
     if over:
         return f"{plural(len(over), 'module')} cannot run in fp16: {_name(first)} reaches {number(values.absmax)}"
     bits = values.fit_in(FP16).headroom_bits
-    return (
-        f"fp16 holds every value; {_name(first)} comes nearest with {number(values.absmax)}, {bits:.1f} doublings away"
-    )
+    nearest = f"{_name(first)} comes nearest with {number(values.absmax)}, {bits:.1f} doublings away"
+    if not checked.run_finite:
+        return f"The step is non-finite {checked.run}, though fp16 holds every value that fp32 has: {nearest}"
+    return f"fp16 holds every value; {nearest}"
 
 
 def list_facts(checked: CheckedStep) -> list[tuple[str, str]]:

@@ -33,7 +33,7 @@ from nandoctor.errors import ModelError, UnapprovedCodeError
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import ASSIGNED, defines, find_typed, hash_of, own_source
-from nandoctor.text import brief, plural
+from nandoctor.text import brief, first_difference, plural
 
 # transformers tries to fetch an implementation of any other name, even flash attention if it is not installed.
 _ATTENTION = ("eager", "sdpa")
@@ -191,9 +191,7 @@ def describe_code_change(reference: Reference | None, model: nn.Module) -> list[
     source = _find_source(reference)
     if reference.sha256 and source is not None and _has_changed(reference, source):
         notes.append(f"{brief(reference.file or reference.module)} has changed since the training.")
-    pairs = zip(reference.structure.splitlines(), str(model).splitlines(), strict=False)
-    lines = next(((was.strip(), now.strip()) for was, now in pairs if was != now), None)
-    if lines and "OptimizedModule(" not in reference.structure:  # compiled parts print differently
+    if lines := first_difference(reference.structure, str(model)):
         notes.append(f"The model is not built as it was in the training: {brief(lines[0])} is now {lines[1]}.")
     return notes
 

@@ -19,6 +19,7 @@ from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Call, RandomStates, Recorded
 from nandoctor.dumps.trees import slots
+from nandoctor.errors import ModelError
 from nandoctor.process_wide import BACKENDS, generators_kept, held, is_forked, read_backend
 from nandoctor.replaying.input_binding import Binding
 from nandoctor.torch_compat import unobserved
@@ -33,9 +34,20 @@ _from_saved_states: ContextVar[bool] = ContextVar("from_saved_states", default=F
 """True in a run where each call starts from its generator states in the dump."""
 
 
-def bind_calls(recorded: Recorded, device: torch.device) -> Binding:
-    """Bind the training's calls to their recorded arguments; several calls give the list of their outputs."""
+def bind_calls(recorded: Recorded, device: torch.device, missing: Sequence[str] = ()) -> Binding:
+    """Bind the training's calls to their recorded arguments; several calls give the list of their outputs.
+
+    Raises:
+        ModelError: no tensor that the model was called with is in the file, and `missing` says why.
+    """
     names = [name for call in recorded.calls for name in slots([call.args, call.kwargs])]
+    lost = [text for text in missing if text.startswith("input.")]
+    if lost and not names:
+        raise ModelError(
+            f"What the model was called with is not in the file: {lost[0]}.",
+            remedy="Name saved arrays in its place, in the order of forward's parameters, with --inputs (`nandoctor "
+            "inspect` lists them), or give --call file.py:function, a (model, batch) -> output.",
+        )
 
     def forward(model: nn.Module, tensors: Mapping[str, Any]) -> Any:
         with _watching(model, recorded) as inside:

@@ -20,7 +20,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.tensors import comparable_values
 from nandoctor.dumps.trees import slots
-from nandoctor.errors import NanDoctorError
+from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import memory_of, return_freed_memory
 from nandoctor.replaying.code_references import (
@@ -132,7 +132,8 @@ class _Code:
     """The code imported for the step: the model as built, the functions for call and loss if there are any, and notes.
 
     `fills` are initial values that a large model has not been given yet. `nonfinite` marks non-finite values that are
-    not among them: those that the model's own code writes, such as a causal mask with the slopes of ALiBi.
+    not among them: those that the model's own code writes, such as a causal mask with the slopes of ALiBi. `is_named`:
+    the user names the model, and not only the dump.
     """
 
     model: nn.Module
@@ -140,6 +141,7 @@ class _Code:
     loss: Callable[..., Any] | None
     fills: DeferredFills | None
     nonfinite: Mapping[str, torch.Tensor]
+    is_named: bool
     notes: tuple[str, ...]
 
 
@@ -158,13 +160,24 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
         )
     check_method(model, dump, settings)
     built = nonfinite_in(model, fills) if registered else {}
-    return _Code(model=model, call=call, loss=loss, fills=fills, nonfinite=built, notes=(*notes, *loss_notes))
+    notes = [*notes, *loss_notes]
+    is_named = source is not None
+    return _Code(model=model, call=call, loss=loss, fills=fills, nonfinite=built, is_named=is_named, notes=tuple(notes))
 
 
 def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.device) -> list[str]:
     """Load the dump's weights, on the device and in their formats; return notes on what did not fit."""
     state, state_notes = state_to_load(dump)
-    notes = [*load_state(code.model, state, strict=settings.strict, fills=code.fills), *state_notes]
+    try:
+        notes = [*load_state(code.model, state, strict=settings.strict, fills=code.fills), *state_notes]
+    except ModelError as error:
+        if code.is_named:
+            raise
+        remedy = (
+            "Name what builds the model, --model FILE.py:NAME; in the training, give Recorder the arguments of "
+            "the model's class (arguments={...}) or a function that builds it (builder=FUNCTION)."
+        )
+        raise ModelError(error.message, remedy=remedy) from error.__cause__
     with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device
         code.model.to(device)
     add_casts(code.model, dump.recorded)
@@ -246,7 +259,7 @@ def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Setting
     if settings.inputs:
         return [bind_inputs(settings.inputs, available, list(batch.inputs), batch.containers)]
     if dump.recorded.calls:
-        return [bind_calls(dump.recorded, torch.device(settings.device))]
+        return [bind_calls(dump.recorded, torch.device(settings.device), dump.missing)]
     return find_bindings(code.model, available, list(batch.inputs), batch.containers)
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import nandoctor
 from nandoctor import Recorder
 from nandoctor.dumps.reader import read_dump
+from nandoctor.errors import ModelError
 
 NUM_STEPS, FAILING = 6, 3
 
@@ -402,11 +403,14 @@ def test_what_a_transform_hides_is_named(tmp_path, caplog):
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     with Recorder(model, folder=tmp_path) as recorder:
         found = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, torch.zeros(3, 4))
-        recorder.watch(found["leave.weight"].mean())
+        recorder.watch(found["leave.weight"].mean(), torch.zeros(3, 4))
     left_out = torch.load(recorder.written[0], weights_only=True)["left_out"]
     assert any("torch.func.vmap" in line for line in left_out)
     assert "cannot be replayed" in caplog.text
     assert "nandoctor replay" not in caplog.text
+    with pytest.raises(ModelError, match=r"is not in the file: input\.args\.0") as caught:
+        nandoctor.replay(recorder.written[0], Norm(divides=True))
+    assert "--inputs" in caught.value.remedy
 
 
 @pytest.mark.parametrize("explicit", [False, True])

@@ -163,6 +163,31 @@ def test_what_a_replay_cannot_build_is_said_beforehand(tmp_path, caplog, model, 
     assert command == f"nandoctor replay {path} --model FILE.py:NAME"
 
 
+def test_weights_that_the_recorded_class_does_not_fit(tmp_path, caplog):
+    *_, path = record(tmp_path, caplog, Wide(3), arguments={"width": 5})
+    with pytest.raises(ModelError, match="do not fit Wide") as caught:
+        nandoctor.replay(path)
+    assert "in the training, give Recorder the arguments" in caught.value.remedy
+    with pytest.raises(ModelError, match="do not fit Wide") as caught:
+        nandoctor.replay(path, Wide(5))
+    assert "Recorder" not in caught.value.remedy
+
+
+class Dropping(Wide):
+    def __init__(self, rate: float = 0.1) -> None:
+        super().__init__(3)
+        self.drop = nn.Dropout(rate)
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(2))])
+
+
+@pytest.mark.parametrize(("model", "said"), [(Dropping(0.5), "p=0.5"), (Dropping(), ""), (Dropping().half(), "")])
+def test_a_model_that_is_built_with_other_numbers(tmp_path, caplog, model, said):
+    with caplog.at_level(logging.WARNING), Recorder(model, folder=tmp_path):
+        advice = list(caplog.messages)
+    assert len(advice) == bool(said)
+    assert all(said in line and "a replay builds it with (drop): Dropout(p=0.1" in line for line in advice)
+
+
 class Power(nn.Module):
     def __init__(self, exponent: float) -> None:
         super().__init__()
