@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from nandoctor.capture.deepspeed import DeepSpeedEngine
 from nandoctor.capture.environment import read_arguments, read_backends, read_rank, read_versions
+from nandoctor.capture.model_rebuild import ModelArguments, describe_model
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.sharding import is_sharded, places_in_whole
-from nandoctor.capture.source_info import ProjectSources, describe_model
+from nandoctor.capture.source_info import ProjectSources
 from nandoctor.capture.step import RecordedStep
 from nandoctor.capture.step_policy import StepHistory, StepResult
 from nandoctor.capture.updates import Update
@@ -44,7 +45,7 @@ class Training:
     observer: Observer
     model: Mapping[str, str]
     loss: Mapping[str, str] | None
-    arguments: Mapping[str, Any]
+    arguments: ModelArguments
     built: bool
     method: str
     files: ProjectSources

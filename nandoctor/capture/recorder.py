@@ -19,6 +19,7 @@ from nandoctor.capture.dump_contents import Training, describe, leave_weights
 from nandoctor.capture.dump_folder import DumpFolder
 from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, scout_autocast
 from nandoctor.capture.joined import can_join
+from nandoctor.capture.model_rebuild import describe_arguments, find_config, plan_rebuild
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.recorder_settings import RecorderSettings
 from nandoctor.capture.sharding import refuse_flat_weights
@@ -29,7 +30,6 @@ from nandoctor.capture.source_info import (
     describe_loss,
     describe_source,
     flags_for_loss,
-    plan_rebuild,
     unwrap_model,
 )
 from nandoctor.capture.step import RecordedStep, held, pack_call
@@ -126,22 +126,22 @@ class Recorder(RecorderSettings):
         source = describe_source(builder or class_of(model))
         built = builder is not None and not isinstance(builder, type)
         loss = None if self.loss is None else describe_loss(self.loss)
-        flags, advice = plan_rebuild(model, source, arguments, built=built)
+        described = describe_arguments(arguments or ({} if built else find_config(model)))
+        flags, advice = plan_rebuild(model, source, described, built=built)
         flags = None if flags is None else flags + flags_for_loss(loss)
         for line in (*advice, *advise_loss(self.loss, loss)):
             LOG.warning("nandoctor.Recorder: %s", line)
-        training = Training(
+        return Training(
             observer=self._observer,
             model=source,
             loss=loss,
-            arguments=arguments,
+            arguments=described,
             built=built,
             method=self.method,
             files=ProjectSources(model, source, loss),
             scaler=self._find_scaler(),
             keep_optimizer=self.keep_optimizer,
-        )
-        return training, flags
+        ), flags
 
     @property
     def _called(self) -> nn.Module:

@@ -12,16 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
-from nandoctor.dumps.classify import unwrapped_name
-from nandoctor.dumps.code_request import argument_options, is_transformers_config
-from nandoctor.dumps.packing import pack
-from nandoctor.dumps.trees import PLAIN
-from nandoctor.process_wide import generators_kept
 from nandoctor.source_files import (
     ASSIGNED,
     SourceHash,
@@ -33,8 +26,6 @@ from nandoctor.source_files import (
     is_installed,
     shown_path,
 )
-from nandoctor.text import first_difference
-from nandoctor.torch_compat import fsdp_policy
 
 _MAX_SOURCES = 500
 
@@ -56,34 +47,17 @@ def class_of(model: nn.Module) -> type[nn.Module]:
 
     FSDP2 and parametrizations replace it with a new class that does not exist where it claims to be defined.
     """
-    return next((kind for kind in type(model).__mro__ if issubclass(kind, nn.Module) and _is_found(kind)), type(model))
+    return next((kind for kind in type(model).__mro__ if issubclass(kind, nn.Module) and is_found(kind)), type(model))
 
 
-def _is_found(kind: type) -> bool:
+def is_found(kind: Any) -> bool:
+    """Return True if a class or function is what its module has under its name; a class in a function counts too."""
     found: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
         if name == "<locals>":
             return True  # a class inside a function cannot be looked up: take its word
         found = getattr(found, name, None)
     return found is kind
-
-
-def describe_model(
-    model: nn.Module, source: Mapping[str, str], arguments: Mapping[str, Any], *, built: bool
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the `source` of the model's class or builder with arguments and structure, and notes on what is lost."""
-    packed = pack(dict(arguments), "model.arguments")
-    plain = {**source, "arguments": packed.tree, "structure": _print(model)}
-    return {**plain, **({} if arguments or built else _describe_config(model))}, packed.notes
-
-
-def _print(model: nn.Module) -> str:
-    """Return the model as it prints without the classes that FSDP2 puts on its modules."""
-    printed = str(model)
-    kinds = {type(module): class_of(module) for module in model.modules() if fsdp_policy(module) is not None}
-    for kind, original in kinds.items():
-        printed = printed.replace(f"{kind.__name__}(", f"{original.__name__}(")
-    return printed
 
 
 def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
@@ -100,7 +74,7 @@ def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
         return {"module": "__main__", "name": name, "file": shown_path(path), "sha256": _hash(path)}
     name = getattr(thing, "__qualname__", f"<{type(thing).__qualname__} object>")
     module = str(getattr(thing, "__module__", ""))
-    if (source := _source_file(thing)) is None:
+    if (source := source_file(thing)) is None:
         return {"module": module, "name": name, "file": "", "sha256": ""}
     file = "" if is_installed(source) else shown_path(source)
     return {"module": module, "name": name, "file": file, "sha256": _hash(source)}
@@ -141,7 +115,7 @@ class ProjectSources:
 
     def __init__(self, model: nn.Module, *described: Mapping[str, str] | None) -> None:
         classes = {base for module in model.modules() for base in type(module).__mro__}
-        files = {_source_file(cls) for cls in classes if cls.__module__.partition(".")[0] != "torch"}
+        files = {source_file(cls) for cls in classes if cls.__module__.partition(".")[0] != "torch"}
         self._by_line = {str(path) for path in files if path is not None}
         self._by_line |= {str(Path.cwd() / source["file"]) for source in described if source and source["file"]}
         self._hashes: dict[str, SourceHash] = {}
@@ -165,7 +139,8 @@ class ProjectSources:
         return {name: {"sha256": found.sha256, "lines": found.lines} for name, found in self._hashes.items()}
 
 
-def _source_file(thing: Any) -> Path | None:
+def source_file(thing: Any) -> Path | None:
+    """Return the file that defines a class or function; None if it is built in, or was typed into a console."""
     try:
         path = inspect.getsourcefile(thing)
     except (TypeError, OSError):  # built in, or typed into a console
@@ -199,131 +174,24 @@ def _hash(path: Path) -> str:
         return ""
 
 
-def _describe_config(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration that a transformers model is built from; empty for other models."""
-    config: Any = getattr(model, "config", None)
-    kind = type(config)
-    if not is_transformers_config(kind):
-        return {}
-    source = describe_source(kind)
-    return {
-        "arguments": {"config": pack(config.to_dict(), "model.config").tree},
-        "config": f"{source['module']}:{source['name']}",
-        "config_file": source["file"],
-        "config_sha256": source["sha256"],
-        "attention": str(getattr(config, "_attn_implementation", None) or ""),
-    }
-
-
-def plan_rebuild(
-    model: nn.Module, source: Mapping[str, str], arguments: Mapping[str, Any], *, built: bool
-) -> tuple[str | None, list[str]]:
-    """Return the flags for the model after `nandoctor replay FILE`, "" if none are needed, and how to do without them.
-
-    The flags are None if the model's code exists only in this notebook or console. The class is called with `arguments`
-    on the meta device, without weights, to see whether it can be built again.
-    """
-    name, file = source["name"], source["file"]
-    is_typed = _is_typed(source)
-    if "<" in name or (not file and source["module"] in ("__main__", "") and not is_typed):
-        where = "inside a function" if "<" in name else "outside of any file"
-        return " --model FILE.py:NAME", [
-            f"a replay cannot import {name}, which is defined {where}: define it at the top level of a .py file."
-        ]
-    is_plain = all(map(_is_plain, arguments.values()))
-    from_config = not arguments and is_transformers_config(type(getattr(model, "config", None)))
-    twin = None if built or from_config else _build_twin(model, arguments)
-    problem = _try_config(model) if from_config and not built else twin if isinstance(twin, str) else None
-    if problem is not None:
-        return " --model FILE.py:NAME", [
-            f"a replay cannot build {name} {problem}. Give Recorder arguments={{...}}, the plain data that {name} was "
-            "called with, or builder=FUNCTION, a function at the top level of a file that takes no arguments and "
-            "returns the model."
-        ]
-    notes = list(_compare_prints(model, twin)) if isinstance(twin, nn.Module) else []
-    if is_typed and is_plain:
-        return None, [
-            *notes,
-            f"{name} is not defined in a file, so its dumps can only be replayed here, with nandoctor.replay(FILE). To "
-            "replay them elsewhere, define it at the top level of a .py file.",
-        ]
-    if _is_elsewhere(source) or (built and not (_is_own_function(source) and is_plain)):
-        location = file if source["module"] == "__main__" or file else source["module"]
-        words = ["--model", f"{location}:{name}", *(argument_options(arguments) if not built else ())]
-        return "".join(f" {shlex.quote(word)}" for word in words), notes
-    return "", notes
-
-
-def _is_typed(source: Mapping[str, str]) -> bool:
+def is_typed(source: Mapping[str, str]) -> bool:
     """Return True if the source is defined in this notebook or console and not in a file."""
     return not source["file"] and find_typed(source["module"], source["name"]) is not None
 
 
-def _is_elsewhere(source: Mapping[str, str]) -> bool:
+def is_elsewhere(source: Mapping[str, str]) -> bool:
     """Return True if the file is outside of the working directory: a replay imports nothing from there by itself."""
     return Path(source["file"]).is_absolute()
 
 
-def _is_own_function(source: Mapping[str, str]) -> bool:
+def is_own_function(source: Mapping[str, str]) -> bool:
     """Return True if it is at the top level of a file in the working directory, so that a replay can import it."""
-    return bool(source["file"]) and not _is_elsewhere(source) and source["name"].isidentifier()
-
-
-def _try_config(model: nn.Module) -> str | None:
-    """Return why the class cannot be called with its configuration only, as a replay does; None if it can."""
-    config: Any = getattr(model, "config", None)
-    try:
-        inspect.signature(class_of(model)).bind(config)
-    except TypeError as error:
-        return f"from its configuration alone ({error})"
-    except ValueError:  # it has no signature
-        pass
-    return None
-
-
-def _build_twin(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Module | str:
-    """Call the model's class as a replay does; return what it makes, or what goes wrong."""
-    odd = sorted(name for name, value in arguments.items() if not _is_plain(value))
-    if odd:
-        return f"from its arguments ({', '.join(odd)}: not plain data)"
-    called = f"{class_of(model).__name__}({', '.join(arguments)})"
-    try:
-        with generators_kept(), torch.device("meta"):
-            twin: nn.Module = class_of(model)(**pack(dict(arguments), "arguments").tree)
-    except Exception as error:
-        return f"as {called} ({type(error).__name__}: {error})"
-    if any(map(is_lazy, model.parameters())):
-        return twin  # lazy parameters have no shapes before the first forward
-    own, other = ({unwrapped_name(name): p.shape for name, p in net.named_parameters()} for net in (model, twin))
-    different = [name for name in {**own, **other} if own.get(name) != other.get(name)]
-    if different:
-        return f"as {called}: its parameter {different[0]} would be missing or have another shape"
-    return twin
-
-
-def _compare_prints(model: nn.Module, twin: nn.Module) -> Iterator[str]:
-    """Yield what differs if the model and the one that a replay builds do not print alike, as by a dropout rate."""
-    try:
-        difference = first_difference(_print(model), str(twin))
-    except Exception:  # it prints its values, which are not there on the meta device
-        return
-    if difference is not None:
-        own, other = difference
-        yield (
-            f"the model prints {own}, and a replay builds it with {other}. Give Recorder arguments={{...}}, the plain "
-            f"data that {class_of(model).__name__} was called with, or builder=FUNCTION."
-        )
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) is dict:
-        return all(isinstance(key, (str, int)) and _is_plain(item) for key, item in value.items())
-    return type(value) in PLAIN or (type(value) in (list, tuple) and all(map(_is_plain, value)))
+    return bool(source["file"]) and not is_elsewhere(source) and source["name"].isidentifier()
 
 
 def flags_for_loss(source: Mapping[str, str] | None) -> str:
     """Return the flags after `nandoctor replay FILE` for a loss in a file outside of the working directory."""
-    is_named = source is not None and _is_elsewhere(source) and source["name"].isidentifier()
+    is_named = source is not None and is_elsewhere(source) and source["name"].isidentifier()
     return f" --loss {shlex.quote('{file}:{name}'.format(**source))}" if source is not None and is_named else ""
 
 
@@ -332,7 +200,7 @@ def advise_loss(loss: Callable[..., Any] | str | None, source: Mapping[str, str]
     if loss is None or source is None:
         return
     name = source["name"].rpartition(".")[2] or source["name"]
-    if not (_is_own_function(source) or flags_for_loss(source) or _is_typed(source)):
+    if not (is_own_function(source) or flags_for_loss(source) or is_typed(source)):
         yield (
             f"a replay cannot import the loss ({name}), and cannot check gradients without it. Give Recorder a "
             "function at the top level of a file of this project: loss=loss_of, with def loss_of(output, batch): "

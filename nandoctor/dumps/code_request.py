@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nandoctor.dumps.recorded_format import Recorded, Reference
-from nandoctor.dumps.trees import PLAIN
+from nandoctor.dumps.trees import KIND, PLAIN, holds_objects
 from nandoctor.source_files import hash_of, own_source
 from nandoctor.text import brief
 
@@ -49,7 +49,8 @@ def approving_command(dump: Path, recorded: Recorded) -> str:
     path = str(dump)
     words = ["nandoctor", "replay", f"./{path}" if path.startswith("-") else path]
     model, loss = recorded.model, recorded.loss_function
-    named = model.spec if model is not None and _may_be_offered(model) else "FILE.py:NAME"
+    is_typable = model is not None and _may_be_offered(model) and not holds_objects(model.arguments)
+    named = model.spec if model is not None and is_typable else "FILE.py:NAME"
     words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's code, once it is saved to a file
     if model is not None and model.config:
         words += ["--config", model.config.spec if _may_be_offered(model.config) else "FILE.py:NAME"]
@@ -95,6 +96,9 @@ def _whereabouts(reference: Reference) -> str:
 
 def _shown(value: Any) -> str:
     text = as_option(value)
+    kind = value.get(KIND) if isinstance(value, Mapping) else None
+    if isinstance(kind, Mapping):
+        return f"an object of {kind.get('name', '')}"
     return text if text is not None else f"a {type(value).__name__} that only a function can build"
 
 
@@ -121,6 +125,8 @@ def is_transformers_config(kind: Any) -> bool:
 
 def as_option(value: Any) -> str | None:
     """Return the value as `--model-arg` reads it back: a Python literal, or a string that is not one; else None."""
+    if holds_objects(value):
+        return None
     if isinstance(value, str) and value.isprintable() and len(value) <= _MAX_OPTION and not _read_literal(value):
         return value
     text = _literal(value)

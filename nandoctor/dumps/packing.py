@@ -157,7 +157,7 @@ class _Packer:
 
     def _pack_object(self, value: Any, name: str, depth: int) -> Any:
         """Pack the attributes of an object with tensors, such as a batch of graphs; leave out any other object."""
-        fields = None if id(value) in self.entered or len(self.entered) > _MAX_OBJECTS else _attributes(value)
+        fields = None if id(value) in self.entered or len(self.entered) > _MAX_OBJECTS else attributes_of(value)
         self.entered[id(value)] = value
         if not fields:
             return self._leave_out(value, name)
@@ -186,7 +186,7 @@ def _fields(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
+def attributes_of(value: Any) -> dict[str, Any] | None:
     """Return the items of an object by name if it has keys, else its attributes; None for code."""
     if isinstance(value, (type, ModuleType, FunctionType, MethodType, torch.nn.Module)):
         return None
@@ -224,10 +224,10 @@ def with_classes(tree: Any, find: Callable[[str], type[Any] | None]) -> Any:
         return type(tree)(with_classes(item, find) for item in tree) if type(tree) in (list, tuple) else tree
     items = {key: with_classes(item, find) for key, item in tree.items()}
     found = find(items[KIND]) if isinstance(items.get(KIND), str) else None
-    return items if found is None or not _has_attributes(found) else {**items, KIND: found}
+    return items if found is None or not has_only_attributes(found) else {**items, KIND: found}
 
 
-def _has_attributes(kind: type[Any]) -> bool:
+def has_only_attributes(kind: type[Any]) -> bool:
     """Return True if its objects are their attributes alone, with nothing that the class has to create or clean up."""
     is_keyed = issubclass(kind, Mapping) or callable(getattr(kind, "keys", None))
     is_made = any({"__new__", "__del__"} & vars(base).keys() for base in kind.__mro__ if base is not object)
@@ -250,17 +250,22 @@ class Fields(dict[str, Any]):
         return self
 
 
+def made_of(kind: type[Any], fields: Mapping[str, Any]) -> Any:
+    """Return an object of the class with these fields; no code of the class is run."""
+    instance = object.__new__(kind)
+    held = getattr(instance, "__dict__", {})
+    for name, value in fields.items():
+        if isinstance(inspect.getattr_static(kind, name, None), MemberDescriptorType):
+            object.__setattr__(instance, name, value)  # a slot
+        else:
+            held[name] = value  # even if the class has a property of that name
+    return instance
+
+
 def _rebuild(kind: str | type[Any], fields: dict[str, Any]) -> Any:
     """Return an object with these fields, of the class itself if it is given; no code of the class is run."""
     if isinstance(kind, type):
-        instance = object.__new__(kind)
-        held = getattr(instance, "__dict__", {})
-        for name, value in fields.items():
-            if isinstance(inspect.getattr_static(kind, name, None), MemberDescriptorType):
-                object.__setattr__(instance, name, value)  # a slot
-            else:
-                held[name] = value  # even if the class has a property of that name
-        return instance
+        return made_of(kind, fields)
     if kind == PACKED_SEQUENCE and isinstance(fields.get("batch_sizes"), torch.Tensor):
         return PackedSequence(**{**fields, "batch_sizes": fields["batch_sizes"].cpu()})
     if kind.startswith(_NAMED_TUPLE) and all(name.isidentifier() and not iskeyword(name) for name in fields):

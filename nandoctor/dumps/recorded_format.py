@@ -62,8 +62,8 @@ class Reference:
     """Where a model class or a function comes from.
 
     `file` is its source file relative to the training's working directory, "" for code from elsewhere; `sha256` is that
-    of the file. `arguments` are plain data. `config` is the class of a transformers configuration; its values are then
-    `arguments["config"]`. `structure` is the model as Python prints it.
+    of the file. `arguments` are plain data, in which objects are described. `config` is the class of a transformers
+    configuration; its values are then `arguments["config"]`. `structure` is the model as Python prints it.
     """
 
     module: str

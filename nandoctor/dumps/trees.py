@@ -74,3 +74,10 @@ def is_plain_data(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(isinstance(key, (str, int)) and is_plain_data(item) for key, item in value.items())
     return isinstance(value, PLAIN) or (isinstance(value, (list, tuple)) and all(map(is_plain_data, value)))
+
+
+def holds_objects(value: Any) -> bool:
+    """Return True if a tree has an entry that stands for an object."""
+    if isinstance(value, Mapping):
+        return KIND in value or any(map(holds_objects, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(holds_objects, value))

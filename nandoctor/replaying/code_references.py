@@ -1,8 +1,9 @@
 """Decide which code a replay may run, and find the code that the user's own dump names.
 
 Nothing is imported for a dump that this user's recorder did not sign. For the user's own dump, a Module class from an
-installed package or the working directory is imported, and called with plain data only; so is a function in the working
-directory that built the training's model. The source is checked for the definition before anything is imported.
+installed package or the working directory is imported, and called with the recorded arguments; so is a function in the
+working directory that built the training's model. The classes of configs among the arguments are imported by the same
+rules. The source is checked for the definition before anything is imported.
 """
 
 from __future__ import annotations
@@ -30,14 +31,11 @@ from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.trees import is_plain_data
 from nandoctor.errors import ModelError, UnapprovedCodeError
+from nandoctor.replaying.argument_objects import Source, find_standard, make_argument, make_config
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import ASSIGNED, defines, find_typed, hash_of, own_source
 from nandoctor.text import brief, first_difference, plural
-
-# transformers tries to fetch an implementation of any other name, even flash attention if it is not installed.
-_ATTENTION = ("eager", "sdpa")
-_CODE_OPTIONS = frozenset({"auto_map", "trust_remote_code", "use_kernels", "allow_all_kernels", "quantization_config"})
 
 
 def find_model(reference: Reference | None, dump: Path, provenance: Provenance) -> Callable[[], nn.Module]:
@@ -60,13 +58,19 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
     if isinstance(found, type) and not issubclass(found, nn.Module):
         raise _needs_approval(reference, dump, "it is no Module class")
 
+    def find(source: Source) -> Any:
+        module, name, file, sha256 = (str(source.get(field, "")) for field in ("module", "name", "file", "sha256"))
+        wanted = Reference(module=module, name=name, file=file, sha256=sha256)
+        return find_standard(source) or _import_source(wanted, dump, provenance)
+
     @functools.wraps(found)
     def build(**more: Any) -> nn.Module:
         if reference.config:
             kind = reference.config
             own = _import_source(kind, dump, provenance) if kind.file else _import_installed(reference, kind.spec, dump)
             return _build_from_config(found, own, reference)
-        made: nn.Module = found(**{**reference.arguments, **more})
+        given = {name: make_argument(value, find) for name, value in reference.arguments.items()}
+        made: nn.Module = found(**{**given, **more})
         return made
 
     build.__qualname__ = brief(reference.spec)
@@ -269,30 +273,7 @@ def _build_from_config(model: Callable[..., nn.Module], kind: Any, reference: Re
             f"{getattr(kind, '__name__', kind)} is no configuration class of transformers.",
             remedy="Name the class with --config package.module:NAME.",
         )
-    config = kind.from_dict(_only_values(reference.arguments["config"]))
-    if reference.attention in _ATTENTION:
-        config._attn_implementation = reference.attention
-    return model(config)
-
-
-def _only_values(config: Any) -> Any:
-    """Return the configuration without entries that could make transformers fetch code or weights.
-
-    Implementation names may refer to kernels on a hub, private entries set internal state, and a backbone loads its
-    pretrained weights unless told otherwise.
-    """
-    if isinstance(config, (list, tuple)):
-        return [_only_values(item) for item in config]
-    if not isinstance(config, Mapping):
-        return config
-    kept = {key: _only_values(value) for key, value in config.items() if _is_value(str(key), value)}
-    return {**kept, "use_pretrained_backbone": False} if "use_pretrained_backbone" in kept else kept
-
-
-def _is_value(name: str, value: Any) -> bool:
-    if "implementation" in name:
-        return isinstance(value, str) and value in _ATTENTION and not name.startswith("_")
-    return not name.startswith("_") and name not in _CODE_OPTIONS
+    return model(make_config(kind, reference.arguments["config"], reference.attention))
 
 
 def _needs_approval(reference: Reference, dump: Path, why: str) -> ModelError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import enum
 import functools
 import itertools
 import logging
@@ -10,7 +12,9 @@ import random
 import shlex
 import sys
 import types
+from collections import UserDict
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,6 +26,8 @@ import nandoctor
 from nandoctor import Recorder
 from nandoctor.capture.dump_folder import say_next
 from nandoctor.capture.source_info import describe_loss, describe_source
+from nandoctor.dumps.code_request import approving_command
+from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import ModelError, NanDoctorError
 
 HERE = Path(__file__).parent
@@ -41,9 +47,115 @@ class Config:
     width: int = 3
 
 
-class Configured(Wide):
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.width)
+class Flexible(nn.Module):
+    """It takes whatever `width_of` finds a width in."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.linear = nn.Linear(4, width_of(config))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Size(enum.Enum):
+    SMALL = 2
+    WIDE = 3
+
+
+class Layers(NamedTuple):
+    first: Size
+    width: int = 3
+
+
+class Options(dict[str, Any]):
+    """Its items are attributes too, as in many libraries."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Plain:
+    def __init__(self, width: int) -> None:
+        self.width, self.size = width, Size.WIDE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Nested:
+    inner: Config
+    layers: tuple[Layers, ...]
+    norm: Any = nn.LayerNorm
+
+    @property
+    def width(self) -> int:
+        assert self.layers[0].first is Size.SMALL
+        assert isinstance(functools.partial(self.norm, 3)(), nn.LayerNorm)
+        return self.inner.width
+
+
+def width_of(config: Any) -> int:
+    if isinstance(config, Size):
+        return {Size.SMALL: 2, Size.WIDE: 3}[config]
+    if callable(config):
+        return int(config(3))
+    return int(config["width"] if isinstance(config, UserDict) else config.width)
+
+
+def double(width: int, by: int = 2) -> int:
+    return by * width
+
+
+def make_ring() -> Plain:
+    ring = Plain(3)
+    ring.width = [ring, ring]
+    return ring
+
+
+CONFIGS = {
+    "dataclass": Config(),
+    "nested, frozen, with slots": Nested(Config(5), (Layers(Size.SMALL),)),
+    "enum": Size.WIDE,
+    "named tuple": Layers(Size.SMALL),
+    "object": Plain(7),
+    "dict with attributes": Options(width=3, size=Size.WIDE),
+    "user dict": UserDict(width=3),
+    "namespace": argparse.Namespace(width=3),
+    "simple namespace": types.SimpleNamespace(width=3, sizes=[Size.SMALL]),
+    "function": double,
+    "partial": functools.partial(double, by=3),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("named", [True, False], ids=["named", "found"])
+def test_a_model_with_a_config_replays_without_flags(tmp_path, caplog, config, named):
+    model = Flexible(config)
+    advice, command, path = record(tmp_path, caplog, model, **({"arguments": {"config": config}} if named else {}))
+    assert (advice, command) == ([], f"nandoctor replay {path}")
+    case = nandoctor.replay(path, fixes=False)
+    assert case.report.reproduction.grade == "exact"
+
+
+def test_a_config_of_transformers_in_an_own_class_is_built(tmp_path, caplog):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(hidden_size=3, attn_implementation="eager")
+
+    advice, command, path = record(tmp_path, caplog, Hidden(config, 2), arguments={"config": config, "factor": 2})
+    assert (advice, command) == ([], f"nandoctor replay {path}")
+    assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
+
+
+class Hidden(Wide):
+    def __init__(self, config: Any, factor: int) -> None:
+        assert config._attn_implementation == "eager"
+        super().__init__(config.hidden_size * factor)
+
+
+def test_the_command_of_a_config_names_a_function(tmp_path, caplog):
+    _, _, path = record(tmp_path, caplog, Flexible(Config()))
+    text = approving_command(path, read_dump(path).recorded)
+    assert "--model FILE.py:NAME" in text
+    assert "--model-arg" not in text
 
 
 def build_wide() -> nn.Module:
@@ -150,11 +262,29 @@ class Local:
     [
         (lambda: Wide(3), {}, "cannot build Wide as Wide() (TypeError"),
         (lambda: Wide(3), {"arguments": {"width": 5}}, "as Wide(width): its parameter linear.weight would be"),
-        (lambda: Configured(Config()), {"arguments": {"config": Config()}}, "(config: not plain data)"),
+        (lambda: Flexible(Config()), {"arguments": {"config": torch.nn.ReLU()}}, "(config: not plain data)"),
+        (lambda: Flexible(Config()), {"arguments": {"config": lambda: 3}}, "(config: not plain data)"),
+        (
+            lambda: Flexible(Config()),
+            {"arguments": {"config": Config(width=torch.ones(3))}},
+            "(config: not plain data)",
+        ),
+        (lambda: Flexible(Config()), {"arguments": {"config": Path.cwd}}, "(config: not plain data)"),
+        (lambda: Flexible(Config()), {"arguments": {"config": make_ring()}}, "(config: not plain data)"),
         (build_stack, {}, "as Sequential(): its parameter 0.weight would be missing"),
         (Local.make, {}, "is defined inside a function"),
     ],
-    ids=["no arguments", "other arguments", "dataclass", "sequential", "local class"],
+    ids=[
+        "no arguments",
+        "other arguments",
+        "module",
+        "lambda",
+        "tensor in a config",
+        "method of Python's own",
+        "objects in a ring",
+        "sequential",
+        "local class",
+    ],
 )
 def test_what_a_replay_cannot_build_is_said_beforehand(tmp_path, caplog, model, options, said):
     advice, command, path = record(tmp_path, caplog, model(), **options)

@@ -1,0 +1,150 @@
+"""Objects among the arguments that a model was called with: configs, enums, classes, functions and `partial`s.
+
+A recorder writes them as plain data: where their class is defined, and their fields. Only a replay of the user's own
+dump makes them again; it imports the classes by the rules for the model's class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import types
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from nandoctor.dumps.code_request import is_transformers_config
+from nandoctor.dumps.packing import attributes_of, has_only_attributes, made_of, pack
+from nandoctor.dumps.trees import KIND, MAX_DEPTH, PLAIN
+
+Source = Mapping[str, str]
+"""Where a class or function is defined: its module, name and file, and the sha256 of the file."""
+
+_STANDARD = {
+    f"{kind.__module__}:{kind.__qualname__}": kind
+    for kind in (argparse.Namespace, types.SimpleNamespace, OrderedDict, UserDict, functools.partial)
+}
+# transformers tries to fetch an implementation of any other name, even flash attention if it is not installed.
+_ATTENTION = ("eager", "sdpa")
+_MAX_OBJECTS = 1000
+_CODE_OPTIONS = frozenset({"auto_map", "trust_remote_code", "use_kernels", "allow_all_kernels", "quantization_config"})
+
+
+class NotDescribableError(Exception):
+    """An argument, or a part of it, cannot be made again."""
+
+
+def describe_argument(value: Any, source_of: Callable[[Any], Source]) -> Any:
+    """Return the argument as plain data; `source_of` describes a class or function that can be imported.
+
+    Raises:
+        NotDescribableError: it holds something that cannot be made again, or `source_of` raised that.
+    """
+    num_objects = 0
+
+    def describe(value: Any, depth: int) -> Any:
+        if type(value) in PLAIN:
+            return value
+        if type(value) in (list, tuple):
+            return type(value)(describe(item, depth + 1) for item in value)
+        if type(value) is dict:
+            return {key: describe(item, depth + 1) for key, item in _checked(value).items()}
+        nonlocal num_objects
+        num_objects += 1
+        if depth > MAX_DEPTH or num_objects > _MAX_OBJECTS:  # they may refer to one another
+            raise NotDescribableError
+        if isinstance(value, (type, types.FunctionType)):
+            return {KIND: source_of(value)}
+        return {KIND: source_of(type(value)), **_parts(value, lambda part: describe(part, depth + 1))}
+
+    return describe(value, 0)
+
+
+def _parts(value: Any, inside: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return what an object is made of besides its class."""
+    kind = type(value)
+    if isinstance(value, Enum):
+        return {"member": value.name}
+    if is_transformers_config(kind):
+        attention = str(getattr(value, "_attn_implementation", None) or "")
+        return {"config": pack(value.to_dict(), "config").tree, "attention": attention}
+    if kind is functools.partial:
+        return {"args": inside([value.func, *value.args]), "keywords": inside(value.keywords)}
+    if kind is types.SimpleNamespace:
+        return {"args": [], "keywords": inside(vars(value))}
+    if isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes, bytearray)):
+        items = inside(dict(value) if isinstance(value, Mapping) else list(value))
+        return {"args": items if hasattr(kind, "_fields") else [items], "keywords": {}}
+    is_code = callable(value) or isinstance(value, (torch.Tensor, nn.Module))
+    if is_code or not has_only_attributes(kind) or not kind.__flags__ & _HEAP_TYPE:
+        raise NotDescribableError
+    return {"fields": inside(attributes_of(value))}
+
+
+_HEAP_TYPE = 1 << 9
+"""Set for classes that Python code defines (Py_TPFLAGS_HEAPTYPE): others keep state that is no attribute."""
+
+
+def _checked(items: dict[Any, Any]) -> dict[Any, Any]:
+    if KIND in items or not all(isinstance(key, (str, int)) for key in items):
+        raise NotDescribableError
+    return items
+
+
+def make_argument(tree: Any, find: Callable[[Source], Any]) -> Any:
+    """Return the argument that was described; `find` returns the class or function that was defined there."""
+    if type(tree) in (list, tuple):
+        return type(tree)(make_argument(item, find) for item in tree)
+    if not isinstance(tree, Mapping):
+        return tree
+    if not isinstance(tree.get(KIND), Mapping):
+        return {key: make_argument(item, find) for key, item in tree.items()}
+    return _make_object(find(tree[KIND]), tree, lambda part: make_argument(tree[part], find))
+
+
+def _make_object(found: Any, tree: Mapping[str, Any], make: Callable[[str], Any]) -> Any:
+    """Return an object of the class, or the class or function itself; `make` returns a part of the object."""
+    if "config" in tree:
+        return make_config(found, tree["config"], tree.get("attention", ""))
+    if "member" in tree:
+        return found[tree["member"]]
+    if "fields" in tree:
+        return made_of(found, make("fields"))
+    return found(*make("args"), **make("keywords")) if "args" in tree else found
+
+
+def find_standard(source: Source) -> Any:
+    """Return the class of Python's own library that is described, if it only holds data; else None."""
+    return _STANDARD.get(f"{source.get('module')}:{source.get('name')}")
+
+
+def make_config(kind: Any, values: Any, attention: str) -> Any:
+    """Return a configuration of transformers with these values."""
+    config = kind.from_dict(_only_values(values))
+    if attention in _ATTENTION:
+        config._attn_implementation = attention
+    return config
+
+
+def _only_values(config: Any) -> Any:
+    """Return the configuration without entries that could make transformers fetch code or weights.
+
+    Implementation names may refer to kernels on a hub, private entries set internal state, and a backbone loads its
+    pretrained weights unless told otherwise.
+    """
+    if isinstance(config, (list, tuple)):
+        return [_only_values(item) for item in config]
+    if not isinstance(config, Mapping):
+        return config
+    kept = {key: _only_values(value) for key, value in config.items() if _is_value(str(key), value)}
+    return {**kept, "use_pretrained_backbone": False} if "use_pretrained_backbone" in kept else kept
+
+
+def _is_value(name: str, value: Any) -> bool:
+    if "implementation" in name:
+        return isinstance(value, str) and value in _ATTENTION and not name.startswith("_")
+    return not name.startswith("_") and name not in _CODE_OPTIONS
