@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import nandoctor
 from nandoctor.dumps.reader import look_at_dump, read_dump
 from nandoctor.errors import DumpError
 
@@ -70,6 +71,12 @@ def test_a_model_whose_class_is_called_an_output(read, monkeypatch):
     library.BertOutput = type("BertOutput", (nn.Linear,), {"__module__": library.__name__})
     monkeypatch.setitem(sys.modules, library.__name__, library)
     assert list(read({"model": library.BertOutput(2, 2)}).state) == ["weight", "bias"]
+
+
+def test_a_model_that_was_saved_under_a_recorder(read, tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with nandoctor.Recorder(model, folder=tmp_path):
+        assert_same_state(read({"model": model, "image": np.ones(2)}), model)
 
 
 def test_a_model_within_itself_is_refused(read):
