@@ -31,7 +31,7 @@ _WRAPPED_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wr
 # Names under which scripts save weights, the likeliest first.
 _STATE_NAMES = (
     *("state_dict", "model_state_dict", "model_state", "model", "net", "network", "module"),
-    *("model_weights", "weights", "params", "ema"),
+    *("model_weights", "weights", "params", "sd", "ema"),
 )
 _AVERAGE_WORDS = ("ema", "average", "averaged", "swa", "teacher", "shadow")
 _PARAMETER_NAMES = frozenset({"weight", "bias", "running_mean", "running_var", "num_batches_tracked", "in_proj_weight"})

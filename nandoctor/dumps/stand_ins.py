@@ -232,6 +232,8 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "transformers.image_processing_base.BatchFeature": _of_kind(_UserDict, "transformers.BatchFeature"),
     "tokenizers.Encoding": Fields,
     **{f"torch.{module}.grad_scaler.GradScaler": _Scaler for module in ("amp", "cuda.amp")},
+    # What a recorder leaves on a model that is pickled while it records.
+    **dict.fromkeys(("nandoctor.capture.hooks.Hook", "nandoctor.capture.hooks.do_nothing"), _Opaque),
     "types.SimpleNamespace": _of_kind(Fields, "types.SimpleNamespace"),
     "argparse.Namespace": _of_kind(Fields, "argparse.Namespace"),
     "torch.nn.utils.rnn.PackedSequence": _PackedSequence,

@@ -38,6 +38,7 @@ from nandoctor.evidence.formats import BF16, LARGEST_EPS
 from nandoctor.evidence.report import ChangeKind, FixSettings
 from nandoctor.evidence.trace import LOSS, ModuleCall, OpCall
 from nandoctor.fixes.cells import cell_name, known_names, write_snippet
+from nandoctor.fixes.constructor_arguments import describe_argument
 from nandoctor.fixes.source_changes import PastBound, SourceWriter
 from nandoctor.fixes.source_forwards import Forward, find_forward
 from nandoctor.ops import CASTS, DIVISIONS
@@ -80,6 +81,7 @@ class ChangeWriter:
         known = partial(known_names, model=model, loss=loss)
         self._source = SourceWriter(ops, known, lambda path, kept: self._forward_of(path, model, calls, kept))
         self._write_snippet = partial(write_snippet, model=model, loss=loss)
+        self._describe_argument = partial(describe_argument, model=model)
 
     def write(self, edit: Edit) -> Iterator[WrittenChange]:
         """Yield every runnable way to write an edit, the least invasive first; nothing if there is none."""
@@ -116,8 +118,11 @@ class ChangeWriter:
             parts = [self._snippet([edit]) for edit in edits]
             texts = [part.text for part in parts if part is not None and part.kind == "snippet"]
             return Snippet(kind="snippet", text="\n".join(texts)) if len(texts) == len(edits) else None
-        write = _SNIPPETS.get(edits[0].kind)
-        return write(edits[0]) if write is not None else None
+        edit = edits[0]
+        if isinstance(edit, SetAttribute):
+            return Snippet(kind="snippet", text=_set_attribute(edit) + self._describe_argument(edit))
+        write = _SNIPPETS.get(edit.kind)
+        return write(edit) if write is not None else None
 
     def _modules_in_fp32(self, paths: Sequence[str]) -> str:
         # The names may come from a stranger's dump: as JSON they are string literals, whatever they contain.
@@ -150,13 +155,12 @@ def _settings_of(edits: Sequence[SingleEdit]) -> FixSettings | None:
     return settings
 
 
-def _set_attribute(edit: SetAttribute) -> Snippet:
-    text = (
+def _set_attribute(edit: SetAttribute) -> str:
+    return (
         "for module in model.modules():\n"
         f"    if type(module).__name__ == {edit.type!r} and module.{edit.name} == {constant(edit.was)}:\n"
         f"        module.{edit.name} = {constant(edit.value)}\n"
     )
-    return Snippet(kind="snippet", text=text)
 
 
 def _reset_buffers(edit: ResetBuffers) -> Snippet:
@@ -201,7 +205,6 @@ def _fill_masked(edit: FillMasked) -> Snippet:
 
 
 _SNIPPETS: dict[str, Callable[[Any], Snippet]] = {
-    "set-attribute": _set_attribute,
     "reset-buffers": _reset_buffers,
     "zero-weights": lambda _: Snippet(kind="state", text=_ZERO_WEIGHTS),
     "fill-masked": _fill_masked,

@@ -75,9 +75,12 @@ def _replay(job: Job) -> JobAnswer:
     from nandoctor.renderers.jsonfile import dumps
     from nandoctor.renderers.page import report_page
     from nandoctor.replaying.weights import take_weights
+    from nandoctor.verification import tell_if_changed
 
     dump = take_weights(read_dump(job.path, trust=job.trust), job.settings)
     found = replay_dump(dump, None, job.settings)
+    if found.report.verdict == "not-reproduced":
+        found = replace(found, report=tell_if_changed(found, dump, job.settings))
     report = add_fixes(found, job.settings)
     result = DumpResult(
         path=job.shown,

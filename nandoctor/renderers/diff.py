@@ -59,7 +59,7 @@ def describe_layers(comparison: Comparison) -> str:
 def _table(changes: Sequence[LayerChange]) -> FittedTable:
     before = [_size(change.absmax_before, finite=change.finite_before) for change in changes]
     after = [_size(change.absmax_after, finite=change.finite_after) for change in changes]
-    times = ["-" if change.growth is None else number(change.growth) for change in changes]
+    times = [_times(change) for change in changes]
     headroom = [bits_text(change.headroom_after) for change in changes]
     columns = (
         Column("layer", [brief(change.place.label) for change in changes], least=_MIN_NAME_WIDTH),
@@ -70,6 +70,12 @@ def _table(changes: Sequence[LayerChange]) -> FittedTable:
     )
     styles = {(False, True): "green", (True, False): "red"}
     return FittedTable(columns, [styles.get((change.finite_before, change.finite_after), "") for change in changes])
+
+
+def _times(change: LayerChange) -> str:
+    """Return the growth of a magnitude; "-" if either call was non-finite, whose largest finite value says nothing."""
+    known = change.growth is not None and change.finite_before and change.finite_after
+    return number(change.growth or 0.0) if known else "-"
 
 
 def _size(absmax: float | None, *, finite: bool) -> str:

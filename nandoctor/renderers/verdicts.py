@@ -44,7 +44,7 @@ VERDICTS: Mapping[Verdict, ShownVerdict] = {
     "silent": ShownVerdict("finite {under}, and far from what fp32 computes", FAILED),
     "healthy": ShownVerdict("nothing that was checked failed {under} or in fp32", GOOD),
     "not-reproduced": ShownVerdict("the saved failure was not reproduced", UNCLEAR),
-    "cannot-tell": ShownVerdict("nothing non-finite in what could be checked", UNCLEAR),
+    "cannot-tell": ShownVerdict("no certain failure in what could be checked", UNCLEAR),
     "fixed": ShownVerdict("the step failed, and passes with the current code", GOOD),
     "interrupted": ShownVerdict("the diagnosis was stopped before it was complete", UNCLEAR),
 }

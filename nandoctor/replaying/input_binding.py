@@ -97,8 +97,10 @@ def find_bindings(
         return [_bind_parameters(parameters, named)]
     if not unmet and parameters.named:
         unmet = [parameters.named[0]]
-    if not unmet and parameters.variadic and len(spare) == 1:
-        return [_bind_names(spare, {})]
+    if not unmet and parameters.variadic:
+        items = spare if len(spare) == 1 else _items_named(parameters.variadic, available, containers)
+        if items:
+            return [_bind_names(items, {})]
     if len(unmet) == 1:
         whole = [_bind_whole(available, tensors, containers)] if not named else []
         single = [_bind_parameters(parameters, named | {unmet[0].name: spare[0]})] if len(spare) == 1 else []
@@ -119,6 +121,15 @@ def _find_array(parameter: str, available: Mapping[str, Any]) -> str | None:
         return parameter
     nested = [name for name in available if name.endswith(f".{parameter}")]
     return nested[0] if len(nested) == 1 else None
+
+
+def _items_named(name: str, available: Mapping[str, Any], containers: Mapping[str, Any]) -> list[str]:
+    """Return the names of the items of the list that is saved under a name; [] without one, or if some are nested."""
+    container = _find_array(name, containers)
+    if container is None or not isinstance(containers[container], list | tuple):
+        return []
+    items = [f"{container}.{index}" for index in range(len(containers[container]))]
+    return items if all(item in available for item in items) else []
 
 
 def _bind_parameters(parameters: _Parameters, chosen: Mapping[str, str]) -> Binding:
@@ -225,7 +236,8 @@ def _explain_ambiguity(
     wanted = ", ".join(p.name for p in unmet) or (f"*{parameters.variadic}" if parameters.variadic else "no array")
     lines = [f"  {name} {_shape_of(available[name])}" for name in spare]
     found = "\n".join(lines) if lines else "  none"
-    example = ",".join(spare[: max(1, len(unmet))]) or "image"
+    num_wanted = len(unmet) or (len(spare) if parameters.variadic else 1)
+    example = ",".join(spare[:num_wanted]) or "image"
     return ModelError(
         f"It is not clear how to call {type(_inner(model)).__name__}: forward wants {wanted}, "
         f"and these saved arrays could go in:\n{found}",

@@ -107,6 +107,12 @@ def raise_explained(error: Exception, policy: Policy) -> NoReturn:
         raise error
     if is_out_of_memory(error):
         raise explain_memory("run the step", error) from error
+    if _lacks_forward(error):
+        raise ModelError(
+            "The model has no forward.",
+            remedy="Name a function that makes the training's call: --call FILE.py:NAME, with def NAME(model, batch): "
+            "return model.training_step(batch, 0) or the like; or name the network inside it with --model.",
+        ) from error
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     what = "backward pass" if any(frame.f_code is run_backward.__code__ for frame in frames) else "forward"
     raised = f"The model's {what} raised {type(error).__name__}{raised_at(error)}: {error}"
@@ -123,6 +129,12 @@ def raise_explained(error: Exception, policy: Policy) -> NoReturn:
         + " what the model is called with: `nandoctor inspect` lists the saved arrays, --inputs picks among them by "
         "name, and --call names a function (model, batch) -> output for anything else.",
     ) from error
+
+
+def _lacks_forward(error: Exception) -> bool:
+    """Return True for torch's own error for a module without a forward, or for the arguments that it was given."""
+    says_so = isinstance(error, NotImplementedError) and 'required "forward" function' in str(error)
+    return says_so or (isinstance(error, TypeError) and "_forward_unimplemented()" in str(error))
 
 
 def explain_memory(doing: str, error: BaseException) -> ModelError:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import nandoctor
 from nandoctor.dumps.reader import look_at_dump, read_dump
 from nandoctor.errors import DumpError
 
@@ -72,6 +73,12 @@ def test_a_model_whose_class_is_called_an_output(read, monkeypatch):
     assert list(read({"model": library.BertOutput(2, 2)}).state) == ["weight", "bias"]
 
 
+def test_a_model_that_was_saved_under_a_recorder(read, tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with nandoctor.Recorder(model, folder=tmp_path):
+        assert_same_state(read({"model": model, "image": np.ones(2)}), model)
+
+
 def test_a_model_within_itself_is_refused(read):
     model = nn.Linear(2, 2)
     model.inner = model
@@ -86,3 +93,7 @@ def test_a_list_is_a_dict_of_its_indices(read, kind):
     assert_same_state(dump, model)
     assert list(dump.arrays) == ["1", "2.mask"]
     assert dump.scalars == {"3": 0.5}
+
+
+def test_a_short_name_of_a_state_dict_is_known(read):
+    assert read({"sd": {"scale": torch.ones(2)}, "x": torch.ones(3)}).state_name == "sd"

@@ -48,6 +48,10 @@ def test_a_fix_shows_in_verdict_place_and_layers():
     first = comparison.layers[0]
     assert (first.place.label, first.finite_before, first.finite_after) == ("encoder.blocks.2.attention", False, True)
     assert comparison.num_shared == 26
+    output = io.StringIO()
+    print_comparison(comparison, Console(file=output, width=80))
+    row = next(line.split() for line in output.getvalue().splitlines() if line.startswith(first.place.label))
+    assert row[3] == "-"  # the largest finite value beside NaN is no magnitude to compare with
     assert all(layer.finite_before != layer.finite_after for layer in comparison.layers)
 
 

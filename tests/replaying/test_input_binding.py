@@ -117,6 +117,19 @@ def prediction_annotation(self, x: PredictionInputs):  # noqa: F821 - only its t
     return Heard(x=x)
 
 
+def test_a_list_of_the_name_of_args_is_passed_in_order():
+    def forward(self, *inputs):
+        return inputs
+
+    arrays = {"inputs.0": IMAGE, "inputs.1": DEPTH, "mask": MASK}
+    binding = find_bindings(model_of(forward), arrays, list(arrays), {"inputs": ["inputs.0", "inputs.1"]})[0]
+    assert binding.description == "model(inputs.0, inputs.1)"
+    assert [id(array) for array in binding.forward(model_of(forward), arrays)] == [id(IMAGE), id(DEPTH)]
+    with pytest.raises(ModelError) as caught:
+        find_bindings(model_of(forward), arrays, list(arrays), {"inputs": ["inputs.0", {"deep": 1}, 2]})
+    assert "--inputs inputs.0,inputs.1)" in caught.value.remedy
+
+
 @pytest.mark.parametrize(
     ("forward", "available", "expected"),
     [

@@ -151,3 +151,13 @@ def test_a_model_that_ends_the_process_does_not_end_with_zero(project):
     done = run_cli(project(NET.format(line="os._exit(0)")))
     assert (done.returncode, done.stdout) == (1, "")
     assert "the code ended the process (exit status 0)" in done.stderr
+
+
+@pytest.mark.parametrize("passes_on", [False, True])
+def test_a_model_without_a_forward_needs_a_call(project, passes_on):
+    text = NET.format(line="pass").replace("forward", "training_step")
+    if passes_on:  # as a LightningModule does
+        text += "    def forward(self, *args, **kwargs):\n        return super().forward(*args, **kwargs)\n"
+    with pytest.raises(ModelError, match="has no forward") as caught:
+        replay(project(text))
+    assert "--call FILE.py:NAME" in caught.value.remedy
