@@ -23,6 +23,7 @@ from nandoctor.torch_compat import TorchDispatchMode, count_storage_users, schem
 
 _FACTORIES = {"randn": torch.Tensor.normal_, "rand": torch.Tensor.uniform_}
 _COPIES = frozenset({"clone", "_to_copy"})
+_MAY_MOVE = frozenset({"resize_", "resize_as_", "set_"})  # after these a tensor may have other memory
 # These expose the memory itself, without an operation that a dispatch mode sees.
 _EXPOSING = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "__deepcopy__"})
 
@@ -123,14 +124,13 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._record(_Fill(operation=operation, target=made, args=(), kwargs={}, state=self._read_state()))
                 return made
             if len(tensors) == 1 and tensors[0] is args[0]:
+                if _only_views(func, name):
+                    return None
                 first = schema_of(func).arguments[0].alias_info
-                if first is not None and first.is_write:
+                if first is not None and first.is_write and name not in _MAY_MOVE:
                     state = self._read_state() if draws else None
                     self._record(_Fill(operation=func, target=args[0], args=args[1:], kwargs=kwargs, state=state))
                     return args[0]
-                returns = schema_of(func).returns
-                if len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write:
-                    return None  # a view, which reads nothing
                 if name in _COPIES:
                     return self._copy_later(func, args, kwargs)
         self.make_all()
@@ -179,6 +179,14 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_quantized
     )
+
+
+def _only_views(func: Any, name: str) -> bool:
+    """Return True if an operation returns a view, or turns its tensor into one as `t_` does, and reads no element."""
+    if torch.Tag.inplace_view in func.tags:
+        return name not in _MAY_MOVE
+    returns = schema_of(func).returns
+    return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
 def _is_cpu(kwargs: Mapping[str, Any]) -> bool:

@@ -60,6 +60,21 @@ class Normed(nn.Module):
         self.old = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
 
 
+class Turned(nn.Module):
+    """Changes the shape of what it drew in place; `orthogonal_` transposes a wide matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.init.orthogonal_(nn.Parameter(torch.empty(3, 6)))
+        self.turned = nn.Parameter(torch.empty(2, 3))
+        with torch.no_grad():
+            self.turned.normal_().t_().add_(torch.arange(2))
+            self.turned.data.unsqueeze_(0).transpose_(0, 1)
+        self.resized = torch.randn(4)
+        self.resized.resize_(2, 3).fill_(1)
+        self.sparse = nn.init.sparse_(nn.Parameter(torch.empty(4, 5)), 0.5)
+
+
 def make_bert():
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
@@ -81,6 +96,7 @@ BUILDERS = [
     Seeding,
     Peeking,
     Normed,
+    Turned,
     pytest.param(make_bert, marks=pytest.mark.slow),  # whose import takes seconds
     pytest.param(make_llama, marks=pytest.mark.slow),
     lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2),
