@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.machinery
+import importlib.metadata
 import importlib.util
 import io
 import os
@@ -180,6 +182,21 @@ def folder_with(module: str, base: Path) -> Path | None:
 def is_installed(path: Path) -> bool:
     """Return True if a file belongs to Python itself or to an installed package."""
     return path.is_relative_to(_STDLIB) or not PACKAGE_FOLDERS.isdisjoint(path.parts)
+
+
+def installed_path(module: str) -> Path | None:
+    """Return the source file of an installed distribution's module, found without importing its packages."""
+    top, *parts = module.split(".")
+    if not all(part.isidentifier() for part in [top, *parts]):
+        return None
+    elsewhere = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
+    found = importlib.machinery.PathFinder.find_spec(top, elsewhere)
+    # Checked last: it reads the metadata of every installed distribution, which takes a second.
+    if found is None or found.origin is None or top not in importlib.metadata.packages_distributions():
+        return None
+    base = Path(found.origin).parent.joinpath(*parts)
+    places = (base.with_suffix(".py"), base / "__init__.py") if parts else (Path(found.origin),)
+    return next((place for place in places if place.is_file()), None)
 
 
 def holds_packages(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.trees import KIND, PLAIN, holds_objects
-from nandoctor.source_files import hash_of, own_source
+from nandoctor.source_files import ASSIGNED, defines, hash_of, installed_path, own_source
 from nandoctor.text import brief
 
 _MAX_SHOWN = 20
@@ -58,7 +58,7 @@ def approving_command(dump: Path, recorded: Recorded) -> str:
         words += argument_options(model.arguments)
     if recorded.method:
         words += ["--method", recorded.method]
-    if loss is not None and _may_be_offered(loss):
+    if loss is not None and _may_be_offered(loss, assigned=True):
         words += ["--loss", loss.spec.replace("__main__:", "FILE.py:")]
     return " ".join(map(_quote, words))
 
@@ -69,11 +69,19 @@ def argument_options(arguments: Mapping[str, Any]) -> list[str]:
     return [word for name, text in typed if text is not None for word in ("--model-arg", f"{name}={text}")]
 
 
-def _may_be_offered(reference: Reference) -> bool:
-    """Return True if the command may name it: Python's own functions are not models, and some start programs."""
-    return (
-        reference.can_be_named and not _is_pythons(reference) and "__" not in {n[:2] for n in reference.name.split(".")}
-    )
+def _may_be_offered(reference: Reference, *, assigned: bool = False) -> bool:
+    """Return True if the command may name it: its file, or an installed package, defines it, and does not import it.
+
+    A file's imports may start programs (`train.py:os.system`). A notebook's code has no file yet. With `assigned`, an
+    assignment defines it too.
+    """
+    if not reference.can_be_named or "__" in {part[:2] for part in reference.name.split(".")}:
+        return False
+    if not reference.file and reference.module in ("", "__main__"):
+        return True
+    path = own_source(reference.file) if reference.file else installed_path(reference.module)
+    kinds = (ast.ClassDef, ast.FunctionDef, *(ASSIGNED if assigned else ())) if reference.file else (ast.ClassDef,)
+    return path is not None and defines(path, reference.name, kinds)
 
 
 def _is_pythons(reference: Reference) -> bool:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.machinery
-import importlib.metadata
 import inspect
 import shlex
 import sys
@@ -34,7 +32,7 @@ from nandoctor.errors import ModelError, UnapprovedCodeError
 from nandoctor.replaying.argument_objects import Source, find_standard, make_argument, make_config
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute
 from nandoctor.replaying.settings import Settings
-from nandoctor.source_files import ASSIGNED, defines, find_typed, hash_of, own_source
+from nandoctor.source_files import ASSIGNED, defines, find_typed, hash_of, installed_path, own_source
 from nandoctor.text import brief, first_difference, plural
 
 
@@ -223,7 +221,7 @@ def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> 
 
 
 def _import_installed(reference: Reference, spec: str, dump: Path) -> Any:
-    path = _installed_path(spec.partition(":")[0])
+    path = installed_path(spec.partition(":")[0])
     if path is None:
         raise _needs_approval(reference, dump, "no installed package has it")
     if not defines(path, spec.rpartition(":")[2], (ast.ClassDef,)):
@@ -233,7 +231,7 @@ def _import_installed(reference: Reference, spec: str, dump: Path) -> Any:
 
 def _find_source(reference: Reference) -> Path | None:
     """Return the referenced file in the working directory or, if no file is named, in an installed package."""
-    return own_source(reference.file) if reference.file else _installed_path(reference.module)
+    return own_source(reference.file) if reference.file else installed_path(reference.module)
 
 
 def _has_changed(reference: Reference, source: Path) -> bool:
@@ -249,21 +247,6 @@ def _from_file(reference: Reference, path: Path) -> tuple[Path, str]:
     if reference.module != "__main__" and stem[-len(parts) :] == parts:
         return Path(*stem[: -len(parts)]), f"{reference.module}:{reference.name}"
     return path.parent, f"{path.name}:{reference.name}"
-
-
-def _installed_path(module: str) -> Path | None:
-    """Return the source file of an installed distribution's module, found without importing its packages."""
-    top, *parts = module.split(".")
-    if not all(part.isidentifier() for part in [top, *parts]):
-        return None
-    elsewhere = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
-    found = importlib.machinery.PathFinder.find_spec(top, elsewhere)
-    # Checked last: it reads the metadata of every installed distribution, which takes a second.
-    if found is None or found.origin is None or top not in importlib.metadata.packages_distributions():
-        return None
-    base = Path(found.origin).parent.joinpath(*parts)
-    places = (base.with_suffix(".py"), base / "__init__.py") if parts else (Path(found.origin),)
-    return next((place for place in places if place.is_file()), None)
 
 
 def _build_from_config(model: Callable[..., nn.Module], kind: Any, reference: Reference) -> nn.Module:

@@ -158,17 +158,24 @@ def test_the_printed_command_runs_it(project, kind, run_nandoctor):
         ("builtins", "", "eval"),
         ("subprocess", "", "Popen"),
         ("train", "train.py", "__loader__.path"),
+        ("train", "train.py", "os.system"),
+        ("train", "train.py", "popen"),
+        ("train", "train.py", "shell"),
+        ("elsewhere", "elsewhere.py", "Net"),
+        ("numpy.testing", "", "rundocs"),
     ],
 )
-def test_no_command_is_offered_that_runs_pythons_own(project, module, file, name):
+def test_no_command_is_offered_for_what_the_file_does_not_define(project, module, file, name):
+    with (project / "train.py").open("a") as script:
+        script.write("\nimport os\nfrom os import popen\n\nif True:\n    from os import system as shell\n")
     source = {"module": module, "file": file, "name": name}
     arguments = {"command": "touch canary"}
     request = refusal(strangers(project, model={**source, "arguments": arguments}, loss_function=source))
     command = request.remedy.partition("nandoctor replay")[2]
     assert f":{name}" in str(request)
-    assert name not in command
+    assert f":{name}" not in command  # the folder may have any name
     assert "--model FILE.py:NAME" in command
-    assert ("a part of Python" in str(request)) == (not file)
+    assert ("a part of Python" in str(request)) == (module in ("os", "builtins", "subprocess"))
 
 
 def test_a_flag_allows_what_it_names_and_no_more(project):
