@@ -44,7 +44,9 @@ class _Verbs(click.Group):
             return super().make_context(*args, **kwargs)
 
     def invoke(self, context: click.Context) -> Any:
-        with failures_told():
+        from nandoctor.hidden_warnings import warnings_hidden
+
+        with failures_told(), warnings_hidden():
             return super().invoke(context)
 
     def list_commands(self, _: click.Context) -> list[str]:

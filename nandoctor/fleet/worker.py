@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nandoctor.errors import DumpError, NanDoctorError
 from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult, SourceFile, TrainingMoment
+from nandoctor.hidden_warnings import warnings_hidden
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import hash_of
@@ -62,7 +63,12 @@ def run_job(job: Job) -> JobAnswer:
     """Replay the file; the answer tells of any failure that does not end the process."""
     started = time.perf_counter()
     try:
-        with _deadline(job.timeout_s), _working_directory(job.cwd), contextlib.redirect_stdout(sys.stderr):
+        with (
+            _deadline(job.timeout_s),
+            _working_directory(job.cwd),
+            contextlib.redirect_stdout(sys.stderr),
+            warnings_hidden(),
+        ):
             answer = _replay(job)
     except (Exception, SystemExit) as error:
         answer = JobAnswer(result=_describe_error(job, error))

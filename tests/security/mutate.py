@@ -114,6 +114,7 @@ def odd_values():
         *(np.zeros(3), np.float32(2), np.array(["a"]), np.array([None]), np.zeros(3, "M8[s]"), np.zeros(2, ">c16")),
         *(torch.float16, torch.device("cuda"), torch.device("meta"), torch.Size([1, 2]), torch.per_tensor_affine),
         *(collections.OrderedDict(a=1), collections.Counter("aab"), torch.nn.Linear(2, 2).state_dict()),
+        *(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.optim.Adam([nn.Parameter(x.clone())])),
     ]
 
 
