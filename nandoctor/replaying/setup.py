@@ -62,6 +62,7 @@ from nandoctor.tracing.tensor_stats import format_of
 NUM_EXTRA_SEEDS = 3
 _UNFILLED_NBYTES = 16 << 20
 """The size of weights from which on it pays not to draw initial values that the dump replaces."""
+_WIDE = (torch.float32, torch.float64)
 _FP8_CLASS = re.compile(r"float8|fp8", re.IGNORECASE)
 
 
@@ -168,6 +169,7 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
 def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.device) -> list[str]:
     """Load the dump's weights, on the device and in their formats; return notes on what did not fit."""
     state, state_notes = state_to_load(dump)
+    state_notes += _widen_weights(code.model, state)
     try:
         notes = [*load_state(code.model, state, strict=settings.strict, fills=code.fills), *state_notes]
     except ModelError as error:
@@ -182,6 +184,25 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
         code.model.to(device)
     add_casts(code.model, dump.recorded)
     return [*notes, *_take_dtypes(code.model, dump), *_describe_fp8(code.model)]
+
+
+def _widen_weights(net: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Give weights of a model that is built in fp16 or bf16 the file's wider format, if only that holds its values.
+
+    Weights in fp16 are often saved in fp32; then every value is one of fp16.
+    """
+    named = [(name, tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers()) if name in state]
+    narrow = [(t, state[name]) for name, t in named if t.dtype in LOW_DTYPES and state[name].dtype in _WIDE]
+    if all(
+        torch.equal(saved.to(tensor.dtype).to(saved.dtype).nan_to_num(), saved.nan_to_num()) for tensor, saved in narrow
+    ):
+        return []
+    formats = [str(format_of(tensor.dtype)) for tensor in narrow[0]]
+    for tensor, saved in narrow:
+        tensor.data = torch.empty_like(tensor.data, dtype=saved.dtype)
+    return [
+        f"The model is built in {formats[0]}, the dump's weights are {formats[1]}: it was replayed in {formats[1]}."
+    ]
 
 
 def _describe_fp8(net: nn.Module) -> Iterator[str]:

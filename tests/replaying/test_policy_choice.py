@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -110,6 +112,28 @@ def test_half_weights_in_a_model_that_is_built_in_fp32_are_told(replay):
     report = replay(model, {"x": X, "logit": model(X.half()).detach()}, builds=Stretched(1e6))
     assert under(report) == ("precision", "none", "fp16", "exact")
     assert "The dump's weights are fp16, the model is built in fp32: it was replayed in fp16." in report.notes
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_weights_that_a_half_model_cannot_hold_stay_in_fp32(replay, low):
+    """The training kept them in fp32: 1e5 is not an infinity that it had."""
+    model = nn.Linear(8, 8)
+    with torch.no_grad():
+        model.weight[0, 0] = 1e5
+    with cuda_autocast(torch.float16), torch.no_grad():
+        logit = model(X)
+    report = replay(model, {"x": X, "logit": logit}, builds=nn.Linear(8, 8).to(low))
+    assert report.reproduction.grade == "exact"
+    assert report.headline.startswith("The weight `weight` reaches 100,000; fp16 holds at most 65,504")
+    assert any("the dump's weights are fp32: it was replayed in fp32" in note for note in report.notes)
+
+
+def test_half_weights_that_were_saved_in_fp32_are_replayed_in_half(replay):
+    model = Stretched(1e6).half()
+    saved = {"x": X, "logit": model(X.half()).detach()}
+    report = replay(copy.deepcopy(model).float(), saved, builds=model)
+    assert (report.verdict, report.reproduction.grade) == ("precision", "exact")
+    assert not any("it was replayed in fp32" in note for note in report.notes)
 
 
 def test_weights_in_float64_are_not_narrowed(replay):
