@@ -115,7 +115,7 @@ def test_half_weights_in_a_model_that_is_built_in_fp32_are_told(replay):
 
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
-def test_weights_that_a_half_model_cannot_hold_stay_in_fp32(replay, low):
+def test_weights_a_half_model_cannot_hold_stay_in_fp32(replay, low):
     """The training kept them in fp32: 1e5 is not an infinity that it had."""
     model = nn.Linear(8, 8)
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_weights_that_a_half_model_cannot_hold_stay_in_fp32(replay, low):
     assert any("the dump's weights are fp32: it was replayed in fp32" in note for note in report.notes)
 
 
-def test_half_weights_that_were_saved_in_fp32_are_replayed_in_half(replay):
+def test_half_weights_saved_in_fp32_are_replayed_in_half(replay):
     model = Stretched(1e6).half()
     saved = {"x": X, "logit": model(X.half()).detach()}
     report = replay(copy.deepcopy(model).float(), saved, builds=model)

@@ -165,7 +165,7 @@ def test_the_printed_command_runs_it(project, kind, run_nandoctor):
         ("numpy.testing", "", "rundocs"),
     ],
 )
-def test_no_command_is_offered_for_what_the_file_does_not_define(project, module, file, name):
+def test_no_command_names_what_its_file_does_not_define(project, module, file, name):
     with (project / "train.py").open("a") as script:
         script.write("\nimport os\nfrom os import popen\n\nif True:\n    from os import system as shell\n")
     source = {"module": module, "file": file, "name": name}
