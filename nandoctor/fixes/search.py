@@ -266,8 +266,10 @@ class _Search:
 
     def _attempt(self, candidates: Iterable[Candidate], tried: list[Fix]) -> None:
         for candidate in candidates:
-            tried += self._without_idle_parts(self._try(candidate))
+            start = len(tried)
+            tried += self._try(candidate)  # kept if the budget ends while its parts are left out
             self._notify()
+            tried[start:] = self._without_idle_parts(tried[start:])
 
     def _without_idle_parts(self, found: list[Fix]) -> list[Fix]:
         """Return a verified change of several places without superfluous ones: the change of one may fix another."""

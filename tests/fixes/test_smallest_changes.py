@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import nandoctor
+from nandoctor.fixes.budget import BudgetSpent
 
 FILE = """
 import torch
@@ -56,6 +57,16 @@ def test_what_another_part_mends_is_left_out(fixes_of):
     verified = [fix for fix in fixes if fix.verified]
     assert "torch.matmul(power.float(), self.bank.T.float())" in verified[0].patch
     assert not any("clamp(min=1e-10).clamp" in fix.patch for fix in verified)
+
+
+def test_a_fix_is_kept_if_the_budget_ends_on_a_smaller_one(fixes_of, monkeypatch):
+    def end_budget(*_):
+        raise BudgetSpent
+
+    monkeypatch.setattr("nandoctor.fixes.search._Search._without_idle_parts", end_budget)
+    power = torch.rand(4, 5) * torch.tensor([[1.0], [1e5], [0.0], [1.0]])
+    fixes = fixes_of("Mel", {"head": torch.nn.Linear(3, 2)}, power=power, buffers={"bank": torch.ones(3, 5)})
+    assert [fix.verified for fix in fixes] == [True]
 
 
 def test_of_two_calls_of_a_layer_the_one_that_fails_is_widened(fixes_of):
