@@ -250,10 +250,14 @@ def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any
     backward pass.
     """
     idle = _NoOp()
-    count = _count_optimizers(model)
+
+    def optimizers(*_: Any, **__: Any) -> Any:
+        count = _count_optimizers(model)
+        return idle if count == 1 else [idle] * count
+
     stand_ins = {
         "manual_backward": _stop,
-        "optimizers": lambda *_, **__: idle if count == 1 else [idle] * count,
+        "optimizers": optimizers,
         **dict.fromkeys(("lr_schedulers", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer"), idle),
         **dict.fromkeys(("clip_gradients", "log", "log_dict"), idle),
     }

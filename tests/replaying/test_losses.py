@@ -1,4 +1,4 @@
-"""How a loss is called: with the batch, or with parts of it by their names."""
+"""How a loss is called: with the batch, with parts of it by their names, or by a step up to its backward pass."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import LossError
 from nandoctor.replaying.losses import bind_loss
+from nandoctor.replaying.recorded_step import call_up_to_backward
 
 OUTPUT = torch.tensor([[2.0, 0.0]])
 ARRAYS = {"image": torch.ones(1, 3), "label": torch.tensor([1]), "weight": torch.tensor([1.0, 3.0])}
@@ -82,3 +83,34 @@ def test_an_error_of_values_is_not_tried_again():
     with pytest.raises(LossError, match="non-finite"):
         compute(strict)
     assert len(called) == 1
+
+
+class Manual(nn.Module):
+    """Like a LightningModule that optimizes manually; `configure_optimizers` counts its calls."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.linear, self.asks, self.num_calls = nn.Linear(2, 1), asks, 0
+
+    def configure_optimizers(self):
+        self.num_calls += 1
+        return [torch.optim.SGD(self.parameters(), lr=0.1)] * 2
+
+    def manual_backward(self, loss):
+        raise AssertionError("replaced in a replay")
+
+    def training_step(self, x):
+        if self.asks:
+            first, second = self.optimizers()
+            first.zero_grad()
+            second.step()
+        self.manual_backward(self.linear(x).mean())
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_optimizers_are_made_only_for_a_step_that_asks(asks):
+    model = Manual(asks)
+    loss = call_up_to_backward(model, model.training_step, torch.ones(3, 2))
+    assert loss.shape == ()
+    assert model.num_calls == asks
+    assert "optimizers" not in vars(model)
