@@ -54,7 +54,7 @@ def approving_command(dump: Path, recorded: Recorded) -> str:
     words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's code, once it is saved to a file
     if model is not None and model.config:
         words += ["--config", model.config.spec if _may_be_offered(model.config) else "FILE.py:NAME"]
-    elif model is not None:
+    elif model is not None and not holds_objects(model.arguments):  # else a function has to make them all
         words += argument_options(model.arguments)
     if recorded.method:
         words += ["--method", recorded.method]
