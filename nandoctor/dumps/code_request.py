@@ -44,21 +44,24 @@ def code_rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
         yield "loss", f"{part}what the model returns"
 
 
-def approving_command(dump: Path, recorded: Recorded) -> str:
-    """Return the `nandoctor replay` command, quoted for a shell, that names all of this code by flags."""
+def approving_command(dump: Path, recorded: Recorded, *, own: bool = False) -> str:
+    """Return the `nandoctor replay` command, quoted for a shell, that names all of this code by flags.
+
+    If the dump is the user's `own`, it may name files that are not in this folder.
+    """
     path = str(dump)
     words = ["nandoctor", "replay", f"./{path}" if path.startswith("-") else path]
     model, loss = recorded.model, recorded.loss_function
-    is_typable = model is not None and _may_be_offered(model) and not holds_objects(model.arguments)
+    is_typable = model is not None and _may_be_offered(model, own=own) and not holds_objects(model.arguments)
     named = model.spec if model is not None and is_typable else "FILE.py:NAME"
     words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's code, once it is saved to a file
     if model is not None and model.config:
-        words += ["--config", model.config.spec if _may_be_offered(model.config) else "FILE.py:NAME"]
+        words += ["--config", model.config.spec if _may_be_offered(model.config, own=own) else "FILE.py:NAME"]
     elif model is not None and not holds_objects(model.arguments):  # else a function has to make them all
         words += argument_options(model.arguments)
     if recorded.method:
         words += ["--method", recorded.method]
-    if loss is not None and _may_be_offered(loss, assigned=True):
+    if loss is not None and _may_be_offered(loss, own=own, assigned=True):
         words += ["--loss", loss.spec.replace("__main__:", "FILE.py:")]
     return " ".join(map(_quote, words))
 
@@ -69,7 +72,7 @@ def argument_options(arguments: Mapping[str, Any]) -> list[str]:
     return [word for name, text in typed if text is not None for word in ("--model-arg", f"{name}={text}")]
 
 
-def _may_be_offered(reference: Reference, *, assigned: bool = False) -> bool:
+def _may_be_offered(reference: Reference, *, own: bool, assigned: bool = False) -> bool:
     """Return True if the command may name it: its file, or an installed package, defines it, and does not import it.
 
     A file's imports may start programs (`train.py:os.system`). A notebook's code has no file yet. With `assigned`, an
@@ -81,7 +84,7 @@ def _may_be_offered(reference: Reference, *, assigned: bool = False) -> bool:
         return True
     path = own_source(reference.file) if reference.file else installed_path(reference.module)
     kinds = (ast.ClassDef, ast.FunctionDef, *(ASSIGNED if assigned else ())) if reference.file else (ast.ClassDef,)
-    return path is not None and defines(path, reference.name, kinds)
+    return own if path is None else defines(path, reference.name, kinds)
 
 
 def _is_pythons(reference: Reference) -> bool:

@@ -49,7 +49,7 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
             "define the class in a file, or give Recorder its builder.",
         )
     if not provenance.own:
-        raise _needs_approval(reference, dump, provenance.detail)
+        raise _needs_approval(reference, dump, provenance.detail, own=False)
     if not is_plain_data(reference.arguments):
         raise _needs_approval(reference, dump, "its arguments are no plain data")
     found = _import_source(reference, dump, provenance)
@@ -259,9 +259,9 @@ def _build_from_config(model: Callable[..., nn.Module], kind: Any, reference: Re
     return model(make_config(kind, reference.arguments["config"], reference.attention))
 
 
-def _needs_approval(reference: Reference, dump: Path, why: str) -> ModelError:
+def _needs_approval(reference: Reference, dump: Path, why: str, *, own: bool = True) -> ModelError:
     spec = brief(reference.spec)
-    command = approving_command(dump, Recorded(model=reference))
+    command = approving_command(dump, Recorded(model=reference), own=own)
     return ModelError(
         f"The dump names {spec} as its model, and nandoctor does not import that by itself: {why}.",
         remedy=f"If you know that code, run where it is: {command}",
@@ -296,7 +296,7 @@ def require_approval(dump: Dump, settings: Settings, *, has_model: bool) -> None
         why = "" if dump.provenance.own else f", and it was not recorded by you: {dump.provenance.detail}"
         raise UnapprovedCodeError(
             f"This dump asks to run code{why}. Nothing was run.\n\n" + "\n".join(rows),
-            remedy=f"  To run it   {approving_command(dump.path, recorded)}",
+            remedy=f"  To run it   {approving_command(dump.path, recorded, own=dump.provenance.own)}",
         )
 
 
