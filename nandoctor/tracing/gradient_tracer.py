@@ -162,9 +162,9 @@ class GradientTracer:
                 if gradient is None or len(summands) < 2 or not all(map(is_finite, summands)):
                     continue
                 with unobserved():
-                    total = measure(gradient)
-                    largest = sum(max(map(abs, limits_of(summand))) for summand in summands)
-                    if total is None or is_finite(total) or largest <= total.dtype.max:
+                    low, largest = format_of(gradient.dtype), sum(max(map(abs, limits_of(part))) for part in summands)
+                    total = measure(gradient) if low is not None and largest > low.max else None
+                    if total is None or is_finite(total):
                         continue
                     analysis = self._examine([], [gradient])
                 claim = self._claims[node]._replace(op=GRADIENT_SUM)
