@@ -10,8 +10,9 @@ import argparse
 import functools
 import types
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +25,16 @@ from nandoctor.dumps.trees import KIND, MAX_DEPTH, PLAIN
 Source = Mapping[str, str]
 """Where a class or function is defined: its module, name and file, and the sha256 of the file."""
 
-_STANDARD = {
-    f"{kind.__module__}:{kind.__qualname__}": kind
-    for kind in (argparse.Namespace, types.SimpleNamespace, OrderedDict, UserDict, functools.partial)
-}
+_DATA: tuple[Any, ...] = (
+    argparse.Namespace,
+    types.SimpleNamespace,
+    OrderedDict,
+    UserDict,
+    set,
+    frozenset,
+    type(Path()),
+)
+_STANDARD = {f"{kind.__module__}:{kind.__qualname__}": kind for kind in (*_DATA, functools.partial, torch.dtype)}
 # transformers tries to fetch an implementation of any other name, even flash attention if it is not installed.
 _ATTENTION = ("eager", "sdpa")
 _MAX_OBJECTS = 1000
@@ -72,17 +79,27 @@ def _parts(value: Any, inside: Callable[[Any], Any]) -> dict[str, Any]:
     if is_transformers_config(kind):
         attention = str(getattr(value, "_attn_implementation", None) or "")
         return {"config": pack(value.to_dict(), "config").tree, "attention": attention}
-    if kind is functools.partial:
-        return {"args": inside([value.func, *value.args]), "keywords": inside(value.keywords)}
-    if kind is types.SimpleNamespace:
-        return {"args": [], "keywords": inside(vars(value))}
-    if isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes, bytearray)):
-        items = inside(dict(value) if isinstance(value, Mapping) else list(value))
-        return {"args": items if hasattr(kind, "_fields") else [items], "keywords": {}}
+    if (call := _call_that_makes(value)) is not None:
+        return {"args": inside(call[0]), "keywords": inside(call[1])}
     is_code = callable(value) or isinstance(value, (torch.Tensor, nn.Module))
     if is_code or not has_only_attributes(kind) or not kind.__flags__ & _HEAP_TYPE:
         raise NotDescribableError
     return {"fields": inside(attributes_of(value))}
+
+
+def _call_that_makes(value: Any) -> tuple[list[Any], dict[str, Any]] | None:
+    """Return the arguments with which the object's class makes it again; None if it is made of its attributes."""
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args], value.keywords
+    if isinstance(value, types.SimpleNamespace):
+        return [], vars(value)
+    if isinstance(value, (Path, torch.dtype)):
+        return [str(value)], {}
+    if isinstance(value, Mapping):
+        return [dict(value)], {}
+    if isinstance(value, (Sequence, Set)) and not isinstance(value, (str, bytes, bytearray)):
+        return list(value) if hasattr(type(value), "_fields") else [list(value)], {}
+    return None
 
 
 _HEAP_TYPE = 1 << 9
@@ -114,11 +131,13 @@ def _make_object(found: Any, tree: Mapping[str, Any], make: Callable[[str], Any]
         return found[tree["member"]]
     if "fields" in tree:
         return made_of(found, make("fields"))
+    if found is torch.dtype:
+        return getattr(torch, make("args")[0].removeprefix("torch."))
     return found(*make("args"), **make("keywords")) if "args" in tree else found
 
 
 def find_standard(source: Source) -> Any:
-    """Return the class of Python's own library that is described, if it only holds data; else None."""
+    """Return the class of Python or torch that is described, if it only holds data; else None."""
     return _STANDARD.get(f"{source.get('module')}:{source.get('name')}")
 
 

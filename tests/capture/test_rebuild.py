@@ -85,11 +85,15 @@ class Nested:
     inner: Config
     layers: tuple[Layers, ...]
     norm: Any = nn.LayerNorm
+    paths: Any = frozenset()
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def width(self) -> int:
         assert self.layers[0].first is Size.SMALL
         assert isinstance(functools.partial(self.norm, 3)(), nn.LayerNorm)
+        assert self.dtype is torch.bfloat16
+        assert self.paths in (frozenset(), {Path("a"), Path("torch.b")})
         return self.inner.width
 
 
@@ -120,6 +124,7 @@ CONFIGS = {
     "dict with attributes": Options(width=3, size=Size.WIDE),
     "user dict": UserDict(width=3),
     "namespace": argparse.Namespace(width=3),
+    "path, dtype and set": Nested(Config(6), (Layers(Size.SMALL),), paths={Path("a"), Path("torch.b")}),
     "simple namespace": types.SimpleNamespace(width=3, sizes=[Size.SMALL]),
     "function": double,
     "partial": functools.partial(double, by=3),
