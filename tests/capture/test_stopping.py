@@ -133,7 +133,7 @@ def test_gradients_that_no_scale_fixes_stop_the_run(tmp_path, fused):
     first, last = recorder.written
     dump = read_dump(first)
     assert dump.scalars["reason"] == "skipped"
-    assert dump.scalars["scaler.scale"] == 0.5  # 4, 2 and 1 are the scaler's own affair
+    assert dump.scalars["scaler.scale"] == 0.5  # steps that are skipped at scales 4, 2 and 1 do not count
     assert torch.equal(dump.state["weight"], model.weight)
     assert read_dump(last).scalars["event"] == "stopped"
 
