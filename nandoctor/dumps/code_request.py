@@ -75,10 +75,10 @@ def argument_options(arguments: Mapping[str, Any]) -> list[str]:
 def _may_be_offered(reference: Reference, *, own: bool, assigned: bool = False) -> bool:
     """Return True if the command may name it: its file, or an installed package, defines it, and does not import it.
 
-    A file's imports may start programs (`train.py:os.system`). A notebook's code has no file yet. With `assigned`, an
-    assignment defines it too.
+    Python's own functions, which a file may import, are not models, and some start programs (`train.py:os.system`). A
+    notebook's code has no file yet. With `assigned`, an assignment defines it too.
     """
-    if not reference.can_be_named or "__" in {part[:2] for part in reference.name.split(".")}:
+    if not reference.can_be_named or _is_pythons(reference) or "__" in {part[:2] for part in reference.name.split(".")}:
         return False
     if not reference.file and reference.module in ("", "__main__"):
         return True

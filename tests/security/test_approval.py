@@ -12,8 +12,10 @@ import torch
 from forgery import canaries, contents, make_project
 
 from nandoctor.case import replay
+from nandoctor.dumps.code_request import approving_command
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
+from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import ModelError, UnapprovedCodeError
 
@@ -176,6 +178,13 @@ def test_no_command_names_what_its_file_does_not_define(project, module, file, n
     assert f":{name}" not in command  # the folder may have any name
     assert "--model FILE.py:NAME" in command
     assert ("a part of Python" in str(request)) == (module in ("os", "builtins", "subprocess"))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_no_command_names_pythons_own_functions(tmp_path, own):
+    source = Reference(module="os", name="system", arguments={"command": "touch canary"})
+    command = approving_command(tmp_path / "x.pth", Recorded(model=source, loss_function=source), own=own)
+    assert "os:system" not in command
 
 
 def test_a_flag_allows_what_it_names_and_no_more(project):
