@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from nandoctor.capture.source_info import (
     class_of,
     describe_source,
+    find_loaded,
     is_elsewhere,
     is_found,
     is_own_function,
@@ -46,7 +46,10 @@ class ModelArguments(NamedTuple):
 
     def make(self) -> dict[str, Any]:
         """Make the arguments again as a replay will, from the classes of this process."""
-        return {name: make_argument(value, _find_live) for name, value in self.plain.items()}
+        return {
+            name: make_argument(value, lambda source: find_loaded(source["module"], source["name"]))
+            for name, value in self.plain.items()
+        }
 
 
 def describe_arguments(arguments: Mapping[str, Any]) -> ModelArguments:
@@ -106,13 +109,6 @@ def _describe_importable(thing: Any) -> dict[str, str]:
 def _is_of_package(path: Path) -> bool:
     """Return True for a file of an installed package; Python's own are not imported for a dump."""
     return not PACKAGE_FOLDERS.isdisjoint(path.parts)
-
-
-def _find_live(source: Mapping[str, str]) -> Any:
-    found: Any = sys.modules[source["module"]]
-    for part in source["name"].split("."):
-        found = getattr(found, part)
-    return found
 
 
 def describe_model(

@@ -52,12 +52,17 @@ def class_of(model: nn.Module) -> type[nn.Module]:
 
 def is_found(kind: Any) -> bool:
     """Return True if a class or function is what its module has under its name; a class in a function counts too."""
-    found: Any = sys.modules.get(kind.__module__)
-    for name in kind.__qualname__.split("."):
-        if name == "<locals>":
-            return True  # a class inside a function cannot be looked up: take its word
-        found = getattr(found, name, None)
-    return found is kind
+    if "<locals>" in kind.__qualname__:
+        return True  # a class inside a function cannot be looked up: take its word
+    return find_loaded(kind.__module__, kind.__qualname__) is kind
+
+
+def find_loaded(module: str, name: str) -> Any:
+    """Return what a loaded module has under a dotted name; None if there is nothing."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
