@@ -66,6 +66,15 @@ def defines(path: Path, name: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
     return any(isinstance(node, kinds) and last in _names_of(node) for node in body)
 
 
+def defines_code(path: Path, name: str, *, own: bool) -> bool:
+    """Return True if the source defines a class of that name or, if it is the user's own, a function at its top level.
+
+    That is what a replay imports for a dump.
+    """
+    has_function = own and name.isidentifier()
+    return defines(path, name, (ast.ClassDef, ast.FunctionDef) if has_function else (ast.ClassDef,))
+
+
 def binds_at_top_level(path: Path, name: str) -> bool:
     """Return True if the file binds the name only in top-level statements, so that every import gives the same value.
 

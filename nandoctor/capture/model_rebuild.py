@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import shlex
 from collections.abc import Iterator, Mapping
@@ -29,7 +28,7 @@ from nandoctor.dumps.packing import pack
 from nandoctor.dumps.trees import PLAIN
 from nandoctor.process_wide import generators_kept
 from nandoctor.replaying.argument_objects import NotDescribableError, describe_argument, find_standard, make_argument
-from nandoctor.source_files import PACKAGE_FOLDERS, defines, find_typed, is_installed
+from nandoctor.source_files import PACKAGE_FOLDERS, defines_code, find_typed, is_installed
 from nandoctor.text import first_difference
 from nandoctor.torch_compat import fsdp_policy
 
@@ -98,10 +97,9 @@ def _describe_importable(thing: Any) -> dict[str, str]:
         raise NotDescribableError
     if find_typed(source["module"], name) is thing and not source["file"]:
         return source
-    kinds = (ast.ClassDef,) if "." in name or (path and is_installed(path)) else (ast.ClassDef, ast.FunctionDef)
     if path is None or is_elsewhere(source) or not (source["file"] or _is_of_package(path)):
         raise NotDescribableError
-    if not defines(path, name, kinds):
+    if not defines_code(path, name, own=not is_installed(path)):
         raise NotDescribableError
     return source
 

@@ -32,7 +32,7 @@ from nandoctor.errors import ModelError, UnapprovedCodeError
 from nandoctor.replaying.argument_objects import Source, find_standard, make_argument, make_config
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute
 from nandoctor.replaying.settings import Settings
-from nandoctor.source_files import ASSIGNED, defines, find_typed, hash_of, installed_path, own_source
+from nandoctor.source_files import ASSIGNED, defines, defines_code, find_typed, hash_of, installed_path, own_source
 from nandoctor.text import brief, first_difference, plural
 
 
@@ -210,8 +210,7 @@ def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> 
     source = _find_source(reference)
     if source is None:
         raise _needs_approval(reference, dump, f"{brief(reference.file)} is not in the working directory")
-    kinds = (ast.ClassDef, ast.FunctionDef) if reference.name.isidentifier() else (ast.ClassDef,)
-    if not defines(source, reference.name, kinds):
+    if not defines_code(source, reference.name, own=True):
         raise _needs_approval(reference, dump, f"{source.name} defines no class of that name")
     if _has_changed(reference, source) and not provenance.here:
         why = f"{brief(reference.file)} has changed since, and this is not the folder that it was recorded in"
@@ -224,7 +223,7 @@ def _import_installed(reference: Reference, spec: str, dump: Path) -> Any:
     path = installed_path(spec.partition(":")[0])
     if path is None:
         raise _needs_approval(reference, dump, "no installed package has it")
-    if not defines(path, spec.rpartition(":")[2], (ast.ClassDef,)):
+    if not defines_code(path, spec.rpartition(":")[2], own=False):
         raise _needs_approval(reference, dump, f"{path.name} defines no class of that name")
     return find_attribute(spec)
 
