@@ -67,24 +67,26 @@ def describe_arguments(arguments: Mapping[str, Any]) -> ModelArguments:
     return ModelArguments(plain, tuple(odd), tuple(notes))
 
 
-def find_config(model: nn.Module) -> dict[str, Any]:
-    """Return the object that the model's class needs as its only argument, if the model holds it under that name.
+def find_config(model: nn.Module) -> ModelArguments:
+    """Describe the object that the model's class needs as its only argument, if the model holds it under that name.
 
-    That is how models keep their configuration. Anything but an object is not returned: a number of that name may have
-    been changed since.
+    That is how models keep their configuration. Nothing but an object is taken: a number of that name may have been
+    changed since.
     """
+    nothing = ModelArguments({})
     try:
         parameters = inspect.signature(class_of(model)).parameters.values()
     except (TypeError, ValueError):
-        return {}
+        return nothing
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if len(needed) != 1:
-        return {}
+        return nothing
     name = needed[0].name
     value = vars(model).get(name)
     if type(value) in (*PLAIN, dict, list, tuple) or is_transformers_config(type(value)):
-        return {}
-    return {} if describe_arguments({name: value}).odd else {name: value}
+        return nothing
+    described = describe_arguments({name: value})
+    return nothing if described.odd else described
 
 
 def _describe_importable(thing: Any) -> dict[str, str]:

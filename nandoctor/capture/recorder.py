@@ -126,7 +126,7 @@ class Recorder(RecorderSettings):
         source = describe_source(builder or class_of(model))
         built = builder is not None and not isinstance(builder, type)
         loss = None if self.loss is None else describe_loss(self.loss)
-        described = describe_arguments(arguments or ({} if built else find_config(model)))
+        described = describe_arguments(arguments) if arguments or built else find_config(model)
         flags, advice = plan_rebuild(model, source, described, built=built)
         flags = None if flags is None else flags + flags_for_loss(loss)
         for line in (*advice, *advise_loss(self.loss, loss)):

@@ -172,9 +172,8 @@ def _hidden_origin(
 ) -> tuple[Finding | None, Diagnosis | None]:
     """Return the op that made the forward op's infinite input, or the forward op if a later op hides what it made.
 
-    A forward op that is singular at finite inputs is left to the causes of the backward pass.
-
-    If a broken weight is behind it, its diagnosis is returned too.
+    A forward op that is singular at finite inputs is left to the causes of the backward pass. If a broken weight is
+    behind it, its diagnosis is returned too.
     """
     if forward is None:
         return None, None
