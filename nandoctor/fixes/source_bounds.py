@@ -20,7 +20,7 @@ from nandoctor.fixes.source_expression import (
     target_of,
     text_with,
 )
-from nandoctor.fixes.source_tree import Replacement, SourceTree
+from nandoctor.fixes.source_tree import Replacement, SourceTree, name_called
 from nandoctor.ops import DIVISIONS, DOMAINS, EXPONENTIALS
 from nandoctor.text import constant, number
 
@@ -120,12 +120,7 @@ def write_clamp(change: FileChange, expression: Expression, edit: ClampArgument,
 
 def _is_written(node: cst.CSTNode, edit: ClampArgument | GuardArgument) -> bool:
     """Return True if the op writes to the argument, like `x.log_()`: a copy in its place would not be written to."""
-    return edit.argument in ("self", "input") and _writes_in_place(node)
-
-
-def _writes_in_place(node: cst.CSTNode) -> bool:
-    name = getattr(node.func, "attr", node.func) if isinstance(node, cst.Call) else None
-    return isinstance(name, cst.Name) and name.value.endswith("_")
+    return edit.argument in ("self", "input") and name_called(node).endswith("_")
 
 
 def _read_twice(change: FileChange, node: cst.BaseExpression) -> str:
@@ -141,17 +136,19 @@ def _take_zero(change: FileChange, expression: Expression) -> None:
     if (loss := _write_average_loss(change, expression)) is not None:
         change.replacements.append(loss)
         return
-    over = expression.texts_after_first()
-    dims = [text.removeprefix("dim=") for text in over if not text.startswith("keepdim=")]
-    if expression.op is not None and expression.op.op == "mean" and (not over or _is_one_number(dims)):
+    made_by = expression.op.op if expression.op is not None else ""
+    count = _count_averaged(expression)
+    if made_by == "mean" and count is not None:
         averaged = expression.argument_node("self")
         first, again, before = change.named(averaged, tree.code(averaged), "averaged")
-        size = f"{again}.shape[{dims[0]}]" if dims else f"{again}.numel()"
-        text = f"{grouped(first)}.sum({', '.join(over)}) / max({size}, 1)"
-        change.replace(node, text, before)
+        total = f"{grouped(first)}.sum({', '.join(expression.texts_after_first())})"
+        change.replace(node, f"{total} / max({again}.{count}, 1)", before)
         return
-    if (spread := _write_spread(change, expression)) is not None:
-        change.replacements.append(spread)
+    if made_by in ("std", "var") and count is not None:  # it is 0 for a single value
+        subject = expression.argument_node("self")
+        first, again, before = change.computed_once(subject, "values")
+        text = expression.with_keyword("correction", f"min(1, {grouped(again)}.{count} - 1)", {subject: first})
+        change.replace(node, text, before)
         return
     tensors = list(expression.tensors())
     tensors = tensors or [expression.argument_node("self")]  # an empty tensor has no numbers in the trace
@@ -164,8 +161,13 @@ def _take_zero(change: FileChange, expression: Expression) -> None:
     change.replace(node, text, (*statements, *before))
 
 
-def _is_one_number(dims: Sequence[str]) -> bool:
-    return len(dims) == 1 and dims[0].removeprefix("-").isdigit()
+def _count_averaged(expression: Expression) -> str | None:
+    """Return what counts the values averaged along one or all dimensions; None if the op is called otherwise."""
+    given = expression.texts_after_first()
+    dims = [text.removeprefix("dim=") for text in given if not text.startswith("keepdim=")]
+    if len(dims) > 1 or not all(text.removeprefix("-").isdecimal() for text in dims):
+        return None
+    return f"shape[{dims[0]}]" if dims else "numel()"
 
 
 def _argument(
@@ -211,7 +213,7 @@ def _zero_where(
         operator = operator_text(tree, node)
         return f"{tree.code(target)} = torch.where({condition}, 0.0, {operand_text(tree, target)} {operator} {text})"
     changed = text_with(tree, node, texts)
-    is_written = _writes_in_place(node)
+    is_written = name_called(node).endswith("_")
     return f"{changed}.masked_fill_({condition}, 0.0)" if is_written else f"torch.where({condition}, 0.0, {changed})"
 
 
@@ -240,20 +242,6 @@ def _selects_by(tree: SourceTree, node: cst.CSTNode, condition: str) -> bool:
     return is_where and node is arguments[1] and tree.code(arguments[0]) == condition
 
 
-def _write_spread(change: FileChange, expression: Expression) -> Replacement | None:
-    """Return a std or var along one or all dimensions that is 0 for a single value; None if it is called otherwise."""
-    given = expression.texts_after_first()
-    dims = [text.removeprefix("dim=") for text in given if not text.startswith("keepdim=")]
-    is_one = len(dims) <= 1 and all(text.removeprefix("-").isdecimal() for text in dims)
-    if expression.op is None or expression.op.op not in ("std", "var") or not is_one:
-        return None
-    size = f"shape[{dims[0]}]" if dims else "numel()"
-    subject = expression.argument_node("self")
-    first, again, before = change.computed_once(subject, "values")
-    text = expression.with_keyword("correction", f"min(1, {grouped(again)}.{size} - 1)", {subject: first})
-    return Replacement(node=expression.node, text=text, before=before)
-
-
 _PER_ELEMENT = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"}) | {
     "binary_cross_entropy_with_logits"
 }
@@ -266,7 +254,7 @@ def _write_average_loss(change: FileChange, expression: Expression) -> Replaceme
     call, made_by = expression.node, expression.op.op if expression.op is not None else ""
     if not isinstance(call, cst.Call) or any(arg.star for arg in call.args):
         return None
-    name = call.func.attr.value if isinstance(call.func, cst.Attribute) else expression.tree.code(call.func)
+    name = name_called(call)
     given = {arg.keyword.value: expression.tree.code(arg.value) for arg in call.args if arg.keyword}
     positional = [arg.value for arg in call.args if arg.keyword is None]
     if len(positional) != 2 or expression.argument_node("self") is not positional[0] or given.keys() - {"ignore_index"}:

@@ -16,7 +16,7 @@ from libcst.helpers import get_full_name_for_node
 
 from nandoctor.evidence.trace import OpCall
 from nandoctor.fixes.source_expression import CannotWriteError, Expression, FileChange, text_with
-from nandoctor.fixes.source_tree import Replacement, SourceTree, names_in, nodes_in
+from nandoctor.fixes.source_tree import Replacement, SourceTree, name_called, names_in, nodes_in
 from nandoctor.source_files import PACKAGE_FOLDERS
 
 _COMPREHENSIONS = (cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp)
@@ -178,13 +178,12 @@ def _names_bound(node: cst.CSTNode) -> Iterator[str]:
 
 def _written_by(call: cst.Call) -> Iterator[cst.CSTNode]:
     """Yield what a call changes in place, as far as its text shows."""
-    function = call.func
-    name = function.attr.value if isinstance(function, cst.Attribute) else getattr(function, "value", "")
+    name = name_called(call)
     keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
     inplace = keywords.get("inplace")
-    is_named_so = isinstance(name, str) and name.endswith("_") and not name.endswith("__")
+    is_named_so = name.endswith("_") and not name.endswith("__")
     if is_named_so or (isinstance(inplace, cst.Name) and inplace.value == "True"):
-        yield from (function.value,) if isinstance(function, cst.Attribute) else ()
+        yield from (call.func.value,) if isinstance(call.func, cst.Attribute) else ()
         yield from (arg.value for arg in call.args[:1])
     if "out" in keywords:
         yield keywords["out"]
@@ -315,8 +314,8 @@ def only_call(tree: SourceTree, function: cst.FunctionDef, file: Path) -> cst.Ca
     called, made = function.name.value, ""
     if called == "forward":
         made = tree.class_around(function)
-        called = _name_of_module(tree, [node for node in all_calls if _name_called(node) == made])
-    calls = [node for node in all_calls if _name_called(node) == called]
+        called = _name_of_module(tree, [node for node in all_calls if name_called(node) == made])
+    calls = [node for node in all_calls if name_called(node) == called]
     named = [node.value for node in nodes if isinstance(node, cst.Name)]
     is_alone = all(named.count(name) == 2 for name in (called, made) if name)
     decorators = {tree.code(item.decorator) for item in function.decorators}
@@ -330,7 +329,7 @@ def only_call(tree: SourceTree, function: cst.FunctionDef, file: Path) -> cst.Ca
 
 def _may_look_up(call: cst.Call, name: str) -> bool:
     """Return True if a call may look up this name: by a text that contains it, or by a computed text."""
-    place = _LOOK_UPS.get(_name_called(call), len(call.args))
+    place = _LOOK_UPS.get(name_called(call), len(call.args))
     text = call.args[place].value if place < len(call.args) else None
     return text is not None and (not isinstance(text, cst.SimpleString) or name in str(text.evaluated_value))
 
@@ -360,9 +359,3 @@ def _name_of_module(tree: SourceTree, made: Sequence[cst.Call]) -> str:
     parent = next(tree.ancestors(made[0]), None) if len(made) == 1 else None
     target = parent.targets[0].target if isinstance(parent, cst.Assign) and len(parent.targets) == 1 else None
     return target.attr.value if isinstance(target, cst.Attribute) else ""
-
-
-def _name_called(call: cst.Call) -> str:
-    function = call.func
-    named = function.attr if isinstance(function, cst.Attribute) else function
-    return named.value if isinstance(named, cst.Name) else ""

@@ -7,7 +7,7 @@ here: the run with the new text has to show that it means the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import libcst as cst
@@ -27,16 +27,18 @@ from nandoctor.fixes.source_expression import (
     text_with,
 )
 from nandoctor.fixes.source_shares import is_zero, sides_of_quotient
-from nandoctor.fixes.source_tree import Replacement, names_in, nodes_in
+from nandoctor.fixes.source_tree import Replacement, name_called, names_in, nodes_in
 from nandoctor.ops import CASTS, GROWING_ON_BOTH_SIDES, MOVES
 
 _OPERATORS: dict[type, str] = {cst.Add: "add", cst.Subtract: "sub", cst.Multiply: "mul", cst.Divide: "div"}
 _UNTRACED_CASTS = frozenset({"float", "double", "clone", "contiguous"}) | CASTS
 _PUTS_ZEROS = frozenset({"dropout", "pad", "constant_pad_nd"})  # applied to a logarithm, they put 0 instead of -inf
 _MOVES = (MOVES - _PUTS_ZEROS) | {"diagonal", "masked_select", "index_select", "take_along_dim", "swapaxes"}
+_MOVES_AND_CASTS = _MOVES | _UNTRACED_CASTS
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isfinite", "logical_not", "logical_and", "logical_or"})
 _MAKES_FLAGS = frozenset({"eye", "one_hot", "ones", "ones_like", "new_ones"})
 _BINDS_LOOSELY = (cst.IfExp, cst.BooleanOperation, cst.Comparison, cst.Lambda)
+_Form = Callable[[cst.BaseExpression], Log | None]
 
 
 class LogSpace:
@@ -96,13 +98,13 @@ class LogSpace:
         return self._share(numerator, divisor)
 
     def _share(self, numerator: cst.BaseExpression, divisor: Log) -> str:
-        if number_in(numerator) == 1 and divisor.terms and divisor.dims is None:
+        is_softplus = divisor.terms and divisor.dims is None
+        if number_in(numerator) == 1 and is_softplus:
             return f"torch.sigmoid({negated(divisor.terms)})"
         log = self._log_of(numerator)
-        if log is None and divisor.terms and divisor.dims is None:
-            return f"{grouped(self._tree.code(numerator))} * torch.sigmoid({negated(divisor.terms)})"
         if log is None:
-            return f"{grouped(self._tree.code(numerator))} * torch.exp({negated(divisor.wide)})"
+            inverse = f"sigmoid({negated(divisor.terms)})" if is_softplus else f"exp({negated(divisor.wide)})"
+            return f"{grouped(self._tree.code(numerator))} * torch.{inverse}"
         if log.text == divisor.terms and divisor.dims is None:
             return f"torch.sigmoid({log.text})"
         dims = [text for text in divisor.dims or () if not text.startswith("keepdim")]
@@ -139,7 +141,7 @@ class LogSpace:
         """Return the logarithm of an expression, None if no better form of it is known."""
         node = self._probability_or(self._resolved(node))
         name, expression = self._named_op(node)
-        if name in _UNTRACED_CASTS or name in _MOVES:
+        if name in _MOVES_AND_CASTS:
             return self._moved(node, name, expression, self._log_of)
         if name == "exp":
             return self._leaf(expression.argument_node("self"))
@@ -170,9 +172,9 @@ class LogSpace:
     def _masked(self, node: cst.BaseExpression, expression: Expression, argument: str) -> Log | None:
         """Return the logarithm of an expression in which a mask puts 0."""
         kept, put = expression.argument_node(argument), expression.argument_node("value")
-        if argument == "other" and is_zero(self._tree, kept):
+        if argument == "other" and is_zero(kept):
             kept, put = put, kept
-        log = self._log_of(kept) if is_zero(self._tree, put) else None
+        log = self._log_of(kept) if is_zero(put) else None
         if log is None or not self._is_known_here(node, without=kept):
             return None
         return Log(text=text_with(self._tree, node, {kept: grouped(log.text), put: "-torch.inf"}), is_low=log.is_low)
@@ -191,7 +193,7 @@ class LogSpace:
         """Return the logarithm of 1 minus an expression."""
         node = self._probability_or(self._resolved(node))
         name, expression = self._named_op(node)
-        if name in _UNTRACED_CASTS or name in _MOVES:
+        if name in _MOVES_AND_CASTS:
             return self._moved(node, name, expression, self._log_of_rest)
         if name == "sigmoid":
             logit = self._leaf(expression.argument_node("self"))
@@ -205,11 +207,10 @@ class LogSpace:
             return self._log_of(node.right)
         return None
 
-    def _moved(self, node: cst.BaseExpression, name: str, expression: Expression, form: object) -> Log | None:
+    def _moved(self, node: cst.BaseExpression, name: str, expression: Expression, form: _Form) -> Log | None:
         """Return the form of what an op only moves or casts, moved in the same way."""
-        assert callable(form)
-        subject = node.value if isinstance(node, cst.Subscript) else expression.argument_node("self")
-        made: Log | None = form(subject)
+        subject = expression.argument_node("self")
+        made = form(subject)
         if made is None or name in _UNTRACED_CASTS:
             return made
         if not self._is_known_here(node, without=subject):
@@ -228,16 +229,13 @@ class LogSpace:
             return Log(text=f"{grouped(log.text)}.sum({', '.join(dims)})")
         if name == "cumsum":
             return Log(text=f"torch.logcumsumexp({', '.join([log.wide, *dims])})")
-        total, over = log.wide, dims
-        if not dims:
-            total, over = f"{grouped(log.wide)}.flatten()", ["0"]
-        text = f"torch.logsumexp({', '.join([total, *over])})"
+        if name == "mean" and not log.text.isidentifier():  # its size is read as well
+            log = self._named_before(log, "logits")
+        given = [log.wide, *dims] if dims else [f"{grouped(log.wide)}.flatten()", "0"]
+        text = f"torch.logsumexp({', '.join(given)})"
         if name == "sum":
             return Log(text=text, terms=log.text, dims=tuple(dims))
         dim = next((text.removeprefix("dim=") for text in dims if not text.startswith("keepdim")), None)
-        if not log.text.isidentifier():  # its size is read as well
-            log = self._named_before(log, "logits")
-            text = f"torch.logsumexp({', '.join([log.wide if dims else f'{log.wide}.flatten()', *over])})"
         size = f"{log.text}.numel()" if dim is None else f"{log.text}.shape[{dim}]"
         count = f"math.log({size})" if "math" in self._tree.global_imports else f"torch.tensor({size}).log()"
         return Log(text=f"{text} - {count}")
@@ -284,11 +282,8 @@ class LogSpace:
         if isinstance(node, cst.BinaryOperation):
             is_rest = isinstance(node.operator, cst.Subtract) and number_in(node.left) == 1
             return is_rest and self._is_mask_expression(node.right, is_flags=is_flags)
-        if name in _UNTRACED_CASTS or name in _MOVES:
-            node = node.value if isinstance(node, cst.Subscript) else expression.argument_node("self")
-            return self._is_mask_expression(node, is_flags=is_flags)
-        made_by = self._tree.code(node.func).rpartition(".")[2] if isinstance(node, cst.Call) else ""
-        if made_by in ("tril", "triu"):
+        made_by = name_called(node)
+        if name in _MOVES_AND_CASTS or made_by in ("tril", "triu"):
             return self._is_mask_expression(expression.argument_node("self"), is_flags=is_flags)
         is_made = made_by in _MAKES_FLAGS or (is_flags and isinstance(node, cst.Name))
         return is_made or isinstance(node, cst.Comparison) or name in _COMPARISONS
@@ -317,16 +312,13 @@ class LogSpace:
         """Return the text of an expression as it can be read at the logarithm; a call in it is made only once."""
         if self._tree.scope_of(node) is not self._function:
             return Log(text=self._probabilities.name_of(node), is_low=self._is_low(node))
-        is_low = self._is_low(node)
         self._sources.add(node)
-        if any(isinstance(below, HAS_EFFECTS) for below in nodes_in(node)):
-            if self._place not in set(self._tree.ancestors(node)):
-                return self._hoist(node)
-        elif not self._is_known_here(node):
+        has_effects = any(isinstance(below, HAS_EFFECTS) for below in nodes_in(node))
+        if not (self._place in self._tree.ancestors(node) if has_effects else self._is_known_here(node)):
             return self._hoist(node)
         code = self._tree.code(node)
         is_loose = not node.lpar and isinstance(node, _BINDS_LOOSELY)
-        return Log(text=f"({code})" if is_loose else code, is_low=is_low)
+        return Log(text=f"({code})" if is_loose else code, is_low=self._is_low(node))
 
     def _name(self, node: cst.BaseExpression) -> Log:
         """Return the text of an expression that is read twice: a new name for it, unless it is a name."""
@@ -335,11 +327,11 @@ class LogSpace:
 
     def _hoist(self, node: cst.BaseExpression) -> Log:
         """Return a name for an expression, which is assigned before its statement."""
-        is_view = isinstance(node, (cst.Name, cst.Attribute)) or self._named_op(node)[0] in _UNTRACED_CASTS | _MOVES
+        is_view = isinstance(node, (cst.Name, cst.Attribute)) or self._named_op(node)[0] in _MOVES_AND_CASTS
         if self._tree.statement_of(node) is None or (is_view and self._definitions.is_written_into(node)):
             raise CannotWriteError
         code = self._tree.code(node)
-        if self._place in set(self._tree.ancestors(node)):  # the logarithm around it is rewritten as a whole
+        if self._place in self._tree.ancestors(node):  # the logarithm around it is rewritten as a whole
             return self._named_before(Log(text=code, is_low=self._is_low(node)), "value")
         if node not in self._hoisted:
             name = self._change.new_name("logits", node)
@@ -361,13 +353,13 @@ class LogSpace:
         return any(tensor.stats is not None and tensor.stats.dtype in (FP16, BF16) for tensor in taken)
 
     def _is_known_here(self, node: cst.CSTNode, without: cst.CSTNode | None = None) -> bool:
-        if without is not None:
-            others = [child for child in node.children if child is not without and without not in nodes_in(child)]
-            inner = [child for child in node.children if child not in others and child is not without]
-            return all(self._is_known_here(child) for child in others) and all(
-                self._is_known_here(child, without=without) for child in inner
-            )
-        return self._place in set(self._tree.ancestors(node)) or self._definitions.means_the_same(node, self._place)
+        """Return True if an expression means the same at the logarithm; the part `without` may be different there."""
+        if without is None:
+            return self._place in self._tree.ancestors(node) or self._definitions.means_the_same(node, self._place)
+        return all(
+            child is without or self._is_known_here(child, without if without in nodes_in(child) else None)
+            for child in node.children
+        )
 
     def _resolved(self, node: cst.BaseExpression) -> cst.BaseExpression:
         while isinstance(node, cst.Name) and (value := self._definitions.value_of(node)) is not None:
@@ -394,5 +386,5 @@ class LogSpace:
             name = "select"
         elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
             name = node.func.attr.value
-            name = name if name in _UNTRACED_CASTS | _MOVES else ""
+            name = name if name in _MOVES_AND_CASTS else ""
         return name, Expression(self._tree, node, None, name)

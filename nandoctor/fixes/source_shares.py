@@ -12,7 +12,7 @@ import libcst as cst
 from nandoctor.evidence.trace import OpCall
 from nandoctor.fixes.source_definitions import Definitions, in_loop, only_call
 from nandoctor.fixes.source_expression import CannotWriteError, Expression, FileChange, number_in, operand_text
-from nandoctor.fixes.source_tree import SourceTree, nodes_in
+from nandoctor.fixes.source_tree import SourceTree, name_called, nodes_in
 from nandoctor.ops import CASTS
 
 _Kind = Literal["powers", "masked", "sum", "masked sum", "linear"]
@@ -93,7 +93,9 @@ def check_shares(tree: SourceTree, powers: cst.CSTNode, file: Path) -> tuple[cst
         kinds[node] = kind
         parent = next(tree.ancestors(node))
         holder = next(tree.ancestors(parent)) if isinstance(parent, cst.Attribute | cst.Arg) else parent
-        sides = _sides(tree, holder)
+        sides = None
+        with suppress(CannotWriteError):
+            sides = sides_of_quotient(tree, holder, None)
         if sides is not None and node in sides:
             if node is sides[1] and kind != "sum":
                 raise CannotWriteError
@@ -105,45 +107,35 @@ def check_shares(tree: SourceTree, powers: cst.CSTNode, file: Path) -> tuple[cst
             waiting.extend((item, "linear") for item in left)
     if any(numerator not in kinds for numerator, _ in quotients.values()):
         raise CannotWriteError
-    return tuple(_kept_off_zero_by(node, kinds) for node in kinds if kinds[node] == "sum" and _is_bounded(node))
+    bounds = (_kept_off_zero_by(node, kinds) for node in kinds if kinds[node] == "sum")
+    return tuple(bound for bound in bounds if bound is not None)
 
 
-def _is_bounded(node: cst.CSTNode) -> bool:
-    if isinstance(node, cst.BinaryOperation):
-        return isinstance(node.operator, cst.Add)
-    return isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value in _CLAMPS
-
-
-def _kept_off_zero_by(node: cst.CSTNode, kinds: Mapping[cst.CSTNode, _Kind]) -> cst.BaseExpression:
-    """Return the other term of a sum, or the bound of a clamp."""
-    if isinstance(node, cst.BinaryOperation):
+def _kept_off_zero_by(node: cst.CSTNode, kinds: Mapping[cst.CSTNode, _Kind]) -> cst.BaseExpression | None:
+    """Return the other term of an addition, or the bound of a clamp; None for anything else."""
+    if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Add):
         return node.right if node.left in kinds else node.left
-    assert isinstance(node, cst.Call)
-    return node.args[-1].value
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value in _CLAMPS:
+        return node.args[-1].value
+    return None
 
 
-def sides_of_quotient(tree: SourceTree, node: cst.CSTNode, op: OpCall | None) -> tuple[cst.BaseExpression, ...]:
+def sides_of_quotient(
+    tree: SourceTree, node: cst.CSTNode, op: OpCall | None
+) -> tuple[cst.BaseExpression, cst.BaseExpression]:
     """Return the numerator and the divisor of `x / y`, `x.div(y)` or `torch.div(x, y)`. Raises CannotWriteError."""
     if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Divide):
         return node.left, node.right
-    if isinstance(node, cst.Call) and tree.code(node.func).rpartition(".")[2] in _DIVIDES:
+    if isinstance(node, cst.Call) and name_called(node) in _DIVIDES:
         expression = Expression(tree, node, op, "div")
         if len(expression.texts_after_first()) == 1:  # no rounding
             return expression.argument_node("self"), expression.argument_node("other")
     raise CannotWriteError
 
 
-def is_zero(tree: SourceTree, node: cst.BaseExpression) -> bool:
+def is_zero(node: cst.BaseExpression) -> bool:
     """Return True if an expression is 0 or a tensor of zeros."""
-    makes = tree.code(node.func).rpartition(".")[2] if isinstance(node, cst.Call) else ""
-    return number_in(node) == 0 or makes in ("zeros", "zeros_like", "new_zeros")
-
-
-def _sides(tree: SourceTree, node: cst.CSTNode) -> tuple[cst.CSTNode, cst.CSTNode] | None:
-    with suppress(CannotWriteError):
-        numerator, divisor = sides_of_quotient(tree, node, None)
-        return numerator, divisor
-    return None
+    return number_in(node) == 0 or name_called(node) in ("zeros", "zeros_like", "new_zeros")
 
 
 def _flows(tree: SourceTree, node: cst.CSTNode, parent: cst.CSTNode, kind: _Kind, file: Path) -> Iterator[_Flow]:
@@ -176,12 +168,13 @@ def _called_with(tree: SourceTree, node: cst.CSTNode, parent: cst.Attribute | cs
     if isinstance(parent, cst.Attribute) and parent.attr.value in _NO_VALUES:
         return
     call = next(tree.ancestors(parent))
-    function = call.func if isinstance(call, cst.Call) else None
-    is_method = function is parent
-    is_function = isinstance(parent, cst.Arg) and isinstance(call, cst.Call) and tree.code(call.func)[:6] == "torch."
-    if not isinstance(call, cst.Call) or not isinstance(function, cst.Attribute) or not (is_method or is_function):
+    if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Attribute):
         raise CannotWriteError
-    name, is_first = function.attr.value, is_method or parent is call.args[0]
+    is_method = call.func is parent
+    is_function = isinstance(parent, cst.Arg) and tree.code(call.func).startswith("torch.")
+    if not (is_method or is_function):
+        raise CannotWriteError
+    name, is_first = call.func.attr.value, is_method or parent is call.args[0]
     if name == "sum" and is_first:
         yield call, _SUM_OF.get(kind, "linear") if len(call.args) > is_function else "linear"
     elif name in _CLAMPS and is_first and kind.endswith("sum") and len(call.args) == 1 + is_function:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
@@ -178,9 +179,8 @@ class SourceTree:
             if statement is not None:
                 hoisted.setdefault(statement, []).extend(item.before)
         wrapped: dict[cst.CSTNode, Wrap] = {item.statement: item for item in wrap}
-        removed = {self.statement_of(node) for node in without}
-        around = {parent for node in (*chosen, *hoisted, *wrapped, *without) for parent in self.ancestors(node)}
-        return self.module.visit(_Rewriter(chosen, hoisted, wrapped, self._alone(chosen), around, removed)).code
+        removed = {statement for node in without if (statement := self.statement_of(node)) is not None}
+        return self.module.visit(_Rewriter(self, chosen, hoisted, wrapped, removed)).code
 
     def _composed(self, chosen: Mapping[cst.CSTNode, Replacement]) -> dict[cst.CSTNode, Replacement] | None:
         """Return the outermost replacements, with inner ones made in their texts; None if one is not found there."""
@@ -195,8 +195,7 @@ class SourceTree:
 
     def _with_inner(self, outer: Replacement, inner: Mapping[cst.CSTNode, Replacement]) -> Replacement | None:
         """Return a replacement with others made in its texts, each found by the smallest unambiguous text around it."""
-        around = {parent for node in inner for parent in self.ancestors(node)}
-        rewriter = _Rewriter(inner, {}, {}, self._alone(inner), around, set())
+        rewriter = _Rewriter(self, inner)
         made: dict[str, set[str]] = {}
         for part in nodes_in(outer.node):
             if isinstance(part, cst.BaseExpression):
@@ -215,9 +214,6 @@ class SourceTree:
             return None
         statements = (line for item in inner.values() for line in item.before)
         return None if substitution.left else replace(outer, text=text, before=(*statements, *before))
-
-    def _alone(self, nodes: Iterable[cst.CSTNode]) -> set[cst.CSTNode]:
-        return {node for node in nodes if isinstance(self._parents.get(node), _STANDS_ALONE)}
 
 
 def _parents_in(root: cst.CSTNode) -> dict[cst.CSTNode, cst.CSTNode]:
@@ -249,6 +245,13 @@ def nodes_in(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 def names_in(node: cst.CSTNode) -> set[str]:
     """Return every name that occurs in a node."""
     return {item.value for item in nodes_in(node) if isinstance(item, cst.Name)}
+
+
+def name_called(node: cst.CSTNode) -> str:
+    """Return the name of the function or method that a call calls, without its owner; "" for anything else."""
+    function = node.func if isinstance(node, cst.Call) else None
+    named = function.attr if isinstance(function, cst.Attribute) else function
+    return named.value if isinstance(named, cst.Name) else ""
 
 
 @lru_cache(maxsize=4)
@@ -299,15 +302,14 @@ class _TextSubstitution(cst.CSTTransformer):
 class _Rewriter(cst.CSTTransformer):
     def __init__(
         self,
+        tree: SourceTree,
         chosen: Mapping[cst.CSTNode, Replacement],
-        hoisted: Mapping[cst.CSTNode, Sequence[str]],
-        wrapped: Mapping[cst.CSTNode, Wrap],
-        alone: set[cst.CSTNode],
-        around: set[cst.CSTNode],
-        removed: Set[cst.CSTNode | None],
+        hoisted: Mapping[cst.CSTNode, Sequence[str]] = MappingProxyType({}),
+        wrapped: Mapping[cst.CSTNode, Wrap] = MappingProxyType({}),
+        removed: Set[cst.CSTNode] = frozenset(),
     ) -> None:
-        self._chosen, self._hoisted, self._wrapped, self._alone = chosen, hoisted, wrapped, alone
-        self._around, self._removed = around, removed
+        self._tree, self._chosen, self._hoisted, self._wrapped, self._removed = tree, chosen, hoisted, wrapped, removed
+        self._around = {above for node in (*chosen, *hoisted, *wrapped, *removed) for above in tree.ancestors(node)}
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         """Visit only nodes with something to change inside: most of a file stays as it is."""
@@ -339,7 +341,8 @@ class _Rewriter(cst.CSTTransformer):
         if isinstance(node, cst.BaseExpression) and node.lpar:
             return _grouped(text)
         made, bare = _parsed(text)
-        return bare if node in self._alone or _binds_as_tightly(bare, node) else made
+        is_alone = isinstance(next(self._tree.ancestors(node), None), _STANDS_ALONE)
+        return bare if is_alone or _binds_as_tightly(bare, node) else made
 
 
 def _wrapped(node: cst.CSTNode, wrap: Wrap) -> cst.CSTNode:
