@@ -48,7 +48,7 @@ from nandoctor.fixes.source_forwards import Forward
 from nandoctor.fixes.source_imports import with_torch
 from nandoctor.fixes.source_logs import LogSpace
 from nandoctor.fixes.source_shares import subtract_largest
-from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, nodes_in, parse_source
+from nandoctor.fixes.source_tree import SourceTree, Wrap, name_called, nodes_in, parse_source
 from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, LOGARITHMS, MAXIMA, MOVES, PRODUCTS
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 from nandoctor.text import constant
@@ -84,8 +84,8 @@ class SourceWriter:
     def __init__(
         self,
         ops: Sequence[OpCall],
-        names_in: Callable[[str], frozenset[str]] = lambda _: frozenset(),
-        forward_of: Callable[[str, Set[str]], Forward | None] = lambda *_: None,
+        names_in: Callable[[str], frozenset[str]],
+        forward_of: Callable[[str, Set[str]], Forward | None],
     ) -> None:
         self._ops, self._names_in, self._forward_of = ops, names_in, forward_of
         self.places: dict[SingleEdit, set[cst.CSTNode]] = {}
@@ -177,39 +177,31 @@ class SourceWriter:
 
     def _open(self, site: OpSite) -> tuple[FileChange, Expression]:
         """Return the file of a site, and the expression that called its op."""
-        source = site.source
-        change = self._file(source) if source is not None else None
-        node = change.tree.find(source) if change is not None and source is not None else None
-        if change is None or source is None or node is None:
+        if site.source is None:
             raise CannotWriteError
-        expression = Expression(change.tree, node, self._op_at(site, source), site.op)
+        change = self._file(site.source.file)
+        node = change.tree.find(site.source)
+        if node is None:
+            raise CannotWriteError
+        at_place = [op for op in self._ops if op.source == site.source]
+        made_by = next((op for op in at_place if op.op == site.op), next(iter(at_place), None))
+        expression = Expression(change.tree, node, made_by, site.op)
         if expression.calls_module():
             raise CannotWriteError  # the op is in a torch module, not in this line
         return change, expression
 
-    def _open_beside(self, change: FileChange, expression: Expression, site: OpSite) -> Expression:
-        """Return the expression of a second op in the same function: elsewhere its names mean something else."""
-        other, found = self._open(site)
-        if other is not change or change.tree.scope_of(found.node) is not change.tree.scope_of(expression.node):
-            raise CannotWriteError
-        return found
-
-    def _file(self, source: SourceLine) -> FileChange:
-        if source.file not in self._files:
-            path, known = Path(source.file), frozenset[str]()
+    def _file(self, name: str) -> FileChange:
+        if name not in self._files:
+            path, known = Path(name), frozenset[str]()
             try:
                 if path.is_file():
                     text, _ = decode_source(path.read_bytes())
                 else:  # a notebook cell, or other code of which only the text is known
-                    text, known = "".join(linecache.getlines(source.file)), self._names_in(source.file)
+                    text, known = "".join(linecache.getlines(name)), self._names_in(name)
             except (OSError, SyntaxError, UnicodeDecodeError) as error:
                 raise CannotWriteError from error
-            self._files[source.file] = FileChange(tree=parse_source(text, known), file=path)
-        return self._files[source.file]
-
-    def _op_at(self, site: OpSite, source: SourceLine) -> OpCall | None:
-        at_place = [op for op in self._ops if op.source == source]
-        return next((op for op in at_place if op.op == site.op), next(iter(at_place), None))
+            self._files[name] = FileChange(tree=parse_source(text, known), file=path)
+        return self._files[name]
 
     def _set_argument(self, edit: SetArgument) -> None:
         change, expression = self._open(edit.site)
@@ -252,14 +244,20 @@ class SourceWriter:
 
     def _keep_line(self, source: SourceLine) -> None:
         """Put the whole statement outside autocast, and cast its tensors where their names are read."""
-        change = self._file(source)
+        change = self._file(source.file)
         statement = change.tree.statement_at(source.line)
         if statement is None:
             raise CannotWriteError
         names = self._tensor_names(change.tree, source) | set(change.tree.module_arguments(statement))
         for node in names:
             change.replace(node, float_text(change.tree, node))
-        change.replacements.extend(self._casts(change.tree, source))
+        # Casts to a named low precision become casts to fp32; one to another tensor's dtype stays.
+        for op in self._ops:
+            cast = op.source if op.op in CASTS else None
+            called = change.tree.find(cast) if cast is not None and cast.whole == source else None
+            with suppress(CannotWriteError):
+                if called is not None:
+                    change.replacements.append(Expression(change.tree, called, op).cast_to_fp32())
         change.wraps.append(Wrap(statement=statement, header=OUT_OF_AUTOCAST))
 
     def _keep_module(self, path: str, kept: Set[str]) -> None:
@@ -267,7 +265,7 @@ class SourceWriter:
         forward = self._forward_of(path, kept)
         if forward is None:
             raise CannotWriteError
-        change = self._file(SourceLine(file=forward.file, line=forward.line, text=""))
+        change = self._file(forward.file)
         function = change.tree.function_at(forward.line)
         if function is None:
             raise CannotWriteError
@@ -285,15 +283,6 @@ class SourceWriter:
         above = {node: next(tree.ancestors(node), None) for node in found}
         wide = {node for node, parent in above.items() if parent and tree.code(parent).endswith(".float")}
         return {node for node in found - wide if isinstance(node, (cst.Name, cst.Attribute))}
-
-    def _casts(self, tree: SourceTree, source: SourceLine) -> Iterator[Replacement]:
-        """Turn a line's casts to a named low precision into casts to fp32; one to another tensor's dtype stays."""
-        for op in self._ops:
-            if op.op in CASTS and op.source is not None and op.source.whole == source:
-                node = tree.find(op.source)
-                with suppress(CannotWriteError):
-                    if isinstance(node, cst.Call):
-                        yield Expression(tree, node, op).cast_to_fp32()
 
     def _clamp_others(self, edit: ClampArgument) -> None:
         """Clamp the other arguments with which the statement calls the function, unless an edit of their own does."""
@@ -314,24 +303,26 @@ class SourceWriter:
             if node is None or node in seen or (tree.statement_of(node) or tree.scope_of(node)) is not place:
                 continue
             seen.add(node)
-            if isinstance(node, cst.Call) and tree.code(node.func).rpartition(".")[2].rstrip("_") != name:
+            if isinstance(node, cst.Call) and name_called(node).rstrip("_") != name:
                 continue  # another function calls the op, and its arguments may be anything
             if not _is_kept_off_zero(op, ops):
                 yield Expression(tree, node, op)
 
     def _scale_first(self, edit: ScaleFirst) -> None:
-        change, scale = self._open(edit.scale)
-        product = self._open_beside(change, scale, edit.product)
+        (change, scale), (other, product) = self._open(edit.scale), self._open(edit.product)
+        tree = change.tree
+        if other is not change or tree.scope_of(product.node) is not tree.scope_of(scale.node):
+            raise CannotWriteError  # names mean something else in another function
         if not isinstance(scale.node, cst.BinaryOperation):
             raise CannotWriteError
         first, factor = product.argument_node("self"), scale.argument("other")
         operator = "/" if isinstance(scale.node.operator, cst.Divide) else "*"
-        scaled = f"{operand_text(change.tree, first)} {operator} {factor}"
+        scaled = f"{operand_text(tree, first)} {operator} {factor}"
         if product.node in nodes_in(scale.node.left):
-            change.replace(scale.node, text_with(change.tree, scale.node.left, {first: f"({scaled})"}))
+            change.replace(scale.node, text_with(tree, scale.node.left, {first: f"({scaled})"}))
             return
         change.replace(first, scaled)
-        change.replace(scale.node, change.tree.code(scale.node.left))
+        change.replace(scale.node, tree.code(scale.node.left))
 
     def _stable_log(self, edit: StableLog) -> None:
         change, expression = self._open(edit.site)
