@@ -57,31 +57,22 @@ class Definitions:
             return None
         before = [(end, node) for end, node in self._bound.get(name.value, ()) if end <= self._tree.start_of(name)]
         node = before[-1][1] if before else None
-        if (
-            not isinstance(node, cst.Assign)
-            or len(node.targets) != 1
-            or not isinstance(node.targets[0].target, cst.Name)
-        ):
+        if not isinstance(node, cst.Assign) or len(node.targets) != 1 or not _name_of(node):
             return None
-        around, above = [*self._tree.ancestors(name)], [*self._tree.ancestors(node)]
-        block = next(parent for parent in above if isinstance(parent, (cst.IndentedBlock, cst.SimpleStatementSuite)))
-        loops = [parent for parent in around if isinstance(parent, _LOOPS) and parent not in above]
-        if block not in around or any(self._binds_within(name.value, loop) for loop in loops):
+        blocks = (cst.IndentedBlock, cst.SimpleStatementSuite)
+        block = next(parent for parent in self._tree.ancestors(node) if isinstance(parent, blocks))
+        loops = self._loops_around(name, node)
+        if block not in self._tree.ancestors(name) or any(self._binds_between(name.value, *loop) for loop in loops):
             return None
         return node.value
 
     def means_the_same(self, expression: cst.CSTNode, place: cst.CSTNode) -> bool:
         """Return True if the names in an expression stand for the same at a later place of the function."""
-        start, end = self._tree.end_of(expression), self._tree.start_of(place)
-        above = [*self._tree.ancestors(expression)]
-        loops = [parent for parent in self._tree.ancestors(place) if isinstance(parent, _LOOPS) and parent not in above]
         if self._is_run_later(place):
             return False
-        for name in self._names_read(expression):
-            between = any(start < where <= end for where, _ in self._bound.get(name, ()))
-            if between or any(self._binds_within(name, loop) for loop in loops):
-                return False
-        return True
+        between = self._tree.end_of(expression), self._tree.start_of(place)
+        spans = [between, *self._loops_around(place, expression)]
+        return not any(self._binds_between(name, *span) for name in self._names_read(expression) for span in spans)
 
     def is_written_into(self, expression: cst.CSTNode) -> bool:
         """Return True if the function changes a tensor that an expression reads in place, anywhere."""
@@ -99,8 +90,13 @@ class Definitions:
         inside = takewhile(lambda parent: parent is not self._function, self._tree.ancestors(node))
         return any(isinstance(parent, _RUN_LATER) for parent in inside)
 
-    def _binds_within(self, name: str, loop: cst.CSTNode) -> bool:
-        start, end = self._tree.start_of(loop), self._tree.end_of(loop)
+    def _loops_around(self, node: cst.CSTNode, other: cst.CSTNode) -> list[tuple[Position, Position]]:
+        """Return the start and end of each loop that is around a node but not around the other."""
+        above = set(self._tree.ancestors(other))
+        loops = (item for item in self._tree.ancestors(node) if isinstance(item, _LOOPS) and item not in above)
+        return [(self._tree.start_of(loop), self._tree.end_of(loop)) for loop in loops]
+
+    def _binds_between(self, name: str, start: Position, end: Position) -> bool:
         return any(start < where <= end for where, _ in self._bound.get(name, ()))
 
     def unread(
