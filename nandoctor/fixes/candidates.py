@@ -34,7 +34,7 @@ from nandoctor.evidence.report import Counterfactual, StepSetting
 from nandoctor.evidence.trace import LOSS, OpCall, Trace
 from nandoctor.fixes.agreement import compare_runs
 from nandoctor.fixes.verify import Trials
-from nandoctor.fixes.widening import is_below
+from nandoctor.fixes.widening import is_below, is_low
 from nandoctor.ops import CASTS, MOVES
 from nandoctor.text import MAX_SAMPLES_LISTED
 
@@ -178,8 +178,7 @@ def _casts_before(lead: Suspect, seen: Sequence[OpCall]) -> Iterator[KeepOp]:
     for made in (op for op in seen if op.phase != "backward" and site_of(op) == lead.site):
         behind = chain.from_iterable(ancestors(ops, tensor, _CASTS_WITHIN) for tensor in made.inputs)
         for op in behind:
-            narrowed = any(stats.dtype in (FP16, BF16) for stats in op.outputs)
-            if op.op in CASTS and narrowed and op.source is not None:
+            if op.op in CASTS and is_low(op) and op.source is not None:
                 yield KeepOp(site=site_of(op))
 
 
@@ -191,8 +190,6 @@ def smallest_in_fp32(lead: Suspect, model: nn.Module) -> Edit:
 
 def _is_library(site: OpSite, model: nn.Module) -> bool:
     """Return True if one of torch's modules made the op, so that its source line is the caller's, or unknown."""
-    if site.module == LOSS:
-        return site.source is None
     return site.source is None or site.module in _paths_in_torch(model)
 
 
@@ -252,11 +249,8 @@ def _for_block(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> 
 
 def _in_code(lead: Suspect, model: nn.Module) -> list[Candidate]:
     """Return the changes of the operation itself, without the loss scale, which fixes no other origin."""
-    return [
-        candidate
-        for candidate in specific(lead, model)
-        if not any(isinstance(edit, SetLossScale) for edit in candidate)
-    ]
+    changes = specific(lead, model)
+    return [change for change in changes if not any(isinstance(edit, SetLossScale) for edit in change)]
 
 
 def _masked(batch: Mapping[str, torch.Tensor]) -> Iterator[Candidate]:

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from nandoctor.causes.base import ancestors, site_of
 from nandoctor.diagnosis.conclusion import Findings
-from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, SingleEdit, flatten
+from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, flatten
 from nandoctor.evidence.report import Fp32Module, Fp32Set, Fp32SetSearch
 from nandoctor.evidence.trace import LOSS, OpCall
 from nandoctor.fixes.budget import BudgetSpent
 from nandoctor.fixes.candidates import join, line_of
 from nandoctor.fixes.verify import Trials
-from nandoctor.fixes.widening import is_below
+from nandoctor.fixes.widening import widens
 from nandoctor.minimal_sets import find_minimal_sets
 from nandoctor.ops import PRODUCTS
 
@@ -66,7 +66,8 @@ def search_fp32_sets(
                 break  # without it, the product passes the limit again, whatever else is in fp32
     except BudgetSpent:
         complete = False
-    recorded = tuple(map(_record_set, found))
+    named = [[Fp32Module(module=member.module, children=member.children) for member in kept] for kept in found]
+    recorded = tuple(Fp32Set(modules=tuple(modules)) for modules in named)
     return Fp32SetSearch(sets=recorded, num_modules=len(members), num_probes=ask.num_probes, complete=complete), found
 
 
@@ -131,7 +132,7 @@ def is_undone(edit: Edit, findings: Findings) -> bool:
         taken.stats is not None and (taken.stats.absmax or 0.0) > _CLEAR_EXCESS * low.max
         for op in findings.trace.ops
         if op.key in in_fp32 and op.nonfinite_inputs and all(made.dtype is low for made in op.outputs)
-        if not any(_keeps(single, op.module) for single in kept) and _comes_to_nan(op, ops)
+        if not any(widens(single, op) for single in kept) and _comes_to_nan(op, ops)
         for taken in in_fp32[op.key].inputs
     )
 
@@ -141,22 +142,11 @@ def _comes_to_nan(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
     return any(source.analysis is not None and "nan" in source.analysis.kinds for source in (op, *behind))
 
 
-def _keeps(edit: SingleEdit, path: str) -> bool:
-    return isinstance(edit, KeepModule) and (is_below(path, edit.module) if edit.children else path == edit.module)
-
-
-def _record_set(kept: Kept) -> Fp32Set:
-    return Fp32Set(modules=tuple(Fp32Module(module=member.module, children=member.children) for member in kept))
-
-
 def _guess(members: list[KeepModule], products: set[str], findings: Findings) -> list[list[KeepModule]]:
     """Return guesses: the modules to blame; also those whose products overflow; or also all that leave the format."""
     blamed = {lead.site.module for lead in findings.conclusion.suspects}
-    return [
-        [member for member in members if member.module in blamed],
-        [member for member in members if member.module in blamed | products],
-        [member for member in members if member.module in blamed or _exceeds(member, findings)],
-    ]
+    guesses = (blamed, blamed | products, blamed | _leaving_format(findings))
+    return [[member for member in members if member.module in guess] for guess in guesses]
 
 
 def _fails(trials: Trials) -> bool:
@@ -170,11 +160,10 @@ def _overflowing_products(findings: Findings) -> set[str]:
     return {op.module for op in ops if any((stats.absmax or 0.0) > findings.trace.format.max for stats in op.outputs)}
 
 
-def _exceeds(member: KeepModule, findings: Findings) -> bool:
-    """Return True if a module's inputs or outputs in fp32 pass the low format's limit."""
-    calls = [call for call in findings.reference.calls if call.module == member.module]
-    taken = [stats.absmax for call in calls for stats in (*call.inputs, *call.outputs)]
-    return any(absmax is not None and absmax > findings.trace.format.max for absmax in taken)
+def _leaving_format(findings: Findings) -> set[str]:
+    """Return the modules with inputs or outputs in fp32 that pass the low format's limit."""
+    passed = ((call.module, stats) for call in findings.reference.calls for stats in (*call.inputs, *call.outputs))
+    return {module for module, stats in passed if (stats.absmax or 0.0) > findings.trace.format.max}
 
 
 def _find_members(findings: Findings, *, has_loss: bool) -> list[KeepModule]:

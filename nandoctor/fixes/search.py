@@ -15,7 +15,6 @@ from nandoctor.evidence.edits import (
     GuardArgument,
     KeepModule,
     KeepOp,
-    SetLossScale,
     SetOptimizerEps,
     SourcePatch,
     Together,
@@ -40,6 +39,7 @@ from nandoctor.fixes.candidates import (
     without_guilty,
 )
 from nandoctor.fixes.fp32_sets import Kept, is_undone, refine, search_fp32_sets
+from nandoctor.fixes.gradient_check import scale_set_by
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.notes import describe_coupling, describe_none, describe_search, distance_of
 from nandoctor.fixes.proof import Verifier
@@ -109,15 +109,11 @@ def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> li
 
     def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, int]:
         size = _size(item.edit, findings)
-        elsewhere = _is_only_upstream(item.edit, findings) or _scales_below_one(item.edit)
+        elsewhere = _is_only_upstream(item.edit, findings) or (scale_set_by(item.edit) or 1.0) < 1
         return not item.verified, item.kind == "data", elsewhere, size >= _WHOLE, item.patch not in at_origin, size
 
     at_origin = {item.patch for item in tried}
     return sorted(_distinct([*from_fp32_sets, *tried]), key=key)
-
-
-def _scales_below_one(edit: Edit) -> bool:
-    return any(isinstance(single, SetLossScale) and single.value < 1 for single in flatten((edit,)))
 
 
 def _is_only_upstream(edit: Edit, findings: Findings) -> bool:
