@@ -96,9 +96,12 @@ class GradientCheck:
         if (scale := scale_set_by(change)) is not None:
             return (scale,)
         narrow = not in_bf16(change, before=step.low is BF16)
+        if step.loss_scale is None and not narrow:
+            return (1.0,)
         if step.loss_scale is None:
-            below = _BELOW_ONE if narrow and self._stand_in_overflows(change) else ()
-            return (*_USUAL_SCALES, *below) if narrow else (1.0,)
+            is_squared = step.loss is squared_surrogate
+            needs_lower = is_squared and self._largest(self._trials.reference(change)) > FP16.max
+            return (*_USUAL_SCALES, *(_BELOW_ONE if needs_lower else ()))
         grown = GROWTH * step.loss_scale
         larger = (usual for usual in _USUAL_SCALES if usual > grown) if narrow else ()
         return (*larger, grown, step.loss_scale)
@@ -174,12 +177,6 @@ class GradientCheck:
             return False
         made = self._trials.run(KeepSamples(samples=self._healthy), SetLossScale(value=scale))
         return made.values_finite and not made.gradients_finite
-
-    def _stand_in_overflows(self, change: Change) -> bool:
-        """Return True if fp16 cannot hold the gradients of the squared stand-in loss, with the change, in fp32."""
-        if self._trials.step.loss is not squared_surrogate:
-            return False
-        return self._largest(self._trials.reference(change)) > FP16.max
 
     @staticmethod
     def _largest(made: Result) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
@@ -115,8 +114,9 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
 
 def _showing(trace: Trace, chosen: Set[str]) -> Trace:
     """Return the trace with only these of the hidden values in its output."""
-    is_shown = (stats.path in chosen or not stats.path.startswith(("kept.", "taken.")) for stats in trace.output)
-    return replace(trace, output=tuple(itertools.compress(trace.output, is_shown)))
+    hidden = ("kept.", "taken.")
+    shown = (stats for stats in trace.output if stats.path in chosen or not stats.path.startswith(hidden))
+    return replace(trace, output=tuple(shown))
 
 
 def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, *, compared: bool = False) -> bool:
@@ -202,6 +202,5 @@ def _describe(kept: Sequence[str], decided: Sequence[Taken]) -> str:
     if kept:
         names = join_first([f"`{path.removeprefix('kept.')}`" for path in kept], 3)
         return f"What the step returns is finite; {names}, which it leaves for later steps, {are(len(kept))} not."
-    places = list(dict.fromkeys(name_op(site.op, site.source) for site in decided))
-    makers = join_first(places, 3)
+    makers = join_first(list(dict.fromkeys(name_op(site.op, site.source) for site in decided)), 3)
     return f"What the step returns is finite, but depends on NaN or Inf that {makers} turned into ordinary values."

@@ -99,11 +99,9 @@ class ChangeWriter:
                 past_bound=self._source.past_bound(singles),
                 in_backward=self._source.in_backward(singles),
             )
-        settings = _settings_of(singles)
-        if settings is not None:
+        if (settings := _settings_of(singles)) is not None:
             yield WrittenChange(kind="setting", title=title, text="", settings=settings)
-        snippet = self._snippet(singles)
-        if snippet is not None:
+        if (snippet := self._snippet(singles)) is not None:
             yield WrittenChange(kind=snippet.kind, title=title, text=snippet.text, change=snippet)
 
     def _forward_of(self, path: str, model: nn.Module, calls: Sequence[ModuleCall], kept: Set[str]) -> Forward | None:
@@ -242,15 +240,11 @@ def _title_op(edit: KeepOp) -> str:
 def _title_argument(edit: SetArgument) -> str:
     new = "the lowest number of its format" if edit.value is None else constant(edit.value)
     what = "an eps of " if edit.value is not None and 0 < edit.was <= LARGEST_EPS else ""
-    return f"Use {what}{new} instead of {constant(edit.was)}{_where(edit.site)}"
+    return f"Use {what}{new} instead of {constant(edit.was)} in {_place(edit.site) or edit.site.op}"
 
 
 def _where(site: OpSite) -> str:
-    return f" in {_place(site)}" if site.source else f" in {site.op}"
-
-
-def _where_if_known(site: OpSite) -> str:
-    return _where(site) if site.source else ""
+    return f" in {_place(site)}" if site.source else ""
 
 
 def _clamp_in_words(edit: ClampArgument) -> str:
@@ -286,17 +280,17 @@ def _title_guard(edit: GuardArgument) -> str:
     bounds = [f"{side} {constant(end)}" for side, end in ends.items() if end is not None]
     where = f"is not {' and '.join(bounds)}" if bounds else "is 0"
     what = "divisor" if edit.argument == "other" else "argument"
-    return f"Give {edit.site.op} the value 0 and no gradient where its {what} {where}{_where_if_known(edit.site)}"
+    return f"Give {edit.site.op} the value 0 and no gradient where its {what} {where}{_where(edit.site)}"
 
 
 def _title_scale(edit: ScaleFirst) -> str:
-    where = _where_if_known(edit.product)
+    where = _where(edit.product)
     return f"Scale by {edit.factor:.4g} before {edit.product.op}{where} instead of after it"
 
 
 def _title_log(edit: StableLog) -> str:
     if edit.site.op == "exp":
-        return f"Subtract the largest exponent before exp{_where_if_known(edit.site)}"
+        return f"Subtract the largest exponent before exp{_where(edit.site)}"
     what = "the quotient" if edit.site.op in DIVISIONS else "the logarithms" if edit.everywhere else "the logarithm"
     where = f"of the function at {_place(edit.site)}" if edit.everywhere else f"in {_place(edit.site) or edit.site.op}"
     return f"Compute {what} {where} in log space"
@@ -319,8 +313,8 @@ _TITLES: dict[str, Callable[[Any], str]] = {
         f"Set {edit.name} of {edit.type} to {constant(edit.value)} (was {constant(edit.was)})"
     ),
     "set-argument": _title_argument,
-    "set-flag": lambda edit: f"Call {edit.site.op} with {edit.argument}=True{_where_if_known(edit.site)}",
-    "clamp": lambda edit: f"{_clamp_in_words(edit)}{_where_if_known(edit.site)}",
+    "set-flag": lambda edit: f"Call {edit.site.op} with {edit.argument}=True{_where(edit.site)}",
+    "clamp": lambda edit: f"{_clamp_in_words(edit)}{_where(edit.site)}",
     "guard": _title_guard,
     "scale-first": _title_scale,
     "unmask-rows": lambda _: "Unmask the fully masked rows, and set their result to 0",
