@@ -110,12 +110,10 @@ def specific(lead: Suspect, model: nn.Module) -> list[Candidate]:
 def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
     if not isinstance(edit, SetArgument) or edit.value is None:
         return edit
-    for module in model.modules():
-        if type(module).__name__ == edit.site.type:
-            names = [name for name, value in vars(module).items() if isinstance(value, float) and value == edit.was]
-            if names:
-                return SetAttribute(type=edit.site.type, name=names[0], was=edit.was, value=edit.value)
-    return edit
+    modules = (module for module in model.modules() if type(module).__name__ == edit.site.type)
+    attributes = (item for module in modules for item in vars(module).items())
+    name = next((name for name, value in attributes if isinstance(value, float) and value == edit.was), None)
+    return edit if name is None else SetAttribute(type=edit.site.type, name=name, was=edit.was, value=edit.value)
 
 
 def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Candidate]:

@@ -51,7 +51,5 @@ def slope_log(value: Log, functional: str) -> Log:
 
 def functional_in(text: str) -> str:
     """Return the name for torch.nn.functional in the text of a file: "F" if it is imported as that."""
-    is_known = any(
-        f"{start} as F\n" in text for start in ("import torch.nn.functional", "from torch.nn import functional")
-    )
-    return "F" if is_known else "torch.nn.functional"
+    imports = ("import torch.nn.functional as F\n", "from torch.nn import functional as F\n")
+    return "F" if any(line in text for line in imports) else "torch.nn.functional"

@@ -60,7 +60,7 @@ class Verifier:
     `guilty` are the samples to blame, () if unknown; `random`: random numbers are drawn; `trusts_fp32`: no float64 run.
     """
 
-    def __init__(self, trials: Trials, *, guilty: tuple[int, ...], random: bool, trusts_fp32: bool = False) -> None:
+    def __init__(self, trials: Trials, *, guilty: tuple[int, ...], random: bool, trusts_fp32: bool) -> None:
         self._trials, self._search_trials = trials.with_gradients, trials
         self._guilty, self._random, self._trusts_fp32 = guilty, random, trusts_fp32
         samples = range(trials.step.num_samples or 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import libcst as cst
@@ -188,18 +188,18 @@ def write_guard(change: FileChange, expression: Expression, edit: GuardArgument,
         if probe is not None:
             raise CannotWriteError
         kept = _read_twice(change, argument)
-        first, again, before = change.named(expression.node, _outside(edit, kept), "outside")
+        first, again, before = change.named(expression.node, _condition(edit, kept, inside=False), "outside")
         text = text_with(tree, node, {argument: f"{kept}.masked_fill_({first}, {edit.safe})"})
         change.replace(expression.node, f"{text}.masked_fill_({again}, 0.0)", before)
         return
-    is_selected = _selects_by(tree, node, _inside(edit, operand_text(tree, argument)))
+    is_selected = _selects_by(tree, node, _condition(edit, operand_text(tree, argument), inside=True))
     first, again, before = change.named(expression.node, _argument(change, argument, edit, probe), "guarded")
     if is_selected:
-        safe = f"torch.where({_inside(edit, first, again)}, {again}, {edit.safe})"
+        safe = f"torch.where({_condition(edit, first, again, inside=True)}, {again}, {edit.safe})"
         text = text_with(tree, node, {argument: safe})
     else:
-        safe = f"torch.where({_outside(edit, again)}, {edit.safe}, {again})"
-        text = _zero_where(_outside(edit, first, again), tree, node, {argument: safe})
+        safe = f"torch.where({_condition(edit, again, inside=False)}, {edit.safe}, {again})"
+        text = _zero_where(_condition(edit, first, again, inside=False), tree, node, {argument: safe})
     change.replace(expression.node, text, before)
 
 
@@ -217,21 +217,16 @@ def _zero_where(
     return f"{changed}.masked_fill_({condition}, 0.0)" if is_written else f"torch.where({condition}, 0.0, {changed})"
 
 
-def _inside(edit: GuardArgument, first: str, again: str | None = None) -> str:
-    """Return the condition under which an argument is kept: strictly between the ends, or not 0."""
-    return _condition([(">", edit.low), ("<", edit.high)], "&", "!= 0", (first, again or first))
+def _condition(edit: GuardArgument, first: str, again: str = "", *, inside: bool) -> str:
+    """Return the condition that an argument is `inside` the bounds, strictly between the ends or not 0; or outside.
 
-
-def _outside(edit: GuardArgument, first: str, again: str | None = None) -> str:
-    """Return the condition under which an argument is replaced. It is false for NaN, which has to stay."""
-    return _condition([("<=", edit.low), (">=", edit.high)], "|", "== 0", (first, again or first))
-
-
-def _condition(ends: Sequence[tuple[str, float | None]], joint: str, at_zero: str, texts: tuple[str, str]) -> str:
-    first, again = texts
-    given = [(sign, constant(end)) for sign, end in ends if end is not None]
-    parts = [f"{again if place else first} {sign} {end}" for place, (sign, end) in enumerate(given)]
-    return f" {joint} ".join(f"({part})" for part in parts) if len(parts) > 1 else (parts or [f"{first} {at_zero}"])[0]
+    To be outside is false for NaN, which has to stay. `again` is the text for a second use, "" if it is the same.
+    """
+    above, below, at_zero, joint = (">", "<", "!=", " & ") if inside else ("<=", ">=", "==", " | ")
+    ends = [(sign, end) for sign, end in ((above, edit.low), (below, edit.high)) if end is not None]
+    pairs = zip((first, again or first), ends or [(at_zero, 0.0)], strict=False)
+    parts = [f"{text} {sign} {constant(end)}" for text, (sign, end) in pairs]
+    return joint.join(f"({part})" for part in parts) if len(parts) > 1 else parts[0]
 
 
 def _selects_by(tree: SourceTree, node: cst.CSTNode, condition: str) -> bool:

@@ -38,7 +38,6 @@ from nandoctor.fixes.source_expression import (
     FileChange,
     float_text,
     grouped,
-    number_in,
     operand_text,
     parse_expression,
     target_of,
@@ -206,7 +205,7 @@ class SourceWriter:
     def _set_argument(self, edit: SetArgument) -> None:
         change, expression = self._open(edit.site)
         self.places[edit] = {expression.node}
-        constants = [node for node in expression.constants() if number_in(node) == edit.was]
+        constants = expression.constants(edit.was)
         value = f"torch.finfo({expression.argument('self')}.dtype).min" if edit.value is None else constant(edit.value)
         if not constants and expression.takes_eps(edit.was):  # the op is inside a torch function
             change.replace(expression.node, expression.with_keyword("eps", value))

@@ -15,7 +15,7 @@ import libcst as cst
 import torch
 
 from nandoctor.evidence.trace import OpCall, SourceLine
-from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, nodes_in
+from nandoctor.fixes.source_tree import Replacement, SourceTree, Wrap, name_called, nodes_in
 from nandoctor.ops import PRODUCTS
 
 HAS_EFFECTS = (cst.Call, cst.NamedExpr, cst.Await)
@@ -67,7 +67,7 @@ class Expression:
             return None
         return function.value
 
-    def with_texts(self, texts: Mapping[cst.CSTNode, str], before: tuple[str, ...] = ()) -> Iterator[Replacement]:
+    def with_texts(self, texts: Mapping[cst.CSTNode, str], before: tuple[str, ...]) -> Iterator[Replacement]:
         """Yield the replacements that give some arguments other texts."""
         if self.spelled is self.node:
             yield from (Replacement(node=node, text=text, before=before) for node, text in texts.items())
@@ -135,9 +135,7 @@ class Expression:
 
     def takes_eps(self, was: float) -> bool:
         """Return True if the call is of a torch function whose default eps is this number."""
-        if not isinstance(self.node, cst.Call):
-            return False
-        function = getattr(torch.nn.functional, self.tree.code(self.node.func).rpartition(".")[2], None)
+        function = getattr(torch.nn.functional, name_called(self.node), None)
         try:
             eps = inspect.signature(function).parameters.get("eps") if callable(function) else None
         except ValueError:  # a function written in C++
@@ -170,9 +168,9 @@ class Expression:
             others[-1] = last.with_changes(comma=between)
         return self.tree.code(node.with_changes(args=[*others, added]))
 
-    def constants(self) -> Iterator[cst.BaseExpression]:
-        """Yield the arguments that are written as numbers."""
-        yield from (value for _, value in self._arguments if number_in(value) is not None)
+    def constants(self, number: float) -> list[cst.BaseExpression]:
+        """Return the arguments that are written as this number."""
+        return [value for _, value in self._arguments if number_in(value) == number]
 
     def is_whole(self, statement: cst.SimpleStatementLine) -> bool:
         """Return True if the statement only assigns, returns or evaluates the expression."""

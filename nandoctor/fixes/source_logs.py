@@ -58,7 +58,7 @@ class LogSpace:
         self._sources: set[cst.CSTNode] = set()
         self._probabilities, self._functional = GivenProbabilities(change), functional_in(tree.text)
 
-    def write_logs(self, node: cst.CSTNode, *, everywhere: bool = False) -> tuple[list[Replacement], list[cst.Assign]]:
+    def write_logs(self, node: cst.CSTNode, *, everywhere: bool) -> tuple[list[Replacement], list[cst.Assign]]:
         """Return the replacements for the logarithm at a node, and the assignments that are unread then.
 
         Other logarithms in its statement, and those of the same exponential or probability, are replaced too, since

@@ -35,7 +35,7 @@ class SourceTree:
     `known` are names of modules and classes that it can use without importing them, such as from another notebook cell.
     """
 
-    def __init__(self, text: str, known: Set[str] = frozenset()) -> None:
+    def __init__(self, text: str, known: Set[str]) -> None:
         self._known = known
         self.mark = _BYTE_ORDER_MARK if text.startswith(_BYTE_ORDER_MARK) else ""
         whole = text.removeprefix(_BYTE_ORDER_MARK)
@@ -144,7 +144,7 @@ class SourceTree:
         scopes = (item for item in self.ancestors(node) if isinstance(item, (cst.FunctionDef, cst.Lambda)))
         return next(scopes, self.module)
 
-    def free_name(self, wanted: str, node: cst.CSTNode, others: Set[str] = frozenset()) -> str:
+    def free_name(self, wanted: str, node: cst.CSTNode, others: Set[str]) -> str:
         """Return a name that the function around a node does not use, and that is not one of the `others`."""
         scope = self.function_of(node) or self.module
         taken, name, number = names_in(scope) | others, wanted, 2

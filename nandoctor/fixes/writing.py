@@ -163,13 +163,12 @@ def _set_attribute(edit: SetAttribute) -> str:
 
 def _reset_buffers(edit: ResetBuffers) -> Snippet:
     """Write a reset of buffers by name, unless they are running statistics: another non-finite one may be a mask."""
-    which, then = (
-        f"name in {list(edit.names)}",
-        "0 is a placeholder for what the model's code, or a checkpoint, puts there",
-    )
     if all(name.rpartition(".")[2].startswith("running_") for name in edit.names):
         which = '"running_" in name and not buffer.isfinite().all()'
         then = "a few batches in train mode, without an optimizer step, restore the statistics"
+    else:
+        which = f"name in {list(edit.names)}"
+        then = "0 is a placeholder for what the model's code, or a checkpoint, puts there"
     text = (
         "for name, buffer in model.named_buffers():\n"
         f"    if {which}:\n"
