@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any
 
 import torch
@@ -90,12 +90,10 @@ def ending_where_lost(model: nn.Module, lost_at: CallKey | None) -> Iterator[Non
         yield
         return
     path, number = lost_at
-    num_returned = 0
+    calls = count()
 
     def end(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        nonlocal num_returned
-        num_returned += 1
-        if num_returned == number + 1 and _all_nan(output):
+        if next(calls) == number and _all_nan(output):
             raise TrialEnded
 
     # nn.Module's method, because a ScriptModule refuses hooks, which its graph could not keep.

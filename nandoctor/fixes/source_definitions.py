@@ -249,12 +249,9 @@ class GivenProbabilities:
             return None
         expression = Expression(self._tree, given.value, op)
         dims = [text.removeprefix("dim=").removeprefix("-") for text in expression.texts_after_first()]
-        is_alike = op.op == "sigmoid" or (dims and all(map(str.isdecimal, dims)))
-        if not is_alike:
+        if op.op == "softmax" and not (dims and all(map(str.isdecimal, dims))):
             return None
-        inner = expression.argument_node("self")
-        if inner not in self._named:
-            self._named[inner] = given, ""
+        self._named.setdefault(expression.argument_node("self"), (given, ""))
         return given.value, op
 
     def _value_given(self, parameter: cst.Name) -> GivenValue | None:

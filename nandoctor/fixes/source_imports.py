@@ -27,13 +27,12 @@ def with_torch(before: str, text: str) -> str:
 
 def _must_come_first(statement: cst.CSTNode) -> bool:
     """Return True for a docstring or an import from __future__."""
-    if not isinstance(statement, cst.SimpleStatementLine):
-        return False
-    (first, *_) = statement.body
-    if isinstance(first, cst.Expr):
-        return isinstance(first.value, (cst.SimpleString, cst.ConcatenatedString))
-    module = first.module if isinstance(first, cst.ImportFrom) else None
-    return isinstance(module, cst.Name) and module.value == "__future__"
+    match statement:
+        case cst.SimpleStatementLine(body=[cst.Expr(value=cst.SimpleString() | cst.ConcatenatedString()), *_]):
+            return True
+        case cst.SimpleStatementLine(body=[cst.ImportFrom(module=cst.Name("__future__")), *_]):
+            return True
+    return False
 
 
 class _Imports(cst.CSTVisitor):

@@ -327,12 +327,11 @@ class Trials:
 
     def _run(self, edits: tuple[Change, ...], precision: Precision) -> Result:
         """Run the step once; a run that ends early has the result NaN, which is all that would have been left."""
-        gradients = self._backward
         watch = Watch(
             stage=f"trial {self._budget.num_run}",
             statistics="none",
-            backward=gradients,
-            keep=gradients,
+            backward=self._backward,
+            keep=self._backward,
             worth_backward=partial(self._may_pass, edits),
         )
         # Only a changed step on the same samples ends early: the unchanged step's values are used elsewhere.

@@ -77,18 +77,16 @@ class ChangeWriter:
     """A writer of the changes of one step."""
 
     def __init__(self, model: nn.Module, loss: Any, ops: Sequence[OpCall], calls: Sequence[ModuleCall] = ()) -> None:
+        self._model, self._loss, self._calls = model, loss, calls
         self._low = {path for path, module in model.named_modules() if _is_low(module)}
-        known = partial(known_names, model=model, loss=loss)
-        self._source = SourceWriter(ops, known, lambda path, kept: self._forward_of(path, model, calls, kept))
-        self._write_snippet = partial(write_snippet, model=model, loss=loss)
-        self._describe_argument = partial(describe_argument, model=model)
+        self._source = SourceWriter(ops, partial(known_names, model=model, loss=loss), self._forward_of)
 
     def write(self, edit: Edit) -> Iterator[WrittenChange]:
         """Yield every runnable way to write an edit, the least invasive first; nothing if there is none."""
         singles = flatten((edit,))
         title = write_title(edit)
         patch = self._source.write(singles)
-        change = patch if patch is None or patch.root else self._write_snippet(patch)
+        change = patch if patch is None or patch.root else write_snippet(patch, self._model, self._loss)
         if patch is not None and change is not None:
             yield WrittenChange(
                 kind="snippet" if isinstance(change, Snippet) else "source",
@@ -104,9 +102,9 @@ class ChangeWriter:
         if (snippet := self._snippet(singles)) is not None:
             yield WrittenChange(kind=snippet.kind, title=title, text=snippet.text, change=snippet)
 
-    def _forward_of(self, path: str, model: nn.Module, calls: Sequence[ModuleCall], kept: Set[str]) -> Forward | None:
+    def _forward_of(self, path: str, kept: Set[str]) -> Forward | None:
         """Return a module's forward, None if its weights are stored in low precision and so need widening too."""
-        return None if path == LOSS or path in self._low else find_forward(path, model, calls, kept)
+        return None if path == LOSS or path in self._low else find_forward(path, self._model, self._calls, kept)
 
     def _snippet(self, edits: Sequence[SingleEdit]) -> Snippet | None:
         modules = [edit for edit in edits if isinstance(edit, KeepModule) and edit.children and edit.module != LOSS]
@@ -118,7 +116,7 @@ class ChangeWriter:
             return Snippet(kind="snippet", text="\n".join(texts)) if len(texts) == len(edits) else None
         edit = edits[0]
         if isinstance(edit, SetAttribute):
-            return Snippet(kind="snippet", text=_set_attribute(edit) + self._describe_argument(edit))
+            return Snippet(kind="snippet", text=_set_attribute(edit) + describe_argument(edit, self._model))
         write = _SNIPPETS.get(edit.kind)
         return write(edit) if write is not None else None
 
