@@ -308,7 +308,8 @@ class _Rewriter(cst.CSTTransformer):
         wrapped: Mapping[cst.CSTNode, Wrap] = MappingProxyType({}),
         removed: Set[cst.CSTNode] = frozenset(),
     ) -> None:
-        self._tree, self._chosen, self._hoisted, self._wrapped, self._removed = tree, chosen, hoisted, wrapped, removed
+        self._tree, self._chosen = tree, chosen
+        self._hoisted, self._wrapped, self._removed = hoisted, wrapped, removed
         self._around = {above for node in (*chosen, *hoisted, *wrapped, *removed) for above in tree.ancestors(node)}
 
     def on_visit(self, node: cst.CSTNode) -> bool:

@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from nandoctor.autocast.policy import REFERENCE
+from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.edits import Change, KeepSamples, Snippet, SourcePatch, UseFormat, flatten
 from nandoctor.evidence.formats import BF16, FP32, FP64
@@ -44,8 +44,6 @@ GRADIENT_TOLERANCE = 0.1
 
 MOST_FP64_PARAMETERS = 250_000_000
 """2 GB of weights in float64, besides those in memory already."""
-
-Precision = Literal["autocast", "fp32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +264,7 @@ class Trials:
         """Return the step in fp32 with `edits`; it is run once."""
         key = _key(edits)
         if key not in self._references:
-            self._references[key] = self._shared_reference(key) or self._execute(edits, "fp32")
+            self._references[key] = self._shared_reference(key) or self._execute(edits, REFERENCE)
         return self._references[key]
 
     def _shared_reference(self, key: frozenset[Change]) -> Result | None:
@@ -280,11 +278,11 @@ class Trials:
 
     def run(self, *edits: Change) -> Result:
         """Run the step as it failed, with `edits`; without any it is run only once."""
-        return self._execute(edits, "autocast") if edits else self._unchanged
+        return self._execute(edits, None) if edits else self._unchanged
 
     @cached_property
     def _unchanged(self) -> Result:
-        return self._execute((), "autocast")
+        return self._execute((), None)
 
     def trace(self, *edits: Change) -> tuple[Trace, Trace] | None:
         """Trace the ops of forward and backward with `edits`, as the step failed and in fp32; None if it cannot run."""
@@ -301,13 +299,13 @@ class Trials:
             traces.append(outcome.trace)
         return traces[0], traces[1]
 
-    def _execute(self, edits: tuple[Change, ...], precision: Precision) -> Result:
+    def _execute(self, edits: tuple[Change, ...], policy: Policy | None) -> Result:
         self._budget.spend()
         in_fp64 = any(isinstance(edit, UseFormat) and edit.format is FP64 for edit in _key(edits))
         if in_fp64 and sum(parameter.numel() for parameter in self.step.model.parameters()) > MOST_FP64_PARAMETERS:
             return keep(None)
         try:
-            return self._with_meant(self._run(edits, precision), edits, precision)
+            return self._with_meant(self._run(edits, policy), edits, policy)
         except LossError as error:
             # A loss that cannot be computed proves nothing about the change: it may not fit another batch or mode.
             if self._is_own_step and not selects(edits):
@@ -319,13 +317,13 @@ class Trials:
                 return keep(None)
             if self.step.loss in SURROGATES and self._backward:
                 self._backward = False  # the output depends on no trained weight
-                return self._execute(edits, precision)
+                return self._execute(edits, policy)
             return keep(None)
         except (ModelError, CannotRunError, RuntimeError, MemoryError) as error:
             self._end_if(out_of_memory=is_out_of_memory(error))
             return keep(None)  # a changed model may not run at all
 
-    def _run(self, edits: tuple[Change, ...], precision: Precision) -> Result:
+    def _run(self, edits: tuple[Change, ...], policy: Policy | None) -> Result:
         """Run the step once; a run that ends early has the result NaN, which is all that would have been left."""
         watch = Watch(
             stage=f"trial {self._budget.num_run}",
@@ -335,12 +333,12 @@ class Trials:
             worth_backward=partial(self._may_pass, edits),
         )
         # Only a changed step on the same samples ends early: the unchanged step's values are used elsewhere.
-        may_end = precision == "autocast" and bool(edits) and not selects(edits)
+        may_end = policy is None and bool(edits) and not selects(edits)
         lost_at = self._lost_at if may_end else None
         try:
             # Warnings are ignored: they are about a batch or a format that the code never ran with.
             with warnings.catch_warnings(action="ignore"), ending_where_lost(self.step.model, lost_at):
-                outcome = self.step.run(REFERENCE if precision == "fp32" else None, watch, edits)
+                outcome = self.step.run(policy, watch, edits)
         except TrialEnded:
             return Result(values={"output": torch.tensor(math.nan)}, gradients={}, ran=True)
         self.drew = outcome.random
@@ -349,13 +347,13 @@ class Trials:
         outcome = replace(outcome, loss=None) if self.step.loss in SURROGATES else outcome
         return keep(outcome, loss_grain=self.loss_grain)
 
-    def _with_meant(self, made: Result, edits: tuple[Change, ...], precision: Precision) -> Result:
+    def _with_meant(self, made: Result, edits: tuple[Change, ...], policy: Policy | None) -> Result:
         """Mark infinities as meant that the unchanged step has in fp32 too, if there is a known loss to judge them."""
         has_loss = self.step.loss is not None and self.step.loss not in SURROGATES
         if made.values_finite or not has_loss or not (infinities := made.infinities):
             return made
         samples = tuple(edit for edit in _key(edits) if isinstance(edit, KeepSamples))
-        is_reference = precision == "fp32" and len(samples) == len(_key(edits))
+        is_reference = policy is not None and len(samples) == len(_key(edits))
         return replace(made, meant=infinities if is_reference else self.reference(*samples).meant)
 
     def _may_pass(self, edits: tuple[Change, ...], output: Any, loss: torch.Tensor) -> bool:
