@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from nandoctor.causes.base import ancestors, site_of
 from nandoctor.diagnosis.conclusion import Findings
@@ -47,10 +47,11 @@ def search_fp32_sets(
     trusted = [tuple(guess) for guess in guesses if trusting and few is None and len(guess) == 2]
     too_late = _called_too_late(findings)
     ask = _Sufficiency(
-        trials,
-        few,
-        trusted,
-        lambda kept: too_late.issuperset(member.module for member in kept) or is_undone(join(kept), findings),
+        trials=trials,
+        of_few=trials.of_samples(few) if few is not None else None,
+        trusted=trusted,
+        hopeless=lambda kept: too_late.issuperset(it.module for it in kept) or is_undone(join(kept), findings),
+        judged_before=trials.num_judged,
     )
     found: list[Kept] = []
     complete = True
@@ -71,35 +72,31 @@ def search_fp32_sets(
     return Fp32SetSearch(sets=recorded, num_modules=len(members), num_probes=ask.num_probes, complete=complete), found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Sufficiency:
-    """A test of whether sets are enough, on the `few` samples if these fail; it counts its runs.
+    """A test of whether sets are enough, on the few samples of `of_few` if these fail; it counts its runs.
 
-    `trusted` sets pass and `hopeless` ones fail without being tried.
+    `trusted` sets pass and `hopeless` ones fail without being tried. So many sets were `judged_before`.
     """
 
-    def __init__(
-        self,
-        trials: Trials,
-        few: tuple[int, ...] | None,
-        trusted: Sequence[Kept],
-        hopeless: Callable[[Kept], bool],
-    ) -> None:
-        self._trials, self._trusted, self._before = trials, trusted, trials.num_judged
-        self._hopeless = hopeless
-        self._of_few = trials.of_samples(few) if few is not None else None
+    trials: Trials
+    of_few: Trials | None
+    trusted: Sequence[Kept]
+    hopeless: Callable[[Kept], bool]
+    judged_before: int
 
     def passes(self, kept: Kept) -> bool:
-        known = self._trials.judged(*kept)
+        known = self.trials.judged(*kept)
         if known is not None:
             return known
-        if self._hopeless(kept):
+        if self.hopeless(kept):
             return False
-        of_few = self._of_few
-        return kept in self._trusted or (of_few if of_few and _fails(of_few) else self._trials).passes(*kept)
+        tried_on = self.of_few if self.of_few and _fails(self.of_few) else self.trials
+        return kept in self.trusted or tried_on.passes(*kept)
 
     @property
     def num_probes(self) -> int:
-        return self._trials.num_judged - self._before + (self._of_few.num_judged if self._of_few else 0)
+        return self.trials.num_judged - self.judged_before + (self.of_few.num_judged if self.of_few else 0)
 
 
 def _called_too_late(findings: Findings) -> frozenset[str]:
