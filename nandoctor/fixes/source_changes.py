@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import linecache
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,19 +244,17 @@ class SourceWriter:
     def _keep_line(self, source: SourceLine) -> None:
         """Put the whole statement outside autocast, and cast its tensors where their names are read."""
         change = self._file(source.file)
-        statement = change.tree.statement_at(source.line)
+        tree = change.tree
+        statement = tree.statement_at(source.line)
         if statement is None:
             raise CannotWriteError
-        names = self._tensor_names(change.tree, source) | set(change.tree.module_arguments(statement))
-        for node in names:
-            change.replace(node, float_text(change.tree, node))
-        # Casts to a named low precision become casts to fp32; one to another tensor's dtype stays.
-        for op in self._ops:
-            cast = op.source if op.op in CASTS else None
-            called = change.tree.find(cast) if cast is not None and cast.whole == source else None
-            with suppress(CannotWriteError):
-                if called is not None:
-                    change.replacements.append(Expression(change.tree, called, op).cast_to_fp32())
+        sources = ((op, op.source) for op in self._ops if op.source is not None and op.source.whole == source)
+        called = [Expression(tree, node, op) for op, place in sources if (node := tree.find(place)) is not None]
+        for name in _tensor_names(tree, called) | set(tree.module_arguments(statement)):
+            change.replace(name, float_text(tree, name))
+        for cast in (expression for expression in called if expression.op_name in CASTS):
+            with suppress(CannotWriteError):  # a cast to another tensor's dtype stays
+                change.replacements.append(cast.cast_to_fp32())
         change.wraps.append(Wrap(statement=statement, header=OUT_OF_AUTOCAST))
 
     def _keep_module(self, path: str, kept: Set[str]) -> None:
@@ -270,18 +268,6 @@ class SourceWriter:
             raise CannotWriteError
         casts = tuple(f"{name} = {name}.float()" for name in forward.low)
         change.wraps.append(Wrap(statement=function, header=OUT_OF_AUTOCAST, first=casts))
-
-    def _tensor_names(self, tree: SourceTree, source: SourceLine) -> set[cst.BaseExpression]:
-        """Return the names and attributes that the ops of a line took their low-precision tensors from."""
-        found: set[cst.BaseExpression] = set()
-        for op in self._ops:
-            if op.source is None or op.source.whole != source or (node := tree.find(op.source)) is None:
-                continue
-            written = {target_of(node)} if isinstance(node, cst.AugAssign) else set()
-            found.update(set(Expression(tree, node, op).tensors()) - written)
-        above = {node: next(tree.ancestors(node), None) for node in found}
-        wide = {node for node, parent in above.items() if parent and tree.code(parent).endswith(".float")}
-        return {node for node in found - wide if isinstance(node, (cst.Name, cst.Attribute))}
 
     def _clamp_others(self, edit: ClampArgument) -> None:
         """Clamp the other arguments with which the statement calls the function, unless an edit of their own does."""
@@ -353,6 +339,17 @@ class SourceWriter:
         opened = f"{operand_text(tree, scores)}.masked_fill({name}, 0.0)"
         text = f"{text_with(tree, expression.node, {scores: opened})}.masked_fill({name}, 0.0)"
         change.replace(expression.node, text, (before,))
+
+
+def _tensor_names(tree: SourceTree, called: Iterable[Expression]) -> set[cst.BaseExpression]:
+    """Return the names and attributes that the expressions took their low-precision tensors from."""
+    found: set[cst.BaseExpression] = set()
+    for expression in called:
+        written = {target_of(expression.node)} if isinstance(expression.node, cst.AugAssign) else set()
+        found.update(set(expression.tensors()) - written)
+    above = {node: next(tree.ancestors(node), None) for node in found}
+    wide = {node for node, parent in above.items() if parent and tree.code(parent).endswith(".float")}
+    return {node for node in found - wide if isinstance(node, (cst.Name, cst.Attribute))}
 
 
 def _is_kept_off_zero(op: OpCall, ops: Mapping[int, OpCall]) -> bool:

@@ -40,7 +40,7 @@ class Expression:
         self, tree: SourceTree, node: cst.BaseExpression | cst.AugAssign, op: OpCall | None, op_name: str = ""
     ) -> None:
         self.tree, self.node, self.op = tree, node, op
-        self._op_name = op_name or (op.op if op is not None else "")
+        self.op_name = op_name or (op.op if op is not None else "")
 
     @cached_property
     def spelled(self) -> cst.BaseExpression | cst.AugAssign:
@@ -80,7 +80,7 @@ class Expression:
         node = self.spelled
         if isinstance(node, cst.BinaryOperation):
             left, right = node.left, node.right
-            is_reflected = self._op_name in _REFLECTED or (self._op_name in _COMMUTES and number_in(left) is not None)
+            is_reflected = self.op_name in _REFLECTED or (self.op_name in _COMMUTES and number_in(left) is not None)
             return [(None, right), (None, left)] if is_reflected else [(None, left), (None, right)]
         if isinstance(node, cst.AugAssign):
             return [(None, target_of(node)), (None, node.value)]
