@@ -65,21 +65,21 @@ class LogSpace:
         another batch may fail there; with `everywhere`, all in the function are.
         """
         logs = {item: call for item, call in self._calls.items() if call.op in ("log", "log1p")}
-        texts = {node: self._write_log(node, logs[node])} if node in logs else {}
+        text = self._write_log(node, logs.pop(node)) if node in logs else None
+        if text is None:
+            raise CannotWriteError
+        texts = {node: text}
         sources, statement = set(self._sources), self._tree.statement_of(node)
         for item, call in logs.items():
             kept = dict(self._hoisted), dict(self._through)
             self._sources = set()
-            text = self._write_log(item, call) if item is not node else None
+            text = self._write_log(item, call)
             is_near = self._tree.statement_of(item) is statement is not None or sources & self._sources
             if text is not None and (everywhere or is_near):
                 texts[item] = text
             else:
                 self._hoisted, self._through = kept
-        written = {item: text for item, text in texts.items() if text is not None}
-        if node not in written:
-            raise CannotWriteError
-        return self._changes(written)
+        return self._changes(texts)
 
     def write_ratio(self, node: cst.CSTNode) -> tuple[list[Replacement], list[cst.Assign]]:
         """Return the replacements for a quotient, as exp of a difference, and the assignments that are unread then."""
