@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.text import Text
 
 from nandoctor.evidence.report import Fix, FixSettings, Report
 from nandoctor.evidence.verification import CodeState, FixChoice, Verification, VerificationOutcome
-from nandoctor.renderers.console import CodeLine, diff_style, fact_rows, literal, print_parts
+from nandoctor.renderers.console import CodeLine, diff_style, fact_rows, literal, print_parts, spaced
 from nandoctor.renderers.facts import Fact, command_for, step_facts
 from nandoctor.renderers.fix_facts import (
     WHERE_TO_RUN,
@@ -29,7 +29,6 @@ _SHOWN: dict[VerificationOutcome, tuple[str, Tone]] = {
     "cannot-tell": ("CANNOT TELL", UNCLEAR),
 }
 _MAX_CHANGES = 4
-_SINCE = "since the dump was written"
 _MAX_OTHERS = 3
 
 
@@ -38,8 +37,8 @@ def print_verification(verification: Verification, console: Console) -> None:
     word, tone = _SHOWN[verification.outcome]
     badge = Text(f"{word}:", style=f"{tone.text} bold")
     headline = Text.assemble(badge, " ", literal(verification.headline))
-    facts = list(_facts(verification))
-    print_parts([headline, *[Text()] * bool(facts), *fact_rows(facts)], console, crop=False)
+    facts = fact_rows(list(_facts(verification)))
+    print_parts(spaced([headline], [*facts]), console, crop=False)
 
 
 def short_story(verification: Verification) -> str:
@@ -79,7 +78,7 @@ def describe_changes(code: CodeState) -> str:
         texts.append(f"{place} ({plural(change.num_lines, 'line')})" if change.num_lines else place)
     if not (texts or code.settings):
         return "unknown: the dump has no hashes of the code"
-    since = [f"{join_first(texts, _MAX_CHANGES)} {_SINCE}"] if texts else []
+    since = [f"{join_first(texts, _MAX_CHANGES)} since the dump was written"] if texts else []
     return "; ".join([*since, *code.settings])
 
 
@@ -99,18 +98,11 @@ def _place(verification: Verification) -> Iterator[Fact]:
 
 def print_fix(choice: FixChoice, report: Report, console: Console) -> None:
     """Print the chosen change, and the next best ones in a line each."""
-    print_parts(_fix_parts(choice, report), console, crop=False)
-
-
-def _fix_parts(choice: FixChoice, report: Report) -> Iterator[RenderableType]:
-    chosen = choice.fix
-    yield literal(choice.headline, "bold")
-    yield Text()
-    yield literal(f"Fix {choice.pick} of {choice.num_verified}, verified: {chosen.title}", "bold")
-    is_diff = chosen.kind == "source"
-    yield from (CodeLine(line, diff_style(line) if is_diff else "") for line in code_of_fix(chosen).splitlines())
-    yield Text()
-    yield from fact_rows(list(_fix_facts(choice, report)))
+    title = literal(f"Fix {choice.pick} of {choice.num_verified}, verified: {choice.fix.title}", "bold")
+    is_diff = choice.fix.kind == "source"
+    code = [CodeLine(line, diff_style(line) if is_diff else "") for line in code_of_fix(choice.fix).splitlines()]
+    facts = fact_rows(list(_fix_facts(choice, report)))
+    print_parts(spaced([literal(choice.headline, "bold")], [title, *code], [*facts]), console, crop=False)
 
 
 def code_of_fix(fix: Fix) -> str:
