@@ -6,9 +6,8 @@ import io
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 import matplotlib
@@ -46,7 +45,6 @@ _LEGEND_ROW_IN = 0.17
 _LETTERS_PER_IN, _MAX_TITLE_LINES = 10, 3
 _SMALL_LETTERS_PER_IN = 16
 _FIRST_NAME_WIDTH = 36
-_SMALL: Mapping[str, Any] = {"loc": "left", "size": 8.5, "color": "#444444"}
 
 DrawPanel = Callable[[Axes, Layers, range], Sequence[Artist]]
 """Draws the layers at these indices, x being the index, and returns what a legend should explain."""
@@ -73,7 +71,7 @@ class NotebookFigure(Figure):
         return image.getvalue()
 
 
-def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str, narrow: bool = False) -> Figure:
+def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str, narrow: bool) -> Figure:
     """Draw all layers in execution order and, if they are many, a zoomed panel below; `what` says what is drawn.
 
     A `narrow` figure, for a phone, has a few layers around the first non-finite one, else around the tightest.
@@ -135,7 +133,7 @@ def _draw(
     for part in shown[1:]:
         panels[0].axvspan(part.start - 0.5, part.stop - 0.5, fill=False, linewidth=0.8, linestyle=":")
         title = f"layers {part.start + 1:,} to {part.stop:,} of {len(layers.pairs):,}, the dotted part above"
-        panels[1].set_title(title, **_SMALL)
+        panels[1].set_title(title, loc="left", size=8.5, color="#444444")
     longest = [max(len(label.get_text()) for label in axes.get_xticklabels()) for axes in panels]
     figure.set_figheight(_TEXT_HEIGHT_IN + sum(_PANEL_HEIGHT_IN + _LETTER_IN * letters for letters in longest))
     return figure, legends[0]

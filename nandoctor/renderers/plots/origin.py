@@ -39,21 +39,22 @@ def draw_origin(report: Report, *, narrow: bool = False) -> Figure:
         NanDoctorError: the report has no origin, or not the places of the non-finite elements in its tensor.
     """
     origin = report.origin
-    if origin is None or origin.grid is None:
+    if origin is None or (grid := origin.grid) is None:
         raise NanDoctorError(
             f"The report on {report.dump.path} does not say where in a tensor the first non-finite values are.",
             remedy="That is known only if an operation or a saved array is to blame; `nandoctor replay` names it.",
         )
     with matplotlib.style.context("default"):
-        height = _LINE_HEIGHT_IN if len(origin.grid.dims) == 1 else _NARROW_HEIGHT_IN if narrow else _HEIGHT_IN
+        height = _LINE_HEIGHT_IN if len(grid.dims) == 1 else _NARROW_HEIGHT_IN if narrow else _HEIGHT_IN
         figure = new_figure(height, narrow=narrow)
         place, samples = figure.subplots(1, 2, width_ratios=(5 if narrow else 8, 1))
-        picture = report.sample if isinstance(report.sample, Picture) and _overlays(report.sample, origin) else None
-        _draw_map(place, origin, origin.grid, picture)
-        _draw_samples(samples, origin)
-        write_finding(figure, f"{describe_origin(origin)}, {describe_spread(origin.grid)}.")
+        sample = report.sample
+        picture = sample if isinstance(sample, Picture) and _overlays(sample, origin, grid) else None
+        _draw_map(place, origin, grid, picture)
+        _draw_samples(samples, origin, grid)
+        write_finding(figure, f"{describe_origin(origin)}, {describe_spread(grid)}.")
         legend = [Patch(color=_SHARES(share), label=f"{percent(share)} non-finite") for share in (0.01, 0.5, 1.0)]
-        write_legend(figure, legend, _describe_source(report, origin, origin.grid, picture), narrow=narrow)
+        write_legend(figure, legend, _describe_source(report, origin, grid, picture), narrow=narrow)
     return figure
 
 
@@ -82,12 +83,12 @@ def is_uniform(report: Report) -> bool:
     return bool(counts.size and counts.min() == counts.max())
 
 
-def _overlays(picture: Picture, origin: Origin) -> bool:
+def _overlays(picture: Picture, origin: Origin, grid: Grid) -> bool:
     """Return True if the map is over height and width of a 4-D tensor with about the picture's aspect ratio."""
-    if origin.grid is None or origin.output is None or len(origin.output.shape) != 4:
+    if origin.output is None or len(origin.output.shape) != 4 or grid.dims != (2, 3):
         return False
     ratio = picture.width / picture.height
-    return origin.grid.dims == (2, 3) and abs(origin.grid.sizes[1] / origin.grid.sizes[0] - ratio) < 0.1 * ratio
+    return abs(grid.sizes[1] / grid.sizes[0] - ratio) < 0.1 * ratio
 
 
 def _draw_map(axes: Axes, origin: Origin, grid: Grid, picture: Picture | None) -> None:
@@ -139,11 +140,11 @@ def picture_levels(picture: Picture) -> NDArray[np.uint8]:
         ) from error
 
 
-def _draw_samples(axes: Axes, origin: Origin) -> None:
+def _draw_samples(axes: Axes, origin: Origin, grid: Grid) -> None:
     """Draw a column of the samples with the affected ones filled; nothing if none is known, or the map shows them."""
     shape = origin.output.shape if origin.output is not None else ()
     samples = origin.elements.samples
-    if not samples or len(shape) < 2 or (origin.grid is not None and 0 in origin.grid.dims):
+    if not samples or len(shape) < 2 or 0 in grid.dims:
         axes.set_axis_off()
         return
     shown = min(shape[0], _NUM_SAMPLES)

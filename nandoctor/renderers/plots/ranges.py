@@ -90,11 +90,11 @@ def describe_ranges(report: Report) -> str:
     layers = select_layers(report)
     low = report.runs.autocast.dtype if report.runs is not None else FP32
     total = plural(len(layers.pairs), "layer")
-    place = layers.first_nonfinite_place
-    if layers.first_nonfinite is not None and place is not None:
-        before = [row.absmax or 0.0 for pair in layers.pairs[: layers.first_nonfinite] for row in pair.rows[:1]]
+    first = layers.first_nonfinite
+    if first is not None:
+        before = [row.absmax or 0.0 for pair in layers.pairs[:first] for row in pair.rows[:1]]
         reach = f"; values before it reach {number(max(before))}, and {low} holds {number(low.max)}" if before else ""
-        return f"{place.label} is the first non-finite of {total}{reach}"
+        return f"{layers.pairs[first].label} is the first non-finite of {total}{reach}"
     tightest = layers.tightest()
     if tightest is None:
         return f"{total}, none with a finite value"

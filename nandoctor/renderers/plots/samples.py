@@ -12,6 +12,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FloatFormat
@@ -100,7 +101,7 @@ def _class_of(sample: SampleStats, low: FloatFormat) -> int:
     return _NEAR if room <= NEAR_BITS else _CLOSE if room <= ROOM_BITS else _ROOM
 
 
-def _write_finding(layers: Layers, image: np.ndarray[tuple[int, ...], np.dtype[np.int64]], under: str) -> str:
+def _write_finding(layers: Layers, image: NDArray[np.int64], under: str) -> str:
     """Return which samples go non-finite and where, and which come near the limit."""
     num_samples = image.shape[0]
     nonfinite = [sample for sample in range(num_samples) if _NONFINITE in image[sample]]
@@ -110,9 +111,8 @@ def _write_finding(layers: Layers, image: np.ndarray[tuple[int, ...], np.dtype[n
         return f"No sample goes non-finite {under}{close}."
     start = min(int(np.argmax(image[sample] == _NONFINITE)) for sample in nonfinite)
     first = [sample for sample in nonfinite if image[sample, start] == _NONFINITE]
-    later = (
-        f", {_list([s for s in nonfinite if s not in first], num_samples)} later" if len(first) < len(nonfinite) else ""
-    )
+    others = [sample for sample in nonfinite if sample not in first]
+    later = f", {_list(others, num_samples)} later" if others else ""
     rest = "" if len(nonfinite) == num_samples else "; the others stay finite"
     finding = f"{_list(first, num_samples)} non-finite from {layers.pairs[start].label} on{later}{rest}{close}."
     return finding[:1].upper() + finding[1:]
@@ -122,9 +122,7 @@ def _list(samples: Sequence[int], num_samples: int) -> str:
     return f"{samples_text(samples, num_samples)} {'is' if len(samples) in (1, num_samples) else 'are'}"
 
 
-def _draw_panel(
-    axes: Axes, image: np.ndarray[tuple[int, ...], np.dtype[np.int64]], shown: range, classes: set[int]
-) -> Sequence[Artist]:
+def _draw_panel(axes: Axes, image: NDArray[np.int64], shown: range, classes: set[int]) -> Sequence[Artist]:
     axes.imshow(
         image,
         aspect="auto",
