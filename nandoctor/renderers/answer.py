@@ -196,14 +196,10 @@ def github_line(report: Report) -> str:
     """Return a workflow command that marks the line: an error, or a notice if nothing failed."""
     level = "notice" if report.verdict in NOTHING_FOUND else "error"
     properties = {"title": _code(report)}
-    if report.excerpt is not None:
-        properties = {
-            "file": report.excerpt.path,
-            "line": str(report.excerpt.line),
-            "endLine": str(report.excerpt.end_line),
-            **properties,
-        }
-    listed = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
+    if (place := report.excerpt) is not None:
+        properties = {"file": place.path, "line": str(place.line), "endLine": str(place.end_line), **properties}
+    escaped = {name: _message(value).replace(":", "%3A").replace(",", "%2C") for name, value in properties.items()}
+    listed = ",".join(f"{name}={value}" for name, value in escaped.items())
     return f"::{level} {listed}::{_message(report.headline)}"
 
 
@@ -214,10 +210,6 @@ def _code(report: Report) -> str:
 def _message(text: str) -> str:
     """Escape text as GitHub's own toolkit does, so that it cannot begin another command."""
     return printable(text).replace("%", "%25")
-
-
-def _property(text: str) -> str:
-    return _message(text).replace(":", "%3A").replace(",", "%2C")
 
 
 LINES: Mapping[str, Callable[[Report], str]] = {"quiet": one_line, "concise": concise_line, "github": github_line}

@@ -68,18 +68,13 @@ def diff_style(line: str) -> str:
 
 
 def _unpadded(line: list[Segment]) -> list[Segment]:
-    """Return the segments of a line without its trailing blanks, except visible ones and control codes."""
+    """Return the segments of a line without its trailing blanks; a control code ends them, and a visible background."""
     kept = list(line)
-    while kept and not kept[-1].is_control and not kept[-1].text.strip(" ") and not _is_filled(kept[-1]):
-        kept.pop()
-    if kept and not kept[-1].is_control and not _is_filled(kept[-1]):
-        kept[-1] = Segment(kept[-1].text.rstrip(" "), kept[-1].style)
+    while kept and not kept[-1].is_control and (kept[-1].style is None or kept[-1].style.bgcolor is None):
+        last = kept.pop()
+        if text := last.text.rstrip(" "):
+            return [*kept, Segment(text, last.style)]
     return kept
-
-
-def _is_filled(segment: Segment) -> bool:
-    """Return True if blanks of this segment are visible, as in a badge."""
-    return segment.style is not None and segment.style.bgcolor is not None
 
 
 def _to_encoding(segment: Segment, encoding: str) -> Segment:
@@ -184,9 +179,7 @@ def labelled(lines: Iterable[tuple[str, str | Text]]) -> Table:
 
 def unbroken(line: str, style: str = "") -> Text:
     """Return a line that never wraps, and may go past the edge."""
-    text = literal(line, style)
-    text.no_wrap, text.overflow = True, "ignore"
-    return text
+    return Text(printable(line), style, no_wrap=True, overflow="ignore")
 
 
 _LABEL_WIDTH = 12

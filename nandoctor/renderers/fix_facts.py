@@ -17,13 +17,7 @@ from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import Check, Fix, Report, TrialOutcome
 from nandoctor.renderers.facts import Fact, command_for
 from nandoctor.source_files import PACKAGE_FOLDERS
-from nandoctor.text import (
-    percent,
-    plural,
-    printable,
-    printable_code,
-    within,
-)
+from nandoctor.text import percent, plural, printable, printable_code, within
 
 VISIBLE_ERROR = 0.01
 """A trial with a larger error against fp32 than a fix may have shows that error."""
@@ -171,18 +165,18 @@ _WHY = {
 
 def reason_facts(fix: Fix) -> Iterator[Fact]:
     """Yield why a verified fix is written as it is, and what it costs."""
-    edits = flatten((fix.edit,))
-    reasons = dict.fromkeys(_WHY[edit.kind] for edit in edits if edit.kind in _WHY)
-    if fix.verified and reasons:
+    if not fix.verified:
+        return
+    if reasons := dict.fromkeys(_WHY[edit.kind] for edit in flatten((fix.edit,)) if edit.kind in _WHY):
         yield Fact("why", " ".join(reasons))
-    if fix.verified and (cost := _describe_cost(fix)):
+    if cost := _describe_cost(fix):
         yield Fact("cost", cost)
 
 
 def _describe_cost(fix: Fix) -> str:
     if fix.settings is not None and fix.settings.amp_dtype is not None:
         return "8 bits of precision in place of fp16's 11, everywhere; bf16 needs a GPU from 2020 or later"
-    if fix.cost is None or max(fix.cost.products_in_fp32, fix.cost.more_activations) < _MIN_COST:
+    if fix.cost is None:
         return ""
     shares = (
         (fix.cost.products_in_fp32, "of the forward's multiply-adds in fp32"),
@@ -287,17 +281,18 @@ def why_facts(report: Report) -> Iterator[Fact]:
 
 def _shorten_patch(fix: ShownFix) -> tuple[tuple[str, ...], int]:
     """Return the lines of a fix that fit on a screen, and how many are left out."""
-    lines, most = list(_trim_context(fix.patch)), _MAX_PATCH_LINES
-    left = max(len(lines) - most, 0)
+    lines = list(_trim_context(fix.patch))
+    left = max(len(lines) - _MAX_PATCH_LINES, 0)
     more = [f"... {plural(left, 'more line')}"] if left else []
-    return (*lines[:most], *more), left
+    return (*lines[:_MAX_PATCH_LINES], *more), left
 
 
 def _trim_context(patch: Sequence[str]) -> Iterator[str]:
     """Yield the patch with one line of context around the changes, which is all that `git apply` needs."""
     starts = [place for place, line in enumerate(patch) if _HUNK.match(line)]
-    yield from patch[: starts[0]] if starts else patch
-    for start, end in pairwise([*starts, len(patch)] if starts else []):
+    limits = [*starts, len(patch)]
+    yield from patch[: limits[0]]
+    for start, end in pairwise(limits):
         yield from _trim_hunk(patch[start], patch[start + 1 : end])
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 from nandoctor.evidence.report import EpsUse, LayerRow, Report, Runs
 from nandoctor.evidence.trace import Place, head_run
 from nandoctor.renderers.facts import short_name
 from nandoctor.renderers.layers import LayerPair, Layers, align_calls, select_layers
 from nandoctor.text import constant, file_line, number, part_of, percent, printable
-
-LAYERS_BEFORE = 5
-LAYERS_AFTER = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +55,7 @@ class LayerTable:
     legend: str
 
 
-def make_table(report: Report, *, before: int = LAYERS_BEFORE, after: int = LAYERS_AFTER) -> LayerTable | None:
+def make_table(report: Report, *, before: int = 5, after: int = 2) -> LayerTable | None:
     """Return the layers around the first non-finite one, else around the tightest; None if nothing was run."""
     layers = select_layers(report)
     center = layers.tightest() if layers.first_nonfinite is None else layers.first_nonfinite
@@ -218,9 +215,8 @@ def _sort(pairs: Sequence[LayerPair]) -> tuple[LayerPair, ...]:
 def _ancestry(module: str) -> Iterator[str]:
     """Yield the paths from the root down to the module itself."""
     yield ""
-    steps = module.split(".") if module else []
-    for depth in range(1, len(steps) + 1):
-        yield ".".join(steps[:depth])
+    if module:
+        yield from accumulate(module.split("."), "{}.{}".format)
 
 
 def _find_parents(pairs: Sequence[LayerPair]) -> list[int | None]:
