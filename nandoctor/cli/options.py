@@ -122,16 +122,12 @@ def read_size(_: click.Context, __: click.Parameter, text: str | None) -> int | 
         raise click.BadParameter(f"{text!r} is not a size: write 8GB or 512MiB.") from None
 
 
-def _keep_force(context: click.Context, _: click.Parameter, force: bool) -> None:
-    context.meta[_FORCE] = force
-
-
 force_option = click.option(
     "--force",
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=_keep_force,
+    callback=lambda context, _, force: context.meta.update({_FORCE: force}),
     help="Let -o overwrite a file that nandoctor did not write.",
 )
 
