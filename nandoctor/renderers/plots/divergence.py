@@ -16,7 +16,7 @@ from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.evidence.trace import describe_run
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.figures import BLUE, GREY, MAX_BARS, NONFINITE_COLOR, ORANGE, SKY, draw_by_layer
-from nandoctor.renderers.plots.ranges import draw_edges, fill_bars, use_powers
+from nandoctor.renderers.plots.ranges import draw_edges, fill_bars, scale_panel
 from nandoctor.text import percent, within
 
 _FLOOR, _CEILING = 1e-8, 10.0
@@ -60,10 +60,7 @@ def _write_finding(report: Report) -> str:
 
 
 def _draw_panel(axes: Axes, layers: Layers, shown: range, rounding: float) -> Sequence[Artist]:
-    use_powers(axes)
-    axes.set_ylim(*_find_limits(layers, rounding))
-    axes.set_xlim(shown.start - 0.7, shown.stop - 0.3)
-    axes.set_ylabel("relative error")
+    scale_panel(axes, shown, _find_limits(layers, rounding), "relative error")
     rows = [(index, row) for index in shown if (row := layers.pairs[index].autocast) is not None]
     wide, narrow = (1.0, 0.0) if len(shown) > MAX_BARS else (0.86, 0.4)  # inner bars would get too thin to see
     kinds = (

@@ -102,9 +102,15 @@ def describe_ranges(report: Report) -> str:
     return f"{pair.label} is closest to {low}'s limit of {total}: {bits_text(pair.headroom_bits)} bits of headroom"
 
 
-def use_powers(axes: Axes) -> None:
-    """Make the y axis logarithmic with plain-text labels: matplotlib's formulas take as long as the rest of a plot."""
+def scale_panel(axes: Axes, shown: range, limits: tuple[float, float], label: str) -> None:
+    """Set the limits of a panel, and make its y axis logarithmic.
+
+    Its labels are plain text: matplotlib's formulas take as long as the rest of a plot.
+    """
     axes.set_yscale("log")
+    axes.set_ylim(*limits)
+    axes.set_xlim(shown.start - 0.7, shown.stop - 0.3)
+    axes.set_ylabel(label)
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: "10" + str(round(math.log10(value))).translate(_SUPERSCRIPTS))
     )
@@ -117,10 +123,7 @@ def _draw_panel(axes: Axes, runs: Runs, layers: Layers, shown: range) -> list[Ar
     bars would be too thin to see: fp32 becomes a solid background and autocast two lines on it, maximum and median.
     """
     low = runs.autocast.dtype
-    use_powers(axes)
-    axes.set_ylim(*_find_limits(low, layers))
-    axes.set_xlim(shown.start - 0.7, shown.stop - 0.3)
-    axes.set_ylabel("absolute value")
+    scale_panel(axes, shown, _find_limits(low, layers), "absolute value")
     _draw_bands(axes, low)
     fp32, autocast = _FP32, replace(_AUTOCAST, name=name_run(runs.autocast.policy, low))
     if len(shown) > MAX_BARS:
