@@ -267,8 +267,7 @@ def _run_facts(report: Report) -> Iterator[Fact]:
         yield Fact("too large", text)
     for run in (report.runs.autocast, report.runs.fp32):
         if run.raised not in (None, INTERRUPTED):
-            message = brief(run.raised, _MESSAGE_WIDTH)
-            yield Fact("raised", f"the {run.dtype} run stopped early: {message}")
+            yield Fact("raised", f"the {run.dtype} run stopped early: {brief(run.raised, _MESSAGE_WIDTH)}")
 
 
 def short_name(name: str) -> str:

@@ -55,11 +55,6 @@ class Layers:
     first_nonfinite: int | None
     before_nonfinite: bool
 
-    @property
-    def first_nonfinite_place(self) -> Place | None:
-        """The module call that is the first non-finite layer."""
-        return None if self.first_nonfinite is None else self.pairs[self.first_nonfinite].place
-
     def window(self, center: int, before: int, after: int) -> range:
         """Return the indices around `center`, moved inwards at either end so that the window keeps its size."""
         size = min(before + after + 1, len(self.pairs))

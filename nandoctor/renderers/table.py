@@ -166,7 +166,8 @@ def make_tree(report: Report) -> LayerTree:
     if report.runs is None:
         return LayerTree(rows=(), num_calls=0)
     pairs = align_calls(report.runs)
-    nonfinite = select_layers(report).first_nonfinite_place
+    layers = select_layers(report)
+    nonfinite = None if layers.first_nonfinite is None else layers.pairs[layers.first_nonfinite].place
     ordered = _sort(_keep_near(pairs, nonfinite))
     parents = _find_parents(ordered)
     holders = set(parents)

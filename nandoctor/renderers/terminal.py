@@ -101,19 +101,13 @@ def evidence_parts(report: Report, *, has_page: bool) -> Iterator[RenderableType
     last = [*detail_facts(report), *notes, *next_facts(report, page=not has_page)]
     evidence, last = ([fact for fact in facts if fact.label not in left_out] for facts in (evidence, last))
     if table is None:
-        evidence, last = [], [*evidence, *last]
-    if evidence:
-        yield Text()
-        yield from fact_rows(evidence, _INDENT)
-    if table is not None:
-        yield Text()
-        yield literal(table.title, "dim")
-        yield _layers(table)
-        if table.legend:
-            yield literal(table.legend, "dim")
-    if last:
-        yield Text()
-        yield from fact_rows(last, _INDENT)
+        sections = [[*fact_rows([*evidence, *last], _INDENT)]]
+    else:
+        legend = [literal(table.legend, "dim")] if table.legend else []
+        layers: list[RenderableType] = [literal(table.title, "dim"), _layers(table), *legend]
+        sections = [[*fact_rows(evidence, _INDENT)], layers, [*fact_rows(last, _INDENT)]]
+    for section in filter(None, sections):
+        yield from (Text(), *section)
 
 
 def _names_the_layer(report: Report) -> bool:

@@ -240,7 +240,8 @@ def figure_svg(figure: Figure, *, prefix: str, title: str) -> Markup:
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     root = ET.fromstring(file.getvalue())
     _rename(root, prefix)
-    min_width = round(figure.get_figwidth() * 72 * _READABLE_PX / _smallest_text(figure))
+    sizes = [float(text.get_fontsize()) for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+    min_width = round(figure.get_figwidth() * 72 * _READABLE_PX / min(sizes, default=_READABLE_PX))
     root.attrib |= {"role": "img", "aria-label": title, "width": "100%", "style": f"min-width: {min_width}px"}
     root.attrib.pop("height", None)
     ET.register_namespace("", _SVG)
@@ -251,12 +252,6 @@ def figure_svg(figure: Figure, *, prefix: str, title: str) -> Markup:
 def for_page_and_phone(wide: Markup, narrow: Markup) -> Markup:
     """Return both drawings; the page shows the one that fits."""
     return Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(wide, narrow)
-
-
-def _smallest_text(figure: Figure) -> float:
-    """Return the smallest visible font size, in points."""
-    texts = (artist for artist in figure.findobj(Text) if artist.get_text() and artist.get_visible())
-    return min((float(text.get_fontsize()) for text in texts), default=_READABLE_PX)
 
 
 def _rename(root: ET.Element, prefix: str) -> None:
