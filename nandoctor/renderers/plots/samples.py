@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from nandoctor.diagnosis.run_summary import NEAR_BITS
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import LayerRow, Report
@@ -24,7 +25,6 @@ from nandoctor.renderers.plots.figures import NONFINITE_COLOR, ORANGE, SKY, draw
 from nandoctor.text import samples_text
 
 MAX_SAMPLES = 64
-NEAR_BITS = 1.0
 ROOM_BITS = 4.0
 
 _BLANK, _FINITE, _ROOM, _CLOSE, _NEAR, _NONFINITE = range(6)
