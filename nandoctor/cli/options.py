@@ -51,10 +51,9 @@ class GroupedCommand(click.Command):
             if record is not None:
                 heading = _HEADINGS[OPTIONS[parameter.name].group] if parameter.name in OPTIONS else "Options"
                 sections.setdefault(heading, []).append(record)
-        for heading, records in sections.items():
-            if records:
-                with formatter.section(heading):
-                    formatter.write_dl(records)
+        for heading, records in sections.items():  # "Options" has --help at least
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
 def settings_options(*groups: OptionGroup, without: str = "") -> Callable[[Verb], Verb]:

@@ -72,7 +72,7 @@ def make_table(report: Report, *, before: int = 5, after: int = 2) -> LayerTable
         common=common_path(layers.pairs[index].place.module for index in shown),
         headings=("layer", "type", head_run(run.policy, run.dtype), "fp32", "rel err", "headroom"),
         rows=rows,
-        legend="; ".join(_legend(rows, layers, report.runs)),
+        legend=_legend(rows, layers, report.runs),
     )
 
 
@@ -119,16 +119,12 @@ def _range(row: LayerRow | None) -> str:
     return " ".join(word for word in ("NaN" * ("nan" in kinds), f"{signs}Inf" * bool(signs)) if word)
 
 
-def _legend(rows: tuple[TableRow, ...], layers: Layers, runs: Runs) -> Iterator[str]:
-    marks = {row.mark for row in rows}
+def _legend(rows: tuple[TableRow, ...], layers: Layers, runs: Runs) -> str:
     first = "first that receives a non-finite input" if layers.before_nonfinite else "first non-finite"
     too_large = f"first whose fp32 value {runs.autocast.dtype} cannot hold"
-    if ">" in marks:
-        yield f"> {first}"
-    if "!" in marks:
-        yield f"! {too_large}"
-    if "*" in marks:
-        yield f"* {first}, and {too_large}"
+    meanings = {">": first, "!": too_large, "*": f"{first}, and {too_large}"}
+    marks = {row.mark for row in rows}
+    return "; ".join(f"{mark} {meaning}" for mark, meaning in meanings.items() if mark in marks)
 
 
 MAX_ROWS = 3000
