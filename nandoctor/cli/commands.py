@@ -24,8 +24,8 @@ from nandoctor.cli.shared import (
     console,
     json_option,
     load_dump,
+    opened_dump,
     print_as,
-    progress_shown,
     trust_option,
 )
 from nandoctor.renderers.plots.kinds import PLOTS
@@ -98,9 +98,8 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
     from nandoctor.case import check as verify_step
 
     with exit_code_answers(*outputs):
-        opened, settings = load_dump(dump, options)
-        with progress_shown(quiet=True) as progress:
-            verification, report = verify_step(opened, progress=progress, **settings)
+        with opened_dump(dump, options, quiet=True) as (opened, settings):
+            verification, report = verify_step(opened, **settings)
         _write_all(report, outputs, as_json=as_json)
     if verification.exit_code == EXIT_CANNOT_TELL:
         tell(f"nandoctor: cannot tell: {printable(verification.headline)}")
@@ -239,11 +238,10 @@ def repro(dump: Path, file: Path | None, **options: Any) -> None:
 
     Next to what fails it shows the nearest case that passes. It was run before it is given.
     """
-    with progress_shown() as progress:
+    with opened_dump(dump, options) as (opened, settings):
         from nandoctor.case import repro as make_repro
 
-        opened, settings = load_dump(dump, options)
-        script = make_repro(opened, progress=progress, **settings)
+        script = make_repro(opened, **settings)
     if file is None:
         click.echo(script, nl=False)
         return
@@ -307,9 +305,8 @@ def _list_eps(dump: Path | None, options: dict[str, Any]) -> tuple[EpsUse, ...]:
 
     if dump is None:
         return list_eps(model=options["model"], model_args=options["model_args"])
-    opened, settings = load_dump(dump, options)
-    with progress_shown() as progress:
-        return list_eps(opened, progress=progress, **settings)
+    with opened_dump(dump, options) as (opened, settings):
+        return list_eps(opened, **settings)
 
 
 def _refuse_idle(options: dict[str, Any], *sources: Path) -> None:
@@ -327,11 +324,10 @@ def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:
         from nandoctor.renderers.jsonfile import read_report
 
         return read_report(source)
-    with progress_shown() as progress:
+    with opened_dump(source, {**options, "fixes": False}) as (opened, settings):
         from nandoctor.case import replay
 
-        opened, settings = load_dump(source, {**options, "fixes": False})
-        return replay(opened, progress=progress, **settings).report
+        return replay(opened, **settings).report
 
 
 def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool) -> None:

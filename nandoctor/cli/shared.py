@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -149,9 +149,12 @@ def _pointing(descriptor: int, target: int) -> Iterator[None]:
         os.close(saved)
 
 
-def progress_shown(*, quiet: bool = False) -> AbstractContextManager[ReplayDisplay]:
-    """Return a context with a bar on standard error, removed at its end; without a terminal there is none."""
-    return ReplayDisplay(quiet=quiet, tells=False).shown()
+@contextmanager
+def opened_dump(path: Path, options: dict[str, Any], *, quiet: bool = False) -> Iterator[tuple[Dump, dict[str, Any]]]:
+    """Yield the dump and the keywords of its replay: its settings, and a bar on standard error, if it is a terminal."""
+    with ReplayDisplay(quiet=quiet, tells=False).shown() as display:
+        dump, settings = load_dump(path, options)
+        yield dump, {**settings, "progress": display}
 
 
 def print_as(report: Report, form: str, *, told: bool, has_page: bool) -> None:

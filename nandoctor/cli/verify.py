@@ -15,7 +15,7 @@ import click
 
 from nandoctor.cli.failures import exit_code_answers, tell
 from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, settings_options
-from nandoctor.cli.shared import DumpPath, console, json_option, load_dump, progress_shown, trust_option
+from nandoctor.cli.shared import DumpPath, console, json_option, opened_dump, trust_option
 from nandoctor.errors import NanDoctorError
 from nandoctor.text import plural, printable
 
@@ -67,13 +67,12 @@ def _verify(dump: Path, options: dict[str, Any]) -> Verification:
     from nandoctor.source_files import decode_source
 
     try:
-        opened, settings = load_dump(dump, options)
-        changed, before = dict.fromkeys(settings.pop("changed")), dict(settings.pop("before"))
-        if before:  # a user with a copy from before the change has run the code here
-            opened = replace(opened, provenance=replace(opened.provenance, here=True))
-        texts = {file: decode_source(copy.read_bytes())[0] for file, copy in before.items()}
-        with progress_shown() as progress:
-            return check(opened, changed={**changed, **texts}, progress=progress, **settings)[0]
+        with opened_dump(dump, options) as (opened, settings):
+            changed, before = dict.fromkeys(settings.pop("changed")), dict(settings.pop("before"))
+            # A user with a copy from before the change has run the code here.
+            known = replace(opened, provenance=replace(opened.provenance, here=True)) if before else opened
+            texts = {file: decode_source(copy.read_bytes())[0] for file, copy in before.items()}
+            return check(known, changed={**changed, **texts}, **settings)[0]
     except NanDoctorError as error:
         return cannot_tell(str(dump), error.message, tuple(error.remedy.split("\n")))
     except Exception as error:
@@ -106,11 +105,10 @@ def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **op
     if only_diff and (write or as_json):
         raise click.UsageError("--diff goes with neither --write nor --json.")
     allow_installed = options.pop("allow_installed")
-    with progress_shown() as progress:
+    with opened_dump(dump, {**options, "fixes": True}) as (opened, settings):
         from nandoctor.case import replay
 
-        opened, settings = load_dump(dump, options)
-        case = replay(opened, progress=progress, **{**settings, "fixes": True})
+        case = replay(opened, **settings)
     if case.finite:
         click.echo(f"nandoctor: nothing to fix: {printable(case.report.headline)}", err=True)
         sys.exit(EXIT_NOTHING_FAILED)
