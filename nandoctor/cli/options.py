@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,26 +81,22 @@ def _make_option(name: str, option: Option) -> Callable[[Verb], Verb]:
         shape["type"] = option.reads  # its ValueError is reported as wrong usage
     elif option.metavar in ("SPEC", "PATH"):
         shape["shell_complete"] = lambda *_: [CompletionItem("", type="file")]
-    return click.option(option.flag, name, help=option.help, callback=_check(name), **shape)
+    return click.option(option.flag, name, help=option.help, callback=partial(_check, name), **shape)
 
 
-def _check(name: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a callback that turns the text after a flag into a setting; an invalid value is wrong usage."""
-
-    def check(_: click.Context, __: click.Parameter, value: Any) -> Any:
-        if value is None or value is False or value == ():
-            return None
-        if value is True:
-            value = not OPTIONS[name].flag.startswith("--no-")
-        if name == "model_args":
-            value = dict(map(_parse_argument, value))
-        try:
-            check_setting(name, value)
-        except NanDoctorError as error:
-            raise click.BadParameter(f"{error.message} {error.remedy}") from error
-        return value
-
-    return check
+def _check(name: str, _: click.Context, __: click.Parameter, value: Any) -> Any:
+    """Turn the text after a flag into a setting; an invalid value is wrong usage."""
+    if value is None or value is False or value == ():
+        return None
+    if value is True:
+        value = not OPTIONS[name].flag.startswith("--no-")
+    if name == "model_args":
+        value = dict(map(_parse_argument, value))
+    try:
+        check_setting(name, value)
+    except NanDoctorError as error:
+        raise click.BadParameter(f"{error.message} {error.remedy}") from error
+    return value
 
 
 def _parse_argument(text: str) -> tuple[str, Any]:

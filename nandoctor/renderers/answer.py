@@ -111,10 +111,10 @@ def _describe_where(report: Report) -> str:
         return ""
     function = report.excerpt.function if report.excerpt is not None else ""
     samples, count = origin.elements.samples, origin.output.shape[0] if origin.output and origin.output.shape else None
-    notes = [*([_describe_module(origin)] if function else []), *([samples_text(samples, count)] if samples else [])]
-    notes = [note for note in notes if note]
+    notes = (_describe_module(origin) if function else "", samples_text(samples, count) if samples else "")
+    details = ", ".join(filter(None, notes))
     owner = function or ("the batch" if origin.phase == "input" else short_place(origin.place).with_type)
-    return f"{owner} ({', '.join(notes)})" if notes else owner
+    return f"{owner} ({details})" if details else owner
 
 
 def _describe_module(origin: Origin) -> str:

@@ -130,14 +130,11 @@ def _draw_limits(axes: Axes, low: FloatFormat) -> None:
     """Draw lines at the format's limits, if they are within the panel."""
     bottom, top = axes.get_ylim()
     lines = (
-        (low.max_exponent + 0.5, NONFINITE_COLOR, f"{low} overflow"),
-        (low.min_exponent - 0.5, ORANGE, "subnormal"),
-        (_zero_exponent(low) - 0.5, ORANGE, "zero"),
+        (low.max_exponent + 0.5, NONFINITE_COLOR, "bottom", f"{low} overflow"),
+        (low.min_exponent - 0.5, ORANGE, "top", "subnormal"),
+        (_zero_exponent(low) - 0.5, ORANGE, "top", "zero"),
     )
-    for height, color, name in lines:
+    for height, color, edge, name in lines:
         if bottom < height < top:
             axes.axhline(height, color=color, linewidth=1.2, zorder=3)
-            above = name.endswith("overflow")
-            axes.text(
-                1.008, height, name, transform=axes.get_yaxis_transform(), va="bottom" if above else "top", size=8
-            )
+            axes.text(1.008, height, name, transform=axes.get_yaxis_transform(), va=edge, size=8)
