@@ -85,7 +85,7 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
 
         opened, settings = load_dump(dump, options)
         report = replay_dump(opened, progress=display, **settings).report
-    print_as(report, form, told=display.told, has_page=any(path.suffix == ".html" for path in outputs))
+    print_as(report, form, told=display.told, has_page=any(path.suffix.lower() == ".html" for path in outputs))
     _write_all(report, outputs, as_json=form == "json")
     if display.interrupted:
         click.echo("nandoctor: interrupted; the report has what was found until then", err=True)
@@ -204,7 +204,7 @@ def checkup(
     else:
         print_checkup(found, console())
     if file is not None:
-        write_text(checkup_page(found) if file.suffix == ".html" else dumps(found) + "\n", file)
+        write_text(checkup_page(found) if file.suffix.lower() == ".html" else dumps(found) + "\n", file)
         tell(f"Wrote {file}")
 
 
@@ -314,13 +314,13 @@ def _refuse_idle(options: dict[str, Any], *sources: Path) -> None:
     from nandoctor.replaying.settings import OPTIONS
 
     flags = [OPTIONS[name].flag for name, value in options.items() if name in OPTIONS and value is not None]
-    if flags and all(source.suffix == ".json" for source in sources):
+    if flags and all(source.suffix.lower() == ".json" for source in sources):
         raise click.UsageError(f"{flags[0]} needs a dump: a saved report is not replayed.")
 
 
 def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:
     """Return the saved report if the file ends in .json, else replay the dump."""
-    if source.suffix == ".json":
+    if source.suffix.lower() == ".json":
         from nandoctor.renderers.jsonfile import read_report
 
         return read_report(source)

@@ -87,7 +87,7 @@ def is_replaceable(path: Path) -> bool:
         with path.open("rb") as file:
             head = file.read(_SCANNED_NBYTES)
             file.seek(max(file.seek(0, os.SEEK_END) - _SCANNED_NBYTES, 0))
-            ours = _SCRIPT_MARK if path.suffix == ".py" else MARK
+            ours = _SCRIPT_MARK if path.suffix.lower() == ".py" else MARK
             return ours.encode() in head + file.read()
     except FileNotFoundError:
         return True
