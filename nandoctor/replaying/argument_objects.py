@@ -59,7 +59,9 @@ def describe_argument(value: Any, source_of: Callable[[Any], Source]) -> Any:
         if type(value) in (list, tuple):
             return type(value)(describe(item, depth + 1) for item in value)
         if type(value) is dict:
-            return {key: describe(item, depth + 1) for key, item in _checked(value).items()}
+            if KIND in value or not all(isinstance(key, (str, int)) for key in value):
+                raise NotDescribableError
+            return {key: describe(item, depth + 1) for key, item in value.items()}
         nonlocal num_objects
         num_objects += 1
         if depth > MAX_DEPTH or num_objects > _MAX_OBJECTS:  # they may refer to one another
@@ -104,12 +106,6 @@ def _call_that_makes(value: Any) -> tuple[list[Any], dict[str, Any]] | None:
 
 _HEAP_TYPE = 1 << 9
 """Set for classes that Python code defines (Py_TPFLAGS_HEAPTYPE): others keep state that is no attribute."""
-
-
-def _checked(items: dict[Any, Any]) -> dict[Any, Any]:
-    if KIND in items or not all(isinstance(key, (str, int)) for key in items):
-        raise NotDescribableError
-    return items
 
 
 def make_argument(tree: Any, find: Callable[[Source], Any]) -> Any:

@@ -13,7 +13,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -64,8 +64,8 @@ def _files_of(model: nn.Module) -> set[Path]:
 
 def _named_by_user(settings: Settings) -> set[Path]:
     """Return the files of `--call` and `--loss`: they may have been written for the replay."""
-    specs = [item for item in (settings.call, settings.loss) if item is not None]
-    places = [item.rpartition(":")[0] if isinstance(item, str) else _file_of(item) for item in specs]
+    named = (settings.call, settings.loss)
+    places = [item.rpartition(":")[0] if isinstance(item, str) else _file_of(item) for item in named]
     return {(settings.directory / place).resolve() for place in places if place}
 
 
@@ -125,18 +125,16 @@ def _compare_times(dump: Path, files: Sequence[Path]) -> CodeState:
         written_ns = dump.stat().st_mtime_ns
     except OSError:
         return CodeState()
-    changes = tuple(_written_since(written_ns, files))
-    return CodeState(basis="time" if files else "none", changes=changes, compared=tuple(map(shown_path, files)))
-
-
-def _written_since(written_ns: int, files: Iterable[Path]) -> Iterator[CodeChange]:
+    changes = []
     for path in files:
         if path.stat().st_mtime_ns <= written_ns:
             continue
         now, old = path.read_bytes(), text_at(path, written_ns, any_branch=True)
-        if old == now:
-            continue
-        yield _change(shown_path(path), "time", None if old is None else count_changes(_lines(old), _lines(now)))
+        if old != now:
+            lines = None if old is None else count_changes(_lines(old), _lines(now))
+            changes.append(_change(shown_path(path), "time", lines))
+    compared = tuple(map(shown_path, files))
+    return CodeState(basis="time" if files else "none", changes=tuple(changes), compared=compared)
 
 
 def _lines(data: bytes) -> list[str]:

@@ -267,9 +267,6 @@ def _needs_approval(reference: Reference, dump: Path, why: str, *, own: bool = T
     )
 
 
-_OWN_METHODS = ("", "training_step")
-
-
 def require_approval(dump: Dump, settings: Settings, *, has_model: bool) -> None:
     """Check that the code that the dump names is the user's own, or was named by the user.
 
@@ -288,7 +285,7 @@ def require_approval(dump: Dump, settings: Settings, *, has_model: bool) -> None
         )
     if settings.call is not None or settings.inputs:
         method = ""  # the recorded call is not made
-    allowed = _OWN_METHODS if dump.provenance.own else ("",)
+    allowed = ("", "training_step") if dump.provenance.own else ("",)
     knows_method = method in allowed or settings.method == method
     if dump.is_recorded and not (knows_method and (has_model or dump.provenance.own)):
         rows = [f"  {label:<11} {text}" for label, text in code_rows(recorded)]

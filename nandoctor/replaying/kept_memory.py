@@ -45,10 +45,7 @@ def tensors_kept(tensors: Sequence[torch.Tensor], *, traced: bool) -> Iterator[N
     with ExitStack() as stack:
         if memory.nbytes >= _WATCHED_NBYTES:
             memory.keep_all(below=_SMALL_NBYTES)
-            if traced:
-                stack.enter_context(intercepting(memory.keep_written))
-            else:
-                stack.enter_context(_CopyOnWrite(memory))
+            stack.enter_context(intercepting(memory.keep_written) if traced else _CopyOnWrite(memory))
         else:
             memory.keep_all()
         try:
@@ -87,7 +84,10 @@ class _Memory:
     """The storages of some tensors, each once, and the copies that were made of them."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._flat = {storage_of(tensor): _bytes_of(tensor) for tensor in tensors}
+        self._flat = {  # as bytes
+            storage_of(tensor): torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            for tensor in tensors
+        }
         self._copies: dict[int, torch.Tensor] = {}
 
     @property
@@ -123,10 +123,6 @@ class _Memory:
             if memory.nbytes() < copy.numel():
                 memory.resize_(copy.numel())
             self._flat[storage].copy_(copy)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @cache

@@ -115,12 +115,12 @@ def _names_assigned(name: str, classes: dict[str, ast.ClassDef], seen: frozenset
         return set()
     found = set()
     for node in ast.walk(classes[name]):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
-            found.add(node.attr)
-        elif isinstance(node, ast.Call):
-            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            texts = (getattr(argument, "value", None) for argument in node.args[:2])
-            found |= {text for text in texts if isinstance(text, str)} if called in _REGISTERING else set()
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=attribute, ctx=ast.Store()):
+                found.add(attribute)
+            case ast.Call(func=ast.Attribute(attr=called) | ast.Name(id=called)) if called in _REGISTERING:
+                texts = (getattr(argument, "value", None) for argument in node.args[:2])
+                found |= {text for text in texts if isinstance(text, str)}
     for base in classes[name].bases:
         found |= _names_assigned(getattr(base, "id", ""), classes, seen | {name})
     return found
@@ -130,10 +130,6 @@ def _is_plain(line: ast.stmt) -> bool:
     """Return True if a statement is a constant, such as a docstring, or an assignment without a call."""
     named = isinstance(line, ast.Assign) and not any(isinstance(node, ast.Call) for node in ast.walk(line))
     return named or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
-
-
-def _is_self(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def _find_builders(name: str, tree: ast.Module) -> Iterator[str]:

@@ -66,7 +66,8 @@ def run_backward(
     """Run the backward pass; return the statistics of non-finite parameter gradients, and all gradients if `keep`.
 
     Kept gradients are of loss x `loss_scale`, as dividing all of them takes a third of a backward pass; those of a
-    large model are at scale 1. None are left on the model. Raises LossError if the loss has no gradient.
+    large model, which lie in files, are at scale 1. None are left on the model. Raises LossError if the loss has no
+    gradient.
     """
     with held(*((parameter, "grad", None) for parameter in model.parameters())):
         if not loss.requires_grad:
@@ -82,11 +83,6 @@ def run_backward(
         with plain_torch():
             nonfinite = [(name, gradient) for name, gradient in made.items() if not all_finite(gradient)]
             return measure_all(nonfinite), made if keep else None
-
-
-def kept_scale(model: nn.Module, loss_scale: float) -> float:
-    """Return the loss scale of the gradients that `run_backward` keeps: 1 for a large model's, which lie in files."""
-    return 1.0 if is_large(model) else loss_scale
 
 
 def _run_releasing(
@@ -151,9 +147,10 @@ def mark_weights(model: nn.Module) -> dict[str, tuple[int | None, int]]:
 
     The layers' own code writes to none, so their values need not be read again.
     """
-    ours = {id(it) for module in model.modules() if not _is_torchs(module) for it in module.parameters(recurse=False)}
+    others = (module for module in model.modules() if not type(module).__module__.startswith("torch."))
+    theirs = {id(weight) for module in others for weight in module.parameters(recurse=False)}
     large = ((name, weight) for name, weight in _plain_weights(model) if weight.numel() > _READ_EACH_TIME)
-    return {name: (version_of(weight), storage_of(weight)) for name, weight in large if id(weight) not in ours}
+    return {name: (version_of(weight), storage_of(weight)) for name, weight in large if id(weight) not in theirs}
 
 
 def list_nonfinite_state(model: nn.Module, marks: Mapping[str, object] = MappingProxyType({})) -> dict[str, bool]:
@@ -167,10 +164,6 @@ def list_nonfinite_state(model: nn.Module, marks: Mapping[str, object] = Mapping
     held = (*model.named_buffers(), *weights, *tensors_in(model.named_modules(), attributes=False))
     found = ((name, numbers_in(tensor)) for name, tensor in held if not tensor.is_meta and not all_finite(tensor))
     return {name: not bool((values < math.inf).all()) for name, values in found if values is not None}
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")
 
 
 def _plain_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -130,14 +130,10 @@ def _set_argument(edit: SetArgument, call: Invocation, proceed: Proceed) -> Any:
     was = dict(call.scalars()).get(edit.argument)
     if was is None or not math.isclose(was, edit.was, rel_tol=_CLOSE):
         return proceed(call)
-    value = torch.finfo(_format_at(call)).min if edit.value is None else edit.value
+    # A number in an op has the format of the op's first floating-point tensor.
+    dtypes = (tensor.dtype for _, tensor in call.tensors() if tensor.is_floating_point() and tensor.dim())
+    value = torch.finfo(next(dtypes, torch.float32)).min if edit.value is None else edit.value
     return proceed(call.with_argument(edit.argument, value))
-
-
-def _format_at(call: Invocation) -> torch.dtype:
-    """Return the dtype of a number in this op: that of its first floating-point tensor."""
-    dtypes = [tensor.dtype for _, tensor in call.tensors() if tensor.is_floating_point() and tensor.dim()]
-    return dtypes[0] if dtypes else torch.float32
 
 
 def _clamp_argument(edit: ClampArgument, call: Invocation, proceed: Proceed) -> Any:

@@ -27,7 +27,6 @@ from nandoctor.replaying.module_state import (
     copied_input,
     drawn_in_fp32,
     is_large,
-    kept_scale,
     known_tensors,
     list_nonfinite_state,
     mark_weights,
@@ -259,7 +258,7 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
         random=random,
         loss=recording.loss,
         gradients=recording.gradients,
-        gradient_scale=kept_scale(step.model, step.loss_factor),
+        gradient_scale=1.0 if is_large(step.model) else step.loss_factor,  # as `run_backward` keeps them
         kept=kept,
         out_of_memory=is_out_of_memory(error),
     )
