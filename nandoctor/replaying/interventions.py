@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -161,13 +161,13 @@ def _modules_kept(kept: Mapping[str, bool], model: nn.Module, device: torch.devi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OpenCall:
-    """An open module call: the region made for it, and autocast's state without that region.
+    """An open module call: the region made for it, empty if none is needed, and autocast's state without that region.
 
     `depth` is how many regions were open when its forward began: if there are more, the model opened one itself.
     """
 
     module: nn.Module
-    region: AbstractContextManager[Any] | None
+    region: AbstractContextManager[Any]
     state: tuple[bool, torch.dtype]
     depth: int
 
@@ -186,21 +186,20 @@ class _Regions:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         name = self._device.type
         state = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)
-        region: AbstractContextManager[Any] | None = None
+        region: AbstractContextManager[Any] = nullcontext()
         if self._is_in_kept_forward() and self._open[-1].depth == _autocast_depth():
             state = self._open[-1].state
             region = torch.autocast(name, dtype=state[1], enabled=state[0])
         if id(module) in self._modes:
             region = torch.autocast(name, enabled=False)
-        if region is not None:
-            region.__enter__()
+        region.__enter__()
         self._open.append(_OpenCall(module=module, region=region, state=state, depth=_autocast_depth()))
         return widen((args, kwargs)) if id(module) in self._modes else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._open or self._open[-1].module is not module:
             return None
-        self._close_last()
+        self._open.pop().region.__exit__(None, None, None)
         return widen(output) if self._is_in_kept_forward() else None
 
     def _is_in_kept_forward(self) -> bool:
@@ -209,12 +208,7 @@ class _Regions:
 
     def close(self) -> None:
         while self._open:
-            self._close_last()
-
-    def _close_last(self) -> None:
-        region = self._open.pop().region
-        if region is not None:
-            region.__exit__(None, None, None)
+            self._open.pop().region.__exit__(None, None, None)
 
 
 def _autocast_depth() -> int:

@@ -243,35 +243,32 @@ class Project:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        with _lock:
-            if self in _open_projects:
+        """Open the project in this context, unless it is open already; the caller holds `_lock`."""
+        if self in _open_projects:
+            yield
+            return
+        global _has_run  # noqa: PLW0603
+        _has_run = True
+        path, modules, settings = list(sys.path), dict(sys.modules), read_torch_settings()
+        _open_projects.append(self)
+        try:
+            sys.path[:] = [*self._entries, *(entry for entry in path if entry not in self._entries)]
+            for entry in self._entries:
+                _unload_shadowing(Path(entry))
+            sys.modules.update(self._modules)
+            write_torch_settings({**self._settings, **_OF_THE_REPLAY})
+            if is_forked():
+                torch.set_num_threads(1)  # whatever the project's code has set
+            # Python reuses bytecode if the source's size and mtime in whole seconds are the same: a fix may be written
+            # and reverted within one second.
+            with held((sys, "dont_write_bytecode", True)), bounded_memory(self._memory_limit):
                 yield
-                return
-            global _has_run  # noqa: PLW0603
-            _has_run = True
-            path, modules, settings = list(sys.path), dict(sys.modules), read_torch_settings()
-            writes_no_bytecode = sys.dont_write_bytecode
-            _open_projects.append(self)
-            try:
-                # Python reuses bytecode if the source's size and mtime in whole seconds are the same: a fix may be
-                # written and reverted within one second.
-                sys.dont_write_bytecode = True
-                sys.path[:] = [*self._entries, *(entry for entry in path if entry not in self._entries)]
-                for entry in self._entries:
-                    _unload_shadowing(Path(entry))
-                sys.modules.update(self._modules)
-                write_torch_settings({**self._settings, **_OF_THE_REPLAY})
-                if is_forked():
-                    torch.set_num_threads(1)  # whatever the project's code has set
-                with bounded_memory(self._memory_limit):
-                    yield
-            finally:
-                _open_projects.remove(self)
-                sys.dont_write_bytecode = writes_no_bytecode
-                write_torch_settings(settings)
-                self._keep_modules(modules)
-                self._entries = [entry for entry in sys.path if entry not in path or entry in self._entries]
-                sys.path[:] = path
+        finally:
+            _open_projects.remove(self)
+            write_torch_settings(settings)
+            self._keep_modules(modules)
+            self._entries = [entry for entry in sys.path if entry not in path or entry in self._entries]
+            sys.path[:] = path
 
     def _keep_modules(self, before: Mapping[str, ModuleType]) -> None:
         """Move the project's own modules out of `sys.modules`, and restore the modules that they replaced."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -49,16 +48,7 @@ class SavedBatch:
     scalars: Mapping[str, Any]
     containers: Mapping[str, Any]
     make: MakeBatch
-    notes: tuple[str, ...] = ()
-
-    def on_loop_batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Adapt a user's function of something and the batch to take the arrays by name instead of the batch."""
-
-        @functools.wraps(function)
-        def take(first: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-            return function(first, self.make(tensors))
-
-        return take
+    notes: tuple[str, ...]
 
 
 def read_batch(dump: Dump, model: nn.Module, outputs: Collection[str], device: torch.device) -> SavedBatch:

@@ -37,8 +37,8 @@ class Option:
     group: OptionGroup
     flag: str
     help: str
-    holds: str
-    accepts: Callable[[Any], bool]
+    holds: str = "a name"
+    accepts: Callable[[Any], bool] = lambda value: isinstance(value, str)
     reads: Callable[[str], Any] = str
     metavar: str = ""
     choices: tuple[str, ...] = ()
@@ -50,8 +50,7 @@ def _is_number(value: Any) -> bool:
 
 def _setting(group: OptionGroup, flag: str, text: str, *, default: Any = None, **more: Any) -> Any:
     """Build a field of `Settings` with its `Option` for the command line and the docs."""
-    plain = {"holds": "a name", "accepts": lambda value: isinstance(value, str)}
-    metadata = {"option": Option(group=group, flag=flag, help=text, **{**plain, **more})}
+    metadata = {"option": Option(group=group, flag=flag, help=text, **more)}
     made = {"default_factory": dict} if default == {} else {"default": default}
     return field(**made, metadata=metadata)
 

@@ -273,9 +273,15 @@ def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:
 
 def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Settings) -> list[Binding]:
     """Return the ways to call the model: the user's, else the recorded one, else those that parameter names allow."""
-    if code.call is not None:
-        shown = f"{getattr(code.call, '__name__', 'call')}(model, batch)"
-        return [Binding(description=shown, arrays=tuple(batch.arrays), forward=batch.on_loop_batch(code.call))]
+    if (call := code.call) is not None:
+        shown = f"{getattr(call, '__name__', 'call')}(model, batch)"
+        return [
+            Binding(
+                description=shown,
+                arrays=tuple(batch.arrays),
+                forward=lambda model, tensors: call(model, batch.make(tensors)),
+            )
+        ]
     available = {**batch.scalars, **batch.inputs}
     if settings.inputs:
         return [bind_inputs(settings.inputs, available, list(batch.inputs), batch.containers)]

@@ -95,10 +95,10 @@ class _Match:
     ||checkpoint - dump|| / ||dump|| over all values that the dump has; inf if that is not a number.
     """
 
-    num_compared: int = 0
-    num_other: int = 0
-    rounded_to: str = ""
-    distance: float = 0.0
+    num_compared: int
+    num_other: int
+    rounded_to: str
+    distance: float
 
 
 def _compare(state: State, known: Mapping[str, WeightSample]) -> _Match:
@@ -185,15 +185,12 @@ def nonfinite_state(dump: Dump) -> Dump:
 def registered_state() -> Iterator[set[str]]:
     """Yield the set of names of state registered in this context; empty if a builder returns an existing model."""
     names = set[str]()
-    hooks = [
-        register(lambda _, name, __: names.add(name))
-        for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
-    ]
-    try:
+
+    def add(_: object, name: str, __: object) -> None:
+        names.add(name)
+
+    with register_module_parameter_registration_hook(add), register_module_buffer_registration_hook(add):
         yield names
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def nonfinite_in(model: nn.Module, fills: DeferredFills | None = None) -> dict[str, torch.Tensor]:
