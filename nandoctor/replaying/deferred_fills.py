@@ -42,11 +42,6 @@ class _Fill:
     state: torch.Tensor | None = None
     source: torch.Tensor | None = None
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors through which the fill holds memory."""
-        return [self.target] if self.source is None else [self.target, self.source]
-
     def make(self) -> None:
         if self.source is not None:
             self.target.copy_(self.operation(self.source, *self.args, **self.kwargs))
@@ -76,7 +71,8 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
         """Make the fills of tensors that are still in use, and all fills before them, which draw first."""
-        ours = Counter(storage_of(tensor) for fill in self._fills for tensor in fill.tensors)
+        tensors = (tensor for fill in self._fills for tensor in (fill.target, fill.source) if tensor is not None)
+        ours = Counter(map(storage_of, tensors))
         held = [count_storage_users(fill.target) > ours[storage_of(fill.target)] for fill in self._fills]
         last = max((index for index, is_held in enumerate(held) if is_held), default=-1)
         del self._fills[last + 1 :]
@@ -117,7 +113,8 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = any(not _is_plain(tensor) or self.is_unfilled(tensor) for tensor in tensors)
         if not (draws or reads):
             return None
-        if kwargs.get("generator") is None and all(map(_is_plain, tensors)) and _is_cpu(kwargs):
+        device = torch.device(kwargs.get("device") or "cpu")
+        if kwargs.get("generator") is None and all(map(_is_plain, tensors)) and device.type == "cpu":
             if name in _FACTORIES and not tensors:
                 made = torch.empty(*args, **{key: value for key, value in kwargs.items() if key != "generator"})
                 operation = _FACTORIES[name]
@@ -187,11 +184,6 @@ def _only_views(func: Any, name: str) -> bool:
         return name not in _MAY_MOVE
     returns = schema_of(func).returns
     return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-
-
-def _is_cpu(kwargs: Mapping[str, Any]) -> bool:
-    device = kwargs.get("device")
-    return device is None or torch.device(device).type == "cpu"
 
 
 @torch.no_grad()

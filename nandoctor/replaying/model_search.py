@@ -138,7 +138,6 @@ def _find_builders(name: str, tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef) and isinstance(made := node.body[-1], ast.Return):
             required = len(node.args.posonlyargs + node.args.args) - len(node.args.defaults)
             required += sum(default is None for default in node.args.kw_defaults)
-            told = [line for line in node.body[:-1] if not _is_plain(line)]
             is_call = isinstance(made.value, ast.Call) and getattr(made.value.func, "id", None) == name
-            if is_call and not required and not told:
+            if is_call and not required and all(map(_is_plain, node.body[:-1])):
                 yield node.name

@@ -197,20 +197,15 @@ def state_widened(state: Iterable[torch.Tensor], policy: Policy) -> AbstractCont
     return state_in(narrower, torch_dtype(policy.format), in_files=memory_of(narrower) >= LARGE_NBYTES)
 
 
-def in_reference_format(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
-    """Return the tensor in the format of a reference, or as it is under another policy."""
-    return tensor.to(torch_dtype(policy.format)) if _is_narrower(tensor, policy) else tensor
-
-
 def copied_input(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
     """Return a copy of an input for one run, in a reference's format; of a large expanded one, only what it stores.
 
     A smaller one is written out, so that the model may write to it.
     """
     is_small = tensor.layout is not torch.strided or memory_of([tensor]) < _EXPANDED_NBYTES
-    if is_small or 0 not in tensor.stride():
-        return in_reference_format(tensor, policy).clone()
-    return in_reference_format(unexpanded(tensor), policy).clone().expand(tensor.shape)
+    stored = tensor if is_small else unexpanded(tensor)
+    made = stored.to(torch_dtype(policy.format)) if _is_narrower(stored, policy) else stored
+    return made.clone() if stored is tensor else made.clone().expand(tensor.shape)
 
 
 def _is_narrower(tensor: torch.Tensor, policy: Policy) -> bool:

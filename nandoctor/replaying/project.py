@@ -276,12 +276,11 @@ class Project:
         if list(now) == list(before) and all(map(is_, now.values(), before.values())):
             return
         changed = {name: module for name, module in now.items() if before.get(name) is not module}
-        folders = {
-            name: next((entry for entry in self._entries if _is_own(name, module, Path(entry))), None)
-            for name, module in changed.items()
-        }  # before any is unloaded, which the folders of others depend on
+        # Before any is unloaded, which the files of others depend on.
+        files = {name: _own_file(name, module) for name, module in changed.items()}
         for name, module in changed.items():
-            folder = folders[name]
+            file = files[name]
+            folder = next((entry for entry in self._entries if file is not None and file.is_relative_to(entry)), None)
             if name in before or (folder is not None and name.partition(".")[0] not in before):
                 if folder is not None and self._modules.get(name) is not module:
                     _imported.setdefault(folder, {})[name] = module, _stamp_of(module)
@@ -319,22 +318,17 @@ def _file_of(module: ModuleType | None) -> Path | None:
 def _unload_shadowing(folder: Path) -> None:
     """Unload modules that hide the folder's own: the `utils` of one project is not the `utils` of the next."""
     held = {path.name.removesuffix(".py") for path in folder.iterdir()} if folder.is_dir() else set()
-    hidden = {name for name in held & sys.modules.keys() if _shadows(name, folder)}
+    files = {name: _own_file(name, sys.modules[name]) for name in held & sys.modules.keys()}
+    hidden = {name for name, file in files.items() if file is not None and file.parent != folder}
     for name in [name for name in sys.modules if name.partition(".")[0] in hidden]:
         del sys.modules[name]
 
 
-def _shadows(name: str, folder: Path) -> bool:
-    """Return True if a module is a user's, from another folder; libraries are the same for every project."""
-    file = _file_of(sys.modules.get(name))
-    return file is not None and name not in _NEVER_UNLOADED and file.parent != folder and not is_installed(file)
-
-
-def _is_own(name: str, module: ModuleType, folder: Path) -> bool:
+def _own_file(name: str, module: ModuleType) -> Path | None:
+    """Return the file of a user's module; None for the running program and for libraries, which all projects share."""
     file = _file_of(module)
-    if file is None or name.partition(".")[0] in _NEVER_UNLOADED:
-        return False
-    return file.is_relative_to(folder) and not is_installed(file)
+    is_kept = file is None or name.partition(".")[0] in _NEVER_UNLOADED or is_installed(file)
+    return None if is_kept else file
 
 
 def _stamp_of(module: ModuleType) -> _Stamp:
