@@ -52,7 +52,10 @@ def find_changes(dump: Dump, step: FailingStep, settings: Settings, *, told: Seq
     found = _compare_hashes(dump.recorded, of_model)
     found = found or _compare_times(dump.path, sorted(of_model | helpers)[:_MAX_FILES])
     changes = (*by_user, *(change for change in found.changes if change.file not in {one.file for one in by_user}))
-    return replace(found, changes=changes, settings=tuple(_changed_settings(dump.recorded, settings)))
+    autocast, differing = dump.recorded.autocast, []
+    if autocast is not None and settings.amp_dtype not in (None, autocast.dtype):
+        differing.append(f"autocast in {settings.amp_dtype}, in the training in {autocast.dtype}")
+    return replace(found, changes=changes, settings=tuple(differing))
 
 
 def _files_of(model: nn.Module) -> set[Path]:
@@ -139,13 +142,6 @@ def _compare_times(dump: Path, files: Sequence[Path]) -> CodeState:
 
 def _lines(data: bytes) -> list[str]:
     return data.decode("utf-8", "surrogateescape").splitlines()
-
-
-def _changed_settings(recorded: Recorded, settings: Settings) -> Iterator[str]:
-    """Yield the settings of the replay that differ from the recorded training."""
-    autocast = recorded.autocast
-    if autocast is not None and settings.amp_dtype is not None and settings.amp_dtype != autocast.dtype:
-        yield f"autocast in {settings.amp_dtype}, in the training in {autocast.dtype}"
 
 
 def text_at(path: Path, time_ns: int, *, any_branch: bool) -> bytes | None:

@@ -42,7 +42,7 @@ class _Parameters:
 
     named: tuple[inspect.Parameter, ...]
     required: tuple[inspect.Parameter, ...]
-    variadic: str | None = None
+    variadic: str | None
 
 
 def bind_inputs(
@@ -169,8 +169,9 @@ def _bind_whole(available: Mapping[str, Any], tensors: Sequence[str], containers
 def _read_parameters(model: nn.Module) -> _Parameters:
     inner = _inner(model)
     if isinstance(inner, torch.jit.ScriptModule):
-        return _read_schema(inner)
-    parameters = list(inspect.signature(inner.forward).parameters.values())
+        parameters = _read_schema(inner)
+    else:
+        parameters = list(inspect.signature(inner.forward).parameters.values())
     named = tuple(p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
     return _Parameters(
         named=named,
@@ -179,13 +180,13 @@ def _read_parameters(model: nn.Module) -> _Parameters:
     )
 
 
-def _read_schema(model: torch.jit.ScriptModule) -> _Parameters:
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+def _read_schema(model: torch.jit.ScriptModule) -> list[inspect.Parameter]:
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     schema: Any = model.forward.schema  # type: ignore[attr-defined]  # a ScriptMethod, which has one
-    arguments = schema.arguments[1:]  # the first is the module itself
-    named = tuple(inspect.Parameter(a.name, kind, annotation=str(a.type)) for a in arguments)
-    required = tuple(p for p, a in zip(named, arguments, strict=True) if not a.has_default_value())
-    return _Parameters(named=named, required=required)
+    return [
+        inspect.Parameter(a.name, kind, default=None if a.has_default_value() else empty, annotation=str(a.type))
+        for a in schema.arguments[1:]  # the first is the module itself
+    ]
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -234,8 +235,9 @@ def _explain_ambiguity(
     available: Mapping[str, Any],
 ) -> ModelError:
     wanted = ", ".join(p.name for p in unmet) or (f"*{parameters.variadic}" if parameters.variadic else "no array")
-    lines = [f"  {name} {_shape_of(available[name])}" for name in spare]
-    found = "\n".join(lines) if lines else "  none"
+    arrays = ((name, available[name]) for name in spare)
+    lines = [f"  {name} {tuple(array.shape)} {dtype_name(array.dtype)}" for name, array in arrays]
+    found = "\n".join(lines) or "  none"
     num_wanted = len(unmet) or (len(spare) if parameters.variadic else 1)
     example = ",".join(spare[:num_wanted]) or "image"
     return ModelError(
@@ -244,7 +246,3 @@ def _explain_ambiguity(
         remedy=f"Name them in order with --inputs (for example --inputs {example}), "
         "by parameter with --inputs x=image, all as one dict with --inputs '*', or give --call file.py:function.",
     )
-
-
-def _shape_of(value: Any) -> str:
-    return f"{tuple(value.shape)} {dtype_name(value.dtype)}" if hasattr(value, "shape") else repr(value)

@@ -94,19 +94,17 @@ class _Memory:
     def nbytes(self) -> int:
         return sum(flat.numel() for flat in self._flat.values())
 
-    def keep(self, storage: int, *, in_file: bool = True) -> None:
-        """Copy a storage of the model's before the first write to it."""
+    def keep(self, storage: int) -> None:
+        """Copy a storage of the model's before the first write to it, to a file if it is on the CPU."""
         if storage in self._flat and storage not in self._copies:
             flat = self._flat[storage]
-            self._copies[storage] = (
-                map_empty(flat.shape, flat.dtype).copy_(flat) if in_file and flat.is_cpu else flat.clone()
-            )
+            self._copies[storage] = map_empty(flat.shape, flat.dtype).copy_(flat) if flat.is_cpu else flat.clone()
 
     def keep_all(self, *, below: float = math.inf) -> None:
-        """Copy every storage of less than `below` bytes."""
+        """Copy every storage of less than `below` bytes in memory."""
         for storage, flat in self._flat.items():
             if flat.numel() < below:
-                self.keep(storage, in_file=False)
+                self._copies[storage] = flat.clone()
 
     def keep_written(self, call: Invocation, proceed: Proceed) -> Any:
         """Copy what an op writes to, and run it."""
