@@ -78,6 +78,7 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self._fills[last + 1 :]
         self.make_all()
 
+    @torch.no_grad()
     def make_all(self) -> None:
         """Make every recorded fill in order, leaving the generator as a plain build does."""
         if not self._fills:
@@ -85,8 +86,14 @@ class DeferredFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
         now, self.busy = torch.get_rng_state(), True
         moved = self._state is not None and not torch.equal(now, self._state)  # seeded since the last draw
         waiting, self._fills, self._pending = deque(self._fills), [], set()
+        before: torch.Tensor | None = None
         try:
-            _make_in_order(waiting)
+            while waiting:
+                fill = waiting.popleft()  # released once it is made
+                if fill.state is not None and fill.state is not before:
+                    torch.set_rng_state(fill.state)
+                    before = fill.state
+                fill.make()
             if moved:
                 torch.set_rng_state(now)
         finally:
@@ -184,15 +191,3 @@ def _only_views(func: Any, name: str) -> bool:
         return name not in _MAY_MOVE
     returns = schema_of(func).returns
     return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-
-
-@torch.no_grad()
-def _make_in_order(fills: deque[_Fill]) -> None:
-    """Make the fills in order, each from its own generator state, and release each once it is made."""
-    before: torch.Tensor | None = None
-    while fills:
-        fill = fills.popleft()
-        if fill.state is not None and fill.state is not before:
-            torch.set_rng_state(fill.state)
-            before = fill.state
-        fill.make()

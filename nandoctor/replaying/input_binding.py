@@ -18,7 +18,6 @@ from nandoctor.dumps.trees import is_plain_dict
 from nandoctor.errors import ModelError
 from nandoctor.text import dtype_name
 
-WHOLE_BATCH = "*"
 _NONE: Mapping[str, Any] = {}
 
 _MAPPING_ANNOTATION = re.compile(r"dict\b|mapping", re.IGNORECASE)
@@ -55,7 +54,7 @@ def bind_inputs(
     Raises:
         ModelError: an array is not in the dump.
     """
-    if tuple(inputs) == (WHOLE_BATCH,):
+    if tuple(inputs) == ("*",):
         return _bind_whole(available, tensors, containers)
     pairs = [(item.partition("=")[0], item.partition("=")[2]) if "=" in item else ("", item) for item in inputs]
     for _, array in pairs:

@@ -12,13 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from nandoctor.file_memory import map_empty
-from nandoctor.torch_compat import (
-    TorchDispatchMode,
-    no_subclass_methods,
-    schema_of,
-    storage_of,
-    tree_leaves,
-)
+from nandoctor.torch_compat import TorchDispatchMode, no_subclass_methods, schema_of, storage_of, tree_tensors
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 
 if TYPE_CHECKING:
@@ -110,8 +104,8 @@ class _Memory:
         """Copy what an op writes to, and run it."""
         written = written_by(call.op)
         for name, value in call.arguments() if written else ():
-            for tensor in tree_leaves(value) if name in written else ():
-                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            for tensor in tree_tensors(value) if name in written else ():
+                if tensor.layout is torch.strided:
                     self.keep(storage_of(tensor))
         return proceed(call)
 

@@ -284,9 +284,8 @@ def _lacks_output(replayed: Replayed, preparation: Preparation) -> bool:
 
 def _agrees_better(other: Replayed, best: Replayed) -> bool:
     """Return True if a replay in another precision is so much nearer to the saved output that it was that precision."""
-    ranks = [_GRADE_RANK[replayed.reproduction.grade] for replayed in (other, best)]
-    errors = [replayed.reproduction.max_rel_err or 0.0 for replayed in (other, best)]
-    return ranks[0] < ranks[1] or (ranks[0] == ranks[1] and CLEARLY * errors[0] < errors[1])
+    (rank, _, error), (best_rank, _, best_error) = other.rank, best.rank
+    return rank < best_rank or (rank == best_rank and CLEARLY * error < best_error)
 
 
 def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: bool) -> Replayed:
