@@ -109,8 +109,7 @@ def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Call
     problem = _why_no_loss(reference, source, provenance)
     if source is None or problem:
         return None, [f"{problem}; {command}."]
-    directory, spec = _from_file(reference, source)
-    found = find_attribute(spec, directory=directory)
+    found = _import_from(source, reference)
     if isinstance(found, type) and not issubclass(found, nn.Module):
         return None, [f"{brief(reference.spec)} is no function; {command}."]
     found = build_loss(found)
@@ -215,8 +214,7 @@ def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> 
     if _has_changed(reference, source) and not provenance.here:
         why = f"{brief(reference.file)} has changed since, and this is not the folder that it was recorded in"
         raise _needs_approval(reference, dump, why)
-    directory, spec = _from_file(reference, source)
-    return find_attribute(spec, directory=directory)
+    return _import_from(source, reference)
 
 
 def _import_installed(reference: Reference, spec: str, dump: Path) -> Any:
@@ -238,14 +236,14 @@ def _has_changed(reference: Reference, source: Path) -> bool:
     return hash_of(source) != reference.sha256
 
 
-def _from_file(reference: Reference, path: Path) -> tuple[Path, str]:
-    """Return the folder to import from and the SPEC; a module keeps its dotted name for its relative imports."""
+def _import_from(path: Path, reference: Reference) -> Any:
+    """Import what is referenced from its file; a module keeps its dotted name for its relative imports."""
     parts = reference.module.split(".")
     stem = list(path.with_suffix("").parts)
     stem = stem[:-1] if stem[-1] == "__init__" else stem
     if reference.module != "__main__" and stem[-len(parts) :] == parts:
-        return Path(*stem[: -len(parts)]), f"{reference.module}:{reference.name}"
-    return path.parent, f"{path.name}:{reference.name}"
+        return find_attribute(f"{reference.module}:{reference.name}", directory=Path(*stem[: -len(parts)]))
+    return find_attribute(f"{path.name}:{reference.name}", directory=path.parent)
 
 
 def _build_from_config(model: Callable[..., nn.Module], kind: Any, reference: Reference) -> nn.Module:

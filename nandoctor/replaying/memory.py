@@ -32,18 +32,17 @@ def build_within(make: Callable[[], nn.Module], weights: Mapping[str, torch.Tens
     Raises:
         ModelError: `make` asks for more.
     """
-    nbytes = memory_of(weights.values())
-    with _Allowance(_TIMES_WEIGHTS * nbytes + _FLOOR_NBYTES, weights_nbytes=nbytes):
+    with _Allowance(memory_of(weights.values())):
         return make()
 
 
 class _Allowance(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that limits the bytes of new tensors; where their size is an argument, before they are allocated."""
 
-    def __init__(self, nbytes: int, *, weights_nbytes: int) -> None:
+    def __init__(self, weights_nbytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._allowed = self._left = nbytes
         self._weights_nbytes = weights_nbytes
+        self._allowed = self._left = _TIMES_WEIGHTS * weights_nbytes + _FLOOR_NBYTES
         self._calls_left = _MAX_CALLS
 
     def __torch_dispatch__(

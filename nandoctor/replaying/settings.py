@@ -229,8 +229,6 @@ class ReplayOptions(StepOptions, total=False):
     time: float | None
 
 
-_UNLIMITED = ("max_trials", "time")
-
 OPTIONS: Mapping[str, Option] = {
     item.name: item.metadata["option"] for item in dataclasses.fields(Settings) if "option" in item.metadata
 }
@@ -253,7 +251,7 @@ def check_setting(name: str, value: Any) -> Any:
     """
     if name not in OPTIONS:
         raise NanDoctorError(f"There is no setting {name!r}.", remedy=f"The settings are: {', '.join(OPTIONS)}.")
-    if name in _UNLIMITED and value == math.inf:
+    if name in ("max_trials", "time") and value == math.inf:
         return None
     value = _plain(name, value)
     if (value is None and _DEFAULTS[name] is None) or OPTIONS[name].accepts(value):
