@@ -259,29 +259,25 @@ def printed_changes(changes: Sequence[PrintedChange], model: nn.Module, loss: An
     Raises:
         CannotRunError: changed source cannot be run in this process, or a snippet raised.
     """
+    patched = [file for change in changes if isinstance(change, SourcePatch) for file in change.files]
+    snippets = [change for change in changes if isinstance(change, Snippet)]
+    in_snippets = [file for snippet in snippets if snippet.source is not None for file in snippet.source.files]
     with ExitStack() as undo:
-        undo.enter_context(swapped_code([*_files_of(changes, SourcePatch)], model, loss))
+        undo.enter_context(swapped_code(patched, model, loss))
         functions = []
-        for file in _files_of(changes, Snippet):
+        for file in in_snippets:
             functions += [function for function, _, _ in find_places(file, model, loss)]
             for namespace, name in _import_names(file, functions):
                 del namespace[name]  # the snippet has to import it
                 undo.callback(namespace.pop, name, None)
         before = [(function, "__code__", function.__code__) for function in functions]
         undo.enter_context(held(*before))
-        for change in changes:
-            if isinstance(change, Snippet) and change.kind != "data":
-                _execute(change, {"model": model})
+        for snippet in snippets:
+            if snippet.kind != "data":
+                _execute(snippet, {"model": model})
         if any(function.__code__ is code for function, _, code in before):
             raise CannotRunError("The snippet does not reach every function that it is to change.")
         yield
-
-
-def _files_of(changes: Sequence[PrintedChange], kind: type) -> Iterator[ChangedFile]:
-    for change in changes:
-        if isinstance(change, kind):
-            patch = change.source if isinstance(change, Snippet) else change
-            yield from patch.files if patch is not None else ()
 
 
 def changed_batch(changes: Sequence[PrintedChange], batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
