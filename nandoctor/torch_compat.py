@@ -69,7 +69,7 @@ def _unsupported(places: Sequence[str]) -> UnsupportedTorchError:
     listed = ", ".join(f"{place} (for {NEEDED[place]})" for place in places)
     return UnsupportedTorchError(
         f"torch {torch.__version__} lacks what nandoctor needs of it: {listed}.",
-        remedy=f"nandoctor is tested with torch {TESTED}: install that, or a nandoctor that knows your torch.",
+        remedy=f"nandoctor is tested with torch {TESTED}: install that, or a nandoctor that supports your torch.",
     )
 
 

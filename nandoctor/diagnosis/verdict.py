@@ -71,7 +71,7 @@ def describe_no_graph(message: str) -> Gap:
 def doubt_draws(reproduction: Reproduction, *, has_state: bool) -> Iterator[Gap]:
     """Yield the gap of a step that draws random numbers other than the training's.
 
-    With a generator's state in the file (`has_state`), that is of another moment, or the model draws in another way.
+    If the file has a generator's state (`has_state`), it was saved at another time, or the model draws in another way.
     """
     if reproduction.grade in ("same-mask", "elsewhere"):
         state = "in the file does not give those of the training" if has_state else "is not in the file"
