@@ -132,7 +132,7 @@ def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **op
         _show(choice, case.report, as_json=as_json)
     finally:
         if write:
-            tell(f"Written: {', '.join(choice.written)}" if choice.written else "Undone: the files are as they were.")
+            tell(f"Written: {', '.join(choice.written)}" if choice.written else "The change was undone.")
     sys.exit(0 if choice.verification is None or choice.verification.exit_code == 0 else 1)
 
 

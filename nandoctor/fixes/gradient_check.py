@@ -88,7 +88,7 @@ class GradientCheck:
             return "failed", "not finite"
         largest = float(loss.abs().max())
         if not self._trials.sound_reference(()).finite and largest > self._largest_loss:
-            return "failed", f"finite, but {number(largest)}, made up by the change"
+            return "failed", f"finite, but up to {number(largest)}, which only the change produces"
         return "passed", "finite"
 
     def _scales(self, change: Change) -> tuple[float, ...]:
@@ -129,19 +129,19 @@ class GradientCheck:
             if scale < min(_LEAST_SCALE, highest) and not excused:
                 return "failed", told + aside
         if scale < 1 and (lost := self._loses_small_gradients(change, made, scale)) is not None:
-            return "failed", f"{told}, where {lost} are rounded away"
+            return "failed", f"{told}, at which {lost} are rounded to 0"
         references = self._references(None if in_backward else change, made)
         error, allowed = _nearest(references, made, grain=FP16.smallest_subnormal / scale)
         told += _describe_error(error, allowed)
         is_taught = error or gradient_norm(made)
-        told += "" if is_taught else " (all are 0, so this batch teaches nothing)"
+        told += "" if is_taught else " (all are 0, so the model learns nothing from this batch)"
         return "passed" if error is None or error <= allowed else "failed", told + aside
 
     def tell_made_up(self, made: Result) -> str | None:
         """Describe gradients that are finite but implausibly large, if the unchanged step has none; None otherwise."""
         if self._trials.sound_reference(()).finite or (norm := gradient_norm(made)) <= self._largest_made_up:
             return None
-        return f"finite, with a norm of {number(norm)}, made up by the change"
+        return f"finite, but with a norm of {number(norm)}, which only the change produces"
 
     @staticmethod
     def _describe_unknown(scale: float, larger: float, *, excused: bool) -> str:

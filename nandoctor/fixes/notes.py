@@ -50,7 +50,7 @@ def _describe_failures(tried: Sequence[Fix]) -> str:
     nearest = min(map(distance_of, tried))
     if math.isinf(nearest):
         ran_all = all(fix.outcome.ran for fix in tried)
-        return f"The step {'is' if ran_all else 'cannot be run or is'} non-finite with each."
+        return f"With each of them the step is non-finite{'' if ran_all else ' or cannot be run'}."
     if nearest > TOLERANCE:
         return f"The nearest finite result is {percent(nearest)} off; {percent(TOLERANCE)} is allowed."
     failed = (check for fix in sorted(tried, key=distance_of) for check in fix.checks if check.status == "failed")

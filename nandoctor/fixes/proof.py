@@ -125,7 +125,7 @@ class Verifier:
             return "failed", "the output is not finite wherever it should be"
         largest = made.largest_finite
         if "loss" not in made.values and largest > LARGEST_SQUARED > self._trials.reference().largest_finite:
-            return "failed", f"finite, up to {number(largest)}: a squared error of it overflows in fp32"
+            return "failed", f"finite, up to {number(largest)}: its square, as in a squared error, overflows in fp32"
         besides = " except for infinities that fp32 has there too" if made.meant else ""
         told = f"finite{besides}, {percent(error)} off fp32"
         if not judgement.passes:
@@ -335,9 +335,9 @@ class Verifier:
             return said
         if others is not None and not others.run().finite:
             if judge(others)[0] == "failed":
-                return "not-checked", "just as few of the samples that were fine fail too, even without the change"
+                return "not-checked", "without the change, the same number of the samples that were fine fails too"
         elif alone is not None and alone.reference(change).only_loss_fails:
-            return "not-checked", "their loss alone is not finite in fp32 either, though their output is"
+            return "not-checked", "their output alone is finite in fp32, but their loss is not"
         return said
 
     def _judge_variation(

@@ -247,9 +247,9 @@ def _where(site: OpSite) -> str:
 def _clamp_in_words(edit: ClampArgument) -> str:
     what = _argument_in_words(edit)
     if edit.nan and edit.argument:
-        return f"Take 0 for NaN in {what} of {edit.site.op}, which a mask leaves out later"
+        return f"Use 0 for NaN in {what} of {edit.site.op}, which a mask leaves out later"
     if edit.nan:
-        return f"Take 0 where {edit.site.op} has no value"
+        return f"Use 0 where {edit.site.op} has no value"
     if edit.keeps_sign and edit.low is not None:
         if edit.low == 1:
             return f"Replace {what} of {edit.site.op} by 1 where it is 0"

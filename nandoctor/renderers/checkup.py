@@ -63,7 +63,7 @@ def describe_step(checked: CheckedStep) -> str:
     if over:
         return f"{plural(len(over), 'module')} cannot run in fp16: {_name(first)} reaches {number(values.absmax)}"
     bits = values.fit_in(FP16).headroom_bits
-    nearest = f"{_name(first)} comes nearest with {number(values.absmax)}, {bits:.1f} doublings away"
+    nearest = f"{_name(first)} comes nearest: it reaches {number(values.absmax)}, {bits:.1f} doublings below the limit"
     if not checked.run_finite:
         return f"The step is non-finite {checked.run}, though fp16 holds every value that fp32 has: {nearest}"
     return f"fp16 holds every value; {nearest}"
@@ -75,8 +75,8 @@ def list_facts(checked: CheckedStep) -> list[tuple[str, str]]:
     for format in CHECKED_FORMATS:  # noqa: A001
         fits = [layer.values.fit_in(format).fit for layer in checked.layers if layer.values is not None]
         overflow, near = fits.count("overflows"), fits.count("near")
-        worst = [f"{overflow:,} overflow"] * bool(overflow)
-        worst += [f"{near:,} have less than one doubling left"] * bool(near)
+        worst = [f"{overflow:,} cannot run in it"] * bool(overflow)
+        worst += [f"{near:,} with less than one doubling left"] * bool(near)
         facts.append((format.label, f"of {plural(len(fits), 'module')}, {', '.join(worst) or 'none overflows'}"))
     if not checked.run_finite:
         facts.append(("replay", f"the step is already non-finite {checked.run}: nandoctor replay {checked.path}"))
@@ -117,7 +117,7 @@ def _trend_facts(checkup: Checkup) -> Iterator[tuple[str, str]]:
 
 
 def describe_crossing(crossing: Crossing) -> str:
-    """Return a sentence on where a module is heading."""
+    """Return a sentence on how the largest value of a module grows."""
     growth = f"{crossing.module or 'the model'} grows by {number(crossing.doublings)} doublings in 1,000 steps"
     fit = f"{plural(crossing.num_points, 'checkpoint')}"
     if crossing.num_points > 2:  # a line always goes through two

@@ -159,7 +159,8 @@ _WHY = {
     "in the gradient.",
     "scale-first": "The product is the same, and no intermediate result is larger than it.",
     "stable-log": "The result is computed without the number that rounds to 0 or overflows.",
-    "unmask-rows": "A softmax over nothing but -Inf has no value: these rows attend evenly, and their result is 0.",
+    "unmask-rows": "A softmax over nothing but -Inf has no value: these rows get equal weights, and the result "
+    "is set to 0.",
 }
 
 

@@ -51,10 +51,10 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
     if not provenance.own:
         raise _needs_approval(reference, dump, provenance.detail, own=False)
     if not is_plain_data(reference.arguments):
-        raise _needs_approval(reference, dump, "its arguments are no plain data")
+        raise _needs_approval(reference, dump, "its arguments are not plain data")
     found = _import_source(reference, dump, provenance)
     if isinstance(found, type) and not issubclass(found, nn.Module):
-        raise _needs_approval(reference, dump, "it is no Module class")
+        raise _needs_approval(reference, dump, "it is not a Module class")
 
     def find(source: Source) -> Any:
         module, name, file, sha256 = (str(source.get(field, "")) for field in ("module", "name", "file", "sha256"))
@@ -111,7 +111,7 @@ def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Call
         return None, [f"{problem}; {command}."]
     found = _import_from(source, reference)
     if isinstance(found, type) and not issubclass(found, nn.Module):
-        return None, [f"{brief(reference.spec)} is no function; {command}."]
+        return None, [f"{brief(reference.spec)} is not a function; {command}."]
     found = build_loss(found)
     note = f"{brief(reference.file)} has changed since the training."
     return found, [note] if _has_changed(reference, source) else []
@@ -250,7 +250,7 @@ def _build_from_config(model: Callable[..., nn.Module], kind: Any, reference: Re
     """Build a transformers model from its configuration class and the dump's values for it."""
     if not is_transformers_config(kind):
         raise ModelError(
-            f"{getattr(kind, '__name__', kind)} is no configuration class of transformers.",
+            f"{getattr(kind, '__name__', kind)} is not a configuration class of transformers.",
             remedy="Name the class with --config package.module:NAME.",
         )
     return model(make_config(kind, reference.arguments["config"], reference.attention))

@@ -150,7 +150,7 @@ def _bind_names(positional: Sequence[str], keyword: Mapping[str, str]) -> Bindin
 def _bind_whole(available: Mapping[str, Any], tensors: Sequence[str], containers: Mapping[str, Any]) -> Binding:
     """Bind everything as one dict; a batch saved as its own dict ("batch.image") is passed as that dict."""
     first = tensors[0].partition(".")[0] if tensors else ""
-    prefix = f"{first}." if all(name.startswith(f"{first}.") for name in tensors) else ""
+    prefix = f"{first}." if first and all(name.startswith(f"{first}.") for name in tensors) else ""
     if prefix and first in containers:
         content = containers[first]
         shown = f"{{{', '.join(map(str, content))}}}" if is_plain_dict(content) else first
@@ -240,8 +240,8 @@ def _explain_ambiguity(
     num_wanted = len(unmet) or (len(spare) if parameters.variadic else 1)
     example = ",".join(spare[:num_wanted]) or "image"
     return ModelError(
-        f"It is not clear how to call {type(_inner(model)).__name__}: forward wants {wanted}, "
-        f"and these saved arrays could go in:\n{found}",
+        f"It is not clear how to call {type(_inner(model)).__name__}: forward takes {wanted}, "
+        f"and these saved arrays could be passed:\n{found}",
         remedy=f"Name them in order with --inputs (for example --inputs {example}), "
         "by parameter with --inputs x=image, all as one dict with --inputs '*', or give --call file.py:function.",
     )

@@ -128,12 +128,12 @@ def require_room(expected: Forecast, device: torch.device, allowed: int | None) 
         room, remedy = f"--memory allows {byte_size(allowed)}", "Allow more, or leave --memory out."
     elif free is not None and expected.nbytes > free:
         room = f"{byte_size(free)} are free on {device.type}"
-        remedy = "Run it where there is more memory, or end what else runs there."
+        remedy = "Run it where there is more memory, or stop other programs there."
     else:
         return
     parts = ", ".join(f"{name} {byte_size(nbytes)}" for name, nbytes in expected.parts.items())
     raise ModelError(
-        f"The replay takes at least {byte_size(expected.nbytes)} of memory ({parts}, and what the layers give), and "
-        f"{room}. Nothing was built.",
+        f"The replay takes at least {byte_size(expected.nbytes)} of memory ({parts}, and the outputs of the layers), "
+        f"and {room}. Nothing was built.",
         remedy=remedy,
     )

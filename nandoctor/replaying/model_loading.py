@@ -273,7 +273,7 @@ def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], nam
         raise ModelError(
             f"{name}{_signature(factory)} raised {type(error).__name__}{raised_at(error)}: {error}",
             remedy="Give the arguments it needs with --model-arg K=V, once for each"
-            + ("." if isinstance(error, TypeError) else "; files that it reads are looked for from where you are."),
+            + ("." if isinstance(error, TypeError) else "; relative paths start in the working directory."),
         ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(

@@ -32,7 +32,7 @@ def missing_model(dump: Dump) -> ModelError:
         "[tool.nandoctor] of the project's pyproject.toml."
     )
     if near := suggest_models(dump.state, (Path.cwd(), dump.path.parent)):
-        remedy += f"\nBy the names of the weights it may be --model {' or --model '.join(near)}."
+        remedy += f"\nJudging by the names of the weights, it may be --model {' or --model '.join(near)}."
     return ModelError("The dump holds weights and arrays, not the model's code.", remedy=remedy)
 
 

@@ -72,7 +72,7 @@ def read_batch(dump: Dump, model: nn.Module, outputs: Collection[str], device: t
         containers={name: item for name, item, arrays in found if arrays and not set(arrays).intersection(outputs)},
         make=_batch_maker(dump, inputs, device),
         notes=tuple(
-            f"{name} was saved as float64 and went in as float32, the model's own precision." for name in narrowed
+            f"{name} was saved as float64 and passed to the model as float32, its own precision." for name in narrowed
         ),
     )
 

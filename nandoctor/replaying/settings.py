@@ -345,7 +345,7 @@ def _read_table(path: Path) -> dict[str, Any]:
     for key in ("tool", "nandoctor"):
         table = table.get(key, {})
         if not isinstance(table, dict):
-            raise NanDoctorError(f"{path}: {key} is no table.", remedy="Write the settings under [tool.nandoctor].")
+            raise NanDoctorError(f"{path}: {key} is not a table.", remedy="Write the settings under [tool.nandoctor].")
     return dict(table)
 
 

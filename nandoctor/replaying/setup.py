@@ -341,7 +341,7 @@ def find_device(name: str) -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise NanDoctorError(f"{name!r} is no device to replay on.", remedy="Use --device cpu or --device cuda.")
+        raise NanDoctorError(f"A replay cannot run on device {name!r}.", remedy="Use --device cpu or --device cuda.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise NanDoctorError(
             "This machine has no CUDA device that torch can use.",

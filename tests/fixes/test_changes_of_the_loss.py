@@ -241,7 +241,7 @@ def test_a_change_that_teaches_nothing_says_so(project):
     save(torch.nn.ModuleDict({"means": torch.nn.Linear(4, 3)}), x=torch.randn(5, 4), y=torch.full((5, 1), 4e8))
     fix = nandoctor.replay("dump.pth", "net.py:Mixture", loss="net.py:mean_loss").report.fixes[0]
     gradients = next(check for check in fix.checks if check.name == "gradients")
-    assert (fix.verified, "all are 0, so this batch teaches nothing" in gradients.text) == (True, True)
+    assert (fix.verified, "all are 0, so the model learns nothing from this batch" in gradients.text) == (True, True)
 
 
 def test_a_loss_whose_error_the_nan_had_hidden_is_left_out(project):

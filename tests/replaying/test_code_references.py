@@ -99,7 +99,7 @@ def test_a_class_of_an_installed_package_is_built(project):
         (script(file="../elsewhere.py"), "is not in the working directory"),
         (script(file="/tmp/elsewhere.py"), "is not in the working directory"),
         (script(file="missing.py"), "is not in the working directory"),
-        (script(arguments={"width": torch.ones(1)}), "its arguments are no plain data"),
+        (script(arguments={"width": torch.ones(1)}), "its arguments are not plain data"),
         (Reference(module="script_of_the_test", name="Net"), "no installed package has it"),
         (Reference(module="os", name="_wrap_close"), "no installed package has it"),
         (Reference(module="torch.nn.modules.linear;print()", name="Linear"), "no installed package has it"),
@@ -114,7 +114,7 @@ def test_anything_else_is_the_users_decision_and_not_imported(project, reference
 
 
 def test_a_class_that_is_no_module_is_not_called(project):
-    with pytest.raises(ModelError, match="it is no Module class"):
+    with pytest.raises(ModelError, match="it is not a Module class"):
         find_model(script("Plain"), DUMP, OWN)
 
 

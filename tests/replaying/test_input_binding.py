@@ -346,7 +346,7 @@ def test_ambiguity_lists_what_is_wanted_and_what_there_is(forward, available, wa
     with pytest.raises(ModelError) as caught:
         heard(model_of(forward), available)
     first_line, *listed = caught.value.message.splitlines()
-    assert f"how to call Model: forward wants {wanted}," in first_line
+    assert f"how to call Model: forward takes {wanted}," in first_line
     assert len(listed) == len(candidates)
     assert all(candidate in line for candidate, line in zip(candidates, listed, strict=True))
     assert "--inputs" in caught.value.remedy
@@ -380,6 +380,11 @@ def test_the_user_asks_for_a_dict_of_everything():
     binding = bind_inputs(["*"], available, ["image", "mask"])
     assert binding.forward(model_of(lambda self, x: x), available) == available
     assert binding.description == "model({image, mask, step})"
+
+
+def test_a_dict_of_everything_may_hold_plain_values_alone():
+    binding = bind_inputs(["*"], {"scale": 2.0, "steps": 3}, [])
+    assert binding.forward(model_of(lambda self, x: x), {"scale": 2.0, "steps": 3}) == {"scale": 2.0, "steps": 3}
 
 
 @pytest.mark.parametrize("inputs", [["pixels"], ["image", "mask=pixels"], [""]])
