@@ -148,8 +148,8 @@ def _describe_match(match: _Match, path: str) -> str:
     far = f", by {number(100 * match.distance)} % in norm" if match.distance < float("inf") else ""
     return (
         f"The weights in {path} are not those of the failing step: {match.num_other} of "
-        f"{plural(match.num_compared, 'tensor')} compared differ from the dump's{far}. What is replayed is this batch with "
-        "those weights."
+        f"{plural(match.num_compared, 'tensor')} compared differ from the dump's{far}. What is replayed is this "
+        "batch with those weights."
     )
 
 
