@@ -218,7 +218,7 @@ def test_a_replay_that_dies_undoes_the_change(find, workplace, monkeypatch):
     result = run(*ARGUMENTS, "--write")
     assert result.exit_code == 1
     assert "CANNOT TELL" in result.stdout
-    assert "Undone" in result.stderr
+    assert "The change was undone" in result.stderr
     assert (workplace / "net.py").read_text() == SICK
 
 
