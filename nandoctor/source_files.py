@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import io
 import os
+import re
 import sys
 import sysconfig
 import tokenize
@@ -37,11 +38,16 @@ PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 
 
+_COMMENT = re.compile(rb"""((?:[^"'#]|"[^"]*"|'[^']*')*)#""")
+"""A comment, and the code before it in its line: no string that begins there is still open."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceHash:
-    """The sha256 of a file, and eight hexadecimal digits for each of its lines; "" if those are unknown."""
+    """The sha256 of a file, that of its `code` alone, and eight hexadecimal digits for each line; "" if unknown."""
 
     sha256: str
+    code: str = ""
     lines: str = ""
 
 
@@ -253,7 +259,25 @@ def hash_source(path: Path, *, lines: bool = True) -> SourceHash | None:
         return None
     each = data.splitlines() if lines else []
     digits = "".join([hashlib.blake2b(line, digest_size=_LINE_NBYTES).hexdigest() for line in each])
-    return SourceHash(sha256=hashlib.sha256(data).hexdigest(), lines=digits)
+    return SourceHash(sha256=hashlib.sha256(data).hexdigest(), code=hash_code(data), lines=digits)
+
+
+def is_changed(was: SourceHash, path: Path) -> bool:
+    """Return True if the code of a file is another: changed comments and blank lines do not count, if that is known."""
+    if hash_of(path) == was.sha256:
+        return False
+    now = hash_source(path, lines=False)
+    return now is None or not was.code or now.code != was.code
+
+
+def hash_code(data: bytes) -> str:
+    """Return the sha256 of Python code without comments, trailing blanks and blank lines.
+
+    In a string of several lines, what looks like a comment is left out too: a change there is not seen.
+    """
+    found = ((_COMMENT.match(line), line) for line in data.splitlines())
+    lines = ((comment[1] if comment else line).rstrip() for comment, line in found)
+    return hashlib.sha256(b"\n".join(filter(None, lines))).hexdigest()
 
 
 def changed_lines(was: SourceHash, path: Path) -> tuple[int, int] | None:

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from nandoctor.diagnosis.run_summary import WRONG
 from nandoctor.dumps.dump import Dump
 from nandoctor.evidence.edits import Edit, SetLossScale, SourcePatch, Together
 from nandoctor.evidence.formats import FP16
@@ -48,19 +49,23 @@ _SAYS_WHAT_FAILED = {
     "update": "the optimizer's update left non-finite weights",
 }
 _OF_THE_STEP = ("loss", "buffers", "gradients", "loss scale", "healthy samples")
+_PASSED_BEFORE = (
+    "The code from before the change passes here too, so the change is not known to have fixed the step: something of "
+    "the failing step may be missing from the file."
+)
 _NEEDED = ("state_dict", "input", "batch", "the weights of the step")
 """Prefixes of the entries of `Dump.missing` that a replay cannot do without."""
 
 
-def _failing_without(step: FailingStep, made: SourcePatch) -> Trials | None:
-    """Return trials of the step with the patch taken back; None if that cannot be run or does not fail."""
+def _without(step: FailingStep, made: SourcePatch) -> tuple[Trials | None, bool]:
+    """Run the step with the patch taken back; return its trials if it fails, and True if it passes instead."""
     before = replace(step, applied=made)
     trials = Trials(before, TrialBudget(), numerics=False).with_gradients
     failed = trials.run()
     if not failed.ran or failed.finite:
-        return None
+        return None, failed.ran
     in_fp32 = not _same_finite(trials.reference(), trials.reference(made))
-    return Trials(before, TrialBudget(), numerics=in_fp32)
+    return Trials(before, TrialBudget(), numerics=in_fp32), False
 
 
 def _same_finite(one: Result, other: Result) -> bool:
@@ -180,7 +185,7 @@ def _conclude(found: Diagnosed, query: _Query) -> Verification:
         blank = replace(blank, run=mode_text(step.seed, *modes))
     measured = _measure(blank, step, query, random=found.random)
     measured = replace(measured, notes=tuple(_notes(measured, query, step)))
-    if reasons := [*_describe_failures(measured), *_doubts(measured, found, query)]:
+    if reasons := [*measured.reasons, *_describe_failures(measured), *_doubts(measured, found, query)]:
         return _cannot_tell(measured, reasons, tuple(_advise(measured, found, query)))
     if failure is None:
         return replace(measured, outcome="passes", headline="the step passes, and the file does not say that it failed")
@@ -248,7 +253,7 @@ def _measure(blank: Verification, step: FailingStep, query: _Query, *, random: b
         made = find_unchanged(query.dump, blank.code, {path.resolve(): text for path, text in told.items()})
     lowered = query.settings.loss_scale if query.dump.loss_scale not in (None, query.settings.loss_scale) else None
     try:
-        failing = _failing_without(step, made) if made is not None else None
+        failing, passed = _without(step, made) if made is not None else (None, False)
         edit: Edit = Together(edits=()) if lowered is None else SetLossScale(value=lowered)
         trials = failing or Trials(step, TrialBudget(), numerics=False)
         guilty = _nonfinite_samples(trials.with_gradients.run(), step.num_samples) if failing is not None else ()
@@ -256,7 +261,9 @@ def _measure(blank: Verification, step: FailingStep, query: _Query, *, random: b
         change = WrittenChange(kind="source", title="", text="", change=made if failing is not None else None)
         judgement, checks = verifier.verify(change, edit)
         reference: Literal["unchanged", "changed"] = "changed" if failing is None else "unchanged"
-        return replace(blank, output=judgement.outcome, reference=reference, checks=checks)
+        by_setting = lowered is not None or blank.code.settings
+        reasons = (_PASSED_BEFORE,) if passed and not by_setting and not query.failed_before else ()
+        return replace(blank, output=judgement.outcome, reference=reference, checks=checks, reasons=reasons)
     except BudgetSpent:
         return blank
 
@@ -288,6 +295,12 @@ def _doubts(measured: Verification, found: Diagnosed, query: _Query) -> Iterator
         yield "The weights are not known to be those of the failing step, which may still fail with its own."
     if _draws_others(found, query):
         yield "The step draws random numbers, and the state of the generator that it drew from is not here."
+    graded, is_known = found.report.reproduction, measured.reference == "unchanged" or query.failed_before
+    if not is_known and not found.random and (graded.max_rel_err or 0.0) > WRONG:
+        yield (
+            f"The finite values of the saved {graded.output} are up to {percent(graded.max_rel_err)} off in the "
+            "replay: something of the failing step may be missing from the file."
+        )
     if measured.failure is None or query.failed_before or code.changed:
         return
     files = join_first(list(code.compared), 3)

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -141,7 +142,7 @@ class ProjectSources:
     def describe(self) -> dict[str, dict[str, str]]:
         """Return the hashes as plain data, by the files' paths relative to the working directory."""
         self._add_new()
-        return {name: {"sha256": found.sha256, "lines": found.lines} for name, found in self._hashes.items()}
+        return {name: asdict(found) for name, found in self._hashes.items()}
 
 
 def source_file(thing: Any) -> Path | None:

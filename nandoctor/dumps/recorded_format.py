@@ -209,7 +209,9 @@ def read_recorded(saved: Mapping[str, Any], take: Take, check_state: CheckState)
         argv=tuple(_check(argument, str, "argv") for argument in get(saved, "argv", list, [])),
         backends=get(saved, "backends", dict, {}),
         update=_read_update(get(saved, "update", dict, {})),
-        sources={name: SourceHash(**_texts(source, "sha256", "lines")) for name, source in _dicts(saved, "sources")},
+        sources={
+            name: SourceHash(**_texts(source, "sha256", "code", "lines")) for name, source in _dicts(saved, "sources")
+        },
         checkpoint=_read_checkpoint(get(saved, "checkpoint", dict, {})),
         module_casts=_read_casts(get(saved, "mixed_precision", dict, {})),
     )

@@ -31,7 +31,8 @@ from nandoctor.source_files import (
     changed_lines,
     count_changes,
     decode_source,
-    hash_of,
+    hash_code,
+    is_changed,
     is_installed,
     own_source,
     shown_path,
@@ -93,7 +94,7 @@ def _compare_hashes(recorded: Recorded, of_model: Collection[Path]) -> CodeState
     changes = [
         _change(name, "hash", changed_lines(hashes[name], path))
         for name, path in here.items()
-        if hash_of(path) != hashes[name].sha256
+        if is_changed(hashes[name], path)
     ]
     if recorded.sources and len(hashes) <= _MAX_FILES:
         unknown = sorted(set(of_model) - set(named.values()))
@@ -133,7 +134,7 @@ def _compare_times(dump: Path, files: Sequence[Path]) -> CodeState:
         if path.stat().st_mtime_ns <= written_ns:
             continue
         now, old = path.read_bytes(), text_at(path, written_ns, any_branch=True)
-        if old != now:
+        if old is None or hash_code(old) != hash_code(now):
             lines = None if old is None else count_changes(_lines(old), _lines(now))
             changes.append(_change(shown_path(path), "time", lines))
     compared = tuple(map(shown_path, files))
