@@ -201,10 +201,10 @@ def read_recorded(saved: Mapping[str, Any], take: Take, check_state: CheckState)
         watched=tuple(_check(name, str, "watched") for name in get(saved, "watched", list, [])),
         batch=name_tensors(saved.get("batch"), "batch", take),
         training={str(name): _check(flag, bool, "training") for name, flag in get(saved, "training", dict, {}).items()},
-        autocast=_read_autocast(get(saved, "autocast", dict, {})),
+        autocast=_read_part(saved, "autocast", _read_autocast),
         random=_read_random(get(saved, "rng", dict, {}), check_state),
-        model=_read_reference(get(saved, "model", dict, {})),
-        loss_function=_read_reference(get(saved, "loss_function", dict, {})),
+        model=_read_part(saved, "model", _read_reference),
+        loss_function=_read_part(saved, "loss_function", _read_reference),
         loss_field=get(saved, "loss_field", str, None),
         argv=tuple(_check(argument, str, "argv") for argument in get(saved, "argv", list, [])),
         backends=get(saved, "backends", dict, {}),
@@ -212,7 +212,7 @@ def read_recorded(saved: Mapping[str, Any], take: Take, check_state: CheckState)
         sources={
             name: SourceHash(**_texts(source, "sha256", "code", "lines")) for name, source in _dicts(saved, "sources")
         },
-        checkpoint=_read_checkpoint(get(saved, "checkpoint", dict, {})),
+        checkpoint=_read_part(saved, "checkpoint", _read_checkpoint),
         module_casts=_read_casts(get(saved, "mixed_precision", dict, {})),
     )
 
@@ -242,6 +242,12 @@ def _check(value: Any, kind: type[T], name: str) -> T:
     )
 
 
+def _read_part(saved: Mapping[str, Any], name: str, read: Callable[[Mapping[str, Any]], T]) -> T | None:
+    """Return what `read` makes of the dict of that name; None if there is none, or an empty one."""
+    fields = get(saved, name, dict, {})
+    return read(fields) if fields else None
+
+
 def _read_call(call: Any, index: int, take: Take, check_state: CheckState) -> Call:
     name = f"input{index or ''}"
     fields = _check(call, dict, "calls")
@@ -266,14 +272,12 @@ def _read_random(fields: Mapping[str, Any], check_state: CheckState) -> RandomSt
         raise no_state("torch")
     return RandomStates(
         torch_states=tuple(map(check_state, states)),
-        numpy_state=_read_numpy(get(fields, "numpy", dict, {})),
-        python_state=_read_python(get(fields, "python", dict, {})),
+        numpy_state=_read_part(fields, "numpy", _read_numpy),
+        python_state=_read_part(fields, "python", _read_python),
     )
 
 
-def _read_autocast(fields: Mapping[str, Any]) -> Autocast | None:
-    if not fields:
-        return None
+def _read_autocast(fields: Mapping[str, Any]) -> Autocast:
     return Autocast(
         enabled=get(fields, "enabled", bool, False),
         device=get(fields, "device", str, "cpu"),
@@ -306,9 +310,7 @@ def _read_casts(fields: Mapping[str, Any]) -> ModuleCasts | None:
     return ModuleCasts(**casts)
 
 
-def _read_checkpoint(fields: Mapping[str, Any]) -> Checkpoint | None:
-    if not fields:
-        return None
+def _read_checkpoint(fields: Mapping[str, Any]) -> Checkpoint:
     samples = {name: _read_sample(sample) for name, sample in _dicts(fields, "samples")}
     return Checkpoint(path=brief(get(fields, "path", str, ""), 1000), samples=samples)
 
@@ -333,37 +335,28 @@ def _read_counts(counts: Any) -> tuple[int, int]:
     return num_bad, numel
 
 
-def _read_reference(fields: Mapping[str, Any]) -> Reference | None:
-    if not fields:
-        return None
+def _read_reference(fields: Mapping[str, Any]) -> Reference:
     arguments = get(fields, "arguments", dict, {})
     name_tensors(arguments, "model.arguments", lambda name, _: name)  # only for its checks: tensors stay where they are
-    texts = _texts(fields, "module", "name", "file", "sha256", "attention", "structure")
-    return Reference(**texts, arguments=arguments, config=_read_config(fields))
-
-
-def _read_config(fields: Mapping[str, Any]) -> Reference | None:
     module, _, name = get(fields, "config", str, "").rpartition(":")
     file, sha256 = (get(fields, f"config_{what}", str, "") for what in ("file", "sha256"))
-    return Reference(module=module, name=name, file=file, sha256=sha256) if module or name else None
+    config = Reference(module=module, name=name, file=file, sha256=sha256) if module or name else None
+    texts = _texts(fields, "module", "name", "file", "sha256", "attention", "structure")
+    return Reference(**texts, arguments=arguments, config=config)
 
 
 def _texts(fields: Mapping[str, Any], *names: str) -> dict[str, str]:
     return {name: get(fields, name, str, "") for name in names}
 
 
-def _read_numpy(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    if not fields:
-        return None
+def _read_numpy(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     keys = _words(fields, "keys", 624).astype("uint32")
     gauss = get(fields, "cached_gaussian", float, 0.0)
     state = ("MT19937", keys, get(fields, "position", int, 0), get(fields, "has_gauss", int, 0), gauss)
     return _accepted(np.random.RandomState().set_state, state, "numpy")
 
 
-def _read_python(fields: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    if not fields:
-        return None
+def _read_python(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     words = _words(fields, "words", 625).tolist()
     state = get(fields, "version", int, 3), tuple(words), get(fields, "gauss_next", float, None)
     return _accepted(random.Random().setstate, state, "Python")
