@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,9 +100,9 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Values) -> tupl
     if not state and not any(text.startswith("state_dict") for text in contents.left_out):
         raise DumpError("it has no state dict.", remedy=AS_WRITTEN)
     contents.states["state_dict"] = _take_state(contents, "state_dict", state)
-    unique = _UniqueArrays(contents)
-    recorded = read_recorded(saved, unique.take, values.check_state)
-    name_tensors(saved.get("output"), "output", unique.take)
+    take = partial(_take_unique, contents, {})
+    recorded = read_recorded(saved, take, values.check_state)
+    name_tensors(saved.get("output"), "output", take)
     for part, prefix in (("event", ""), ("scaler", "scaler")):
         for name, value in get(saved, part, dict, {}).items():
             if value is not None:
@@ -130,24 +131,20 @@ def is_stub(state: Mapping[str, torch.Tensor]) -> bool:
     return 2 * sum(tensor.shape == (0,) for tensor in weights) > len(weights)
 
 
-class _UniqueArrays:
-    """The arrays of a recorder's file; data with two names, such as an input taken from the batch, is kept once."""
+def _take_unique(contents: Contents, names: dict[tuple[Any, ...], str], name: str, value: Any) -> str:
+    """Keep the array of a recorder's file, and return its name in `names`, which has the arrays kept so far by place.
 
-    def __init__(self, contents: Contents) -> None:
-        self._contents = contents
-        self._names: dict[tuple[Any, ...], str] = {}
-
-    def take(self, name: str, value: Any) -> str:
-        """Keep the array, and return the name under which it is kept."""
-        if not is_array(value):
-            found = _describe(value)
-            raise DumpError(f"{brief(name)!r} is {found}, which is neither a tensor nor plain data.", remedy=AS_WRITTEN)
-        tensor = _take_tensor(self._contents, _check_name(name), value)
-        is_plain = str(tensor.layout) == "torch.strided" and tensor.numel() > 0
-        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) if is_plain else (name,)
-        first = self._names.setdefault(place, name)
-        self._contents.arrays.setdefault(first, tensor)
-        return first
+    Data with two names, such as an input taken from the batch, is kept once, under the first.
+    """
+    if not is_array(value):
+        found = _describe(value)
+        raise DumpError(f"{brief(name)!r} is {found}, which is neither a tensor nor plain data.", remedy=AS_WRITTEN)
+    tensor = _take_tensor(contents, _check_name(name), value)
+    is_plain = str(tensor.layout) == "torch.strided" and tensor.numel() > 0
+    place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) if is_plain else (name,)
+    first = names.setdefault(place, name)
+    contents.arrays.setdefault(first, tensor)
+    return first
 
 
 def choose_state(states: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
@@ -230,12 +227,11 @@ def _sort_mapping(contents: Contents, name: str, mapping: dict[object, object], 
         for key, item in mapping.items():
             if key == KIND and isinstance(item, str):  # the class that the mapping stands for, not a value
                 tree[key] = item
-                continue
-            if not isinstance(key, (str, *PLAIN)):
+            elif isinstance(key, PLAIN):
+                part = _check_name(key if isinstance(key, str) else str(key))
+                tree[key] = _sort(contents, _join(name, part), item, depth + 1)
+            else:
                 contents.left_out.append(f"{name or 'the dump'} (a value whose key is {_describe(key)})")
-                continue
-            part = _check_name(key if isinstance(key, str) else str(key))
-            tree[key] = _sort(contents, _join(name, part), item, depth + 1)
         return {key: item for key, item in tree.items() if item is not _NOTHING}
     return _NOTHING
 
