@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import torch
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
-# Their names in torch.optim: in Adagrad; in RMSprop; in Adam, AdamW, NAdam and RAdam; in the amsgrad variants. The root
-# is taken of the last one that is there.
-_NAMES = ("sum", "square_avg", "exp_avg_sq", "max_exp_avg_sq")
+# Their names in torch.optim: in the amsgrad variants; in Adam, AdamW, NAdam and RAdam; in RMSprop; in Adagrad. The root
+# is taken of the first one that is there.
+_NAMES = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,10 @@ def _of_group(group: Mapping[object, object], state: Mapping[object, object]) ->
     known = {index: position for position, index in reversed([*enumerate(indices)]) if isinstance(index, int)}
     for index, position in sorted(known.items(), key=lambda item: item[1]):
         slots = state.get(index)
-        if isinstance(slots, Mapping) and (values := _second_moment(slots)) is not None:
+        if not isinstance(slots, Mapping):
+            continue
+        values = next((slots[name] for name in _NAMES if is_tensor(slots.get(name))), None)
+        if _is_real(values):
             name = names[position] if isinstance(names, list) and position < len(names) else ""
             first = slots.get("exp_avg")
             yield SecondMoment(
@@ -79,11 +82,6 @@ def _of_group(group: Mapping[object, object], state: Mapping[object, object]) ->
                 step=_step(slots),
                 decays=_decays(group),
             )
-
-
-def _second_moment(slots: Mapping[str, object]) -> torch.Tensor | None:
-    found = [slots[name] for name in _NAMES if is_tensor(slots.get(name))]
-    return found[-1] if found and _is_real(found[-1]) else None
 
 
 def _is_real(value: object) -> TypeGuard[torch.Tensor]:

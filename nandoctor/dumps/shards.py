@@ -138,7 +138,4 @@ def _holds(mesh: Any, rank: int) -> bool:
 
 
 def _unfit(name: str, why: str) -> DumpError:
-    return DumpError(
-        f"the ranks' parts of {brief(name)} cannot be joined ({why}).",
-        remedy=_TAKE_ALL,
-    )
+    return DumpError(f"the ranks' parts of {brief(name)} cannot be joined ({why}).", remedy=_TAKE_ALL)

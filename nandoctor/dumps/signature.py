@@ -45,15 +45,6 @@ class Provenance:
     detail: str = "it carries no signature"
 
 
-def config_folder() -> Path:
-    """Return the folder for this user's configuration: NANDOCTOR_CONFIG_DIR, else the platform's default."""
-    if given := os.environ.get("NANDOCTOR_CONFIG_DIR"):
-        return Path(given)
-    folder = Path(click.get_app_dir("nandoctor"))
-    # https://specifications.freedesktop.org/basedir-spec: a relative path is to be ignored.
-    return folder if folder.is_absolute() else Path.home() / ".config" / "nandoctor"
-
-
 def sign(file: IO[bytes]) -> bool:
     """Add a signature to the archive that was just written to `file`, open for reading and writing.
 
@@ -120,7 +111,12 @@ def _wait_for_key() -> bytes | None:
 
 
 def _key_path() -> Path:
-    return config_folder() / "signing-key"
+    """Return the key's path, in the folder for this user's configuration: the one given, or the platform's default."""
+    if given := os.environ.get("NANDOCTOR_CONFIG_DIR"):
+        return Path(given) / "signing-key"
+    folder = Path(click.get_app_dir("nandoctor"))
+    # https://specifications.freedesktop.org/basedir-spec: a relative path is to be ignored.
+    return (folder if folder.is_absolute() else Path.home() / ".config" / "nandoctor") / "signing-key"
 
 
 def _make_key() -> bytes | None:

@@ -44,7 +44,7 @@ class TorchValues:
             "torch._utils._rebuild_qtensor": rebuild_function("_rebuild_qtensor"),
             "torch._utils._rebuild_sparse_tensor": _rebuild_sparse,
             "torch._utils._rebuild_meta_tensor_no_storage": _rebuild_meta,
-            "torch.serialization._get_layout": _layout,
+            "torch.serialization._get_layout": lambda name: _named(name, torch.layout),
             "torch.device": torch.device,
             "torch.Size": torch.Size,
         }
@@ -105,10 +105,6 @@ def _rebuild_v3(*arguments: Any) -> Any:
 
 def _rebuild_meta(dtype: Any, size: Any, stride: Any, _: object) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device="meta")
-
-
-def _layout(name: str) -> object:
-    return _named(name, torch.layout)
 
 
 def _named(name: str, *kinds: type) -> object:

@@ -36,20 +36,15 @@ def name_tensors(tree: Any, name: str, take: Callable[[str, Any], str], depth: i
     if depth > MAX_DEPTH:
         raise DumpError(f"{name!r} is nested too deeply.", remedy="Do not open it if you do not know who wrote it.")
     if isinstance(tree, dict):
-        keys = [_check_key(key, name) for key in tree]
-        return {key: name_tensors(tree[key], f"{name}.{key}", take, depth + 1) for key in keys}
+        for key in tree:  # the name of a tensor is made of all keys above it
+            if not (isinstance(key, (int, float, type(None))) or (isinstance(key, str) and len(key) <= MAX_NAME)):
+                raise DumpError(f"{name!r} holds a key that is neither a short string nor a number.", remedy=AS_WRITTEN)
+        return {key: name_tensors(item, f"{name}.{key}", take, depth + 1) for key, item in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(name_tensors(item, f"{name}.{i}", take, depth + 1) for i, item in enumerate(tree))
     if isinstance(tree, (*PLAIN, *types_of("dtype", "device", "Size"))):
         return tree
     return Slot(name=take(name, tree))
-
-
-def _check_key(key: Any, name: str) -> Any:
-    """Return the key if it is no longer than a name may be: the name of a tensor is made of all keys above it."""
-    if isinstance(key, (int, float, type(None))) or (isinstance(key, str) and len(key) <= MAX_NAME):
-        return key
-    raise DumpError(f"{name!r} holds a key that is neither a short string nor a number.", remedy=AS_WRITTEN)
 
 
 def slots(tree: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,8 @@ def run_job(job: Job) -> JobAnswer:
     try:
         with (
             _deadline(job.timeout_s),
-            _working_directory(job.cwd),
+            # A dump names files from the user's folder: a worker of a cluster may run elsewhere.
+            contextlib.chdir(job.cwd) if job.cwd.is_dir() else contextlib.nullcontext(),
             contextlib.redirect_stdout(sys.stderr),
             warnings_hidden(),
         ):
@@ -103,9 +104,11 @@ def _find(report: Report, dump: Dump) -> DumpFinding:
     from nandoctor.dumps.sample_ids import identify_samples
 
     samples = report.origin.elements.samples if report.origin is not None else None
-    inputs = [
-        array.name for array in report.dump.arrays if _is_input(array.name, array.role, recorded=dump.is_recorded)
-    ]
+    arrays = report.dump.arrays
+    if dump.is_recorded:
+        inputs = [array.name for array in arrays if array.name.startswith("input")]
+    else:
+        inputs = [array.name for array in arrays if array.role not in ("output", "target")]
     return DumpFinding(
         verdict=report.verdict,
         grade=report.reproduction.grade,
@@ -115,10 +118,6 @@ def _find(report: Report, dump: Dump) -> DumpFinding:
         place=_describe_place(report),
         samples=identify_samples(dump, samples or (), inputs),
     )
-
-
-def _is_input(name: str, role: str | None, *, recorded: bool) -> bool:
-    return name.startswith("input") if recorded else role not in ("output", "target")
 
 
 def _describe_place(report: Report) -> CodePlace:
@@ -183,11 +182,6 @@ def _deadline(seconds: float | None) -> Iterator[None]:
             yield
         finally:
             faulthandler.cancel_dump_traceback_later()
-
-
-def _working_directory(folder: Path) -> AbstractContextManager[None]:
-    """Change to the user's folder, from which a dump names files: a worker of a cluster may run elsewhere."""
-    return contextlib.chdir(folder) if folder.is_dir() else contextlib.nullcontext()
 
 
 def unchanged(sources: Iterable[SourceFile]) -> bool:
