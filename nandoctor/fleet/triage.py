@@ -16,6 +16,7 @@ from nandoctor.errors import NanDoctorError, ReportError
 from nandoctor.evidence.triage import (
     DumpFinding,
     DumpResult,
+    FileOutcome,
     Group,
     GroupFix,
     RecurringSample,
@@ -293,14 +294,13 @@ def _of_its_run(result: DumpResult) -> DumpResult:
 
 def _describe_end(job: Job, error: BaseException, elapsed_s: float, *, died: bool) -> DumpResult:
     """Return the result for a file whose worker gave no answer."""
-    result = DumpResult(path=job.shown, key=job.key, outcome="failed", reason=f"{type(error).__name__}: {error}")
-    if not died:
-        return replace(result, elapsed_s=elapsed_s)
-    if job.timeout_s is not None and elapsed_s >= job.timeout_s:
-        reason = f"It took longer than {job.timeout_s:g} s (--timeout)."
-        return replace(result, outcome="timed-out", reason=reason, elapsed_s=elapsed_s)
+    outcome: FileOutcome = "died"
     reason = "Its worker process ended without an answer: killed for its memory, or ended by the model's own code."
-    return replace(result, outcome="died", reason=reason, elapsed_s=elapsed_s)
+    if not died:
+        outcome, reason = "failed", f"{type(error).__name__}: {error}"
+    elif job.timeout_s is not None and elapsed_s >= job.timeout_s:
+        outcome, reason = "timed-out", f"It took longer than {job.timeout_s:g} s (--timeout)."
+    return DumpResult(path=job.shown, key=job.key, outcome=outcome, reason=reason, elapsed_s=elapsed_s)
 
 
 _MAX_RECURRING = 3
