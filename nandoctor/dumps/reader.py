@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from nandoctor.dumps.checksums import Checksums
 from nandoctor.dumps.classify import choose_state, is_stub, sort_contents, sort_recorded, strip_wrappers
@@ -149,6 +149,7 @@ def _make_dump(container: Container, values: Values, scan: Scan | None = None, *
             remedy='Save the weights with the batch: torch.save({"state_dict": model.state_dict(), ...}, path).',
         )
     state_name = choose_state(contents.states) if contents.states else ""
+    other_states = {name: other for name, other in contents.states.items() if name != state_name}
     state, prefix = strip_wrappers(contents.states.get(state_name, {}))
     if is_stub(state):
         raise stub_error(container.path.parent)
@@ -158,7 +159,7 @@ def _make_dump(container: Container, values: Values, scan: Scan | None = None, *
         layout="batch-only" if not contents.states else "plain" if contents.arrays else "weights-only",
         state=state,
         state_name=state_name,
-        other_states={name: other for name, other in contents.states.items() if name != state_name},
+        other_states=other_states,
         prefix=prefix,
         arrays=contents.arrays,
         scalars=contents.scalars,
@@ -166,13 +167,19 @@ def _make_dump(container: Container, values: Values, scan: Scan | None = None, *
         moments=tuple(contents.moments),
         optimizer_eps=contents.optimizer_eps,
         tree=contents.tree,
-        left_out=(*(name for name in contents.states if name != state_name), *contents.left_out),
+        left_out=(*other_states, *contents.left_out),
         checksums=Checksums.left(container, values),
     )
 
 
-def _make_recorded(container: Container, saved: Any, values: Values) -> Dump:
-    whole = _join_shards(saved, container.path, values)
+def _make_recorded(container: Container, saved: Mapping[str, Any], values: Values) -> Dump:
+    whole = saved
+    if saved.get("shards") is not None:
+        if isinstance(values, StoredValues):
+            raise NeedsTorchError("whole weights of parts")
+        from nandoctor.dumps.shards import join_shards
+
+        whole = join_shards(saved, container.path, _load_recorded)
     contents, recorded = sort_recorded(whole, container.nbytes + _num_bytes(whole) - _num_bytes(saved), values)
     return Dump(
         path=container.path,
@@ -201,17 +208,6 @@ def _check_provenance(container: Container) -> Provenance:
     return check_signature(bytes(members.pop(signed)), {**members, pickle: container.pickle})
 
 
-def _join_shards(saved: Any, path: Path, values: Values) -> Mapping[str, Any]:
-    """Return the contents with sharded weights joined."""
-    if saved.get("shards") is None:
-        return cast(Mapping[str, Any], saved)
-    if isinstance(values, StoredValues):
-        raise NeedsTorchError("whole weights of parts")
-    from nandoctor.dumps.shards import join_shards
-
-    return join_shards(saved, path, _load_recorded)
-
-
 def _num_bytes(saved: Mapping[str, Any]) -> int:
     """Return the bytes of the weights; those joined from several files may be larger than the file that was named."""
     state = saved.get("state_dict")
@@ -228,7 +224,6 @@ def _load_recorded(path: Path) -> Mapping[str, Any]:
             f"{brief(path.name)} beside it was not written by the recorder.",
             remedy="Put the files of all ranks of one step into one folder.",
         )
-    assert isinstance(saved, dict)
     return saved
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,7 +164,7 @@ class Recorded:
     module_casts: ModuleCasts | None = None
 
 
-def is_recorded(saved: object) -> bool:
+def is_recorded(saved: object) -> TypeGuard[dict[str, Any]]:
     """Return True if this is a file of the format that the recorder writes.
 
     Raises:
