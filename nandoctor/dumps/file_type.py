@@ -178,9 +178,6 @@ def _open_data(file: BufferedReader, offset: int, nbytes: int) -> tuple[mmap.mma
     """Return `nbytes` of the file, copied into memory or, if they are many, mapped, and their offset in that.
 
     A copy is immune to later writes to, or truncation of, the file.
-
-    Raises:
-        DumpError: the file was changed while it was copied.
     """
     if nbytes >= _MAPPED_NBYTES:
         begin = offset % mmap.ALLOCATIONGRANULARITY
@@ -288,12 +285,8 @@ def _describe_archive(names: list[str]) -> DumpError:
     return DumpError("it is a zip archive that torch.save did not write.", remedy=_SAVE_AGAIN)
 
 
-def _find_members(data: mmap.mmap, begin: int = 0) -> dict[str, Member]:
-    """Return the members of the archive that begins at `begin`, by name, in the order of its directory.
-
-    Raises:
-        DumpError: it is cut short, encrypted, compressed, or its parts overlap or share a name.
-    """
+def _find_members(data: mmap.mmap, begin: int) -> dict[str, Member]:
+    """Return the members of the archive that begins at `begin`, by name, in the order of its directory."""
     _check_directory(data)
     try:
         with zipfile.ZipFile(cast(IO[bytes], data)) as archive:

@@ -215,7 +215,7 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     **dict.fromkeys(("random.Random", "torch.torch_version.TorchVersion", "functools.partial"), _Opaque),
     **{f"numpy.random._pickle.__{kind}_ctor": _Opaque for kind in ("generator", "bit_generator", "randomstate")},
     "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": _Opaque,
-    "uuid.UUID": _of_kind(Fields, "uuid.UUID"),
+    **{name: _of_kind(Fields, name) for name in ("uuid.UUID", "types.SimpleNamespace", "argparse.Namespace")},
     # numpy 2 renamed `numpy.core` to `numpy._core`; each writes its own name into pickles.
     # `_reconstruct` is called with (ndarray, (0,), b"b") before the state comes.
     **{f"numpy.{core}.multiarray._reconstruct": lambda *_: PickledArray() for core in ("core", "_core")},
@@ -234,8 +234,6 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     **{f"torch.{module}.grad_scaler.GradScaler": _Scaler for module in ("amp", "cuda.amp")},
     # What a recorder leaves on a model that is pickled while it records.
     **dict.fromkeys(("nandoctor.capture.hooks.Hook", "nandoctor.capture.hooks.do_nothing"), _Opaque),
-    "types.SimpleNamespace": _of_kind(Fields, "types.SimpleNamespace"),
-    "argparse.Namespace": _of_kind(Fields, "argparse.Namespace"),
     "torch.nn.utils.rnn.PackedSequence": _PackedSequence,
 }
 

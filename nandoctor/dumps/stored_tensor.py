@@ -141,7 +141,6 @@ class StoredTensor:
     layout: ClassVar[str] = "torch.strided"
     is_meta: ClassVar[bool] = False
     is_nested: ClassVar[bool] = False
-    is_quantized: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -46,11 +46,7 @@ def load_pickle(container: Container, scan: Scan, values: Values) -> object:
 
 
 def _legacy_storages(container: Container, scan: Scan, values: Values) -> dict[str, Member]:
-    """Return where tensors' data lies in a file of the older format: as its last pickle lists them, each after a count.
-
-    Raises:
-        EOFError, ValueError: it does not lie there.
-    """
+    """Return where tensors' data lies in the older format: as its last pickle lists them, each after a count."""
     begin, end = scan.ends[-2:]
     keys = _Unpickler(container.data[begin:end], values, {}).load()
     if type(keys) is not list:

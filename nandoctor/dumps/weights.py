@@ -179,6 +179,6 @@ def sample_weights(state: Mapping[str, torch.Tensor]) -> dict[str, WeightSample]
 def _sample(tensor: torch.Tensor) -> WeightSample:
     num_taken = min(tensor.numel(), MAX_SAMPLED)
     at = torch.arange(num_taken, dtype=torch.float64).mul(tensor.numel() / max(num_taken, 1)).long()
-    places = torch.unravel_index(at.to(tensor.device), tensor.shape) if tensor.dim() else ()
-    values = tensor[places] if tensor.dim() else tensor.reshape(1)
+    vector = tensor if tensor.dim() else tensor.reshape(1)
+    values = vector[torch.unravel_index(at.to(tensor.device), vector.shape)]
     return WeightSample(at=at, values=values.cpu().clone())

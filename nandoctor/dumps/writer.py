@@ -135,7 +135,7 @@ def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
     A tensor that has no values to copy (on the meta device, nested) becomes None, and `left_out` says so.
     """
     copies = _HostCopies()
-    left_out = list(contents.get("left_out", []))
+    left_out = list(contents["left_out"])
 
     def copy_or_drop(part: str, tensor: torch.Tensor) -> torch.Tensor | None:
         try:
@@ -148,7 +148,7 @@ def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
         return copied
 
     copied = {part: map_tensors(tree, functools.partial(copy_or_drop, part)) for part, tree in contents.items()}
-    return {**copied, "left_out": left_out} if left_out else copied
+    return {**copied, "left_out": left_out}
 
 
 class _HostCopies:
