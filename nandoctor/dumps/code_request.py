@@ -160,5 +160,5 @@ def _read_literal(text: str) -> list[Any]:
     """Return a list with the value of the Python literal in the text; empty if it is not a literal."""
     try:
         return [ast.literal_eval(text)]
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # TypeError: an unhashable key
         return []

@@ -12,7 +12,7 @@ import torch
 from forgery import canaries, contents, make_project
 
 from nandoctor.case import replay
-from nandoctor.dumps.code_request import approving_command
+from nandoctor.dumps.code_request import approving_command, argument_options
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.recorded_format import Recorded, Reference
@@ -185,6 +185,10 @@ def test_no_command_names_pythons_own_functions(tmp_path, own):
     source = Reference(module="os", name="system", arguments={"command": "touch canary"})
     command = approving_command(tmp_path / "x.pth", Recorded(model=source, loss_function=source), own=own)
     assert "os:system" not in command
+
+
+def test_a_text_that_almost_is_a_literal_is_passed_as_text():
+    assert argument_options({"kind": "{[]: 1}"}) == ["--model-arg", "kind={[]: 1}"]
 
 
 def test_a_flag_allows_what_it_names_and_no_more(project):
