@@ -18,7 +18,7 @@ from nandoctor.dumps.signature import sign
 from nandoctor.dumps.stored_tensor import COMPUTED_DTYPES
 from nandoctor.machine import memory_of
 from nandoctor.text import dtype_name
-from nandoctor.torch_compat import tree_leaves
+from nandoctor.torch_compat import tree_tensors
 
 try:
     import fcntl
@@ -117,8 +117,7 @@ def _publish(temporary: Path, folder: Path, stem: str) -> Path:
 def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> dict[str, Any]:
     """Return the contents without the parts that do not fit into `max_nbytes`, which `left_out` then names."""
     kept, left_out = dict(contents), list(contents.get("left_out", []))
-    leaves = {part: tree_leaves(tree) for part, tree in kept.items()}
-    sizes = {part: memory_of(leaf for leaf in leaves[part] if isinstance(leaf, torch.Tensor)) for part in kept}
+    sizes = {part: memory_of(tree_tensors(tree)) for part, tree in kept.items()}
     total = sum(size for part, size in sizes.items() if part not in _EXPENDABLE)
     for part in (part for part in _EXPENDABLE if part in kept):
         if total + sizes[part] <= max_nbytes:
