@@ -79,11 +79,10 @@ def pack(value: Any, name: str, *, kinds: bool = False) -> Packed:
         return Packed(tree=plain, tensors=taken, differentiable=(0,) if value.requires_grad else ())
     packer = _Packer(kinds=kinds)
     tree = packer.pack(value, name, 0)
-    versions = tuple([(tensor, version_of(tensor)) for tensor in packer.tensors])
     return Packed(
         tree=tree,
         notes=tuple(packer.notes),
-        tensors=versions,
+        tensors=tuple((tensor, version_of(tensor)) for tensor in packer.tensors),
         differentiable=tuple(packer.differentiable),
         hidden=packer.hidden,
     )
@@ -91,7 +90,7 @@ def pack(value: Any, name: str, *, kinds: bool = False) -> Packed:
 
 @dataclass(slots=True)
 class _Packer:
-    kinds: bool = False
+    kinds: bool
     entered: dict[int, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)

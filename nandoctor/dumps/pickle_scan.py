@@ -168,11 +168,10 @@ def _item_nbytes(storage: str) -> int:
 def _check_storages(used: list[tuple[_Value, ...]], container: Container) -> dict[str, tuple[int, int]]:
     """Return the size of each storage; it must be as its tensors say, as a memory map would read beyond its end."""
     sizes: dict[str, tuple[int, int]] = {}
-    members = container.storages
+    lengths = {key: member.nbytes for key, member in container.storages.items()}
     for kind, key, numel in used:
         nbytes = (numel.number or 0) * _item_nbytes(str(kind.global_name).rpartition(".")[2])
-        member = members.get(str(key.text)) if container.members is not None else None
-        if nbytes < 0 or (container.members is not None and (member is None or member.nbytes != nbytes)):
+        if nbytes < 0 or (container.members is not None and lengths.get(str(key.text)) != nbytes):
             raise damaged("the data of a tensor is missing or has the wrong size")
         sizes[str(key.text)] = numel.number or 0, nbytes
     if sum(nbytes for _, nbytes in sizes.values()) > container.nbytes:

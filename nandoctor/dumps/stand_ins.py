@@ -251,11 +251,9 @@ def find_stand_in(name: str) -> Callable[..., object] | None:
         return _Kind
     if _TORCH_OPTIMIZER.fullmatch(name):
         return _Opaque
-    if _TORCH_OBJECT.fullmatch(name):
-        return _of_kind(Fields, name)
     if _MODEL_OUTPUT.fullmatch(name):
         return _Output
-    return _of_kind(Fields, name) if _is_of_others(name) else None
+    return _of_kind(Fields, name) if _TORCH_OBJECT.fullmatch(name) or _is_of_others(name) else None
 
 
 def _is_of_others(name: str) -> bool:

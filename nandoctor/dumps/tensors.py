@@ -150,12 +150,10 @@ def comparable_values(tensor: torch.Tensor) -> torch.Tensor:
     values = stored_values(tensor)
     if values.is_quantized:
         return values.int_repr()
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else widened(values)
-
-
-def widened(values: torch.Tensor) -> torch.Tensor:
-    """Return fp8 values in fp32, others unchanged: fp8 has storage and casts, but hardly any other kernels."""
-    return values.float() if values.is_floating_point() and values.element_size() == 1 else values
+    if values.is_complex():
+        return torch.view_as_real(values.resolve_conj())
+    is_fp8 = values.is_floating_point() and values.element_size() == 1
+    return values.float() if is_fp8 else values  # fp8 has storage and casts, but hardly any other kernels
 
 
 def unexpanded(values: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ def open_workers(*, jobs: int | None, scheduler: str | None, memory: int | None)
         return
     room = available_memory()
     if jobs is None:
-        jobs = min(count_cores(), max((room or 0) // _LEAST_NBYTES, 1)) if room is not None else count_cores()
+        jobs = count_cores() if room is None else min(count_cores(), max(room // _LEAST_NBYTES, 1))
     if memory is None and room is not None:
         memory = max(int(_SHARE * room / jobs), _LEAST_NBYTES)
     executor = SingleProcesses(jobs, memory=memory)
