@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 
 from nandoctor.evidence.dump_summary import Role
 
@@ -34,12 +35,11 @@ _BOOKKEEPING = _words("optim optimizer optimizers sched scheduler schedulers cal
 
 def role_of(name: str) -> Role:
     """Return the usual role of an array with this name; the outermost known part of a dotted name decides."""
-    for part in _parts(name):
-        for role, names in _NAMES.items():
-            if part in names:
-                return role
-    words = {word for part in _parts(name) for word in part.split("_") if len(word) > 1}
-    return next((role for role in _WORD_ORDER if words & _NAMES[role]), "unknown")
+    parts = _parts(name)
+    by_part = (role for part in parts for role, names in _NAMES.items() if part in names)
+    words = {word for part in parts for word in part.split("_") if len(word) > 1}
+    by_word = (role for role in _WORD_ORDER if words & _NAMES[role])
+    return next(chain(by_part, by_word), "unknown")
 
 
 def is_loss(name: str) -> bool:

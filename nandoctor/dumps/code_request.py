@@ -51,13 +51,13 @@ def approving_command(dump: Path, recorded: Recorded, *, own: bool = False) -> s
     """
     path = str(dump)
     words = ["nandoctor", "replay", f"./{path}" if path.startswith("-") else path]
-    model, loss = recorded.model, recorded.loss_function
-    is_typable = model is not None and _may_be_offered(model, own=own) and not holds_objects(model.arguments)
-    named = model.spec if model is not None and is_typable else "FILE.py:NAME"
+    model, loss = recorded.model or Reference(module="", name=""), recorded.loss_function
+    is_typable = _may_be_offered(model, own=own) and not holds_objects(model.arguments)
+    named = model.spec if is_typable else "FILE.py:NAME"
     words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's code, once it is saved to a file
-    if model is not None and model.config:
+    if model.config:
         words += ["--config", model.config.spec if _may_be_offered(model.config, own=own) else "FILE.py:NAME"]
-    elif model is not None and not holds_objects(model.arguments):  # else a function has to make them all
+    elif not holds_objects(model.arguments):  # else a function has to make them all
         words += argument_options(model.arguments)
     if recorded.method:
         words += ["--method", recorded.method]
