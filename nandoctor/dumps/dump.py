@@ -92,8 +92,8 @@ class Dump:
             loss=loss if _is_nonfinite(loss) else None,
             gradients=reason in ("gradients", "skipped"),
             here=reason != "loss" or self.scalars.get("nonfinite_here") is not False,
-            rank=self.find_count("rank") or 0,
-            num_ranks=self.find_count("world_size") or 1,
+            rank=self._count("rank", 0),
+            num_ranks=self._count("world_size", 1),
         )
 
     @property
@@ -117,6 +117,10 @@ class Dump:
         """Return the integer saved under the first of these names that has one, however nested; None if none has."""
         scalars = self.scalars_by_last_name
         return next((scalars[name] for name in names if type(scalars.get(name)) is int), None)
+
+    def _count(self, name: str, default: int) -> int:
+        value = self.scalars.get(name)
+        return value if type(value) is int else default
 
 
 def _is_nonfinite(value: Any) -> bool:
