@@ -51,7 +51,12 @@ def share_cores() -> None:
 
 def available_memory() -> int | None:
     """Return the bytes that can be allocated before the machine, or the container, runs out."""
-    return min(_limits(), default=None)
+    limits = [_read_field(Path("/proc/meminfo"), "MemAvailable:")]
+    with suppress(OSError, ValueError):  # "max" where there is no limit
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = _read_field(_CGROUP / "memory.stat", "anon", unit=1) or 0  # cached files can be dropped
+        limits.append(max(limit - used, 0))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -131,15 +136,6 @@ def return_freed_memory() -> None:
 def private_memory() -> int | None:
     """Return the bytes of private writable memory that this process has requested, as `bounded_memory` counts them."""
     return _read_field(Path("/proc/self/status"), "VmData:")
-
-
-def _limits() -> Iterator[int]:
-    if (free := _read_field(Path("/proc/meminfo"), "MemAvailable:")) is not None:
-        yield free
-    with suppress(OSError, ValueError):  # "max" where there is no limit
-        limit = int((_CGROUP / "memory.max").read_text())
-        used = _read_field(_CGROUP / "memory.stat", "anon", unit=1) or 0  # cached files can be dropped
-        yield max(limit - used, 0)
 
 
 def _read_field(path: Path, name: str, unit: int = 1024) -> int | None:

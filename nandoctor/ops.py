@@ -78,17 +78,8 @@ def _last_dim(name: str) -> Callable[[Arguments], int]:
     return lambda taken: math.prod(taken[name].shape[-1:])
 
 
-def _matrices(*names: str) -> Callable[[Arguments], int]:
-    """Sum the input sizes of several weight matrices, as for the gates of a recurrent cell."""
-    return lambda taken: sum(taken[name].shape[-1] for name in names)
-
-
 def _first_layer(taken: Arguments) -> int:
     return sum(matrix.shape[-1] for matrix in taken["params"][:2])
-
-
-def _along_dim(taken: Arguments) -> int:
-    return int(taken["x"].shape[taken.get("dim", -1)])
 
 
 def _along_dims(taken: Arguments) -> int:
@@ -136,16 +127,13 @@ def _per_dim(value: int | list[int], dims: int) -> list[int]:
     return [*given] * dims if len(given) == 1 else [*given]
 
 
-_GATES = ("input", "hx", "w_ih", "w_hh")
-_LAYERS = ("hx", "params[0]", "params[1]")
-
 PRODUCTS: Mapping[str, Product] = {
     **_product("matmul inner", "self", "other", length=_last_dim("self")),
     **_product("mm bmm", "self", "mat2", length=_last_dim("self")),
     **_product("mv", "self", "vec", length=_last_dim("self")),
     **_product("dot", "self", "tensor", length=_last_dim("self")),
     **_product("vdot", "self", "other", length=_last_dim("self")),
-    **_product("linalg_vecdot", "x", "y", length=_along_dim),
+    **_product("linalg_vecdot", "x", "y", length=lambda taken: int(taken["x"].shape[taken.get("dim", -1)])),
     **_product("linalg_matrix_power", "self", length=_last_dim("self")),
     **_product("tensordot", "self", "other", length=_along_dims),
     **_product("einsum", "tensors", length=_einsum),
@@ -169,8 +157,12 @@ PRODUCTS: Mapping[str, Product] = {
         length=_last_dim("query"),
     ),
     **_product("_native_multi_head_attention", "query", "qkv_weight", length=_last_dim("query")),
-    **_product("lstm gru rnn_tanh rnn_relu", "input", "data", *_LAYERS, length=_first_layer),
-    **_product("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", *_GATES, length=_matrices("w_ih", "w_hh")),
+    **_product("lstm gru rnn_tanh rnn_relu", "input", "data", "hx", "params[0]", "params[1]", length=_first_layer),
+    **_product(
+        "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
+        *("input", "hx", "w_ih", "w_hh"),
+        length=lambda taken: taken["w_ih"].shape[-1] + taken["w_hh"].shape[-1],
+    ),
 }
 """Matrix products, convolutions, attention and recurrent layers."""
 

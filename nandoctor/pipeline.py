@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -46,10 +46,10 @@ from nandoctor.diagnosis.verdict import (
 )
 from nandoctor.dumps.dump import Dump, summarize
 from nandoctor.errors import DumpError, LossError, ModelError
-from nandoctor.evidence.dump_summary import DumpSummary, Environment, OptimizerSlot, OptimizerUpdate
+from nandoctor.evidence.dump_summary import DumpSummary, Environment, OptimizerUpdate
 from nandoctor.evidence.formats import FP16, FP32, FloatFormat
 from nandoctor.evidence.report import EpsUse, Report, Reproduction
-from nandoctor.evidence.trace import OpCall, Trace
+from nandoctor.evidence.trace import Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.agreement import keep
 from nandoctor.fixes.budget import TrialBudget
@@ -168,10 +168,7 @@ def audit_dump(
 def _audit_step(preparation: Preparation) -> tuple[EpsUse, ...]:
     step = (replayed := reproduce(preparation)).step
     ops = replayed.trace.ops or step.run(watch=Watch(stage="closer look", ops=True)).trace.ops
-    return _audit(step, ops, measure_slots(step.second_moments, step.model, step.low))
-
-
-def _audit(step: FailingStep, ops: Sequence[OpCall], slots: Sequence[OptimizerSlot]) -> tuple[EpsUse, ...]:
+    slots = measure_slots(step.second_moments, step.model, step.low)
     return audit(ops, list_constants(step.model), slots, step.optimizer_eps)
 
 
@@ -194,7 +191,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
         chain=shown.chain,
         bad_gradients=findings.bad_gradients,
         headroom=find_near_misses(reference, step.low),
-        eps_audit=_audit(step, findings.ops, findings.slots),
+        eps_audit=audit(findings.ops, list_constants(step.model), findings.slots, step.optimizer_eps),
         runs=runs,
         dump=summary,
         environment=describe_environment(step.device),
@@ -238,14 +235,14 @@ def _find(replayed: Replayed, *, for_fixes: bool) -> Findings:
 
 def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
     """Diagnose forward and loss, then the backward pass if there is a loss, then the optimizer's next update."""
-    findings = _diagnose_forward(replayed, for_fixes=for_fixes)
-    if replayed.step.progress.interrupted:
+    step, findings = replayed.step, _diagnose_forward(replayed, for_fixes=for_fixes)
+    if step.progress.interrupted:
         return without_backward(findings)
-    if replayed.step.loss is not None:
+    if step.loss is not None:
         try:
-            findings = _diagnose_backward(replayed.step, findings)
+            findings = _diagnose_backward(step, findings)
         except KeyboardInterrupt:
-            if not replayed.step.progress.stop():
+            if not step.progress.stop():
                 raise
             return without_backward(findings)
         except ModelError as error:  # the forward ran without a graph
@@ -253,8 +250,7 @@ def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
                 raise
             findings = replace(findings, gaps=(describe_no_graph(error.message),))
     if findings.verdict == "healthy" and findings.trace.finite:
-        findings = look_for_hidden(replayed.step, findings)
-    step = replayed.step
+        findings = look_for_hidden(step, findings)
     slots = measure_slots(step.second_moments, step.model, step.low)
     findings = _diagnose_optimizer(replace(findings, slots=slots), step.recorded.update)
     return _with_gaps(findings, replayed)

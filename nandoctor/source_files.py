@@ -148,12 +148,11 @@ def package_of(path: Path) -> tuple[Path, str] | None:
     statements = tree.body if tree is not None else []
     num_up = max((statement.level for statement in statements if isinstance(statement, ast.ImportFrom)), default=0)
     if 0 < num_up < len(path.parents):
-        root = next(folder for folder in path.parents[num_up:] if not (folder / "__init__.py").is_file())
+        root: Path | None = next(folder for folder in path.parents[num_up:] if not (folder / "__init__.py").is_file())
     else:
-        found = _folder_imported_from(path, {name for statement in statements for name in _imported_by(statement)})
-        if found is None:
-            return None
-        root = found
+        root = _folder_imported_from(path, {name for statement in statements for name in _imported_by(statement)})
+    if root is None:
+        return None
     return root, ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 

@@ -41,14 +41,15 @@ def is_state(op: OpCall, state: Collection[int]) -> bool:
 def read_signs(op: OpCall, followed: Sequence[tuple[OpTensor, int]], state: Collection[int]) -> Iterator[Sign]:
     """Yield what the op reveals about the followed dimension, whose index is given with each tensor."""
     for tensor, where in followed:
-        rank = len(_shape(tensor))
+        shape = _shape(tensor)
+        rank = len(shape)
         if rank < 3:
             continue  # sequences have features as well
         if op.op in _ALONG and rank == 3:
             yield from _read_dims(op, tensor, where)
         elif op.op in PRODUCTS or op.op in NORMALISATIONS:
             yield from _read_layer(op, tensor, where, num_factors=len(followed))
-        elif op.op in RESHAPES and where == 0 and rank == 3 and op.outputs[0].shape == _joined(_shape(tensor)):
+        elif op.op in RESHAPES and where == 0 and rank == 3 and op.outputs[0].shape == (shape[0], math.prod(shape[1:])):
             yield "samples"
         elif op.op in SUMS | {"mul"}:
             yield from _read_state(op, state, where, rank)
@@ -90,10 +91,6 @@ def _read_state(op: OpCall, state: Collection[int], where: int, rank: int) -> It
             yield "time"
         elif any(0 <= dim < rank - 1 for dim in differing):
             yield "samples"
-
-
-def _joined(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (shape[0], math.prod(shape[1:]))
 
 
 _Rows = int | Literal["blocks", "other", "none"]

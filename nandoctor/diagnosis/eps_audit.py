@@ -192,23 +192,18 @@ def _in_optimizer(slot: OptimizerSlot) -> EpsUse:
 
 def fold(uses: Iterable[EpsUse]) -> tuple[EpsUse, ...]:
     """Merge uses of the same number in the same format, on the same line or in layers of one type."""
-
-    def key(use: EpsUse) -> tuple[object, ...]:
-        place = (use.source.file, use.source.line) if use.source else use.type
-        return (use.place, place, use.name, use.value, use.op, use.dtype)
-
     groups: dict[tuple[object, ...], list[EpsUse]] = {}
     for use in uses:
-        groups.setdefault(key(use), []).append(use)
-    return tuple(_joined(group) for group in groups.values())
-
-
-def _joined(group: Sequence[EpsUse]) -> EpsUse:
-    return replace(
-        group[0],
-        num_uses=len(group),
-        absorbed_share=_mean(use.absorbed_share for use in group),
-        bound_share=_mean(use.bound_share for use in group),
+        line = (use.source.file, use.source.line) if use.source else use.type
+        groups.setdefault((use.place, line, use.name, use.value, use.op, use.dtype), []).append(use)
+    return tuple(
+        replace(
+            group[0],
+            num_uses=len(group),
+            absorbed_share=_mean(use.absorbed_share for use in group),
+            bound_share=_mean(use.bound_share for use in group),
+        )
+        for group in groups.values()
     )
 
 

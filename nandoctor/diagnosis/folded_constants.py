@@ -72,8 +72,8 @@ class _Reader:
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             left, right = self.value(node.left, depth), self.value(node.right, depth)
             return None if left is None or right is None else _OPERATORS[type(node.op)](left, right)
-        if depth and (known := self._attribute(node)) is not None:
-            return known
+        if depth and isinstance(node, ast.Attribute) and self._is_own(node) and node.attr in self.attributes:
+            return self.attributes[node.attr]
         definition = self._definition(node) if depth else None
         return None if definition is None else self.value(definition, depth - 1)
 
@@ -95,9 +95,6 @@ class _Reader:
             yield from self.lost(node.right, depth)
         elif depth and (definition := self._definition(node)) is not None:
             yield from self.lost(definition, depth - 1)
-
-    def _attribute(self, node: ast.expr) -> float | None:
-        return self.attributes.get(node.attr) if isinstance(node, ast.Attribute) and self._is_own(node) else None
 
     def _definition(self, node: ast.expr) -> ast.expr | None:
         """Return the expression that a name, or an attribute of the class, is set to, if that happens only once."""

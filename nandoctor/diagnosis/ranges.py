@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,7 +79,7 @@ def measure_layers(reference: Trace, autocast: Trace, gradients: Mapping[str, Te
 def _see_forward(narrow: Iterable[OpCall]) -> dict[str, _Seen]:
     seen: dict[str, _Seen] = {}
     for op in narrow:
-        _see(seen, op, [*(tensor.stats for tensor in op.inputs), *op.outputs])
+        _see(seen, op)
     return {module: entry for module, entry in seen.items() if entry.count}
 
 
@@ -91,7 +91,7 @@ def _see_backward(reference: Trace, narrow: Sequence[OpCall], gradients: Mapping
     seen: dict[str, _Seen] = {}
     for op in reference.backward:
         if op.forward in orders:
-            _see(seen, op, [*(tensor.stats for tensor in op.inputs), *op.outputs])
+            _see(seen, op)
     for name, stats in gradients.items():
         if name in weights:
             module = name.rpartition(".")[0]
@@ -99,9 +99,9 @@ def _see_backward(reference: Trace, narrow: Sequence[OpCall], gradients: Mapping
     return {module: entry for module, entry in seen.items() if entry.count}
 
 
-def _see(seen: dict[str, _Seen], op: OpCall, found: Iterable[TensorStats | None]) -> None:
+def _see(seen: dict[str, _Seen], op: OpCall) -> None:
     entry = seen.setdefault(op.module, _Seen(op.type))
-    for stats in found:
+    for stats in (*(tensor.stats for tensor in op.inputs), *op.outputs):
         if stats is not None:
             entry.add(stats, op)
 
@@ -209,7 +209,7 @@ def _extrapolate(module: str, points: Sequence[tuple[int, float]]) -> Iterator[C
     )
 
 
-def by_headroom(layers: Iterable[LayerRange], part: Callable[[LayerRange], ValueRange | None]) -> list[LayerRange]:
-    """Return the layers that have such values, sorted by their headroom in fp16, the least first."""
-    known = [(values.fit_in(FP16).headroom_bits, layer) for layer in layers if (values := part(layer)) is not None]
+def by_headroom(layers: Iterable[LayerRange]) -> list[LayerRange]:
+    """Return the layers whose values are known, sorted by their headroom in fp16, the least first."""
+    known = [(layer.values.fit_in(FP16).headroom_bits, layer) for layer in layers if layer.values is not None]
     return [layer for _, layer in sorted(known, key=lambda pair: pair[0])]

@@ -33,7 +33,7 @@ def checkup_page(checkup: Checkup) -> str:
         headline_of=describe_step,
         facts_of=list_facts,
         crossings=[describe_crossing(crossing) for crossing in checkup.crossings],
-        order=lambda step: by_headroom(step.layers, lambda layer: layer.values),
+        order=lambda step: by_headroom(step.layers),
         name_of=_name,
         percent=percent,
         range_only=RANGE_ONLY,
@@ -46,7 +46,7 @@ def print_checkup(checkup: Checkup, console: Console) -> None:
     sections = spaced(
         [literal(describe_step(last), "bold")],
         [labelled(list_facts(last))],
-        [_table(by_headroom(last.layers, lambda layer: layer.values)[:_MAX_LAYERS])],
+        [_table(by_headroom(last.layers)[:_MAX_LAYERS])],
         [labelled(_trend_facts(checkup))] if len(checkup.steps) > 1 else [],
         [labelled(("note", text) for text in (*checkup.notes, RANGE_ONLY))],
     )
@@ -55,7 +55,7 @@ def print_checkup(checkup: Checkup, console: Console) -> None:
 
 def describe_step(checked: CheckedStep) -> str:
     """Return the step in one sentence: which layer comes nearest to fp16's limit."""
-    order = by_headroom(checked.layers, lambda layer: layer.values)
+    order = by_headroom(checked.layers)
     if not order or order[0].values is None:
         return f"{checked.path}: nothing in it runs in low precision"
     first, values = order[0], order[0].values
