@@ -129,7 +129,11 @@ class _Shrinking:
     def _simplify(self, program: Program, values_for: Callable[[torch.Tensor], Iterator[torch.Tensor]]) -> Program:
         """Give each leaf the first of these values, simplest first, with which the program still fails."""
         for name, leaf in program.leaves.items():
-            simpler = (program.with_values(**{name: values}) for values in _by_parts(values_for, leaf))
+            if leaf.is_complex():  # the values are for its real and imaginary parts
+                found = map(torch.view_as_complex, values_for(torch.view_as_real(leaf)))
+            else:
+                found = values_for(leaf)
+            simpler = (program.with_values(**{name: values}) for values in found)
             program = next(filter(self._still_fails, simpler), program)
         return program
 
@@ -193,11 +197,10 @@ def _sliced_with_sizes(program: Program, slots: tuple[Dimension, ...], kept: tor
     """Slice, and replace the size in lists of ints, such as the shape to view as or to normalise over."""
     size = _extent(program, slots)
 
-    def resize(value: Any) -> Any:
-        return len(kept) if type(value) is int and value == size else value
-
     def resize_lists(value: Any) -> Any:
-        return [resize(item) for item in value] if isinstance(value, (list, tuple)) else value
+        if not isinstance(value, (list, tuple)):
+            return value
+        return [len(kept) if type(item) is int and item == size else item for item in value]
 
     nodes = tuple(
         replace(
@@ -208,15 +211,6 @@ def _sliced_with_sizes(program: Program, slots: tuple[Dimension, ...], kept: tor
         for node in program.nodes
     )
     return _sliced(replace(program, nodes=nodes), slots, kept)
-
-
-def _by_parts(
-    values_for: Callable[[torch.Tensor], Iterator[torch.Tensor]], leaf: torch.Tensor
-) -> Iterator[torch.Tensor]:
-    """Yield values for a leaf; for a complex one, they are of its real and imaginary parts."""
-    if not leaf.is_complex():
-        return values_for(leaf)
-    return map(torch.view_as_complex, values_for(torch.view_as_real(leaf)))
 
 
 def _constants(leaf: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import LARGEST_EPS
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.replaying.runner import FailingStep, Watch
-from nandoctor.repro_scripts.program import METHOD, Mode, Node, Program, Ref, find_function, kinds_of
+from nandoctor.repro_scripts.program import METHOD, Mode, Node, Program, Ref, kinds_of
 from nandoctor.torch_compat import is_wrapped, schema_of, tree_map, tree_tensors, version_of
 from nandoctor.tracing.dispatch_hook import Invocation
 
@@ -266,7 +266,7 @@ def _find_function_and_mode(piece: _RecordedOp, low: torch.dtype) -> tuple[str, 
     modes = dict.fromkeys([listed if piece.under_autocast else "plain", "plain", "in_fp32", "product", "rounded"])
     for mode in modes:
         for function in _functions(piece.call):
-            if _gives_the_same(piece, Node(name="", function=function, mode=mode, args=(), kwargs={}), low):
+            if _gives_the_same(piece, function, mode, low):
                 return function, mode
     raise NanDoctorError(
         f"{piece.call.name} alone gives another result than in the run, so no script can show it.",
@@ -283,21 +283,19 @@ def _functions(call: Invocation) -> Iterator[str]:
     yield str(call.op).replace("aten.", "torch.ops.aten.", 1)
 
 
-def _gives_the_same(piece: _RecordedOp, node: Node, low: torch.dtype) -> bool:
+def _gives_the_same(piece: _RecordedOp, function: str, mode: Mode, low: torch.dtype) -> bool:
     def value_of(value: Any) -> Any:
         return piece.taken[id(value)].values if isinstance(value, torch.Tensor) else _on_cpu(value)
 
     args, kwargs = tree_map(value_of, (piece.call.args, piece.call.kwargs))
-    node = replace(node, args=args, kwargs=kwargs)
+    node = Node(name="", function=function, mode=mode, args=args, kwargs=kwargs)
     try:
-        find_function(node.function)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             made = tree_tensors(node.run({}, low, low))
     except Exception:  # an argument or a dtype that this function rejects
         return False
-    if len(made) != len(piece.given):
-        return False
-    return all(_agree(ours, theirs, piece.call) for ours, theirs in zip(made, piece.given, strict=True))
+    pairs = zip(made, piece.given, strict=False)
+    return len(made) == len(piece.given) and all(_agree(ours, theirs, piece.call) for ours, theirs in pairs)
 
 
 def _agree(ours: torch.Tensor, theirs: torch.Tensor, call: Invocation) -> bool:

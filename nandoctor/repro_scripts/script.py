@@ -212,20 +212,18 @@ def write_tensor(tensor: torch.Tensor, name: str = "") -> str:
             f"It takes {len(set(texts))} different values to fail, too many for a script.",
             remedy="`nandoctor replay -o report.json` saves what is known about them.",
         )
-    line = f"torch.tensor({_write_nested(tensor.tolist(), tensor.dtype)}, dtype={dtype})"
+    nested = _write_nested(tensor.tolist(), tensor.dtype)
+    line = f"torch.tensor({nested}, dtype={dtype})"
     if len(line) <= _TENSOR_WIDTH:
         return line
     if not name or len(others) > _MAX_ASSIGNED:
-        body = line.removeprefix("torch.tensor(").removesuffix(f", dtype={dtype})")
-        rows = textwrap.fill(
-            body, _TENSOR_WIDTH - 4, initial_indent="    ", subsequent_indent="    ", break_long_words=False
-        )
+        rows = textwrap.indent(textwrap.fill(nested, _TENSOR_WIDTH - 8, break_long_words=False), "    ")
         return f"torch.tensor(\n{rows},\n    dtype={dtype},\n)"
-    indexes = ([int(part) for part in torch.unravel_index(torch.tensor(place), tensor.shape)] for place in others)
-    assigned = {
-        str(index): _write_number(values[place], tensor.dtype) for index, place in zip(indexes, others, strict=True)
-    }
-    return "\n".join([full, *(f"{name}{index} = {value}" for index, value in assigned.items())])
+    lines = [full]
+    for place in others:
+        index = [int(part) for part in torch.unravel_index(torch.tensor(place), tensor.shape)]
+        lines.append(f"{name}{index} = {_write_number(values[place], tensor.dtype)}")
+    return "\n".join(lines)
 
 
 def write_value(value: Any) -> str:
