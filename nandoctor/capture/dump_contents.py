@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from nandoctor.capture.deepspeed import DeepSpeedEngine
-from nandoctor.capture.environment import read_arguments, read_backends, read_rank, read_versions
+from nandoctor.capture.environment import read_backends, read_rank, read_versions
 from nandoctor.capture.model_rebuild import ModelArguments, describe_model
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.sharding import is_sharded, places_in_whole
@@ -26,6 +27,7 @@ from nandoctor.dumps.recorded_format import FORMAT
 from nandoctor.dumps.weights import sample_weights
 from nandoctor.dumps.writer import fit_into
 from nandoctor.machine import memory_of
+from nandoctor.text import relative_path
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 LOG = logging.getLogger("nandoctor")
@@ -86,7 +88,7 @@ def describe(
         "scaler": _describe_scaler(training.scaler, step),
         "optimizer": optimizer,
         "update": _describe_update(spoiled) if spoiled else {},
-        "argv": read_arguments(),
+        "argv": [str(argument) for argument in sys.argv[1:]],
         "backends": read_backends(),
         "history": history.to_plain(),
         "versions": read_versions([reference["module"], *(["transformers"] if reference.get("config") else [])]),
@@ -202,10 +204,7 @@ def _find_path(source: WeightsSource | None) -> str:
     """Return the checkpoint's path, relative to the working directory if it is inside it; "" for none."""
     try:
         path = source() if callable(source) else source
-        if path is None:
-            return ""
-        absolute, here = Path(path).absolute(), Path.cwd()
-        return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
+        return "" if path is None else relative_path(str(Path(path).absolute()))
     except Exception as error:
         LOG.warning(
             "Recorder(weights=...) failed, so the file names no checkpoint (%s: %s).", type(error).__name__, error

@@ -38,8 +38,7 @@ class DumpFolder:
         self.written.append(path)
         while len(self.written) > self._keep:
             with suppress(OSError):
-                self.written[0].unlink(missing_ok=True)
-            del self.written[0]
+                self.written.pop(0).unlink(missing_ok=True)
         return path, fitting
 
 
@@ -51,16 +50,12 @@ def say_next(path: Path, written: Mapping[str, Any], flags: str | None) -> str:
         return f"Saved to {path} without {what}: it cannot be replayed. Raise max_nbytes of the Recorder."
     if flags is None:
         return f"Saved to {path}; next, here: nandoctor.replay({str(path)!r})"
-    path = _as_typed_in_shell(path)
+    start = os.environ.get("PWD")  # the folder of the shell that started this process, which may have left it since
+    if start is not None and Path(start).resolve() != Path.cwd():
+        path = path.absolute()
     command = f"next: nandoctor replay {shlex.quote(str(path))}{flags}"
     if "checkpoint" not in written:
         return f"Saved to {path}; {command}"
     checkpoint = written["checkpoint"]["path"]
     command += f" --weights {shlex.quote(checkpoint) if checkpoint else 'CHECKPOINT'}"
     return f"Saved to {path}, without the weights, which would exceed max_nbytes; {command}"
-
-
-def _as_typed_in_shell(path: Path) -> Path:
-    """Return the path as typed in the shell that started this process, which may have changed its folder since."""
-    start = os.environ.get("PWD")
-    return path if start is None or Path(start).resolve() == Path.cwd() else path.absolute()

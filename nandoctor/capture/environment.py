@@ -145,11 +145,6 @@ def _describe_autocast(device: str, enabled: bool, dtype: torch.dtype, cached: b
     return {"enabled": enabled, "device": device, "dtype": dtype_name(dtype), "cache": cached, "emulated": emulated}
 
 
-def read_arguments() -> list[str]:
-    """Return the command line of the training, without the program."""
-    return [str(argument) for argument in sys.argv[1:]]
-
-
 def read_backends() -> dict[str, Any]:
     """Return torch's switches that decide which kernel runs."""
     values = {}
@@ -164,10 +159,8 @@ def read_versions(modules: Sequence[str]) -> dict[str, str]:
     versions = {"nandoctor": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     versions |= {"numpy": np.__version__, "cuda": str(torch.version.cuda), "platform": platform.platform()}
     for name in sorted({module.partition(".")[0] for module in modules} - versions.keys()):
-        try:
+        with suppress(PackageNotFoundError, ValueError):
             versions[name] = version(name)
-        except (PackageNotFoundError, ValueError):
-            continue
     return versions
 
 

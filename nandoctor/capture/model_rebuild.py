@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import shlex
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -99,16 +98,13 @@ def _describe_importable(thing: Any) -> dict[str, str]:
         raise NotDescribableError
     if find_typed(source["module"], name) is thing and not source["file"]:
         return source
-    if path is None or is_elsewhere(source) or not (source["file"] or _is_of_package(path)):
+    if path is None or is_elsewhere(source):
+        raise NotDescribableError
+    if not source["file"] and PACKAGE_FOLDERS.isdisjoint(path.parts):  # Python's own: not imported for a dump
         raise NotDescribableError
     if not defines_code(path, name, own=not is_installed(path)):
         raise NotDescribableError
     return source
-
-
-def _is_of_package(path: Path) -> bool:
-    """Return True for a file of an installed package; Python's own are not imported for a dump."""
-    return not PACKAGE_FOLDERS.isdisjoint(path.parts)
 
 
 def describe_model(

@@ -19,7 +19,7 @@ from nandoctor.capture.environment import Generators, RandomStates, read_autocas
 from nandoctor.capture.joined import JoinOrder, can_join
 from nandoctor.capture.registries import Place, as_dict, owners_of, places_of
 from nandoctor.capture.sharding import describe_mixed_precision, describe_shards, is_sharded, local_part
-from nandoctor.capture.updates import UNDO_NBYTES, has_room
+from nandoctor.capture.updates import has_room
 from nandoctor.torch_compat import buffers_of, children_of, is_running_norm, parameters_of, versions_of
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -58,8 +58,8 @@ class WeightStamp:
 class Observer:
     """A reader of a model's state before its forward, with a cache of what does not change from step to step."""
 
-    def __init__(self, model: nn.Module, undo_nbytes: int = UNDO_NBYTES) -> None:
-        self.model, self._undo_nbytes = model, undo_nbytes
+    def __init__(self, model: nn.Module, undo_nbytes: int) -> None:
+        self.model, self.undo_nbytes = model, undo_nbytes
         self.sharded = any(map(is_sharded, model.parameters()))
         self._owners: list[tuple[str, int]] = []
         self._find_modules()
@@ -80,7 +80,7 @@ class Observer:
         owners = owners_of(self.model)
         if owners == self._owners:
             return False
-        self._keeper, self._owners = StateKeeper(self.model, self._undo_nbytes), owners
+        self._keeper, self._owners = StateKeeper(self.model, self.undo_nbytes), owners
         self._weights = places_of(self.model, parameters_of)
         self._places = [registry for _, registry, _ in self._weights], [name for *_, name in self._weights]
         self.held = self._read_weights()
@@ -130,10 +130,7 @@ class Observer:
 
     def read_borrowed(self) -> dict[str, torch.Tensor]:
         """Return the weights that `torch.func.functional_call` has put in place of the model's; empty without it."""
-        for _, registry, name in self._outer:
-            if _is_borrowed(registry.get(name)):
-                break
-        else:
+        if not any(_is_borrowed(registry.get(name)) for _, registry, name in self._outer):
             return {}
         held = {path: registry.get(name) for path, registry, name in self._weights}
         return {path: tensor for path, tensor in held.items() if tensor is not None and _is_borrowed(tensor)}
@@ -158,9 +155,15 @@ class Observer:
         return list(map(dict.get, *self._places))
 
     def was_replaced(self, held: Weights) -> bool:
-        """Return True if other parameters have taken the places of those in `held`."""
+        """Return True if other parameters have taken the places of those in `held`, or they have none any more.
+
+        Weights lent by `functional_call` do not count.
+        """
         now = self._read_weights()
-        return len(now) != len(held) or (not all(map(is_, now, held)) and any(map(_is_replaced, now, held)))
+        if len(now) != len(held) or all(map(is_, now, held)):
+            return len(now) != len(held)
+        changed = [pair for pair in zip(now, held, strict=True) if pair[0] is not pair[1]]
+        return not all(any(map(_is_borrowed, pair)) for pair in changed)
 
     def was_written(self, stamp: WeightStamp | None) -> bool:
         """Return True if the weights were written or replaced since; waits for the device if the stamp has values."""
@@ -213,11 +216,6 @@ def _is_trained(place: Place) -> bool:
     if not isinstance(held, nn.Parameter) or not held.requires_grad or not can_join(held):
         return False
     return not held.is_meta and not held.is_inference()
-
-
-def _is_replaced(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
-    """Return True if the module has another weight now, or none; weights lent by `functional_call` do not count."""
-    return now is not before and not _is_borrowed(now) and not _is_borrowed(before)
 
 
 def _find_places(weights: list[torch.Tensor]) -> list[int]:

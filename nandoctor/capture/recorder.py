@@ -102,7 +102,6 @@ class Recorder(RecorderSettings):
             self._observer,
             self._policy,
             self._training.scaler,
-            undo_nbytes=self.undo_nbytes,
             on_stop=self._handles.close,
             count=None if self._engine is None else self._engine.count,
         )

@@ -44,7 +44,6 @@ class StepTracker:
         policy: StepPolicy,
         scaler: Any,
         *,
-        undo_nbytes: int,
         on_stop: Callable[[], None],
         count: Callable[[], tuple[int, int]] | None,
     ) -> None:
@@ -55,7 +54,7 @@ class StepTracker:
         self._observer, self._policy, self._scaler, self._on_stop = observer, policy, scaler, on_stop
         self._count = count
         self._pending: list[RecordedStep] = []
-        self.trainers = Trainers(observer, undo_nbytes)
+        self.trainers = Trainers(observer)
         self._sharded = observer.sharded
         self._last = (-1, 0)
         self._last_inputs = Packed(tree=None)

@@ -24,8 +24,8 @@ class Trainers:
     was seen to write them without one (SAM, gradient descent by hand).
     """
 
-    def __init__(self, observer: Observer, undo_nbytes: int) -> None:
-        self._observer, self._undo_nbytes = observer, undo_nbytes
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
         self._parameters: dict[str, nn.Parameter] = {}
         self._names: dict[int, str] = {}
         self._trained: dict[int, TrainedParameters] = {}
@@ -76,7 +76,7 @@ class Trainers:
         trained = self._trained.get(id(optimizer))
         if trained is None or trained.optimizer is not optimizer or not trained.is_current:
             self._name_parameters()
-            trained = TrainedParameters(optimizer, self._names, self._undo_nbytes)
+            trained = TrainedParameters(optimizer, self._names, self._observer.undo_nbytes)
             others = {key: other for key, other in self._trained.items() if other.optimizer is not None}
             self._trained = {**others, id(optimizer): trained}
             self.has_optimizer = self.has_optimizer or bool(trained.names)
@@ -86,12 +86,12 @@ class Trainers:
         """Return all parameters that require gradients: a micro-batch may end before any optimizer was seen."""
         if self._all is None or not self._all.is_current:
             self._name_parameters()
-            self._all = self._find_all(self._undo_nbytes if self.copies else 0)
+            self._all = self._find_all(self._observer.undo_nbytes if self.copies else 0)
         return self._all
 
     def copy_all(self) -> Mapping[str, torch.Tensor] | None:
         """Return a fresh copy of the weights, for a step that has failed; None if there is no room for it."""
-        return self._find_all(self._undo_nbytes).keep()
+        return self._find_all(self._observer.undo_nbytes).keep()
 
     def _find_all(self, undo_nbytes: int) -> TrainedParameters:
         loop = TrainingLoop(parameter for parameter in self._parameters.values() if parameter.requires_grad)

@@ -99,7 +99,8 @@ class TrainedParameters:
         self._joint = self._join() if all(map(_is_on_cpu, self.parameters)) else None
         self._format = self._read_format()
         self._copies = self._make_copies(undo_nbytes)
-        self._undo = None if self._copies is None else dict(zip(self.names, self._split(self._copies), strict=True))
+        split = self._copies if self._joint is None or self._copies is None else self._joint.split(self._copies)
+        self._undo = None if split is None else dict(zip(self.names, split, strict=True))
 
     def _join(self) -> JoinOrder:
         """Sort the parameters into an order in which a few calls can copy and measure them."""
@@ -157,9 +158,6 @@ class TrainedParameters:
         except torch.OutOfMemoryError:
             return None
 
-    def _split(self, copies: list[torch.Tensor]) -> Iterable[torch.Tensor]:
-        return copies if self._joint is None else self._joint.split(copies)
-
     def nonfinite(self) -> dict[str, list[int]]:
         """Return non-finite and total counts of each parameter that is non-finite now; waits for the device."""
         counts = {name: [_num_nonfinite(p), p.numel()] for name, p in zip(self.names, self.parameters, strict=True)}
@@ -168,7 +166,8 @@ class TrainedParameters:
 
 def has_room(tensors: Sequence[torch.Tensor], undo_nbytes: int) -> bool:
     """Return True if copies of the tensors are small enough to be kept all the time."""
-    bounds = [_UNDO_SHARE * _memory_of(device) for device in {tensor.device for tensor in tensors}]
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}  # a CPU's memory is less scarce
+    bounds = [_UNDO_SHARE * torch.cuda.get_device_properties(device).total_memory for device in devices]
     return memory_of(tensors) <= min([undo_nbytes, *bounds])
 
 
@@ -216,9 +215,3 @@ def _outline(optimizer: Optimizer | DeepSpeedEngine) -> list[tuple[int, int]]:
     """Return each group's number of parameters and the id of its first: pruning Gaussian splats makes new ones."""
     groups = [group["params"] for group in optimizer.param_groups]
     return [(len(group), id(group[0]) if group else 0) for group in groups]
-
-
-def _memory_of(device: torch.device) -> float:
-    """Return the device's memory in bytes; infinite for a CPU, where memory is less scarce."""
-    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return float("inf") if properties is None else float(properties.total_memory)
