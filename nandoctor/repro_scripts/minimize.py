@@ -129,10 +129,9 @@ class _Shrinking:
     def _simplify(self, program: Program, values_for: Callable[[torch.Tensor], Iterator[torch.Tensor]]) -> Program:
         """Give each leaf the first of these values, simplest first, with which the program still fails."""
         for name, leaf in program.leaves.items():
-            if leaf.is_complex():  # the values are for its real and imaginary parts
-                found = map(torch.view_as_complex, values_for(torch.view_as_real(leaf)))
-            else:
-                found = values_for(leaf)
+            found = values_for(torch.view_as_real(leaf) if leaf.is_complex() else leaf)
+            if leaf.is_complex():
+                found = map(torch.view_as_complex, found)
             simpler = (program.with_values(**{name: values}) for values in found)
             program = next(filter(self._still_fails, simpler), program)
         return program
