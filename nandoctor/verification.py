@@ -299,7 +299,7 @@ def _doubts(measured: Verification, found: Diagnosed, query: _Query) -> Iterator
     if not is_known and not found.random and (graded.max_rel_err or 0.0) > WRONG:
         yield (
             f"The finite values of the saved {graded.output} are up to {percent(graded.max_rel_err)} off in the "
-            "replay: something of the failing step may be missing from the file."
+            "replay: the change alters them, or something of the failing step is missing from the file."
         )
     if measured.failure is None or query.failed_before or code.changed:
         return

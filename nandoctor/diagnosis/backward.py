@@ -162,7 +162,7 @@ def describe_removed(trace: Trace) -> tuple[str, ...]:
         return ()
     line = f" ({file_line(made[0].source.file, made[0].source.line)})" if made[0].source else ""
     return (
-        f"The backward of {made[0].op}{line} makes non-finite gradients, but a later op multiplies them away: the "
+        f"The backward of {made[0].op}{line} makes non-finite gradients, but a later op replaces them by zeros: the "
         "gradients of all parameters are finite. torch.autograd.detect_anomaly would stop there.",
     )
 

@@ -14,7 +14,7 @@ LARGE_CHANGE_BITS = 0.5
 
 _HEADLINES: dict[ComparisonOutcome, str] = {
     "fixed": "The failure is gone",
-    "broken": "It did not fail before, and does now",
+    "broken": "It did not fail before, but it does now",
     "moved": "It still fails, but in another way",
     "same-failure": "The same failure in both",
     "both-finite": "Nothing is non-finite in either",
@@ -77,7 +77,7 @@ def _write_headline(outcome: ComparisonOutcome, before: Report, after: Report) -
     then, now = (_tightest(report) for report in (before, after))
     room = ""
     if then is not None and now is not None and abs(now - then) >= LARGE_CHANGE_BITS:
-        room = f"; the tightest layer has {bits_text(now)} bits of room, and had {bits_text(then)}"
+        room = f"; the layer closest to the limit has {bits_text(now)} bits of headroom; it had {bits_text(then)}"
     cause = _cause(after) if outcome in ("broken", "moved", "same-failure") else _cause(before)
     about = f": {cause}" if cause else ""
     return f"{_HEADLINES[outcome]}{about}{room}."

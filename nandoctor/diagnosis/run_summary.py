@@ -66,12 +66,12 @@ def tabulate(runs: Runs | None) -> list[dict[str, object]]:
 WRONG = 0.1
 """Values this far from fp32's (norm of the difference over norm) count as wrong.
 
-fp16 carries 11 bits and a deep network loses a few of them, so honest rounding stays below a few per cent."""
+fp16 carries 11 bits and a deep network loses a few of them, so rounding alone stays below a few per cent."""
 
 NEAR_BITS = 1.0
-"""A layer within a factor of two of the limit is one unlucky batch away from it."""
+"""A layer within a factor of two of the limit may pass it with another batch."""
 LARGE_ERROR = 0.05
-"""Rounding to fp16 costs 5e-4 a layer; an output this far from fp32 has lost more than digits."""
+"""Rounding to fp16 costs 5e-4 a layer; rounding alone does not explain an output this far from fp32."""
 MADE_HERE = 5.0
 """An error this many times as large as that of the inputs was made by the call itself."""
 

@@ -108,7 +108,7 @@ def stub_error(folder: Path | None) -> DumpError:
     found = [(_quote(home / _JOIN), _quote(home), tag) for home, tag in homes if (home / _JOIN).is_file()]
     script, home, tag = next(iter(found), (f"DIRECTORY/{_JOIN}", "DIRECTORY", ""))
     return DumpError(
-        "it holds one rank's part of what DeepSpeed's ZeRO has split, not whole weights.",
+        "it holds only one rank's part of weights that DeepSpeed's ZeRO has split.",
         remedy="Join the parts with the script that DeepSpeed left in the checkpoint's directory, and pass what it "
         f"writes: python {script} {home} weights{tag}; then --weights weights.",
     )

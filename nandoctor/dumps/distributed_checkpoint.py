@@ -135,7 +135,7 @@ def _read_metadata(path: Path) -> _Record:
     except MemoryError:
         raise
     except Exception as error:  # a damaged pickle makes it raise nearly anything
-        raise damaged("its metadata makes no sense") from error
+        raise damaged("its metadata is invalid") from error
     if not isinstance(metadata, _Record):
         raise damaged("its metadata is not a table of tensors")
     return metadata

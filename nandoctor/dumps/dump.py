@@ -253,6 +253,6 @@ def _notes(dump: Dump) -> Iterator[str]:
         yield f"The weights are those under {dump.state_name!r}."
     for name, state in dump.other_states.items():
         if nonfinite := [key for key, tensor in state.items() if any(_count_nonfinite(tensor))]:
-            yield f"Non-finite weights lie under {name!r} as well: {brief_list(nonfinite)}."
+            yield f"There are also non-finite weights under {name!r}: {brief_list(nonfinite)}."
     if dump.left_out:
         yield f"Not read: {brief_list(dump.left_out)}."

@@ -360,4 +360,4 @@ def _locate(data: mmap.mmap, entry: zipfile.ZipInfo) -> Member:
 
 
 def _cut_short() -> DumpError:
-    return damaged("it is cut short or its zip directory is gone")
+    return damaged("it is incomplete, or its zip directory is missing")

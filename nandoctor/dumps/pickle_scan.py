@@ -124,7 +124,7 @@ def _run(machine: _Machine, stream: IO[bytes], most: int) -> int:
                 raise _hostile(f"it has more than {most:,} instructions")
             machine.step(opcode, argument)
     except (ValueError, LookupError, EOFError) as error:
-        raise damaged("its table of contents breaks off or makes no sense") from error
+        raise damaged("its table of contents is incomplete or invalid") from error
     return count
 
 
@@ -232,7 +232,7 @@ class _Machine:
             result.odd = 0
         self._work_left -= growth
         if self._work_left < 0:
-            raise _hostile("it multiplies its own content")
+            raise _hostile("its content expands far beyond the size of the file")
         if result.global_name is not None:
             self.globals.add(result.global_name)
         if opcode.name == "BINPERSID":

@@ -114,7 +114,7 @@ class NeedsTorchError(DumpError):
     """The file holds something that only torch can make, or check."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"it takes torch to make {what}.", remedy="")
+        super().__init__(f"torch is needed to make {what}.", remedy="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,7 +88,7 @@ def _choose_file(listing: Listing) -> str:
     choices = usual[:1] or indexes or files
     if len(choices) > 1:
         raise DumpError(
-            f"it holds {len(choices)} files of weights: {brief_list(choices)}.", remedy="Name the one to take."
+            f"it holds {len(choices)} files of weights: {brief_list(choices)}.", remedy="Name the file to use."
         )
     refuse_part(Path(choices[0]))
     return choices[0]

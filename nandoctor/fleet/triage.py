@@ -295,7 +295,7 @@ def _of_its_run(result: DumpResult) -> DumpResult:
 def _describe_end(job: Job, error: BaseException, elapsed_s: float, *, died: bool) -> DumpResult:
     """Return the result for a file whose worker gave no answer."""
     outcome: FileOutcome = "died"
-    reason = "Its worker process ended without an answer: killed for its memory, or ended by the model's own code."
+    reason = "Its worker process ended without an answer: it used too much memory, or the model's own code ended it."
     if not died:
         outcome, reason = "failed", f"{type(error).__name__}: {error}"
     elif job.timeout_s is not None and elapsed_s >= job.timeout_s:

@@ -102,7 +102,7 @@ def _require_made_by_op(origin: Origin) -> None:
     """Raise NanDoctorError if no operation made the non-finite gradient."""
     if origin.op == GRADIENT_SUM:
         raise NanDoctorError(
-            f"No operation fails: the sum of {len(origin.inputs)} gradients overflows, and each of them is finite.",
+            f"No operation fails: the sum of {len(origin.inputs)} gradients overflows; each of them is finite.",
             remedy="nandoctor replay shows them, and tries a lower loss scale and more of the step in fp32.",
         )
     if origin.phase == "backward" and not all(stats.finite for stats in origin.inputs):

@@ -161,4 +161,4 @@ def _rows(program: Program) -> Iterator[Proposal]:
     for name, leaf in program.leaves.items():
         for dim in range(leaf.dim()):
             for more in (f"{name} + 1", f"{name}.new_ones({[max(size, 1) for size in leaf.shape]})"):
-                yield {name: f"torch.cat([{name}, {more}], {dim})"}, "with one element more"
+                yield {name: f"torch.cat([{name}, {more}], {dim})"}, "with one more element"

@@ -22,7 +22,7 @@ from nandoctor.repro_scripts.program import METHOD, Mode, Node, Program, Ref, ki
 from nandoctor.torch_compat import is_wrapped, schema_of, tree_map, tree_tensors, version_of
 from nandoctor.tracing.dispatch_hook import Invocation
 
-NOT_THE_SAME = "The step is not the same every time: pass --seed, and make the forward deterministic."
+NOT_THE_SAME = "The step gives different results from run to run: pass --seed, and make the forward deterministic."
 
 _MAX_DEPTH = 8
 _MAX_OPS = 24
@@ -269,7 +269,7 @@ def _find_function_and_mode(piece: _RecordedOp, low: torch.dtype) -> tuple[str, 
             if _gives_the_same(piece, function, mode, low):
                 return function, mode
     raise NanDoctorError(
-        f"{piece.call.name} alone gives another result than in the run, so no script can show it.",
+        f"{piece.call.name} gives another result alone than in the step, so no script can show it.",
         remedy="It may be an op of another library: report it there with `nandoctor replay -o report.json`.",
     )
 

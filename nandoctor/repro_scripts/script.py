@@ -41,7 +41,7 @@ def _docstring(program: Program, failure: Failure, facts: Mapping[str, str]) -> 
     where = "in the gradients of " if program.gradient else "from "
     name = program.nodes[-1].function.replace(METHOD, "torch.Tensor.")
     what = f"{_NAMES[failure.kind].capitalize().replace('Nan', 'NaN')} {where}{name}"
-    last = "Needs torch alone, on a CPU or with CUDA; ends with 0 if it fails as stated."
+    last = "Needs torch alone, on a CPU or with CUDA; exits with 0 if it fails as stated."
     return f'"""{what}: the smallest case.\n\n{lines}\n\n{last}\n"""'
 
 
@@ -179,7 +179,7 @@ def _reference(program: Program, failure: Failure) -> Iterator[str]:
 
 def _expectation(program: Program, failure: Failure) -> str:
     if not failure.finite_in_fp32:
-        return "The same in fp32, from the same inputs."
+        return "fp32 fails too, from the same inputs."
     got, exact = program.run(), program.run_in(torch.float32)
     nonfinite = [ours[~torch.isfinite(theirs)] for theirs, ours in zip(got, exact, strict=True)]
     wanted = max(float(values.abs().max()) for values in nonfinite if len(values))

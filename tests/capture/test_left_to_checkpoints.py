@@ -89,8 +89,8 @@ def test_a_checkpoint_of_another_step_is_told(train):
     path, *_ = command_in(train(lambda: "step0.pt"))
     report = nandoctor.replay(path, weights="step0.pt", fixes=False).report
     assert report.reproduction.grade != "exact"
-    (note,) = [note for note in report.notes if "not of the failing step" in note]
-    assert "6 of 6 tensors that were compared differ from the dump's, by " in note
+    (note,) = [note for note in report.notes if "not those of the failing step" in note]
+    assert "6 of 6 tensors compared differ from the dump's, by " in note
 
 
 def test_a_rounded_checkpoint_is_told_from_another(train):
@@ -136,7 +136,7 @@ def test_other_weights_are_told_where_the_step_fails(train):
     path, *_ = command_in(train("step1.pt"))
     found = nandoctor.verify(path, weights="step0.pt")
     assert found.outcome == "still-fails", found.reasons
-    assert any("step0.pt is not of the failing step" in note for note in found.notes)
+    assert any("step0.pt are not those of the failing step" in note for note in found.notes)
 
 
 def test_non_finite_weights_of_another_step_say_nothing(train):

@@ -60,7 +60,7 @@ def test_layers_are_told_by_how_much_they_grew():
     comparison = compare_reports(before, after)
     assert comparison.layers[0].growth == pytest.approx(1.1**19)
     assert all(layer.growth >= 2**0.5 for layer in comparison.layers)
-    assert "the tightest layer has" in comparison.headline
+    assert "the layer closest to the limit has" in comparison.headline
 
 
 def test_layers_that_changed_alike_stay_in_order_of_execution():
@@ -77,7 +77,7 @@ def test_another_format_changes_the_headroom_and_not_the_ranges():
     comparison = compare_reports(factory.healthy(), replace(factory.report(factory.network(20, low=BF16))))
     assert comparison.layers == ()
     assert {change.name for change in comparison.changes} == {"format"}
-    assert "bits of room" in comparison.headline
+    assert "bits of headroom" in comparison.headline
 
 
 def test_calls_that_only_one_made_are_listed():

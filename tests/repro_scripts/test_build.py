@@ -279,7 +279,7 @@ def spoil_gradient(h):
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        pytest.param(add_up, "sum of 3 gradients overflows, and each of them is finite", id="sum"),
+        pytest.param(add_up, "sum of 3 gradients overflows; each of them is finite", id="sum"),
         pytest.param(spoil_gradient, "gradient of mul is non-finite already", id="hook"),
     ],
 )
