@@ -285,8 +285,7 @@ class _RecordedRun:
             counts_for=step.low,
             statistics=watch.statistics,
             on_call=step.progress.on_call,
-            producer_of=self._ops.producer_of if self._ops else None,
-            reading_of=self._ops.reading_of if self._ops else None,
+            ops=self._ops,
         )
         self.output: Any = None
         self.loss: torch.Tensor | None = None

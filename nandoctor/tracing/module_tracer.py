@@ -10,8 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +21,9 @@ from nandoctor.process_wide import collection_paused
 from nandoctor.torch_compat import plain_torch, version_of
 from nandoctor.tracing.tensor_stats import Reading, Readings, add_counts, asks_for_counts, collect_all, measure
 from nandoctor.tracing.tensor_tree import walk_tensors
+
+if TYPE_CHECKING:
+    from nandoctor.tracing.op_tracer import OpTracer
 
 Owner = tuple[str, str, int]
 """A module call: path, type name and call number."""
@@ -56,8 +58,8 @@ class Tracer:
     """A context in which every call of every module of `model` is recorded.
 
     Flushes to zero are judged against `counts_for`. `on_call` gets the number of returned calls after each.
-    `producer_of` returns the traced op that made a tensor, `reading_of` what was read of it there. A shared module goes
-    by its first name. Compiled code runs eagerly meanwhile: a graph would skip the hooks, or be traced through them.
+    `ops` knows which traced op made a tensor, and what was read of it there. A shared module goes by its first name.
+    Compiled code runs eagerly meanwhile: a graph would skip the hooks, or be traced through them.
     """
 
     def __init__(
@@ -67,15 +69,13 @@ class Tracer:
         counts_for: FloatFormat,
         statistics: Statistics = "ranges",
         on_call: Callable[[int], None] | None = None,
-        producer_of: Callable[[torch.Tensor], int | None] | None = None,
-        reading_of: Callable[[torch.Tensor], Reading | None] | None = None,
+        ops: OpTracer | None = None,
     ) -> None:
         self._model = model
         self._counts_for = counts_for
         self._statistics = statistics
         self._on_call = on_call
-        self._producer_of = producer_of
-        self._reading_of = reading_of
+        self._ops = ops
         self._calls: list[_OpenCall] = []
         self._open: list[_OpenCall] = []
         self._num_calls: Counter[str] = Counter()
@@ -99,9 +99,7 @@ class Tracer:
             self._hooks = hooks.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._hooks.close()
         self._seen.clear()
 
@@ -112,17 +110,15 @@ class Tracer:
         """
         with plain_torch():
             found = itertools.chain.from_iterable(walk_tensors(value, attributes=attributes) for value in values)
-            readings = [(path, self._measure_once(tensor, counts)) for path, tensor in found]
-        return [(path, reading) for path, reading in readings if reading is not None]
+            return [(path, reading) for path, tensor in found if (reading := self._measure_once(tensor, counts))]
 
     def reading_of(self, tensor: torch.Tensor) -> Reading | None:
         """Return a traced op's reading of the tensor in its present state, else measure it."""
-        return (self._reading_of(tensor) if self._reading_of is not None else None) or measure(tensor)
+        return (self._ops.reading_of(tensor) if self._ops is not None else None) or measure(tensor)
 
     def calls(self) -> tuple[ModuleCall, ...]:
         """Return the calls so far, in the order in which they were entered."""
-        stats = collect_all([call.inputs for call in self._calls] + [call.outputs for call in self._calls])
-        inputs, outputs = stats[: len(self._calls)], stats[len(self._calls) :]
+        stats = iter(collect_all([readings for call in self._calls for readings in (call.inputs, call.outputs)]))
         return tuple(
             ModuleCall(
                 module=call.name,
@@ -134,7 +130,7 @@ class Tracer:
                 inputs=taken,
                 outputs=given,
             )
-            for call, taken, given in zip(self._calls, inputs, outputs, strict=True)
+            for call, taken, given in zip(self._calls, stats, stats, strict=True)
         )
 
     def _on_entry(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -189,7 +185,7 @@ class Tracer:
 
     def _is_current(self, reading: Reading, tensor: torch.Tensor) -> bool:
         """Return True if no traced op has written to the tensor since, not even through `.data`."""
-        return self._producer_of is None or reading.producer == self._producer_of(tensor)
+        return self._ops is None or reading.producer == self._ops.producer_of(tensor)
 
     def _measure(self, tensor: torch.Tensor, counts: bool) -> Reading | None:
         low, per_sample = self._counts_for, self._statistics == "per sample"
@@ -200,6 +196,4 @@ class Tracer:
             reading = add_counts(reading, tensor, low, place=counts, per_sample=per_sample)
         elif self._statistics == "counts" and reading.counts is None and asks_for_counts(reading, low):
             reading = add_counts(reading, tensor, low)
-        if self._producer_of is None:
-            return reading
-        return reading._replace(producer=self._producer_of(tensor))
+        return reading if self._ops is None else reading._replace(producer=self._ops.producer_of(tensor))
