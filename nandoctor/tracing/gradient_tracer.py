@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -78,13 +79,11 @@ class GradientTracer:
             node = waiting.pop()
             if node is None or node in self._claims:
                 continue
-            if is_custom_node(node):
-                self._claims[node] = self._claim_function(node)
-            else:
-                self._claims[node] = _Claim(forward, op, owner)
-            self._handles.callback(node.register_prehook(self._hook_sums(node)).remove)
+            is_custom = is_custom_node(node)
+            self._claims[node] = self._claim_function(node) if is_custom else _Claim(forward, op, owner)
+            self._handles.callback(node.register_prehook(partial(self._record_sums, node)).remove)
             if node.name() != "torch::autograd::AccumulateGrad":  # that one adds to `.grad` and makes nothing
-                self._handles.callback(node.register_hook(self._hook(node)).remove)
+                self._handles.callback(node.register_hook(partial(self._record, node)).remove)
             waiting += [following for following, _ in node.next_functions]
 
     def _claim_function(self, node: Any) -> _Claim:
@@ -131,48 +130,38 @@ class GradientTracer:
             counts[claim] += 1
         return tuple(calls)
 
-    def _hook(self, node: Any) -> Callable[[Gradients, Gradients], None]:
+    def _record(self, node: Any, outgoing: Gradients, incoming: Gradients) -> None:
+        with unobserved():
+            given = [gradient for gradient in incoming if gradient is not None]
+            made = [gradient for gradient in outgoing if gradient is not None]
+            before = [read for gradient in given if (read := measure(gradient))]
+            after = []
+            for edge, gradient in zip(node.next_functions, outgoing, strict=False):
+                if gradient is not None and (read := measure(gradient)):
+                    after.append(read)
+                    self._summands.setdefault(edge, []).append(read)
+            made_here = all(map(is_finite, before)) and not all(map(is_finite, after))
+            analysis = self._examine(given, made) if made_here else None
         claim = self._claims[node]
+        self._recordings.append(_RecordedNode(claim=claim, incoming=before, outgoing=after, analysis=analysis))
 
-        def on_gradients(outgoing: Gradients, incoming: Gradients) -> None:
-            with unobserved():
-                given = [gradient for gradient in incoming if gradient is not None]
-                made = [gradient for gradient in outgoing if gradient is not None]
-                before = [read for gradient in given if (read := measure(gradient))]
-                after = []
-                for edge, gradient in zip(node.next_functions, outgoing, strict=False):
-                    if gradient is not None and (read := measure(gradient)):
-                        after.append(read)
-                        self._summands.setdefault(edge, []).append(read)
-                made_here = all(map(is_finite, before)) and not all(map(is_finite, after))
-                analysis = self._examine(given, made) if made_here else None
-            self._recordings.append(_RecordedNode(claim=claim, incoming=before, outgoing=after, analysis=analysis))
-
-        return on_gradients
-
-    def _hook_sums(self, node: Any) -> Callable[[Gradients], None]:
-        """Return a hook that records an incoming gradient as an op if it is a sum that overflows.
+    def _record_sums(self, node: Any, incoming: Gradients) -> None:
+        """Record an incoming gradient as an op if it is a sum that overflows.
 
         A user's hook may have changed it, so the summands must be finite, and add up to more than the format holds.
         """
-
-        def on_incoming(incoming: Gradients) -> None:
-            for index, gradient in enumerate(incoming):
-                summands = self._summands.pop((node, index), [])
-                if gradient is None or len(summands) < 2 or not all(map(is_finite, summands)):
+        for index, gradient in enumerate(incoming):
+            summands = self._summands.pop((node, index), [])
+            if gradient is None or len(summands) < 2 or not all(map(is_finite, summands)):
+                continue
+            with unobserved():
+                low, largest = format_of(gradient.dtype), sum(max(map(abs, limits_of(part))) for part in summands)
+                total = measure(gradient) if low is not None and largest > low.max else None
+                if total is None or is_finite(total):
                     continue
-                with unobserved():
-                    low, largest = format_of(gradient.dtype), sum(max(map(abs, limits_of(part))) for part in summands)
-                    total = measure(gradient) if low is not None and largest > low.max else None
-                    if total is None or is_finite(total):
-                        continue
-                    analysis = self._examine([], [gradient])
-                claim = self._claims[node]._replace(op=GRADIENT_SUM)
-                self._recordings.append(
-                    _RecordedNode(claim=claim, incoming=summands, outgoing=[total], analysis=analysis)
-                )
-
-        return on_incoming
+                analysis = self._examine([], [gradient])
+            claim = self._claims[node]._replace(op=GRADIENT_SUM)
+            self._recordings.append(_RecordedNode(claim=claim, incoming=summands, outgoing=[total], analysis=analysis))
 
     def _examine(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor]) -> OpAnalysis:
         nonfinite = next(
