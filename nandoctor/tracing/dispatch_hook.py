@@ -214,8 +214,7 @@ _RUNNER = str(Path(__file__).parent.parent / "replaying" / "runner.py")
 
 
 class _Handlers(threading.local):
-    def __init__(self) -> None:
-        self.stack: tuple[Handler, ...] = ()
+    stack: tuple[Handler, ...] = ()
 
 
 _handlers = _Handlers()
@@ -237,10 +236,8 @@ def _observe(keys: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _observer() -> Iterator[None]:
-    with (
-        observer_kernel(_observe),
-        patched([Patch(HIGHER_ORDER_KEYS, without_observer), Patch(MAKE_SUBCLASS, _unseen)]),
-    ):
+    patches = [Patch(HIGHER_ORDER_KEYS, without_observer), Patch(MAKE_SUBCLASS, _unseen)]
+    with observer_kernel(_observe), patched(patches):
         yield
 
 
@@ -294,8 +291,9 @@ def _dispatch(handlers: tuple[Handler, ...], call: Invocation) -> Any:
         return call.run()
 
     def proceed(changed: Invocation) -> Any:
-        is_same = changed is call
-        return _dispatch(handlers[1:], call if is_same else replace(changed, original=call.original or call))
+        if changed is not call:
+            changed = replace(changed, original=call.original or call)
+        return _dispatch(handlers[1:], changed)
 
     return handlers[0](call, proceed)
 

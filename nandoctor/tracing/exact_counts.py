@@ -58,13 +58,12 @@ class _Stored(NamedTuple):
                 np.greater_equal(part & self.kind.max, self.infinity, out=target)
         return mask
 
-    def parts(self) -> Iterator[_Stored]:
-        """Yield the numbers in pieces whose temporaries stay in the processor's cache."""
-        return (self._replace(signed=part) for part in _cut(self.signed))
-
 
 def _cut(numbers: Any) -> Iterator[Any]:
-    """Return flat pieces of an array, each valid until the next, or a whole tensor. Expanded arrays are not copied."""
+    """Return flat pieces of an array, each valid until the next, or a whole tensor.
+
+    Temporaries of a piece stay in the processor's cache. Expanded arrays are not copied.
+    """
     if isinstance(numbers, torch.Tensor):
         return iter([numbers])
     return iter(np.nditer(numbers, _IN_PIECES, buffersize=_AT_ONCE)) if numbers.size else iter([numbers.ravel()])
@@ -118,7 +117,8 @@ def count_exactly(
     stored = _Stored.of(values)
     subnormal = _last_up_to(own.smallest_normal - own.smallest_subnormal, stored.format)
     flushed = _last_up_to(target.flush_threshold, stored.format)
-    columns = list(zip(*(_tally(part, subnormal, flushed) for part in stored.parts()), strict=True))
+    parts = (stored._replace(signed=part) for part in _cut(stored.signed))
+    columns = list(zip(*(_tally(part, subnormal, flushed) for part in parts), strict=True))
     num_bad, num_nan, num_posinf, num_zero, num_subnormal, num_flushed = map(sum, columns[:6])
     smallest, lowest, highest = min(columns[6]), max(0, *columns[7]), max(0, *columns[8])
     num_finite = values.numel() - num_bad

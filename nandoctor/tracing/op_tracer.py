@@ -81,7 +81,7 @@ class _Writer(NamedTuple):
     """The last known write to a tensor: the op's order, the tensor's version then, and what was read of it."""
 
     tensor: weakref.ref[torch.Tensor]
-    version: int
+    version: int | None
     order: int | None
     reading: Reading | None
 
@@ -193,8 +193,7 @@ class OpTracer:
         self._record(call, inputs, readings, analysis)
         order = len(self._recordings) - 1
         if self._gradients is not None:
-            recording = self._recordings[order]
-            self._gradients.claim(made, order, recording.op, recording.owner)
+            self._gradients.claim(made, order, call.name, self._recordings[order].owner)
         for leaf, reading in zip(leaves, readings, strict=True):
             self._remember(leaf, order, reading, wrote=call.is_mutable)
         if self._on_op is not None:
@@ -233,16 +232,12 @@ class OpTracer:
     def _find_current(self, tensor: torch.Tensor) -> _Writer | None:
         """Return the record of this tensor, or None if there is none or it was written to since."""
         writer = self._writers.get(id(tensor))
-        is_known = writer is not None and writer.tensor() is tensor and not self._is_outdated(writer, tensor)
-        return writer if is_known else None
-
-    def _is_outdated(self, writer: _Writer, tensor: torch.Tensor) -> bool:
-        """Return True if the tensor was written to since, also through `.data`, which has its own version counter."""
-        storage = self._find_storage(tensor)
-        written = None if storage is None else storage.order
-        if writer.version != _version(tensor) or written is None:
-            return writer.version != _version(tensor)
-        return writer.order is None or written > writer.order
+        if writer is None or writer.tensor() is not tensor or writer.version != version_of(tensor):
+            return None
+        storage = self._find_storage(tensor)  # knows of writes through `.data`, which has its own version counter
+        if storage is None or storage.order is None:
+            return writer
+        return writer if writer.order is not None and writer.order >= storage.order else None
 
     def _find_storage(self, tensor: torch.Tensor) -> _Storage | None:
         """Return the storage behind a tensor; None if its owner is gone, since the address may have been reused."""
@@ -252,20 +247,17 @@ class OpTracer:
     def _remember(
         self, tensor: torch.Tensor, order: int | None, reading: Reading | None, *, wrote: bool = False
     ) -> _Writer:
-        writer = _Writer(weakref.ref(tensor), _version(tensor), order, reading)
+        writer = _Writer(weakref.ref(tensor), version_of(tensor), order, reading)
         self._writers[id(tensor)] = writer
         storage = self._find_storage(tensor)
         if storage is not None and not wrote:  # a view leaves the memory as it is
             return writer
+        storage = storage or _Storage(writer.tensor, order)
         nonfinite = None if is_finite(reading) else order
-        if storage is None:
-            self._storages[_address(tensor)] = _Storage(writer.tensor, order, nonfinite)
-        else:
+        if nonfinite is None and storage.nonfinite is not None:
             is_whole = tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
-            left = None if is_whole or nonfinite is not None else storage.nonfinite
-            self._storages[_address(tensor)] = storage._replace(
-                order=order, nonfinite=left if nonfinite is None else nonfinite
-            )
+            nonfinite = None if is_whole else storage.nonfinite
+        self._storages[_address(tensor)] = storage._replace(order=order, nonfinite=nonfinite)
         return writer
 
     def _record(
@@ -314,11 +306,6 @@ def _kinds(readings: Iterable[Reading | None]) -> set[str]:
     """Return which of "nan", "inf" and "-inf" occur; a NaN hides the others."""
     limits = [limit for reading in readings if reading is not None for limit in limits_of(reading)]
     return {str(limit) for limit in limits if not math.isfinite(limit)}
-
-
-def _version(tensor: torch.Tensor) -> int:
-    version = version_of(tensor)
-    return -1 if version is None else version
 
 
 def _address(tensor: torch.Tensor) -> int:

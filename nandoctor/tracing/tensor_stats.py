@@ -70,14 +70,11 @@ def measure(tensor: torch.Tensor, *, counts_for: FloatFormat | None = None) -> R
     The shape is that of the numbers themselves: a complex tensor's ends in 2, a nested one's starts with all rows, a
     sparse one's with its stored values, one under `torch.vmap` has the mapped dimension.
     """
-    float_format = format_of(tensor.dtype)
-    if float_format is None:
-        return None
     values = numbers_in(tensor)
     if values is None or values.numel() == 0 or values.is_meta:
         return None
     limits, sample = _read(values)
-    reading = Reading(tuple(values.shape), float_format, values.numel(), limits, sample)
+    reading = Reading(tuple(values.shape), _FORMATS[tensor.dtype], values.numel(), limits, sample)
     return reading if counts_for is None else add_counts(reading, tensor, counts_for)
 
 
@@ -128,8 +125,7 @@ def measure_all(
     tensors: Iterable[tuple[str, torch.Tensor]], *, counts_for: FloatFormat | None = None
 ) -> tuple[TensorStats, ...]:
     """Return the statistics of all tensors that have numbers, by name; `counts_for` as in `measure`."""
-    readings = [(name, measure(tensor, counts_for=counts_for)) for name, tensor in tensors]
-    return collect([(name, reading) for name, reading in readings if reading is not None])
+    return collect([(name, read) for name, tensor in tensors if (read := measure(tensor, counts_for=counts_for))])
 
 
 def collect(readings: Readings) -> tuple[TensorStats, ...]:
