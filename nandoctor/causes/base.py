@@ -217,13 +217,12 @@ def singular_edge(op: OpCall) -> float | None:
     """Return the edge of the op's domain that its argument reaches, or None; the derivative is infinite there."""
     domain = DOMAINS.get(op.op)
     is_smooth = op.op == "pow" and not any(name == "exponent" and value < 1 for name, value in op.scalars)
-    for tensor in singular_inputs(op) if domain is not None and not is_smooth else ():
-        assert domain is not None
-        if tensor.stats is not None and tensor.stats.min == domain.low:
-            return domain.low
-        if tensor.stats is not None and tensor.stats.max == domain.high:
-            return domain.high
-    return None
+    if domain is None or is_smooth:
+        return None
+    taken = [tensor.stats for tensor in singular_inputs(op) if tensor.stats is not None]
+    if any(stats.min == domain.low for stats in taken):
+        return domain.low
+    return domain.high if any(stats.max == domain.high for stats in taken) else None
 
 
 def writes_infinity(op: OpCall) -> bool:

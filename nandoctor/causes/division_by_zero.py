@@ -44,7 +44,7 @@ def diagnose(finding: Finding) -> Account | None:
     if finding.overflowed or outside_domain(finding) is not None:
         return None
     if finding.op.op in NORMALISATIONS:
-        return _explain_norm(finding)
+        return None if finding.had_inf_input else _explain_norm(finding)
     denominator = _denominator(finding)
     if denominator is not None and denominator.counts.num_zero:
         return _explain(finding, denominator.name, denominator.counts.num_zero)
@@ -72,10 +72,8 @@ def _smallest_in_fp32(finding: Finding, name: str) -> float | None:
     return stats.min if stats is not None and stats.finite and (stats.min or 0.0) > 0 else None
 
 
-def _explain_norm(finding: Finding) -> Account | None:
+def _explain_norm(finding: Finding) -> Account:
     """Explain a singular normalisation of finite values: their spread is zero, and no eps prevents the division."""
-    if finding.had_inf_input:
-        return None
     num_bad = finding.analysis.num_bad
     return Account(
         headline=f"{subject(finding.op)} divides by a spread of exactly 0",

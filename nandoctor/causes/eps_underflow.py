@@ -37,11 +37,11 @@ from nandoctor.causes.base import (
     singular_inputs,
     site_of,
 )
-from nandoctor.causes.sentences import argument, at_singularity, owner, subject
+from nandoctor.causes.sentences import argument, at_singularity, subject
 from nandoctor.evidence.edits import KeepOp, SetArgument
 from nandoctor.evidence.formats import FP32, LARGEST_EPS, FloatFormat
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats
+from nandoctor.evidence.trace import LOSS, OpCall, OpTensor, TensorStats
 from nandoctor.ops import (
     CASTS,
     CLAMPS,
@@ -115,7 +115,8 @@ def _headline(finding: Finding | GradientFinding, singular: OpCall, found: _Lost
     lost = "rounds to 0" if dtype.round(eps) == 0 else f"is lost beside {constant(larger)}"
     if isinstance(finding, GradientFinding):
         return f"{constant(eps)} {lost} in {dtype}, so the derivative of {subject(singular)} is infinite"
-    return f"{constant(eps)} {lost} in {dtype}, so {owner(singular)} {at_singularity(singular, finding.analysis.kinds)}"
+    caller = "the loss" if singular.module == LOSS else singular.type or "the model"
+    return f"{constant(eps)} {lost} in {dtype}, so {caller} {at_singularity(singular, finding.analysis.kinds)}"
 
 
 def _lost_constants(singular: OpCall, finding: Finding | GradientFinding) -> Iterator[_Lost]:

@@ -56,9 +56,13 @@ def diagnose(finding: GradientFinding) -> Account | None:
     argument = next((tensor.stats for tensor in (*singular_inputs(forward), *forward.inputs) if tensor.stats), None)
     limits = None if argument is None else (argument.min, argument.max)
     reach = "" if limits is None or None in limits else f" (its input goes from {' to '.join(map(number, limits))})"
-    is_beside = _is_beside_singularity(forward)
+    is_beside, kinds = _is_beside_singularity(forward), kinds_text(finding.analysis.kinds)
+    at_zero = " at 0" if edge == 0 else ""
+    headline = f"The derivative of {subject(forward)} is infinite{at_zero}, so its gradient is {kinds}"
+    if is_beside:
+        headline = f"The gradient of {subject(forward)} is too large even for fp32, so it is {kinds}"
     return Account(
-        headline=_headline(finding, forward, edge, is_beside=is_beside),
+        headline=headline,
         explanation=f"The derivative of {forward.op} is {'too large' if is_beside else 'infinite'} where it was "
         f"evaluated{reach}: the incoming gradient is finite, the outgoing one is not, in fp32 either.",
         evidence=gradient_evidence(finding),
@@ -83,13 +87,6 @@ def _explain_rounding(finding: GradientFinding, forward: OpCall, edge: float) ->
         "derivative is infinite; in fp32 it stays beside that point, and the gradient is finite.",
         evidence=gradient_evidence(finding),
     )
-
-
-def _headline(finding: GradientFinding, forward: OpCall, edge: float | None, *, is_beside: bool) -> str:
-    kinds = kinds_text(finding.analysis.kinds)
-    if is_beside:
-        return f"The gradient of {subject(forward)} is too large even for fp32, so it is {kinds}"
-    return f"The derivative of {subject(forward)} is infinite{' at 0' if edge == 0 else ''}, so its gradient is {kinds}"
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:

@@ -51,11 +51,14 @@ def _explain_domain(finding: Finding, outside: float) -> Account:
     domain, num_bad = DOMAINS[finding.op.op], finding.analysis.num_bad
     argument = "argument" if domain.argument in ("self", "other") else domain.argument
     taken = operand(finding.op, domain.argument) or f"The {argument} of {finding.op.op}"
-    beyond = outside not in (domain.low, domain.high)
-    reached = number(outside, unlike=domain.low if outside < domain.low else domain.high) if beyond else number(outside)
+    reached, undefined = number(outside), "infinite there"
+    if outside < domain.low:
+        reached, undefined = number(outside, unlike=domain.low), f"undefined below {number(domain.low)}"
+    elif outside > domain.high:
+        reached, undefined = number(outside, unlike=domain.high), f"undefined above {number(domain.high)}"
     in_fp32 = f", because of rounding to {finding.low}: in fp32 it stays inside" if finding.reference_is_finite else ""
     return Account(
-        headline=f"{taken} reaches {reached}, and {_undefined(finding.op.op, outside)}",
+        headline=f"{taken} reaches {reached}, and {finding.op.op} is {undefined}",
         explanation=f"{finding.op.op} is defined from {number(domain.low)} to {number(domain.high)}, and its "
         f"{argument} reaches {reached}{in_fp32}.",
         evidence=(
@@ -63,14 +66,6 @@ def _explain_domain(finding: Finding, outside: float) -> Account:
             Evidence("num_bad", num_bad, f"{plural(num_bad, 'non-finite element')} in the result"),
         ),
     )
-
-
-def _undefined(name: str, outside: float) -> str:
-    domain = DOMAINS[name]
-    if domain.is_open and outside in (domain.low, domain.high):
-        return f"{name} is infinite there"
-    side = f"below {number(domain.low)}" if outside < domain.low else f"above {number(domain.high)}"
-    return f"{name} is undefined {side}"
 
 
 def _explain_pole(finding: Finding) -> Account | None:

@@ -31,14 +31,16 @@ def diagnose(finding: GradientFinding) -> Account | None:
     """Explain an overflow that is gone at loss scale 1."""
     if not finding.fixed_by_scale:
         return None
-    scale = Evidence("loss_scale", finding.loss_scale, f"the loss scale was {number(finding.loss_scale)}")
+    scale, limit = number(finding.loss_scale), number(finding.low.max)
+    exceeds = f"At a loss scale of {scale} {gradient_at(finding.op)} exceeds"
     return Account(
-        headline=f"At a loss scale of {number(finding.loss_scale)} {gradient_at(finding.op)} exceeds "
-        f"{number(finding.low.max)}, the largest number of {finding.low}",
-        explanation=f"At a loss scale of {number(finding.loss_scale)} {gradient_at(finding.op)} exceeds "
-        f"what {finding.low} holds ({number(finding.low.max)}); at scale 1 every gradient is finite, so GradScaler "
+        headline=f"{exceeds} {limit}, the largest number of {finding.low}",
+        explanation=f"{exceeds} what {finding.low} holds ({limit}); at scale 1 every gradient is finite, so GradScaler "
         "halves the scale until they are.",
-        evidence=(scale, *gradient_evidence(finding)),
+        evidence=(
+            Evidence("loss_scale", finding.loss_scale, f"the loss scale was {scale}"),
+            *gradient_evidence(finding),
+        ),
     )
 
 

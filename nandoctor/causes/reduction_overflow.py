@@ -35,9 +35,7 @@ def diagnose(finding: Finding) -> Account | None:
     if not summing or not (finding.overflowed or (finding.op.op in SERIAL_PRODUCTS and finding.is_past_float64)):
         return None
     length = finding.analysis.length
-    terms: tuple[Evidence, ...] = ()
-    if length is not None:
-        terms = (Evidence("length", length, f"each element sums {plural(length, 'term')}"),)
+    terms = () if length is None else (Evidence("length", length, f"each element sums {plural(length, 'term')}"),)
     over = f" over {plural(length, 'element')}" if length else ""
     return explain_overflow(finding, f"The {finding.op.op}{over}", terms)
 

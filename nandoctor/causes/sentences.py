@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from nandoctor.causes.base import Finding
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.evidence.trace import LOSS, OpCall, TensorStats
+from nandoctor.evidence.trace import OpCall, TensorStats
 from nandoctor.ops import CASTS, DIVISIONS, GRADIENT_SUM, LOGARITHMS, NORMALISATIONS
 from nandoctor.text import are, code, excess, nonfinite_part, number, part_of
 
@@ -109,11 +109,6 @@ def _call_operands(node: ast.Call, num_operands: int) -> dict[str, ast.expr]:
     if len(taken) != num_operands or any(isinstance(operand, ast.Starred) for operand in taken):
         return {}
     return dict(zip(("self", "other", "exponent"), [*taken, *taken[1:]], strict=False))
-
-
-def owner(op: OpCall) -> str:
-    """Return the caller of the op: the class of the module, "the model" or "the loss"."""
-    return "the loss" if op.module == LOSS else op.type or "the model"
 
 
 def past(value: float | None, low: FloatFormat) -> str:

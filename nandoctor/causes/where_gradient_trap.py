@@ -66,15 +66,12 @@ def _hiding_selection(ops: Mapping[int, OpCall], made: int) -> str | None:
     keep the singular point, as relu(1 - sqrt(x)) keeps x = 0.
     """
     for op in descendants(ops, made, _DEPTH, through=_KEEPS_PLACE):
-        if op.op in SELECTIONS or _is_masking(op):
+        scalars = dict(op.scalars)
+        # A product with an integer or boolean mask zeroes gradients as a selection does.
+        is_masking = op.op == "mul" and any(taken.stats is None and taken.name not in scalars for taken in op.inputs)
+        if op.op in SELECTIONS or is_masking:
             return op.op
     return next((op.op for op in descendants(ops, made, _DEPTH, through=MOVES | CASTS) if op.op in LIMITS), None)
-
-
-def _is_masking(op: OpCall) -> bool:
-    """Return True if the op multiplies by an integer or boolean mask, which zeroes gradients as a selection does."""
-    scalars = dict(op.scalars)
-    return op.op == "mul" and any(tensor.stats is None and tensor.name not in scalars for tensor in op.inputs)
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
