@@ -104,10 +104,8 @@ def _decode_union(arms: tuple[Any, ...], data: Any, place: str) -> Any:
         return data
     records = filter(dataclasses.is_dataclass, arms)
     by_kind = {item.default: arm for arm in records for item in dataclasses.fields(arm) if item.name == "kind"}
-    return _decode_kind(by_kind, data, place) if by_kind else _decode(arms[0], data, place)
-
-
-def _decode_kind(by_kind: Mapping[Any, Any], data: Any, place: str) -> Any:
+    if not by_kind:
+        return _decode(arms[0], data, place)
     if not isinstance(data, dict) or data.get("kind") not in tuple(by_kind):  # a tuple: the kind may be unhashable
         raise _wrong(data, place, f"an object of kind {', '.join(map(str, by_kind))}")
     return _decode(by_kind[data["kind"]], data, place)
@@ -138,9 +136,8 @@ _GENERIC_DECODERS: dict[Any, Callable[[tuple[Any, ...], Any, str], Any]] = {
 
 
 def _decode_float(data: Any, place: str) -> float:
-    if type(data) is float or data in NONFINITE:
-        return float(data)
-    if type(data) is int and abs(data) < 2**1023:
+    is_float = type(data) is float or data in NONFINITE
+    if is_float or (type(data) is int and abs(data) < 2**1023):
         return float(data)
     raise _wrong(data, place, "a number")
 
