@@ -213,7 +213,9 @@ class OpTracer:
         ]
 
     def _identify(self, name: str, tensor: torch.Tensor) -> _Tensor:
-        known_as = self._names.get(id(tensor)) or self._find_alias(tensor)
+        known_as = self._names.get(id(tensor))
+        if known_as is None and _has_memory(tensor) and self.producer_of(tensor) is None:
+            known_as = self._names.get(tensor.data_ptr())  # shares the memory of a tensor from outside
         if known_as is not None and known_as[0] == "unread":
             return _Tensor(name, None, None, known_as)
         writer = self._find_current(tensor)
@@ -223,11 +225,6 @@ class OpTracer:
                 reading = measure(tensor, counts_for=self._low)
             writer = self._remember(tensor, producer, reading)
         return _Tensor(name, writer.reading, writer.order, known_as)
-
-    def _find_alias(self, tensor: torch.Tensor) -> Name | None:
-        """Return the name of the tensor from outside at the same address, or None if an op wrote there since."""
-        is_known = _has_memory(tensor) and self.producer_of(tensor) is None
-        return self._names.get(tensor.data_ptr()) if is_known else None
 
     def _find_current(self, tensor: torch.Tensor) -> _Writer | None:
         """Return the record of this tensor, or None if there is none or it was written to since."""
