@@ -236,6 +236,11 @@ def is_constant(tensor: OpTensor) -> bool:
     return tensor.origin == "unknown" and counts is not None and not counts.num_nan
 
 
+def only_value(stats: TensorStats | None) -> float | None:
+    """Return the number that all elements of a finite tensor are, or None if they differ."""
+    return stats.min if stats is not None and stats.finite and stats.min == stats.max else None
+
+
 def is_written(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:
     """Return True if the argument `name` is a number, a constant tensor or a buffer, at most moved, cast or filled in.
 

@@ -34,6 +34,7 @@ from nandoctor.causes.base import (
     ancestors,
     gradient_evidence,
     is_written,
+    only_value,
     singular_inputs,
     site_of,
 )
@@ -41,7 +42,7 @@ from nandoctor.causes.sentences import argument, at_singularity, subject
 from nandoctor.evidence.edits import KeepOp, SetArgument
 from nandoctor.evidence.formats import FP32, LARGEST_EPS, FloatFormat
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.evidence.trace import LOSS, OpCall, OpTensor, TensorStats
+from nandoctor.evidence.trace import LOSS, OpCall, OpTensor
 from nandoctor.ops import (
     CASTS,
     CLAMPS,
@@ -172,17 +173,12 @@ def _constants(op: OpCall, finding: Finding | GradientFinding) -> Iterator[tuple
     reference = finding.references.get(op.key)
     in_fp32 = {tensor.name: tensor.stats for tensor in reference.inputs} if reference is not None else {}
     for tensor in op.inputs:
-        value, used = _only_value(in_fp32.get(tensor.name)), _only_value(tensor.stats)
+        value, used = only_value(in_fp32.get(tensor.name)), only_value(tensor.stats)
         if value is None or used in (None, value) or not is_written(op, tensor.name, finding.ops):
             continue
         if tensor.stats is not None and tensor.stats.dtype.round(value) == used:
             yield float(f"{value:.7g}"), tensor.stats.dtype  # fp32 has seven digits
     yield from ((value, op.outputs[0].dtype) for _, value in op.scalars)
-
-
-def _only_value(stats: TensorStats | None) -> float | None:
-    """Return the number that all elements of a finite tensor are, or None if they differ."""
-    return stats.min if stats is not None and stats.finite and stats.min == stats.max else None
 
 
 def _is_inside(singular: OpCall, tensor: OpTensor) -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, OutsideTensor, clamp_candidate, site_of
+from nandoctor.causes.base import Candidate, Finding, OutsideTensor, clamp_candidate, only_value, site_of
 from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import SetArgument
 from nandoctor.evidence.report import Account, Evidence
@@ -45,9 +45,14 @@ def diagnose(finding: Finding | OutsideTensor) -> Account | None:
     masking = min(_constants(finding), default=None)
     if masking is None or (finding.format.holds(masking) and not finding.overflowed):
         return None
+    low, limit = finding.format, number(-finding.format.max)
+    consequence = f"gives -inf in {low}, whose limit is {limit}; a fully masked row has no finite value left"
+    if _is_refused(finding):
+        error = f"{finding.op.op} raises an error rather than write -inf"
+        consequence = f"is below {limit}, the lowest number of {low}, and {error}"
     return Account(
         headline=_headline(finding, masking),
-        explanation=f"The mask's constant {constant(masking)} {_consequence(finding)}.",
+        explanation=f"The mask's constant {constant(masking)} {consequence}.",
         evidence=(
             Evidence("constant", masking, f"the mask's constant is {constant(masking)}"),
             Evidence("num_bad", finding.analysis.num_bad, f"{plural(finding.analysis.num_bad, 'element')} became -inf"),
@@ -63,15 +68,6 @@ def _explain_constant(masking: float, stats: TensorStats) -> Account:
         "there it is -inf, so a fully masked row has no finite value left, and 0 times it is NaN.",
         evidence=(Evidence("constant", masking, f"the mask's constant is {constant(masking)}"),),
     )
-
-
-def _consequence(finding: Finding) -> str:
-    low, limit = finding.format, number(-finding.format.max)
-    if _is_refused(finding):
-        return (
-            f"is below {limit}, the lowest number of {low}, and {finding.op.op} raises an error rather than write -inf"
-        )
-    return f"gives -inf in {low}, whose limit is {limit}; a fully masked row has no finite value left"
 
 
 def _is_refused(finding: Finding) -> bool:
@@ -117,10 +113,9 @@ def constant_in_fp32(tensor: OpTensor, reference: OpCall | None) -> float | None
     ours = tensor.stats
     if ours is None or ours.counts is None or ours.counts.num_neginf != ours.numel or reference is None:
         return None
-    same = next((taken.stats for taken in reference.inputs if taken.name == tensor.name), None)
-    if same is None or not same.finite or same.min is None or same.min != same.max:
-        return None
-    return same.min if same.min <= _VERY_NEGATIVE else None
+    same = reference.find_input(tensor.name)
+    value = None if same is None else only_value(same.stats)
+    return value if value is not None and value <= _VERY_NEGATIVE else None
 
 
 def fitting_constants(op: OpCall, tensor: OpTensor, in_fp32: float) -> tuple[Candidate, ...]:
