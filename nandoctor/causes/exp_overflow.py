@@ -68,8 +68,7 @@ def _explain(finding: Finding, exponential: OpCall) -> Account:
     largest = (argument.absmax if two_sided else argument.max) if argument else None
     reach = "" if largest is None else f" of {'magnitudes' if two_sided else 'values'} up to {number(largest)}"
     made_by = " of ".join(dict.fromkeys((finding.op.op, exponential.op)))
-    text = f"the argument of {exponential.op} reaches {number(largest)}"
-    evidence = Evidence("argument_max", largest, text)
+    evidence = Evidence("argument_max", largest, f"the argument of {exponential.op} reaches {number(largest)}")
     return explain_overflow(finding, f"The {made_by}{reach}", [evidence])
 
 

@@ -24,7 +24,7 @@ from nandoctor.causes.sentences import subject
 from nandoctor.evidence.edits import UnmaskRows
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.ops import SOFTMAXES
-from nandoctor.text import plural
+from nandoctor.text import are, plural
 
 TITLE = "Every position of a softmax is masked"
 PHASES = ("forward",)
@@ -35,13 +35,11 @@ def diagnose(finding: Finding) -> Account | None:
     rows = finding.analysis.num_full_rows
     if finding.op.op not in SOFTMAXES or not rows:
         return None
-    masked = plural(rows, "row")
+    masked = f"{plural(rows, 'row')} of the scores {are(rows)} entirely"
     return Account(
-        headline=f"{masked} of the scores {'is' if rows == 1 else 'are'} entirely -Inf, "
-        f"so {subject(finding.op)} divides 0 by 0",
-        explanation=f"{masked} of the scores {'is' if rows == 1 else 'are'} entirely -inf (every position masked), so "
-        f"{finding.op.op} is 0/0.",
-        evidence=(Evidence("num_full_rows", rows, f"{masked} with every position masked"),),
+        headline=f"{masked} -Inf, so {subject(finding.op)} divides 0 by 0",
+        explanation=f"{masked} -inf (every position masked), so {finding.op.op} is 0/0.",
+        evidence=(Evidence("num_full_rows", rows, f"{plural(rows, 'row')} with every position masked"),),
     )
 
 

@@ -22,8 +22,6 @@ _AT_ONCE = 1 << 16
 _IN_PIECES: Any = ["external_loop", "buffered", "zerosize_ok"]
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Limits = tuple[float, float]
-
 
 class _Stored(NamedTuple):
     """A tensor's numbers, read as signed integers; a magnitude above `infinity` is NaN.
@@ -108,7 +106,7 @@ def count_exactly(
     samples: bool = True,
     place: bool = False,
     per_sample: bool = False,
-) -> tuple[NonfiniteCounts, Limits | None]:
+) -> tuple[NonfiniteCounts, tuple[float, float] | None]:
     """Count the elements of one strided tensor in format `own`; also return the finite elements' limits, or None.
 
     Flushes to zero are judged against `target`. `samples` is False if dimension 0 is not the batch. `place` asks where
