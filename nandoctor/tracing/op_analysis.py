@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, Operand
 from nandoctor.ops import PRODUCTS
 from nandoctor.torch_compat import plain_torch, tree_tensors, unwrap, without_autocast
 from nandoctor.tracing.dispatch_hook import Invocation
-from nandoctor.tracing.exact_counts import count_exactly, find_nonfinite
+from nandoctor.tracing.exact_counts import count_exactly, find_largest, find_nonfinite
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
 
 
@@ -79,18 +77,14 @@ def recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tens
 
 def _find_worst(nonfinite: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...], float | None]:
     """Return the non-finite element with the largest exact value, and that value; else the first one and None."""
+    places = nonfinite.numpy(force=True)
     if exact is not None:
         values = np.abs(exact.numpy(force=True))
-        magnitudes = np.where(nonfinite.numpy(force=True) & (values < math.inf), values, -1.0)  # NaN < inf is False
-        worst = _find_largest(magnitudes)
+        magnitudes = np.where(places & (values < math.inf), values, -1.0)  # NaN < inf is False
+        worst = find_largest(magnitudes)
         if magnitudes[worst] >= 0:
             return worst, float(exact[worst])
-    return _find_largest(nonfinite.numpy(force=True)), None
-
-
-def _find_largest(values: NDArray[Any]) -> tuple[int, ...]:
-    """Return the index of the first largest value; numpy finds it many times as fast as torch."""
-    return tuple(int(place) for place in np.unravel_index(values.argmax(), values.shape))
+    return find_largest(places), None
 
 
 def describe_operand(
