@@ -276,7 +276,7 @@ class _RecordedRun:
         watches_backward = watch.backward and watch.ops
         self._run, self._batch = run, batch
         self._functions = FunctionTracer(OpTracer(known=known, low=step.low)) if watches_backward else None
-        self._backward = GradientTracer(low=step.low, functions=self._functions) if watches_backward else None
+        self._backward = GradientTracer(low=step.low, functions=self._functions) if self._functions else None
         self._ops = (
             OpTracer(known=known, low=step.low, gradients=self._backward, on_op=watch.on_op) if watch.ops else None
         )

@@ -59,11 +59,11 @@ class GradientTracer:
     """A recorder of what passes through the graph nodes of traced ops in the backward pass.
 
     The node of a custom autograd Function is named after its class. It belongs to `owner_inside`, the module call of
-    the last op that ran without a graph: that op was in the Function's forward. `functions` may record its backward.
+    the last op that ran without a graph: that op was in the Function's forward. `functions` records its backward.
     Autograd adds up the gradients of a tensor that several ops use; a sum that overflows is recorded as an op.
     """
 
-    def __init__(self, *, low: FloatFormat, functions: FunctionTracer | None = None) -> None:
+    def __init__(self, *, low: FloatFormat, functions: FunctionTracer) -> None:
         self._functions = functions
         self.owner_inside: Owner = ("", "", 0)
         self._low = low
@@ -90,8 +90,6 @@ class GradientTracer:
         name = type(node).__name__.removesuffix("Backward")
         if name == "BackwardHookFunction":  # of torch.utils.hooks: its backward passes gradients through
             return _Claim(None, BACKWARD_HOOK, self.owner_inside)
-        if self._functions is None:
-            return _Claim(None, name, self.owner_inside)
         source = self._functions.line_of(node)
         self._handles.callback(self._functions.watch(node, self.owner_inside))
         return _Claim(None, name, self.owner_inside, source)
