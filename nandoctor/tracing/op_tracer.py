@@ -279,13 +279,10 @@ class OpTracer:
         self._counts[owner, call.name] += 1
 
     def _examine(self, call: Invocation, leaves: list[torch.Tensor], rng_state: torch.Tensor | None) -> OpAnalysis:
-        after = torch.get_rng_state()
-        try:
+        with torch.random.fork_rng(devices=[]):
             if rng_state is not None:
                 torch.set_rng_state(rng_state)
             return examine(call, leaves, low=self._low)
-        finally:
-            torch.set_rng_state(after)
 
 
 def _makes_nonfinite(inputs: list[_Tensor], outputs: list[Reading | None]) -> bool:
