@@ -19,6 +19,7 @@ T = TypeVar("T")
 NONFINITE = ("nan", "inf", "-inf")
 INLINED = {"inlined": True}
 """Metadata of a field that holds a record: its keys are merged into those of the enclosing record."""
+_hints_of = functools.cache(get_type_hints)
 _PLAIN_TYPES = {str: "a string", int: "a whole number", bool: "true or false", NoneType: "null"}
 
 
@@ -89,11 +90,6 @@ def _decode_record(cls: type, data: Any, place: str) -> Any:
         elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
             raise _damaged(f"{place}.{item.name} is missing.")
     return cls(**values)
-
-
-@functools.cache
-def _hints_of(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
 
 
 def _decode_union(arms: tuple[Any, ...], data: Any, place: str) -> Any:
