@@ -324,11 +324,11 @@ def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
     taken = [tensor.stats.absmax for tensor in finding.op.inputs if tensor.stats is not None]
     outgoing = nonfinite_part(analysis.kinds, analysis.num_bad, analysis.numel, "outgoing element")
     given = f"the largest of the {len(taken)} gradients" if finding.op.op == GRADIENT_SUM else "the incoming gradient"
-    reached = (
-        Evidence("grad_output_absmax", value, f"{given} reaches {number(value)}")
-        for value in sorted(absmax for absmax in taken if absmax is not None)[-1:]
-    )
-    return (*reached, Evidence("num_bad", analysis.num_bad, outgoing))
+    largest = max((absmax for absmax in taken if absmax is not None), default=None)
+    num_bad = Evidence("num_bad", analysis.num_bad, outgoing)
+    if largest is None:
+        return (num_bad,)
+    return (Evidence("grad_output_absmax", largest, f"{given} reaches {number(largest)}"), num_bad)
 
 
 def site_of(op: OpCall) -> OpSite:

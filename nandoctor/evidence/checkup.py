@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from nandoctor.evidence.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FloatFormat
@@ -107,7 +107,7 @@ class Crossing:
 class Checkup:
     """All checkpoints by step, and the modules that grow towards fp16's limit, nearest first."""
 
-    schema: str = field(default=SCHEMA)
+    schema: str = SCHEMA
     steps: tuple[CheckedStep, ...]
     crossings: tuple[Crossing, ...] = ()
     notes: tuple[str, ...] = ()
