@@ -107,7 +107,7 @@ def _tell_stable(finding: Finding, argument: str) -> Iterator[Evidence]:
 
 
 def _probability_behind(finding: Finding, tensor: OpTensor | None) -> tuple[OpCall | None, bool]:
-    """Return the softmax or sigmoid that made a tensor, at most moved or cast, and True if it is 1 minus a sigmoid."""
+    """Return the softmax or sigmoid that made a tensor, at most moved or cast, and True if it is 1 minus that."""
     is_rest = False
     for _ in range(_DEPTH):
         op = finding.ops.get(tensor.producer) if tensor is not None and tensor.producer is not None else None
@@ -116,7 +116,7 @@ def _probability_behind(finding: Finding, tensor: OpTensor | None) -> tuple[OpCa
         is_one_less = op.op in SUBTRACTIONS and len(op.inputs) == 1 and 1.0 in dict(op.scalars).values()
         if not is_one_less and op.op not in MOVES | CASTS:
             break
-        is_rest, tensor = is_rest or is_one_less, op.inputs[0]
+        is_rest, tensor = is_rest != is_one_less, op.inputs[0]
     return None, False
 
 

@@ -24,7 +24,7 @@ from nandoctor.causes.sentences import argument, explain_overflow
 from nandoctor.evidence.edits import ScaleFirst
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.ops import DIVISIONS, FACTORABLE, MOVES, PRODUCTS, SCALINGS
-from nandoctor.text import number
+from nandoctor.text import number, plural
 
 TITLE = "A matrix product is too large for its format"
 PHASES = ("forward",)
@@ -36,7 +36,7 @@ def diagnose(finding: Finding) -> Account | None:
     if finding.op.op not in PRODUCTS or not finding.overflowed:
         return None
     length = finding.analysis.length
-    terms = () if length is None else (Evidence("length", length, f"each element sums {length} terms"),)
+    terms = () if length is None else (Evidence("length", length, f"each element sums {plural(length, 'term')}"),)
     sizes = tuple(
         Evidence(
             f"absmax_{operand.name}",

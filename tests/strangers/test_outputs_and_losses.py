@@ -260,7 +260,8 @@ def test_a_softmax_and_a_logarithm_in_two_functions(examine, masked):
     assert ("and take F.log_softmax of them here" in report.cause.explanation) != masked
 
 
-def test_one_minus_a_sigmoid_and_its_logarithm_in_two_functions(examine):
+@pytest.mark.parametrize(("made", "form"), [("1 - p", "of their negative"), ("1 - (1 - p)", "of them")])
+def test_one_minus_a_sigmoid_and_its_logarithm_in_two_functions(examine, made, form):
     """A clamp stops the NaN, and leaves what it clamps no gradient: what is better is told beside it."""
 
     class Judge(nn.Linear):
@@ -268,8 +269,8 @@ def test_one_minus_a_sigmoid_and_its_logarithm_in_two_functions(examine):
             return torch.sigmoid(super().forward(x))
 
     def loss(output, batch):
-        return -(1 - output).log().mean()
+        return -eval(made, {"p": output}).log().mean()
 
     report = examine(Judge(8, 1), {"x": 1e3 * normal(6, 8)}, loss=loss)
     assert blamed(report) == ("numerics", "<loss>", "log", "log-of-zero")
-    assert "and take F.logsigmoid of their negative here" in report.cause.explanation
+    assert f"and take F.logsigmoid {form} here" in report.cause.explanation
