@@ -331,12 +331,11 @@ def find_recurring(results: Sequence[DumpResult]) -> tuple[RecurringSample, ...]
     if len(known) < _MIN_DUMPS:
         return ()
     counts: Counter[SampleId] = Counter(sample for samples in known for sample in set(samples))
-    frequent = sorted((count, sample.text, sample) for sample, count in counts.items() if 2 * count >= len(known))
+    frequent = [(sample, count) for sample, count in counts.items() if 2 * count >= len(known)]
     if len(frequent) > _MAX_RECURRING:
         return ()
-    return tuple(
-        RecurringSample(sample=sample, num_dumps=count, num_known=len(known)) for count, _, sample in reversed(frequent)
-    )
+    frequent.sort(key=lambda item: (item[1], item[0].text, item[0].by), reverse=True)
+    return tuple(RecurringSample(sample=sample, num_dumps=count, num_known=len(known)) for sample, count in frequent)
 
 
 def failed(results: Iterable[DumpResult]) -> list[DumpResult]:

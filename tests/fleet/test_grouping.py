@@ -88,6 +88,13 @@ def test_a_sample_that_most_dumps_fail_in_is_pointed_out():
     assert (found.sample.text, found.num_dumps, found.num_known) == ("tile_381", 9, 10)
 
 
+def test_a_name_and_a_content_may_have_the_same_text():
+    twins = (SampleId(by="name", text="1f"), SampleId(by="content", text="1f"))
+    results = [result(str(number)) for number in range(4)]
+    named = [replace(found, finding=replace(found.finding, samples=twins)) for found in results]
+    assert [found.sample.by for found in find_recurring(named)] == ["name", "content"]
+
+
 def test_batches_of_the_same_samples_point_at_none():
     same = tuple(f"tile_{number}" for number in range(8))
     assert find_recurring([result(str(number), samples=same) for number in range(5)]) == ()
