@@ -199,18 +199,32 @@ def is_installed(path: Path) -> bool:
 
 
 def installed_path(module: str) -> Path | None:
-    """Return the source file of an installed distribution's module, found without importing its packages."""
+    """Return the source file of an installed distribution's module, found without importing its packages.
+
+    Return None if an import would find another module of that name, such as one in the working directory.
+    """
     top, *parts = module.split(".")
     if not all(part.isidentifier() for part in [top, *parts]):
         return None
     elsewhere = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
     found = importlib.machinery.PathFinder.find_spec(top, elsewhere)
+    if found is None or found.origin is None or _origin_of(top) != Path(found.origin).resolve():
+        return None
     # Checked last: it reads the metadata of every installed distribution, which takes a second.
-    if found is None or found.origin is None or top not in importlib.metadata.packages_distributions():
+    if top not in importlib.metadata.packages_distributions():
         return None
     base = Path(found.origin).parent.joinpath(*parts)
     places = (base.with_suffix(".py"), base / "__init__.py") if parts else (Path(found.origin),)
     return next((place for place in places if place.is_file()), None)
+
+
+def _origin_of(top: str) -> Path | None:
+    """Return the file that an import of a top-level module runs, or has run; None if there is none."""
+    try:
+        found = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # a module without a spec, such as one that a program has made
+        return None
+    return Path(found.origin).resolve() if found is not None and found.has_location and found.origin else None
 
 
 def holds_packages(folder: Path) -> bool:

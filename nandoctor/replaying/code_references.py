@@ -220,10 +220,10 @@ def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> 
 def _import_installed(reference: Reference, spec: str, dump: Path) -> Any:
     path = installed_path(spec.partition(":")[0])
     if path is None:
-        raise _needs_approval(reference, dump, "no installed package has it")
+        raise _needs_approval(reference, dump, "Python finds it in no installed package")
     if not defines_code(path, spec.rpartition(":")[2], own=False):
         raise _needs_approval(reference, dump, f"{path.name} defines no class of that name")
-    return find_attribute(spec)
+    return find_attribute(spec, directory=None)
 
 
 def _find_source(reference: Reference) -> Path | None:

@@ -48,7 +48,7 @@ _MAX_NAMES_COMPARED = 10
 _find_near = partial(difflib.get_close_matches, n=1, cutoff=0.75)
 
 
-def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: Path | None = None) -> nn.Module:
+def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: Path = Path()) -> nn.Module:
     """Return the Module that `spec` names or builds.
 
     `spec` is a Module, a Module class, a function that returns a Module, or the SPEC of one of these; paths and
@@ -76,10 +76,11 @@ def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: P
         return _call_factory(found, arguments, name)
 
 
-def find_attribute(spec: Any, *, directory: Path | None = None) -> Any:
+def find_attribute(spec: Any, *, directory: Path | None = Path()) -> Any:
     """Return the object that a SPEC names, imported with its folder on the import path; return other objects as is.
 
-    Within `Project.preparing` the folder stays on the project's import path; otherwise it is removed again.
+    Within `Project.preparing` the folder stays on the project's import path; otherwise it is removed again. Without a
+    `directory` the SPEC names an installed package, and no folder is added.
 
     Raises:
         ModelError: the SPEC is malformed, or nothing is found there.
@@ -92,10 +93,11 @@ def find_attribute(spec: Any, *, directory: Path | None = None) -> Any:
             f"{spec!r} does not say where to look and what to take.",
             remedy="Write package.module:attr or path/to/file.py:attr, for example train.py:make_model.",
         )
-    base = directory or Path.cwd()
     with in_project() as project:
-        is_file = location.endswith(".py")
-        module = _import_file(base / location, project) if is_file else _import_package(location, base, project)
+        if directory is not None and location.endswith(".py"):
+            module = _import_file(directory / location, project)
+        else:
+            module = _import_package(location, directory, project)
     value: Any = module
     for name in attribute.split("."):
         if not hasattr(value, name):
@@ -320,8 +322,9 @@ def _import_file(path: Path, project: Project) -> ModuleType:
     return module
 
 
-def _import_package(name: str, directory: Path, project: Project) -> ModuleType:
-    project.enter_folder(directory.resolve())
+def _import_package(name: str, directory: Path | None, project: Project) -> ModuleType:
+    if directory is not None:
+        project.enter_folder(directory.resolve())
     with _explained(name), program_arguments(name):
         return importlib.import_module(name)
 

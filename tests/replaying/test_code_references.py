@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import types
 from collections import OrderedDict
 from functools import cache
 from importlib.metadata import packages_distributions
@@ -91,6 +92,48 @@ def test_a_class_of_an_installed_package_is_built(project):
     assert find_model(reference, DUMP, OWN)().weight.shape == (1, 2)
 
 
+LIBRARY = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        import late_of_the_test
+"""
+
+
+@pytest.fixture
+def library(project, monkeypatch):
+    """An installed package that imports another one late; the working directory has modules of both names."""
+    names = ["library_of_the_test", "late_of_the_test"]
+    for name in names:
+        (project.parent / "installed" / name).mkdir(parents=True)
+        (project.parent / "installed" / name / "__init__.py").write_text(LIBRARY)
+        (project / f"{name}.py").write_text(CODE)
+    sys.path.append(str(project.parent / "installed"))
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: dict.fromkeys(names))
+    return Reference(module="library_of_the_test", name="Net")
+
+
+def test_an_installed_package_takes_nothing_from_the_folder(project, library):
+    model = find_model(library, DUMP, OWN)()
+    assert Path(sys.modules[type(model).__module__].__file__).is_relative_to(project.parent / "installed")
+    assert list(project.glob("*.imported")) == []
+
+
+@pytest.mark.parametrize("way", ["file", "folder", "loaded"])
+def test_a_module_that_hides_an_installed_one_is_not_run(project, library, way, monkeypatch):
+    if way == "loaded":
+        monkeypatch.setitem(sys.modules, library.module, types.ModuleType(library.module))
+    else:
+        sys.path.insert(0, "")
+    if way == "folder":
+        (project / library.module).mkdir()
+        (project / f"{library.module}.py").rename(project / library.module / "__init__.py")
+    with pytest.raises(ModelError, match="Python finds it in no installed package"):
+        find_model(library, DUMP, OWN)
+    assert list(project.rglob("*.imported")) == []
+
+
 @pytest.mark.parametrize(
     ("reference", "why"),
     [
@@ -100,10 +143,10 @@ def test_a_class_of_an_installed_package_is_built(project):
         (script(file="/tmp/elsewhere.py"), "is not in the working directory"),
         (script(file="missing.py"), "is not in the working directory"),
         (script(arguments={"width": torch.ones(1)}), "its arguments are not plain data"),
-        (Reference(module="script_of_the_test", name="Net"), "no installed package has it"),
-        (Reference(module="os", name="_wrap_close"), "no installed package has it"),
-        (Reference(module="torch.nn.modules.linear;print()", name="Linear"), "no installed package has it"),
-        (Reference(module="no_such_package", name="Net"), "no installed package has it"),
+        (Reference(module="script_of_the_test", name="Net"), "finds it in no installed package"),
+        (Reference(module="os", name="_wrap_close"), "finds it in no installed package"),
+        (Reference(module="torch.nn.modules.linear;print()", name="Linear"), "finds it in no installed package"),
+        (Reference(module="no_such_package", name="Net"), "finds it in no installed package"),
     ],
 )
 def test_anything_else_is_the_users_decision_and_not_imported(project, reference, why):
