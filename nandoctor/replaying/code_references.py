@@ -30,7 +30,9 @@ from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.trees import is_plain_data
 from nandoctor.errors import ModelError, UnapprovedCodeError
 from nandoctor.replaying.argument_objects import Source, find_standard, make_argument, make_config
+from nandoctor.replaying.code_changes import recorded_hashes
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute
+from nandoctor.replaying.recorded_imports import RecordedImports
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import ASSIGNED, defines, defines_code, find_typed, hash_of, installed_path, own_source
 from nandoctor.text import brief, first_difference, plural
@@ -92,6 +94,16 @@ def build_configured(
         )
     found = find_attribute(source, directory=directory)
     return functools.partial(_build_from_config, found, find_attribute(config, directory=directory), reference)
+
+
+def limit_imports(dump: Dump, settings: Settings, *, has_model: bool) -> RecordedImports | None:
+    """Return the hook that keeps imports to the recorded files, for the user's own dump from another folder; else None.
+
+    A user who names code knows the files beside it. `has_model`: the user named the model.
+    """
+    if not dump.provenance.own or dump.provenance.here or has_model or settings.call or settings.loss:
+        return None
+    return RecordedImports(recorded_hashes(dump.recorded), _how_to_approve(dump.path, dump.recorded))
 
 
 def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Callable[..., Any] | None, list[str]]:
@@ -257,12 +269,14 @@ def _build_from_config(model: Callable[..., nn.Module], kind: Any, reference: Re
 
 
 def _needs_approval(reference: Reference, dump: Path, why: str, *, own: bool = True) -> ModelError:
-    spec = brief(reference.spec)
-    command = approving_command(dump, Recorded(model=reference), own=own)
     return ModelError(
-        f"The dump names {spec} as its model, and nandoctor does not import that by itself: {why}.",
-        remedy=f"If you know that code, run where it is: {command}",
+        f"The dump names {brief(reference.spec)} as its model, and nandoctor does not import that by itself: {why}.",
+        remedy=_how_to_approve(dump, Recorded(model=reference), own=own),
     )
+
+
+def _how_to_approve(dump: Path, recorded: Recorded, *, own: bool = True) -> str:
+    return f"If you know that code, run where it is: {approving_command(dump, recorded, own=own)}"
 
 
 def require_approval(dump: Dump, settings: Settings, *, has_model: bool) -> None:

@@ -30,8 +30,8 @@ from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.project import Project, folder_of, importing, in_project, program_arguments, stopped
-from nandoctor.replaying.user_code import explain_memory, kept_running, raised_at
-from nandoctor.source_files import folder_with, package_of
+from nandoctor.replaying.user_code import explain_import, explain_memory, kept_running, raised_at
+from nandoctor.source_files import package_of
 from nandoctor.text import are, brief, join_first, plural, relative_path
 from nandoctor.torch_compat import loads_plainly, storage_of
 
@@ -103,7 +103,7 @@ def find_attribute(spec: Any, *, directory: Path | None = Path()) -> Any:
         if not hasattr(value, name):
             why = stopped.get(module)
             if isinstance(why, SystemExit):
-                raise _explain_import(location, why) from why
+                raise explain_import(location, why) from why
             public = [item for item in dir(value) if not item.startswith("_")]
             raise ModelError(
                 f"{relative_path(location)} has no {attribute!r}.",
@@ -307,7 +307,8 @@ def _import_file(path: Path, project: Project) -> ModuleType:
     name = path.stem
     while name in sys.modules and folder_of(name) != path.parent:
         name += "_"  # a file called types.py must not replace Python's own module
-    spec = importlib.util.spec_from_file_location(name, path)
+    loader = project.imports.loader_of(name, path) if project.imports is not None else None
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -334,20 +335,10 @@ def _explained(name: str) -> Iterator[None]:
     try:
         with kept_running():
             yield
+    except ModelError:
+        raise
     except Exception as error:
-        raise _explain_import(name, error) from error
-
-
-def _explain_import(name: str, error: BaseException) -> ModelError:
-    if is_out_of_memory(error):
-        return explain_memory(f"import {name}", error)
-    remedy = "It must import without arguments; code that trains on import belongs under `if __name__ == '__main__':`."
-    if isinstance(error, ModuleNotFoundError):
-        remedy = "Install it where nandoctor runs, or run nandoctor in the folder that the training was started in."
-        folder = folder_with((error.name or "").partition(".")[0], Path.cwd())
-        if folder is not None:
-            remedy = f"It is in the folder {folder.name}: put PYTHONPATH={folder.name} before nandoctor, or install it."
-    return ModelError(f"Importing {name} raised {type(error).__name__}{raised_at(error)}: {error}", remedy=remedy)
+        raise explain_import(name, error) from error
 
 
 def fit_prefix(state: _State, own: _State) -> tuple[_State, list[str]]:

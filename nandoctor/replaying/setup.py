@@ -31,6 +31,7 @@ from nandoctor.replaying.code_references import (
     find_loss,
     find_model,
     give_classes,
+    limit_imports,
     require_approval,
     state_to_load,
 )
@@ -82,7 +83,10 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     _require_room(dump, settings, device, progress)
     # The limit of the process: what it has mapped already, and as much more as the settings allow.
     taken = memory_with_threads() if settings.memory is not None else None
-    project = Project(None if settings.memory is None or taken is None else taken + settings.memory)
+    project = Project(
+        None if settings.memory is None or taken is None else taken + settings.memory,
+        limit_imports(dump, settings, has_model=source is not None),
+    )
     with project.preparing(), arguments_of(dump):
         code = _import_code(dump, source, settings, device)
         dump = fit_state(give_classes(dump, code.model), code.model)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import py_compile
 import shlex
+import shutil
 import sys
 import zipfile
 
 import pytest
 import torch
-from forgery import canaries, contents, make_project
+from forgery import CODE, canaries, contents, hash_of, make_project
 
 from nandoctor.case import replay
 from nandoctor.dumps.code_request import approving_command, argument_options
@@ -17,7 +21,8 @@ from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.writer import write_dump
-from nandoctor.errors import ModelError, UnapprovedCodeError
+from nandoctor.errors import ModelError, NanDoctorError, UnapprovedCodeError
+from nandoctor.replaying.recorded_imports import RecordedImports
 
 
 @pytest.fixture
@@ -26,7 +31,8 @@ def project(tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield folder
-    sys.modules.pop("train", None)
+    for name in ("train", "helper"):
+        sys.modules.pop(name, None)
 
 
 def recorded(folder, **changes):
@@ -245,3 +251,99 @@ def test_inspect_shows_all_that_a_replay_would_call(project):
         "loss: train.py:loss_of (in this folder; sha256 as recorded)",
     )
     assert canaries(project) == ""
+
+
+HELPER = CODE.partition("class Net")[0] + "def scale(x):\n    return x * 1\n"
+IMPORTS = {
+    "top": "import helper\n",
+    "late": "",
+    "dynamic": "import importlib\nhelper = importlib.import_module('helper')\n",
+}
+
+
+def make_copy(project, way="top"):
+    """Record a step whose code imports helper.py; return the dump and another folder with the same files, which is now
+    the working directory."""
+    code = CODE.replace("return self.linear(x)", "import helper\n        return helper.scale(self.linear(x))")
+    (project / "train.py").write_text(IMPORTS[way] + code)
+    (project / "helper.py").write_text(HELPER)
+    names = ("train.py", "helper.py")
+    path = recorded(project, sources={name: {"sha256": hash_of(project / name), "lines": ""} for name in names})
+    copy = project.parent / "copy"
+    copy.mkdir()
+    for name in names:
+        shutil.copy(project / name, copy)
+    os.chdir(copy)
+    return path, copy
+
+
+@pytest.mark.parametrize("way", IMPORTS)
+def test_another_folder_with_the_recorded_files_will_do(project, way):
+    path, copy = make_copy(project, way)
+    assert replay(path, fixes=False).verdict == "precision"
+    assert "imported helper" in canaries(copy)
+
+
+@pytest.mark.parametrize("way", IMPORTS)
+def test_a_changed_import_is_not_run_in_another_folder(project, way):
+    path, copy = make_copy(project, way)
+    (copy / "helper.py").write_text(HELPER + "\n")
+    with pytest.raises(NanDoctorError, match=r"helper\.py, which has changed since the training") as caught:
+        replay(path, fixes=False)
+    assert "imported helper" not in canaries(copy)
+    assert f"nandoctor replay {path} --model train.py:Net" in str(caught.value)
+    case = replay(path, model="train.py:Net", model_args={"width": 3}, fixes=False)
+    assert case.verdict == "precision"
+    assert "imported helper" in canaries(copy)
+
+
+HIDING = {
+    "a library": "colorsys.py",
+    "a file": "helper/__init__.py",
+    "a file by a link": "helper/__init__.py",
+    "bytecode alone": "colorsys.pyc",
+}
+
+
+@pytest.mark.parametrize("what", HIDING)
+def test_no_new_file_hides_what_was_imported(project, what, monkeypatch, tmp_path):
+    monkeypatch.setitem(IMPORTS, "top", "import colorsys\nimport helper\n")
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    path, copy = make_copy(project)
+    place = copy / HIDING[what]
+    source = tmp_path / "evil.py" if "link" in what else place.with_suffix(".py")
+    place.parent.mkdir(exist_ok=True)
+    source.write_text(HELPER)
+    if what == "bytecode alone":
+        py_compile.compile(str(source), cfile=str(place))
+        source.unlink()
+    elif source != place:
+        place.symlink_to(source)
+    with pytest.raises(ModelError, match="which the training did not import, and this is not the folder"):
+        replay(path, fixes=False)
+    assert canaries(project.parent) == ""
+
+
+def test_bytecode_in_another_folder_is_not_run(project):
+    path, copy = make_copy(project)
+    for name in ("train", "helper"):
+        (copy / "evil.py").write_text((copy / f"{name}.py").read_text() + "mark('bytecode')\n")
+        bytecode = importlib.util.cache_from_source(copy / f"{name}.py")
+        mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+        py_compile.compile(str(copy / "evil.py"), cfile=bytecode, invalidation_mode=mode)
+    assert replay(path, fixes=False).verdict == "precision"
+    assert "bytecode" not in canaries(copy)
+
+
+def test_installed_packages_in_another_folder_are_imported(project, monkeypatch):
+    _, copy = make_copy(project)
+    packages = copy / ".venv" / "lib" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "colorsys.py").write_text("")
+    (copy / "src").mkdir()
+    (copy / "src" / "fresh_module.py").write_text("")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(packages), str(copy / "src"), str(copy.parent)])
+    imports = RecordedImports({}, "")
+    for entry, is_checked in [(packages, False), (copy / "src", True), (copy, True), (project, False)]:
+        name = next(entry.glob("*.py")).stem
+        assert (imports.find_spec(name, [str(entry)]) is not None) == is_checked
