@@ -304,6 +304,8 @@ def _import_file(path: Path, project: Project) -> ModuleType:
         root, dotted = package
         return _import_package(dotted, root, project)
     project.enter_folder(path.parent)
+    if path in project.scripts:  # run once more, it would make other classes of the same names
+        return project.scripts[path]
     name = path.stem
     while name in sys.modules and folder_of(name) != path.parent:
         name += "_"  # a file called types.py must not replace Python's own module
@@ -320,6 +322,7 @@ def _import_file(path: Path, project: Project) -> ModuleType:
     except ModelError:
         del sys.modules[name]
         raise
+    project.scripts[path] = module
     return module
 
 

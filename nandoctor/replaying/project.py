@@ -181,12 +181,14 @@ class Project:
     While it is open, its folders come first on `sys.path`, its modules are in `sys.modules`, torch has the settings
     that its code made on import, and the process may use `memory_limit` bytes, as `bounded_memory` counts them.
     Afterwards `sys.path`, torch's settings and `sys.modules` are restored, except that libraries and submodules of
-    packages that were loaded before stay loaded. `imports` limits what may be imported.
+    packages that were loaded before stay loaded. `imports` limits what may be imported; `scripts` are the modules that
+    were imported by their files.
     """
 
     def __init__(self, memory_limit: int | None = None, imports: RecordedImports | None = None) -> None:
         self._memory_limit = memory_limit
         self.imports = imports
+        self.scripts: dict[Path, ModuleType] = {}
         self._entries: list[str] = []
         self._modules: dict[str, ModuleType] = {}
         self._settings: dict[str, Any] = {}
