@@ -181,6 +181,8 @@ def plan_rebuild(
 def _try_config(model: nn.Module) -> str | None:
     """Return why the class cannot be called with its configuration only, as a replay does; None if it can."""
     config: Any = getattr(model, "config", None)
+    for lost in pack(config.to_dict(), "config").notes:
+        return f"from its configuration alone ({lost})"
     try:
         inspect.signature(class_of(model)).bind(config)
     except TypeError as error:

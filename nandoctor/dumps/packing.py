@@ -124,7 +124,7 @@ class _Packer:
             return self._take(plain, wants_gradient=value.requires_grad)
         for kind in _NUMBERS_AND_TEXT:
             if isinstance(value, kind):  # of a subclass, which no reader would import
-                return kind(value)
+                return kind(*kind.__getnewargs__(value))  # not what its class converts it to
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _NUMERIC_KINDS:
             return self._take(torch.from_numpy(np.array(value)), wants_gradient=False)
         return self._pack_container(value, name, depth) if depth < MAX_DEPTH else self._leave_out(value, name)
@@ -252,7 +252,7 @@ class Fields(dict[str, Any]):
 def made_of(kind: type[Any], fields: Mapping[str, Any]) -> Any:
     """Return an object of the class with these fields; no code of the class is run."""
     instance = object.__new__(kind)
-    held = getattr(instance, "__dict__", {})
+    held = object.__getattribute__(instance, "__dict__") if kind.__dictoffset__ else {}
     for name, value in fields.items():
         if isinstance(inspect.getattr_static(kind, name, None), MemberDescriptorType):
             object.__setattr__(instance, name, value)  # a slot

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import types
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.code_request import is_transformers_config
-from nandoctor.dumps.packing import attributes_of, has_only_attributes, made_of, pack
+from nandoctor.dumps.packing import has_only_attributes, made_of, pack
 from nandoctor.dumps.trees import KIND, MAX_DEPTH, PLAIN
 
 Source = Mapping[str, str]
@@ -37,7 +39,9 @@ _DATA: tuple[Any, ...] = (
 _STANDARD = {f"{kind.__module__}:{kind.__qualname__}": kind for kind in (*_DATA, functools.partial, torch.dtype)}
 # transformers tries to fetch an implementation of any other name, even flash attention if it is not installed.
 _ATTENTION = ("eager", "sdpa")
+_CONTAINERS = (OrderedDict, dict, list, tuple, set, frozenset)
 _MAX_OBJECTS = 1000
+_KEYS = frozenset({str, int, bool})
 _CODE_OPTIONS = frozenset({"auto_map", "trust_remote_code", "use_kernels", "allow_all_kernels", "quantization_config"})
 
 
@@ -59,7 +63,7 @@ def describe_argument(value: Any, source_of: Callable[[Any], Source]) -> Any:
         if type(value) in (list, tuple):
             return type(value)(describe(item, depth + 1) for item in value)
         if type(value) is dict:
-            if KIND in value or not all(isinstance(key, (str, int)) for key in value):
+            if KIND in value or not {*map(type, value)} <= _KEYS:
                 raise NotDescribableError
             return {key: describe(item, depth + 1) for key, item in value.items()}
         nonlocal num_objects
@@ -77,16 +81,22 @@ def _parts(value: Any, inside: Callable[[Any], Any]) -> dict[str, Any]:
     """Return what an object is made of besides its class."""
     kind = type(value)
     if isinstance(value, Enum):
-        return {"member": value.name}
+        is_member = kind.__members__.get(value._name_) is value  # unlike several flags in one
+        return {"member": value._name_} if is_member else {"value": inside(value._value_)}
     if is_transformers_config(kind):
         attention = str(getattr(value, "_attn_implementation", None) or "")
-        return {"config": pack(value.to_dict(), "config").tree, "attention": attention}
+        packed = pack(value.to_dict(), "config")
+        if packed.notes or packed.tensors:
+            raise NotDescribableError
+        return {"config": packed.tree, "attention": attention}
     if (call := _call_that_makes(value)) is not None:
+        if not _is_remade(value, call):
+            raise NotDescribableError
         return {"args": inside(call[0]), "keywords": inside(call[1])}
     is_code = callable(value) or isinstance(value, (torch.Tensor, nn.Module))
     if is_code or not has_only_attributes(kind) or not kind.__flags__ & _HEAP_TYPE:
         raise NotDescribableError
-    return {"fields": inside(attributes_of(value))}
+    return {"fields": inside(_stored_attributes(value))}
 
 
 def _call_that_makes(value: Any) -> tuple[list[Any], dict[str, Any]] | None:
@@ -97,11 +107,38 @@ def _call_that_makes(value: Any) -> tuple[list[Any], dict[str, Any]] | None:
         return [], vars(value)
     if isinstance(value, (Path, torch.dtype)):
         return [str(value)], {}
+    # A subclass of a container of Python may show other items than those that it holds.
+    base: Any = next((kind for kind in _CONTAINERS if isinstance(value, kind)), type(value))
     if isinstance(value, Mapping):
-        return [dict(value)], {}
+        return [dict(base.items(value))], {}
     if isinstance(value, (Sequence, Set)) and not isinstance(value, (str, bytes, bytearray)):
-        return list(value) if hasattr(type(value), "_fields") else [list(value)], {}
+        items = list(base.__iter__(value))
+        return items if hasattr(type(value), "_fields") else [items], {}
     return None
+
+
+def _is_remade(value: Any, call: tuple[list[Any], dict[str, Any]]) -> bool:
+    """Return True if the call makes an object with the same parts and the same attributes."""
+    if type(value) in (type(Path()), torch.dtype):  # a path stores its text in several forms, once it has been asked
+        return True
+    twin = type(value)(*call[0], **call[1])
+    if type(value).__module__.startswith("omegaconf."):  # a node holds the one that it is in, which is not made here
+        return bool(twin == value)
+    again = _call_that_makes(twin) or ([], {})
+    # Equal sets may have their items in another order.
+    is_same = set(*again[0]) == set(*call[0]) if isinstance(value, Set) else again == call
+    return is_same and _stored_attributes(twin) == _stored_attributes(value)
+
+
+def _stored_attributes(value: Any) -> dict[str, Any]:
+    """Return what the object's `__dict__` and slots hold, whatever its class says about its attributes."""
+    kinds = [kind for kind in reversed(type(value).__mro__) if "__slots__" in vars(kind)]
+    slots = {name: item for kind in kinds for name, item in vars(kind).items() if inspect.ismemberdescriptor(item)}
+    stored = dict(object.__getattribute__(value, "__dict__")) if type(value).__dictoffset__ else {}
+    for name, slot in slots.items():
+        with suppress(AttributeError):  # nothing was assigned to it
+            stored[name] = slot.__get__(value)
+    return stored
 
 
 _HEAP_TYPE = 1 << 9
@@ -125,6 +162,8 @@ def _make_object(found: Any, tree: Mapping[str, Any], make: Callable[[str], Any]
         return make_config(found, tree["config"], tree.get("attention", ""))
     if "member" in tree:
         return found[tree["member"]]
+    if "value" in tree:
+        return found(make("value"))
     if "fields" in tree:
         return made_of(found, make("fields"))
     if found is torch.dtype:

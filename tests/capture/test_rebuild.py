@@ -150,6 +150,22 @@ def test_a_config_of_transformers_in_an_own_class_is_built(tmp_path, caplog):
     assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
 
 
+def test_a_config_of_transformers_that_holds_an_object_is_told(tmp_path, caplog):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(hidden_size=3, attn_implementation="eager", more=Plain(3))
+    advice, _, _ = record(tmp_path, caplog, Hidden(config, 2), arguments={"config": config, "factor": 2})
+    assert "(config: not plain data)" in advice[0]
+    caplog.clear()
+    advice, _, _ = record(tmp_path, caplog, Configured(config))
+    assert "cannot build Configured from its configuration alone (config.more: a Plain" in advice[0]
+
+
+class Configured(Wide):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.hidden_size)
+        self.config = config
+
+
 class Hidden(Wide):
     def __init__(self, config: Any, factor: int) -> None:
         assert config._attn_implementation == "eager"

@@ -267,3 +267,26 @@ def test_an_output_of_one_number_is_graded(tmp_path):
     torch.save({"state_dict": model.state_dict(), "x": X, "energy_logit": model(X)["energy_logit"]}, tmp_path / "d.pth")
     report = nandoctor.replay(tmp_path / "d.pth", model, fixes=False).report
     assert (report.reproduction.grade, report.reproduction.output) == ("exact", "energy_logit")
+
+
+class Shouted(str):
+    """Text that its class converts to other text."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "another text"
+
+
+class Rounded(float):
+    """A number that its class converts to another number."""
+
+    __slots__ = ()
+
+    def __float__(self) -> float:
+        return 0.0
+
+
+def test_numbers_and_text_of_other_classes_keep_their_values():
+    tree = pack([Shouted("x"), Rounded(2.5), type("Other", (complex,), {})(1 + 2j)], "batch").tree
+    assert (tree, [*map(type, tree)]) == (["x", 2.5, 1 + 2j], [str, float, complex])
