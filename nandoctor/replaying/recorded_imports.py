@@ -47,10 +47,9 @@ class RecordedImports(MetaPathFinder):
     def loader_of(self, module: str, file: Path) -> SourceFileLoader:
         """Return a loader that raises ModelError if the file is not as recorded."""
         recorded = self._sources.get(shown_path(file))
-        why = "has changed since the training" if recorded else "the training did not import"
+        why = "which has changed since the training" if recorded else "whose source was not recorded"
         refusal = ModelError(
-            f"The dump's code imports {brief(shown_path(file))}, which {why}, and this is not the folder that it was "
-            "recorded in.",
+            f"The dump's code imports {brief(shown_path(file))}, {why}, and this is not the folder of the training.",
             remedy=self._remedy,
         )
         return _RecordedLoader(module, str(file), recorded.sha256 if recorded else "", refusal)

@@ -319,7 +319,7 @@ def test_no_new_file_hides_what_was_imported(project, what, monkeypatch, tmp_pat
         source.unlink()
     elif source != place:
         place.symlink_to(source)
-    with pytest.raises(ModelError, match="which the training did not import, and this is not the folder"):
+    with pytest.raises(ModelError, match="whose source was not recorded, and this is not the folder of the training"):
         replay(path, fixes=False)
     assert canaries(project.parent) == ""
 
