@@ -203,14 +203,14 @@ def set_enabled(region: torch.autocast, enabled: bool) -> None:
 
 def fsdp_policy(module: nn.Module) -> Any:
     """Return the FSDP2 MixedPrecisionPolicy of a module; None if it has none, or this torch stores it elsewhere."""
-    read = getattr(module, "_get_fsdp_state", None)
-    return None if read is None else getattr(read(), "_mp_policy", None)
+    read = getattr(type(module), "_get_fsdp_state", None)  # not of the module: its own __getattr__ may raise anything
+    return None if read is None else getattr(read(module), "_mp_policy", None)
 
 
 def holds_gradients(module: nn.Module) -> bool:
     """Return True if FSDP2 holds gradients that `set_requires_gradient_sync(False)` keeps from being reduced."""
-    read = getattr(module, "_get_fsdp_state", None)
-    state = None if read is None else read()
+    read = getattr(type(module), "_get_fsdp_state", None)
+    state = None if read is None else read(module)
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     held = [param for group in groups for param in getattr(group, "fsdp_params", ())]
     grads = [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in held]

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import inspect
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from nandoctor.capture.source_info import (
     class_of,
     describe_source,
-    find_loaded,
     is_elsewhere,
     is_found,
     is_own_function,
     is_typed,
+    read_attribute,
     source_file,
+    why_refused,
 )
-from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.dumps.code_request import argument_options, is_transformers_config
 from nandoctor.dumps.packing import pack
 from nandoctor.dumps.trees import PLAIN
-from nandoctor.process_wide import generators_kept
-from nandoctor.replaying.argument_objects import NotDescribableError, describe_argument, find_standard, make_argument
+from nandoctor.replaying.argument_objects import NotDescribableError, describe_argument, find_standard
 from nandoctor.source_files import PACKAGE_FOLDERS, defines_code, find_typed, is_installed
-from nandoctor.text import first_difference
 from nandoctor.torch_compat import fsdp_policy
+
+_CONTAINERS = (nn.Sequential.__init__, nn.ModuleList.__init__, nn.ModuleDict.__init__)
+"""Constructors that are given the modules themselves, of which a model does not tell the code."""
 
 
 class ModelArguments(NamedTuple):
@@ -41,13 +40,6 @@ class ModelArguments(NamedTuple):
     plain: dict[str, Any]
     odd: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-    def make(self) -> dict[str, Any]:
-        """Make the arguments again as a replay will, from the classes of this process."""
-        return {
-            name: make_argument(value, lambda source: find_loaded(source["module"], source["name"]))
-            for name, value in self.plain.items()
-        }
 
 
 def describe_arguments(arguments: Mapping[str, Any]) -> ModelArguments:
@@ -75,7 +67,7 @@ def find_config(model: nn.Module) -> ModelArguments:
     nothing = ModelArguments({})
     try:
         parameters = inspect.signature(class_of(model)).parameters.values()
-    except (TypeError, ValueError):
+    except Exception:  # it has no signature, or a user's own one
         return nothing
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if len(needed) != 1:
@@ -126,7 +118,7 @@ def _print(model: nn.Module) -> str:
 
 def _describe_config(model: nn.Module) -> dict[str, Any]:
     """Return the configuration that a transformers model is built from; empty for other models."""
-    config: Any = getattr(model, "config", None)
+    config: Any = read_attribute(model, "config")
     kind = type(config)
     if not is_transformers_config(kind):
         return {}
@@ -145,8 +137,8 @@ def plan_rebuild(
 ) -> tuple[str | None, list[str]]:
     """Return the flags for the model after `nandoctor replay FILE`, "" if none are needed, and how to do without them.
 
-    The flags are None if the model's code exists only in this notebook or console. The class is called with `arguments`
-    on the meta device, without weights, to see whether it can be built again.
+    The flags are None if the model's code exists only in this notebook or console. The class is not called, since its
+    constructor may change what the training uses: only its signature is compared with the arguments.
     """
     name, file = source["name"], source["file"]
     typed = is_typed(source)
@@ -155,71 +147,37 @@ def plan_rebuild(
         return " --model FILE.py:NAME", [
             f"a replay cannot import {name}, which is defined {where}: define it at the top level of a .py file."
         ]
-    from_config = not arguments.plain and is_transformers_config(type(getattr(model, "config", None)))
-    twin = None if built or from_config else _build_twin(model, arguments)
-    problem = _try_config(model) if from_config and not built else twin if isinstance(twin, str) else None
-    if problem is not None:
+    from_config = not arguments.plain and is_transformers_config(type(read_attribute(model, "config")))
+    if not built and (problem := _find_problem(model, arguments, from_config=from_config)):
         return " --model FILE.py:NAME", [
             f"a replay cannot build {name} {problem}. Give Recorder arguments={{...}}, the plain data that {name} was "
             "called with, or builder=FUNCTION, a function at the top level of a file that takes no arguments and "
             "returns the model."
         ]
-    notes = list(_compare_prints(model, twin)) if isinstance(twin, nn.Module) else []
     if typed and not arguments.odd:
         return None, [
-            *notes,
             f"{name} is not defined in a file, so its dumps can only be replayed here, with nandoctor.replay(FILE). To "
             "replay them elsewhere, define it at the top level of a .py file.",
         ]
     if is_elsewhere(source) or (built and not (is_own_function(source) and not arguments.odd)):
         location = file if source["module"] == "__main__" or file else source["module"]
         words = ["--model", f"{location}:{name}", *(argument_options(arguments.plain) if not built else ())]
-        return "".join(f" {shlex.quote(word)}" for word in words), notes
-    return "", notes
+        return "".join(f" {shlex.quote(word)}" for word in words), []
+    return "", []
 
 
-def _try_config(model: nn.Module) -> str | None:
-    """Return why the class cannot be called with its configuration only, as a replay does; None if it can."""
-    config: Any = getattr(model, "config", None)
-    for lost in pack(config.to_dict(), "config").notes:
-        return f"from its configuration alone ({lost})"
-    try:
-        inspect.signature(class_of(model)).bind(config)
-    except TypeError as error:
-        return f"from its configuration alone ({error})"
-    except ValueError:  # it has no signature
-        pass
-    return None
-
-
-def _build_twin(model: nn.Module, arguments: ModelArguments) -> nn.Module | str:
-    """Call the model's class as a replay does; return what it makes, or what goes wrong."""
+def _find_problem(model: nn.Module, arguments: ModelArguments, *, from_config: bool) -> str:
+    """Return why the class cannot be called as a replay does, "" if its signature does not show it."""
+    kind, plain = class_of(model), arguments.plain
     if arguments.odd:
-        return f"from its arguments ({', '.join(sorted(arguments.odd))}: not plain data)"
-    called = f"{class_of(model).__name__}({', '.join(arguments.plain)})"
-    try:
-        with generators_kept(), torch.device("meta"):
-            twin: nn.Module = class_of(model)(**arguments.make())
-    except Exception as error:
-        return f"as {called} ({type(error).__name__}: {error})"
-    if any(map(is_lazy, model.parameters())):
-        return twin  # lazy parameters have no shapes before the first forward
-    own, other = ({unwrapped_name(name): p.shape for name, p in net.named_parameters()} for net in (model, twin))
-    different = [name for name in {**own, **other} if own.get(name) != other.get(name)]
-    if different:
-        return f"as {called}: its parameter {different[0]} would be missing or have another shape"
-    return twin
-
-
-def _compare_prints(model: nn.Module, twin: nn.Module) -> Iterator[str]:
-    """Yield what differs if the model and the one that a replay builds do not print alike, as by a dropout rate."""
-    try:
-        difference = first_difference(_print(model), str(twin))
-    except Exception:  # it prints its values, which are not there on the meta device
-        return
-    if difference is not None:
-        own, other = difference
-        yield (
-            f"the model prints {own}, and a replay builds it with {other}. Give Recorder arguments={{...}}, the plain "
-            f"data that {class_of(model).__name__} was called with, or builder=FUNCTION."
-        )
+        return f"from its arguments ({', '.join(sorted(map(str, arguments.odd)))}: not plain data)"
+    if from_config:
+        config = read_attribute(model, "config")
+        lost = pack(config.to_dict(), "config").notes
+        refused = lost[0] if lost else why_refused(kind, (config,), {})
+        return f"from its configuration alone ({refused})" if refused else ""
+    called = f"as {kind.__name__}({', '.join(map(str, plain))})"
+    if not plain and kind.__init__ in _CONTAINERS and next(model.children(), None) is not None:
+        return f"{called}: it would be empty"
+    refused = why_refused(kind, (), plain)
+    return f"{called} ({refused})" if refused else ""

@@ -6,7 +6,7 @@ import inspect
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -31,10 +31,34 @@ from nandoctor.source_files import (
 _MAX_SOURCES = 500
 
 
+def read_attribute(thing: Any, name: str, default: Any = None) -> Any:
+    """Return an attribute; the default if there is none, or if the user's object raises when it is read."""
+    try:
+        return getattr(thing, name, default)
+    except Exception:
+        return default
+
+
+def why_refused(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return why the signature of a class or function refuses the arguments; "" if it shows no reason.
+
+    The function is not called.
+    """
+    try:
+        signature = inspect.signature(function)
+    except Exception:  # it has no signature, or a user's own one
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
 def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model inside DataParallel, DistributedDataParallel and `torch.compile`, in any nesting."""
     while True:
-        compiled = getattr(model, "_orig_mod", None)
+        compiled = read_attribute(model, "_orig_mod")
         if isinstance(compiled, nn.Module):
             model = compiled
         elif isinstance(model, (DataParallel, DistributedDataParallel)):
@@ -62,7 +86,7 @@ def find_loaded(module: str, name: str) -> Any:
     """Return what a loaded module has under a dotted name; None if there is nothing."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
+        found = read_attribute(found, part)
     return found
 
 
@@ -78,8 +102,9 @@ def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
             return {"module": location, "name": name, "file": "", "sha256": ""}
         path = Path(location).resolve()
         return {"module": "__main__", "name": name, "file": shown_path(path), "sha256": _hash(path)}
-    name = getattr(thing, "__qualname__", f"<{type(thing).__qualname__} object>")
-    module = str(getattr(thing, "__module__", ""))
+    name = read_attribute(thing, "__qualname__")
+    name = name if isinstance(name, str) else f"<{type(thing).__qualname__} object>"
+    module = str(read_attribute(thing, "__module__", ""))
     if (source := source_file(thing)) is None:
         return {"module": module, "name": name, "file": "", "sha256": ""}
     file = "" if is_installed(source) else shown_path(source)
@@ -91,7 +116,7 @@ def describe_loss(loss: Callable[..., Any] | str) -> dict[str, str]:
 
     A function's own name may not be that name: `functools.wraps` gives it the name of another function.
     """
-    inner = getattr(loss, "_torchdynamo_orig_callable", loss)  # the function that torch.compile was given
+    inner = read_attribute(loss, "_torchdynamo_orig_callable", loss)  # the function that torch.compile was given
     described = describe_source(inner)
     if isinstance(loss, str) or ("<" not in described["name"] and _is_bound((loss, inner), described)):
         return described
@@ -150,7 +175,7 @@ def source_file(thing: Any) -> Path | None:
     try:
         path = inspect.getsourcefile(thing)
     except (TypeError, OSError):  # built in, or typed into a console
-        path = getattr(sys.modules.get(getattr(thing, "__module__", "")), "__file__", None)
+        path = read_attribute(sys.modules.get(str(read_attribute(thing, "__module__"))), "__file__")
     return Path(path).resolve() if path and Path(path).is_file() else None
 
 
@@ -214,17 +239,13 @@ def advise_loss(loss: Callable[..., Any] | str | None, source: Mapping[str, str]
         )
     if isinstance(loss, str):
         return
-    if isinstance(loss, nn.Module) and any(loss.parameters()):
+    if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
         yield (
             f"the loss ({name}) has weights of its own, which are not in the files: a replay uses the initial ones "
             "that its code makes. Record a module that holds the model and the loss, and returns the loss."
         )
-    try:
-        inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None, None)
-    except TypeError as error:
+    if refused := why_refused(loss.forward if isinstance(loss, nn.Module) else loss, (None, None), {}):
         yield (
-            f"a replay calls the loss as {name}(output, batch), which fails ({error}). Give Recorder a function at the "
-            f"top level of a file: loss=loss_of, with def loss_of(output, batch): return {name}(...)"
+            f"a replay calls the loss as {name}(output, batch), which fails ({refused}). Give Recorder a function at "
+            f"the top level of a file: loss=loss_of, with def loss_of(output, batch): return {name}(...)"
         )
-    except ValueError:  # it has no signature
-        return

@@ -14,7 +14,8 @@ import sys
 import types
 from collections import UserDict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -281,8 +282,9 @@ class Local:
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        (lambda: Wide(3), {}, "cannot build Wide as Wide() (TypeError"),
-        (lambda: Wide(3), {"arguments": {"width": 5}}, "as Wide(width): its parameter linear.weight would be"),
+        (lambda: Wide(3), {}, "cannot build Wide as Wide() (missing a required argument: 'width')"),
+        (lambda: Wide(3), {"arguments": {"size": 3}}, "cannot build Wide as Wide(size) ("),
+        (lambda: Wide(3), {"arguments": {3: 3}}, "cannot build Wide as Wide(3) ("),
         (lambda: Flexible(Config()), {"arguments": {"config": torch.nn.ReLU()}}, "(config: not plain data)"),
         (lambda: Flexible(Config()), {"arguments": {"config": lambda: 3}}, "(config: not plain data)"),
         (
@@ -292,12 +294,13 @@ class Local:
         ),
         (lambda: Flexible(Config()), {"arguments": {"config": Path.cwd}}, "(config: not plain data)"),
         (lambda: Flexible(Config()), {"arguments": {"config": make_ring()}}, "(config: not plain data)"),
-        (build_stack, {}, "as Sequential(): its parameter 0.weight would be missing"),
+        (build_stack, {}, "as Sequential(): it would be empty"),
         (Local.make, {}, "is defined inside a function"),
     ],
     ids=[
         "no arguments",
         "other arguments",
+        "no name",
         "module",
         "lambda",
         "tensor in a config",
@@ -324,19 +327,79 @@ def test_weights_that_the_recorded_class_does_not_fit(tmp_path, caplog):
     assert "Recorder" not in caught.value.remedy
 
 
-class Dropping(Wide):
-    def __init__(self, rate: float = 0.1) -> None:
+class Counting(Wide):
+    """Its constructor changes what the training uses, and ends the process without an argument."""
+
+    made: ClassVar[list[nn.Module]] = []
+    generator = np.random.default_rng(0)
+
+    def __init__(self, width: int | None = None) -> None:
+        self.made.append(self)
+        self.generator.normal()
+        if width is None:
+            sys.exit("usage: train.py WIDTH")
+        super().__init__(width)
+
+
+class Counted(Counting):
+    """Its configuration would be made again by code of the project."""
+
+    def __init__(self, config: Counter) -> None:
         super().__init__(3)
-        self.drop = nn.Dropout(rate)
-        self.scales = nn.ParameterList([nn.Parameter(torch.ones(2))])
+        self.config = config
 
 
-@pytest.mark.parametrize(("model", "said"), [(Dropping(0.5), "p=0.5"), (Dropping(), ""), (Dropping().half(), "")])
-def test_a_model_that_is_built_with_other_numbers(tmp_path, caplog, model, said):
-    with caplog.at_level(logging.WARNING), Recorder(model, folder=tmp_path):
-        advice = list(caplog.messages)
-    assert len(advice) == bool(said)
-    assert all(said in line and "a replay builds it with (drop): Dropout(p=0.1" in line for line in advice)
+class Counter:
+    made = 0
+
+    def __new__(cls) -> Counter:
+        cls.made += 1
+        return super().__new__(cls)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda: Counting(3), {}),
+        (lambda: Counting(3), {"arguments": {"width": 3}}),
+        (lambda: Counting(3), {"builder": functools.partial(Counting, width=3)}),
+        (lambda: Counting(3), {"builder": Counting}),
+        (lambda: Counted(Counter()), {}),
+    ],
+    ids=["no arguments", "arguments", "partial", "class", "config"],
+)
+def test_no_constructor_runs_in_the_training(tmp_path, make, options):
+    model = make()
+    before = len(Counting.made), Counter.made, Counting.generator.bit_generator.state
+    Recorder(model, folder=tmp_path, **options).close()
+    assert (len(Counting.made), Counter.made, Counting.generator.bit_generator.state) == before
+
+
+class NotReady(Wide):
+    @property
+    def config(self) -> Any:
+        raise RuntimeError("call from_pretrained() first")
+
+
+class Closed(Wide):
+    """It says in its own words that an attribute is missing."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise RuntimeError(name) from None
+
+
+class Signed(Wide):
+    __signature__ = "as documented"
+
+
+@pytest.mark.parametrize("kind", [NotReady, Closed, Signed])
+def test_a_model_whose_attributes_raise_is_recorded(tmp_path, caplog, kind):
+    advice, command, path = record(tmp_path, caplog, kind(3), arguments={"width": 3})
+    assert (advice, command) == ([], f"nandoctor replay {path}")
+    assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
 
 
 class Power(nn.Module):
@@ -346,6 +409,25 @@ class Power(nn.Module):
 
     def forward(self, output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
         return output.abs().pow(self.exponent).mean()
+
+
+class Weighted(nn.Module):
+    """A loss with a learned weight for each of two tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.zeros(2))
+
+    def forward(self, output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return (output.abs() * torch.exp(-self.log_variance)).sum()
+
+
+class Silent:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __call__(self, output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return output.mean()
 
 
 def make_loss(exponent: float):
@@ -459,10 +541,12 @@ def test_a_loss_that_cannot_be_imported_is_said_beforehand(tmp_path, caplog, los
     assert "cannot import the loss" in caplog.messages[0]
 
 
-def test_the_trial_draws_from_no_generator(tmp_path):
-    model = Segmenter()
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    Recorder(model, folder=tmp_path, loss=loss_of).close()
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert np.random.get_state()[1].tolist() == states[1]
-    assert random.getstate() == states[2]
+@pytest.mark.parametrize(
+    "loss", [Weighted(), nn.Sequential(Weighted()), Silent(), MagicMock()], ids=["weights", "nested", "raises", "mock"]
+)
+def test_a_loss_that_cannot_be_described_does_not_end_the_training(tmp_path, caplog, loss):
+    _, _, path = record(tmp_path, caplog, Wide(3), arguments={"width": 3}, loss=loss)
+    assert "cannot import the loss" in caplog.messages[0]
+    assert ("has weights of its own" in caplog.text) == isinstance(loss, nn.Module)
+    assert "Training goes on" not in caplog.text
+    assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
