@@ -61,8 +61,8 @@ class Observer:
     def __init__(self, model: nn.Module, undo_nbytes: int) -> None:
         self.model, self.undo_nbytes = model, undo_nbytes
         self.sharded = any(map(is_sharded, model.parameters()))
-        self._owners: list[tuple[str, int]] = []
         self._find_modules()
+        self._find_tensors()
         self.device = torch.device("cpu")
         self.generators = Generators(self.device)
         self.autocast_inside: dict[str, Any] | None = None
@@ -70,31 +70,34 @@ class Observer:
         self._first_shapes = self._read_shapes()
         self._stamped: list[torch.Tensor] = []
 
-    def _find_modules(self) -> bool:
-        """Find the modules again; return True if tensors belong to other modules than before."""
+    def _find_modules(self) -> None:
         self._paths, self._modules = zip(*self.model.named_modules(), strict=True)
         self._attributes = list(map(vars, self._modules))
         self._scripted = [module for module in self._modules if isinstance(module, torch.jit.ScriptModule)]
         self._children = list(map(children_of, self._modules))
         self._known_children = self._read_children()
-        owners = owners_of(self.model)
-        if owners == self._owners:
-            return False
-        self._keeper, self._owners = StateKeeper(self.model, self.undo_nbytes), owners
+
+    def _find_tensors(self) -> None:
+        self._keeper, self._owners = StateKeeper(self.model, self.undo_nbytes), owners_of(self.model)
         self._weights = places_of(self.model, parameters_of)
         self._places = [registry for _, registry, _ in self._weights], [name for *_, name in self._weights]
         self.held = self._read_weights()
         present = [place for place in self._weights if place[1].get(place[2]) is not None]  # a bias may be None
         self._outer = [*present[:1], *present[-1:]]
         self._first = [*present, *places_of(self.model, buffers_of)][:1]
-        return True
 
     def _read_children(self) -> list[tuple[nn.Module | None, ...]]:
         return [tuple(children.values()) for children in filter(None, self._children)]
 
     def follow_modules(self) -> bool:
         """Find the modules again if some were added, removed or moved; return True if tensors have other owners."""
-        return self._read_children() != self._known_children and self._find_modules()
+        if self._read_children() == self._known_children:
+            return False
+        self._find_modules()
+        changed = owners_of(self.model) != self._owners
+        if changed:
+            self._find_tensors()
+        return changed
 
     def _follow_device(self) -> None:
         """Update the device: the model may be moved after its recorder was made."""

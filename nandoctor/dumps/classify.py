@@ -97,7 +97,7 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Values) -> tupl
     contents.left_out += [brief(text, 200) for text in get(saved, "left_out", list, []) if isinstance(text, str)]
     # Weights that did not fit into the file are named in `left_out`.
     state = get(saved, "state_dict", dict, {})
-    if not state and not any(text.startswith("state_dict") for text in contents.left_out):
+    if "state_dict" not in saved and not any(text.startswith("state_dict") for text in contents.left_out):
         raise DumpError("it has no state dict.", remedy=AS_WRITTEN)
     contents.states["state_dict"] = _take_state(contents, "state_dict", state)
     take = partial(_take_unique, contents, {})

@@ -50,11 +50,20 @@ def test_a_file_with_the_weights_alone_is_read(tmp_path):
     assert (dump.arrays, dump.recorded.calls, dump.recorded.model) == ({}, (), None)
 
 
+def test_a_file_without_weights_says_so_with_an_empty_state_dict(tmp_path):
+    saved = {"format": "nandoctor.dump/1", "state_dict": {}}
+    torch.save(saved, tmp_path / "dump.pth")
+    assert read_dump(tmp_path / "dump.pth").recorded.model is None
+    del saved["state_dict"]
+    torch.save(saved, tmp_path / "dump.pth")
+    with pytest.raises(DumpError, match="has no state dict"):
+        read_dump(tmp_path / "dump.pth")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"format": "nandoctor.dump/2"}, "nandoctor.dump/2, which this version does not know"),
-        ({"state_dict": {}}, "has no state dict"),
         ({"state_dict": [1]}, "'state_dict' is of type list, not dict"),
         ({"calls": {"x": IMAGE}}, "'calls' is of type dict, not list"),
         ({"calls": [3]}, "'calls' is of type int, not dict"),
