@@ -14,27 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.capture.deepspeed import find_engine
-from nandoctor.capture.dump_contents import Training, describe, leave_weights
+from nandoctor.capture.deepspeed import DeepSpeedEngine, find_engine
+from nandoctor.capture.dump_contents import describe, leave_weights
 from nandoctor.capture.dump_folder import DumpFolder
 from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, scout_autocast
 from nandoctor.capture.joined import can_join
-from nandoctor.capture.model_rebuild import describe_arguments, find_config, plan_rebuild
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.recorder_settings import RecorderSettings
 from nandoctor.capture.sharding import refuse_flat_weights
-from nandoctor.capture.source_info import (
-    ProjectSources,
-    advise_loss,
-    class_of,
-    describe_loss,
-    describe_source,
-    flags_for_loss,
-    unwrap_model,
-)
+from nandoctor.capture.source_info import unwrap_model
 from nandoctor.capture.step import RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import StepHistory, StepPolicy, StepResult, StopRule
 from nandoctor.capture.step_tracker import StepTracker
+from nandoctor.capture.training import describe_training
 from nandoctor.dumps.packing import pack
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
@@ -85,11 +77,8 @@ class Recorder(RecorderSettings):
     def __post_init__(self) -> None:
         stop_import()
         super().__post_init__()
-        refuse_flat_weights(self.model)
-        self._engine = find_engine(self.model)
-        self._observer = Observer(unwrap_model(self._called), self.undo_nbytes)
-        self._training, self._flags = self._describe_training()
         self._handles = ExitStack()
+        self._engine: DeepSpeedEngine | None = None
         self._policy = StepPolicy(
             StepHistory(StopRule(threshold=self.threshold, window=self.window, in_a_row=self.in_a_row)),
             DumpFolder(Path(self.folder), keep=self.keep, max_nbytes=self.max_nbytes),
@@ -98,49 +87,39 @@ class Recorder(RecorderSettings):
             on_save=self.on_save,
             replay_flags=self._find_flags,
         )
+        self._scouted = self._is_idle = False
+        self._warned: set[str] = set()
+        try:
+            self._follow_model()
+        except NanDoctorError:
+            raise
+        except Exception as error:  # the user's objects may raise anything
+            self._warn(f"this training is not recorded ({type(error).__name__}: {error}). Training goes on.")
+            self._handles.close()
+            self._is_idle, self._engine = True, None
+            self._track(Observer(nn.Module(), self.undo_nbytes), None)
+        atexit.register(self._at_exit)  # for a script that ends in an error before it calls close
+        self._handles.callback(atexit.unregister, self._at_exit)
+
+    def _follow_model(self) -> None:
+        refuse_flat_weights(self.model)
+        self._engine = find_engine(self.model)
+        observer = Observer(unwrap_model(self._called), self.undo_nbytes)
+        self._training, self._flags = describe_training(self, observer, self._find_scaler())
+        self._track(observer, self._training.scaler)
+        self._attach()
+
+    def _track(self, observer: Observer, scaler: Any) -> None:
+        self._observer = observer
         self._tracker = StepTracker(
-            self._observer,
+            observer,
             self._policy,
-            self._training.scaler,
+            scaler,
             on_stop=self._handles.close,
             count=None if self._engine is None else self._engine.count,
         )
         hooked = (self._tracker.start_step, self._tracker.watch, self._tracker.on_exception)
         self._start_step, self._look_at, self._on_exception = [Hook(function) for function in hooked]
-        self._scouted = False
-        self._warned: set[str] = set()
-        self._attach()
-        atexit.register(self._at_exit)  # for a script that ends in an error before it calls close
-        self._handles.callback(atexit.unregister, self._at_exit)
-
-    def _describe_training(self) -> tuple[Training, str | None]:
-        """Return what all files have in common, and the flags that a replay needs; log how to do without them.
-
-        The flags are None if only this notebook can replay the files.
-        """
-        model, builder, arguments = self._observer.model, self.builder, self.arguments or {}
-        if isinstance(builder, functools.partial) and not builder.args:
-            arguments = {**builder.keywords, **arguments}
-            builder = builder.func
-        source = describe_source(builder or class_of(model))
-        built = builder is not None and not isinstance(builder, type)
-        loss = None if self.loss is None else describe_loss(self.loss)
-        described = describe_arguments(arguments) if arguments or built else find_config(model)
-        flags, advice = plan_rebuild(model, source, described, built=built)
-        flags = None if flags is None else flags + flags_for_loss(loss)
-        for line in (*advice, *advise_loss(self.loss, loss)):
-            LOG.warning("nandoctor.Recorder: %s", line)
-        return Training(
-            observer=self._observer,
-            model=source,
-            loss=loss,
-            arguments=described,
-            built=built,
-            method=self.method,
-            files=ProjectSources(model, source, loss),
-            scaler=self._find_scaler(),
-            keep_optimizer=self.keep_optimizer,
-        ), flags
 
     @property
     def _called(self) -> nn.Module:
@@ -224,6 +203,8 @@ class Recorder(RecorderSettings):
         Raises:
             NanDoctorError: no forward was seen since the last step.
         """
+        if self._is_idle:
+            return
         step = self._tracker.current
         if step is None:
             raise NanDoctorError(
@@ -282,6 +263,8 @@ class Recorder(RecorderSettings):
         Raises:
             NanDoctorError: there is no current step.
         """
+        if self._is_idle:
+            return None
         if self._tracker.current is None:
             raise NanDoctorError(
                 "There is no step to save: the recorder has seen no forward of its model in train mode.",

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import UserDict
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -327,3 +328,49 @@ def test_a_model_without_weights_is_recorded(tmp_path, model):
     (path,) = recorder.written
     assert path.name == "nan-step000001.pth"
     assert nandoctor.replay(path, model, fixes=False).report.reproduction.grade == "exact"
+
+
+class Unlisted(nn.Linear):
+    def modules(self):
+        raise RuntimeError("not here")
+
+
+class Unsure:
+    def is_enabled(self):
+        raise RuntimeError("not yet")
+
+
+def lose_the_folder(tmp_path, monkeypatch):
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    return nn.Linear(3, 2), {"folder": tmp_path}
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda *_: (Unlisted(3, 2), {}),
+        lambda *_: (nn.Linear(3, 2), {"scaler": Unsure()}),
+        lambda *_: (nn.Linear(3, 2), {"arguments": [3, 2]}),
+        lose_the_folder,
+    ],
+    ids=["model", "scaler", "arguments", "folder"],
+)
+def test_a_training_that_cannot_be_described_goes_on(tmp_path, monkeypatch, caplog, prepare):
+    model, options = prepare(tmp_path, monkeypatch)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Recorder(model, **{"folder": tmp_path, "in_a_row": 1, **options}) as recorder:
+        recorder.epoch, recorder.next_step = 3, 5
+        for marks in (True, False):
+            with recorder.step(torch.ones(3)) if marks else nullcontext():
+                loss = (model(torch.ones(4, 3)) * float("nan")).sum()
+                recorder.watch(loss, torch.ones(3))
+                loss.backward()
+                optimizer.step()
+            assert recorder.save() is None
+        recorder.begin()
+        recorder.end()
+    assert (recorder.written, recorder.history.num_steps, recorder.epoch) == ((), 0, 3)
+    assert sum("is not recorded" in message for message in caplog.messages) == 1
+    assert not model._forward_hooks
