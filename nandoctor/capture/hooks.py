@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import Any
 
@@ -77,12 +78,13 @@ class Hook:
 
     It runs outside of `torch.func` transforms, since a step may be saved during a forward inside one. In a forked
     process it runs in one thread, since it measures all weights at once even if the training has only small ops. It is
-    left out of every compiled graph. A copied or pickled hook does nothing: an average of the weights is a deep copy of
-    the model, and its forward is not a training step.
+    left out of every compiled graph; if `may_break` is False, it does nothing there, and the graph stays whole. It does
+    nothing while `torch.jit.trace` runs. A copied or pickled hook is a function that does nothing: an average of the
+    weights is a deep copy of the model, and its forward is not a training step. A pickled one loads without nandoctor.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Any], *, may_break: bool = True) -> None:
+        self._function, self._may_break = function, may_break
         # Every optimizer imports torch's compiler anyway.
         self._uncompiled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         self._failed = False
@@ -90,9 +92,13 @@ class Hook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function; use the wrapper of `disable`, which costs more than the hook, only under a compiler."""
         try:
+            if not self._may_break and torch.compiler.is_compiling():
+                return None
             # If the compiler gives up on the caller, it still compiles the functions that the caller calls.
             if torch.compiler.is_compiling() or find_compiler():
                 return self._uncompiled(*args, **kwargs)
+            if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+                return None
             if not is_transforming() and not is_forked():
                 return self._function(*args, **kwargs)
             with outside_transforms(), one_thread_if_forked():
@@ -109,8 +115,11 @@ class Hook:
             self._failed = True
             return None
 
+    def __deepcopy__(self, _: dict[int, Any]) -> Callable[..., Any]:
+        return do_nothing
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, (do_nothing,)
+        return partial, (sys.audit, "nandoctor")  # it accepts any arguments and, without an audit hook, does nothing
 
 
 def do_nothing(*_: Any) -> None:
@@ -154,5 +163,5 @@ def scout_autocast(modules: Iterable[nn.Module], found: Found, device_type: str)
 
     for module in modules:
         if compiled_call(module) is None:
-            handles.callback(nn.Module.register_forward_pre_hook(module, Hook(look)).remove)
+            handles.callback(nn.Module.register_forward_pre_hook(module, Hook(look, may_break=False)).remove)
     return handles

@@ -233,7 +233,7 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "tokenizers.Encoding": Fields,
     **{f"torch.{module}.grad_scaler.GradScaler": _Scaler for module in ("amp", "cuda.amp")},
     # What a recorder leaves on a model that is pickled while it records.
-    **dict.fromkeys(("nandoctor.capture.hooks.Hook", "nandoctor.capture.hooks.do_nothing"), _Opaque),
+    "sys.audit": _Opaque,
     "torch.nn.utils.rnn.PackedSequence": _PackedSequence,
 }
 

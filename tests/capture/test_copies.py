@@ -5,13 +5,18 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pickle
 import weakref
+import zipfile
 
+import pytest
 import torch
+from torch import nn
 from trainings import loss_of, make_batch, make_model
 
 import nandoctor
 from nandoctor import Recorder, cuda_autocast
+from nandoctor.dumps.reader import read_dump
 
 
 def watch(model, recorder, batch):
@@ -43,6 +48,58 @@ def test_a_whole_model_comes_back_without_its_recorder(tmp_path):
         file.seek(0)
         loaded = torch.load(file, weights_only=False)
         assert torch.equal(loaded.eval()(image)["logit"], model.eval()(image)["logit"])
+
+
+def test_a_whole_model_loads_where_nandoctor_is_not_installed(tmp_path):
+    with Recorder(model := nn.Linear(2, 1), folder=tmp_path):
+        torch.save(model, tmp_path / "model.pt")
+        pickled = pickle.dumps(model)
+    with zipfile.ZipFile(tmp_path / "model.pt") as file:
+        (member,) = [name for name in file.namelist() if name.endswith("data.pkl")]
+        assert b"nandoctor.capture" not in file.read(member)
+    assert b"nandoctor.capture" not in pickled
+    for loaded in (torch.load(tmp_path / "model.pt", weights_only=False), pickle.loads(pickled)):
+        assert torch.equal(loaded(torch.ones(3, 2)), model(torch.ones(3, 2)))
+    assert {*read_dump(tmp_path / "model.pt").state} == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: copy.deepcopy(copy.deepcopy(model))], ids=["one", "two"])
+def test_a_copy_is_compiled_as_one_graph(tmp_path, make):
+    with Recorder(model := nn.Linear(2, 1), folder=tmp_path):
+        compiled = torch.compile(make(model), fullgraph=True, backend="eager")
+        assert torch.equal(compiled(torch.ones(3, 2)), model(torch.ones(3, 2)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_traced_forward_is_no_call_of_the_model(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with Recorder(model, folder=tmp_path) as recorder:
+        recorder.watch(model(torch.ones(3, 2)).sum())
+        torch.jit.trace(model, torch.ones(3, 2))
+        recorder.watch(model(torch.full((3, 2), float("nan"))).sum())
+    (path,) = recorder.written
+    assert len(torch.load(path, weights_only=True)["calls"]) == 1
+
+
+class Replaced(nn.Module):
+    def __init__(self, *, nested: bool) -> None:
+        super().__init__()
+        self.linear = nn.Sequential(nn.Linear(2, 2), nn.ReLU()) if nested else nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+def test_a_forward_that_is_compiled_as_one_graph(tmp_path, nested):
+    model = Replaced(nested=nested)
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    with Recorder(model, folder=tmp_path, threshold=1) as recorder:
+        for value in (1.0, float("nan")):
+            loss = model(torch.full((3, 2), value)).sum()
+            recorder.watch(loss)
+            loss.backward()
+    assert [path.name for path in recorder.written] == ["nan-step000000-micro1.pth"]
 
 
 def test_no_more_than_the_last_batches_are_held(tmp_path):
