@@ -94,8 +94,7 @@ class Observer:
         if self._read_children() == self._known_children:
             return False
         self._find_modules()
-        changed = owners_of(self.model) != self._owners
-        if changed:
+        if changed := owners_of(self.model) != self._owners:
             self._find_tensors()
         return changed
 

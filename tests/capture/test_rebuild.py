@@ -15,7 +15,6 @@ import types
 from collections import UserDict
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -375,33 +374,6 @@ def test_no_constructor_runs_in_the_training(tmp_path, make, options):
     assert (len(Counting.made), Counter.made, Counting.generator.bit_generator.state) == before
 
 
-class NotReady(Wide):
-    @property
-    def config(self) -> Any:
-        raise RuntimeError("call from_pretrained() first")
-
-
-class Closed(Wide):
-    """It says in its own words that an attribute is missing."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            raise RuntimeError(name) from None
-
-
-class Signed(Wide):
-    __signature__ = "as documented"
-
-
-@pytest.mark.parametrize("kind", [NotReady, Closed, Signed])
-def test_a_model_whose_attributes_raise_is_recorded(tmp_path, caplog, kind):
-    advice, command, path = record(tmp_path, caplog, kind(3), arguments={"width": 3})
-    assert (advice, command) == ([], f"nandoctor replay {path}")
-    assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
-
-
 class Power(nn.Module):
     def __init__(self, exponent: float) -> None:
         super().__init__()
@@ -409,25 +381,6 @@ class Power(nn.Module):
 
     def forward(self, output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
         return output.abs().pow(self.exponent).mean()
-
-
-class Weighted(nn.Module):
-    """A loss with a learned weight for each of two tasks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_variance = nn.Parameter(torch.zeros(2))
-
-    def forward(self, output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        return (output.abs() * torch.exp(-self.log_variance)).sum()
-
-
-class Silent:
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(name)
-
-    def __call__(self, output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        return output.mean()
 
 
 def make_loss(exponent: float):
@@ -539,14 +492,3 @@ def test_a_loss_that_cannot_be_imported_is_said_beforehand(tmp_path, caplog, los
     Recorder(Segmenter(), folder=tmp_path, loss=loss).close()
     assert len(caplog.messages) == 1
     assert "cannot import the loss" in caplog.messages[0]
-
-
-@pytest.mark.parametrize(
-    "loss", [Weighted(), nn.Sequential(Weighted()), Silent(), MagicMock()], ids=["weights", "nested", "raises", "mock"]
-)
-def test_a_loss_that_cannot_be_described_does_not_end_the_training(tmp_path, caplog, loss):
-    _, _, path = record(tmp_path, caplog, Wide(3), arguments={"width": 3}, loss=loss)
-    assert "cannot import the loss" in caplog.messages[0]
-    assert ("has weights of its own" in caplog.text) == isinstance(loss, nn.Module)
-    assert "Training goes on" not in caplog.text
-    assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"

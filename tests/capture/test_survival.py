@@ -11,6 +11,8 @@ from collections import UserDict
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -374,3 +376,63 @@ def test_a_training_that_cannot_be_described_goes_on(tmp_path, monkeypatch, capl
     assert (recorder.written, recorder.history.num_steps, recorder.epoch) == ((), 0, 3)
     assert sum("is not recorded" in message for message in caplog.messages) == 1
     assert not model._forward_hooks
+
+
+class NotReady(nn.Linear):
+    @property
+    def config(self) -> Any:
+        raise RuntimeError("call from_pretrained() first")
+
+
+class Closed(nn.ReLU):
+    """It says in its own words that an attribute is missing."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise RuntimeError(name) from None
+
+
+class Signed(nn.Linear):
+    __signature__ = "as documented"
+
+
+class Weighted(nn.Module):
+    """A loss with a learned weight for each of two tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.zeros(2))
+
+    def forward(self, output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return (output.abs() * torch.exp(-self.log_variance)).sum()
+
+
+class RaisingLoss(Raises):
+    def __call__(self, output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return output.mean()
+
+
+ODD = {
+    "config": (NotReady(3, 2), None),
+    "attributes": (Closed(), None),
+    "signature": (Signed(3, 2), None),
+    "loss with weights": (nn.Linear(3, 2), Weighted()),
+    "loss that holds one": (nn.Linear(3, 2), nn.Sequential(Weighted())),
+    "loss that raises": (nn.Linear(3, 2), RaisingLoss()),
+    "mock": (nn.Linear(3, 2), MagicMock()),
+}
+
+
+@pytest.mark.parametrize(("model", "loss"), ODD.values(), ids=ODD.keys())
+def test_what_cannot_be_looked_at_is_recorded(tmp_path, monkeypatch, caplog, model, loss):
+    monkeypatch.chdir(FOLDER)
+    arguments = {"in_features": 3, "out_features": 2}
+    with Recorder(model, folder=tmp_path, arguments=arguments, loss=loss) as recorder:
+        recorder.watch(model(torch.full((4, 3), float("nan"))).sum(), torch.ones(3))
+    assert "is not recorded" not in caplog.text
+    assert ("cannot import the loss" in caplog.text) == (loss is not None)
+    assert ("has weights of its own" in caplog.text) == isinstance(loss, nn.Module)
+    report = nandoctor.replay(recorder.written[0], lambda: model, fixes=False).report
+    assert report.reproduction.grade == "exact"
