@@ -108,8 +108,11 @@ def describe_model(
 
 
 def _print(model: nn.Module) -> str:
-    """Return the model as it prints without the classes that FSDP2 puts on its modules."""
-    printed = str(model)
+    """Return the model as it prints without the classes that FSDP2 puts on its modules; "" if printing raises."""
+    try:
+        printed = str(model)
+    except Exception:
+        return ""
     kinds = {type(module): class_of(module) for module in model.modules() if fsdp_policy(module) is not None}
     for kind, original in kinds.items():
         printed = printed.replace(f"{kind.__name__}(", f"{original.__name__}(")

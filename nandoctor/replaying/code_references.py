@@ -204,7 +204,7 @@ def describe_code_change(reference: Reference | None, model: nn.Module) -> list[
     source = _find_source(reference)
     if reference.sha256 and source is not None and _has_changed(reference, source):
         notes.append(f"{brief(reference.file or reference.module)} has changed since the training.")
-    if lines := first_difference(reference.structure, str(model)):
+    if reference.structure and (lines := first_difference(reference.structure, str(model))):
         notes.append(f"The model is not built as it was in the training: {brief(lines[0])} is now {lines[1]}.")
     return notes
 

@@ -398,6 +398,11 @@ class Signed(nn.Linear):
     __signature__ = "as documented"
 
 
+class Unprintable(nn.Linear):
+    def extra_repr(self) -> str:
+        raise RuntimeError("not yet")
+
+
 class Weighted(nn.Module):
     """A loss with a learned weight for each of two tasks."""
 
@@ -418,6 +423,7 @@ ODD = {
     "config": (NotReady(3, 2), None),
     "attributes": (Closed(), None),
     "signature": (Signed(3, 2), None),
+    "printing": (Unprintable(3, 2), None),
     "loss with weights": (nn.Linear(3, 2), Weighted()),
     "loss that holds one": (nn.Linear(3, 2), nn.Sequential(Weighted())),
     "loss that raises": (nn.Linear(3, 2), RaisingLoss()),
