@@ -191,7 +191,8 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
         return None
     if callable(getattr(value, "keys", None)) and hasattr(type(value), "__getitem__"):
         return {str(key): value[key] for key in value.keys()}  # noqa: SIM118 - not a mapping, it only has keys
-    names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+    members = (item for kind in type(value).__mro__ for item in vars(kind).items())
+    names = [name for name, item in members if isinstance(item, MemberDescriptorType)]  # the slots
     names += getattr(value, "__dict__", {})
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 

@@ -73,6 +73,27 @@ def test_an_object_comes_back_with_its_fields(value):
         _ = made.edges
 
 
+class Lone:
+    """A batch with one slot, whose names are not given as a sequence, and a private one."""
+
+    __slots__ = "image"  # noqa: PLC0205 - as people write it
+
+
+class Private(Lone):
+    """Adds a slot whose name is mangled."""
+
+    __slots__ = ("__mask",)
+
+    def __init__(self):
+        self.image, self.__mask = X, X > 0
+
+
+def test_every_slot_of_an_object_is_kept():
+    made, _ = through_the_file(Private())
+    assert torch.equal(made["image"], X)
+    assert torch.equal(made["_Private__mask"], X > 0)
+
+
 class Molecule:
     """A batch with methods, whose constructor is not to be called again."""
 
