@@ -39,6 +39,8 @@ Said = tuple[Literal["passed", "failed", "not-checked"], str]
 GROWTH = 4.0
 """Room for two of the doublings that GradScaler makes every 2,000 steps."""
 _USUAL_SCALES = (65536.0, 4096.0, 256.0, 16.0, 1.0)
+_LOWERED = (256.0, 16.0)
+"""On another batch GradScaler may have to lower its scale: to these, but not above the training's scale."""
 _BELOW_ONE = (1 / 16, 1 / 256)
 """For a stand-in loss whose own gradients fp16 cannot hold; the training's loss is not scaled by these."""
 _LEAST_SCALE = 256.0
@@ -293,6 +295,17 @@ def _describe_error(error: float | None, allowed: float) -> str:
 def at_scale(change: Change, scale: float) -> tuple[Change, ...]:
     """Return the change, with the loss scale if it sets none itself."""
     return (change,) if scale_set_by(change) is not None else (change, SetLossScale(value=scale))
+
+
+def run_lowered(trials: Trials, change: Change, scale: float | None) -> tuple[Result, float | None]:
+    """Run another batch at the loss scale, or where its gradients need it at a lower one, which is returned as well."""
+    highest = scale or 1.0
+    known = trials.step.loss_scale or highest
+    for lowered in dict.fromkeys((highest, *(min(highest, least, known) for least in _LOWERED))):
+        made = trials.run(*at_scale(change, lowered))
+        if made.gradients_finite or not made.values_finite:
+            break
+    return made, lowered if lowered < highest else None
 
 
 def scale_set_by(change: Change) -> float | None:

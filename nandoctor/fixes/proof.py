@@ -26,7 +26,7 @@ from nandoctor.fixes.agreement import (
     sample_errors,
 )
 from nandoctor.fixes.changed_lines import failing_op
-from nandoctor.fixes.gradient_check import GradientCheck, Said, at_scale, in_bf16
+from nandoctor.fixes.gradient_check import GradientCheck, Said, at_scale, in_bf16, run_lowered
 from nandoctor.fixes.source_bounds import describe_cost, edges_of
 from nandoctor.fixes.source_changes import PastBound
 from nandoctor.fixes.variations import (
@@ -50,8 +50,6 @@ _NOT_RUN: Said = "not-checked", "not run, because an earlier check failed"
 _AS_FP32: Said = "passed", "finite wherever fp32 is"
 _FACTORS = tuple(0.5 * 4.0**-n for n in range(6))
 """exp is finite in float64 up to 709, in fp32 up to 88: with steps of 4, one factor lands between the two."""
-_LOWERED = (256.0, 16.0)
-"""On another batch GradScaler may have to lower its scale: to these, but not above the training's scale."""
 
 
 class Verifier:
@@ -181,7 +179,7 @@ class Verifier:
 
     def _judge_edge(self, at_edge: SourcePatch, edit: Edit, scale: float | None) -> Said:
         """Check that all stays finite with values exactly on the edge of a domain, which the next batch may have."""
-        made = self._trials.run(*at_scale(at_edge, scale or 1.0))
+        made, lowered = run_lowered(self._trials, at_edge, scale)
         edits = flatten((edit,))
         told = " and ".join(dict.fromkeys(constant(edge) for single in edits for edge in edges_of(single)))
         if not made.ran:
@@ -190,7 +188,8 @@ class Verifier:
             what = "gradients are" if made.values_finite else "output is"
             return "failed", f"{what} not finite with arguments of exactly {told}"
         cost = describe_cost(edits)
-        return "passed", f"finite with arguments of exactly {told}{f'; {cost}' if cost else ''}"
+        at = "" if lowered is None else f" at loss scale {number(lowered)}"
+        return "passed", f"finite with arguments of exactly {told}{at}{f'; {cost}' if cost else ''}"
 
     def _judge_past_bound(self, written: PastBound) -> Said:
         """Check that exponents past the bound of a clamp give what float64 gives without the clamp.
@@ -356,15 +355,10 @@ class Verifier:
             return "not-checked", "the change is of this batch alone"
         if varied is None:
             return "not-checked", "the step has no such variation"
-        highest = scale or 1.0
-        known = self._trials.step.loss_scale or highest
-        for lowered in dict.fromkeys((highest, *(min(highest, scale, known) for scale in _LOWERED))):
-            made = varied.run(*at_scale(change, lowered))
-            if made.gradients_finite or not made.values_finite:
-                break
+        made, lowered = run_lowered(varied, change, scale)
         if made.finite:
             made_up = self._gradients.tell_made_up(made)
-            told = self._describe_finite(made, lowered if lowered < highest else None)
+            told = self._describe_finite(made, lowered)
             return ("passed", told) if made_up is None else ("failed", f"gradients are {made_up}")
         if made.values_finite and varied.step.loss is squared_surrogate and varied.reference(change).finite:
             # The change is sound in fp32: what fp16 cannot hold may be the stand-in loss's own gradient.

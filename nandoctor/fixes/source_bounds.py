@@ -40,12 +40,17 @@ def edges_of(edit: SingleEdit) -> tuple[float, ...]:
 
 
 def text_at_edges(text: str, edit: ClampArgument | GuardArgument) -> str:
-    """Return an argument's text with values on or beyond an edge moved exactly onto it, with their gradients kept."""
+    """Return an argument's text with values on or beyond an edge moved exactly onto it, with their gradients kept.
+
+    The value nearest to the edge is moved in any case, so that the edge is reached wherever the text runs.
+    """
     made, edges = _PROBED, edges_of(edit)
     for place, edge in enumerate(edges, 1):
         value = f"({_PROBED} := {text})" if place == len(edges) else _PROBED  # the outermost condition runs first
-        sign = "<=" if edge == DOMAINS[edit.site.op].low else ">="
-        made = f"torch.where({value} {sign} {edge}, {_PROBED} - {_PROBED}.detach() + {edge}, {made})"
+        is_low = edge == DOMAINS[edit.site.op].low
+        sign, far, nearest, end = ("<=", "torch.inf", "amin", "min") if is_low else (">=", "-torch.inf", "amax", "max")
+        limit = f"{_PROBED}.detach().nan_to_num({far}).{nearest}().clamp({end}={edge})"
+        made = f"torch.where({value} {sign} {limit}, {_PROBED} - {_PROBED}.detach() + {edge}, {made})"
     return made
 
 

@@ -29,6 +29,7 @@ def loss(output, batch):
 """
 ROOT = "return torch.sqrt(h)", [[1.0, 0.5, -0.25, 2.0], [0.5] * 4]
 ANGLE = "return torch.acos(h * 0.5)", [[1.0, 0.5, -0.25, 2.5], [0.5] * 4]
+POOL = "return h.pow(3.2).mean(-1).pow(1 / 3.2)", [[1.0, 0.5, -0.25, 2.0], [0.5] * 4]
 LOGARITHM = "return torch.stack([torch.log(row + 0) for row in h])", [[1.0, 0.5, 0.0, 2.0], [0.5] * 4]
 RATIO = "return h / h.sum(-1, keepdim=True)", [[1.0, 0.5, -1.0, -0.5], [0.25] * 4]
 UNIT = "return h / h.abs().sum(-1, keepdim=True)", [[0.0] * 4, [0.25] * 4]
@@ -62,6 +63,7 @@ def run(model, x):
     ("case", "edges"),
     [
         pytest.param(ROOT, [0.0], id="root"),
+        pytest.param(POOL, [0.0, -1.0], id="pool"),
         pytest.param(ANGLE, [2.0, -2.0], id="angle", marks=pytest.mark.slow),
         pytest.param(LOGARITHM, [0.0], id="comprehension", marks=pytest.mark.slow),
         pytest.param(HIDDEN, [0.0], id="hidden", marks=pytest.mark.slow),
