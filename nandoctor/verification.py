@@ -16,8 +16,9 @@ from typing import Literal
 
 import torch
 
-from nandoctor.diagnosis.run_summary import WRONG
+from nandoctor.diagnosis.verdict import describe_idle_state
 from nandoctor.dumps.dump import Dump
+from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.edits import Edit, SetLossScale, SourcePatch, Together
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import Report
@@ -184,8 +185,8 @@ def _conclude(found: Diagnosed, query: _Query) -> Verification:
         modes = (attempt.training for attempt in report.reproduction.attempts)
         blank = replace(blank, run=mode_text(step.seed, *modes))
     measured = _measure(blank, step, query, random=found.random)
-    measured = replace(measured, notes=tuple(_notes(measured, query, step)))
-    if reasons := [*measured.reasons, *_describe_failures(measured), *_doubts(measured, found, query)]:
+    measured = replace(measured, notes=tuple(_notes(measured, query, found.report.dump, step)))
+    if reasons := [*_describe_failures(measured), *_doubts(measured, found, query)]:
         return _cannot_tell(measured, reasons, tuple(_advise(measured, found, query)))
     if failure is None:
         return replace(measured, outcome="passes", headline="the step passes, and the file does not say that it failed")
@@ -335,8 +336,9 @@ def _advise(measured: Verification, found: Diagnosed, query: _Query) -> Iterator
         yield "Give the loss scale of the failing step: --loss-scale N, or 1 where nothing scales the loss."
 
 
-def _notes(measured: Verification, query: _Query, step: FailingStep) -> Iterator[str]:
+def _notes(measured: Verification, query: _Query, saved: DumpSummary, step: FailingStep) -> Iterator[str]:
     """Yield what was not checked, and what was assumed."""
+    yield from describe_idle_state("healthy", saved, step.built)
     if step.loss is None:
         yield "The gradients of your loss were not checked: pass --loss."
     if measured.code.changes and measured.reference == "changed":

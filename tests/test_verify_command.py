@@ -351,6 +351,16 @@ def test_a_step_that_nothing_says_has_failed_passes(project):
     assert nandoctor.verify("well.pth", nn.Linear(3, 3)).outcome == "passes"
 
 
+def test_nan_that_the_step_did_not_use_is_told(project):
+    table = nn.Embedding(10, 4)
+    with torch.no_grad():
+        table.weight[7] = torch.nan
+    torch.save({"state_dict": table.state_dict(), "ids": torch.tensor([[1, 2], [3, 4]])}, "table.pth")
+    found = nandoctor.verify("table.pth", nn.Embedding(10, 4))
+    assert found.outcome == "passes"
+    assert "`weight` in 4 of 40 values" in found.notes[0]
+
+
 def test_a_check_of_a_silent_overflow_fails(project):
     class RootMeanSquare(nn.Module):
         def __init__(self):
