@@ -46,8 +46,8 @@ from nandoctor.diagnosis.verdict import (
 )
 from nandoctor.dumps.dump import Dump, summarize
 from nandoctor.errors import DumpError, LossError, ModelError
-from nandoctor.evidence.dump_summary import DumpSummary, Environment, OptimizerUpdate
-from nandoctor.evidence.formats import FP16, FP32, FloatFormat
+from nandoctor.evidence.dump_summary import DumpSummary, Environment, OptimizerSlot, OptimizerUpdate
+from nandoctor.evidence.formats import FP16, FloatFormat
 from nandoctor.evidence.report import EpsUse, Report, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
@@ -260,11 +260,9 @@ def _with_gaps(findings: Findings, replayed: Replayed) -> Findings:
     """Add to the findings what could not be looked at, which decides the verdict if nothing was found."""
     step, flags, seeded = replayed.step, replayed.step.saved_flags, replayed.random and replayed.step.seed is not None
     gaps = tuple(find_gaps(findings.trace, flags, replayed.reproduction, has_loss=step.loss is not None))
-    if findings.trace.finite and not findings.reference.finite:
-        in_fp32 = conclude(findings.reference, findings.reference, FP32).diagnoses
-        gaps = (*gaps, doubt_rounding(findings.trace, in_fp32[0].origin if in_fp32 else None))
     draws = tuple(doubt_draws(replayed.reproduction, has_state=bool(step.rng_states))) if seeded else ()
-    gaps = (*gaps, *findings.gaps, *draws)
+    rounding = doubt_rounding(findings.trace, findings.reference, random=replayed.random)
+    gaps = (*gaps, *rounding, *findings.gaps, *draws)
     if replayed.random:
         findings = replace(findings, notes=(*findings.notes, *describe_draws_of_gpu(step.device.type)))
     if findings.verdict not in NOTHING_FOUND:

@@ -6,16 +6,16 @@ import math
 from collections.abc import Collection, Iterator
 from textwrap import shorten
 
-from nandoctor.diagnosis.conclusion import Conclusion, Gap
+from nandoctor.diagnosis.conclusion import Conclusion, Gap, conclude
 from nandoctor.diagnosis.origin import NonfinitePlace, nonfinite_elements
-from nandoctor.diagnosis.run_summary import outputs_differ
+from nandoctor.diagnosis.run_summary import outputs_differ, relative_error
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, SavedFlags
 from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
-from nandoctor.evidence.report import Diagnosis, Origin, Reproduction
+from nandoctor.evidence.report import Diagnosis, Reproduction
 from nandoctor.evidence.trace import SourceLine, TensorStats, Trace, describe_run
 from nandoctor.evidence.verdicts import Verdict
 from nandoctor.ops import BACKWARD_HOOK
-from nandoctor.text import file_line, join_first, nonfinite_part, part_of, plural, samples_text
+from nandoctor.text import file_line, join_first, nonfinite_part, part_of, percent, plural, samples_text
 
 
 def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, has_loss: bool) -> Iterator[Gap]:
@@ -92,14 +92,26 @@ def describe_draws_of_gpu(device_type: str) -> tuple[str, ...]:
     )
 
 
-def doubt_rounding(trace: Trace, origin: Origin | None) -> Gap:
-    """Return the gap of a finite step that is non-finite in fp32, because of `origin` if that is known."""
-    maker = f", because of {name_op(origin.op, origin.source)}" if origin is not None and origin.op else ""
-    return Gap(
-        text=f"The step is finite {describe_run(trace.policy, trace.format)} but non-finite in fp32{maker}. Only "
-        "rounding keeps it finite here.",
-        remedy="Guard that operation: another batch or precision may fail there.",
-    )
+def doubt_rounding(trace: Trace, reference: Trace, *, random: bool) -> Iterator[Gap]:
+    """Yield the gap of a finite step that is non-finite in fp32, or gives something else there than rounding explains.
+
+    If the step draws `random` numbers, they may differ between formats, and so may what it gives.
+    """
+    under = describe_run(trace.policy, trace.format)
+    if trace.finite and not reference.finite:
+        origin = next((found.origin for found in conclude(reference, reference, FP32).diagnoses), None)
+        maker = f", because of {name_op(origin.op, origin.source)}" if origin is not None and origin.op else ""
+        yield Gap(
+            text=f"The step is finite {under} but non-finite in fp32{maker}. Only rounding keeps it finite here.",
+            remedy="Guard that operation: another batch or precision may fail there.",
+        )
+    elif trace.finite and not random and outputs_differ(trace.output, reference.output):
+        off = percent(relative_error(trace.output, reference.output))
+        yield Gap(
+            text=f"The output is finite, but {off} off fp32's {under}, and no overflow that explains it was found.",
+            remedy="Look for the layer in which the error begins, and compute that in fp32. A choice (a branch, a "
+            "top-k) may have come out otherwise, or digits were lost.",
+        )
 
 
 def doubt_gradients(trace: Trace) -> Gap:

@@ -13,6 +13,7 @@ from nandoctor.autocast.policy import REFERENCE
 from nandoctor.causes.base import writes_infinity
 from nandoctor.diagnosis.conclusion import MASK, Findings, Gap, conclude
 from nandoctor.diagnosis.origin import trace_back
+from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.diagnosis.verdict import judge, name_op
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Reproduction
@@ -27,6 +28,7 @@ from nandoctor.tracing.tensor_tree import walk_tensors
 
 _MOST_TAKERS = 8
 _TO_PYTHON = "item"
+_RESULTS = Watch(stage="closer look", statistics="none")
 
 
 def look_for_hidden(step: FailingStep, findings: Findings) -> Findings:
@@ -36,8 +38,8 @@ def look_for_hidden(step: FailingStep, findings: Findings) -> Findings:
     them. If there are no others and the loss is not known, the gradients of a stand-in loss are checked.
     """
     with suppress(LossError, ModelError):  # a step that ran once may not run under the closer watch
-        trace = findings.trace if findings.trace.ops else step.run(watch=CLOSELY).trace
-        if any(map(_may_hide, trace.ops)) or not all(stats.finite for stats in trace.batch):
+        ops = findings.ops or step.run(watch=CLOSELY).trace.ops
+        if _may_hide(ops, findings.trace):
             findings = _look(step, findings)
         elif findings.trace.spoilt_buffers:
             findings = replace(findings, trace=_without_resets(step, findings))
@@ -70,9 +72,13 @@ def _is_set(held: TensorStats, trace: Trace) -> bool:
     return not (found.sources or found.outside) and all(op.op in FILLS and writes_infinity(op) for op in put)
 
 
-def _may_hide(op: OpCall) -> bool:
-    kinds = op.analysis.kinds if op.analysis is not None else ()
-    return "nan" in kinds or (any(kind != "-inf" for kind in kinds) and not writes_infinity(op))
+def _may_hide(ops: Iterable[OpCall], trace: Trace) -> bool:
+    """Return True if the batch is not finite, or one of the ops of forward and loss made NaN or Inf."""
+    return not all(stats.finite for stats in trace.batch) or any(
+        "nan" in op.analysis.kinds or (op.analysis.kinds != ("-inf",) and not writes_infinity(op))
+        for op in ops
+        if op.analysis is not None and op.phase != "backward"
+    )
 
 
 def _look(step: FailingStep, findings: Findings) -> Findings:
@@ -87,7 +93,9 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
         if path in hidden and site.op not in SEES_NAN
         if _is_unmeant(hidden[path], whole, reference, compared=site.op in COMPARISONS)
     }
-    decided = [path for path in [*taken][:_MOST_TAKERS] if _decides(step, path)]
+    unlike_fp32 = taken and _is_unlike(whole, reference)
+    plain = Exposing(step=step, only=frozenset()).exposed.run(watch=_RESULTS) if unlike_fp32 else None
+    decided = [path for path in [*taken][:_MOST_TAKERS] if _decides(step, path, plain)]
     chosen = frozenset((*kept, *decided))
     if not chosen:
         lost = (held for path, held in hidden.items() if path in taken and taken[path].op == _TO_PYTHON)
@@ -135,13 +143,22 @@ def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, *, compared: 
     return not compared and any(tensor.origin != "unknown" for _, tensor in found.outside)
 
 
-def _decides(step: FailingStep, path: str) -> bool:
-    """Return True if other numbers in place of the non-finite values there change the step's output or loss."""
-    first = None
+def _is_unlike(trace: Trace, reference: Trace) -> bool:
+    """Return True if a tensor of the output, or the loss, is too far from fp32's for mere rounding."""
+    made, in_fp32 = ((*_showing(run, set()).output, *filter(None, [run.loss])) for run in (trace, reference))
+    return any(outputs_differ((stats,), in_fp32) for stats in made)
+
+
+def _decides(step: FailingStep, path: str, plain: Outcome | None) -> bool:
+    """Return True if other numbers in place of the non-finite values there change the step's output or loss.
+
+    If these are unlike fp32's, `plain` is the step as it is: all other numbers may lead to the same, as in a branch.
+    """
+    first = plain
     for way in range(WAYS):
         replaced = Exposing(step=step, only=frozenset(), replaced=path.removeprefix("taken."), way=way)
         try:
-            outcome = replaced.exposed.run(watch=Watch(stage="closer look", statistics="none"))
+            outcome = replaced.exposed.run(watch=_RESULTS)
         except (LossError, ModelError):  # such as an index that is now out of range
             return True
         first = first or outcome

@@ -147,6 +147,55 @@ def test_a_choice_that_only_fp16_spoils_is_silent(examine):
     assert blamed(report) == ("silent", "", "mul", "elementwise-overflow")
 
 
+def squares(h):
+    """More than fp16 holds."""
+    return (300 + h.abs()) * (300 + h.abs())
+
+
+def grows(_model, h):
+    last = squares(h).amax()
+    return h if not 2 * last > last else 2 * h
+
+
+def stays_below(_model, h):
+    return 2 * h if squares(h).amax() < 1e6 else h
+
+
+def equals(_model, h):
+    return torch.where(squares(h) == squares(h).amax(), h, 2 * h)
+
+
+@pytest.mark.parametrize("then", [grows, stays_below, equals], ids=lambda then: then.__name__)
+def test_a_decision_that_fp32_makes_otherwise_is_silent(examine, then):
+    """No number that fp16 holds would have led to the decision that its Inf led to, or all of them would."""
+    assert blamed(examine(Hiding(then), BATCH)) == ("silent", "", "mul", "elementwise-overflow")
+
+
+def test_a_loss_that_an_overflow_decides_is_silent(examine):
+    def loss(output, _):
+        return output.mean() * (2 if output.half().mul(1e5).abs().amax() < 1e8 else 1)
+
+    report = examine(Hiding(lambda _model, h: h), BATCH, loss=loss)
+    assert blamed(report)[0] == "silent"
+
+
+def test_an_overflow_that_decides_as_fp32_does_is_healthy(examine):
+    assert blamed(examine(Hiding(lambda _model, h: h if squares(h).amax() > 1e4 else 2 * h), BATCH)) == ("healthy",)
+
+
+def test_an_output_far_from_fp32_clears_nothing(examine):
+    """Code that asks for an Inf is meant to get one, but what it returns then is not what fp32 returns."""
+    report = examine(Hiding(lambda _model, h: 2 * h if squares(h).isinf().any() else h), BATCH)
+    assert report.verdict == "cannot-tell"
+    assert report.headline.startswith("The output is finite, but 99.9 % off fp32's under fp16 autocast")
+
+
+def test_other_random_numbers_are_no_error(examine):
+    """torch draws other normal numbers in half precision."""
+    batch = {"x": normal(8, 4)}
+    assert blamed(examine(Hiding(lambda _model, h: h + 9 * torch.randn_like(h)), batch)) == ("healthy",)
+
+
 def test_nan_that_a_closure_keeps_clears_nothing(examine):
     kept = []
 
