@@ -46,7 +46,7 @@ from nandoctor.diagnosis.verdict import (
 )
 from nandoctor.dumps.dump import Dump, summarize
 from nandoctor.errors import DumpError, LossError, ModelError
-from nandoctor.evidence.dump_summary import DumpSummary, Environment, OptimizerSlot, OptimizerUpdate
+from nandoctor.evidence.dump_summary import DumpSummary, Environment, OptimizerUpdate
 from nandoctor.evidence.formats import FP16, FloatFormat
 from nandoctor.evidence.report import EpsUse, Report, Reproduction
 from nandoctor.evidence.trace import Trace
@@ -235,7 +235,8 @@ def _find(replayed: Replayed, *, for_fixes: bool) -> Findings:
 
 def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
     """Diagnose forward and loss, then the backward pass if there is a loss, then the optimizer's next update."""
-    step, findings = replayed.step, _diagnose_forward(replayed, for_fixes=for_fixes)
+    step, forward = replayed.step, _diagnose_forward(replayed, for_fixes=for_fixes)
+    findings = forward
     if step.progress.interrupted:
         return without_backward(findings)
     if step.loss is not None:
@@ -249,7 +250,7 @@ def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
             if isinstance(error, LossError) or is_out_of_memory(error.__cause__):
                 raise
             findings = replace(findings, gaps=(describe_no_graph(error.message),))
-    if findings.verdict == "healthy" and findings.trace.finite:
+    if forward.verdict == "healthy" and findings.trace.finite:
         findings = look_for_hidden(step, findings)
     slots = measure_slots(step.second_moments, step.model, step.low)
     findings = _diagnose_optimizer(replace(findings, slots=slots), step.recorded.update)
@@ -335,6 +336,8 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     unscaled = replace(watch, stage="backward at scale 1")
     fixed = step.loss_factor > 1 and not replace(step, loss_scale=1.0).run(watch=unscaled).trace.bad_gradients
     found = conclude_backward(trace, reference, step.low, loss_scale=step.loss_factor, fixed_by_scale=fixed)
+    if findings.verdict == "silent":
+        return replace(findings, conclusion=findings.conclusion.followed_by(found))
     verdict = judge_backward(trace, reference, found, fixed_by_scale=fixed)
     return replace(findings, verdict=verdict, conclusion=found)
 

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from nandoctor.diagnosis.run_summary import WRONG
 from nandoctor.diagnosis.verdict import describe_idle_state
 from nandoctor.dumps.dump import Dump
 from nandoctor.evidence.dump_summary import DumpSummary
@@ -186,7 +187,7 @@ def _conclude(found: Diagnosed, query: _Query) -> Verification:
         blank = replace(blank, run=mode_text(step.seed, *modes))
     measured = _measure(blank, step, query, random=found.random)
     measured = replace(measured, notes=tuple(_notes(measured, query, found.report.dump, step)))
-    if reasons := [*_describe_failures(measured), *_doubts(measured, found, query)]:
+    if reasons := [*measured.reasons, *_describe_failures(measured), *_doubts(measured, found, query)]:
         return _cannot_tell(measured, reasons, tuple(_advise(measured, found, query)))
     if failure is None:
         return replace(measured, outcome="passes", headline="the step passes, and the file does not say that it failed")

@@ -63,6 +63,13 @@ class Conclusion:
         """The largest value that an origin should have held, 0 if none is known."""
         return max((abs(diagnosis.origin.would_be or 0.0) for diagnosis in self.diagnoses), default=0.0)
 
+    def followed_by(self, later: Conclusion) -> Conclusion:
+        """Return the conclusion with those diagnoses of a later one, as of the backward pass, that blame other ops."""
+        known = [(diagnosis.origin.op, diagnosis.origin.source) for diagnosis in self.diagnoses]
+        others = (it for it in later.diagnoses if (it.origin.op, it.origin.source) not in known)
+        suspects = (*self.suspects, *later.suspects)
+        return replace(self, diagnoses=(*self.diagnoses, *others), suspects=suspects)
+
 
 def finding_at(source: NonfiniteSource, trace: Trace, reference: Trace, low: FloatFormat) -> Finding:
     """Build the finding that causes get for an op that made non-finite values."""

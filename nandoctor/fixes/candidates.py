@@ -241,7 +241,7 @@ def _for_block(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> 
     """Return the changes of one origin, or combined changes of several in one block."""
     model = trials.step.model
     if len(leads) == 1:
-        return chain(specific(leads[0], model), _in_fp32(leads[0], findings, trials))
+        return chain(_in_code(leads[0], model), _in_fp32(leads[0], findings, trials))
     return together([[*_in_code(lead, model), *((kept,) for kept in _op_in_fp32(lead, model))] for lead in leads])
 
 

@@ -11,7 +11,7 @@ import torch
 
 from nandoctor.autocast.policy import REFERENCE
 from nandoctor.causes.base import writes_infinity
-from nandoctor.diagnosis.conclusion import MASK, Findings, Gap, conclude
+from nandoctor.diagnosis.conclusion import MASK, Conclusion, Findings, Gap, conclude
 from nandoctor.diagnosis.origin import trace_back
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.diagnosis.verdict import judge, name_op
@@ -35,7 +35,8 @@ def look_for_hidden(step: FailingStep, findings: Findings) -> Findings:
     """Return the findings of a step with a finite output, extended by its hidden non-finite values and their effects.
 
     Infinities and NaN written in the code are intended, and so are values that a selection removes without depending on
-    them. If there are no others and the loss is not known, the gradients of a stand-in loss are checked.
+    them. If there are no others and the loss is not known, the gradients of a stand-in loss are checked. A diagnosis of
+    the backward pass comes after that of hidden values.
     """
     with suppress(LossError, ModelError):  # a step that ran once may not run under the closer watch
         ops = findings.ops or step.run(watch=CLOSELY).trace.ops
@@ -46,6 +47,16 @@ def look_for_hidden(step: FailingStep, findings: Findings) -> Findings:
     if findings.exposed is not None or step.loss is not None:
         return findings
     return replace(findings, gaps=(*find_doubts(step), *findings.gaps))
+
+
+def describe_hidden(step: FailingStep) -> str | None:
+    """Describe what the output of a step depends on, or what the step leaves behind, if that is NaN or Inf."""
+    with suppress(LossError, ModelError):
+        trace = step.run(watch=CLOSELY).trace
+        if trace.finite and trace.raised is None and _may_hide(trace.ops, trace):
+            found = _look(step, Findings(trace=trace, reference=trace, verdict="healthy", conclusion=Conclusion()))
+            return found.notes[0] if found.exposed is not None else None
+    return None
 
 
 def _without_resets(step: FailingStep, findings: Findings) -> Trace:
@@ -112,7 +123,7 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
         trace=shown,
         reference=shown_reference,
         verdict="silent" if verdict == "precision" and not kept else verdict,
-        conclusion=conclusion,
+        conclusion=conclusion.followed_by(findings.conclusion),
         ops=shown.ops,
         notes=(*findings.notes, _describe(kept, [taken[path] for path in decided])),
         fp32=None,

@@ -27,6 +27,7 @@ from nandoctor.fixes.agreement import (
 )
 from nandoctor.fixes.changed_lines import failing_op
 from nandoctor.fixes.gradient_check import GradientCheck, Said, at_scale, in_bf16, run_lowered
+from nandoctor.fixes.hidden_values import describe_hidden
 from nandoctor.fixes.source_bounds import describe_cost, edges_of
 from nandoctor.fixes.source_changes import PastBound
 from nandoctor.fixes.variations import (
@@ -115,6 +116,10 @@ class Verifier:
             not_run = Check(name=name, status=_NOT_RUN[0], text=_NOT_RUN[1])
             checks.append(not_run if failed else self._check_variation(name, edit, judge_varied))
         passes = all(check.status != "failed" for check in checks)
+        hidden = describe_hidden(replace(self._trials.step, changes=(change,))) if passes else None
+        if hidden is not None:
+            checks.append(Check(name="hidden values", status="failed", text=hidden[0].lower() + hidden[1:].rstrip(".")))
+            passes = False
         return Judgement(outcome=judgement.outcome, passes=passes), tuple(checks)
 
     def _judge_output(self, judgement: Judgement, made: Result, change: Change) -> Said:

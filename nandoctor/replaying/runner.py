@@ -114,7 +114,7 @@ class FailingStep:
     switches. `second_moments` and `optimizer_eps` are the optimizer's. With `per_sample` every run that measures counts
     every tensor. `applied` is a change in the loaded code that this step does not have: a run undoes it unless it is
     asked for. `saved_flags` are what the dump says went wrong, `built` the state that the model's own code makes
-    non-finite, True if with -inf alone. `progress` is told of every run. `project` is the code of the step.
+    non-finite, True if with -inf alone. Every run makes `changes` and is told to `progress`. `project` is its code.
     """
 
     model: nn.Module
@@ -138,6 +138,7 @@ class FailingStep:
     progress: Listener = field(default_factory=Listener, compare=False)
     project: Project = field(default_factory=Project, compare=False)
     built: Mapping[str, bool] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
 
     @property
     def low(self) -> FloatFormat:
@@ -179,7 +180,7 @@ class FailingStep:
             LossError: the loss that the dump names raised.
             RunInterrupted: the user interrupted the run.
         """
-        policy = policy or self.policy
+        policy, changes = policy or self.policy, (*self.changes, *changes)
         printed = self._beyond_loaded(change for change in changes if isinstance(change, SourcePatch | Snippet))
         singles = flatten(changes)
         per_sample = self.per_sample and watch.statistics != "none"

@@ -179,6 +179,16 @@ def test_a_loss_that_an_overflow_decides_is_silent(examine):
     assert blamed(report)[0] == "silent"
 
 
+def test_a_silent_overflow_comes_before_the_gradients(examine):
+    def shrink(model, h):
+        return torch.cat([1e-3 * model.layer(h), 1e5 * (h / squares(h))])
+
+    report = examine(Hiding(shrink), BATCH, loss=lambda output, _: output.float().mean() * 1e9)
+    assert blamed(report) == ("silent", "", "mul", "silent-overflow")
+    assert report.bad_gradients
+    assert "gradient-overflow" in [diagnosis.cause.code for diagnosis in report.also]
+
+
 def test_an_overflow_that_decides_as_fp32_does_is_healthy(examine):
     assert blamed(examine(Hiding(lambda _model, h: h if squares(h).amax() > 1e4 else 2 * h), BATCH)) == ("healthy",)
 
