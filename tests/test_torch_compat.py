@@ -20,8 +20,8 @@ from nandoctor.tracing.gradient_tracer import open_checkpoints
 
 PACKAGE = Path(nandoctor.__file__).parent
 OTHERS = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "torch_compat.py"})
-# Documented by Python: the fields of named tuples, the caller's frame, and the end of a process.
-PUBLIC = frozenset({"_fields", "_replace", "_asdict", "_getframe", "_exit"})
+# Documented by Python: fields of named tuples and of an enum's members, the caller's frame, and the end of a process.
+PUBLIC = frozenset({"_fields", "_replace", "_asdict", "_name_", "_value_", "_getframe", "_exit"})
 # A private attribute of transformers, whose configurations are no part of torch.
 ELSEWHERE = frozenset({"_attn_implementation"})
 
