@@ -280,7 +280,7 @@ def is_changed(was: SourceHash, path: Path) -> bool:
     if hash_of(path) == was.sha256:
         return False
     now = hash_source(path, lines=False)
-    return now is None or not was.code or now.code != was.code
+    return now is None or now.code != was.code
 
 
 def hash_code(data: bytes) -> str:

@@ -185,15 +185,20 @@ def _fields(value: Any) -> dict[Any, Any] | None:
     return None
 
 
+def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
+    """Return the slots of a class and its bases by their attribute names; a private one is mangled with its class."""
+    kinds = [base for base in reversed(kind.__mro__) if "__slots__" in vars(base)]
+    found = (item for base in kinds for item in vars(base).items())
+    return {name: item for name, item in found if isinstance(item, MemberDescriptorType)}
+
+
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """Return the items of an object by name if it has keys, else its attributes; None for code."""
     if isinstance(value, (type, ModuleType, FunctionType, MethodType, torch.nn.Module)):
         return None
     if callable(getattr(value, "keys", None)) and hasattr(type(value), "__getitem__"):
         return {str(key): value[key] for key in value.keys()}  # noqa: SIM118 - not a mapping, it only has keys
-    members = (item for kind in type(value).__mro__ for item in vars(kind).items())
-    names = [name for name, item in members if isinstance(item, MemberDescriptorType)]  # the slots
-    names += getattr(value, "__dict__", {})
+    names = [*slots_of(type(value)), *getattr(value, "__dict__", {})]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import inspect
 import types
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.code_request import is_transformers_config
-from nandoctor.dumps.packing import has_only_attributes, made_of, pack
+from nandoctor.dumps.packing import has_only_attributes, made_of, pack, slots_of
 from nandoctor.dumps.trees import KIND, MAX_DEPTH, PLAIN
 
 Source = Mapping[str, str]
@@ -132,10 +131,8 @@ def _is_remade(value: Any, call: tuple[list[Any], dict[str, Any]]) -> bool:
 
 def _stored_attributes(value: Any) -> dict[str, Any]:
     """Return what the object's `__dict__` and slots hold, whatever its class says about its attributes."""
-    kinds = [kind for kind in reversed(type(value).__mro__) if "__slots__" in vars(kind)]
-    slots = {name: item for kind in kinds for name, item in vars(kind).items() if inspect.ismemberdescriptor(item)}
     stored = dict(object.__getattribute__(value, "__dict__")) if type(value).__dictoffset__ else {}
-    for name, slot in slots.items():
+    for name, slot in slots_of(type(value)).items():
         with suppress(AttributeError):  # nothing was assigned to it
             stored[name] = slot.__get__(value)
     return stored

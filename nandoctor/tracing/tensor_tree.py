@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from nandoctor.dumps.packing import slots_of
 from nandoctor.tracing.tensor_stats import format_of, numbers_in
 
 _MAX_NESTING = 8
@@ -134,20 +135,9 @@ def _references_of(value: Any) -> list[tuple[str, Any]] | None:
         return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
     if isinstance(value, (types.MethodType, types.BuiltinFunctionType)):
         return [(".__self__", value.__self__)]
-    names = _slots(value)
+    names = slots_of(type(value))
     if not names and not hasattr(value, "__dict__"):
         own_code = type(value).__module__.partition(".")[0] not in sys.stdlib_module_names
         return None if own_code or isinstance(value, Iterable) else []
     found = {name: getattr(value, name) for name in names if hasattr(value, name)} | getattr(value, "__dict__", {})
     return [(f".{name}", item) for name, item in found.items()]
-
-
-def _slots(value: Any) -> list[str]:
-    """Return an object's slots by their attribute names: a private one is mangled with its class."""
-    names = []
-    for kind in type(value).__mro__:
-        own = vars(kind).get("__slots__", ())
-        for name in (own,) if isinstance(own, str) else own:
-            private = name.startswith("__") and not name.endswith("__")
-            names.append(f"_{kind.__name__.lstrip('_')}{name}" if private else name)
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
