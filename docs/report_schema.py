@@ -13,9 +13,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from nandoctor.causes.registry import list_pages
+from nandoctor.evidence.codec import NONFINITE, is_inlined
 from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.report import SCHEMA, Report
-from nandoctor.evidence.serialization import NONFINITE, is_inlined
 
 PUBLISHED = Path(__file__).parent / "report.schema.json"
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -183,8 +183,8 @@ def sample_reports(tmp_path_factory):
 
     Processes that run tests in parallel share the reports; every second process starts from the other end.
     """
+    from nandoctor.evidence.codec import from_plain, to_plain
     from nandoctor.evidence.report import Report
-    from nandoctor.evidence.serialization import from_plain, to_plain
 
     process, folder = os.environ.get("PYTEST_XDIST_WORKER"), tmp_path_factory.getbasetemp()
     folder = folder.parent if process else folder

@@ -110,7 +110,7 @@ def test_help_imports_no_verb_and_no_room():
     "room",
     [
         "evidence.report",
-        "evidence.serialization",
+        "evidence.codec",
         "causes.registry",
         "diagnosis.verdict",
         "renderers.jsonfile",

@@ -15,8 +15,8 @@ from nandoctor.cli import main
 from nandoctor.diagnosis.ranges import find_crossings
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, FormatFit, LayerRange, ValueRange
+from nandoctor.evidence.codec import from_plain, to_plain
 from nandoctor.evidence.formats import BF16, FP8_E4M3, FP16
-from nandoctor.evidence.serialization import from_plain, to_plain
 from nandoctor.renderers.checkup import describe_crossing, describe_step, list_facts
 
 GAIN = 3000.0

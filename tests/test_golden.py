@@ -20,8 +20,8 @@ from report_schema import describe_schema
 from rich.console import Console
 from wording import words
 
+from nandoctor.evidence.codec import to_plain
 from nandoctor.evidence.report import SCHEMA, Grade, Report
-from nandoctor.evidence.serialization import to_plain
 from nandoctor.renderers.markdown import report_markdown
 from nandoctor.renderers.terminal import print_report
 

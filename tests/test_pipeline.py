@@ -14,8 +14,8 @@ from torch import nn
 from nandoctor.autocast.policy import cuda_autocast
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import DumpError, ModelError
+from nandoctor.evidence.codec import from_plain, to_plain
 from nandoctor.evidence.report import Report
-from nandoctor.evidence.serialization import from_plain, to_plain
 from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.verify import Trials
 from nandoctor.pipeline import add_fixes, replay_dump

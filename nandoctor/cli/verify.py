@@ -216,7 +216,7 @@ def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:
     import json
     import subprocess
 
-    from nandoctor.evidence.serialization import from_plain
+    from nandoctor.evidence.codec import from_plain
     from nandoctor.evidence.verification import Verification, cannot_tell
 
     # `-m` puts the working directory on the import path, where a stranger's random.py may lie beside the dump.

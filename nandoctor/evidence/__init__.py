@@ -2,5 +2,5 @@
 
 `trace` records one run and `report` the conclusions from two, with `edits` (changes to a run), `exhibits`,
 `dump_summary` and `verdicts`. `checkup`, `triage`, `verification` and `report_diff` are the results of other commands.
-`formats` describes floating-point formats, `serialization` turns records into JSON and back.
+`formats` describes floating-point formats, `codec` turns records into JSON and back.
 """

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nandoctor.evidence.codec import INLINED
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.edits import ChangedFile, Edit, FixCost
 from nandoctor.evidence.exhibits import Excerpt, SampleView
 from nandoctor.evidence.formats import Effect, FloatFormat
-from nandoctor.evidence.serialization import INLINED
 from nandoctor.evidence.trace import Grid, Place, SourceLine, TensorStats
 from nandoctor.evidence.verdicts import Verdict
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nandoctor.evidence.serialization import INLINED
+from nandoctor.evidence.codec import INLINED
 from nandoctor.evidence.trace import Place
 
 COMPARISON_SCHEMA = "nandoctor.comparison/2"

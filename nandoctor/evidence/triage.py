@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nandoctor.evidence.codec import INLINED
 from nandoctor.evidence.report import Grade
-from nandoctor.evidence.serialization import INLINED
 from nandoctor.evidence.verdicts import Verdict
 
 SCHEMA = "nandoctor.triage/1"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nandoctor import __version__
 from nandoctor.errors import NanDoctorError, ReportError
-from nandoctor.evidence.serialization import from_plain
+from nandoctor.evidence.codec import from_plain
 from nandoctor.evidence.triage import DumpResult
 from nandoctor.fleet.worker import JobAnswer, unchanged
 from nandoctor.renderers.jsonfile import dumps

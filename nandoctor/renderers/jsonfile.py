@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nandoctor.errors import ReportError
+from nandoctor.evidence.codec import from_plain, to_plain
 from nandoctor.evidence.report import SCHEMA, Report
-from nandoctor.evidence.serialization import from_plain, to_plain
 
 _MAX_NBYTES = 1 << 30
 _WHAT_A_REPORT_IS = "A report is the .json file that `nandoctor replay -o report.json` writes."

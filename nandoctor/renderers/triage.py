@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nandoctor.evidence.serialization import to_plain
+from nandoctor.evidence.codec import to_plain
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, RecurringSample, Triage
 from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts, spaced
 from nandoctor.renderers.save import MARK

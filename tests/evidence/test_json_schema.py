@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 from report_schema import PUBLISHED, describe_schema, report_schema, text
 
+from nandoctor.evidence.codec import INLINED, to_plain
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report_diff import Comparison
-from nandoctor.evidence.serialization import INLINED, to_plain
 
 MADE = report_schema()
 

@@ -11,7 +11,7 @@ import factory
 import pytest
 import torch
 
-from nandoctor.evidence.serialization import from_plain, to_plain
+from nandoctor.evidence.codec import from_plain, to_plain
 from nandoctor.renderers.plots.affected_sample import caption, view_html
 from nandoctor.replaying.saved_arrays import view_sample
 

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from nandoctor.diagnosis.compare_reports import compare_reports
+from nandoctor.evidence.codec import from_plain
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.report_diff import Comparison
-from nandoctor.evidence.serialization import from_plain
 from nandoctor.renderers.diff import print_comparison
 from nandoctor.renderers.jsonfile import dumps
 

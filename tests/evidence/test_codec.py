@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nandoctor.errors import ReportError
+from nandoctor.evidence.codec import INLINED, from_plain, to_plain
 from nandoctor.evidence.dump_summary import ArraySummary
 from nandoctor.evidence.formats import FORMATS, FP16, FloatFormat
 from nandoctor.evidence.report import Reproduction
-from nandoctor.evidence.serialization import INLINED, from_plain, to_plain
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
 
 COUNTS = st.integers(min_value=0)
