@@ -1,4 +1,4 @@
-"""Searches for minimal sets: of modules to keep in fp32, or of the parts of a tensor that a failure needs."""
+"""Searches for minimal sets of modules to keep in fp32."""
 
 from __future__ import annotations
 

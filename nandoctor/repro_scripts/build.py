@@ -1,4 +1,4 @@
-"""Build the script of `nandoctor repro`: the smallest tensors that still fail, and the nearest case that passes.
+"""Build the script of `nandoctor repro`: the failing op, with its tensors sliced as far as it still fails.
 
 The script is run before it is returned.
 """
@@ -23,7 +23,6 @@ from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.ops import GRADIENT_SUM
 from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.minimize import Failure, find_failure, shrink
-from nandoctor.repro_scripts.nearest_passing import find_passing_case
 from nandoctor.repro_scripts.op_extraction import NOT_THE_SAME, ExtractedOps, extract_ops
 from nandoctor.repro_scripts.program import Node, Program, Ref
 from nandoctor.repro_scripts.script import write_script
@@ -45,8 +44,8 @@ def make_script(report: Report, step: FailingStep | None, saved: Mapping[str, to
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the attempts are not the user's code
         smallest = shrink(program, failure)
-        script = write_script(smallest, failure, find_passing_case(smallest), dict(_facts(report)))
-        # Run the script as it is: it must fail as stated, and the nearest case must pass.
+        script = write_script(smallest, failure, dict(_facts(report)))
+        # Run the script as it is: it must fail as stated.
         complaint = run_afresh(script)
         if complaint is not None:
             raise NanDoctorError(
@@ -170,18 +169,18 @@ def _optimizer_step(origin: Origin, moments: Sequence[SecondMoment]) -> Program:
     return Program(
         nodes=(
             _node("root", "torch.sqrt", "exp_avg_sq"),
-            _node("denominator", "torch.add", "root", "eps"),
+            _node("denominator", "torch.add", "root", moment.eps),
             _node("step", "torch.div", "exp_avg", "denominator"),
         ),
         result=Ref(name="step"),
         leaves={"exp_avg_sq": moment.values, "exp_avg": torch.zeros_like(moment.values)},
-        numbers={"eps": moment.eps},
         low=torch.float16,
     )
 
 
-def _node(name: str, function: str, *taken: str) -> Node:
-    return Node(name=name, function=function, mode="plain", args=tuple(Ref(name=other) for other in taken), kwargs={})
+def _node(name: str, function: str, *taken: str | float) -> Node:
+    args = tuple(Ref(name=value) if isinstance(value, str) else value for value in taken)
+    return Node(name=name, function=function, mode="plain", args=args, kwargs={})
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:

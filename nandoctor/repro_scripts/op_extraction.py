@@ -15,7 +15,6 @@ from nandoctor.autocast import op_lists
 from nandoctor.autocast.policy import torch_dtype
 from nandoctor.causes.base import ancestors
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.formats import LARGEST_EPS
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.program import METHOD, Mode, Node, Program, Ref, kinds_of
@@ -37,8 +36,7 @@ _LEAF_NAMES = {
     **dict.fromkeys(("self", "input", "tensors[0]"), "x"),
     **dict.fromkeys(("other", "mat2", "tensor2", "vec2", "tensors[1]"), "y"),
 }
-_CONSTANTS = frozenset({"self", "other", "min", "max", "eps", "value", "fill_value"})
-_RESERVED_NAMES = frozenset({"case", "low", "torch", "inf", "nan", "got", "passing"})
+_RESERVED_NAMES = frozenset({"case", "low", "torch", "inf", "nan", "got"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +169,6 @@ class _Assembly:
         self._results: dict[int, str] = {}
         self._leaves: dict[str, torch.Tensor] = {}
         self._refs: dict[tuple[int, int | None], Ref] = {}
-        self._numbers: dict[str, float] = {}
         self._trained: list[str] = []
 
     def program(self) -> Program:
@@ -190,7 +187,6 @@ class _Assembly:
             nodes=nodes,
             result=Ref(name=nodes[-1].name, item=item if len(last.given) > 1 else None),
             leaves=dict(self._leaves),
-            numbers=dict(self._numbers),
             low=self._extracted.low,
             gradient=name,
             trained=tuple(self._trained) if gradient is not None else (),
@@ -214,13 +210,6 @@ class _Assembly:
             return self._tensor(name, piece.taken[id(value)], tensors.get(name))
         if isinstance(value, (list, tuple)):
             return [self._argument(f"{name}[{i}]", item, piece, tensors) for i, item in enumerate(value)]
-        is_constant = type(value) in (int, float) and name in _CONSTANTS
-        # A number that is too small or too large may be to blame.
-        if is_constant and (0 < abs(value) <= LARGEST_EPS or abs(value) > torch.finfo(self._extracted.low).max):
-            known = next((known for known, number in self._numbers.items() if number == value), None)
-            name = known or self._free_name("eps" if abs(value) <= LARGEST_EPS else "constant")
-            self._numbers[name] = float(value)
-            return Ref(name=name)
         return _on_cpu(value)
 
     def _tensor(self, name: str, taken: _Input, known: OpTensor | None) -> Ref:
@@ -244,7 +233,7 @@ class _Assembly:
     def _free_name(self, wanted: str) -> str:
         name = re.sub(r"\W", "_", wanted).strip("_") or "x"
         name = f"x_{name}" if name[0].isdigit() or keyword.iskeyword(name) or name in _RESERVED_NAMES else name
-        used = {*self._leaves, *self._numbers, *self._results.values()}
+        used = {*self._leaves, *self._results.values()}
         others = ["y", "z"] if name == "x" else []
         others += [f"{name}_{i}" for i in range(2, len(used) + 3)]
         return next(free for free in [name, *others] if free not in used)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ TESTS: dict[ValueKind, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ref:
-    """A leaf, a number or the result of an earlier node, by its name; `item` is the index among several results."""
+    """A leaf or the result of an earlier node, by its name; `item` is the index among several results."""
 
     name: str
     item: int | None = None
@@ -75,15 +75,13 @@ class Node:
 class Program:
     """Ops in execution order; the last one returns the `result`.
 
-    `leaves` are the tensors from outside, `numbers` the constants that may be to blame. With a `gradient`, the name of
-    the leaf that is the result's incoming gradient, the gradients of the leaves `trained` are checked instead of the
-    result. `low` is autocast's dtype.
+    `leaves` are the tensors from outside. With a `gradient`, the name of the leaf that is the result's incoming
+    gradient, the gradients of the leaves `trained` are checked instead of the result. `low` is autocast's dtype.
     """
 
     nodes: tuple[Node, ...]
     result: Ref
     leaves: Mapping[str, torch.Tensor]
-    numbers: Mapping[str, float] = field(default_factory=dict)
     low: torch.dtype
     gradient: str | None = None
     trained: tuple[str, ...] = ()
@@ -119,10 +117,9 @@ class Program:
         """Return all values among the arguments of the ops, with lists flattened."""
         return tree_leaves([(node.args, dict(node.kwargs)) for node in self.nodes])
 
-    def with_values(self, **values: Any) -> Program:
-        """Return the same ops with other values for the leaves or numbers of these names."""
-        numbers = {name: values.pop(name, number) for name, number in self.numbers.items()}
-        return replace(self, leaves={**self.leaves, **values}, numbers=numbers)
+    def with_values(self, **values: torch.Tensor) -> Program:
+        """Return the same ops with other values for the leaves of these names."""
+        return replace(self, leaves={**self.leaves, **values})
 
     def _run(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> tuple[torch.Tensor, ...]:
         if self.gradient is None:
@@ -135,8 +132,8 @@ class Program:
         return tuple(gradient for gradient in gradients if gradient is not None)
 
     def _run_nodes(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> dict[str, Any]:
-        """Run all ops and return every value by name: leaves, numbers, and results."""
-        values: dict[str, Any] = {**leaves, **self.numbers}
+        """Run all ops and return every value by name: leaves and results."""
+        values: dict[str, Any] = dict(leaves)
         with torch.random.fork_rng(devices=[], enabled=self.random):
             if self.random:
                 torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Write a program as a standalone Python script that needs only torch: the failure, and the nearest passing case."""
+"""Write a program as a standalone Python script that needs only torch: the failing op, and what fp32 gives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.repro_scripts.minimize import Failure
-from nandoctor.repro_scripts.nearest_passing import PassingCase
 from nandoctor.repro_scripts.program import METHOD, TESTS, Node, Program, Ref, is_cast
 from nandoctor.text import dtype_name, number
 
@@ -27,11 +26,11 @@ _MAX_NUMEL = 20_000
 _MAX_ASSIGNED = 12
 
 
-def write_script(program: Program, failure: Failure, passing: PassingCase | None, facts: Mapping[str, str]) -> str:
+def write_script(program: Program, failure: Failure, facts: Mapping[str, str]) -> str:
     """Return the script; `facts` are the labelled lines of its docstring."""
     tensors = "\n".join(f"{name} = {write_tensor(leaf, name)}" for name, leaf in program.leaves.items())
     head = f"{_docstring(program, failure, facts)}\n\n{_imports(program)}"
-    body = f"{tensors}\n\n" + "\n".join(_checks(program, failure, passing))
+    body = f"{tensors}\n\n" + "\n".join(_checks(program, failure))
     return "\n\n\n".join([head, "\n".join(_wrap(line, 8) for line in _case(program)), body]) + "\n"
 
 
@@ -60,8 +59,7 @@ def _printable(text: str) -> str:
 
 
 def _imports(program: Program) -> str:
-    numbers = [write_value(number) for number in program.numbers.values()]
-    text = " ".join([*map(write_tensor, program.leaves.values()), *map(_Writer(program).call, program.nodes), *numbers])
+    text = " ".join([*map(write_tensor, program.leaves.values()), *map(_Writer(program).call, program.nodes)])
     needed = [name for name in ("inf", "nan") if re.search(rf"\b{name}\b", text)]
     second = f"from torch import {', '.join(needed)}\n" if needed else ""
     on_cuda = f'\n\nif torch.cuda.is_available():\n{_INDENT}torch.set_default_device("cuda")'
@@ -70,9 +68,8 @@ def _imports(program: Program) -> str:
 
 
 def _case(program: Program) -> Iterator[str]:
-    numbers = [f"{name}={write_value(value)}" for name, value in program.numbers.items()]
-    numbers += [f"low={program.low}"] if _uses_low(program) else []
-    parameters = ", ".join([*program.leaves, *(["*", *numbers] if numbers else [])])
+    low = ["*", f"low={program.low}"] if _uses_low(program) else []
+    parameters = ", ".join([*program.leaves, *low])
     yield f"def case({parameters}):"
     if program.random:
         yield f"{_INDENT}torch.manual_seed(0)"
@@ -144,28 +141,20 @@ class _Writer:
     def _reference(self, ref: Ref, cast: str) -> str:
         program = self._program
         name = ref.name if ref.item is None else f"{ref.name}[{ref.item}]"
-        if ref.name in program.numbers or (ref.name in program.leaves and not is_cast(program.leaves[ref.name])):
+        if ref.name in program.leaves and not is_cast(program.leaves[ref.name]):
             return name
         if ref.item is not None and self._modes.get(ref.name) == "product":
             name = f"{name}.to(low)"
         return name + cast
 
 
-def _checks(program: Program, failure: Failure, passing: PassingCase | None) -> Iterator[str]:
+def _checks(program: Program, failure: Failure) -> Iterator[str]:
     yield f"got = case({', '.join(program.leaves)})"
     yield "where = ~torch.isfinite(got)"
     yield 'print("got:", got[where])'
     yield f"assert torch.{TESTS[failure.kind].__name__}(got).any()"
     yield ""
     yield from _reference(program, failure)
-    if passing is not None:
-        yield ""
-        yield f"# The nearest case that passes: {passing.words}."
-        leaves = [passing.changes.get(name, name) for name in program.leaves]
-        numbers = [f"{name}={passing.changes[name]}" for name in program.numbers if name in passing.changes]
-        yield f"passing = case({', '.join([*leaves, *numbers])})"
-        yield 'print("passes:", passing[where])'
-        yield "assert torch.isfinite(passing).all()"
 
 
 def _reference(program: Program, failure: Failure) -> Iterator[str]:

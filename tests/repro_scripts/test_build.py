@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,7 +103,7 @@ def test_the_script_of_a_sample_fails_as_it_says(sample, tmp_path):
     assert (result.exit_code, result.stdout) == (0, "")
     done = run_bare(str(script))
     assert (done.returncode, done.stderr) == (0, "")
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["got", "in fp32", "passes"]
+    assert re.findall(r"^[a-z].*(?=: tensor)", done.stdout, re.MULTILINE) == ["got", "in fp32"]
     assert sample.name in script.read_text(encoding="utf-8")
 
 
@@ -116,10 +117,11 @@ def test_the_scripts_of_sick_models_fail_as_they_say(scripts):
 
 
 @pytest.mark.slow
-def test_the_scripts_have_a_passing_case_and_fit_on_a_screen(scripts):
+def test_the_scripts_fit_on_a_screen(scripts):
+    """Those of long sums do not: each term is a number of its own."""
     texts = {name: path.read_text(encoding="utf-8") for name, path in scripts.items()}
-    assert [name for name, text in texts.items() if "passing = case(" not in text] == []
-    assert [name for name, text in texts.items() if len(text.splitlines()) > 50] == []
+    assert [name for name, text in texts.items() if len(text.splitlines()) > 50 and "long-sum" not in name] == []
+    assert max(len(text.splitlines()) for text in texts.values()) < 600
 
 
 @pytest.mark.slow
@@ -134,32 +136,14 @@ def test_where_the_operation_is_to_blame_fp32_fails_too(scripts):
     assert [name for name in blamed if "# fp32 fails too" not in scripts[name].read_text(encoding="utf-8")] == []
 
 
-def test_a_lost_eps_is_shown_and_raised_just_enough(tmp_path):
+def test_a_script_that_does_not_fail_as_it_says_ends_in_an_error(tmp_path):
     text = write_script(CASES["eps/digital-silence"], tmp_path)
-    assert "eps=1e-08" in text
-    assert "case(x, eps=3e-08)" in text  # the smallest two digits that fp16 does not round to zero
-
-
-@pytest.fixture(scope="module")
-def lost_eps(tmp_path_factory):
-    return write_script(CASES["eps/blank-tile"], tmp_path_factory.mktemp("eps"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("healed", "message"),
-    [
-        (("eps=1e-08", "eps=0.001"), "torch.isnan(got).any()"),
-        (("eps=3e-08)", "eps=2e-08)"), "torch.isfinite(passing).all()"),
-    ],
-)
-def test_a_script_that_does_not_fail_as_it_says_ends_in_an_error(tmp_path, lost_eps, healed, message):
-    assert healed[0] in lost_eps
+    assert "1e-08" in text
     changed = tmp_path / "changed.py"
-    changed.write_text(lost_eps.replace(*healed), encoding="utf-8")
+    changed.write_text(text.replace("1e-08", "0.001"), encoding="utf-8")
     done = run_bare(str(changed))
     assert done.returncode == 1
-    assert message in done.stderr
+    assert "AssertionError" in done.stderr
 
 
 @pytest.mark.slow
@@ -293,22 +277,6 @@ def test_the_gradient_of_a_complex_value_is_shown(tmp_path):
         lambda h: torch.complex(h.float() * 0, h.float() * 0).pow(0.5).abs(), tmp_path, loss=lambda out, _: out.sum()
     )
     assert "torch.view_as_real(g.cfloat())" in script
-
-
-@pytest.mark.parametrize(
-    ("function", "changed"),
-    [
-        pytest.param(lambda h: torch.xlogy(h.half() - 9, (h * 0).half()), "y.clamp(min=3e-08)", id="xlogy"),
-        pytest.param(lambda h: h.float() / (h > 9).sum(-1, keepdim=True), "y.clamp(min=1)", id="count"),
-        pytest.param(
-            lambda h: torch.view_as_real(torch.complex(h.float() * 4e19, h.float()) ** 2), "x * 0.", id="complex"
-        ),
-    ],
-)
-def test_what_passes_is_the_operand_to_blame_changed(function, changed, tmp_path):
-    script = script_of(function, tmp_path)
-    assert changed in script.partition("passing = ")[2].partition("\n")[0]
-    assert len(script.partition("\nx = ")[2].partition("\n")[0]) < 70
 
 
 def test_complex_values_that_are_not_finite_are_written_as_calls():

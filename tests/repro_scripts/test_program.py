@@ -1,4 +1,4 @@
-"""Extracting ops, shrinking, passing cases and writing, one by one."""
+"""Extracting ops, slicing and writing, one by one."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from torch import nn
 import nandoctor
 from nandoctor.errors import NanDoctorError
 from nandoctor.repro_scripts.minimize import find_failure, shrink
-from nandoctor.repro_scripts.nearest_passing import find_passing_case
-from nandoctor.repro_scripts.program import Node, Program, Ref, find_function, kinds_of
+from nandoctor.repro_scripts.program import Node, Program, Ref, find_function
 from nandoctor.repro_scripts.script import write_tensor, write_value
 
 INF, NAN = float("inf"), float("nan")
 
 
-def program(function, *leaves, mode="plain", others=(), numbers=None, **kwargs):
+def program(function, *leaves, mode="plain", others=(), **kwargs):
     """One op on leaves x, y, z and what else it takes."""
     named = dict(zip("xyz", leaves, strict=False))
-    args = (*map(lambda name: Ref(name=name), [*named, *(numbers or {})]), *others)  # noqa: C417
+    args = (*(Ref(name=name) for name in named), *others)
     node = Node(name="made", function=function, mode=mode, args=args, kwargs=kwargs)
-    return Program(nodes=(node,), result=Ref(name="made"), leaves=named, numbers=numbers or {}, low=torch.float16)
+    return Program(nodes=(node,), result=Ref(name="made"), leaves=named, low=torch.float16)
 
 
 def half(*values):
@@ -90,41 +89,9 @@ def test_the_one_row_that_fails_is_what_is_left():
     assert found.leaves["x"].tolist() == [[0.0]]
 
 
-def test_a_failure_by_range_does_not_become_another_failure():
-    """1 / 1e-5 overflows in fp16 alone; made plainer still, to zero, it would be infinite in fp32 too."""
-    found = smallest(program("torch.reciprocal", half(1e-5, 1.0)))
-    assert find_failure(found).finite_in_fp32
-    assert found.leaves["x"].tolist() == half(1e-5).tolist()
-
-
-def test_a_divisor_is_not_shrunk_to_zero():
-    """1e30 / 1e-20 overflows fp32 and not float64; 1 / 0 overflows both."""
-    found = smallest(program("torch.div", torch.full((3, 4), 2e30), torch.full((3, 4), 2e-20)))
-    assert found.leaves["x"].shape == (1, 1)
-    assert found.leaves["y"].all()
-
-
-def test_an_overflow_of_lost_digits_stays_one():
-    """x / (v + 1e-8) overflows fp16 where v is small, and fp32 is finite for v = 0 as well."""
-    nodes = (
-        Node(name="denominator", function="torch.add", mode="plain", args=(Ref(name="v"), Ref(name="eps")), kwargs={}),
-        Node(name="made", function="torch.div", mode="plain", args=(Ref(name="x"), Ref(name="denominator")), kwargs={}),
-    )
-    leaves = {"v": torch.full((2, 3), 1e-5).half(), "x": torch.full((2, 3), 900.0).half()}
-    case = Program(nodes=nodes, result=Ref(name="made"), leaves=leaves, numbers={"eps": 1e-8}, low=torch.float16)
-    assert smallest(case).leaves["v"].all()
-
-
 def test_infinities_that_are_subtracted_stay():
     found = smallest(program("torch.sub", torch.full((5,), INF), torch.full((5,), INF)))
     assert [leaf.tolist() for leaf in found.leaves.values()] == [[INF], [INF]]
-
-
-def test_a_product_of_many_signs_becomes_one_of_constants():
-    signs = torch.tensor([1.0, -1.0]).repeat(150)
-    found = smallest(program("torch.matmul", signs[None] * 30, signs[:, None] * 30, mode="product"))
-    assert sum(leaf.numel() for leaf in found.leaves.values()) <= 150  # 900 * 73 is what fp16 cannot hold
-    assert all(len(leaf.unique()) == 1 for leaf in found.leaves.values())
 
 
 def test_the_gradient_of_a_strided_convolution_shrinks_with_it():
@@ -145,35 +112,6 @@ def test_the_gradient_that_overflows_stays_the_one():
     of_x, of_weight = found.run()
     assert not of_x.isfinite().all()
     assert of_weight.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("case", "expression"),
-    [
-        (program("torch.add", half(6e4), half(3e4)), "x * 0.59"),
-        (program("torch.softmax", torch.full((1, 3), -INF), others=(-1,)), "x.masked_fill(x.isneginf(), 0.0)"),
-        (program("torch.masked_fill", half(1.0), torch.tensor([True]), others=(-INF,)), "torch.zeros_like(y)"),
-        (program("torch.log", torch.tensor([0.0])), "x.clamp(min=1e-08)"),
-        (program("torch.std", torch.tensor([3.0])), "torch.cat([x, x + 1], 0)"),
-        (program("torch.mean", torch.empty(0)), "torch.cat([x, x.new_ones([1])], 0)"),
-        (program("torch.nn.functional.nll_loss", torch.zeros(1, 2), torch.tensor([-100])), "torch.zeros_like(y)"),
-        (program("torch.acos", torch.tensor([2.0])), "x * 0.5"),
-        (program("torch.clone", torch.tensor([NAN])), "x.nan_to_num(0.0, 0.0, 0.0)"),
-    ],
-)
-def test_the_nearest_case_that_passes(case, expression):
-    found = find_passing_case(case)
-    assert expression in found.changes.values()
-    assert not kinds_of(found.program.run())
-
-
-def test_a_constant_too_large_for_the_format_becomes_its_max():
-    found = find_passing_case(program("torch.mul", half(1.0), numbers={"constant": -1e9}))
-    assert found.changes == {"constant": "-65504.0"}
-
-
-def test_some_failures_have_no_passing_case():
-    assert find_passing_case(program("torch.full", others=([1], NAN))) is None
 
 
 def test_a_method_that_writes_to_its_tensor_gets_a_copy():
@@ -266,7 +204,7 @@ def script_of(function, x, folder, loss=None):
         (lambda y: (y.float() * 100).half(), torch.full((2, 4), 1000.0), ".to(low)"),
         (lambda y: torch.var_mean(y, dim=-1)[0], 1e4 * torch.arange(4.0).expand(2, 4), "torch.var_mean("),
         (lambda y: torch.einsum("ij,kj->ik", y, y), torch.full((2, 4), 200.0), "torch.einsum('ij,kj->ik', ["),
-        (lambda y: 1 / torch.maximum(y, torch.tensor(1e-9)), torch.zeros(2, 4), "torch.full_like(y, 3e-08)"),
+        (lambda y: 1 / torch.maximum(y, torch.tensor(1e-9)), torch.zeros(2, 4), "torch.maximum(x, y)"),
         (lambda y: torch.cat([y, y]).sum(0).half() * 9, torch.full((2, 4), 9e3), "torch.mul(x, 9)"),
         (lambda y: torch.log(torch.fft.rfft(y).abs() * 0), torch.ones(2, 4), "torch.log(x.float())"),
     ],
@@ -285,5 +223,5 @@ def test_a_derivative_that_lost_its_eps_is_shown_with_its_op(tmp_path):
     script = script_of(
         lambda y: torch.sqrt(y * 0 + 1e-9), torch.ones(2, 4), tmp_path, loss=lambda out, _: out.float().sum()
     )
-    assert "torch.add(x, eps)" in script
+    assert "torch.add(x, 1e-09)" in script
     assert "# Expected: finite" in script
