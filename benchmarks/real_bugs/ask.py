@@ -1,8 +1,8 @@
 """Answers a question about one bug, in a process of its own: packages, tools and failing steps can end or spoil one.
 
-In: a question (a tool's name, `steps`, `fixes` or `fixed`), the bug, and the folders of packages; to a fresh process as
-`python ask.py QUESTION TITLE ANSWERS FOLDER...`. Out: lines of JSON in the file ANSWERS, each as soon as it is known:
-what comes before a crash is not lost.
+In: a question (a tool's name, `steps`, `fixes`, `fixed` or `outcomes`), the bug, and the folders of packages; to a
+fresh process as `python ask.py QUESTION TITLE ANSWERS FOLDER...`. Out: lines of JSON in the file ANSWERS, each as soon
+as it is known: what comes before a crash is not lost.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from outcomes import outcome_or_error
 from peers import Claim, Tool, ask_anomaly_mode, ask_nandoctor, ask_plain_hooks, ask_torchlens, ask_transformers
 from sick_models import Case
 from sick_models.judging import diagnose
@@ -68,6 +69,8 @@ def _answer(question: str, bug: Bug, given: str) -> Iterator[Any]:
         yield from (ending_of(case) for case in (bug.case(), bug.control()))
     elif question == "fixes":
         yield diagnosis_of(bug.case())
+    elif question == "outcomes":
+        yield from (frozen(case, fixes=fixes) for case, fixes in ((bug.case(), True), (bug.control(), False)))
     else:
         yield ending_of(patched(bug.case(), json.loads(given)))
 
@@ -99,6 +102,13 @@ def diagnosis_of(case: Case) -> dict[str, Any]:
         "cause": report.cause.code if report.cause else None,
         "fixes": [asdict(fix) for fix in report.fixes if fix.verified],
     }
+
+
+def frozen(case: Case, *, fixes: bool) -> dict[str, Any]:
+    """What `outcomes.py` keeps of the diagnosis."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made).resolve()
+        return outcome_or_error(lambda: diagnose(case, folder, fixes=fixes), folder)
 
 
 def patched(case: Case, fix: dict[str, Any]) -> Case:
