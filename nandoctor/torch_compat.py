@@ -20,6 +20,7 @@ from torch.library import Library
 
 from nandoctor.errors import UnsupportedTorchError
 from nandoctor.torch_places import NEEDED
+from nandoctor.trees import walk
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload  # noqa: PLC0414 - exported
@@ -245,19 +246,9 @@ def rebuild_function(name: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], _find(f"torch._utils.{name}"))
 
 
-def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Return the nested container with `change` applied to every leaf."""
-    return _find("torch.utils._pytree.tree_map")(change, tree)
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    """Return every leaf of a nested container."""
-    return list(_find("torch.utils._pytree.tree_leaves")(tree))
-
-
 def tree_tensors(tree: Any) -> list[Tensor]:
     """Return every tensor in a nested container."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [tree] if isinstance(tree, Tensor) else [part for _, part in walk(tree) if isinstance(part, Tensor)]
 
 
 def infinity_norms(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -69,8 +69,6 @@ NEEDED: dict[str, str] = {
     # `coalesce().values()` adds up duplicates, so it does not return the numbers that the tensor stores.
     "torch.Tensor._values": "reading sparse tensors",
     # `optree` would be another dependency, and does not know the containers that transformers registers here.
-    "torch.utils._pytree.tree_map": "walking nested containers",
-    "torch.utils._pytree.tree_leaves": "walking nested containers",
     # The public classes are its subclasses; a user's own norm derives from this base.
     "torch.nn.modules.batchnorm._NormBase": "telling which buffers a norm only writes",
     # Compiling a model in place puts its hooks inside the graph; only this call is outside.

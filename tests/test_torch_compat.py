@@ -90,7 +90,6 @@ def test_the_installed_torch_has_everything(forget):
         "torch._C._jit_set_autocast_mode",
         "torch._C._functorch.get_unwrapped",
         "torch.library.Library._destroy",
-        "torch.utils._pytree.tree_map",
         "torch.nn.Module._compiled_call_impl",
     ],
 )

@@ -22,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nandoctor.dumps.tensors import as_stored
 from nandoctor.process_wide import Shared
-from nandoctor.torch_compat import decompose, kernel_library, plain_torch, run_default, tree_map, unwrap
+from nandoctor.torch_compat import decompose, kernel_library, plain_torch, run_default, unwrap
+from nandoctor.trees import tree_map
 
 if TYPE_CHECKING:
     from nandoctor.torch_compat import OpOverload
@@ -68,7 +69,7 @@ def _convolve(op: OpOverload, *args: Any) -> Any:
         return _on_padded_image(op, args, 0 if is_forward else 1)
     # oneDNN has no kernel for float64, which is twenty times as slow.
     made = run_default(op, *(None if tensor is None else tensor.double() for tensor in args[:3]), *args[3:])
-    return tree_map(lambda value: None if value is None else value.to(dtype), made)
+    return tree_map(lambda value: value.to(dtype) if isinstance(value, torch.Tensor) else value, made)
 
 
 def _on_padded_image(op: OpOverload, args: tuple[Any, ...], image: int) -> Any:

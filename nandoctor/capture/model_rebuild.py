@@ -22,10 +22,10 @@ from nandoctor.capture.source_info import (
 )
 from nandoctor.dumps.code_request import argument_options, is_transformers_config
 from nandoctor.dumps.packing import pack
-from nandoctor.dumps.trees import PLAIN
 from nandoctor.replaying.argument_objects import NotDescribableError, describe_argument, find_standard
 from nandoctor.source_files import PACKAGE_FOLDERS, defines_code, find_typed, is_installed
 from nandoctor.torch_compat import fsdp_policy
+from nandoctor.trees import PLAIN
 
 _CONTAINERS = (nn.Sequential.__init__, nn.ModuleList.__init__, nn.ModuleDict.__init__)
 """Constructors that are given the modules themselves, of which a model does not tell the code."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from nandoctor.capture.async_flags import all_finite
 from nandoctor.capture.joined import can_join
-from nandoctor.torch_compat import is_wrapped, tree_leaves
+from nandoctor.torch_compat import is_wrapped, tree_tensors
 
 _SAID = re.compile(r"(?i)\b(nans?|infs?|infinit[ey]|(non|not)[- ]?finite|not a number|invalid values)\b")
 _OF_VALUES = (ValueError, RuntimeError, ArithmeticError, AssertionError)
@@ -32,7 +32,7 @@ def is_for_nonfinite(error: BaseException | None) -> bool:
         # The traceback of an error that was caught inside the forward starts there, below `__call__`.
         inside = list(dropwhile(lambda frame: frame.f_code is not call, frames)) or (frames if inside else [])
         if inside:
-            held = list(filter(_is_readable, tree_leaves([list(frame.f_locals.values()) for frame in inside])))
+            held = list(filter(_is_readable, tree_tensors([list(frame.f_locals.values()) for frame in inside])))
             spoilt = any(tensor.requires_grad and not (tensor < math.inf).all() for tensor in held)
             if spoilt or isinstance(error, FloatingPointError):
                 return True

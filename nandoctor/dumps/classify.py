@@ -15,9 +15,10 @@ from nandoctor.dumps.module_records import is_module, state_of
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, get, read_recorded
 from nandoctor.dumps.stored_tensor import COMPUTED_DTYPES, PickledArray, is_array, is_bytes, is_tensor, types_of
-from nandoctor.dumps.trees import AS_WRITTEN, KIND, MAX_DEPTH, MAX_NAME, PLAIN, Slot, name_tensors
+from nandoctor.dumps.trees import AS_WRITTEN, KIND, MAX_NAME, Slot, name_tensors
 from nandoctor.errors import DumpError
 from nandoctor.text import brief, brief_list, byte_size, dtype_name
+from nandoctor.trees import MAX_DEPTH, PLAIN
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from nandoctor.dumps.recorded_format import Recorded, Reference
-from nandoctor.dumps.trees import KIND, PLAIN, holds_objects
+from nandoctor.dumps.trees import KIND, holds_objects
 from nandoctor.source_files import ASSIGNED, defines, hash_of, installed_path, own_source
 from nandoctor.text import brief
+from nandoctor.trees import PLAIN
 
 _MAX_SHOWN = 20
 _MAX_OPTION = 2000  # characters of one argument in the command

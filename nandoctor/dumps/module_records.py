@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 from nandoctor.errors import DumpError
+from nandoctor.trees import BEYOND, walk
 
 _PARTS = ("_parameters", "_buffers", "_modules")
-_MAX_DEPTH = 64
 _MAX_TENSORS = 100_000
 
 
@@ -24,25 +24,24 @@ def state_of(module: Mapping[str, Any]) -> dict[str, object]:
         DumpError: it is nested too deeply, or has more tensors than any model.
     """
     state: dict[str, object] = {}
-    for name, value in _walk(module, "", 0):
-        state[name] = value
-        if len(state) > _MAX_TENSORS:
+    for place, item in walk(module, _children):
+        if item is BEYOND or len(state) > _MAX_TENSORS:
             raise _too_large()
+        state |= {".".join([*place, name]): value for name, value in _own_state(item)}
     return state
 
 
-def _walk(module: Mapping[str, Any], prefix: str, depth: int) -> Iterator[tuple[str, object]]:
-    if depth > _MAX_DEPTH:
-        raise _too_large()
+def _children(module: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {str(name): child for name, child in module["_modules"].items() if is_module(child)}
+
+
+def _own_state(module: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     dropped = module.get("_non_persistent_buffers_set")
     kept_out = dropped if isinstance(dropped, set | frozenset) else frozenset()
     for part in ("_parameters", "_buffers"):
         for name, value in module[part].items():
             if value is not None and name not in kept_out:
-                yield f"{prefix}{name}", value
-    for name, child in module["_modules"].items():
-        if is_module(child):
-            yield from _walk(child, f"{prefix}{name}.", depth + 1)
+                yield str(name), value
 
 
 def _too_large() -> DumpError:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections import deque, namedtuple
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from keyword import iskeyword
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from nandoctor.dumps.trees import KIND, MAX_DEPTH, PACKED_SEQUENCE, Slot
+from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE, Slot
 from nandoctor.torch_compat import is_wrapped, unwrap, version_of
+from nandoctor.trees import MAX_DEPTH, Parts, Place, attributes, made_of, parts, placed_map, tree_map
 
 _NUMBERS_AND_TEXT: tuple[type[Any], ...] = (int, float, complex, str)
 _PLAIN = frozenset({bool, *_NUMBERS_AND_TEXT, type(None), torch.dtype, torch.device, torch.Size})
-_SEQUENCES = frozenset({list, tuple})
-_KEYS = frozenset({str, int})
+_CONTAINERS = frozenset({dict, list, tuple})
 _NAMED_TUPLE = "tuple:"
 _MAX_OBJECTS = 1000
 _LEFT_OUT = ", which is neither a tensor nor plain data"
@@ -98,15 +97,10 @@ class _Packer:
     hidden: bool = False
 
     def pack(self, value: Any, name: str, depth: int) -> Any:
-        kind = type(value)
-        if kind in _PLAIN:
+        if type(value) in _PLAIN:
             return value
-        if kind is torch.Tensor and not is_wrapped(value):
+        if type(value) is torch.Tensor and not is_wrapped(value):
             return self._take(value, wants_gradient=value.requires_grad)
-        if kind in _SEQUENCES and depth < MAX_DEPTH:
-            return kind([self.pack(item, f"{name}.{index}", depth + 1) for index, item in enumerate(value)])
-        if kind is dict and depth < MAX_DEPTH:
-            return self._pack_container(value, name, depth)
         num_notes, num_tensors, num_differentiable = len(self.notes), len(self.tensors), len(self.differentiable)
         try:
             return self._pack(value, name, depth)
@@ -116,18 +110,27 @@ class _Packer:
 
     def _pack(self, value: Any, name: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
-            plain = unwrap(value)
-            if plain is not value and plain.shape != value.shape:
-                self.notes.append(f"{name}: a tensor inside torch.func.vmap, which stands for one tensor per sample")
-                self.hidden = True
-                return None
-            return self._take(plain, wants_gradient=value.requires_grad)
+            return self._pack_odd_tensor(value, name)
         for kind in _NUMBERS_AND_TEXT:
             if isinstance(value, kind):  # of a subclass, which no reader would import
                 return kind(*kind.__getnewargs__(value))  # not what its class converts it to
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _NUMERIC_KINDS:
             return self._take(torch.from_numpy(np.array(value)), wants_gradient=False)
-        return self._pack_container(value, name, depth) if depth < MAX_DEPTH else self._leave_out(value, name)
+        if depth >= MAX_DEPTH:
+            return self._leave_out(value, name)
+        inside = parts(value)
+        if inside is None:
+            return self._pack_object(value, name, depth) if self.kinds else self._leave_out(value, name)
+        return self._pack_container(value, inside, name, depth)
+
+    def _pack_odd_tensor(self, value: torch.Tensor, name: str) -> Any:
+        """Pack a tensor of a subclass, or one inside a transform of torch.func."""
+        plain = unwrap(value)
+        if plain is not value and plain.shape != value.shape:
+            self.notes.append(f"{name}: a tensor inside torch.func.vmap, which stands for one tensor per sample")
+            self.hidden = True
+            return None
+        return self._take(plain, wants_gradient=value.requires_grad)
 
     def _take(self, tensor: torch.Tensor, *, wants_gradient: bool) -> torch.Tensor:
         if wants_gradient:
@@ -135,18 +138,18 @@ class _Packer:
         self.tensors.append(tensor.detach())
         return self.tensors[-1]
 
-    def _pack_container(self, value: Any, name: str, depth: int) -> Any:
-        fields = value if type(value) is dict else _fields(value)
-        if fields is None and self.kinds:
-            return self._pack_object(value, name, depth)
-        if fields is None or not ({*map(type, fields)} <= _KEYS or all(isinstance(key, (str, int)) for key in fields)):
+    def _pack_container(self, value: Any, inside: Parts, name: str, depth: int) -> Any:
+        if not all(isinstance(key, (str, int)) for key in inside):
             return self._leave_out(value, name)
-        packed = {key: self.pack(item, f"{name}.{key}", depth + 1) for key, item in fields.items() if key != KIND}
-        if KIND in fields:  # the user's data, which a reader would take for the name of a class
+        packed = {key: self.pack(item, f"{name}.{key}", depth + 1) for key, item in inside.items() if key != KIND}
+        if KIND in inside:  # the user's data, which a reader would take for the name of a class
             self.notes.append(f"{name}.{KIND}: the file format reserves this key")
-        if type(value) is dict:
-            return packed
-        is_named_tuple = isinstance(value, tuple)
+        if type(value) in _CONTAINERS:
+            return packed if type(value) is dict else type(value)(packed.values())
+        is_named_tuple = hasattr(value, "_fields") and isinstance(value, tuple)
+        if isinstance(value, (list, tuple, deque, Set)) and not is_named_tuple:
+            self.notes.append(f"{name}: kept as a plain list, not as {type(value).__qualname__}")
+            return list(packed.values())
         if not (self.kinds and is_named_tuple):
             self.notes.append(f"{name}: kept as a plain dict of its fields, not as {type(value).__qualname__}")
         if not self.kinds:
@@ -156,7 +159,7 @@ class _Packer:
 
     def _pack_object(self, value: Any, name: str, depth: int) -> Any:
         """Pack the attributes of an object with tensors, such as a batch of graphs; leave out any other object."""
-        fields = None if id(value) in self.entered or len(self.entered) > _MAX_OBJECTS else attributes_of(value)
+        fields = None if id(value) in self.entered or len(self.entered) > _MAX_OBJECTS else _fields_of(value)
         self.entered[id(value)] = value
         if not fields:
             return self._leave_out(value, name)
@@ -172,64 +175,44 @@ class _Packer:
         self.notes.append(f"{name}: a {type(value).__qualname__}{_LEFT_OUT}")
 
 
-def _fields(value: Any) -> dict[Any, Any] | None:
-    """Return the items of a container by name or index; None if it is not a container."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {name: getattr(value, name) for name in value._fields}
-    if isinstance(value, (list, tuple)):
-        return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {entry.name: getattr(value, entry.name, None) for entry in dataclasses.fields(value)}
-    return None
-
-
-def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
-    """Return the slots of a class and its bases by their attribute names; a private one is mangled with its class."""
-    kinds = [base for base in reversed(kind.__mro__) if "__slots__" in vars(base)]
-    found = (item for base in kinds for item in vars(base).items())
-    return {name: item for name, item in found if isinstance(item, MemberDescriptorType)}
-
-
-def attributes_of(value: Any) -> dict[str, Any] | None:
+def _fields_of(value: Any) -> dict[str, Any] | None:
     """Return the items of an object by name if it has keys, else its attributes; None for code."""
     if isinstance(value, (type, ModuleType, FunctionType, MethodType, torch.nn.Module)):
         return None
     if callable(getattr(value, "keys", None)) and hasattr(type(value), "__getitem__"):
         return {str(key): value[key] for key in value.keys()}  # noqa: SIM118 - not a mapping, it only has keys
-    names = [*slots_of(type(value)), *getattr(value, "__dict__", {})]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return attributes(value)
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Return the tree with `change` applied to each tensor."""
-    if isinstance(tree, torch.Tensor):
-        return change(tree)
-    if type(tree) is dict:
-        return {key: map_tensors(item, change) for key, item in tree.items()}
-    return type(tree)(map_tensors(item, change) for item in tree) if type(tree) in (list, tuple) else tree
+    return tree_map(lambda item: change(item) if isinstance(item, torch.Tensor) else item, tree)
 
 
 def fill(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Any:
     """Return the tree with each `Slot` replaced by its tensor, and devices by that of this replay."""
-    if isinstance(tree, Slot):
-        return tensors[tree.name]
-    if isinstance(tree, torch.device):
-        return device
-    if type(tree) is dict:
-        filled = {key: fill(item, tensors, device) for key, item in tree.items() if key != KIND}
-        return _rebuild(tree[KIND], filled) if isinstance(tree.get(KIND), (str, type)) else filled
-    return type(tree)(fill(item, tensors, device) for item in tree) if type(tree) in (list, tuple) else tree
+
+    def fill_item(item: Any) -> Any:
+        if isinstance(item, Slot):
+            return tensors[item.name]
+        if isinstance(item, torch.device):
+            return device
+        if isinstance(item, dict) and isinstance(item.get(KIND), (str, type)):
+            fields = {key: part for key, part in item.items() if key != KIND}
+            return _rebuild(item[KIND], tree_map(fill_item, fields))
+        return item
+
+    return tree_map(fill_item, tree)
 
 
 def with_classes(tree: Any, find: Callable[[str], type[Any] | None]) -> Any:
     """Return the tree with classes in place of their names, if `find` knows them and they only have attributes."""
-    if type(tree) is not dict:
-        return type(tree)(with_classes(item, find) for item in tree) if type(tree) in (list, tuple) else tree
-    items = {key: with_classes(item, find) for key, item in tree.items()}
-    found = find(items[KIND]) if isinstance(items.get(KIND), str) else None
-    return items if found is None or not has_only_attributes(found) else {**items, KIND: found}
+
+    def name_to_class(place: Place, item: Any) -> Any:
+        found = find(item) if place[-1:] == (KIND,) and isinstance(item, str) else None
+        return item if found is None or not has_only_attributes(found) else found
+
+    return placed_map(name_to_class, tree)
 
 
 def has_only_attributes(kind: type[Any]) -> bool:
@@ -253,18 +236,6 @@ class Fields(dict[str, Any]):
     def to(self, *_: Any, **__: Any) -> Fields:
         """Return the object itself: everything is on the device of the replay already."""
         return self
-
-
-def made_of(kind: type[Any], fields: Mapping[str, Any]) -> Any:
-    """Return an object of the class with these fields; no code of the class is run."""
-    instance = object.__new__(kind)
-    held = object.__getattribute__(instance, "__dict__") if kind.__dictoffset__ else {}
-    for name, value in fields.items():
-        if isinstance(inspect.getattr_static(kind, name, None), MemberDescriptorType):
-            object.__setattr__(instance, name, value)  # a slot
-        else:
-            held[name] = value  # even if the class has a property of that name
-    return instance
 
 
 def _rebuild(kind: str | type[Any], fields: dict[str, Any]) -> Any:

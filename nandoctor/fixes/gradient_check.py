@@ -31,7 +31,7 @@ from nandoctor.fixes.agreement import (
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
 from nandoctor.text import number, percent
-from nandoctor.torch_compat import tree_map
+from nandoctor.trees import tree_map
 
 Said = tuple[Literal["passed", "failed", "not-checked"], str]
 """A status and the sentence that explains it; what follows a semicolon is left out where there is no room."""

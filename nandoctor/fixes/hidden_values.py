@@ -23,8 +23,8 @@ from nandoctor.ops import COMPARISONS, FILLS, SEES_NAN
 from nandoctor.replaying.exposed_step import WAYS, Exposing, Taken, find_held
 from nandoctor.replaying.runner import CLOSELY, Batch, FailingStep, Outcome, Watch
 from nandoctor.text import are, join_first
-from nandoctor.torch_compat import tree_leaves
 from nandoctor.tracing.tensor_tree import walk_tensors
+from nandoctor.trees import tree_leaves
 
 _MOST_TAKERS = 8
 _TO_PYTHON = "item"

@@ -10,8 +10,8 @@ import argparse
 import functools
 import types
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Set
+from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,28 +20,27 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.code_request import is_transformers_config
-from nandoctor.dumps.packing import has_only_attributes, made_of, pack, slots_of
-from nandoctor.dumps.trees import KIND, MAX_DEPTH, PLAIN
+from nandoctor.dumps.packing import has_only_attributes, pack
+from nandoctor.dumps.trees import KIND
+from nandoctor.trees import PLAIN, Parts, attributes, made_of, parts, tree_map
 
 Source = Mapping[str, str]
 """Where a class or function is defined: its module, name and file, and the sha256 of the file."""
 
-_DATA: tuple[Any, ...] = (
-    argparse.Namespace,
-    types.SimpleNamespace,
-    OrderedDict,
-    UserDict,
-    set,
-    frozenset,
-    type(Path()),
-)
-_STANDARD = {f"{kind.__module__}:{kind.__qualname__}": kind for kind in (*_DATA, functools.partial, torch.dtype)}
+_CALLS: Mapping[type, Callable[[Any], tuple[list[Any], Mapping[str, Any]]]] = {
+    functools.partial: lambda value: ([value.func, *value.args], value.keywords),
+    types.SimpleNamespace: lambda value: ([], vars(value)),
+    **dict.fromkeys((type(Path()), torch.dtype), lambda value: ([str(value)], {})),
+}
+"""For classes of Python and torch, the arguments that make such an object again."""
+_CONTAINERS = (argparse.Namespace, OrderedDict, UserDict, set, frozenset)
+_STANDARD = {f"{kind.__module__}:{kind.__qualname__}": kind for kind in (*_CONTAINERS, *_CALLS)}
 # transformers tries to fetch an implementation of any other name, even flash attention if it is not installed.
 _ATTENTION = ("eager", "sdpa")
-_CONTAINERS = (OrderedDict, dict, list, tuple, set, frozenset)
-_MAX_OBJECTS = 1000
 _KEYS = frozenset({str, int, bool})
 _CODE_OPTIONS = frozenset({"auto_map", "trust_remote_code", "use_kernels", "allow_all_kernels", "quantization_config"})
+_HEAP_TYPE = 1 << 9
+"""Set for classes that Python code defines (Py_TPFLAGS_HEAPTYPE): others keep state that is no attribute."""
 
 
 class NotDescribableError(Exception):
@@ -53,119 +52,85 @@ def describe_argument(value: Any, source_of: Callable[[Any], Source]) -> Any:
 
     Raises:
         NotDescribableError: it holds something that cannot be made again, or `source_of` raised that.
+        RecursionError: its objects refer to one another.
     """
-    num_objects = 0
 
-    def describe(value: Any, depth: int) -> Any:
-        if type(value) in PLAIN:
-            return value
-        if type(value) in (list, tuple):
-            return type(value)(describe(item, depth + 1) for item in value)
-        if type(value) is dict:
-            if KIND in value or not {*map(type, value)} <= _KEYS:
-                raise NotDescribableError
-            return {key: describe(item, depth + 1) for key, item in value.items()}
-        nonlocal num_objects
-        num_objects += 1
-        if depth > MAX_DEPTH or num_objects > _MAX_OBJECTS:  # they may refer to one another
+    def describe(item: Any) -> Any:
+        if type(item) is dict and (KIND in item or not {*map(type, item)} <= _KEYS):
             raise NotDescribableError
-        if isinstance(value, (type, types.FunctionType)):
-            return {KIND: source_of(value)}
-        return {KIND: source_of(type(value)), **_parts(value, lambda part: describe(part, depth + 1))}
+        if type(item) in (*PLAIN, list, tuple, dict):
+            return item
+        if isinstance(item, (type, types.FunctionType)):
+            return {KIND: source_of(item)}
+        return {KIND: source_of(type(item)), **tree_map(describe, _content(item))}
 
-    return describe(value, 0)
+    return tree_map(describe, value)
 
 
-def _parts(value: Any, inside: Callable[[Any], Any]) -> dict[str, Any]:
+def _content(value: Any) -> dict[str, Any]:
     """Return what an object is made of besides its class."""
     kind = type(value)
     if isinstance(value, Enum):
         is_member = kind.__members__.get(value._name_) is value  # unlike several flags in one
-        return {"member": value._name_} if is_member else {"value": inside(value._value_)}
+        return {"member": value._name_} if is_member else {"value": value._value_}
     if is_transformers_config(kind):
         attention = str(getattr(value, "_attn_implementation", None) or "")
         packed = pack(value.to_dict(), "config")
         if packed.notes or packed.tensors:
             raise NotDescribableError
         return {"config": packed.tree, "attention": attention}
-    if (call := _call_that_makes(value)) is not None:
-        if not _is_remade(value, call):
-            raise NotDescribableError
-        return {"args": inside(call[0]), "keywords": inside(call[1])}
+    if kind in _CALLS:
+        args, keywords = _CALLS[kind](value)
+        return {"args": args, "keywords": dict(keywords)}
+    if not is_dataclass(value) and (inside := parts(value)) is not None:
+        return {"args": _arguments_of(value, inside), "keywords": {}}
     is_code = callable(value) or isinstance(value, (torch.Tensor, nn.Module))
     if is_code or not has_only_attributes(kind) or not kind.__flags__ & _HEAP_TYPE:
         raise NotDescribableError
-    return {"fields": inside(_stored_attributes(value))}
+    return {"fields": attributes(value)}
 
 
-def _call_that_makes(value: Any) -> tuple[list[Any], dict[str, Any]] | None:
-    """Return the arguments with which the object's class makes it again; None if it is made of its attributes."""
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args], value.keywords
-    if isinstance(value, types.SimpleNamespace):
-        return [], vars(value)
-    if isinstance(value, (Path, torch.dtype)):
-        return [str(value)], {}
-    # A subclass of a container of Python may show other items than those that it holds.
-    base: Any = next((kind for kind in _CONTAINERS if isinstance(value, kind)), type(value))
-    if isinstance(value, Mapping):
-        return [dict(base.items(value))], {}
-    if isinstance(value, (Sequence, Set)) and not isinstance(value, (str, bytes, bytearray)):
-        items = list(base.__iter__(value))
-        return items if hasattr(type(value), "_fields") else [items], {}
-    return None
-
-
-def _is_remade(value: Any, call: tuple[list[Any], dict[str, Any]]) -> bool:
-    """Return True if the call makes an object with the same parts and the same attributes."""
-    if type(value) in (type(Path()), torch.dtype):  # a path stores its text in several forms, once it has been asked
-        return True
-    twin = type(value)(*call[0], **call[1])
-    if type(value).__module__.startswith("omegaconf."):  # a node holds the one that it is in, which is not made here
-        return bool(twin == value)
-    again = _call_that_makes(twin) or ([], {})
-    # Equal sets may have their items in another order.
-    is_same = set(*again[0]) == set(*call[0]) if isinstance(value, Set) else again == call
-    return is_same and _stored_attributes(twin) == _stored_attributes(value)
-
-
-def _stored_attributes(value: Any) -> dict[str, Any]:
-    """Return what the object's `__dict__` and slots hold, whatever its class says about its attributes."""
-    stored = dict(object.__getattribute__(value, "__dict__")) if type(value).__dictoffset__ else {}
-    for name, slot in slots_of(type(value)).items():
-        with suppress(AttributeError):  # nothing was assigned to it
-            stored[name] = slot.__get__(value)
-    return stored
-
-
-_HEAP_TYPE = 1 << 9
-"""Set for classes that Python code defines (Py_TPFLAGS_HEAPTYPE): others keep state that is no attribute."""
+def _arguments_of(value: Any, inside: Parts) -> list[Any]:
+    """Return the arguments with which a container's class makes the same one again."""
+    items = dict(inside) if isinstance(value, Mapping) else list(inside.values())
+    args = items if isinstance(items, list) and hasattr(value, "_fields") else [items]
+    twin = type(value)(*args)
+    is_other = parts(twin) != inside and not isinstance(value, Set)  # equal sets may be in another order
+    if twin != value or is_other or attributes(twin) != attributes(value):
+        raise NotDescribableError
+    return args
 
 
 def make_argument(tree: Any, find: Callable[[Source], Any]) -> Any:
     """Return the argument that was described; `find` returns the class or function that was defined there."""
-    if type(tree) in (list, tuple):
-        return type(tree)(make_argument(item, find) for item in tree)
-    if not isinstance(tree, Mapping):
-        return tree
-    if not isinstance(tree.get(KIND), Mapping):
-        return {key: make_argument(item, find) for key, item in tree.items()}
-    return _make_object(find(tree[KIND]), tree, lambda part: make_argument(tree[part], find))
+
+    def make(item: Any) -> Any:
+        if not (isinstance(item, Mapping) and isinstance(item.get(KIND), Mapping)):
+            return item
+        content = {name: tree_map(make, part) for name, part in item.items() if name != KIND}
+        return _make_object(find(item[KIND]), content)
+
+    return tree_map(make, tree)
 
 
-def _make_object(found: Any, tree: Mapping[str, Any], make: Callable[[str], Any]) -> Any:
-    """Return an object of the class, or the class or function itself; `make` returns a part of the object."""
-    if "config" in tree:
-        return make_config(found, tree["config"], tree.get("attention", ""))
-    if "member" in tree:
-        return found[tree["member"]]
-    if "value" in tree:
-        return found(make("value"))
-    if "fields" in tree:
-        return made_of(found, make("fields"))
-    if found is torch.dtype:
-        return getattr(torch, make("args")[0].removeprefix("torch."))
-    return found(*make("args"), **make("keywords")) if "args" in tree else found
+def _make_object(found: Any, content: Mapping[str, Any]) -> Any:
+    """Return an object of the class with this content; the class or function itself if it has none."""
+    match content:
+        case {"config": values}:
+            return make_config(found, values, content.get("attention", ""))
+        case {"member": name}:
+            return found[name]
+        case {"value": value}:
+            return found(value)
+        case {"fields": fields}:
+            return made_of(found, fields)
+        case {"args": args, "keywords": keywords}:
+            return _find_dtype(*args) if found is torch.dtype else found(*args, **keywords)
+    return found
+
+
+def _find_dtype(name: str) -> Any:
+    return getattr(torch, name.removeprefix("torch."))
 
 
 def find_standard(source: Source) -> Any:

@@ -35,8 +35,6 @@ from nandoctor.torch_compat import (
     run_backward_in_modes,
     schema_of,
     storage_of,
-    tree_leaves,
-    tree_map,
     version_of,
 )
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
@@ -44,6 +42,7 @@ from nandoctor.tracing.module_tracer import Tracer
 from nandoctor.tracing.op_tracer import TensorKind
 from nandoctor.tracing.tensor_stats import Reading, all_finite, collect, is_finite, measure, measure_all, numbers_in
 from nandoctor.tracing.tensor_tree import walk_tensors
+from nandoctor.trees import tree_leaves, tree_map
 
 LARGE_NBYTES = 256 << 20
 """The size of weights from which on memory counts for more than the time that it takes to save it."""

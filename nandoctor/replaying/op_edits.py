@@ -25,11 +25,12 @@ from nandoctor.evidence.edits import (
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.ops import CASTS
 from nandoctor.replaying.kept_memory import written_by
-from nandoctor.torch_compat import schema_of, tree_map, tree_tensors, without_autocast
+from nandoctor.torch_compat import schema_of, tree_tensors, without_autocast
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, to_source
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import full_rows
 from nandoctor.tracing.tensor_stats import format_of
+from nandoctor.trees import tree_map
 
 if TYPE_CHECKING:
     from nandoctor.torch_compat import OpOverload

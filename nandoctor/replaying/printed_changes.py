@@ -24,6 +24,7 @@ from torch import nn
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.edits import ChangedFile, PrintedChange, Snippet, SourcePatch
 from nandoctor.process_wide import held
+from nandoctor.trees import Parts, once, walk
 
 _HOLDERS = (FunctionType, type, property, staticmethod, classmethod)
 _EMPTY_CELL = CellType()
@@ -136,21 +137,21 @@ def reachable(path: str, model: nn.Module, loss: Any = None) -> Iterator[tuple[F
     named = ((module, json.dumps(name)) for name, module in model.named_modules())
     places = {module: "model" if name == '""' else f"model.get_submodule({name})" for module, name in named}
     waiting = deque(_classes_of(places))
-    others = deque((part, f"{place}.{name}") for module, place in places.items() for part, name in _attributes(module))
-    others.extend((item, "") for item in (*map(vars, modules), loss))  # last, so that a place is found first
-    seen: set[int] = set()
-    while waiting or others:
-        item, place = (waiting or others).popleft()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if type(item) is FunctionType:
+    waiting.extend((part, place + suffix) for module, place in places.items() for suffix, part in _attributes(module))
+    without_place = [loss, *map(vars, modules)]  # last, so that a place is found first
+    parts_of, seen = once(_parts), set[int]()
+    while waiting or without_place:
+        root, place = waiting.popleft() if waiting else (without_place.pop(), "")
+        for suffixes, item in walk(root, parts_of):
+            if type(item) is not FunctionType or id(item) in seen:
+                continue
+            seen.add(id(item))
+            here = place and place + "".join(suffixes)
             is_of_file = item.__code__.co_filename == path
             if is_of_file:
-                yield item, place
+                yield item, here
             if is_of_file or "__file__" not in item.__globals__:  # code outside sys.modules, or a notebook's cells
-                waiting.append((item.__globals__, place and f"{place}.__globals__"))
-        waiting.extend((part, place and place + suffix) for part, suffix in _parts(item))
+                waiting.append((item.__globals__, here and f"{here}.__globals__"))
 
 
 def _classes_of(places: Mapping[nn.Module, str]) -> Iterator[tuple[Any, str]]:
@@ -160,34 +161,33 @@ def _classes_of(places: Mapping[nn.Module, str]) -> Iterator[tuple[Any, str]]:
     for kind, place in reversed([*first.items()]):
         yield kind, f"type({place})"
         for number, base in enumerate(kind.__mro__):
-            for part, name in _attributes(base) if base not in seen else ():
-                is_hidden = any(name in vars(other) for other in kind.__mro__[:number])
-                yield part, f"type({place}){f'.__mro__[{number}]' * is_hidden}.{name}"
+            for suffix, part in _attributes(base) if base not in seen else ():
+                is_hidden = any(suffix[1:] in vars(other) for other in kind.__mro__[:number])
+                yield part, f"type({place}){f'.__mro__[{number}]' * is_hidden}{suffix}"
         seen.update(kind.__mro__)
 
 
-def _parts(item: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the parts of a namespace, class, descriptor or closure that may hold a function, each with its suffix."""
+def _parts(item: Any) -> Parts:
+    """Return the parts of a namespace, class, descriptor or closure that may hold a function, by their suffixes."""
     if isinstance(item, dict):
-        yield from ((value, f"[{name!r}]") for name, value in item.items() if isinstance(value, _HOLDERS))
-    elif type(item) is FunctionType:
+        return {f"[{name!r}]": value for name, value in item.items() if isinstance(value, _HOLDERS)}
+    if type(item) is FunctionType:
         cells = enumerate(item.__closure__ or ())
-        inside = [(cell.cell_contents, f".__closure__[{n}].cell_contents") for n, cell in cells if cell != _EMPTY_CELL]
-        wrapped = (vars(item).get("__wrapped__"), ".__wrapped__")
-        yield from (part for part in (wrapped, *inside) if isinstance(part[0], _HOLDERS))
-    elif isinstance(item, type):
-        yield from ((part, f".{name}") for part, name in _attributes(item))
-    elif isinstance(item, property):
-        yield from ((item.fget, ".fget"), (item.fset, ".fset"))
-    elif isinstance(item, staticmethod | classmethod):
-        yield item.__func__, ".__func__"
+        closed = {f".__closure__[{n}].cell_contents": cell.cell_contents for n, cell in cells if cell != _EMPTY_CELL}
+        inside = {".__wrapped__": vars(item).get("__wrapped__"), **closed}
+        return {suffix: part for suffix, part in inside.items() if isinstance(part, _HOLDERS)}
+    if isinstance(item, type):
+        return dict(_attributes(item))
+    if isinstance(item, property):
+        return {".fget": item.fget, ".fset": item.fset}
+    return {".__func__": item.__func__} if isinstance(item, staticmethod | classmethod) else {}
 
 
-def _attributes(owner: Any) -> Iterator[tuple[Any, str]]:
+def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
     """Yield an object's own attributes as looking them up gives them: for a static method, the function."""
     for name, value in vars(owner).items():
         if isinstance(value, _HOLDERS):
-            yield value.__func__ if isinstance(value, staticmethod) else value, name
+            yield f".{name}", value.__func__ if isinstance(value, staticmethod) else value
 
 
 def _key(code: CodeType) -> tuple[object, ...]:

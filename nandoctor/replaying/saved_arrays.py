@@ -28,6 +28,7 @@ from nandoctor.replaying.input_binding import required_names
 from nandoctor.replaying.recorded_step import make_batch
 from nandoctor.replaying.settings import Settings
 from nandoctor.tracing.tensor_stats import format_of
+from nandoctor.trees import walk
 
 _CONTAINERS = (dict, list, tuple)
 
@@ -64,12 +65,16 @@ def read_batch(dump: Dump, model: nn.Module, outputs: Collection[str], device: t
         for name, array in dump.arrays.items()
     }
     inputs = {name: array for name, array in arrays.items() if name not in outputs}
-    found = ((name, item, list(slots(item))) for name, item in _list_containers(dump.tree))
+    found = [
+        (".".join(map(str, place)), item, set(slots(item)))
+        for place, item in walk(dump.tree)
+        if place and isinstance(item, _CONTAINERS)
+    ]
     return SavedBatch(
         arrays=arrays,
         inputs=inputs,
         scalars=dump.scalars,
-        containers={name: item for name, item, arrays in found if arrays and not set(arrays).intersection(outputs)},
+        containers={name: item for name, item, arrays in found if arrays and not arrays.intersection(outputs)},
         make=_batch_maker(dump, inputs, device),
         notes=tuple(
             f"{name} was saved as float64 and passed to the model as float32, its own precision." for name in narrowed
@@ -90,16 +95,6 @@ def _batch_maker(dump: Dump, inputs: Collection[str], device: torch.device) -> M
     only = tree.get(next(iter(first))) if len(first) == 1 else None
     batch = only if isinstance(only, _CONTAINERS) else tree
     return lambda tensors: fill(batch, tensors, device)
-
-
-def _list_containers(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield all containers below the root of a tree, each with its dotted name."""
-    items = enumerate(tree) if isinstance(tree, (list, tuple)) else tree.items() if isinstance(tree, dict) else ()
-    for key, item in items:
-        if isinstance(item, _CONTAINERS):
-            path = f"{name}.{key}" if name else str(key)
-            yield path, item
-            yield from _list_containers(item, path)
 
 
 def describe_batch(batch: Any) -> str:

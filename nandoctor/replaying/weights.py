@@ -32,8 +32,8 @@ from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.model_loading import fit_prefix
 from nandoctor.replaying.settings import Settings
 from nandoctor.text import brief, dtype_name, join_first, number, plural
-from nandoctor.torch_compat import tree_map
 from nandoctor.tracing.tensor_stats import all_finite
+from nandoctor.trees import tree_map
 
 
 def take_weights(dump: Dump, settings: Settings) -> Dump:

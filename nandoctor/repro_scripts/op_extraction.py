@@ -18,8 +18,9 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.program import METHOD, Mode, Node, Program, Ref, kinds_of
-from nandoctor.torch_compat import is_wrapped, schema_of, tree_map, tree_tensors, version_of
+from nandoctor.torch_compat import is_wrapped, schema_of, tree_tensors, version_of
 from nandoctor.tracing.dispatch_hook import Invocation
+from nandoctor.trees import tree_map
 
 NOT_THE_SAME = "The step gives different results from run to run: pass --seed, and make the forward deterministic."
 

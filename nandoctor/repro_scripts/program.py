@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from nandoctor.torch_compat import tree_leaves, tree_map, tree_tensors
+from nandoctor.torch_compat import tree_tensors
+from nandoctor.trees import parts, tree_map, walk
 
 Mode = Literal["plain", "in_fp32", "product", "rounded"]
 """How CUDA's autocast runs an op: unchanged; on operands cast to fp32; as tensor cores do, with operands rounded, sums
@@ -114,8 +115,9 @@ class Program:
         return self._result_in(self._run_nodes(self.leaves, self.low)).shape
 
     def arguments(self) -> list[Any]:
-        """Return all values among the arguments of the ops, with lists flattened."""
-        return tree_leaves([(node.args, dict(node.kwargs)) for node in self.nodes])
+        """Return all values among the arguments of the ops, in lists as well."""
+        given = [(node.args, node.kwargs) for node in self.nodes]
+        return [value for _, value in walk(given, lambda value: None if isinstance(value, Ref) else parts(value))]
 
     def with_values(self, **values: torch.Tensor) -> Program:
         """Return the same ops with other values for the leaves of these names."""

@@ -32,11 +32,11 @@ from nandoctor.torch_compat import (
     schema_of,
     script_line,
     script_traceback,
-    tree_map,
     unobserved,
     without_observer,
 )
 from nandoctor.torch_places import HIGHER_ORDER_KEYS, MAKE_SUBCLASS
+from nandoctor.trees import tree_map
 
 if TYPE_CHECKING:
     from nandoctor.torch_compat import OpOverload

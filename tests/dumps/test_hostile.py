@@ -121,7 +121,7 @@ def array_file(*arguments, **options):
 
 def deep():
     value = torch.zeros(2)
-    for _ in range(40):
+    for _ in range(80):
         value = {"down": value}
     return forge.saved({"state_dict": {"a.weight": torch.zeros(2)}, "batch": value})
 

@@ -89,7 +89,7 @@ def test_what_is_not_as_the_format_says_is_refused(tmp_path, changes, message):
 
 def test_a_tree_without_end_is_refused(tmp_path):
     tree = IMAGE
-    for _ in range(40):
+    for _ in range(80):
         tree = [tree]
     with pytest.raises(DumpError, match="nested too deeply"):
         read(tmp_path, batch=tree)

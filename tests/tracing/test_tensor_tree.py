@@ -60,7 +60,7 @@ class Record:
         (ONE, ""),
         ({"a": [(ONE,)]}, "a[0][0]"),
         (deque([ONE]), "[0]"),
-        ({ONE}, "{0}"),
+        ({ONE}, "[0]"),
         (UserDict(logits=ONE), "logits"),
         (Record(ONE), "kept"),
         (Slotted(ONE), "_Slotted__kept"),

@@ -1,0 +1,171 @@
+"""Walks nested containers and objects, and makes them again with other parts."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import fields, is_dataclass
+from types import GetSetDescriptorType, MemberDescriptorType
+from typing import Any
+
+MAX_DEPTH = 64
+"""Containers within one another: recursive U-Nets nest modules 30 deep, and Python's own recursion ends at 1000."""
+MAX_CONTAINERS = 100_000
+"""Containers and objects in one value; a search that finds more has left it for the program around it."""
+BEYOND = object()
+"""Stands in a walk for what is in a container that is nested too deeply, or is one of too many."""
+
+PLAIN: tuple[type[Any], ...] = (bool, int, float, complex, str, type(None))
+"""The types of plain values, which have no parts."""
+Parts = Mapping[Any, Any]
+Place = tuple[Any, ...]
+"""The keys, indexes and names that lead to a part, from the outermost one."""
+
+
+def parts(value: Any) -> Parts | None:
+    """Return the parts of a container by key, index or field name; None for any other value."""
+    if type(value) in PLAIN:  # most of what is in a container
+        return None
+    if isinstance(value, Mapping):
+        return {key: value[key] for key in value}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True))
+    if isinstance(value, (list, tuple, deque, Set)):
+        return dict(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name, None) for field in fields(value)}
+    return None
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return what the `__dict__` and the slots of an object hold, whatever its class says about its attributes."""
+    stored: dict[str, Any] = {}
+    for name, slot in slots_of(type(value)).items():
+        try:
+            stored[name] = slot.__get__(value)
+        except AttributeError:  # nothing was assigned to it
+            continue
+    places = (vars(kind).get("__dict__") for kind in type(value).__mro__)
+    own = next((place for place in places if isinstance(place, (GetSetDescriptorType, MemberDescriptorType))), None)
+    return stored if own is None else stored | own.__get__(value)
+
+
+def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
+    """Return the slots of a class and its bases by their attribute names; a private one is mangled with its class."""
+    kinds = [base for base in reversed(kind.__mro__) if "__slots__" in vars(base)]
+    found = (item for base in kinds for item in vars(base).items())
+    return {name: item for name, item in found if isinstance(item, MemberDescriptorType)}
+
+
+def rebuilt(value: Any, changed: Parts) -> Any:
+    """Return a container like this one with other parts; a mapping that refuses them becomes a dict."""
+    kind = type(value)
+    if kind is dict:
+        return dict(changed)
+    if isinstance(value, Mapping):
+        return _rebuilt_mapping(value, changed)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return tuple.__new__(kind, changed.values())
+    if isinstance(value, (list, tuple, deque, Set)):
+        return kind(list(changed.values()))
+    return made_of(kind, attributes(value) | dict(changed))
+
+
+def _rebuilt_mapping(value: Mapping[Any, Any], changed: Parts) -> Any:
+    """Return a copy that keeps the class's own attributes, such as the factory of a defaultdict."""
+    try:
+        made: Any = copy.copy(value)
+        for key, part in changed.items():
+            made[key] = part
+    except Exception:  # a class of the user's, which may refuse anything
+        return dict(changed)
+    return made
+
+
+def made_of(kind: type[Any], stored: Mapping[str, Any]) -> Any:
+    """Return an object of the class that holds these attributes and slots; no code of the class is run."""
+    made = object.__new__(kind)
+    slots = slots_of(kind)
+    held = object.__getattribute__(made, "__dict__") if kind.__dictoffset__ else {}
+    for name, value in stored.items():
+        if name in slots:
+            slots[name].__set__(made, value)
+        else:
+            held[name] = value  # even if the class has a property of that name
+    return made
+
+
+def walk(value: Any, parts_of: Callable[[Any], Parts | None] = parts) -> Iterator[tuple[Place, Any]]:
+    """Yield a value and everything in it with its place, from the outside in and in order.
+
+    `parts_of` decides what is entered. Where the limits of depth and number end the walk, it yields `BEYOND`.
+    """
+    num_entered = 0
+    waiting: list[tuple[Place, Any]] = [((), value)]
+    while waiting:
+        place, item = waiting.pop()
+        yield place, item
+        inside = parts_of(item)
+        if not inside:
+            continue
+        num_entered += 1
+        if len(place) >= MAX_DEPTH or num_entered > MAX_CONTAINERS:
+            yield place, BEYOND
+            continue
+        waiting.extend([((*place, key), part) for key, part in inside.items()][::-1])
+
+
+def once(parts_of: Callable[[Any], Parts | None]) -> Callable[[Any], Parts | None]:
+    """Return `parts_of` for one walk through objects that refer to one another: each is entered at its first place."""
+    entered: dict[int, Any] = {}  # the values keep objects alive, so no id is reused
+
+    def parts_once(value: Any) -> Parts | None:
+        if id(value) in entered:
+            return None
+        entered[id(value)] = value
+        return parts_of(value)
+
+    return parts_once
+
+
+def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Return the nested container with `change` applied to every part; see `placed_map`."""
+    return placed_map(lambda _, part: change(part), tree)
+
+
+def placed_map(change: Callable[[Place, Any], Any], tree: Any) -> Any:
+    """Return the nested container with `change(place, part)` in place of every part, itself included.
+
+    A container for which `change` returns that very container is made again of its changed parts. One that stands at
+    several places is made once.
+
+    Raises:
+        RecursionError: it is nested deeper than `MAX_DEPTH`.
+    """
+    made: dict[int, tuple[Any, Any]] = {}
+
+    def visit(place: Place, item: Any) -> Any:
+        changed = change(place, item)
+        inside = parts(item) if changed is item else None
+        if inside is None:
+            return changed
+        if len(place) >= MAX_DEPTH:
+            raise RecursionError("a container is nested too deeply")
+        if id(item) not in made:
+            made[id(item)] = item, item  # where it holds itself
+            made[id(item)] = item, rebuilt(item, {key: visit((*place, key), part) for key, part in inside.items()})
+        return made[id(item)][1]
+
+    return visit((), tree)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return every part of a nested container that is no container itself."""
+    return [item for _, item in walk(tree) if parts(item) is None and item is not BEYOND]
+
+
+def spell(place: Place) -> str:
+    """Return a place as Python would look it up: "", "logit", "hidden[2]"."""
+    spelled = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)
+    return spelled.removeprefix(".")
