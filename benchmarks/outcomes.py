@@ -6,9 +6,9 @@ exits with 1 if there is one. `--only GLOB` takes the cases whose name fits (`'s
 file's other lines are kept. `--real-bugs CACHE` adds the bugs of released packages, which pip fetches into that folder.
 
 The names: `sick`, its `twin`, `renamed` and `decoyed` variants and the `innocent` ones (that look ill), `library`,
-`sample`, `input` (a script of `tests/strangers/inputs`), `stranger` (each replay of a test there), `real`. All are
-examined in two processes of one thread each. Searches are bounded by runs, never by time, so that the answer does not
-depend on the machine's load.
+`sample`, `input` (a script of `tests/strangers/inputs`), `stranger` (a row there, or a replay in a test), `real`.
+All are examined in two processes of one thread each. Searches are bounded by runs, never by time, so that the answer
+does not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def outcome_of(report: Any, folder: Path) -> Outcome:
         "cause": report.cause and report.cause.code,
         "samples": origin and origin.elements.samples and list(origin.elements.samples),
         "also": [other.cause.code for other in report.also if other.cause],
-        "fix": first and first.title,
+        "fix": first and re.sub(r"\bline \d+ of", "line N of", first.title),
         "text": first and _text_of(first, folder),
         "verified": [sum(fix.verified for fix in fixes), len(fixes)] if fixes else None,
         "failed": dict(sorted(failed.items())),
@@ -157,8 +157,8 @@ def outcome_or_error(diagnose: Callable[[], Any], folder: Path) -> Outcome:
     try:
         report = diagnose()
     except Exception as error:  # of the step, of torch, or of nandoctor: all that a user would see
-        said = str(error).splitlines() or [""]
-        return {"error": f"{type(error).__name__}: {said[0]}".replace(f"{folder}/", "")}
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        return {"error": re.sub(r"\.py:\d+", ".py", said.replace(f"{folder}/", "").replace(f"{ROOT}/", ""))}
     return outcome_of(report, folder)
 
 
@@ -188,18 +188,20 @@ def _begin() -> None:
 def _jobs(pattern: str) -> list[Job]:
     """List what to examine, that which takes longest first."""
     from sick_models import all_cases, healthy_models
+    from strangers import all_rows
 
     names = {
         "library": LIBRARIES,
         "sample": sorted(path.stem for path in (ROOT / "sample_dumps").glob("*.pth")),
         "input": sorted(path.stem for path in INPUTS.glob("*.py")),
+        "stranger": list(all_rows()),
         **{kind: [case.name for case in all_cases()] for kind in VARIANTS},
         "innocent": [case.name for case in healthy_models()],
     }
     jobs = [(kind, name) for kind in names for name in names[kind] if _fits(f"{kind}/{name}", pattern)]
     files = sorted(STRANGERS.glob("test_*.py"), key=lambda path: -path.stat().st_size)
     asked = [path for path in files if _may_fit(f"stranger/{path.stem.removeprefix('test_')}/", pattern)]
-    return [*(("strangers", str(path)) for path in asked), *jobs]
+    return [*(("tests", str(path)) for path in asked), *jobs]
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -214,7 +216,7 @@ def _may_fit(beginning: str, pattern: str) -> bool:
 
 def _examine_job(job: Job, pattern: str, cache: Path | None) -> Outcomes:
     kind, name = job
-    if kind == "strangers":
+    if kind == "tests":
         return examine_tests(Path(name), pattern)
     if kind == "real":
         assert cache is not None
@@ -223,6 +225,8 @@ def _examine_job(job: Job, pattern: str, cache: Path | None) -> Outcomes:
         folder = Path(made).resolve()
         if kind == "input":
             return _examine_input(name, folder)
+        if kind == "stranger":
+            return {f"stranger/{name}": outcome_or_error(lambda: _replay_row(name, folder), folder)}
         if kind == "sample":
             return {f"sample/{name}": outcome_or_error(lambda: _replay_sample(name), folder)}
         return {f"{kind}/{name}": examine_case(kind, name, folder)}
@@ -268,6 +272,13 @@ VARIANTS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
+def _replay_row(name: str, folder: Path) -> Any:
+    from strangers import all_rows
+    from strangers.rows import replay
+
+    return replay(all_rows()[name], folder, fixes=True, time=float("inf"))
+
+
 def _replay_sample(name: str) -> Any:
     import nandoctor
 
@@ -291,7 +302,7 @@ def _examine_input(name: str, folder: Path) -> Outcomes:
     }
 
 
-# --- the strangers' tests
+# --- the strangers that are no rows, but tests of their own
 
 
 def examine_tests(file: Path, pattern: str = "*") -> Outcomes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import nandoctor
+from strangers.rows import Row, assert_verified_passed, replay
 
 
 @pytest.fixture(autouse=True)
@@ -19,13 +19,8 @@ def examine(request, tmp_path):
     """A function (model, batch, **options) -> report; the search for fixes, most of the work, is left to `-m slow`."""
 
     def examine(model, batch, **options):
-        path = tmp_path / "dump.pth"
-        torch.save({"state_dict": model.state_dict(), **batch}, path)
-        options = {"mode": "train", "fixes": request.param, **options}
-        report = nandoctor.replay(path, model=model, **options).report
-        verified = [item for item in report.fixes if item.verified]
-        assert all(item.outcome.finite and item.title and (item.patch or item.settings) for item in verified)
-        assert all(check.status != "failed" for item in verified for check in item.checks)
+        report = replay(Row("", lambda: model, batch, None, options), tmp_path, fixes=request.param)
+        assert_verified_passed(report)
         return report
 
     return examine

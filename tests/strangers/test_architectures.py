@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss, normalize, relu, softplus
-from visits import blamed, louder, normal
+
+from strangers.visits import blamed, louder, normal
 
 HEALTHY = ("healthy",)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from visits import blamed, normal
+
+from strangers.visits import blamed, normal
 
 
 class Evidence(nn.Module):

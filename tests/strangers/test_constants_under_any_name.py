@@ -9,9 +9,9 @@ import types
 import pytest
 import torch
 from torch import nn
-from visits import blamed, normal
 
 from nandoctor.case import list_eps
+from strangers.visits import blamed, normal
 
 SMALL = 1e-12
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from visits import Between, blamed, line, normal
+
+from strangers.visits import Between, blamed, line, normal
 
 
 class Root(torch.autograd.Function):

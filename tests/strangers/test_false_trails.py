@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from visits import Between, blamed, louder, normal
+
+from strangers.visits import Between, blamed, louder, normal
 
 
 def test_a_saturated_sigmoid_behind_a_norm_with_its_eps(examine):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
-from visits import normal
+
+from strangers.visits import normal
 
 
 class Scaled(torch.Tensor):

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 from torch import nn
-from visits import blamed, normal
+
+from strangers.visits import blamed, normal
 
 BATCH = {"x": normal(4, 4)}
 NAN = ("numerics", "", "div", "division-by-zero")

@@ -6,9 +6,9 @@ import math
 
 import torch
 from torch import nn
-from visits import blamed, louder, normal
 
 import nandoctor
+from strangers.visits import blamed, louder, normal
 
 HEALTHY = ("healthy",)
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy, normalize
-from visits import Between, blamed, normal
+
+from strangers.visits import Between, blamed, normal
 
 HEALTHY = ("healthy",)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
-from visits import Between, blamed, line, normal
+
+from strangers.visits import Between, blamed, line, normal
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:flex_attention called without", "ignore::DeprecationWarning", "ignore:The .grad attribute"

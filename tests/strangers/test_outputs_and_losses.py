@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, ctc_loss, layer_norm, mse_loss
-from visits import Between, blamed, line, louder, normal
+
+from strangers.visits import Between, blamed, line, louder, normal
 
 HEALTHY = ("healthy",)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from visits import blamed, normal
 
 import nandoctor
+from strangers.visits import blamed, normal
 
 
 class Answer:

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from visits import Between, blamed, line, normal
 
 from nandoctor.errors import ModelError
+from strangers.visits import Between, blamed, line, normal
 
 
 class Attends(nn.Module):

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from visits import blamed, line, normal
+
+from strangers.visits import blamed, line, normal
 
 
 class Scaled(torch.Tensor):

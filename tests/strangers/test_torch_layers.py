@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn.functional import local_response_norm, scaled_dot_product_attention
 from torch.nn.utils.parametrizations import weight_norm
-from visits import Between, blamed, louder, normal
+
+from strangers.visits import Between, blamed, louder, normal
 
 HEALTHY = ("healthy",)
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn.utils.parametrizations import spectral_norm
-from visits import blamed, line, normal
+
+from strangers.visits import blamed, line, normal
 
 HEALTHY = ("healthy",)
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from torch import nn
-from visits import blamed, line, normal
 
 import nandoctor
+from strangers.visits import blamed, line, normal
 
 HIDDEN = torch.tensor([[False, False, True], [True, True, True]])
 

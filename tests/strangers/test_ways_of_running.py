@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from visits import Between, blamed, line, louder, normal
+
+from strangers.visits import Between, blamed, line, louder, normal
 
 HEALTHY = ("healthy",)
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from visits import blamed, normal
+
+from strangers.visits import blamed, normal
 
 LOSSES = {
     "mse": F.mse_loss,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, embedding, pad
-from visits import blamed, line, normal
 
 import nandoctor
 from nandoctor.replaying import setup
+from strangers.visits import blamed, line, normal
 
 HEALTHY = ("healthy",)
 CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)

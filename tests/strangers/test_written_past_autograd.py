@@ -6,9 +6,9 @@ import math
 
 import torch
 from torch import nn
-from visits import Between, blamed, line, louder, normal
 
 from nandoctor.tracing import dispatch_hook
+from strangers.visits import Between, blamed, line, louder, normal
 
 HEALTHY = ("healthy",)
 
