@@ -6,6 +6,7 @@ closure and defaults, so nothing that holds it has to be rebuilt, and the names 
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 import sys
@@ -14,11 +15,11 @@ from dataclasses import dataclass, field
 from types import CodeType, ModuleType
 from typing import Any
 
-import libcst as cst
 from torch import nn
 
+from nandoctor.changes.source_tree import FUNCTIONS, SourceTree, parse_source
+from nandoctor.changes.text_lines import reindent
 from nandoctor.evidence.edits import ChangedFile, Snippet, SourcePatch
-from nandoctor.fixes.source_tree import SourceTree, nodes_in, parse_source
 from nandoctor.replaying.printed_changes import CannotRunError, added_imports, codes_differ, find_places, reachable
 from nandoctor.text import printable
 
@@ -94,11 +95,11 @@ def _write_function(tree: SourceTree, code: CodeType) -> _Written:
     Raises LookupError.
     """
     imports = "".join(f"import {name};" for name in tree.global_imports)  # calls on imported names compile differently
-    for node in nodes_in(tree.module):
-        if not isinstance(node, cst.FunctionDef | cst.Lambda) or tree.scope_of(node) is not tree.module:
+    for node in ast.walk(tree.module):
+        if not isinstance(node, (*FUNCTIONS, ast.Lambda)) or tree.scope_of(node) is not tree.module:
             continue
-        if (node.name.value if isinstance(node, cst.FunctionDef) else "<lambda>") == code.co_name:
-            around = [parent.name.value for parent in tree.ancestors(node) if isinstance(parent, cst.ClassDef)]
+        if getattr(node, "name", "<lambda>") == code.co_name:
+            around = [parent.name for parent in tree.ancestors(node) if isinstance(parent, ast.ClassDef)]
             for classes in ([_HOLDER], [_HOLDER, *reversed(around)]):
                 text, name = _define(tree, node, classes)
                 made = compile(f"{imports}\n{text}", "", "exec", dont_inherit=True)
@@ -107,28 +108,44 @@ def _write_function(tree: SourceTree, code: CodeType) -> _Written:
     raise LookupError
 
 
-def _define(tree: SourceTree, node: cst.FunctionDef | cst.Lambda, classes: Sequence[str]) -> tuple[str, str]:
+def _define(
+    tree: SourceTree, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, classes: Sequence[str]
+) -> tuple[str, str]:
     """Return a function in these nested classes, without what runs when it is defined, and its dotted name."""
-    params = node.params.visit(_BareParameters())
-    made: cst.SimpleStatementLine | cst.BaseCompoundStatement
-    if isinstance(node, cst.FunctionDef):
-        name, node = node.name.value, node.with_changes(params=params, returns=None)
-        made = node.with_changes(decorators=(), leading_lines=(), lines_after_decorators=())
-    else:
-        name = "function"
-        made = cst.parse_statement(f"{name} = ({tree.code(node.with_changes(params=params))})")
+    text, name = _bare_text(tree, node), getattr(node, "name", "function")
+    text = f"{name} = ({text})" if isinstance(node, ast.Lambda) else text
     for holder in reversed(classes):
-        made = cst.ClassDef(name=cst.Name(holder), body=cst.IndentedBlock(body=[made]))
+        text = reindent(f"class {holder}:\n{text}", "", tree.unit)
     if name.startswith("__") and not name.endswith("__"):
         name = f"_{classes[-1].lstrip('_')}{name}"  # the mangled name, as seen from outside the class
-    return tree.module.code_for_node(made).strip("\n"), ".".join((*classes, name))
+    return text.strip("\n"), ".".join((*classes, name))
 
 
-class _BareParameters(cst.CSTTransformer):
-    """Removes the annotations and defaults of parameters, since the live function has them already."""
+def _bare_text(tree: SourceTree, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> str:
+    """Return a function without decorators, annotations and defaults, since the live function has them already."""
+    start, end = tree.span(node)
+    kept, at = b"", start
+    for first, last in sorted(_only_for_definition(tree, node)):
+        kept, at = kept + tree.data[at:first], last
+    text = (kept + tree.data[at:end]).decode().replace("\r\n", "\n")
+    return reindent(text, tree.indent_of(node), "")
 
-    def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:  # noqa: N802 - libcst's own
-        return updated_node.with_changes(annotation=None, default=None, equal=cst.MaybeSentinel.DEFAULT)
+
+def _only_for_definition(
+    tree: SourceTree, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+) -> Iterator[tuple[int, int]]:
+    """Yield the spans of annotations and defaults, each with what joins it to its parameter."""
+    given = node.args
+    parameters = [*given.posonlyargs, *given.args]
+    pairs = [*zip(reversed(parameters), reversed(given.defaults), strict=False)]
+    pairs += [(name, value) for name, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value]
+    defaults = dict(pairs)
+    for name in (*parameters, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))):
+        last = defaults.get(name) or name.annotation or name
+        yield tree.span(name)[1], tree.outer_span(last)[1]
+    if not isinstance(node, ast.Lambda) and node.returns is not None:
+        start, end = tree.outer_span(node.returns)
+        yield tree.end_before(start), end
 
 
 def _explain(file: ChangedFile) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 
+from nandoctor.changes.source_tree import parse_source
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.evidence.trace import OpCall, SourceLine, Trace
-from nandoctor.fixes.source_tree import parse_source
 
 
 def failing_op(patch: SourcePatch, trace: Trace) -> OpCall | None:
@@ -32,7 +32,7 @@ def is_in_changed(patch: SourcePatch, source: SourceLine) -> bool:
             statements = map(tree.statement_at, range(before.start, before.stop + 1))
             functions = (tree.function_of(statement) for statement in statements if statement is not None)
             for place in (function for function in functions if function is not None):
-                if tree.start_of(place)[0] <= source.line <= tree.end_of(place)[0] + added:
+                if place.lineno <= source.line <= (place.end_lineno or 0) + added:
                     return True
     return False
 
@@ -42,7 +42,7 @@ def _changed_lines(file: ChangedFile) -> Iterator[int]:
     tree = parse_source(file.after)
     for line in (line for _, after in _changes(file) for line in after):
         statement = tree.statement_at(line)
-        yield from range(tree.start_of(statement)[0], tree.end_of(statement)[0] + 1) if statement else (line,)
+        yield from range(statement.lineno, (statement.end_lineno or line) + 1) if statement else (line,)
 
 
 def _changes(file: ChangedFile) -> Iterator[tuple[range, range]]:

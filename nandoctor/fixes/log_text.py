@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from nandoctor.fixes.source_expression import grouped, negated
+from nandoctor.changes.text_lines import grouped, negated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

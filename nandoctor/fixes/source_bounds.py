@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
-import libcst as cst
 import torch
 
+from nandoctor.changes.editor import Editor
+from nandoctor.changes.expression import Expression, operator_of
+from nandoctor.changes.source_tree import CannotWriteError, SourceTree, name_called
+from nandoctor.changes.text_lines import grouped
 from nandoctor.evidence.edits import ClampArgument, GuardArgument, SingleEdit
-from nandoctor.fixes.source_expression import (
-    CannotWriteError,
-    Expression,
-    FileChange,
-    grouped,
-    operand_text,
-    operator_text,
-    target_of,
-    text_with,
-)
-from nandoctor.fixes.source_tree import Replacement, SourceTree, name_called
 from nandoctor.ops import DIVISIONS, DOMAINS, EXPONENTIALS
 from nandoctor.text import constant, number
 
@@ -90,17 +83,17 @@ Probe = Literal["edge", "past bound", "past bound alone"]
 """Arguments on the edge of a domain; exponents past a clamp's bound, and the same without the clamp."""
 
 
-def write_clamp(change: FileChange, expression: Expression, edit: ClampArgument, probe: Probe | None) -> None:
+def write_clamp(change: Editor, expression: Expression, edit: ClampArgument, probe: Probe | None) -> None:
     """Write a clamp of an argument, or of the op's result."""
     if edit.nan and not edit.argument:
         _take_zero(change, expression)
         return
     target = expression.argument_node(edit.argument) if edit.argument else expression.node
-    if not isinstance(target, cst.BaseExpression):
+    if not isinstance(target, ast.expr):
         raise CannotWriteError
     writes = "_" if _is_written(expression.node, edit) else ""
-    taken = _argument(change, target, edit, probe)
-    if writes and taken != change.tree.code(target):
+    taken = _argument(expression, target, edit, probe)
+    if writes and taken != expression.code(target):
         taken = f"{_read_twice(change, target)}.copy_({taken})"
     before: tuple[str, ...] = ()
     if edit.keeps_sign and edit.low is not None:
@@ -120,32 +113,31 @@ def write_clamp(change: FileChange, expression: Expression, edit: ClampArgument,
         bounds = {"min": edit.low, "max": edit.high}
         given = ", ".join(f"{name}={constant(value)}" for name, value in bounds.items() if value is not None)
         text = f"{grouped(taken)}.clamp{writes}({given})"
-    change.replacements.extend(expression.with_texts({target: text}, before))
+    expression.replace_arguments({target: text}, before)
 
 
-def _is_written(node: cst.CSTNode, edit: ClampArgument | GuardArgument) -> bool:
+def _is_written(node: ast.AST, edit: ClampArgument | GuardArgument) -> bool:
     """Return True if the op writes to the argument, like `x.log_()`: a copy in its place would not be written to."""
     return edit.argument in ("self", "input") and name_called(node).endswith("_")
 
 
-def _read_twice(change: FileChange, node: cst.BaseExpression) -> str:
+def _read_twice(change: Editor, node: ast.expr) -> str:
     """Return the text of a name or attribute, which can be read twice. Raises CannotWriteError for anything else."""
-    if not isinstance(node, (cst.Name, cst.Attribute)):
+    if not isinstance(node, ast.Name | ast.Attribute):
         raise CannotWriteError
     return change.tree.code(node)
 
 
-def _take_zero(change: FileChange, expression: Expression) -> None:
+def _take_zero(change: Editor, expression: Expression) -> None:
     """Write 0 for the NaN of an empty average, but not for a NaN in the averaged values."""
-    tree, node = change.tree, expression.node
-    if (loss := _write_average_loss(change, expression)) is not None:
-        change.replacements.append(loss)
+    node = expression.node
+    if _write_average_loss(change, expression):
         return
     made_by = expression.op.op if expression.op is not None else ""
     count = _count_averaged(expression)
     if made_by == "mean" and count is not None:
         averaged = expression.argument_node("self")
-        first, again, before = change.named(averaged, tree.code(averaged), "averaged")
+        first, again, before = change.named(averaged, expression.code(averaged), "averaged")
         total = f"{grouped(first)}.sum({', '.join(expression.texts_after_first())})"
         change.replace(node, f"{total} / max({again}.{count}, 1)", before)
         return
@@ -157,8 +149,8 @@ def _take_zero(change: FileChange, expression: Expression) -> None:
         return
     tensors = list(expression.tensors())
     tensors = tensors or [expression.argument_node("self")]  # an empty tensor has no numbers in the trace
-    named = {tensor: change.named(tensor, tree.code(tensor), "averaged") for tensor in tensors}
-    whole = text_with(tree, node, {tensor: again for tensor, (_, again, _) in named.items()})
+    named = {tensor: change.named(tensor, expression.code(tensor), "averaged") for tensor in tensors}
+    whole = expression.with_texts({tensor: again for tensor, (_, again, _) in named.items()})
     first, again, before = change.named(node, whole, "average")
     spoiled = " | ".join(f"{text}.isnan().any()" for text, _, _ in named.values())
     text = f"torch.where({spoiled}, {first}, {again}.nan_to_num(0.0, torch.inf, -torch.inf))"
@@ -175,49 +167,44 @@ def _count_averaged(expression: Expression) -> str | None:
     return f"shape[{dims[0]}]" if dims else "numel()"
 
 
-def _argument(
-    change: FileChange, node: cst.BaseExpression, edit: ClampArgument | GuardArgument, probe: Probe | None
-) -> str:
+def _argument(expression: Expression, node: ast.expr, edit: ClampArgument | GuardArgument, probe: Probe | None) -> str:
     """Return the text of an argument, moved to the edge of its domain or past its bound if the probe says so."""
-    text, bound = change.tree.code(node), bound_of(edit)
+    text, bound = expression.code(node), bound_of(edit)
     if probe == "edge":
         return text_at_edges(text, edit) if edges_of(edit) else text
     return text_past_bound(text, bound) if probe is not None and bound is not None else text
 
 
-def write_guard(change: FileChange, expression: Expression, edit: GuardArgument, probe: Probe | None) -> None:
+def write_guard(change: Editor, expression: Expression, edit: GuardArgument, probe: Probe | None) -> None:
     """Write an op that is 0, without a gradient, where its argument is outside the bounds."""
-    tree, node = change.tree, expression.spelled
     argument = expression.argument_node(edit.argument)
-    if _is_written(node, edit):  # torch.where would make another tensor than the one that the op writes to
+    if _is_written(expression.node, edit):  # torch.where would make another tensor than the one that the op writes to
         if probe is not None:
             raise CannotWriteError
         kept = _read_twice(change, argument)
         first, again, before = change.named(expression.node, _condition(edit, kept, inside=False), "outside")
-        text = text_with(tree, node, {argument: f"{kept}.masked_fill_({first}, {edit.safe})"})
+        text = expression.with_texts({argument: f"{kept}.masked_fill_({first}, {edit.safe})"})
         change.replace(expression.node, f"{text}.masked_fill_({again}, 0.0)", before)
         return
-    is_selected = _selects_by(tree, node, _condition(edit, operand_text(tree, argument), inside=True))
-    first, again, before = change.named(expression.node, _argument(change, argument, edit, probe), "guarded")
+    is_selected = _selects_by(change.tree, expression.node, _condition(edit, expression.operand(argument), inside=True))
+    first, again, before = change.named(expression.node, _argument(expression, argument, edit, probe), "guarded")
     if is_selected:
         safe = f"torch.where({_condition(edit, first, again, inside=True)}, {again}, {edit.safe})"
-        text = text_with(tree, node, {argument: safe})
+        text = expression.with_texts({argument: safe})
     else:
         safe = f"torch.where({_condition(edit, again, inside=False)}, {edit.safe}, {again})"
-        text = _zero_where(_condition(edit, first, again, inside=False), tree, node, {argument: safe})
+        text = _zero_where(_condition(edit, first, again, inside=False), expression, argument, safe)
     change.replace(expression.node, text, before)
 
 
-def _zero_where(
-    condition: str, tree: SourceTree, node: cst.BaseExpression | cst.AugAssign, texts: Mapping[cst.CSTNode, str]
-) -> str:
-    """Return an expression with new texts for some arguments and 0 where the condition holds; in-place ops stay so."""
-    if isinstance(node, cst.AugAssign):
-        ((_, text),) = texts.items()
-        target = target_of(node)
-        operator = operator_text(tree, node)
-        return f"{tree.code(target)} = torch.where({condition}, 0.0, {operand_text(tree, target)} {operator} {text})"
-    changed = text_with(tree, node, texts)
+def _zero_where(condition: str, expression: Expression, argument: ast.expr, text: str) -> str:
+    """Return an expression with a new text for an argument and 0 where the condition holds; in-place ops stay so."""
+    node = expression.node
+    if isinstance(node, ast.AugAssign):
+        target, operator = node.target, operator_of(node)
+        made = f"{expression.operand(target)} {operator} {text}"
+        return f"{expression.code(target)} = torch.where({condition}, 0.0, {made})"
+    changed = expression.with_texts({argument: text})
     is_written = name_called(node).endswith("_")
     return f"{changed}.masked_fill_({condition}, 0.0)" if is_written else f"torch.where({condition}, 0.0, {changed})"
 
@@ -234,10 +221,10 @@ def _condition(edit: GuardArgument, first: str, again: str = "", *, inside: bool
     return joint.join(f"({part})" for part in parts) if len(parts) > 1 else parts[0]
 
 
-def _selects_by(tree: SourceTree, node: cst.CSTNode, condition: str) -> bool:
+def _selects_by(tree: SourceTree, node: ast.AST, condition: str) -> bool:
     """Return True if an expression is the value that a `where` selects under exactly this condition."""
-    call = next((parent for parent in tree.ancestors(node) if isinstance(parent, cst.Call)), None)
-    arguments = [arg.value for arg in call.args] if call is not None else []
+    call = next((parent for parent in tree.ancestors(node) if isinstance(parent, ast.Call)), None)
+    arguments = [*call.args, *(item.value for item in call.keywords)] if call is not None else []
     is_where = call is not None and tree.code(call.func).endswith("where") and len(arguments) == 3
     return is_where and node is arguments[1] and tree.code(arguments[0]) == condition
 
@@ -249,22 +236,23 @@ _PER_LABEL = frozenset({"cross_entropy", "nll_loss"})
 _NOT_A_CLASS = "-100"
 
 
-def _write_average_loss(change: FileChange, expression: Expression) -> Replacement | None:
-    """Return an averaging loss that is 0 if it averages nothing; None if it is called in another way."""
+def _write_average_loss(change: Editor, expression: Expression) -> bool:
+    """Write an averaging loss that is 0 if it averages nothing; return False if it is called in another way."""
     call, made_by = expression.node, expression.op.op if expression.op is not None else ""
-    if not isinstance(call, cst.Call) or any(arg.star for arg in call.args):
-        return None
+    if not isinstance(call, ast.Call) or any(isinstance(arg, ast.Starred) for arg in call.args):
+        return False
     name = name_called(call)
-    given = {arg.keyword.value: expression.tree.code(arg.value) for arg in call.args if arg.keyword}
-    positional = [arg.value for arg in call.args if arg.keyword is None]
-    if len(positional) != 2 or expression.argument_node("self") is not positional[0] or given.keys() - {"ignore_index"}:
-        return None
+    given = {item.arg: expression.code(item.value) for item in call.keywords}
+    if len(call.args) != 2 or expression.argument_node("self") is not call.args[0] or given.keys() - {"ignore_index"}:
+        return False
     if name in _PER_ELEMENT:  # broadcast shapes have more losses than either has elements, so count the losses
         first, again, before = change.named(call, expression.with_keyword("reduction", '"none"'), "losses")
-        return Replacement(node=call, text=f"{first}.sum() / max({again}.numel(), 1)", before=before)
+        change.replace(call, f"{first}.sum() / max({again}.numel(), 1)", before)
+        return True
     if name in _PER_LABEL and made_by.startswith("nll_loss"):  # the target has labels, not probabilities
-        first, again, before = change.computed_once(positional[1], "labels")
-        total = expression.with_keyword("reduction", '"sum"', {positional[1]: first})
+        first, again, before = change.computed_once(call.args[1], "labels")
+        total = expression.with_keyword("reduction", '"sum"', {call.args[1]: first})
         count = f"({again} != {given.get('ignore_index', _NOT_A_CLASS)}).sum().clamp(min=1)"
-        return Replacement(node=call, text=f"{total} / {count}", before=before)
-    return None
+        change.replace(call, f"{total} / {count}", before)
+        return True
+    return False

@@ -5,16 +5,25 @@ The written text is not trusted: the step is run with it before it is shown.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import linecache
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
-import libcst as cst
+import torch
 
 from nandoctor.causes.base import ancestors, singular_inputs, site_of
+from nandoctor.changes.editor import Editor, Library
+from nandoctor.changes.expression import Expression
+from nandoctor.changes.source_tree import FUNCTIONS, CannotWriteError, SourceTree, name_called, parse_source
+from nandoctor.changes.text_lines import grouped, on_one_line
 from nandoctor.evidence.edits import (
     ChangedFile,
     ClampArgument,
@@ -32,22 +41,9 @@ from nandoctor.evidence.edits import (
 )
 from nandoctor.evidence.trace import OpCall, SourceLine
 from nandoctor.fixes.source_bounds import Probe, bound_of, edges_of, write_clamp, write_guard
-from nandoctor.fixes.source_expression import (
-    CannotWriteError,
-    Expression,
-    FileChange,
-    float_text,
-    grouped,
-    operand_text,
-    parse_expression,
-    target_of,
-    text_with,
-)
 from nandoctor.fixes.source_forwards import Forward
-from nandoctor.fixes.source_imports import with_torch
 from nandoctor.fixes.source_logs import LogSpace
 from nandoctor.fixes.source_shares import subtract_largest
-from nandoctor.fixes.source_tree import SourceTree, Wrap, name_called, nodes_in, parse_source
 from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, LOGARITHMS, MAXIMA, MOVES, PRODUCTS
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 from nandoctor.text import constant
@@ -87,8 +83,8 @@ class SourceWriter:
         forward_of: Callable[[str, Set[str]], Forward | None],
     ) -> None:
         self._ops, self._names_in, self._forward_of = ops, names_in, forward_of
-        self.places: dict[SingleEdit, set[cst.CSTNode]] = {}
-        self._files: dict[str, FileChange] = {}
+        self.places: dict[SingleEdit, set[ast.AST]] = {}
+        self._files: dict[str, Editor] = {}
         self._probe: Probe | None = None
 
     def write(self, edits: Sequence[SingleEdit], probe: Probe | None = None) -> SourcePatch | None:
@@ -101,14 +97,14 @@ class SourceWriter:
             kept = {edit.module for edit in edits if isinstance(edit, KeepModule) and edit.children}
             for path in kept:
                 self._keep_module(path, kept)
-            for edit in edits:
-                if not isinstance(edit, KeepModule) or not edit.children:
-                    self._write_one(edit)
+            others = [edit for edit in edits if not isinstance(edit, KeepModule) or not edit.children]
+            for edit in self._inner_first(others):
+                self._write_one(edit)
             for edit in edits:
                 if isinstance(edit, ClampArgument) and edges_of(edit):
                     self._clamp_others(edit)
             files = tuple(self._changed_files())
-        except (CannotWriteError, cst.ParserSyntaxError, cst.CSTValidationError):
+        except (CannotWriteError, SyntaxError, ValueError, RecursionError):
             return None
         with_file = [file.path for file in files if Path(file.path).is_file()]
         root = _root_of(with_file) if with_file else ""
@@ -164,17 +160,33 @@ class SourceWriter:
         else:
             raise CannotWriteError
 
+    def _inner_first(self, edits: Iterable[SingleEdit]) -> list[SingleEdit]:
+        """Return the edits, those of inner expressions and of arguments first; what changes the same is left out."""
+        depths: dict[SingleEdit, tuple[int, bool]] = {}
+        seen: set[tuple[ast.AST, SingleEdit]] = set()
+        for edit in edits:
+            site = getattr(edit, "site", None)
+            node = self._file(site.source.file).tree.find(site.source) if site and site.source else None
+            if node is None or site is None:
+                depths[edit] = (-sys.maxsize, False)  # a whole line, in which names are replaced
+                continue
+            same = replace(cast(Any, edit), site=OpSite(module="", type="", op=site.op))
+            if (node, same) not in seen:
+                seen.add((node, same))
+                above = self._file(site.source.file).tree.ancestors(node)
+                depths[edit] = (-sum(1 for _ in above), not isinstance(edit, SetArgument | ClampArgument))
+        return sorted(depths, key=depths.__getitem__)
+
     def _changed_files(self) -> Iterator[ChangedFile]:
         for path, change in self._files.items():
-            text = change.tree.replaced(change.replacements, wrap=change.wraps, without=change.unread)
-            if text is None or text == change.tree.text:
+            text = change.text()
+            ast.parse(text)
+            if text == change.tree.text:
                 raise CannotWriteError
-            if "torch" not in change.tree.global_imports:
-                text = with_torch(change.tree.text, text)
-            before, after = (f"{change.tree.mark}{text}{change.tree.end}" for text in (change.tree.text, text))
+            before, after = (f"{change.tree.mark}{text}" for text in (change.tree.text, text))
             yield ChangedFile(path=path, before=before, after=after)
 
-    def _open(self, site: OpSite) -> tuple[FileChange, Expression]:
+    def _open(self, site: OpSite) -> tuple[Editor, Expression]:
         """Return the file of a site, and the expression that called its op."""
         if site.source is None:
             raise CannotWriteError
@@ -184,12 +196,12 @@ class SourceWriter:
             raise CannotWriteError
         at_place = [op for op in self._ops if op.source == site.source]
         made_by = next((op for op in at_place if op.op == site.op), next(iter(at_place), None))
-        expression = Expression(change.tree, node, made_by, site.op)
+        expression = Expression(change, node, made_by, site.op)
         if expression.calls_module():
             raise CannotWriteError  # the op is in a torch module, not in this line
         return change, expression
 
-    def _file(self, name: str) -> FileChange:
+    def _file(self, name: str) -> Editor:
         if name not in self._files:
             path, known = Path(name), frozenset[str]()
             try:
@@ -199,7 +211,7 @@ class SourceWriter:
                     text, known = "".join(linecache.getlines(name)), self._names_in(name)
             except (OSError, SyntaxError, UnicodeDecodeError) as error:
                 raise CannotWriteError from error
-            self._files[name] = FileChange(tree=parse_source(text, known), file=path)
+            self._files[name] = Editor(parse_source(text, known), path, _TORCH)
         return self._files[name]
 
     def _set_argument(self, edit: SetArgument) -> None:
@@ -213,7 +225,7 @@ class SourceWriter:
         named = expression.argument_node(edit.argument)
         if len(constants) == 1:
             change.replace(constants[0], value)
-        elif not constants and isinstance(named, (cst.Name, cst.Attribute)):
+        elif not constants and isinstance(named, ast.Name | ast.Attribute):
             change.replace(named, value)
         else:
             raise CannotWriteError
@@ -224,7 +236,7 @@ class SourceWriter:
             return
         change, expression = self._open(edit.site)
         if edit.site.op in CASTS:
-            change.replacements.append(expression.cast_to_fp32())
+            expression.cast_to_fp32()
             return
         tree, widened = change.tree, expression.widened()
         if expression.op is None or expression.op.op not in PRODUCTS:
@@ -235,10 +247,10 @@ class SourceWriter:
             raise CannotWriteError
         if expression.is_whole(statement):
             change.replace(expression.node, widened)
-            change.wraps.append(Wrap(statement=statement, header=OUT_OF_AUTOCAST))
+            change.wrap(statement, OUT_OF_AUTOCAST)
             return
         name = change.new_name("product", expression.node)
-        before = f"{OUT_OF_AUTOCAST}\n    {name} = {f'({widened})' if parse_expression(widened).lpar else widened}\n"
+        before = f"{OUT_OF_AUTOCAST}\n{tree.unit}{name} = {on_one_line(widened)}"
         change.replace(expression.node, name, (before,))
 
     def _keep_line(self, source: SourceLine) -> None:
@@ -249,13 +261,14 @@ class SourceWriter:
         if statement is None:
             raise CannotWriteError
         sources = ((op, op.source) for op in self._ops if op.source is not None and op.source.whole == source)
-        called = [Expression(tree, node, op) for op, place in sources if (node := tree.find(place)) is not None]
-        for name in _tensor_names(tree, called) | set(tree.module_arguments(statement)):
-            change.replace(name, float_text(tree, name))
-        for cast in (expression for expression in called if expression.op_name in CASTS):
+        called = [Expression(change, node, op) for op, place in sources if (node := tree.find(place)) is not None]
+        for name in _tensor_names(tree, called) | set(_module_arguments(statement)):
+            if not change.is_replaced(name):
+                change.replace(name, f"{change.operand(name)}.float()")
+        for made in {item.node: item for item in called if item.op_name in CASTS}.values():
             with suppress(CannotWriteError):  # a cast to another tensor's dtype stays
-                change.replacements.append(cast.cast_to_fp32())
-        change.wraps.append(Wrap(statement=statement, header=OUT_OF_AUTOCAST))
+                made.cast_to_fp32()
+        change.wrap(statement, OUT_OF_AUTOCAST)
 
     def _keep_module(self, path: str, kept: Set[str]) -> None:
         """Put the whole forward outside autocast, and cast its low-precision arguments first."""
@@ -267,7 +280,7 @@ class SourceWriter:
         if function is None:
             raise CannotWriteError
         casts = tuple(f"{name} = {name}.float()" for name in forward.low)
-        change.wraps.append(Wrap(statement=function, header=OUT_OF_AUTOCAST, first=casts))
+        change.wrap(function, OUT_OF_AUTOCAST, casts)
 
     def _clamp_others(self, edit: ClampArgument) -> None:
         """Clamp the other arguments with which the statement calls the function, unless an edit of their own does."""
@@ -278,36 +291,36 @@ class SourceWriter:
                     write_clamp(change, other, edit, self._probe)
                     self.places[edit].add(other.node)
 
-    def _others_like(self, change: FileChange, expression: Expression, name: str) -> Iterator[Expression]:
+    def _others_like(self, change: Editor, expression: Expression, name: str) -> Iterator[Expression]:
         """Yield the statement's other calls of the same function: another batch may be on the edge there."""
         tree, ops = change.tree, {op.order: op for op in self._ops}
         seen = {expression.node}
         place = tree.statement_of(expression.node) or tree.scope_of(expression.node)
-        for op in self._ops if not isinstance(place, cst.FunctionDef | cst.Module) else ():
+        for op in self._ops if not isinstance(place, (*FUNCTIONS, ast.Module)) else ():
             node = change.find(op.source) if op.op == name and op.source is not None else None
             if node is None or node in seen or (tree.statement_of(node) or tree.scope_of(node)) is not place:
                 continue
             seen.add(node)
-            if isinstance(node, cst.Call) and name_called(node).rstrip("_") != name:
+            if isinstance(node, ast.Call) and name_called(node).rstrip("_") != name:
                 continue  # another function calls the op, and its arguments may be anything
             if not _is_kept_off_zero(op, ops):
-                yield Expression(tree, node, op)
+                yield Expression(change, node, op)
 
     def _scale_first(self, edit: ScaleFirst) -> None:
         (change, scale), (other, product) = self._open(edit.scale), self._open(edit.product)
         tree = change.tree
         if other is not change or tree.scope_of(product.node) is not tree.scope_of(scale.node):
             raise CannotWriteError  # names mean something else in another function
-        if not isinstance(scale.node, cst.BinaryOperation):
+        if not isinstance(scale.node, ast.BinOp):
             raise CannotWriteError
         first, factor = product.argument_node("self"), scale.argument("other")
-        operator = "/" if isinstance(scale.node.operator, cst.Divide) else "*"
-        scaled = f"{operand_text(tree, first)} {operator} {factor}"
-        if product.node in nodes_in(scale.node.left):
-            change.replace(scale.node, text_with(tree, scale.node.left, {first: f"({scaled})"}))
+        operator = "/" if isinstance(scale.node.op, ast.Div) else "*"
+        scaled = f"{product.operand(first)} {operator} {factor}"
+        if product.node is scale.node.left or scale.node.left in tree.ancestors(product.node):
+            change.replace(scale.node, change.code(scale.node.left, {first: f"({scaled})"}))
             return
         change.replace(first, scaled)
-        change.replace(scale.node, tree.code(scale.node.left))
+        change.replace(scale.node, change.code(scale.node.left))
 
     def _stable_log(self, edit: StableLog) -> None:
         change, expression = self._open(edit.site)
@@ -316,40 +329,60 @@ class SourceWriter:
             return
         space = LogSpace(change, expression.node, self._ops)
         if edit.site.op in DIVISIONS:
-            replacements, unread = space.write_ratio(expression.node)
+            space.write_ratio(expression.node)
         else:
-            replacements, unread = space.write_logs(expression.node, everywhere=edit.everywhere)
-        known = {item.node for item in change.replacements}
-        change.replacements.extend(item for item in replacements if item.node not in known)
-        change.unread.extend(unread)
+            space.write_logs(expression.node, everywhere=edit.everywhere)
 
     def _unmask(self, edit: UnmaskRows) -> None:
         change, expression = self._open(edit.site)
-        tree = change.tree
         if edit.site.op == "scaled_dot_product_attention":
             mask = expression.argument_node("attn_mask")
-            text = tree.code(mask)
+            text = expression.code(mask)
             empty = f"~{grouped(text)}.any(-1, keepdim=True)"
-            whole = text_with(tree, expression.node, {mask: f"{grouped(text)} | {empty}"})
+            whole = expression.with_texts({mask: f"{grouped(text)} | {empty}"})
             change.replace(expression.node, f"{whole}.masked_fill({empty}, 0.0)")
             return
         scores = expression.argument_node("self")
         name = change.new_name("empty", expression.node)
-        before = f"{name} = torch.isneginf({tree.code(scores)}).all(-1, keepdim=True)"
-        opened = f"{operand_text(tree, scores)}.masked_fill({name}, 0.0)"
-        text = f"{text_with(tree, expression.node, {scores: opened})}.masked_fill({name}, 0.0)"
+        before = f"{name} = torch.isneginf({expression.code(scores)}).all(-1, keepdim=True)"
+        opened = f"{expression.operand(scores)}.masked_fill({name}, 0.0)"
+        text = f"{expression.with_texts({scores: opened})}.masked_fill({name}, 0.0)"
         change.replace(expression.node, text, (before,))
 
 
-def _tensor_names(tree: SourceTree, called: Iterable[Expression]) -> set[cst.BaseExpression]:
+def _tensor_names(tree: SourceTree, called: Iterable[Expression]) -> set[ast.expr]:
     """Return the names and attributes that the expressions took their low-precision tensors from."""
-    found: set[cst.BaseExpression] = set()
+    found: set[ast.expr] = set()
     for expression in called:
-        written = {target_of(expression.node)} if isinstance(expression.node, cst.AugAssign) else set()
+        written = {expression.node.target} if isinstance(expression.node, ast.AugAssign) else set()
         found.update(set(expression.tensors()) - written)
-    above = {node: next(tree.ancestors(node), None) for node in found}
+    above = {node: tree.parent(node) for node in found}
     wide = {node for node, parent in above.items() if parent and tree.code(parent).endswith(".float")}
-    return {node for node in found - wide if isinstance(node, (cst.Name, cst.Attribute))}
+    return {node for node in found - wide if isinstance(node, ast.Name | ast.Attribute)}
+
+
+def _module_arguments(statement: ast.stmt) -> Iterator[ast.Name]:
+    """Yield the names that a statement passes to submodules: the `x` of `self.norm(x)`."""
+    for call in (node for node in ast.walk(statement) if isinstance(node, ast.Call)):
+        function: ast.expr = call.func
+        while isinstance(function, ast.Attribute | ast.Subscript):
+            function = function.value
+        if isinstance(function, ast.Name) and function.id == "self":
+            given = (*call.args, *(item.value for item in call.keywords))
+            yield from (value for value in given if isinstance(value, ast.Name))
+
+
+def _default_eps(name: str) -> float | None:
+    """Return the default eps of a function of torch.nn.functional; None if it has none."""
+    function = getattr(torch.nn.functional, name, None)
+    try:
+        eps = inspect.signature(function).parameters.get("eps") if callable(function) else None
+    except ValueError:  # a function written in C++
+        return None
+    return eps.default if eps is not None and isinstance(eps.default, float) else None
+
+
+_TORCH = Library(has_module=partial(hasattr, torch.nn), default_eps=_default_eps)
 
 
 def _is_kept_off_zero(op: OpCall, ops: Mapping[int, OpCall]) -> bool:

@@ -6,60 +6,52 @@ here: the run with the new text has to show that it means the same.
 
 from __future__ import annotations
 
+import ast
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-import libcst as cst
-
+from nandoctor.changes.editor import HAS_EFFECTS, Editor
+from nandoctor.changes.expression import Expression, number_in
+from nandoctor.changes.source_tree import CannotWriteError, name_called, names_in
+from nandoctor.changes.text_lines import grouped, is_closed, negated, on_one_line, parse_expression
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.trace import OpCall
 from nandoctor.fixes.log_text import Log, even_log, excess_log, functional_in, slope_log, softplus_of
 from nandoctor.fixes.source_definitions import Definitions, GivenProbabilities, calls_in
-from nandoctor.fixes.source_expression import (
-    HAS_EFFECTS,
-    CannotWriteError,
-    Expression,
-    FileChange,
-    grouped,
-    negated,
-    number_in,
-    text_with,
-)
 from nandoctor.fixes.source_shares import is_zero, sides_of_quotient
-from nandoctor.fixes.source_tree import Replacement, name_called, names_in, nodes_in
 from nandoctor.ops import CASTS, GROWING_ON_BOTH_SIDES, MOVES
 
-_OPERATORS: dict[type, str] = {cst.Add: "add", cst.Subtract: "sub", cst.Multiply: "mul", cst.Divide: "div"}
+_OPERATORS: dict[type, str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
 _UNTRACED_CASTS = frozenset({"float", "double", "clone", "contiguous"}) | CASTS
 _PUTS_ZEROS = frozenset({"dropout", "pad", "constant_pad_nd"})  # applied to a logarithm, they put 0 instead of -inf
 _MOVES = (MOVES - _PUTS_ZEROS) | {"diagonal", "masked_select", "index_select", "take_along_dim", "swapaxes"}
 _MOVES_AND_CASTS = _MOVES | _UNTRACED_CASTS
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isfinite", "logical_not", "logical_and", "logical_or"})
 _MAKES_FLAGS = frozenset({"eye", "one_hot", "ones", "ones_like", "new_ones"})
-_BINDS_LOOSELY = (cst.IfExp, cst.BooleanOperation, cst.Comparison, cst.Lambda)
-_Form = Callable[[cst.BaseExpression], Log | None]
+_BINDS_LOOSELY = (ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda)
+_Form = Callable[[ast.expr], Log | None]
 
 
 class LogSpace:
     """A writer of stable logarithms in one function; new names differ from those of other changes of its file."""
 
-    def __init__(self, change: FileChange, node: cst.CSTNode, ops: Sequence[OpCall]) -> None:
+    def __init__(self, change: Editor, node: ast.AST, ops: Sequence[OpCall]) -> None:
         tree, function = change.tree, change.tree.scope_of(node)
-        if isinstance(function, cst.Module):
+        if isinstance(function, ast.Module):
             raise CannotWriteError
         self._change, self._tree, self._function, self._ops = change, tree, function, ops
         self._definitions = Definitions(tree, function)
         self._calls = dict(calls_in(change, function, ops))
-        self._place: cst.CSTNode = node
-        self._hoisted: dict[cst.CSTNode, Replacement] = {}
-        self._before: dict[cst.CSTNode, dict[str, str]] = {}
-        self._through: dict[cst.Assign, None] = {}
-        self._sources: set[cst.CSTNode] = set()
+        self._place: ast.AST = node
+        self._hoisted: dict[ast.AST, tuple[str, str]] = {}
+        self._before: dict[ast.AST, dict[str, str]] = {}
+        self._through: dict[ast.Assign, None] = {}
+        self._sources: set[ast.AST] = set()
         self._probabilities, self._functional = GivenProbabilities(change), functional_in(tree.text)
 
-    def write_logs(self, node: cst.CSTNode, *, everywhere: bool) -> tuple[list[Replacement], list[cst.Assign]]:
-        """Return the replacements for the logarithm at a node, and the assignments that are unread then.
+    def write_logs(self, node: ast.AST, *, everywhere: bool) -> None:
+        """Write the logarithm at a node, and take out the assignments that are unread then.
 
         Other logarithms in its statement, and those of the same exponential or probability, are replaced too, since
         another batch may fail there; with `everywhere`, all in the function are.
@@ -79,32 +71,32 @@ class LogSpace:
                 texts[item] = text
             else:
                 self._hoisted, self._through = kept
-        return self._changes(texts)
+        self._change_texts(texts)
 
-    def write_ratio(self, node: cst.CSTNode) -> tuple[list[Replacement], list[cst.Assign]]:
-        """Return the replacements for a quotient, as exp of a difference, and the assignments that are unread then."""
+    def write_ratio(self, node: ast.AST) -> None:
+        """Write a quotient as exp of a difference, and take out the assignments that are unread then."""
         self._place = node
-        numerator, divisor = sides_of_quotient(self._tree, node, self._calls.get(node))
+        numerator, divisor = sides_of_quotient(self._change, node, self._calls.get(node))
         log = self._log_of(divisor)
         if log is None:
             raise CannotWriteError
-        return self._changes({node: self._ratio(numerator, log)})
+        self._change_texts({node: self._ratio(numerator, log)})
 
-    def _ratio(self, numerator: cst.BaseExpression, divisor: Log) -> str:
-        if isinstance(numerator, cst.BinaryOperation) and isinstance(numerator.operator, cst.Multiply):
+    def _ratio(self, numerator: ast.expr, divisor: Log) -> str:
+        if isinstance(numerator, ast.BinOp) and isinstance(numerator.op, ast.Mult):
             for share, other in ((numerator.left, numerator.right), (numerator.right, numerator.left)):
                 if self._log_of(numerator) is None and self._log_of(share) is not None:
-                    return f"{grouped(self._tree.code(other))} * {self._share(share, divisor)}"
+                    return f"{grouped(self._change.code(other))} * {self._share(share, divisor)}"
         return self._share(numerator, divisor)
 
-    def _share(self, numerator: cst.BaseExpression, divisor: Log) -> str:
+    def _share(self, numerator: ast.expr, divisor: Log) -> str:
         is_softplus = divisor.terms and divisor.dims is None
         if number_in(numerator) == 1 and is_softplus:
             return f"torch.sigmoid({negated(divisor.terms)})"
         log = self._log_of(numerator)
         if log is None:
             inverse = f"sigmoid({negated(divisor.terms)})" if is_softplus else f"exp({negated(divisor.wide)})"
-            return f"{grouped(self._tree.code(numerator))} * torch.{inverse}"
+            return f"{grouped(self._change.code(numerator))} * torch.{inverse}"
         if log.text == divisor.terms and divisor.dims is None:
             return f"torch.sigmoid({log.text})"
         dims = [text for text in divisor.dims or () if not text.startswith("keepdim")]
@@ -112,32 +104,36 @@ class LogSpace:
             return f"torch.softmax({log.text}, {dims[0]})"
         return f"torch.exp({log.wide} - {grouped(divisor.text)})"
 
-    def _changes(self, texts: Mapping[cst.CSTNode, str]) -> tuple[list[Replacement], list[cst.Assign]]:
-        read = {name for text in texts.values() for name in names_in(cst.parse_expression(f"({text})"))}
-        unread = self._definitions.unread(self._through, texts, read)
-        written = (
-            Replacement(node=node, text=text, before=tuple(self._before.get(node, {}).values()))
-            for node, text in texts.items()
-        )
-        return [*self._hoisted.values(), *written, *self._probabilities.replacements(texts)], unread
+    def _change_texts(self, texts: Mapping[ast.AST, str]) -> None:
+        """Replace nodes by their texts, after what these read is provided; remove what nothing reads any more."""
+        read = {name for text in texts.values() for name in names_in(parse_expression(text))}
+        for node, (name, code) in self._hoisted.items():
+            if not self._change.is_replaced(node):
+                self._change.replace(node, name, (f"{name} = {code}",))
+        for node, text in texts.items():
+            if not self._change.is_replaced(node):
+                self._change.replace(node, text, self._before.get(node, {}).values())
+        self._probabilities.provide(texts)
+        for statement in self._definitions.unread(self._through, texts, read):
+            self._change.remove(statement)
 
-    def _write_log(self, node: cst.CSTNode, call: OpCall) -> str | None:
+    def _write_log(self, node: ast.AST, call: OpCall) -> str | None:
         self._place = node
         made = None
         with suppress(CannotWriteError):
-            taken = Expression(self._tree, node, call).argument_node("self")  # type: ignore[arg-type]
+            taken = Expression(self._change, node, call).argument_node("self")
             if call.op == "log":
                 made = self._log_of(taken)
-            elif isinstance(taken, cst.UnaryOperation) and isinstance(taken.operator, cst.Minus):
-                made = self._log_of_rest(taken.expression)
+            elif isinstance(taken, ast.UnaryOp) and isinstance(taken.op, ast.USub):
+                made = self._log_of_rest(taken.operand)
             elif (exponent := self._log_of(taken)) is not None:
                 made = softplus_of(exponent, self._functional)
         if made is None:
             return None
-        is_given = isinstance(cst.parse_expression(f"({made.text})"), (cst.Name, cst.Attribute, cst.Subscript))
+        is_given = isinstance(parse_expression(made.text), (ast.Name, ast.Attribute, ast.Subscript))
         return f"{made.text}.clone()" if is_given and not made.is_low else made.wide
 
-    def _log_of(self, node: cst.BaseExpression) -> Log | None:  # noqa: PLR0911 - a table
+    def _log_of(self, node: ast.expr) -> Log | None:  # noqa: PLR0911 - a table
         """Return the logarithm of an expression, None if no better form of it is known."""
         node = self._probability_or(self._resolved(node))
         name, expression = self._named_op(node)
@@ -155,11 +151,11 @@ class LogSpace:
             return self._joined(node, "+" if name == "mul" else "-")
         if name == "add":
             return self._added(node)
-        if name in ("sub", "rsub") and isinstance(node, cst.BinaryOperation) and number_in(node.left) == 1:
+        if name in ("sub", "rsub") and isinstance(node, ast.BinOp) and number_in(node.left) == 1:
             return self._log_of_rest(node.right)
         if name == "expm1":
             return excess_log(self._leaf(expression.argument_node("self")))
-        if name == "sub" and isinstance(node, cst.BinaryOperation) and number_in(node.right) == 1:
+        if name == "sub" and isinstance(node, ast.BinOp) and number_in(node.right) == 1:
             power, inner = self._named_op(self._resolved(node.left))
             return excess_log(self._leaf(inner.argument_node("self"))) if power == "exp" else None
         if name in GROWING_ON_BOTH_SIDES - {"sinh"}:
@@ -169,7 +165,7 @@ class LogSpace:
             return None if half is None else Log(text=f"0.5 * {grouped(half.text)}", is_low=half.is_low)
         return None
 
-    def _masked(self, node: cst.BaseExpression, expression: Expression, argument: str) -> Log | None:
+    def _masked(self, node: ast.expr, expression: Expression, argument: str) -> Log | None:
         """Return the logarithm of an expression in which a mask puts 0."""
         kept, put = expression.argument_node(argument), expression.argument_node("value")
         if argument == "other" and is_zero(kept):
@@ -177,7 +173,7 @@ class LogSpace:
         log = self._log_of(kept) if is_zero(put) else None
         if log is None or not self._is_known_here(node, without=kept):
             return None
-        return Log(text=text_with(self._tree, node, {kept: grouped(log.text), put: "-torch.inf"}), is_low=log.is_low)
+        return Log(text=self._change.code(node, {kept: grouped(log.text), put: "-torch.inf"}), is_low=log.is_low)
 
     def _of_probability(self, expression: Expression, name: str) -> Log:
         logit = self._leaf(expression.argument_node("self"))
@@ -189,7 +185,7 @@ class LogSpace:
             dims = [f"dim={value:g}" for key, value in expression.op.scalars if key == "dim"]
         return Log(text=f"torch.log_softmax({', '.join([logit.text, *dims])})")
 
-    def _log_of_rest(self, node: cst.BaseExpression) -> Log | None:
+    def _log_of_rest(self, node: ast.expr) -> Log | None:
         """Return the logarithm of 1 minus an expression."""
         node = self._probability_or(self._resolved(node))
         name, expression = self._named_op(node)
@@ -203,11 +199,11 @@ class LogSpace:
             return slope_log(self._name(squared.argument_node("self")), self._functional) if name == "tanh" else None
         if name == "exp":
             return Log(text=f"torch.log(-torch.expm1({self._leaf(expression.argument_node('self')).wide}))")
-        if name in ("sub", "rsub") and isinstance(node, cst.BinaryOperation) and number_in(node.left) == 1:
+        if name in ("sub", "rsub") and isinstance(node, ast.BinOp) and number_in(node.left) == 1:
             return self._log_of(node.right)
         return None
 
-    def _moved(self, node: cst.BaseExpression, name: str, expression: Expression, form: _Form) -> Log | None:
+    def _moved(self, node: ast.expr, name: str, expression: Expression, form: _Form) -> Log | None:
         """Return the form of what an op only moves or casts, moved in the same way."""
         subject = expression.argument_node("self")
         made = form(subject)
@@ -215,7 +211,7 @@ class LogSpace:
             return made
         if not self._is_known_here(node, without=subject):
             raise CannotWriteError
-        text = text_with(self._tree, node, {subject: grouped(made.text)})
+        text = self._change.code(node, {subject: grouped(made.text)})
         return Log(text=text, is_low=made.is_low)
 
     def _reduced(self, expression: Expression, name: str) -> Log | None:
@@ -240,9 +236,9 @@ class LogSpace:
         count = f"math.log({size})" if "math" in self._tree.global_imports else f"torch.tensor({size}).log()"
         return Log(text=f"{text} - {count}")
 
-    def _joined(self, node: cst.BaseExpression, sign: str) -> Log | None:
+    def _joined(self, node: ast.expr, sign: str) -> Log | None:
         """Return the logarithm of a product or a quotient."""
-        if not isinstance(node, cst.BinaryOperation):
+        if not isinstance(node, ast.BinOp):
             return None
         logs = self._logs_of_sides(node)
         if logs is None:
@@ -255,7 +251,7 @@ class LogSpace:
         closed = grouped(right.text) if sign == "-" else right.text
         return Log(text=f"{left.wide} {sign} {closed}")
 
-    def _logs_of_sides(self, node: cst.BinaryOperation) -> tuple[Log, Log] | None:
+    def _logs_of_sides(self, node: ast.BinOp) -> tuple[Log, Log] | None:
         """Return the logarithms of both operands; None if neither has a better form, or one may be negative."""
         logs = {side: self._log_of(side) for side in (node.left, node.right)}
         if not any(logs.values()) or not all(log or self._is_mask(node, side) for side, log in logs.items()):
@@ -263,7 +259,7 @@ class LogSpace:
         left, right = (log or self._plain_log(side) for side, log in logs.items())
         return left, right
 
-    def _is_mask(self, node: cst.BinaryOperation, side: cst.BaseExpression) -> bool:
+    def _is_mask(self, node: ast.BinOp, side: ast.expr) -> bool:
         """Return True if an operand is a positive number or a mask: any other may be negative in the next batch."""
         if (number := number_in(side)) is not None:
             return number > 0
@@ -275,22 +271,22 @@ class LogSpace:
             return False  # a mask's non-zero values are all 1, and so is their 5 % quantile
         return self._is_mask_expression(side, is_flags=taken.min == 0)
 
-    def _is_mask_expression(self, node: cst.BaseExpression, *, is_flags: bool) -> bool:
+    def _is_mask_expression(self, node: ast.expr, *, is_flags: bool) -> bool:
         """Return True for a comparison or, if `is_flags`, an argument; also if moved, cast or subtracted from 1."""
         node = self._resolved(node)
         name, expression = self._named_op(node)
-        if isinstance(node, cst.BinaryOperation):
-            is_rest = isinstance(node.operator, cst.Subtract) and number_in(node.left) == 1
+        if isinstance(node, ast.BinOp):
+            is_rest = isinstance(node.op, ast.Sub) and number_in(node.left) == 1
             return is_rest and self._is_mask_expression(node.right, is_flags=is_flags)
         made_by = name_called(node)
         if name in _MOVES_AND_CASTS or made_by in ("tril", "triu"):
             return self._is_mask_expression(expression.argument_node("self"), is_flags=is_flags)
-        is_made = made_by in _MAKES_FLAGS or (is_flags and isinstance(node, cst.Name))
-        return is_made or isinstance(node, cst.Comparison) or name in _COMPARISONS
+        is_made = made_by in _MAKES_FLAGS or (is_flags and isinstance(node, ast.Name))
+        return is_made or isinstance(node, ast.Compare) or name in _COMPARISONS
 
-    def _added(self, node: cst.BaseExpression) -> Log | None:
+    def _added(self, node: ast.expr) -> Log | None:
         """Return the logarithm of a sum of two: 1 and an exponential, or two exponentials."""
-        if not isinstance(node, cst.BinaryOperation):
+        if not isinstance(node, ast.BinOp):
             return None
         for number, other in ((node.left, node.right), (node.right, node.left)):
             if number_in(number) is not None:
@@ -299,44 +295,45 @@ class LogSpace:
         logs = self._logs_of_sides(node)
         return None if logs is None else Log(text=f"torch.logaddexp({logs[0].wide}, {logs[1].wide})")
 
-    def _plain_log(self, node: cst.BaseExpression) -> Log:
+    def _plain_log(self, node: ast.expr) -> Log:
         number = number_in(node)
         if number is not None:
             if number <= 0:
                 raise CannotWriteError
-            shown = f"math.log({self._tree.code(node)})" if "math" in self._tree.global_imports else None
+            shown = f"math.log({self._change.code(node)})" if "math" in self._tree.global_imports else None
             return Log(text="0" if number == 1 else shown or f"{math.log(number):.8g}")
-        return Log(text=f"torch.log({self._leaf(node).text})")
+        text = self._leaf(node).text
+        return Log(text=f"torch.log({text[1:-1] if is_closed(text) else text})")
 
-    def _leaf(self, node: cst.BaseExpression) -> Log:
+    def _leaf(self, node: ast.expr) -> Log:
         """Return the text of an expression as it can be read at the logarithm; a call in it is made only once."""
         if self._tree.scope_of(node) is not self._function:
             return Log(text=self._probabilities.name_of(node), is_low=self._is_low(node))
         self._sources.add(node)
-        has_effects = any(isinstance(below, HAS_EFFECTS) for below in nodes_in(node))
+        has_effects = any(isinstance(below, HAS_EFFECTS) for below in ast.walk(node))
         if not (self._place in self._tree.ancestors(node) if has_effects else self._is_known_here(node)):
             return self._hoist(node)
-        code = self._tree.code(node)
-        is_loose = not node.lpar and isinstance(node, _BINDS_LOOSELY)
+        code = self._change.code(node)
+        is_loose = isinstance(node, _BINDS_LOOSELY)
         return Log(text=f"({code})" if is_loose else code, is_low=self._is_low(node))
 
-    def _name(self, node: cst.BaseExpression) -> Log:
+    def _name(self, node: ast.expr) -> Log:
         """Return the text of an expression that is read twice: a new name for it, unless it is a name."""
-        is_name = isinstance(cst.parse_expression(f"({self._leaf(node).text})"), (cst.Name, cst.Attribute))
+        is_name = isinstance(parse_expression(self._leaf(node).text), (ast.Name, ast.Attribute))
         return self._leaf(node) if is_name else self._hoist(node)
 
-    def _hoist(self, node: cst.BaseExpression) -> Log:
+    def _hoist(self, node: ast.expr) -> Log:
         """Return a name for an expression, which is assigned before its statement."""
-        is_view = isinstance(node, (cst.Name, cst.Attribute)) or self._named_op(node)[0] in _MOVES_AND_CASTS
+        is_view = isinstance(node, (ast.Name, ast.Attribute)) or self._named_op(node)[0] in _MOVES_AND_CASTS
         if self._tree.statement_of(node) is None or (is_view and self._definitions.is_written_into(node)):
             raise CannotWriteError
-        code = self._tree.code(node)
+        code = self._change.code(node)
         if self._place in self._tree.ancestors(node):  # the logarithm around it is rewritten as a whole
             return self._named_before(Log(text=code, is_low=self._is_low(node)), "value")
         if node not in self._hoisted:
             name = self._change.new_name("logits", node)
-            self._hoisted[node] = Replacement(node=node, text=name, before=(f"{name} = {code}",))
-        return Log(text=self._hoisted[node].text, is_low=self._is_low(node))
+            self._hoisted[node] = name, on_one_line(code)
+        return Log(text=self._hoisted[node][0], is_low=self._is_low(node))
 
     def _named_before(self, log: Log, wanted: str) -> Log:
         """Return a name for a value, which is assigned before the rewritten statement."""
@@ -346,45 +343,54 @@ class LogSpace:
         self._before.setdefault(self._place, {})[name] = f"{name} = {log.text}"
         return Log(text=name, is_low=log.is_low)
 
-    def _is_low(self, node: cst.BaseExpression) -> bool:
+    def _is_low(self, node: ast.expr) -> bool:
         """Return True if the op that takes this expression took it in half precision."""
         parent = next((item for item in self._tree.ancestors(node) if item in self._calls), None)
         taken = self._calls[parent].inputs[:1] if parent is not None else ()
         return any(tensor.stats is not None and tensor.stats.dtype in (FP16, BF16) for tensor in taken)
 
-    def _is_known_here(self, node: cst.CSTNode, without: cst.CSTNode | None = None) -> bool:
+    def _is_known_here(self, node: ast.AST, without: ast.AST | None = None) -> bool:
         """Return True if an expression means the same at the logarithm; the part `without` may be different there."""
         if without is None:
             return self._place in self._tree.ancestors(node) or self._definitions.means_the_same(node, self._place)
         return all(
-            child is without or self._is_known_here(child, without if without in nodes_in(child) else None)
-            for child in node.children
+            child is without or self._is_known_here(child, without if without in ast.walk(child) else None)
+            for child in placed_below(node)
         )
 
-    def _resolved(self, node: cst.BaseExpression) -> cst.BaseExpression:
-        while isinstance(node, cst.Name) and (value := self._definitions.value_of(node)) is not None:
-            self._through[next(item for item in self._tree.ancestors(value) if isinstance(item, cst.Assign))] = None
+    def _resolved(self, node: ast.expr) -> ast.expr:
+        while isinstance(node, ast.Name) and (value := self._definitions.value_of(node)) is not None:
+            self._through[next(item for item in self._tree.ancestors(value) if isinstance(item, ast.Assign))] = None
             node = value
         return node
 
-    def _probability_or(self, node: cst.BaseExpression) -> cst.BaseExpression:
+    def _probability_or(self, node: ast.expr) -> ast.expr:
         """Return the probability that the function's only call passes for a parameter; else the node itself."""
-        given = self._probabilities.value_of(node, self._ops) if isinstance(node, cst.Name) else None
+        given = self._probabilities.value_of(node, self._ops) if isinstance(node, ast.Name) else None
         if given is None:
             return node
         self._calls[given[0]] = given[1]
         return given[0]
 
-    def _named_op(self, node: cst.BaseExpression) -> tuple[str, Expression]:
+    def _named_op(self, node: ast.expr) -> tuple[str, Expression]:
         """Return the op of an expression, from the trace or, if it called none there, from its spelling."""
         call = self._calls.get(node)
         if call is not None:
             takes_diagonal = call.op == "diag" and len(call.outputs[0].shape) == 1  # from a vector, diag makes zeros
-            return "diagonal" if takes_diagonal else call.op, Expression(self._tree, node, call)
-        name = _OPERATORS.get(type(node.operator), "") if isinstance(node, cst.BinaryOperation) else ""
-        if isinstance(node, cst.Subscript):
+            return "diagonal" if takes_diagonal else call.op, Expression(self._change, node, call)
+        name = _OPERATORS.get(type(node.op), "") if isinstance(node, ast.BinOp) else ""
+        if isinstance(node, ast.Subscript):
             name = "select"
-        elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-            name = node.func.attr.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = node.func.attr
             name = name if name in _MOVES_AND_CASTS else ""
-        return name, Expression(self._tree, node, None, name)
+        return name, Expression(self._change, node, None, name)
+
+
+def placed_below(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes directly below one that have a place in the text."""
+    for child in ast.iter_child_nodes(node):
+        if hasattr(child, "lineno"):
+            yield child
+        else:
+            yield from placed_below(child)

@@ -1,14 +1,14 @@
 """What is made of powers, by the code alone: shares of their sum stay where the largest exponent is subtracted."""
 
+import ast
 import textwrap
 
-import libcst as cst
 import pytest
 
+from nandoctor.changes.editor import Editor
+from nandoctor.changes.source_tree import CannotWriteError, parse_source
 from nandoctor.fixes.source_definitions import only_call
-from nandoctor.fixes.source_expression import CannotWriteError
 from nandoctor.fixes.source_shares import check_shares
-from nandoctor.fixes.source_tree import nodes_in, parse_source
 
 SHARES = {
     "at once": "w = x.exp()\nreturn w / w.sum(-1, keepdim=True)",
@@ -38,24 +38,24 @@ OTHERS = {
 }
 
 
-def write(body):
-    """A tree of a function with this body, and the powers in it."""
+def write(body, file):
+    """The editor of a function with this body, and the powers in it."""
     tree = parse_source("import torch\n\n\ndef scores(self, x, y, v, t):\n" + textwrap.indent(body, " " * 4) + "\n")
-    calls = (node for node in nodes_in(tree.module) if isinstance(node, cst.Call))
-    return tree, next(node for node in calls if tree.code(node) == "x.exp()")
+    calls = (node for node in ast.walk(tree.module) if isinstance(node, ast.Call))
+    return Editor(tree, file, library=None), next(node for node in calls if tree.code(node) == "x.exp()")
 
 
 @pytest.mark.parametrize("name", SHARES)
 def test_shares_of_a_sum(name, tmp_path):
-    tree, powers = write(SHARES[name])
-    bounds = check_shares(tree, powers, tmp_path / "net.py")
-    assert [tree.code(node) for node in bounds] == ["1e-8"] * ("1e-8" in SHARES[name])
+    change, powers = write(SHARES[name], tmp_path / "net.py")
+    bounds = check_shares(change, powers)
+    assert [change.code(node) for node in bounds] == ["1e-8"] * ("1e-8" in SHARES[name])
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_powers_that_go_elsewhere(name, tmp_path):
     with pytest.raises(CannotWriteError):
-        check_shares(*write(OTHERS[name]), tmp_path / "net.py")
+        check_shares(*write(OTHERS[name], tmp_path / "net.py"))
 
 
 MODULES = """
@@ -76,8 +76,8 @@ def find_only_call(text, file):
     """The only call of the first function of a text."""
     file.write_text(text)
     tree = parse_source(text)
-    function = next(node for node in nodes_in(tree.module) if isinstance(node, cst.FunctionDef))
-    return tree.code(only_call(tree, function, file))
+    functions = (node for node in ast.walk(tree.module) if isinstance(node, ast.FunctionDef))
+    return tree.code(only_call(tree, min(functions, key=tree.span), file))
 
 
 def test_the_only_call_of_a_module(tmp_path):

@@ -1,0 +1,323 @@
+"""The source expression that called an op, and its arguments by the names of the op's schema."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+
+from nandoctor.changes.editor import Editor, Texts
+from nandoctor.changes.source_tree import CannotWriteError, SourceTree, name_called
+from nandoctor.changes.text_lines import grouped
+from nandoctor.evidence.trace import OpCall
+from nandoctor.ops import PRODUCTS
+
+_LOW_NAMES = frozenset({"half", "float16", "bfloat16"})
+_REFLECTED = frozenset({"reciprocal", "rsub"})
+"""The ops that `1 / x` and `1 - x` call: their first argument is the right operand."""
+_COMMUTES = frozenset({"add", "mul"})
+"""Ops that `2 * x` calls with the right operand first, too."""
+_SECOND = frozenset({"other", "exponent", "tensor2", "mat2", "vec2"})
+_PLACES = {"self": 0, "input": 0, "attn_mask": 3, "dim": 1, "value": 2, **dict.fromkeys(_SECOND, 1)}
+"""The position of an argument in a call, by its name in the op's schema."""
+
+
+class Expression:
+    """The expression of one op: an operator, or a call of a function or method; `op` is None if it was not traced."""
+
+    def __init__(self, editor: Editor, node: ast.AST, op: OpCall | None, op_name: str = "") -> None:
+        self.editor, self.node, self.op = editor, node, op
+        self.op_name = op_name or (op.op if op is not None else "")
+
+    @property
+    def tree(self) -> SourceTree:
+        """The file that the expression is in."""
+        return self.editor.tree
+
+    @cached_property
+    def _spelled(self) -> tuple[Editor, ast.AST]:
+        """The expression with the op's tensors spelled out: `pair[0], pair[1]` for `*pair`, and `**pair` by name."""
+        items = self._packed_items()
+        if not items:
+            return self.editor, self.node
+        assert isinstance(self.node, ast.Call)
+        given = [self.editor.code(node) for node in self.node.args if not isinstance(node, ast.Starred)]
+        given += [self.editor.code(item) for item in self.node.keywords if item.arg]
+        text = f"{self.editor.code(self.node.func)}({', '.join([*given, *items])})"
+        tree = SourceTree(text, self.tree.imported_names)
+        (statement,) = tree.module.body
+        assert isinstance(statement, ast.Expr)
+        return Editor(tree, self.editor.file, self.editor.library), statement.value
+
+    def _packed_items(self) -> list[str]:
+        """Return the tensors of the last, packed argument, as they would be passed one by one."""
+        if not isinstance(self.node, ast.Call) or self.op is None or self.op.scalars:
+            return []  # what else the packed arguments contain is unknown
+        last = [None, *self.node.args, *self.node.keywords][-1]
+        is_packed = isinstance(last, ast.Starred) or (isinstance(last, ast.keyword) and not last.arg)
+        packed = getattr(last, "value", None) if is_packed else None
+        if not isinstance(packed, ast.Name):
+            return []
+        num_given = len(self.node.args) + len(self.node.keywords) - 1 + (self._owner is not None)
+        names = [tensor.name for tensor in self.op.inputs][num_given:]
+        if isinstance(last, ast.Starred):
+            return [f"{packed.id}[{number}]" for number in range(len(names))]
+        keywords = ("input" if name == "self" else name for name in names)
+        return [f'{name}={packed.id}["{name}"]' for name in keywords]
+
+    @property
+    def _owner(self) -> ast.expr | None:
+        """The `x` of `x.sum()`."""
+        function = self.node.func if isinstance(self.node, ast.Call) else None
+        if not isinstance(function, ast.Attribute) or self._is_namespace(function.value) or self.calls_module():
+            return None
+        return function.value
+
+    def code(self, node: ast.AST) -> str:
+        """Return the text of an argument."""
+        return self._spelled[0].code(node)
+
+    def operand(self, node: ast.AST) -> str:
+        """Return the text of an argument as an operand, or before an attribute."""
+        return grouped(self.code(node))
+
+    def with_texts(self, texts: Texts) -> str:
+        """Return the source of the expression with other texts for some arguments."""
+        editor, node = self._spelled
+        return editor.code(node, texts)
+
+    def replace_arguments(self, texts: Texts, before: Sequence[str] = ()) -> None:
+        """Give some arguments other texts in the file, and put statements before."""
+        if self._spelled[1] is not self.node:
+            self.editor.replace(self.node, self.with_texts(texts), before)
+            return
+        for node, text in texts.items():
+            self.editor.replace(node, text, before)
+
+    @cached_property
+    def arguments(self) -> list[tuple[str | None, ast.expr]]:
+        """The arguments in the order of the op's schema, each with its keyword, if any."""
+        _, node = self._spelled
+        if isinstance(node, ast.BinOp):
+            is_number_first = self.op_name in _COMMUTES and number_in(node.left) is not None
+            pair = node.left, node.right
+            return [(None, item) for item in (pair[::-1] if self.op_name in _REFLECTED or is_number_first else pair)]
+        if isinstance(node, ast.AugAssign):
+            return [(None, node.target), (None, node.value)]
+        if isinstance(node, ast.UnaryOp):
+            return [(None, node.operand)]
+        if isinstance(node, ast.Subscript):
+            return [(None, node.value)]
+        if not isinstance(node, ast.Call):
+            raise CannotWriteError
+        return self._arguments_of(node)
+
+    def _arguments_of(self, node: ast.Call) -> list[tuple[str | None, ast.expr]]:
+        given: list[tuple[str | None, ast.expr]] = [
+            *((None, value) for value in node.args if not isinstance(value, ast.Starred)),
+            *((item.arg, item.value) for item in node.keywords if item.arg),
+        ]
+        function = node.func
+        if isinstance(function, ast.Call) and name_called(function) == "getattr" and function.args:
+            given.insert(0, (None, function.args[0]))
+        elif isinstance(function, ast.Attribute) and self._owner is not None:
+            given.insert(0, (None, function.value))
+        return given
+
+    def calls_module(self) -> bool:
+        """Return True if the torch module that ran the op is called: `self.norm(x)`, not `x.norm()` in a "norm"."""
+        if not isinstance(self.node, ast.Call) or self.op is None or self._is_namespace(self.node.func):
+            return False
+        path, kind = self.tree.code(self.node.func).partition(".")[2], self.op.type
+        is_within = bool(path) and f".{path}." in f".{self.op.module}."
+        return is_within and self.editor.library.has_module(kind) and self.tree.class_around(self.node) != kind
+
+    def _is_namespace(self, node: ast.expr) -> bool:
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id in self.tree.imported_names
+
+    def argument_node(self, name: str) -> ast.expr:
+        """Return the argument of this name in the op's schema."""
+        for keyword, value in self.arguments:
+            if keyword == name:
+                return value
+        place = _PLACES.get(name)
+        positional = [value for keyword, value in self.arguments if keyword is None]
+        if place is None or place >= len(positional):
+            raise CannotWriteError
+        return positional[place]
+
+    def argument(self, name: str) -> str:
+        """Return the text of that argument."""
+        return self.code(self.argument_node(name))
+
+    def texts_after_first(self) -> list[str]:
+        """Return the arguments except the first, as they are written: `dim=1, keepdim=True`."""
+        return [
+            f"{keyword}={self.code(value)}" if keyword else self.code(value) for keyword, value in self.arguments[1:]
+        ]
+
+    def takes_eps(self, was: float) -> bool:
+        """Return True if the call is of a torch function whose default eps is this number."""
+        return self.editor.library.default_eps(name_called(self.node)) == was
+
+    def with_keyword(self, name: str, value: str, texts: Texts = MappingProxyType({})) -> str:
+        """Return the call with a value for a keyword, which comes last if it is new; `texts` replace arguments."""
+        if not isinstance(self.node, ast.Call):
+            raise CannotWriteError
+        old = next((item for item in self.node.keywords if item.arg == name), None)
+        if old is not None:
+            return self.editor.code(self.node, {**texts, old.value: value})
+        given = sorted([*self.node.args, *self.node.keywords], key=self.tree.span)
+        if not given:
+            return f"{self.editor.code(self.node, texts)[:-1]}{name}={value})"
+        last = texts[given[-1]] if given[-1] in texts else self._with_parentheses(given[-1])
+        last = f"{last},{self._blanks_between(self.node, given)}{name}={value}"
+        return self.editor.code(self.node, {**texts, given[-1]: last})
+
+    def _with_parentheses(self, node: ast.AST) -> str:
+        text = self.editor.code(node)
+        return text if self.tree.span(node) == self.tree.outer_span(node) else f"({text})"
+
+    def _blanks_between(self, call: ast.Call, given: Sequence[ast.AST]) -> str:
+        """Return what separates a new argument from the last one: a line break if the arguments end with a comma."""
+        _, end = self.tree.outer_span(given[-1])
+        if b"," not in self.tree.data[end : self.tree.span(call)[1]]:
+            return " "
+        opening = self.tree.data[self.tree.outer_span(call.func)[1] : self.tree.outer_span(given[0])[0]].decode()
+        return opening.partition("(")[2].replace("\r\n", "\n").replace(f"\n{self.tree.indent_of(call)}", "\n")
+
+    def constants(self, number: float) -> list[ast.expr]:
+        """Return the arguments that are written as this number."""
+        return [value for _, value in self.arguments if number_in(value) == number]
+
+    def is_whole(self, statement: ast.stmt) -> bool:
+        """Return True if the statement only assigns, returns or evaluates the expression."""
+        is_plain = isinstance(statement, ast.Assign | ast.AnnAssign | ast.Return | ast.Expr)
+        return is_plain and getattr(statement, "value", None) is self.node
+
+    def widened(self) -> str:
+        """Return the expression with its tensors cast to fp32; for an operator one is enough, since torch promotes."""
+        tensors = list(self.tensors())
+        if not tensors or self.op is None:
+            raise CannotWriteError
+        if isinstance(self.node, ast.BinOp | ast.AugAssign) and self.op.op not in PRODUCTS:
+            tensors = [self._promoting(tensors)]
+        if isinstance(self.node, ast.AugAssign):
+            target = self.node.target
+            made = f"{self.in_fp32(target)} {operator_of(self.node)} {self.operand(self.node.value)}"
+            return f"{self.code(target)} = {made}"
+        return self.with_texts({value: self.in_fp32(value) for value in tensors})
+
+    def _promoting(self, tensors: Sequence[ast.expr]) -> ast.expr:
+        """Return the operand that decides the result's dtype: a 0-dim one does not promote one with dimensions.
+
+        https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion
+        """
+        assert self.op is not None
+        shapes = [tensor.stats.shape for tensor in self.op.inputs if tensor.stats is not None]
+        return max(zip(tensors, shapes, strict=False), key=lambda taken: bool(taken[1]))[0]
+
+    def in_fp32(self, node: ast.expr) -> str:
+        """Return the text of a tensor cast to fp32, without the code's own `.half()`."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "half":
+            node = node.func.value
+        return f"{self.operand(node)}.float()"
+
+    def cast_to_fp32(self) -> None:
+        """Turn a cast to low precision into one to fp32, by the name of the dtype alone."""
+        if isinstance(self.node, ast.Call) and isinstance(self.node.func, ast.Attribute):
+            function = self.node.func
+            if function.attr in _LOW_NAMES:
+                self.editor.replace(function, self.editor.code(function).removesuffix(function.attr) + "float")
+                return
+            for argument in (*self.node.args, *(item.value for item in self.node.keywords)):
+                if self.tree.code(argument).rpartition(".")[2] in _LOW_NAMES:
+                    self.editor.replace(argument, "torch.float32")
+                    return
+        raise CannotWriteError
+
+    def tensors(self) -> Iterator[ast.expr]:
+        """Yield the arguments that were floating-point tensors in the trace, as far as that is known."""
+        if self.op is None:
+            return
+        left = sum(tensor.stats is not None for tensor in self.op.inputs)
+        names = {tensor.name for tensor in self.op.inputs if tensor.stats is not None}
+        numbers = {name for name, _ in self.op.scalars}
+        for place, (keyword, value) in enumerate(self.arguments):
+            schema_name = keyword or ("self" if place == 0 else "other" if place == 1 else "")
+            is_literal = isinstance(value, ast.JoinedStr) or number_in(value) is not None or _is_literal(value)
+            if is_literal or (schema_name in numbers and schema_name not in names):
+                continue
+            if left and (keyword is None or keyword in names):
+                left -= 1
+                yield value
+
+
+def _is_literal(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str | bytes | int | float | complex)
+
+
+_OPERATORS: Mapping[type, str] = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+    ast.FloorDiv: "//",
+    ast.Mod: "%",
+    ast.Pow: "**",
+    ast.MatMult: "@",
+    ast.BitAnd: "&",
+    ast.BitOr: "|",
+    ast.BitXor: "^",
+    ast.LShift: "<<",
+    ast.RShift: ">>",
+}
+
+
+def operator_of(node: ast.BinOp | ast.AugAssign) -> str:
+    """Return the operator of an expression or of an augmented assignment, as between two operands: `+` for `+=`."""
+    return _OPERATORS[type(node.op)]
+
+
+_MODULES_OF_NUMBERS = frozenset({"math", "np", "numpy", "torch"})
+_ARITHMETIC: Mapping[type, Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
+
+
+def number_in(node: ast.AST) -> float | None:
+    """Return the value of a constant expression, else None: `-1e-8`, `2 ** -24`, `math.sqrt(2 * math.pi)`."""
+    try:
+        number = _evaluate(node)
+    except (ArithmeticError, ValueError, TypeError):
+        return None
+    return number if isinstance(number, float) else None
+
+
+def _evaluate(node: ast.AST) -> float:  # noqa: PLR0911 - a table of forms
+    """Evaluate a constant expression; raises TypeError for anything else."""
+    match node:
+        case ast.UnaryOp(op=ast.USub()):
+            return -_evaluate(node.operand)
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return float(number)
+        case ast.BinOp() if type(node.op) in _ARITHMETIC:
+            return _ARITHMETIC[type(node.op)](_evaluate(node.left), _evaluate(node.right))
+        case ast.Attribute(attr="inf"):
+            return math.inf
+        case ast.Attribute(value=ast.Name(id=module), attr="pi" | "e" as name) if module in _MODULES_OF_NUMBERS:
+            return float(getattr(math, name))
+        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str() as text)]):
+            return float(text)
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="math"), attr="sqrt" | "log" | "exp" as name)):
+            return float(getattr(math, name)(*map(_evaluate, node.args)))
+    raise TypeError

@@ -1,0 +1,276 @@
+"""A source file as Python's own syntax tree, in which a trace's positions are those of the nodes."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from bisect import bisect_left
+from collections.abc import Iterator, Set
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+from nandoctor.changes.text_lines import reindent
+from nandoctor.evidence.trace import SourceLine
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_NOT_IN_EACH_RUN = (ast.Lambda, *COMPREHENSIONS, ast.IfExp, ast.BoolOp)
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
+_BYTE_ORDER_MARK = "\ufeff"
+_NO_CODE = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT})
+_FOR_TYPE_CHECKERS = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+class CannotWriteError(Exception):
+    """No source text is known that does what the edit does."""
+
+
+class SourceTree:
+    """A parsed file; `mark` is the byte order mark before its text, or "".
+
+    Offsets count bytes of UTF-8, as CPython's columns do. `known` are names of modules and classes that the file can
+    use without importing them, such as from another notebook cell.
+
+    Raises SyntaxError, ValueError or RecursionError if Python cannot parse it.
+    """
+
+    def __init__(self, text: str, known: Set[str] = frozenset()) -> None:
+        self._known = known
+        self.mark = _BYTE_ORDER_MARK if text.startswith(_BYTE_ORDER_MARK) else ""
+        self.text = text.removeprefix(_BYTE_ORDER_MARK)
+        self.data = self.text.encode()
+        self.module = ast.parse(self.text)
+        lines = self.data.splitlines(keepends=True)  # of bytes: a form feed ends no line, for Python neither
+        self._starts = [0, *accumulate(map(len, lines))]
+        self._parents = dict(_parents_below(self.module))
+
+    @cached_property
+    def newline(self) -> str:
+        """The line ending of the file's first line."""
+        found = re.search(r"\r\n|\r|\n", self.text)
+        return found[0] if found else "\n"
+
+    @cached_property
+    def unit(self) -> str:
+        """The indentation of the file's first block."""
+        return next((text for kind, _, _, text in self._tokens if kind == tokenize.INDENT), " " * 4)
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """Return the offsets of a node's first byte and of the byte behind its last; a parameter is its name alone."""
+        start = self._offset(node.lineno, node.col_offset)  # type: ignore[attr-defined]
+        if isinstance(node, ast.arg):
+            return start, start + len(node.arg.encode())
+        return start, self._offset(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+
+    def outer_span(self, node: ast.AST) -> tuple[int, int]:
+        """Return the span of a node with the parentheses around it."""
+        start, end = self.span(node)
+        while (around := self._parentheses(node, start, end)) is not None:
+            start, end = around
+        return start, end
+
+    def _offset(self, line: int, column: int) -> int:
+        return self._starts[line - 1] + column
+
+    def _parentheses(self, node: ast.AST, start: int, end: int) -> tuple[int, int] | None:
+        """Return the span of the parentheses around another span; None without any, or if they are a call's."""
+        before, after = bisect_left(self._places, start) - 1, bisect_left(self._places, end)
+        if before < 0 or after >= len(self._places):
+            return None
+        (_, opens, _, opening), (_, _, closes, closing) = self._code_tokens[before], self._code_tokens[after]
+        parent = self._parents.get(node)
+        is_calls_own = isinstance(parent, ast.Call) and node is not parent.func and self.span(parent)[1] == closes
+        return (opens, closes) if (opening, closing) == ("(", ")") and not is_calls_own else None
+
+    @cached_property
+    def _tokens(self) -> list[tuple[int, int, int, str]]:
+        """The kind of each token, the offsets of its start and end, and its text."""
+        lines = [line.decode() for line in self.data.splitlines(keepends=True)]
+        found = tokenize.generate_tokens(io.StringIO("".join(lines), newline="").readline)
+
+        def offset(place: tuple[int, int]) -> int:
+            line, column = place
+            return self._offset(line, len(lines[line - 1][:column].encode()) if line <= len(lines) else 0)
+
+        return [(item.type, offset(item.start), offset(item.end), item.string) for item in found]
+
+    @cached_property
+    def _code_tokens(self) -> list[tuple[int, int, int, str]]:
+        return [token for token in self._tokens if token[0] not in _NO_CODE]
+
+    @cached_property
+    def _places(self) -> list[int]:
+        return [start for _, start, _, _ in self._code_tokens]
+
+    def end_before(self, offset: int) -> int:
+        """Return the end of the last token but one before an offset."""
+        return self._code_tokens[bisect_left(self._places, offset) - 2][2]
+
+    def code(self, node: ast.AST) -> str:
+        """Return the source of a node without the parentheses around it, and without its block's indentation."""
+        start, end = self.span(node)
+        return reindent(self.data[start:end].decode().replace("\r\n", "\n"), self.indent_of(node), "")
+
+    def indent_of(self, node: ast.AST) -> str:
+        """Return the blanks before the first statement on the line of a node's statement."""
+        statement = next((item for item in (node, *self.ancestors(node)) if isinstance(item, ast.stmt)), node)
+        line = self.data[self._offset(getattr(statement, "lineno", 1), 0) :].decode(errors="ignore")
+        return line[: len(line) - len(line.lstrip(" \t\f"))]
+
+    def lines_of(self, statement: ast.stmt) -> tuple[int, int]:
+        """Return the span of a statement's lines."""
+        return self._starts[statement.lineno - 1], self._starts[statement.end_lineno or statement.lineno]
+
+    def with_lines_above(self, start: int) -> int:
+        """Return the start of the blank lines and comments above the line that starts at an offset."""
+        line = bisect_left(self._starts, start)
+        while line > 0 and self._line(line - 1).strip()[:1] in ("", "#"):
+            line -= 1
+        return self._starts[line]
+
+    def _line(self, number: int) -> str:
+        return self.data[self._starts[number] : self._starts[number + 1]].decode()
+
+    def find(self, source: SourceLine) -> ast.expr | ast.AugAssign | None:
+        """Return the smallest expression at the place that the trace gives, None if the place is only a line.
+
+        A call of a method begins, for the trace, at the method's name if that stands on another line.
+        """
+        if source.column is None or source.end_column is None or source.end_line is None:
+            return None
+        if source.end_line >= len(self._starts):
+            return None
+        start, end = self._offset(source.line, source.column), self._offset(source.end_line, source.end_column)
+        holding = [(last - first, node) for first, last, node in self._expressions if first <= start and end <= last]
+        return min(holding, key=lambda found: found[0], default=(0, None))[1]
+
+    @cached_property
+    def _expressions(self) -> list[tuple[int, int, ast.expr | ast.AugAssign]]:
+        nodes = (node for node in self._parents if isinstance(node, ast.expr | ast.AugAssign))
+        return [(*self.span(node), node) for node in nodes]
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield the nodes that contain this one, nearest first."""
+        while (parent := self._parents.get(node)) is not None:
+            yield parent
+            node = parent
+
+    def parent(self, node: ast.AST) -> ast.AST | None:
+        """Return the node directly around another."""
+        return self._parents.get(node)
+
+    def statement_of(self, node: ast.AST) -> ast.stmt | None:
+        """Return the simple statement, alone on its line, that evaluates the expression in each of its runs.
+
+        None inside a lambda, a comprehension, a conditional expression or the head of a compound statement: what is put
+        before the statement would not run as often, or not with the same names.
+        """
+        for parent in (node, *self.ancestors(node)):
+            if parent is not node and isinstance(parent, _NOT_IN_EACH_RUN):
+                return None
+            if isinstance(parent, ast.stmt):
+                return parent if self.stands_alone(parent) else None
+        return None
+
+    def stands_alone(self, statement: ast.stmt, last_on_line: ast.stmt | None = None) -> bool:
+        """Return True if a simple statement in a block, with those after it on its line, has the lines for itself."""
+        if hasattr(statement, "body") or isinstance(self._parents[statement], ast.Module):
+            return False
+        (first, last), (start, _) = self.lines_of(statement), self.span(statement)
+        _, end = self.span(last_on_line or statement)
+        behind = self.data[end:last].strip()
+        return not self.data[first:start].strip() and (not behind or behind.startswith(b"#"))
+
+    def statement_at(self, line: int) -> ast.stmt | None:
+        """Return the first simple statement that a line belongs to, None if no block can be put around the line."""
+        simple = (node for node in self._parents if isinstance(node, ast.stmt) and not hasattr(node, "body"))
+        found = [node for node in simple if node.lineno <= line <= (node.end_lineno or 0)]
+        return found[0] if found and self.stands_alone(found[0], found[-1]) else None
+
+    def function_at(self, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+        """Return the undecorated function that begins on a line, if its body has its own lines; else None."""
+        functions = (node for node in self._parents if isinstance(node, FUNCTIONS) and node.lineno == line)
+        return next((node for node in functions if node.body[0].lineno > line), None)
+
+    def function_of(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+        """Return the function that contains the node, or None."""
+        return next((item for item in self.ancestors(node) if isinstance(item, FUNCTIONS)), None)
+
+    def class_around(self, node: ast.AST) -> str:
+        """Return the name of the class that contains the node, "" if there is none."""
+        return next((item.name for item in self.ancestors(node) if isinstance(item, ast.ClassDef)), "")
+
+    def scope_of(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module:
+        """Return the function or lambda whose names the node reads, or the module."""
+        scopes = (item for item in self.ancestors(node) if isinstance(item, (*FUNCTIONS, ast.Lambda)))
+        return next(scopes, self.module)
+
+    def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
+        """Return the statements of the block that a statement is in."""
+        parent = self._parents[statement]
+        return next(block for name in _BLOCKS if statement in (block := getattr(parent, name, [])))
+
+    def free_name(self, wanted: str, node: ast.AST, others: Set[str]) -> str:
+        """Return a name that the function around a node does not use, and that is not one of the `others`."""
+        taken, name, number = names_in(self.function_of(node) or self.module) | others, wanted, 2
+        while name in taken:
+            name, number = f"{wanted}_{number}", number + 1
+        return name
+
+    @cached_property
+    def imported_names(self) -> set[str]:
+        """The names that the file's own import statements bind, at any level, and the `known` ones."""
+        return set(_imported(self.module, everywhere=True)) | self._known
+
+    @cached_property
+    def global_imports(self) -> set[str]:
+        """The imported names that every function can use: not imported in a function or for a type checker alone."""
+        return set(_imported(self.module, everywhere=False)) | self._known
+
+
+@lru_cache(maxsize=4)
+def parse_source(text: str, known: frozenset[str] = frozenset()) -> SourceTree:
+    """Parse a file, once for all changes that a search writes to it."""
+    return SourceTree(text, known)
+
+
+def _parents_below(root: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Yield each node with the one around it, in the order of the text; not those in an f-string, which has others.
+
+    Before Python 3.12 the positions in an f-string are not those in the file.
+    """
+    for child in ast.iter_child_nodes(root) if not isinstance(root, ast.JoinedStr) else ():
+        if not isinstance(child, ast.expr_context | ast.operator | ast.unaryop | ast.cmpop | ast.boolop):
+            yield child, root
+            yield from _parents_below(child)
+
+
+def names_in(root: ast.AST) -> set[str]:
+    """Return every name that occurs in a node: of variables, attributes, keywords, parameters, functions."""
+    found: set[str] = set()
+    for node in ast.walk(root):
+        for value in () if isinstance(node, ast.Constant) else vars(node).values():
+            found.update(item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str))
+    return found
+
+
+def name_called(node: ast.AST | None) -> str:
+    """Return the name of the function or method that a call calls, without its owner; "" for anything else."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr=name)) | ast.Call(func=ast.Name(id=name)):
+            return name
+    return ""
+
+
+def _imported(root: ast.AST, *, everywhere: bool) -> Iterator[str]:
+    """Yield the names that import statements bind: `everywhere`, or only where every function can use them."""
+    for node in ast.iter_child_nodes(root):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+        is_hidden = isinstance(node, (*FUNCTIONS, ast.Lambda)) or (
+            isinstance(node, ast.If) and ast.unparse(node.test) in _FOR_TYPE_CHECKERS
+        )
+        if everywhere or not is_hidden:
+            yield from _imported(node, everywhere=everywhere)
