@@ -5,20 +5,30 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from strangers.rows import HEALTHY, Expect, Row
+from strangers.rows import Rows
 from strangers.visits import normal
 
+rows = Rows()
+BATCH = {"x": normal(4, 8)}
+DIVISION = "numerics . div division-by-zero"
 
-class Lifted(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.lift = nn.Linear(8, 8)
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self.lift(x), x)
+rows.lifted(DIVISION, BATCH, name="sum over no element")(lambda h, x: h.sum() / (x > 100).sum())
+rows.lifted(DIVISION, BATCH, name="count from Python")(lambda h, x: h.sum(0) / (len(x) - 4))
+rows.lifted(DIVISION, BATCH, name="count as a tensor")(lambda h, x: h.sum(0) / torch.tensor([len(x) - 4]))
+rows.lifted("healthy", BATCH, name="count of at least one")(lambda h, x: h.sum() / (x > 100).sum().clamp(min=1))
 
 
+@rows.lifted("numerics . rsqrt division-by-zero", BATCH)
+def root_of_no_element(h, x):
+    return h * torch.rsqrt((x > 100).sum(0))
+
+
+@rows.lifted("numerics . log log-of-zero", BATCH)
+def log_of_no_element(h, x):
+    return h + torch.log((x > 100).sum(0))
+
+
+@rows("precision . to input-cast-overflow", {"ids": torch.tensor([[70000, 2], [3, 4]])}, samples=(0,))
 class Positions(nn.Module):
     def __init__(self):
         super().__init__()
@@ -28,42 +38,8 @@ class Positions(nn.Module):
         return ids.half() * self.gain
 
 
-def into_scratch(h, x):
+@rows.lifted("precision . mul elementwise-overflow", BATCH, line="torch.mul(h, 3e6, out=scratch)")
+def memory_that_an_op_is_told_to_write_to(h, x):
     scratch = torch.full_like(h, float("nan"))
     torch.mul(h, 3e6, out=scratch)
     return scratch
-
-
-def lifted(name, function, expect):
-    return Row(name, lambda: Lifted(function), {"x": normal(4, 8)}, expect)
-
-
-DIVISION = Expect("numerics", "", "div", "division-by-zero")
-
-ROWS = [
-    lifted("sum over no element", lambda h, x: h.sum() / (x > 100).sum(), DIVISION),
-    lifted("count from Python", lambda h, x: h.sum(0) / (len(x) - 4), DIVISION),
-    lifted("count as a tensor", lambda h, x: h.sum(0) / torch.tensor([len(x) - 4]), DIVISION),
-    lifted(
-        "root of no element",
-        lambda h, x: h * torch.rsqrt((x > 100).sum(0)),
-        Expect("numerics", "", "rsqrt", "division-by-zero"),
-    ),
-    lifted(
-        "log of no element",
-        lambda h, x: h + torch.log((x > 100).sum(0)),
-        Expect("numerics", "", "log", "log-of-zero"),
-    ),
-    lifted("count of at least one", lambda h, x: h.sum() / (x > 100).sum().clamp(min=1), HEALTHY),
-    Row(
-        "position that fp16 cannot hold",
-        Positions,
-        {"ids": torch.tensor([[70000, 2], [3, 4]])},
-        Expect("precision", "", "to", "input-cast-overflow", samples=(0,)),
-    ),
-    lifted(
-        "memory that an op is told to write to",
-        into_scratch,
-        Expect("precision", "", "mul", "elementwise-overflow", line="torch.mul(h, 3e6, out=scratch)"),
-    ),
-]

@@ -1,12 +1,20 @@
-"""`Row`: a stranger's step as data; `Expect`: what the report on it must say, and what it must not.
+"""Strangers as rows: a step with what the report on it must say, written above the model that it is about.
 
-In: what a family of strangers writes down. Out: the records, and `faults`, which says where a report is wrong.
+    rows = Rows()
+
+    @rows("precision . mul elementwise-overflow", {"x": normal(4, 8)}, 1e6, line="* self.gain")
+    @rows("healthy", {"x": normal(4, 8)}, 1.0)
+    class Gained(nn.Module): ...
+
+In: verdict, module, op and cause ("." is the root, "-" is none, "*" anything, and what is left out too), the arrays of
+the dump, the arguments of the model. Out: `Row` records, `replay`, and `faults`, which says where a report is wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +22,13 @@ from torch import nn
 
 import nandoctor
 from nandoctor.evidence.report import Report
+from strangers.visits import Applied, Between, Lifted
 
 ANY: Any = ...
 """Stands for whatever the report says there."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Expect:
     """What is true of a step; what is not given may be anything.
 
@@ -28,20 +37,24 @@ class Expect:
     the report.
     """
 
-    verdict: str
+    verdict: Any = ANY
     module: Any = ANY
     op: Any = ANY
     cause: Any = ANY
-    phase: Any = field(default=ANY, kw_only=True)
-    line: Any = field(default=ANY, kw_only=True)
-    samples: Any = field(default=ANY, kw_only=True)
-    also: Any = field(default=ANY, kw_only=True)
-    says: tuple[str, ...] = field(default=(), kw_only=True)
-    never: tuple[str, ...] = field(default=(), kw_only=True)
-    holds: Callable[[Report], Any] = field(default=lambda _: True, kw_only=True)
+    phase: Any = ANY
+    line: Any = ANY
+    samples: Any = ANY
+    also: Any = ANY
+    says: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+    holds: Callable[[Report], Any] = lambda _: True
 
 
-HEALTHY = Expect("healthy")
+def expect(words: str, **more: Any) -> Expect:
+    """Return what the words say: verdict, module, op and cause, as far as they are given."""
+    meanings = {".": "", "-": None, "*": ANY}
+    said = (meanings.get(word, word) for word in words.split())
+    return Expect(**dict(zip(("verdict", "module", "op", "cause"), said, strict=False)), **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,7 @@ class Row:
     """A step: how its model is built (from seed 0), the arrays of its dump, and the options of the replay.
 
     `name` is unique in its family. `batch` is a function if it depends on the model, which it is called with then.
+    `ignores` are warnings of torch's.
     """
 
     name: str
@@ -56,6 +70,47 @@ class Row:
     batch: Mapping[str, Any] | Callable[[nn.Module], Mapping[str, Any]]
     expect: Expect
     options: Mapping[str, Any] = field(default_factory=dict)
+    ignores: tuple[str, ...] = ()
+
+
+class Rows(list[Row]):
+    """The rows of a family; it decorates what builds a model, and adds a row for it each time."""
+
+    def __call__(self, words, batch, *arguments, make=None, name=None, ignores=(), **more):
+        """Add a row for a model that is built with these arguments, or by `make` with what is decorated.
+
+        `more` are fields of `Expect` and options of the replay.
+        """
+
+        def add(target):
+            text = ", ".join(getattr(item, "__name__", str(item)) for item in arguments)
+            build = partial(target, *arguments) if make is None else partial(make, target, *arguments)
+            own = {key: more[key] for key in more if key in FIELDS}
+            options = {key: more[key] for key in more if key not in FIELDS}
+            label = name or (f"{target.__name__}({text})" if text else target.__name__)
+            self.append(Row(label, build, batch, expect(words, **own), options, ignores))
+            return target
+
+        return add
+
+    def between(self, words, batch, **more):
+        """Add a row for the decorated function or class of modules between two linear layers."""
+        return self(words, batch, make=_between, **more)
+
+    def lifted(self, words, batch, **more):
+        """Add a row for the decorated function of a linear layer's output and of its input."""
+        return self(words, batch, make=Lifted, **more)
+
+    def applied(self, words, batch, **more):
+        """Add a row for the decorated function alone, as a model without weights."""
+        return self(words, batch, make=Applied, **more)
+
+
+def _between(middle):
+    return Between(middle() if isinstance(middle, type) else Applied(middle))
+
+
+FIELDS = {item.name for item in fields(Expect)}
 
 
 def replay(row, folder, **options):
@@ -74,12 +129,12 @@ def assert_verified_passed(report):
     assert all(check.status != "failed" for item in verified for check in item.checks)
 
 
-def faults(expect: Expect, report: Report) -> list[str]:
+def faults(expected: Expect, report: Report) -> list[str]:
     """What the report says and is not so, in words."""
-    return list(_faults(expect, report))
+    return list(_faults(expected, report))
 
 
-def _faults(expect: Expect, report: Report) -> Iterator[str]:
+def _faults(expected: Expect, report: Report) -> Iterator[str]:
     origin = report.origin
     said = {
         "verdict": report.verdict,
@@ -90,17 +145,16 @@ def _faults(expect: Expect, report: Report) -> Iterator[str]:
         "samples": origin and origin.elements.samples,
         "also": tuple(other.cause.code for other in report.also if other.cause),
     }
-    expected = {name: getattr(expect, name) for name in said}
-    for name, true in expected.items():
-        if true is not ANY and true != said[name]:
-            yield f"{name} {said[name]!r}, not {true!r}"
-    if expect.verdict == "healthy" and origin is not None:
+    for name, text in said.items():
+        if (true := getattr(expected, name)) is not ANY and true != text:
+            yield f"{name} {text!r}, not {true!r}"
+    if expected.verdict == "healthy" and origin is not None:
         yield f"{origin.op} is blamed"
-    yield from _faults_of_line(expect.line, origin.source.text if origin and origin.source else None)
+    yield from _faults_of_line(expected.line, origin.source.text if origin and origin.source else None)
     words = everything_said(report)
-    yield from (f"it does not say {piece!r}" for piece in expect.says if piece not in words)
-    yield from (f"it says {piece!r}" for piece in expect.never if piece in words)
-    if not expect.holds(report):
+    yield from (f"it does not say {piece!r}" for piece in expected.says if piece not in words)
+    yield from (f"it says {piece!r}" for piece in expected.never if piece in words)
+    if not expected.holds(report):
         yield "something else does not hold"
 
 

@@ -7,7 +7,10 @@ import pytest
 from strangers import all_rows
 from strangers.rows import assert_verified_passed, faults, replay
 
-ROWS = [pytest.param(row, id=name) for name, row in all_rows().items()]
+ROWS = [
+    pytest.param(row, id=name, marks=[pytest.mark.filterwarnings(f"ignore:{text}") for text in row.ignores])
+    for name, row in all_rows().items()
+]
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -1,4 +1,4 @@
-"""What the tests of strangers have in common: numbers to feed them, and the short form of a diagnosis."""
+"""What the strangers have in common: numbers to feed them, layers around them, and the short form of a diagnosis."""
 
 from __future__ import annotations
 
@@ -19,6 +19,17 @@ def louder(layer, factor):
     return layer
 
 
+class Applied(nn.Module):
+    """Any function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
 class Between(nn.Module):
     """Two linear layers with anything between them."""
 
@@ -30,6 +41,23 @@ class Between(nn.Module):
 
     def forward(self, x):
         return self.exit(self.middle(self.entry(x)))
+
+
+class Lifted(nn.Module):
+    """A linear layer, and a function of its output and of the input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.lift = nn.Linear(8, 8)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.lift(x), x)
+
+
+def mean(output, _batch):
+    """A loss in fp32."""
+    return output.float().mean()
 
 
 def blamed(report):
