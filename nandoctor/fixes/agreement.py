@@ -12,8 +12,6 @@ import torch
 from torch.nn.functional import hardshrink
 
 from nandoctor.evidence.formats import EDGE, FP16
-from nandoctor.evidence.trace import OpCall, Trace
-from nandoctor.ops import CASTS, MOVES, SCALINGS, SUMS
 from nandoctor.replaying.runner import Outcome
 from nandoctor.tracing.tensor_stats import all_finite, numbers_in
 from nandoctor.tracing.tensor_tree import walk_tensors
@@ -38,8 +36,6 @@ _PIECE = 1 << 16
 _LARGEST_FP32 = torch.finfo(torch.float32).max
 LARGEST_SQUARED = math.sqrt(_LARGEST_FP32)
 """The largest magnitude whose square fp32 holds: a squared error, gradient clipping and Adam compute the square."""
-_TERMS = frozenset({"self", "other"})
-_SUMMED_ALONG = MOVES | CASTS | {"mean", "sum", "neg", "abs"}
 _SMALLEST_NORM = 1e-15
 """Below it the squares of fp32 numbers underflow."""
 
@@ -51,7 +47,7 @@ class Result:
     `meant` marks infinities in the output that the code intends, such as a mask's. `kept` names the model's state that
     the run left non-finite: True for NaN or +Inf, False for -Inf alone, which may be a mask. A large model's gradients
     are gigabytes, so they are checked only once; `looked_at`: the run has found them finite. They belong to loss x
-    `gradient_scale`. `loss_grain` is the resolution of the loss, from `loss_grain_of`.
+    `gradient_scale`.
     """
 
     values: Mapping[str, torch.Tensor]
@@ -61,7 +57,6 @@ class Result:
     meant: Mapping[str, torch.Tensor] = field(default_factory=dict)
     looked_at: bool = False
     kept: Mapping[str, bool] = field(default_factory=dict)
-    loss_grain: float = 0.0
 
     @property
     def finite(self) -> bool:
@@ -110,6 +105,17 @@ class Result:
         """The largest finite magnitude in output and loss, 0 if there is none."""
         finite = (value[torch.isfinite(value)] for value in self.values.values())
         return max((float(value.abs().max()) for value in finite if value.numel()), default=0.0)
+
+    @cached_property
+    def loss_grain(self) -> float:
+        """The rounding unit of a loss of terms as large as the output: one of 1 - p has no correct digit below it.
+
+        The median counts: a mask's -1e9 says nothing about the other elements.
+        """
+        outputs = [value[torch.isfinite(value)].abs() for name, value in self.values.items() if name != "loss"]
+        return torch.finfo(torch.float32).eps * max(
+            (float(one.median()) for one in outputs if one.numel()), default=0.0
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,36 +172,7 @@ class Agreement:
         return bool((ours.largest <= allowed).all())
 
 
-def loss_grain_of(reference: Trace) -> float:
-    """Return the rounding unit of the loss: fp32's eps at the largest term of the sum that it was last made by.
-
-    A loss of 1 - p has no correct digit below it. 0.0 if the loss is not such a sum, if a term is infinite, or if the
-    run's ops were not traced.
-    """
-    ops = {op.order: op for op in reference.ops if op.phase == "loss"}
-    op, factor = next(reversed(ops.values()), None), 1.0
-    while op is not None and op.inputs:
-        if op.op in SUMS:
-            terms = [abs(value) for name, value in op.scalars if name in _TERMS]
-            terms += [item.stats.absmax or 0.0 for item in op.inputs if item.stats is not None]
-            grain = factor * torch.finfo(torch.float32).eps * max(terms)
-            return grain if math.isfinite(grain) else 0.0
-        if op.op in SCALINGS and len(op.inputs) == 1:
-            number = abs(dict(op.scalars).get("other", 1.0))
-            factor = factor * number if op.op == "mul" else factor / (number or math.inf)
-        elif op.op not in _SUMMED_ALONG or (op.op in MOVES and _picks(op)):
-            return 0.0
-        op = ops.get(op.inputs[0].producer if op.inputs[0].producer is not None else -1)
-    return 0.0
-
-
-def _picks(op: OpCall) -> bool:
-    """Return True if the op drops elements, such as a mask's -1e9, whose size says nothing about the others."""
-    taken = op.inputs[0].stats
-    return taken is None or op.outputs[0].numel < taken.numel
-
-
-def keep(outcome: Outcome | None, *, loss_grain: float = 0.0) -> Result:
+def keep(outcome: Outcome | None) -> Result:
     """Return the result of a run, or of None if it could not be run; float64 values beyond fp32's range become Inf."""
     if outcome is None:
         return Result(values={}, gradients={}, ran=False)
@@ -208,7 +185,6 @@ def keep(outcome: Outcome | None, *, loss_grain: float = 0.0) -> Result:
         gradient_scale=outcome.gradient_scale,
         looked_at=not outcome.trace.bad_gradients,
         kept=outcome.kept,
-        loss_grain=loss_grain,
     )
 
 

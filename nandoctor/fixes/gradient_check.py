@@ -8,16 +8,12 @@ Too low a scale shows as an error, since small gradients are then rounded to zer
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from nandoctor.autocast.policy import REFERENCE
-from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.edits import Change, KeepSamples, SetLossScale, UseFormat, flatten
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.fixes.agreement import (
@@ -31,10 +27,18 @@ from nandoctor.fixes.agreement import (
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
 from nandoctor.text import number, percent
-from nandoctor.trees import tree_map
 
-Said = tuple[Literal["passed", "failed", "not-checked"], str]
-"""A status and the sentence that explains it; what follows a semicolon is left out where there is no room."""
+
+class Said(NamedTuple):
+    """What a criterion says of a change; what follows a semicolon in the text is left out where there is no room.
+
+    `samples` are those that were run, None for the whole batch.
+    """
+
+    status: Literal["passed", "failed", "not-checked"]
+    text: str
+    samples: tuple[int, ...] | None = None
+
 
 GROWTH = 4.0
 """Room for two of the doublings that GradScaler makes every 2,000 steps."""
@@ -48,16 +52,11 @@ _LEAST_SCALE = 256.0
 _MOST_NOISE = 0.5
 """The limit of what is accepted for fp32's own error in the gradients, as a share of their norm."""
 _LARGEST_MADE_UP = 1e6
-"""The largest norm that is accepted of gradients that are non-finite without the change, relative to those of the
-healthy samples, or of the loss at an ordinary output, or 1 if these are below 1. With a divisor clamped to 1e-12 the
-gradients are 1e12 times those of a divisor of 1, and one update ruins every weight."""
-_LARGEST_LOSS = 1e6
-"""The same for the loss, relative to that of the healthy samples: at 1e-12 the reciprocal, digamma and the like are
-1e12. A weighted average over a batch leaves a thousandth of that, and the loss that training reports is meaningless."""
+"""The largest loss, or norm of the gradients, that is accepted where it is non-finite without the change, relative to
+the healthy samples', or 1 if theirs is below 1. With a divisor clamped to 1e-12 the gradients are 1e12 times those of a
+divisor of 1, and one update ruins every weight."""
 _LARGEST_UNKNOWN = 1e9
 """The same relative to the square of the largest output, if no sample is healthy; the loss may have a factor."""
-_ORDINARY = 0.5
-"""An output value at which losses of probabilities, logits and distances are all smooth."""
 _MAX_GROWTH = 1.1
 """A change of the formula may make the gradients smaller, but at most this many times as large."""
 
@@ -85,13 +84,12 @@ class GradientCheck:
         """Check that the loss of a run is finite, and not a huge number that only the change produces."""
         loss = made.values.get("loss")
         if loss is None:
-            return "not-checked", "none is known (--loss)"
+            return Said("not-checked", "none is known (--loss)")
         if not bool(torch.isfinite(loss).all()):
-            return "failed", "not finite"
-        largest = float(loss.abs().max())
-        if not self._trials.sound_reference(()).finite and largest > self._largest_loss:
-            return "failed", f"finite, but up to {number(largest)}, which only the change produces"
-        return "passed", "finite"
+            return Said("failed", "not finite")
+        if self._is_made_up(_size_of_loss, made):
+            return Said("failed", f"finite, but up to {number(_size_of_loss(made))}, which only the change produces")
+        return Said("passed", "finite")
 
     def _scales(self, change: Change) -> tuple[float, ...]:
         step = self._trials.step
@@ -115,11 +113,11 @@ class GradientCheck:
         """
         of = "a stand-in loss" if self._trials.step.loss in SURROGATES else "the loss"
         if not made.gradients:
-            return "not-checked", "no weight has a gradient"
+            return Said("not-checked", "no weight has a gradient")
         if scale is None:
-            return "failed", f"gradients of {of} are not finite at loss scale {number(min(self._scales(change)))}"
+            return Said("failed", f"gradients of {of} are not finite at loss scale {number(min(self._scales(change)))}")
         if (made_up := self.tell_made_up(made)) is not None:
-            return "failed", f"gradients of {of}: {made_up}"
+            return Said("failed", f"gradients of {of}: {made_up}")
         told, aside = f"gradients of {of} finite at loss scale {number(scale)}", ""
         if self._trials.step.loss_scale is None and scale_set_by(change) is None:
             highest = max(self._scales(change))
@@ -129,21 +127,24 @@ class GradientCheck:
             excused = scale < 1 or (scale < larger and self._overflows_anyway(larger))
             aside = self._describe_unknown(scale, larger if excused else highest, excused=excused)
             if scale < min(_LEAST_SCALE, highest) and not excused:
-                return "failed", told + aside
+                return Said("failed", told + aside)
         if scale < 1 and (lost := self._loses_small_gradients(change, made, scale)) is not None:
-            return "failed", f"{told}, at which {lost} are rounded to 0"
+            return Said("failed", f"{told}, at which {lost} are rounded to 0")
         references = self._references(None if in_backward else change, made)
         error, allowed = _nearest(references, made, grain=FP16.smallest_subnormal / scale)
         told += _describe_error(error, allowed)
         is_taught = error or gradient_norm(made)
         told += "" if is_taught else " (all are 0, so the model learns nothing from this batch)"
-        return "passed" if error is None or error <= allowed else "failed", told + aside
+        return Said("passed" if error is None or error <= allowed else "failed", told + aside)
 
     def tell_made_up(self, made: Result) -> str | None:
         """Describe gradients that are finite but implausibly large, if the unchanged step has none; None otherwise."""
-        if self._trials.sound_reference(()).finite or (norm := gradient_norm(made)) <= self._largest_made_up:
-            return None
-        return f"finite, but with a norm of {number(norm)}, which only the change produces"
+        if self._trials.step.loss in SURROGATES:
+            is_made_up = gradient_norm(made) > LARGEST_SQUARED and not self._trials.sound_reference(()).finite
+        else:
+            is_made_up = self._is_made_up(gradient_norm, made)
+        norm = number(gradient_norm(made))
+        return f"finite, but with a norm of {norm}, which only the change produces" if is_made_up else None
 
     @staticmethod
     def _describe_unknown(scale: float, larger: float, *, excused: bool) -> str:
@@ -160,15 +161,15 @@ class GradientCheck:
         """Check that the gradients stay finite when GradScaler doubles its scale twice."""
         step = self._trials.step
         if scale_set_by(change) is not None:
-            return "not-checked", "the change sets it"
+            return Said("not-checked", "the change sets it")
         if step.loss_scale is None:
-            return "not-checked", "not known"
+            return Said("not-checked", "not known")
         grown = GROWTH * step.loss_scale
         if scale is not None and scale >= grown:
-            return "passed", f"gradients are finite at loss scale {number(grown)} too"
+            return Said("passed", f"gradients are finite at loss scale {number(grown)} too")
         if self._overflows_anyway(grown):
-            return "not-checked", f"at loss scale {number(grown)} the gradients overflow without the failure too"
-        return "failed", f"gradients are not finite at loss scale {number(grown)}"
+            return Said("not-checked", f"at loss scale {number(grown)} the gradients overflow without the failure too")
+        return Said("failed", f"gradients are not finite at loss scale {number(grown)}")
 
     def _overflows_anyway(self, scale: float) -> bool:
         """Return True if fp16 cannot hold the gradients of the sound reference or of the healthy samples either."""
@@ -207,42 +208,15 @@ class GradientCheck:
         if sound.finite and self._healthy:
             yield sound, min(2 * self._own_error, 1.0)
 
-    @cached_property
-    def _largest_loss(self) -> float:
-        """The largest loss that is plausible if the loss is not finite without a change."""
+    def _is_made_up(self, size: Callable[[Result], float], made: Result) -> bool:
+        """Return True if a loss, or a norm of gradients, is implausibly large, and the unchanged step has none."""
+        if self._trials.sound_reference(()).finite:
+            return False
         fine = self._trials.reference(KeepSamples(samples=self._healthy)) if self._healthy else None
-        loss = fine.values.get("loss") if fine is not None and fine.values_finite else None
-        if loss is not None:
-            return min(_LARGEST_LOSS * max(1.0, float(loss.abs().max())), LARGEST_SQUARED)
-        return min(_LARGEST_UNKNOWN * max(1.0, self._trials.reference().largest_finite ** 2), LARGEST_SQUARED)
-
-    @cached_property
-    def _largest_made_up(self) -> float:
-        """The largest norm that is plausible for gradients that are not finite without a change."""
-        if self._trials.step.loss in SURROGATES:
-            return LARGEST_SQUARED
-        fine = self._trials.reference(KeepSamples(samples=self._healthy)) if self._healthy else None
-        usual = gradient_norm(fine) if fine is not None and fine.finite else self._steepness()
-        return min(_LARGEST_MADE_UP * max(1.0, usual), LARGEST_SQUARED)
-
-    def _steepness(self) -> float:
-        """Return the norm of the loss's gradient at an output of ordinary numbers, 1 if it cannot be computed."""
-        step, leaves = self._trials.step, list[torch.Tensor]()
-
-        def make_ordinary(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
-                return leaf
-            leaves.append(torch.full_like(leaf, _ORDINARY, dtype=torch.float32, requires_grad=True))
-            return leaves[-1]
-
-        with suppress(LossError, ModelError, RuntimeError):
-            output = tree_map(make_ordinary, step.run(REFERENCE).output)
-            loss = step.loss(output, step.batch) if step.loss is not None else None
-            if loss is not None and loss.requires_grad:
-                made = torch.autograd.grad(loss, leaves, allow_unused=True)
-                norm = float(sum(gradient.double().square().sum() for gradient in made if gradient is not None)) ** 0.5
-                return norm if math.isfinite(norm) else 1.0
-        return 1.0
+        if fine is not None and fine.finite:
+            return size(made) > min(_LARGEST_MADE_UP * max(1.0, size(fine)), LARGEST_SQUARED)
+        usual = max(1.0, self._trials.reference().largest_finite ** 2)
+        return size(made) > min(_LARGEST_UNKNOWN * usual, LARGEST_SQUARED)
 
     def _loses_small_gradients(self, change: Change, made: Result, scale: float) -> str | None:
         """Describe the small gradients that a scale for the largest ones loses; the norm of all does not show them."""
@@ -251,7 +225,7 @@ class GradientCheck:
             return f"{percent(share)} of those that are not 0 in fp32"
         if not self._healthy:
             # Only a loss that is itself multiplied by a large factor needs a scale below 1.
-            is_too_low = scale_set_by(change) is not None and scale * max(1.0, self._steepness()) < 1
+            is_too_low = scale_set_by(change) is not None and scale * _factor_of_loss(made) < 1
             return "gradients of an ordinary size" if is_too_low else None
         return "those of the samples that were fine" if self._healthy_error(scale) > GRADIENT_TOLERANCE else None
 
@@ -265,6 +239,16 @@ class GradientCheck:
         kept = KeepSamples(samples=self._healthy)
         made, reference = self._trials.run(kept, SetLossScale(value=scale)), self._trials.reference(kept)
         return gradient_error(made, reference) if made.finite and reference.finite else 0.0
+
+
+def _size_of_loss(made: Result) -> float:
+    return float(made.values["loss"].abs().max()) if "loss" in made.values else 0.0
+
+
+def _factor_of_loss(made: Result) -> float:
+    """Return how many times as large as the output the loss is, at least 1."""
+    output = max((float(value.abs().max()) for name, value in made.values.items() if name != "loss"), default=0.0)
+    return max(1.0, _size_of_loss(made) / output) if output else 1.0
 
 
 def _nearest(references: Iterable[tuple[Result, float]], made: Result, *, grain: float) -> tuple[float | None, float]:

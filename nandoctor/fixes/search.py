@@ -27,8 +27,7 @@ from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.report import Check, Counterfactual, Diagnosis, Fix, FixSettings, Fp32SetSearch, TrialOutcome
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.evidence.verdicts import NOTHING_FOUND
-from nandoctor.fixes.agreement import loss_grain_of
-from nandoctor.fixes.budget import BudgetSpent, TrialBudget, find_lost_call
+from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.candidates import (
     by_lines,
     guilty_samples,
@@ -43,7 +42,7 @@ from nandoctor.fixes.gradient_check import scale_set_by
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.notes import describe_coupling, describe_none, describe_search, distance_of
 from nandoctor.fixes.proof import Verifier
-from nandoctor.fixes.verify import Judgement, Trials
+from nandoctor.fixes.verify import Judgement, Known, Trials
 from nandoctor.fixes.widening import cost_of, is_below
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange, write_title
 from nandoctor.ops import CASTS, PRODUCTS
@@ -146,17 +145,13 @@ class _Search:
 
     def __init__(self, step: FailingStep, findings: Findings, budget: TrialBudget) -> None:
         self._step, self._findings, self._budget = step, findings, budget
-        self._trials = Trials(
-            step,
-            budget,
-            numerics=not (findings.sound_in_fp32 or findings.verdict == "loss-scale"),
-            backward=findings.trace.finite,  # if the forward fails, the search looks at it alone
+        numerics = not (findings.sound_in_fp32 or findings.verdict == "loss-scale")
+        known = Known(
             fails=findings.trace.raised is None and not findings.trace.finite and findings.reference.finite,
-            lost_at=find_lost_call(findings),
+            fp32=None if numerics else findings.fp32,
         )
-        self._trials.loss_grain = loss_grain_of(findings.reference)
-        if findings.fp32 is not None and not self._trials.numerics:
-            self._trials.with_gradients.know_reference(findings.fp32)
+        # If the forward fails, the search looks at it alone.
+        self._trials = Trials(step, budget, numerics=numerics, backward=findings.trace.finite, known=known)
         self._guilty = guilty_samples(findings)
         self._writer = ChangeWriter(step.model, step.loss, findings.ops, findings.trace.calls)
         self._verifier = self._new_verifier()
@@ -199,7 +194,7 @@ class _Search:
         if findings.sound_in_fp32:
             with self._budget.holding_back(_RESERVED_SHARE):
                 self._fp32_sets, found = search_fp32_sets(
-                    findings, trials, self._verifier.few, is_fix=self._is_verified
+                    findings, trials, self._verifier.others.few, is_fix=self._is_verified
                 )
             self._attempt((self._as_printed(kept) for kept in found if self._is_of_use(kept)), self._from_fp32_sets)
             if self._step.low is FP16 and not self._succeeded:  # the last resort: it costs precision everywhere
@@ -301,7 +296,7 @@ class _Search:
             for text in written:
                 proof, checks = self._verifier.verify(text, edit)
                 fails_at_once = checks[0].status == "failed"
-                attempts = [_make_fix(edit, text, proof, checks[:1] if fails_at_once else checks)]
+                attempts = [_make_fix(edit, text, proof, checks)]
                 if proof.passes or fails_at_once:
                     self._trials.note(edit, proof)
                 if proof.passes:

@@ -29,7 +29,7 @@ from nandoctor.fixes.agreement import (
     keep,
     values_of,
 )
-from nandoctor.fixes.budget import BudgetSpent, CallKey, TrialBudget, TrialEnded, ending_where_lost
+from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.variations import SURROGATES, squared_surrogate, surrogate_loss
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.interventions import select_samples
@@ -54,14 +54,27 @@ class Judgement:
     passes: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known of a step before it is tried.
+
+    `fails`: it gives NaN or Inf, and fp32 does not. `fp32` is its run in fp32. `is_another`: its batch, loss, mode or
+    seed is not that of the failing step. `writes_infinities`: infinities in its output are intended; None if only a run
+    shows that.
+    """
+
+    fails: bool = False
+    fp32: Result | None = None
+    is_another: bool = False
+    writes_infinities: bool | None = None
+
+
 class Trials:
     """The trials of one failing step; every method that runs one raises `BudgetSpent` once the budget is spent.
 
     With `numerics` the step fails in fp32 as well: an edit is then judged against float64 if that is finite, else
     against fp32 with the same edit, and must not change what was finite without it. With `backward`, gradients have to
     be finite where the reference's are. With a loss scale they also have to agree; without one, fp16's may underflow.
-    `fails`: the unchanged step is known to give NaN or Inf, and fp32 is not. `lost_at` is the module call after which
-    it had only NaN left: a run in which that call returns only NaN ends there.
     """
 
     def __init__(
@@ -71,56 +84,48 @@ class Trials:
         *,
         numerics: bool,
         backward: bool = True,
-        fails: bool = False,
-        lost_at: CallKey | None = None,
+        known: Known | None = None,
     ) -> None:
-        self.step, self.loss_grain = step, 0.0
-        self.numerics = numerics
-        self._lost_at = lost_at
-        self._budget = budget
+        known = known or Known()
+        self.step, self.numerics = step, numerics
+        self._known, self._budget = known, budget
         self._backward = backward and step.loss is not None
-        self._is_own_step = step.loss not in SURROGATES
+        self._is_own_step = step.loss not in SURROGATES and not known.is_another
         self._gradient_tolerance = math.inf if step.loss_scale in (None, 1.0) else GRADIENT_TOLERANCE
         self._judgements: dict[frozenset[Change], Judgement] = {}
         failed = TrialOutcome(finite=False, max_rel_err=None)
-        self._looks: dict[frozenset[Change], TrialOutcome | None] = {frozenset(): failed} if fails else {}
+        self._looks: dict[frozenset[Change], TrialOutcome | None] = {frozenset(): failed} if known.fails else {}
         self._references: dict[frozenset[Change], Result] = {}
-        self._shares_references = True
+        if self._backward and known.fp32 is not None and known.fp32.gradients and known.fp32.finite:
+            self._references[frozenset()] = known.fp32
         self.drew = True
         """True if the last run drew random numbers."""
 
     @cached_property
     def with_gradients(self) -> Trials:
         """The trials of the same step with a backward pass, from a surrogate loss if no loss is known."""
+        if self._backward:
+            return self
         stand_in = squared_surrogate if self.numerics else surrogate_loss
         step = self.step if self.step.loss is not None else replace(self.step, loss=stand_in)
-        return self.on(step, lost_at=self._lost_at)
+        return Trials(step, self._budget, numerics=self.numerics, known=replace(self._known, fails=False))
 
-    def know_reference(self, made: Result) -> None:
-        """Use a run of the unchanged step in fp32 as the reference, if it has gradients and is finite."""
-        if made.gradients and made.finite:
-            self._references[frozenset()] = made
-
-    def on(self, step: FailingStep, *, backward: bool = True, lost_at: CallKey | None = None) -> Trials:
-        """Return the trials of a similar step, with gradients by default, on the same budget."""
-        made = Trials(step, self._budget, numerics=self.numerics, backward=backward, lost_at=lost_at)
-        made.loss_grain = self.loss_grain
-        made._shares_references = False
-        made._is_own_step = made._is_own_step and self._is_own_step and step.batch is self.step.batch
-        return made
+    def on(self, step: FailingStep, *, backward: bool = True) -> Trials:
+        """Return the trials of a step with another batch or scale, with gradients by default, on the same budget."""
+        known = Known(is_another=not self._is_own_step or step.batch is not self.step.batch)
+        return Trials(step, self._budget, numerics=self.numerics, backward=backward, known=known)
 
     def of_samples(self, samples: tuple[int, ...]) -> Trials:
         """Return the trials of the same step with these samples alone, judged as this one is, on the same budget."""
-        return self.on(with_samples(self.step, samples), backward=self._backward, lost_at=self._lost_at)
+        return self.on(with_samples(self.step, samples), backward=self._backward)
 
     def varied(self, *, training: bool, seed: int | None) -> Trials:
-        """Return the trials of the step in this mode, with this seed; none ends early, as it may fail elsewhere."""
+        """Return the trials of the step in this mode, with this seed."""
         if (training, seed) == (self.step.training, self.step.seed):
             return self
-        made = self.on(replace(self.step, training=training, seed=seed), backward=self._backward)
-        made._is_own_step = False
-        made._writes_infinities = self._writes_infinities
-        return made
+        known = Known(is_another=True, writes_infinities=self._writes_infinities)
+        step = replace(self.step, training=training, seed=seed)
+        return Trials(step, self._budget, numerics=self.numerics, backward=self._backward, known=known)
 
     @cached_property
     def _writes_infinities(self) -> bool:
@@ -128,6 +133,8 @@ class Trials:
 
         If not, a variation that is non-finite in both precisions (in eval mode, by a BatchNorm's statistics) fails.
         """
+        if self._known.writes_infinities is not None:
+            return self._known.writes_infinities
         reference = self.reference()
         return reference.ran and not reference.values_finite and not reference.has_nan
 
@@ -269,7 +276,7 @@ class Trials:
 
     def _shared_reference(self, key: frozenset[Change]) -> Result | None:
         """Return the same reference with gradients, if known; the unchanged step's is run, since any fix needs it."""
-        if not self._shares_references:
+        if self._backward or not self._is_own_step:
             return None
         if not key and not is_large(self.step.model):
             reference = self.with_gradients.reference()
@@ -324,7 +331,7 @@ class Trials:
             return keep(None)  # a changed model may not run at all
 
     def _run(self, edits: tuple[Change, ...], policy: Policy | None) -> Result:
-        """Run the step once; a run that ends early has the result NaN, which is all that would have been left."""
+        """Run the step once."""
         watch = Watch(
             stage=f"trial {self._budget.num_run}",
             statistics="none",
@@ -332,20 +339,14 @@ class Trials:
             keep=self._backward,
             worth_backward=partial(self._may_pass, edits),
         )
-        # Only a changed step on the same samples ends early: the unchanged step's values are used elsewhere.
-        may_end = policy is None and bool(edits) and not selects(edits)
-        lost_at = self._lost_at if may_end else None
-        try:
-            # Warnings are ignored: they are about a batch or a format that the code never ran with.
-            with warnings.catch_warnings(action="ignore"), ending_where_lost(self.step.model, lost_at):
-                outcome = self.step.run(policy, watch, edits)
-        except TrialEnded:
-            return Result(values={"output": torch.tensor(math.nan)}, gradients={}, ran=True)
+        # Warnings are ignored: they are about a batch or a format that the code never ran with.
+        with warnings.catch_warnings(action="ignore"):
+            outcome = self.step.run(policy, watch, edits)
         self.drew = outcome.random
         self._end_if(out_of_memory=outcome.out_of_memory)
         # The value of a surrogate loss is meaningless: it may cancel to a number without a correct digit.
         outcome = replace(outcome, loss=None) if self.step.loss in SURROGATES else outcome
-        return keep(outcome, loss_grain=self.loss_grain)
+        return keep(outcome)
 
     def _with_meant(self, made: Result, edits: tuple[Change, ...], policy: Policy | None) -> Result:
         """Mark infinities as meant that the unchanged step has in fp32 too, if there is a known loss to judge them."""

@@ -1,10 +1,16 @@
 """What a verified fix has to stand: gradients at the loss scale, healthy samples, and batches near to its own."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import nandoctor
+from nandoctor.fixes.proof import CRITERIA
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def replay(folder, model, *, loss=None, loss_scale=None, **arrays):
@@ -59,6 +65,11 @@ def test_a_fix_that_doubled_inputs_break_is_not_verified(sample_reports):
     assert failures(scaled) == ["inputs doubled"]
     assert not scaled.verified
     assert report.fixes[0].edit.kind == "keep-op"
+
+
+def test_the_docs_list_the_criteria_in_their_order():
+    told = re.findall(r"^\| `([a-z0-9 ]+)` \| ", (DOCS / "fixing.md").read_text(), re.M)
+    assert told == [name for name, _ in CRITERIA]
 
 
 def test_every_criterion_is_told_as_passed_or_not_checked(sample_reports):

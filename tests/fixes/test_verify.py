@@ -13,7 +13,7 @@ from nandoctor.evidence.edits import ClampArgument, KeepModule, KeepOp, KeepSamp
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.fixes.agreement import BF16_TOLERANCE, TOLERANCE
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
-from nandoctor.fixes.verify import Trials
+from nandoctor.fixes.verify import Known, Trials
 from nandoctor.replaying.runner import CLOSELY, FailingStep
 
 FP16_AUTOCAST = Policy(name="cuda", format=FP16)
@@ -81,7 +81,7 @@ def test_the_unchanged_step_is_run_once_and_not_if_known(step):
     assert not trials.run().values_finite
     assert not trials.look(as_it_is).finite
     assert trials._budget.num_run == 1
-    known = Trials(step, TrialBudget(max_trials=0), numerics=False, fails=True)
+    known = Trials(step, TrialBudget(max_trials=0), numerics=False, known=Known(fails=True))
     assert known.look(as_it_is) == trials.look(as_it_is)
 
 
