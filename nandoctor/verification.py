@@ -252,7 +252,7 @@ def _measure(blank: Verification, step: FailingStep, query: _Query, *, random: b
     """
     with step.project.running():
         told = query.changed if isinstance(query.changed, Mapping) else {}
-        made = find_unchanged(query.dump, blank.code, {path.resolve(): text for path, text in told.items()})
+        made = find_unchanged(blank.code, {path.resolve(): text for path, text in told.items()})
     lowered = query.settings.loss_scale if query.dump.loss_scale not in (None, query.settings.loss_scale) else None
     try:
         failing, passed = _without(step, made) if made is not None else (None, False)

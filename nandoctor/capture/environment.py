@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import random
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +19,6 @@ from nandoctor.autocast.kernels import is_emulating
 from nandoctor.process_wide import BACKENDS, read_backend
 from nandoctor.text import dtype_name
 
-_NUM_PEEKED = 9 * 4  # bytes
 _CAN_DISTRIBUTE = dist.is_available()
 
 
@@ -51,86 +48,21 @@ class RandomStates(NamedTuple):
 
 
 class Generators:
-    """The process's random generators; on CUDA that of `device`, whose state is on the host, so reading never waits.
-
-    Reading the states of numpy and Python takes longer than all other work in a step, so they are read only if words in
-    memory have changed: the position, which every draw moves, and the eight words next to it, since 624 draws or a seed
-    replace all words. Both generators cache the second number of a normal pair, which these words do not show: Python's
-    `gauss_next` is compared as well, and numpy's state is read at every step once it has cached one.
-    """
+    """The process's random generators; on CUDA that of `device`, whose state is on the host, so reading never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._numpy_words, self._python_words = _Words(), _Words()
-        self._numpy: Any = None
-        self._python: Any = None
-        self._holds_back = False
-        self._can_peek = _has_words_in_memory()
 
     def read(self) -> RandomStates:
-        """Return the current states."""
+        """Return the current states; for numpy None if its generator was exchanged for one that a replay cannot set."""
+        numpy_random: Any = np.random
+        is_usual = isinstance(numpy_random.get_bit_generator(), np.random.MT19937)
         return RandomStates(
             cpu=torch.default_generator.get_state(),
             cuda=torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
-            numpy=self._read_numpy(),
-            python=self._read_python(),
+            numpy=np.random.get_state() if is_usual else None,
+            python=random.getstate(),
         )
-
-    def _read_numpy(self) -> Any:
-        """Return the state of numpy's global generator; None if it was exchanged for one that a replay cannot set."""
-        numpy_random: Any = np.random
-        generator = numpy_random.get_bit_generator()
-        if not isinstance(generator, np.random.MT19937):
-            return None
-        if self._numpy_words.have_changed(generator, _find_words_of_numpy) or self._holds_back:
-            self._numpy = np.random.get_state()
-            self._holds_back = self._holds_back or bool(self._numpy[3])
-        return self._numpy
-
-    def _read_python(self) -> Any:
-        generator: Any = getattr(random.getstate, "__self__", None)
-        if not self._can_peek or generator is None or type(generator) is not random.Random:
-            return random.getstate()
-        changed = self._python_words.have_changed(generator, _find_words_of_python)
-        if changed or vars(generator)["gauss_next"] != self._python[2]:
-            self._python = random.getstate()
-        return self._python
-
-
-class _Words:
-    """Some of the words that a generator keeps in memory, as they were at the last look."""
-
-    def __init__(self) -> None:
-        self._generator: Any = None
-        self._words: Any = b""
-        self._seen = b""
-
-    def have_changed(self, generator: Any, find: Callable[[Any], int]) -> bool:
-        """Return True if the words differ from those at the last call; `find` returns their address."""
-        if generator is not self._generator:
-            self._generator, self._words = generator, (ctypes.c_char * _NUM_PEEKED).from_address(find(generator))
-        before, self._seen = self._seen, self._words.raw
-        return before != self._seen
-
-
-def _find_words_of_numpy(generator: Any) -> int:
-    """Return the address of the last eight of the 624 words and of the position, which follows them."""
-    return int(generator.ctypes.state_address) + 625 * 4 - _NUM_PEEKED
-
-
-def _find_words_of_python(generator: random.Random) -> int:
-    """Return the address behind the header of CPython's generator: the position comes first, then the words."""
-    return id(generator) + object.__basicsize__
-
-
-def _has_words_in_memory() -> bool:
-    """Return True if a trial finds the words: other Pythons may keep them elsewhere, or ids may not be addresses."""
-    if sys.implementation.name != "cpython":
-        return False
-    generator, words = random.Random(0), _Words()
-    words.have_changed(generator, _find_words_of_python)
-    generator.random()
-    return words.have_changed(generator, _find_words_of_python)
 
 
 def read_autocast(device_type: str) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def refuse_part(path: Path) -> None:
     if path.name.endswith(".distcp"):
         raise DumpError(
             "it is one rank's part of a checkpoint of torch.distributed.checkpoint (DCP).",
-            remedy=f"Give the directory: --weights {folder}.",
+            remedy=f"Give the directory: --weights {folder} --trust.",
         )
     if path.name.endswith("_optim_states.pt") or ("zero_pp_rank_" in path.name and path.name.endswith(".pt")):
         raise stub_error(path.parent)

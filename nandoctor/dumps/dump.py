@@ -38,8 +38,8 @@ class Dump:
     `left_out` names the rest of the file: other weights, schedules, arrays of text. `recorded` is what a file in the
     recorder's format says of the call and its environment, and `provenance` whether this user's own recorder wrote it;
     `missing` names what it could not hold. If `other_weights`, `state` was read from another file (`notes` say so),
-    and is not, or may not be, that of the failing step. `checksums` are those that were not compared when the file was
-    opened.
+    and is not, or may not be, that of the failing step. If `trusted`, code of the
+    file may run. `checksums` are those that were not compared when the file was opened.
     """
 
     path: Path
@@ -61,6 +61,7 @@ class Dump:
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     other_weights: bool = False
+    trusted: bool = False
     checksums: Checksums = field(default_factory=Checksums, compare=False)
 
     def __repr__(self) -> str:

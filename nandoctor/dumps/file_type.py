@@ -159,21 +159,6 @@ def open_container(path: Path) -> Container:
     raise _describe_stranger(head)
 
 
-def open_part(path: Path, offset: int, nbytes: int) -> Container:
-    """Open the zip archive that torch.save wrote into a part of the file.
-
-    Raises:
-        DumpError: there is none.
-        OSError: the file cannot be read.
-    """
-    size = path.stat().st_size
-    if not 0 <= offset < offset + nbytes <= size:
-        raise damaged("a part of it reaches beyond its end")
-    with path.open("rb") as file:
-        data, begin = _open_data(file, offset, nbytes)
-    return _open_archive(data, path, begin)
-
-
 def _open_data(file: BufferedReader, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
     """Return `nbytes` of the file, copied into memory or, if they are many, mapped, and their offset in that.
 

@@ -18,7 +18,7 @@ from nandoctor.dumps.checksums import Checksums
 from nandoctor.dumps.classify import choose_state, is_stub, sort_contents, sort_recorded, strip_wrappers
 from nandoctor.dumps.directories import refuse_part, stub_error
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.file_type import Container, open_container, open_part
+from nandoctor.dumps.file_type import Container, open_container
 from nandoctor.dumps.pickle_scan import Scan, scan_pickle
 from nandoctor.dumps.recorded_format import Recorded, is_recorded
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
@@ -56,7 +56,8 @@ def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
     with named(location):
         refuse_part(location)
         container = open_container(location)
-        return _make_dump(container, _torch_values(container), trust=trust)
+        dump = _make_dump(container, _torch_values(container), trust=trust)
+    return replace(dump, trusted=trust)
 
 
 def look_at_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
@@ -97,17 +98,6 @@ def read_state(path: Path) -> Mapping[str, torch.Tensor]:
     if not (dump.holds_weights and dump.state):
         raise DumpError("it has no weights.", remedy="Name a file of weights.")
     return dump.state
-
-
-def read_part(path: Path, offset: int, nbytes: int) -> object:
-    """Return what torch.save wrote into a part of a file; no code that it names is run.
-
-    Raises:
-        DumpError: it is damaged, hostile, or asks for code.
-        OSError: the file cannot be read.
-    """
-    container = open_part(path, offset, nbytes)
-    return _load(container, _torch_values(container))
 
 
 def add_batch(dump: Dump, path: str | os.PathLike[str]) -> Dump:

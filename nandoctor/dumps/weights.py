@@ -1,6 +1,7 @@
 """Reads weights as a training saves them: in one file, an index with its shards, or a directory.
 
-No code in a file is run. A few values of each weight show later whether a checkpoint holds the same weights.
+No code in a file is run, but that of a trusted directory of DCP. A few values of each weight show later whether a
+checkpoint holds the same weights.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import torch
 
 from nandoctor.dumps.classify import check_weights, strip_wrappers
 from nandoctor.dumps.directories import Listing, list_directory, refuse_part, stub_error
-from nandoctor.dumps.distributed_checkpoint import read_distributed
 from nandoctor.dumps.file_type import damaged, regular_size
 from nandoctor.dumps.reader import named, read_state
 from nandoctor.dumps.recorded_format import MAX_SAMPLED, WeightSample
@@ -33,12 +33,12 @@ _WHOLE = (
 )
 
 
-def read_weights(path: str | os.PathLike[str]) -> State:
+def read_weights(path: str | os.PathLike[str], *, trust: bool = False) -> State:
     """Read the weights at `path`, without the prefixes of DataParallel and torch.compile.
 
-    `path` is a safetensors file, an index of Hugging Face (`.index.json`) or its directory, a directory of
-    torch.distributed.checkpoint or of DeepSpeed, or a file of torch.save: a state dict, a dump, DeepSpeed's model
-    states.
+    `path` is a safetensors file, an index of Hugging Face (`.index.json`) or its directory, a directory of DeepSpeed,
+    or a file of torch.save: a state dict, a dump, DeepSpeed's model states; with `trust` also a directory of
+    torch.distributed.checkpoint, whose metadata may run any code.
 
     Raises:
         DumpError: it is none of these, a part of one, damaged or hostile.
@@ -47,7 +47,7 @@ def read_weights(path: str | os.PathLike[str]) -> State:
     with named(location):
         refuse_part(location)
         try:
-            state = _read_directory(location) if location.is_dir() else _read_file(location)
+            state = _read_directory(location, trust=trust) if location.is_dir() else _read_file(location)
         except OSError as error:
             raise DumpError(f"it cannot be read ({error.strerror}).", remedy="Check the path.") from error
         if not state:
@@ -61,10 +61,12 @@ def _read_file(path: Path) -> State:
     return _read_safetensors(path) if path.suffix == ".safetensors" else read_state(path)
 
 
-def _read_directory(path: Path) -> State:
+def _read_directory(path: Path, *, trust: bool) -> State:
     listing = list_directory(path)
     if listing.kind == "dcp":
-        return read_distributed(path)
+        from nandoctor.dumps.distributed_checkpoint import read_distributed  # noqa: PLC0415  (takes a second to import)
+
+        return read_distributed(path, trust=trust)
     if listing.kind == "deepspeed":
         return _read_deepspeed(path, listing)
     if listing.kind == "hugging face":

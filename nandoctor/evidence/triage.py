@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from nandoctor.evidence.codec import INLINED
 from nandoctor.evidence.report import Grade
 from nandoctor.evidence.verdicts import Verdict
 
@@ -30,17 +29,6 @@ class CodePlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleId:
-    """The identity of one sample of the data.
-
-    `by` "name": the name, path or index in the batch; "content": the first digits of the sha256 of its inputs.
-    """
-
-    by: Literal["name", "content"]
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingMoment:
     """When and where in a training the step was, None if the file does not say; `run` is then the file's folder."""
 
@@ -54,7 +42,7 @@ class TrainingMoment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpFinding:
-    """The part of a report that dumps are grouped by; `samples` are those of the batch with the failure."""
+    """The part of a report that dumps are grouped by."""
 
     verdict: Verdict
     grade: Grade
@@ -62,7 +50,6 @@ class DumpFinding:
     cause: str | None
     title: str
     place: CodePlace
-    samples: tuple[SampleId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +81,6 @@ class DumpResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecurringSample:
-    """A sample that `num_dumps` of `num_known` dumps fail in; `num_known` counts dumps with identifiable samples."""
-
-    sample: SampleId = field(metadata=INLINED)
-    num_dumps: int
-    num_known: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFix:
     """A change that was tried on the group's representative; `patch` is that of `report.Fix`."""
 
@@ -117,8 +95,8 @@ class Group:
     """Dumps with one cause at one place in the code.
 
     `paths` are the files in the order of their steps, `modules` the dotted paths that the origin was found in. `steps`
-    and `written` are the first and the last. `recurring` are samples that at least half of the dumps fail in. `fixes`
-    were tried on `representative`, the dump that `page` reports on; `fix_note` says why there are none.
+    and `written` are the first and the last. `fixes` were tried on `representative`, the dump that `page` reports on;
+    `fix_note` says why there are none.
     """
 
     kind: Literal["group"] = "group"
@@ -134,7 +112,6 @@ class Group:
     folds: tuple[str, ...]
     runs: tuple[str, ...]
     written: tuple[str, str] | None
-    recurring: tuple[RecurringSample, ...]
     representative: str
     fixes: tuple[GroupFix, ...] = ()
     fix_note: str = ""
@@ -143,12 +120,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Triage:
-    """The whole triage. `num_reused` results come from an earlier run; `num_left` files were not analysed."""
+    """The whole triage. `num_reused` results come from an earlier run; `num_left` files were not analysed.
+
+    `num_workers` is 0 if an executor of the user's ran it.
+    """
 
     schema: str = SCHEMA
     dumps: tuple[DumpResult, ...]
     groups: tuple[Group, ...]
-    recurring: tuple[RecurringSample, ...]
     num_reused: int
     num_left: int
     num_workers: int

@@ -1,4 +1,4 @@
-"""The workers of a triage: processes on this machine, or the workers of a Dask cluster."""
+"""The workers of a triage: processes on this machine, a Dask cluster, or any executor of the user's."""
 
 from __future__ import annotations
 
@@ -6,154 +6,175 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    CancelledError,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    as_completed,
+    wait,
+)
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing import forkserver
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Protocol
 
 from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.triage import DumpResult
+from nandoctor.fleet.worker import Job, JobAnswer, run_job
 from nandoctor.machine import available_memory, count_cores, limit_memory
-
-T = TypeVar("T")
 
 _LEAST_NBYTES = 1 << 30
 """The memory that a worker needs for torch and a small model: no more workers are started than fit."""
 _SHARE = 0.9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workers:
-    """An executor and the number of calls that it runs at once; `is_death` is True for the error of a dead worker."""
+class Workers(Protocol):
+    """What replays the files of a triage; `size` is the number of files at a time, 0 if it is not known."""
 
-    executor: Executor
     size: int
-    is_death: Callable[[BaseException], bool]
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
+        """Yield one answer for each job, as they come."""
+
+
+class Processes:
+    """Processes on this machine, at most `size` at a time, each limited to `memory` bytes; None for no limit.
+
+    The code of each model gets processes of its own: two projects may have modules of the same name.
+    """
+
+    def __init__(self, size: int, memory: int | None) -> None:
+        self.size = size
+        self._memory = memory
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
+        """Yield one answer for each job, as they come. A process that dies costs its own file."""
+        for place in dict.fromkeys(map(_code_of, jobs)):
+            waiting = deque(job for job in jobs if _code_of(job) == place)
+            suspects: list[Job] = []
+            while waiting:
+                suspects += yield from self._run_until_broken(waiting)
+            for job in suspects:
+                yield self._run_alone(job)
+
+    def _run_until_broken(self, waiting: deque[Job]) -> Generator[JobAnswer, None, list[Job]]:
+        """Answer jobs until none is waiting or a process dies; return those that were running then.
+
+        The death of one process ends the whole pool, so no more jobs are submitted than there are processes.
+        """
+        running: dict[Future[JobAnswer], Job] = {}
+        with _open_pool(min(self.size, len(waiting)), self._memory) as pool:
+            while waiting or running:
+                try:
+                    while waiting and len(running) < self.size:
+                        future = _submit(pool, waiting[0])
+                        running[future] = waiting.popleft()
+                    done, _ = wait(running, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        answer = future.result()
+                        del running[future]
+                        yield answer
+                except BrokenProcessPool:
+                    break
+        return [*running.values()]
+
+    def _run_alone(self, job: Job) -> JobAnswer:
+        """Answer a job that was running when some process died, to know whether it was this one's."""
+        began = time.perf_counter()
+        with _open_pool(1, self._memory) as pool:
+            try:
+                return _submit(pool, job).result()
+            except BrokenProcessPool as error:
+                was_ended = job.timeout_s is not None and time.perf_counter() - began >= job.timeout_s
+                return _timed_out(job) if was_ended else _died(job, error)
+
+
+class Given:
+    """An executor of the user's, or that of a cluster: it gets all jobs at once."""
+
+    def __init__(self, executor: Executor, size: int = 0) -> None:
+        self.size = size
+        self._executor = executor
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
+        """Yield one answer for each job, as they come."""
+        futures = {self._executor.submit(run_job, job): job for job in jobs}
+        for future in as_completed(futures):
+            try:
+                yield future.result()
+            except (Exception, CancelledError) as error:  # the executor's own: `run_job` answers for those of a replay
+                yield _died(futures[future], error)
 
 
 @contextmanager
-def open_workers(*, jobs: int | None, scheduler: str | None, memory: int | None) -> Iterator[Workers]:
-    """Yield workers of the cluster at `scheduler`, else `jobs` processes here, each limited to `memory` bytes.
+def open_workers(
+    *, executor: Executor | None, jobs: int | None, scheduler: str | None, memory: int | None
+) -> Iterator[Workers]:
+    """Yield the executor or the cluster at `scheduler`, else `jobs` processes here, each limited to `memory` bytes.
 
     Raises:
         NanDoctorError: there is no such cluster, it has no workers, or Dask is not installed.
     """
-    if scheduler is not None:
+    if executor is not None:
+        yield Given(executor)
+    elif scheduler is not None:
         with _open_cluster(scheduler) as workers:
             yield workers
-        return
+    else:
+        yield _processes_for(jobs, memory)
+
+
+def _processes_for(jobs: int | None, memory: int | None) -> Processes:
     room = available_memory()
     if jobs is None:
         jobs = count_cores() if room is None else min(count_cores(), max(room // _LEAST_NBYTES, 1))
     if memory is None and room is not None:
         memory = max(int(_SHARE * room / jobs), _LEAST_NBYTES)
-    executor = SingleProcesses(jobs, memory=memory)
-    try:
-        yield Workers(executor=executor, size=jobs, is_death=lambda error: isinstance(error, BrokenProcessPool))
-    finally:
-        executor.shutdown(wait=False, cancel_futures=True)
-
-
-class SingleProcesses(Executor):
-    """Processes that live until the end, in one pool each: one that dies loses no other's work.
-
-    At most `size` calls may be waiting for a result at a time.
-    """
-
-    def __init__(self, size: int, *, memory: int | None) -> None:
-        self._memory = memory
-        self._num_threads = max(count_cores() // size, 1)
-        self._lock = threading.Lock()
-        self._pools = {self._start() for _ in range(size)}
-        self._idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
-        for pool in self._pools:
-            self._idle.put(pool)
-
-    def _start(self) -> ProcessPoolExecutor:
-        with _off_the_working_directory():
-            return ProcessPoolExecutor(
-                max_workers=1,
-                mp_context=_context(),
-                initializer=_prepare_worker,
-                initargs=(self._memory, self._num_threads),
-            )
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Run the call in an idle process; wait for one, as results arrive before their process is idle again."""
-        pool = self._idle.get()
-        with self._lock, _off_the_working_directory():
-            try:
-                future = pool.submit(fn, *args, **kwargs)  # which starts the process
-            except KeyboardInterrupt:
-                pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
-                if pid is not None:
-                    os.kill(pid, signal.SIGKILL)
-                raise
-        future.add_done_callback(lambda done: self._release(pool, done))
-        return future
-
-    def _release(self, pool: ProcessPoolExecutor, done: Future[Any]) -> None:
-        broken = not done.cancelled() and isinstance(done.exception(), BrokenProcessPool)
-        try:
-            if broken:
-                with self._lock:
-                    if pool in self._pools:  # not after `shutdown`, which breaks them itself
-                        self._pools.remove(pool)
-                        pool = self._start()
-                        self._pools.add(pool)
-        finally:
-            self._idle.put(pool)  # a broken one if no other can be made: it refuses the next call
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Stop the processes; without `wait` they are killed, whatever they are doing."""
-        with self._lock:
-            pools, self._pools = self._pools, set()
-        for pool in pools:
-            processes = list((getattr(pool, "_processes", None) or {}).values())
-            pool.shutdown(wait=wait, cancel_futures=cancel_futures)
-            if not wait:
-                for process in processes:
-                    process.kill()
-
-
-def _context() -> multiprocessing.context.BaseContext:
-    """Return how processes start: each is forked from one that has imported what a replay needs, and has run nothing.
-
-    A fork of this process would lack torch's threads. Call it in `_off_the_working_directory`.
-    """
-    if "forkserver" not in multiprocessing.get_all_start_methods() or sys.platform == "darwin":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nandoctor.pipeline"])
-    # Ctrl-C goes to all processes of a terminal: that one, still importing, would print a traceback.
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
-    try:
-        forkserver.ensure_running()
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
-    return context
+    return Processes(jobs, memory)
 
 
 @contextmanager
-def _off_the_working_directory() -> Iterator[None]:
-    """Start processes without the working directory on their import path while the context is open.
-
-    They take over our path only after their first imports, which a random.py beside a stranger's dump could hijack.
-    """
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
+def _open_pool(size: int, memory: int | None) -> Iterator[ProcessPoolExecutor]:
+    """Yield a pool of processes that are killed at the end, whatever they are doing."""
+    pool = ProcessPoolExecutor(
+        max_workers=size,
+        mp_context=multiprocessing.get_context("spawn"),  # a fork of this process would lack torch's threads
+        initializer=_prepare_worker,
+        initargs=(memory, max(count_cores() // size, 1)),
+    )
     try:
-        yield
+        yield pool
     finally:
+        # `kill_workers` does this from Python 3.14 on.
+        processes = [*(getattr(pool, "_processes", None) or {}).values()]
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()
+
+
+def _submit(pool: ProcessPoolExecutor, job: Job) -> Future[JobAnswer]:
+    """Submit a job, which may start a process that leaves Ctrl-C to this one.
+
+    A new process takes over our import path only after its first imports, which a random.py beside a stranger's dump
+    could hijack if the working directory were on its path.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    safe_path, handler = os.environ.get("PYTHONSAFEPATH"), signal.getsignal(signal.SIGINT)
+    os.environ["PYTHONSAFEPATH"] = "1"
+    if is_main:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return pool.submit(run_job, job)
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, handler)
         del os.environ["PYTHONSAFEPATH"]
-        os.environ.update({} if before is None else {"PYTHONSAFEPATH": before})
+        os.environ.update({} if safe_path is None else {"PYTHONSAFEPATH": safe_path})
 
 
 def _prepare_worker(memory: int | None, num_threads: int) -> None:
@@ -176,11 +197,27 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
+def _code_of(job: Job) -> str:
+    """Return the file or package of the model that the user names; "" if the dump itself names it."""
+    return str(job.settings.model or "").rpartition(":")[0]
+
+
+def _timed_out(job: Job) -> JobAnswer:
+    reason = f"It took longer than {job.timeout_s:g} s (--timeout)."
+    return JobAnswer(result=DumpResult(path=job.shown, key=job.key, outcome="timed-out", reason=reason))
+
+
+def _died(job: Job, error: BaseException) -> JobAnswer:
+    """Return the answer for a file whose worker gave none."""
+    name = type(error).__name__
+    reason = f"Its worker gave no answer ({name}): it used too much memory, or the model's own code ended it."
+    return JobAnswer(result=DumpResult(path=job.shown, key=job.key, outcome="died", reason=reason))
+
+
 @contextmanager
 def _open_cluster(address: str) -> Iterator[Workers]:
     try:
         from distributed import Client  # noqa: PLC0415  (an extra)
-        from distributed.scheduler import KilledWorker  # noqa: PLC0415
     except ImportError as error:
         raise NanDoctorError(
             "A cluster needs Dask, which is not installed.", remedy="Install it: pip install 'nandoctor[fleet]'."
@@ -198,5 +235,4 @@ def _open_cluster(address: str) -> Iterator[Workers]:
             raise NanDoctorError(
                 f"The cluster at {address} has no workers.", remedy="Start some: `dask worker ADDRESS --nthreads 1`."
             )
-        executor = client.get_executor(pure=False, retries=0)
-        yield Workers(executor=executor, size=size, is_death=lambda error: isinstance(error, KilledWorker))
+        yield Given(client.get_executor(pure=False, retries=0), size)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import glob
 import os
 import time
-from collections import Counter, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,15 @@ from nandoctor.errors import NanDoctorError, ReportError
 from nandoctor.evidence.triage import (
     DumpFinding,
     DumpResult,
-    FileOutcome,
     Group,
     GroupFix,
-    RecurringSample,
-    SampleId,
     TrainingMoment,
     Triage,
 )
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fleet.pool import Workers, open_workers
 from nandoctor.fleet.store import LINES, PAGE, Store
-from nandoctor.fleet.worker import Job, JobAnswer, run_job
+from nandoctor.fleet.worker import Job
 from nandoctor.renderers.jsonfile import read_report
 from nandoctor.renderers.save import write_text
 from nandoctor.renderers.triage import triage_lines, triage_page
@@ -50,8 +47,9 @@ class TriageOptions:
         settings: `model` and keywords of `replay`, which override those of each file's project. SPECs and paths only:
             the files are replayed in other processes.
         trust: as for `load`.
-        jobs: number of worker processes; None to choose it by cores and memory.
+        executor: what runs the jobs in place of processes: any executor of `concurrent.futures`.
         scheduler: address of a Dask cluster to use in place of processes.
+        jobs: number of processes; None to choose it by cores and memory.
         memory: bytes that each process may allocate, on Linux; None for its share of 90 % of what is free.
         timeout_s: seconds that a file may take; None for no limit.
         retry: try again files that could not be analysed.
@@ -61,8 +59,9 @@ class TriageOptions:
     folder: Path = Path("nandoctor-triage")
     settings: Mapping[str, Any] = field(default_factory=dict)
     trust: bool = False
-    jobs: int | None = None
+    executor: Executor | None = None
     scheduler: str | None = None
+    jobs: int | None = None
     memory: int | None = None
     timeout_s: float | None = 1800.0
     retry: bool = False
@@ -127,8 +126,7 @@ def triage(
         progress: called with (what is being done, files done, files in all).
 
     Returns:
-        `groups` (`paths`, `cause`, `place`, `fixes`, ... of each), `dumps` (the result of each file), and `recurring`
-        samples.
+        `groups` (`paths`, `cause`, `place`, `fixes`, ... of each), and `dumps` (the result of each file).
 
     Raises:
         NanDoctorError: there are no files, no folder to work in or no cluster, a setting is wrong, or the weights that
@@ -142,7 +140,9 @@ def triage(
     run.check_weights()
     run.store.open(force=options.force)
     try:
-        with open_workers(jobs=options.jobs, scheduler=options.scheduler, memory=options.memory) as workers:
+        with open_workers(
+            executor=options.executor, jobs=options.jobs, scheduler=options.scheduler, memory=options.memory
+        ) as workers:
             run.workers = workers
             run.diagnose()
             run.try_fixes()
@@ -161,7 +161,6 @@ class _TriageRun:
         self.results: dict[str, DumpResult] = {}
         self.fixes: dict[str, DumpResult] = {}
         self.num_reused = 0
-        self._made: set[str] = set()  # keys of this run
         self._started = time.perf_counter()
 
     def check_weights(self) -> None:
@@ -170,7 +169,7 @@ class _TriageRun:
         for path in sorted({settings.directory / settings.weights for settings in named if settings.weights}):
             from nandoctor.dumps.weights import read_weights  # noqa: PLC0415  (imports torch, if there are such)
 
-            read_weights(path)
+            read_weights(path, trust=self.options.trust)
 
     def diagnose(self) -> None:
         """Collect one result for each file, as they come."""
@@ -194,7 +193,6 @@ class _TriageRun:
         found = Triage(
             dumps=tuple(results),
             groups=tuple(self._with_fixes(group) for group in group_results(results)),
-            recurring=find_recurring(failed(results)),
             num_reused=self.num_reused,
             num_left=len(self.paths) - len(results),
             num_workers=self.workers.size if self.workers is not None else 0,
@@ -223,36 +221,20 @@ class _TriageRun:
         return replace(group, fixes=fixes, page=str(page.relative_to(self.store.folder)) if page.is_file() else "")
 
     def _work(self, paths: Sequence[Path], *, fixes: bool) -> Iterator[DumpResult]:
-        """Yield the results for these files, from the folder or from a worker, in the order in which they come.
-
-        No more jobs are submitted at a time than there are workers, so a worker that dies loses only one file.
-        """
+        """Yield the results for these files, first those in the folder, then the others as they come from workers."""
         assert self.workers is not None
-        waiting, running = deque(paths), dict[Future[JobAnswer], tuple[Job, float]]()
-        twins: dict[str, list[str]] = {}
-        while waiting or running:
-            while waiting and len(running) < self.workers.size:
-                job = self._make_job(waiting.popleft(), fixes=fixes)
-                if isinstance(job, DumpResult):
-                    yield job
-                elif job.key in twins:  # the same content again: its result is on its way
-                    twins[job.key].append(job.shown)
-                else:
-                    twins[job.key] = []
-                    self._made.add(job.key)
-                    began = time.perf_counter()  # before the worker's time limit starts, which may end it
-                    running[self.workers.executor.submit(run_job, job)] = job, began
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                job, began = running.pop(future)
-                try:
-                    answer = future.result()
-                except (Exception, CancelledError) as error:
-                    died, elapsed_s = self.workers.is_death(error), time.perf_counter() - began
-                    answer = JobAnswer(result=_describe_end(job, error, elapsed_s, died=died))
-                result = self.store.keep(answer)
-                yield result
-                yield from (replace(result, path=path) for path in twins.pop(job.key))
+        jobs: dict[str, Job] = {}
+        names: dict[str, list[str]] = defaultdict(list)
+        for path in paths:
+            job = self._make_job(path, fixes=fixes)
+            if isinstance(job, DumpResult):
+                yield job
+            else:  # several names may have the same content
+                jobs[job.key] = job
+                names[job.key].append(job.shown)
+        for answer in self.workers.run([*jobs.values()]):
+            result = self.store.keep(answer)
+            yield from (replace(result, path=name) for name in names[result.key])
 
     def _make_job(self, path: Path, *, fixes: bool) -> Job | DumpResult:
         """Return the job of a worker for this file, or the result if that is known."""
@@ -264,11 +246,10 @@ class _TriageRun:
             reason = f"The file cannot be read: {error.strerror or error}."
             return DumpResult(path=shown, key="", outcome="unreadable", reason=reason)
         known = self.store.find(key)
-        is_new = key in self._made
         # Most failures come from the code or the environment, which may have been fixed since.
         again = known is not None and known.outcome != "analysed" and (known.outcome == "failed" or self.options.retry)
-        if known is not None and (is_new or not again):
-            self.num_reused += not (is_new or fixes)
+        if known is not None and not again:
+            self.num_reused += not fixes
             return replace(known, path=shown)
         return Job(
             path=path.resolve(),
@@ -292,19 +273,6 @@ def _of_its_run(result: DumpResult) -> DumpResult:
     return replace(result, when=replace(result.when, run=brief(str(Path(result.path).parent))))
 
 
-def _describe_end(job: Job, error: BaseException, elapsed_s: float, *, died: bool) -> DumpResult:
-    """Return the result for a file whose worker gave no answer."""
-    outcome: FileOutcome = "died"
-    reason = "Its worker process ended without an answer: it used too much memory, or the model's own code ended it."
-    if not died:
-        outcome, reason = "failed", f"{type(error).__name__}: {error}"
-    elif job.timeout_s is not None and elapsed_s >= job.timeout_s:
-        outcome, reason = "timed-out", f"It took longer than {job.timeout_s:g} s (--timeout)."
-    return DumpResult(path=job.shown, key=job.key, outcome=outcome, reason=reason, elapsed_s=elapsed_s)
-
-
-_MAX_RECURRING = 3
-_MIN_DUMPS = 3
 # The replay that agrees best with what was saved represents its group; the best grade comes first.
 _GRADES = ("exact", "same-mask", "no-reference", "elsewhere", "finite")
 
@@ -319,23 +287,6 @@ def group_results(results: Iterable[DumpResult]) -> tuple[Group, ...]:
             members.setdefault(_key(result.finding), []).append(result)
     groups = [_make_group(sorted(found, key=_in_training_order)) for found in members.values()]
     return tuple(sorted(groups, key=_rank))
-
-
-def find_recurring(results: Sequence[DumpResult]) -> tuple[RecurringSample, ...]:
-    """Return the samples in which at least half of the dumps fail; copies of a file are one dump.
-
-    Return none if there are more than three: then the batches hold the same samples anyway, and none stands out.
-    """
-    found = {result.key.partition("-")[0]: result.finding for result in results}
-    known = [finding.samples for finding in found.values() if finding is not None and finding.samples]
-    if len(known) < _MIN_DUMPS:
-        return ()
-    counts: Counter[SampleId] = Counter(sample for samples in known for sample in set(samples))
-    frequent = [(sample, count) for sample, count in counts.items() if 2 * count >= len(known)]
-    if len(frequent) > _MAX_RECURRING:
-        return ()
-    frequent.sort(key=lambda item: (item[1], item[0].text, item[0].by), reverse=True)
-    return tuple(RecurringSample(sample=sample, num_dumps=count, num_known=len(known)) for sample, count in frequent)
 
 
 def failed(results: Iterable[DumpResult]) -> list[DumpResult]:
@@ -374,7 +325,6 @@ def _make_group(results: Sequence[DumpResult]) -> Group:
         folds=tuple(sorted({moment.fold for moment in moments if moment.fold is not None})),
         runs=tuple(sorted({moment.run for moment in moments})),
         written=(written[0], written[-1]) if written else None,
-        recurring=find_recurring(results),
         representative=representative.path,
     )
 

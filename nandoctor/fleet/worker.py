@@ -93,22 +93,14 @@ def _replay(job: Job) -> JobAnswer:
         path=job.shown,
         key=job.key,
         outcome="analysed",
-        finding=_find(report, dump),
+        finding=_find(report),
         when=_describe_moment(dump),
         sources=tuple(_list_sources(found)),
     )
     return JobAnswer(result=result, report=dumps(report), page=report_page(report) if job.page else "")
 
 
-def _find(report: Report, dump: Dump) -> DumpFinding:
-    from nandoctor.dumps.sample_ids import identify_samples
-
-    samples = report.origin.elements.samples if report.origin is not None else None
-    arrays = report.dump.arrays
-    if dump.is_recorded:
-        inputs = [array.name for array in arrays if array.name.startswith("input")]
-    else:
-        inputs = [array.name for array in arrays if array.role not in ("output", "target")]
+def _find(report: Report) -> DumpFinding:
     return DumpFinding(
         verdict=report.verdict,
         grade=report.reproduction.grade,
@@ -116,7 +108,6 @@ def _find(report: Report, dump: Dump) -> DumpFinding:
         cause=report.cause.code if report.cause is not None else None,
         title=report.cause.title if report.cause is not None else "",
         place=_describe_place(report),
-        samples=identify_samples(dump, samples or (), inputs),
     )
 
 

@@ -10,16 +10,16 @@ from pathlib import Path
 from rich.console import Console
 
 from nandoctor.evidence.codec import to_plain
-from nandoctor.evidence.triage import CodePlace, DumpResult, Group, RecurringSample, Triage
+from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
 from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts, spaced
 from nandoctor.renderers.save import MARK
 from nandoctor.renderers.templating import render
 from nandoctor.renderers.verdicts import VERDICTS
-from nandoctor.text import brief, file_line, join_first, join_words, percent, plural, printable, relative_path, shorten
+from nandoctor.text import brief, file_line, join_first, join_words, plural, printable, relative_path
 
 _MAX_LISTED = 5
 _MAX_NAMED = 3
-_CAUSE_WIDTH, _SAMPLES_WIDTH, _MIN_PLACE_WIDTH = 23, 22, 18  # the first fits every cause's code
+_CAUSE_WIDTH, _MIN_PLACE_WIDTH = 23, 18  # the first fits every cause's code
 _OUTCOMES = {
     "unreadable": "unreadable",
     "failed": "not replayed",
@@ -37,7 +37,7 @@ def triage_lines(triage: Triage) -> str:
 
 
 def print_triage(triage: Triage, console: Console) -> None:
-    """Print the groups, their fixes, recurring samples, what could not be analysed, and where the page is."""
+    """Print the groups, their fixes, what could not be analysed, and where the page is."""
     facts, missing = list(_group_facts(triage)), list(_missing_facts(triage.dumps))
     sections = spaced(
         [literal(describe_triage(triage), "bold")],
@@ -57,8 +57,9 @@ def describe_triage(triage: Triage) -> str:
         counts += [f"{number:,} {name}"] if number else []
     counts += [f"{triage.num_left:,} left"] if triage.num_left else []
     reused = f", {triage.num_reused:,} from an earlier run" if triage.num_reused else ""
+    workers = f", {plural(triage.num_workers, 'worker')}" if triage.num_workers else ""
     minutes, seconds = divmod(round(triage.elapsed_s), 60)
-    return f"{', '.join(counts)} ({minutes}:{seconds:02}, {plural(triage.num_workers, 'worker')}{reused})"
+    return f"{', '.join(counts)} ({minutes}:{seconds:02}{workers}{reused})"
 
 
 def describe_place(place: CodePlace) -> str:
@@ -66,19 +67,6 @@ def describe_place(place: CodePlace) -> str:
     if not place.file:
         return place.module or place.type or "-"
     return printable(f"{relative_path(place.file)}:{place.line} {place.type}".strip())
-
-
-def describe_samples(group: Group) -> str:
-    """Return the group's most frequent recurring sample and its share of the dumps, or "-"."""
-    if not group.recurring:
-        return "-"
-    first = group.recurring[0]
-    return f"{name_sample(first)} {percent(first.num_dumps / first.num_known)}"
-
-
-def name_sample(found: RecurringSample) -> str:
-    """Return a sample's name, or the digest of its inputs."""
-    return found.sample.text if found.sample.by == "name" else f"data {found.sample.text}"
 
 
 def describe_steps(group: Group) -> str:
@@ -114,11 +102,10 @@ def _table(groups: Sequence[Group]) -> FittedTable:
             short=("place", [file_line(it.file, it.line) if it.file else describe_place(it) for it in places]),
             least=_MIN_PLACE_WIDTH,
         ),
-        Column("samples", [shorten(describe_samples(it), _SAMPLES_WIDTH) for it in groups], spare=1),
-        Column("steps", [describe_steps(group) for group in groups], right=True, spare=2),
-        Column("ranks", [_listed(group.ranks) for group in groups], spare=3),
-        Column("folds", [_listed(group.folds) for group in groups], spare=4),
-        Column("runs", [f"{len(group.runs):,}" for group in groups], right=True, spare=5),
+        Column("steps", [describe_steps(group) for group in groups], right=True, spare=1),
+        Column("ranks", [_listed(group.ranks) for group in groups], spare=2),
+        Column("folds", [_listed(group.folds) for group in groups], spare=3),
+        Column("runs", [f"{len(group.runs):,}" for group in groups], right=True, spare=4),
     )
     return FittedTable([column for column in columns if any(cell not in ("-", "") for cell in column.cells)])
 
@@ -132,7 +119,7 @@ def _listed(values: Sequence[object]) -> str:
 
 
 def _group_facts(triage: Triage) -> Iterator[tuple[str, str]]:
-    """Yield what fixes each group, and which samples recur."""
+    """Yield what fixes each group."""
     for number, group in enumerate(triage.groups, 1):
         verified = [fix for fix in group.fixes if fix.verified]
         if verified:
@@ -141,9 +128,6 @@ def _group_facts(triage: Triage) -> Iterator[tuple[str, str]]:
             yield f"group {number}", f"no change tried on {group.representative} was verified"
         elif group.fix_note:
             yield f"group {number}", group.fix_note
-    for found in triage.recurring:
-        share = percent(found.num_dumps / found.num_known)
-        yield "data", f"{name_sample(found)} is among the failing samples of {share} of the dumps: look at it first"
 
 
 def _missing_facts(results: Sequence[DumpResult]) -> Iterator[tuple[str, str]]:
@@ -166,7 +150,5 @@ def triage_page(triage: Triage) -> str:
         missing=fold_reasons(triage.dumps),
         verdicts=VERDICTS,
         place_of=describe_place,
-        samples_of=describe_samples,
         steps_of=describe_steps,
-        name_of=name_sample,
     )

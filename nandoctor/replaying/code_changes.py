@@ -1,22 +1,18 @@
-"""Find what changed in the code since a dump was written, and the code as it was then.
+"""Find what changed in the code since a dump was written, and take back what the caller knows of it.
 
-A recorder's dump has hashes of the training's source files. Any other dump has only its modification time: files that
-are no newer are unchanged, and a newer file may still have the text that git had at that time, as after a fresh clone.
-In a model that is already built, only function bodies can be reverted.
+A recorder's dump has hashes of the training's source files. Any other dump has only its modification time: newer files
+count as changed. In a model that is already built, only function bodies can be reverted.
 """
 
 from __future__ import annotations
 
 import ast
-import datetime
-import hashlib
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -29,9 +25,7 @@ from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import (
     SourceHash,
     changed_lines,
-    count_changes,
     decode_source,
-    hash_code,
     is_changed,
     is_installed,
     own_source,
@@ -40,8 +34,6 @@ from nandoctor.source_files import (
 
 _MAX_FILES = 500
 _MAX_HASHED_NBYTES = 64 << 20  # in total, which takes half a second
-_GIT_SECONDS = 10
-_MAX_COMMITS = 50
 _BUILD = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"})
 
 
@@ -92,7 +84,7 @@ def _compare_hashes(recorded: Recorded, of_model: Collection[Path]) -> CodeState
     if not here:
         return None
     changes = [
-        _change(name, "hash", changed_lines(hashes[name], path))
+        _change(name, changed_lines(hashes[name], path))
         for name, path in here.items()
         if is_changed(hashes[name], path)
     ]
@@ -118,10 +110,10 @@ def recorded_hashes(recorded: Recorded) -> dict[str, SourceHash]:
     return {**single, **{name: source for name, source in recorded.sources.items() if source.sha256}}
 
 
-def _change(file: str, known_by: Literal["hash", "time"], lines: tuple[int, int] | None) -> CodeChange:
+def _change(file: str, lines: tuple[int, int] | None) -> CodeChange:
     """Build the record of a changed file; `lines` is its first changed line and the number of changed lines."""
     line, num_lines = lines or (None, None)
-    return CodeChange(file=file, known_by=known_by, line=line, num_lines=num_lines)
+    return CodeChange(file=file, known_by="hash", line=line, num_lines=num_lines)
 
 
 def _compare_times(dump: Path, files: Sequence[Path]) -> CodeState:
@@ -129,57 +121,12 @@ def _compare_times(dump: Path, files: Sequence[Path]) -> CodeState:
         written_ns = dump.stat().st_mtime_ns
     except OSError:
         return CodeState()
-    changes = []
-    for path in files:
-        if path.stat().st_mtime_ns <= written_ns:
-            continue
-        now, old = path.read_bytes(), text_at(path, written_ns, any_branch=True)
-        if old is None or hash_code(old) != hash_code(now):
-            lines = None if old is None else count_changes(_lines(old), _lines(now))
-            changes.append(_change(shown_path(path), "time", lines))
-    compared = tuple(map(shown_path, files))
-    return CodeState(basis="time" if files else "none", changes=tuple(changes), compared=compared)
+    newer = (path for path in files if path.stat().st_mtime_ns > written_ns)
+    changes = tuple(CodeChange(file=shown_path(path), known_by="time") for path in newer)
+    return CodeState(basis="time" if files else "none", changes=changes, compared=tuple(map(shown_path, files)))
 
 
-def _lines(data: bytes) -> list[str]:
-    return data.decode("utf-8", "surrogateescape").splitlines()
-
-
-def text_at(path: Path, time_ns: int, *, any_branch: bool) -> bytes | None:
-    """Return the file as of the last commit before that time, on HEAD or `any_branch`; None if git has none."""
-    before = datetime.datetime.fromtimestamp(time_ns / 1e9, tz=datetime.UTC).isoformat()
-    commits = _commits(path, f"--before={before}", "-1", *(["--all"] if any_branch else []))
-    return _show(path, commits[0]) if commits else None
-
-
-def text_with_hash(path: Path, sha256: str) -> bytes | None:
-    """Return the version of the file with that sha256 from the last commits on HEAD; None if there is none."""
-    texts = (_show(path, commit) for commit in _commits(path, f"-{_MAX_COMMITS}"))
-    return next((text for text in texts if text is not None and hashlib.sha256(text).hexdigest() == sha256), None)
-
-
-def _commits(path: Path, *which: str) -> list[str]:
-    """Return the commits that changed the file, newest first."""
-    listed = _git(path.parent, "log", *which, "--format=%H", "--", path.name)
-    return listed.decode("ascii").split() if listed else []
-
-
-def _show(path: Path, commit: str) -> bytes | None:
-    return _git(path.parent, "show", f"{commit}:./{path.name}")
-
-
-def _git(folder: Path, *arguments: str) -> bytes | None:
-    # Both features can start a program that the repository's own configuration names.
-    harmless = ["-c", "core.fsmonitor=false", "-c", "log.showSignature=false"]
-    command = ["git", "-C", str(folder), *harmless, "--no-pager", *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout if done.returncode == 0 else None
-
-
-def find_unchanged(dump: Dump, code: CodeState, told: Mapping[Path, str | None]) -> SourcePatch | None:
+def find_unchanged(code: CodeState, told: Mapping[Path, str | None]) -> SourcePatch | None:
     """Return the patch from the training's code to the code now; `told` has the earlier texts that the caller knows.
 
     The code's project must be open. Return None if nothing has changed, or if a file's earlier text is unknown or
@@ -188,8 +135,8 @@ def find_unchanged(dump: Dump, code: CodeState, told: Mapping[Path, str | None])
     files = []
     for change in code.changes:
         path = Path(change.file).resolve()
+        before = told.get(path)
         try:
-            before = told.get(path) or _find_text(dump, change.file, path)
             after, _ = decode_source(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
             return None
@@ -201,19 +148,6 @@ def find_unchanged(dump: Dump, code: CodeState, told: Mapping[Path, str | None])
             same = (name for name in names if name.endswith(path.name) and Path(name).resolve() == path)
             files.append(ChangedFile(path=next(same, str(path)), before=before, after=after))
     return SourcePatch(root=str(Path.cwd()), files=tuple(files)) if files else None
-
-
-def _find_text(dump: Dump, name: str, path: Path) -> str | None:
-    """Return git's text with the recorded hash or, without a hash, as of the dump's modification time.
-
-    The text will be run, so fetched branches are not searched, and the hashes in a stranger's dump are ignored.
-    """
-    known = recorded_hashes(dump.recorded).get(name) if dump.provenance.own else None
-    if known is None:
-        text = text_at(path, dump.path.stat().st_mtime_ns, any_branch=False)
-    else:
-        text = text_with_hash(path, known.sha256)
-    return decode_source(text)[0] if text is not None else None
 
 
 def _can_be_undone(before: str, after: str) -> bool:

@@ -30,12 +30,12 @@ from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.trees import is_plain_data
 from nandoctor.errors import ModelError, UnapprovedCodeError
 from nandoctor.replaying.argument_objects import Source, find_standard, make_argument, make_config
-from nandoctor.replaying.code_changes import recorded_hashes
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute
-from nandoctor.replaying.recorded_imports import RecordedImports
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import ASSIGNED, defines, defines_code, find_typed, hash_of, installed_path, own_source
 from nandoctor.text import brief, first_difference, plural
+
+_NOT_HERE = "this is not the folder that the dump was recorded in"
 
 
 def find_model(reference: Reference | None, dump: Path, provenance: Provenance) -> Callable[[], nn.Module]:
@@ -96,21 +96,11 @@ def build_configured(
     return functools.partial(_build_from_config, found, find_attribute(config, directory=directory), reference)
 
 
-def limit_imports(dump: Dump, settings: Settings, *, has_model: bool) -> RecordedImports | None:
-    """Return the hook that keeps imports to the recorded files, for the user's own dump from another folder; else None.
-
-    A user who names code knows the files beside it. `has_model`: the user named the model.
-    """
-    if not dump.provenance.own or dump.provenance.here or has_model or settings.call or settings.loss:
-        return None
-    return RecordedImports(recorded_hashes(dump.recorded), _how_to_approve(dump.path, dump.recorded))
-
-
 def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Callable[..., Any] | None, list[str]]:
     """Return the loss that the user's own dump names, a function or Module class of the project's files, and notes.
 
-    Without a loss, return None and a note that says what to type. A source edited since the training gets a note too;
-    outside the training's folder it could be anything, and is not run.
+    Without a loss, return None and a note that says what to type. A source edited since the training gets a note too.
+    Outside of the training's folder it could be anything, and is not run.
     """
     if reference is None:
         return None, []
@@ -165,9 +155,7 @@ def _why_no_loss(reference: Reference, source: Path | None, provenance: Provenan
         return "The loss function is not in the working directory"
     if not defines(source, reference.name, (ast.FunctionDef, ast.ClassDef, *ASSIGNED)):
         return f"{brief(reference.file)} defines no function {brief(reference.name)}"
-    if _has_changed(reference, source) and not provenance.here:
-        return f"{brief(reference.file)} has changed since the training, and holds the loss"
-    return ""
+    return "" if provenance.here else f"{brief(reference.file)} holds the loss, and {_NOT_HERE}"
 
 
 def give_classes(dump: Dump, model: nn.Module) -> Dump:
@@ -223,9 +211,8 @@ def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> 
         raise _needs_approval(reference, dump, f"{brief(reference.file)} is not in the working directory")
     if not defines_code(source, reference.name, own=True):
         raise _needs_approval(reference, dump, f"{source.name} defines no class of that name")
-    if _has_changed(reference, source) and not provenance.here:
-        why = f"{brief(reference.file)} has changed since, and this is not the folder that it was recorded in"
-        raise _needs_approval(reference, dump, why)
+    if not provenance.here:
+        raise _needs_approval(reference, dump, _NOT_HERE)
     return _import_from(source, reference)
 
 

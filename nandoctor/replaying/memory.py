@@ -1,14 +1,17 @@
-"""Bound a replay's memory before anything is built: a forecast, and a limit on what a dump's arguments ask for."""
+"""Bound a replay's memory: a forecast, a limit on what a dump's arguments ask for, a build without initial values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.tensors import unexpanded
@@ -16,7 +19,7 @@ from nandoctor.errors import ModelError
 from nandoctor.machine import available_memory, memory_of
 from nandoctor.replaying.module_state import LARGE_NBYTES
 from nandoctor.text import byte_size
-from nandoctor.torch_compat import TorchDispatchMode
+from nandoctor.torch_compat import TorchDispatchMode, storage_of
 
 # Leaves room for initial values, tied copies and position tables that are not saved.
 _TIMES_WEIGHTS = 4
@@ -24,6 +27,9 @@ _FLOOR_NBYTES = 512 << 20
 _COUNTED_BY_A_NUMBER = frozenset({"arange", "linspace", "logspace", "eye", "randperm"})
 _MAX_CALLS = 2_000_000  # a minute of operations, or a hundred thousand layers
 _WIDE = 4  # bytes: half-precision products are computed in fp32
+_UNFILLED_NBYTES = 1 << 20
+_DRAWING = frozenset({"normal_", "uniform_", "kaiming_uniform_"})
+_FOLLOWING = frozenset({"mul_", "add_", "clamp_"})
 
 
 def build_within(make: Callable[[], nn.Module], weights: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -65,6 +71,52 @@ class _Allowance(TorchDispatchMode):  # type: ignore[no-untyped-call]
             remedy="The arguments are not those of these weights; if they are, name what builds the model: --model "
             "FILE.py:NAME.",
         )
+
+
+class Unfilled(TorchFunctionMode):
+    """A mode for building a large model: random initialisers return a weight as it was allocated.
+
+    Memory that was never written takes no space. What the dump's weights do not replace is drawn by `fill`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._weights: set[int] = set()
+        self._left_out: dict[int, list[Callable[[], Any]]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        target: Any = args[0] if args else kwargs.get("tensor")
+        if isinstance(target, nn.Parameter) and _is_large(target):
+            self._weights.add(storage_of(target))  # also reached by `weight.data`
+        # Other tensors are drawn: torch.nn.init.trunc_normal_ draws until all values are within its bounds.
+        if name in _DRAWING and _is_large(target) and storage_of(target) in self._weights:
+            self._left_out[storage_of(target)] = []  # what was to be in it before
+        elif name not in _FOLLOWING or not self.holds(target):
+            return func(*args, **kwargs)
+        self._left_out[storage_of(target)].append(partial(func, *args, **kwargs))
+        return target
+
+    def holds(self, tensor: Any) -> bool:
+        """Return True if the tensor was left as it was allocated."""
+        is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not is_lazy(tensor)
+        return is_plain and storage_of(tensor) in self._left_out
+
+    @torch.no_grad()
+    def fill(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Draw the initial values of those of these tensors that have none."""
+        for tensor in tensors:
+            if self.holds(tensor):
+                for draw in self._left_out.pop(storage_of(tensor)):
+                    draw()
+        self._left_out.clear()
+
+
+def _is_large(tensor: Any) -> bool:
+    is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not is_lazy(tensor)
+    return is_plain and tensor.device.type == "cpu" and memory_of([tensor]) >= _UNFILLED_NBYTES
 
 
 def _wanted_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

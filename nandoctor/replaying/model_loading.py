@@ -28,7 +28,7 @@ from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.errors import ModelError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory
-from nandoctor.replaying.deferred_fills import DeferredFills
+from nandoctor.replaying.memory import Unfilled
 from nandoctor.replaying.project import Project, folder_of, importing, in_project, program_arguments, stopped
 from nandoctor.replaying.user_code import explain_import, explain_memory, kept_running, raised_at
 from nandoctor.source_files import package_of
@@ -118,13 +118,13 @@ def load_state(
     state: _State,
     *,
     strict: bool = True,
-    fills: DeferredFills | None = None,
+    unfilled: Unfilled | None = None,
 ) -> list[str]:
     """Copy `state` into `model`, and return notes on what was adapted.
 
-    A prefix that only one side has (`model.`, `module.`, a wrapper's name) is added or removed. With `fills`, the mode
-    that the model was built under, weights share the memory of `state` instead of being copied, and what `state` lacks
-    is filled.
+    A prefix that only one side has (`model.`, `module.`, a wrapper's name) is added or removed. With `unfilled`, the
+    mode that the model was built under, weights share the memory of `state` instead of being copied, and what `state`
+    lacks is filled.
 
     Raises:
         ModelError: names or shapes disagree and `strict` is set, or nothing fits.
@@ -146,10 +146,12 @@ def load_state(
             else "This is another model's state dict: check --model.",
         )
     loaded = {name: state[name] for name in own if name not in left_out}
-    if fills is not None:
-        loaded = _share_weights(model, loaded)
+    if unfilled is not None:
+        left = _share_weights(model, loaded)
         own.clear()  # it holds the initial weights, which nothing else uses any more
-        fills.finish()
+        named = (*model.named_parameters(), *model.named_buffers())
+        unfilled.fill(tensor for name, tensor in named if name not in loaded)
+        loaded = left
     _copy_state(model, loaded, "")
     return notes + [f"--no-strict: {problem}" for problem in problems]
 
@@ -309,8 +311,7 @@ def _import_file(path: Path, project: Project) -> ModuleType:
     name = path.stem
     while name in sys.modules and folder_of(name) != path.parent:
         name += "_"  # a file called types.py must not replace Python's own module
-    loader = project.imports.loader_of(name, path) if project.imports is not None else None
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

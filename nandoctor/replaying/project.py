@@ -29,7 +29,6 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.errors import NanDoctorError
 from nandoctor.machine import bounded_memory, private_memory
 from nandoctor.process_wide import generators_kept, held, is_forked
-from nandoctor.replaying.recorded_imports import RecordedImports
 from nandoctor.source_files import is_installed
 
 
@@ -181,13 +180,11 @@ class Project:
     While it is open, its folders come first on `sys.path`, its modules are in `sys.modules`, torch has the settings
     that its code made on import, and the process may use `memory_limit` bytes, as `bounded_memory` counts them.
     Afterwards `sys.path`, torch's settings and `sys.modules` are restored, except that libraries and submodules of
-    packages that were loaded before stay loaded. `imports` limits what may be imported; `scripts` are the modules that
-    were imported by their files.
+    packages that were loaded before stay loaded. `scripts` are the modules that were imported by their files.
     """
 
-    def __init__(self, memory_limit: int | None = None, imports: RecordedImports | None = None) -> None:
+    def __init__(self, memory_limit: int | None = None) -> None:
         self._memory_limit = memory_limit
-        self.imports = imports
         self.scripts: dict[Path, ModuleType] = {}
         self._entries: list[str] = []
         self._modules: dict[str, ModuleType] = {}
@@ -255,8 +252,6 @@ class Project:
         _has_run = True
         path, modules, settings = list(sys.path), dict(sys.modules), read_torch_settings()
         _open_projects.append(self)
-        finders = [self.imports] if self.imports is not None else []
-        sys.meta_path[:0] = finders
         try:
             sys.path[:] = [*self._entries, *(entry for entry in path if entry not in self._entries)]
             for entry in self._entries:
@@ -271,7 +266,6 @@ class Project:
                 yield
         finally:
             _open_projects.remove(self)
-            sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in finders]
             write_torch_settings(settings)
             self._keep_modules(modules)
             self._entries = [entry for entry in sys.path if entry not in path or entry in self._entries]

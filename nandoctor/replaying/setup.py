@@ -31,14 +31,12 @@ from nandoctor.replaying.code_references import (
     find_loss,
     find_model,
     give_classes,
-    limit_imports,
     require_approval,
     state_to_load,
 )
-from nandoctor.replaying.deferred_fills import DeferredFills
 from nandoctor.replaying.input_binding import Binding, bind_inputs, find_bindings
 from nandoctor.replaying.losses import bind_loss
-from nandoctor.replaying.memory import build_within, forecast, require_room
+from nandoctor.replaying.memory import Unfilled, build_within, forecast, require_room
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute, load_state
 from nandoctor.replaying.model_search import missing_model
 from nandoctor.replaying.module_state import LARGE_NBYTES
@@ -83,10 +81,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     _require_room(dump, settings, device, progress)
     # The limit of the process: what it has mapped already, and as much more as the settings allow.
     taken = memory_with_threads() if settings.memory is not None else None
-    project = Project(
-        None if settings.memory is None or taken is None else taken + settings.memory,
-        limit_imports(dump, settings, has_model=source is not None),
-    )
+    project = Project(None if settings.memory is None or taken is None else taken + settings.memory)
     with project.preparing(), arguments_of(dump):
         code = _import_code(dump, source, settings, device)
         dump = fit_state(give_classes(dump, code.model), code.model)
@@ -136,7 +131,7 @@ def _require_room(dump: Dump, settings: Settings, device: torch.device, progress
 class _Code:
     """The code imported for the step: the model as built, the functions for call and loss if there are any, and notes.
 
-    `fills` are initial values that a large model has not been given yet. `nonfinite` marks non-finite values that are
+    `unfilled` has the initial values that a large model was not given. `nonfinite` marks non-finite values that are
     not among them: those that the model's own code writes, such as a causal mask with the slopes of ALiBi. `is_named`:
     the user names the model, and not only the dump.
     """
@@ -144,7 +139,7 @@ class _Code:
     model: nn.Module
     call: Callable[..., Any] | None
     loss: Callable[..., Any] | None
-    fills: DeferredFills | None
+    unfilled: Unfilled | None
     nonfinite: Mapping[str, torch.Tensor]
     is_named: bool
     notes: tuple[str, ...]
@@ -154,9 +149,9 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
     nbytes = memory_of(dump.state.values())
     if nbytes >= LARGE_NBYTES:
         return_freed_memory()
-    fills = DeferredFills() if nbytes >= _UNFILLED_NBYTES else None
+    unfilled = Unfilled() if nbytes >= _UNFILLED_NBYTES else None
     with cuda_code(device):
-        with fills.building() if fills is not None else nullcontext(), registered_state() as registered:
+        with unfilled or nullcontext(), registered_state() as registered:
             model, notes = _build(dump, source, settings)
         call = find_attribute(settings.call, directory=settings.directory)
         function = build_loss(find_attribute(settings.loss, directory=settings.directory))
@@ -164,10 +159,12 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
             find_loss(dump.recorded.loss_function, dump.provenance) if function is None else (function, [])
         )
     check_method(model, dump, settings)
-    built = nonfinite_in(model, fills) if registered else {}
+    built = nonfinite_in(model, unfilled) if registered else {}
     notes = [*notes, *loss_notes]
     is_named = source is not None
-    return _Code(model=model, call=call, loss=loss, fills=fills, nonfinite=built, is_named=is_named, notes=tuple(notes))
+    return _Code(
+        model=model, call=call, loss=loss, unfilled=unfilled, nonfinite=built, is_named=is_named, notes=tuple(notes)
+    )
 
 
 def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.device) -> list[str]:
@@ -175,7 +172,7 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
     state, state_notes = state_to_load(dump)
     state_notes += _widen_weights(code.model, state)
     try:
-        notes = [*load_state(code.model, state, strict=settings.strict, fills=code.fills), *state_notes]
+        notes = [*load_state(code.model, state, strict=settings.strict, unfilled=code.unfilled), *state_notes]
     except ModelError as error:
         if code.is_named:
             raise

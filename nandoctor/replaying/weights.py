@@ -28,7 +28,7 @@ from nandoctor.dumps.tensors import count_nonfinite
 from nandoctor.dumps.weights import State, read_weights, sample_weights
 from nandoctor.errors import DumpError
 from nandoctor.file_memory import cast_to_file
-from nandoctor.replaying.deferred_fills import DeferredFills
+from nandoctor.replaying.memory import Unfilled
 from nandoctor.replaying.model_loading import fit_prefix
 from nandoctor.replaying.settings import Settings
 from nandoctor.text import brief, dtype_name, join_first, number, plural
@@ -50,7 +50,9 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
     checkpoint = dump.recorded.checkpoint
     known = sample_weights(dump.state) if checkpoint is None else checkpoint.samples
     kept = {} if dump.holds_weights else dump.state
-    state = {name: tensor for name, tensor in read_weights(path).items() if not is_extra_state(name)}
+    state = {
+        name: tensor for name, tensor in read_weights(path, trust=dump.trusted).items() if not is_extra_state(name)
+    }
     state = dict(fit_prefix(state, {name: sample.values for name, sample in known.items()})[0]) if known else state
     match = _compare(state, known)
     state = {name: _in_format(tensor, known.get(name)) for name, tensor in state.items()}
@@ -194,13 +196,13 @@ def registered_state() -> Iterator[set[str]]:
         yield names
 
 
-def nonfinite_in(model: nn.Module, fills: DeferredFills | None = None) -> dict[str, torch.Tensor]:
+def nonfinite_in(model: nn.Module, unfilled: Unfilled | None = None) -> dict[str, torch.Tensor]:
     """Return, by name, where a model's non-finite weights and buffers are -inf (1), and +inf or NaN (2).
 
-    Tensors whose fills are deferred by `fills` are random, and finite.
+    Those that are `unfilled` are random, and finite.
     """
     named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
-    named = [(name, t) for name, t in named if fills is None or not fills.is_unfilled(t)]
+    named = [(name, t) for name, t in named if unfilled is None or not unfilled.holds(t)]
     dense = [(name, t.detach()) for name, t in named if t.is_floating_point() and t.layout is torch.strided]
     broken = [(name, t.cpu()) for name, t in dense if t.numel() and not t.is_meta and not all_finite(t)]
     return {name: torch.where(t.isfinite(), 0, torch.where(t.isneginf(), 1, 2)) for name, t in broken}

@@ -1,14 +1,14 @@
-"""Which dumps belong together, and which sample stands out."""
+"""Which dumps belong together."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult, SampleId, TrainingMoment
-from nandoctor.fleet.triage import find_recurring, group_results
+from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult, TrainingMoment
+from nandoctor.fleet.triage import group_results
 
 
-def result(path, cause="eps-underflow", *, verdict="precision", samples=(), grade="exact", when=None, **place):
+def result(path, cause="eps-underflow", *, verdict="precision", grade="exact", when=None, **place):
     place = place or {"file": "net.py", "line": 45, "module": "norm", "type": "ChannelNorm"}
     finding = DumpFinding(
         verdict=verdict,
@@ -17,7 +17,6 @@ def result(path, cause="eps-underflow", *, verdict="precision", samples=(), grad
         cause=cause,
         title="...",
         place=CodePlace(**place),
-        samples=tuple(SampleId(by="name", text=name) for name in samples),
     )
     return DumpResult(path=path, key=path, outcome="analysed", finding=finding, when=when)
 
@@ -79,28 +78,3 @@ def test_of_equal_replays_the_first_stands_for_its_group():
     """A representative that followed the time of the replays would be another one each time."""
     results = [replace(result(path), elapsed_s=elapsed) for path, elapsed in (("b", 1.0), ("a", 9.0))]
     assert group_results(results)[0].representative == "a"
-
-
-def test_a_sample_that_most_dumps_fail_in_is_pointed_out():
-    results = [result(str(number), samples=("tile_381", f"tile_{number}")) for number in range(9)]
-    results.append(result("10", samples=("tile_10",)))
-    (found,) = find_recurring(results)
-    assert (found.sample.text, found.num_dumps, found.num_known) == ("tile_381", 9, 10)
-
-
-def test_a_name_and_a_content_may_have_the_same_text():
-    twins = (SampleId(by="name", text="1f"), SampleId(by="content", text="1f"))
-    results = [result(str(number)) for number in range(4)]
-    named = [replace(found, finding=replace(found.finding, samples=twins)) for found in results]
-    assert [found.sample.by for found in find_recurring(named)] == ["name", "content"]
-
-
-def test_batches_of_the_same_samples_point_at_none():
-    same = tuple(f"tile_{number}" for number in range(8))
-    assert find_recurring([result(str(number), samples=same) for number in range(5)]) == ()
-
-
-def test_two_dumps_point_at_no_sample():
-    """However many copies there are of them."""
-    found = [result("a", samples=("x",)), result("b", samples=("x",))]
-    assert find_recurring([*found, replace(found[0], path="copy")]) == ()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import Executor, Future
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ from torch import nn
 import nandoctor.fleet.triage as fleet
 from nandoctor.cli import main
 from nandoctor.errors import NanDoctorError
-from nandoctor.fleet.pool import Workers
+from nandoctor.evidence.triage import DumpResult
 from nandoctor.fleet.triage import InterruptedTriageError, TriageOptions, find_dumps, triage
+from nandoctor.fleet.worker import JobAnswer, run_job
 
 MODELS = """
 from torch import nn
@@ -28,34 +29,28 @@ def broken():
 """
 
 
-class Inline(Executor):
-    """Makes each call at once; `endings` are raised by the calls with these numbers instead."""
+class Inline:
+    """Workers that replay each file here, but raise or give one of the `endings` for those with these numbers."""
+
+    size = 2
 
     def __init__(self):
         self.jobs, self.endings = [], {}
 
-    def submit(self, fn, /, job):
-        self.jobs.append(job)
-        ending = self.endings.pop(len(self.jobs), None)
-        if isinstance(ending, KeyboardInterrupt):
-            raise ending
-        future = Future()
-        if ending is not None:
-            future.set_exception(ending)
-        else:
-            future.set_result(fn(job))
-        return future
+    def run(self, jobs):
+        for job in jobs:
+            self.jobs.append(job)
+            ending = self.endings.pop(len(self.jobs), None)
+            if isinstance(ending, BaseException):
+                raise ending
+            died = JobAnswer(result=DumpResult(path=job.shown, key=job.key, outcome="died"))
+            yield died if ending == "died" else run_job(job)
 
 
 @pytest.fixture
-def executor(monkeypatch):
+def workers(monkeypatch):
     inline = Inline()
-
-    @contextmanager
-    def open_workers(**_):
-        yield Workers(executor=inline, size=2, is_death=lambda error: isinstance(error, BrokenProcessPool))
-
-    monkeypatch.setattr(fleet, "open_workers", open_workers)
+    monkeypatch.setattr(fleet, "open_workers", lambda **_: nullcontext(inline))
     return inline
 
 
@@ -75,16 +70,16 @@ def workplace(tmp_path, monkeypatch):
 OPTIONS = TriageOptions(settings={"model": "models_of_the_test.py:Overflowing", "fixes": False})
 
 
-def test_dumps_of_one_line_are_one_group(executor):
+def test_dumps_of_one_line_are_one_group(workers):
     found = triage(["runs"], OPTIONS)
     (group,) = found.groups
-    assert len(executor.jobs) == 3
+    assert len(workers.jobs) == 3
     assert group.paths == ("runs/a/nan-7.pth", "runs/a/nan-12.pth", "runs/b/nan-3.pth")
     assert (group.steps, group.runs) == ((3, 12), ("runs/a", "runs/b"))
     assert [result.outcome for result in found.dumps] == ["analysed"] * 3
 
 
-def test_the_folder_holds_the_reports_and_a_page_of_links(executor, workplace):
+def test_the_folder_holds_the_reports_and_a_page_of_links(workers, workplace):
     found = triage(["runs"], OPTIONS)
     folder = workplace / "nandoctor-triage"
     page = (folder / "index.html").read_text()
@@ -96,53 +91,53 @@ def test_the_folder_holds_the_reports_and_a_page_of_links(executor, workplace):
 
 
 @pytest.mark.slow
-def test_fixes_are_tried_on_one_dump_of_a_group(executor, workplace):
+def test_fixes_are_tried_on_one_dump_of_a_group(workers, workplace):
     options = TriageOptions(settings={"model": "models_of_the_test.py:Overflowing", "max_trials": 20})
     (group,) = triage(["runs"], options).groups
-    assert len(executor.jobs) == 4
-    assert [job.settings.fixes for job in executor.jobs] == [False, False, False, True]
+    assert len(workers.jobs) == 4
+    assert [job.settings.fixes for job in workers.jobs] == [False, False, False, True]
     assert group.fixes[0].verified
     assert (workplace / "nandoctor-triage" / group.page).is_file()
 
 
-def test_what_was_done_is_not_done_again(executor):
+def test_what_was_done_is_not_done_again(workers):
     triage(["runs/a"], OPTIONS)
     found = triage(["runs"], OPTIONS)
-    assert len(executor.jobs) == 3
+    assert len(workers.jobs) == 3
     assert found.num_reused == 2
     assert len(found.groups[0].paths) == 3
 
 
-def test_changed_code_is_run_again(executor, workplace):
+def test_changed_code_is_run_again(workers, workplace):
     triage(["runs"], OPTIONS)
     with (workplace / "models_of_the_test.py").open("a") as file:
         file.write("# mended\n")
     assert triage(["runs"], OPTIONS).num_reused == 0
-    assert len(executor.jobs) == 6
+    assert len(workers.jobs) == 6
 
 
-def test_other_settings_are_another_result(executor):
+def test_other_settings_are_another_result(workers):
     triage(["runs/b"], OPTIONS)
     triage(["runs/b"], TriageOptions(settings={**OPTIONS.settings, "amp_dtype": "bfloat16"}))
-    assert len(executor.jobs) == 2
+    assert len(workers.jobs) == 2
 
 
-def test_the_same_content_is_done_once(executor, workplace):
+def test_the_same_content_is_done_once(workers, workplace):
     for folder, name, content in (("a", "copy", None), ("b", "torn", b"torn"), ("b", "torn2", b"torn")):
         copy = workplace / "runs" / folder / f"{name}.pth"
         copy.write_bytes(content or (workplace / "runs" / "b" / "nan-3.pth").read_bytes())
     one_worker = TriageOptions(settings={**OPTIONS.settings, "model": "models_of_the_test.py:broken"})
     for options, outcomes in ((OPTIONS, ["analysed"] * 2), (one_worker, ["failed"] * 2)):
-        executor.jobs.clear()
+        workers.jobs.clear()
         found = triage(["runs/b", "runs/a/copy.pth"], options)
         assert [result.outcome for result in found.dumps] == [outcomes[0], outcomes[1], "unreadable", "unreadable"]
-        assert len(executor.jobs) == 2
+        assert len(workers.jobs) == 2
     assert found.num_reused == 0
     (group,) = triage(["runs/b", "runs/a/copy.pth"], OPTIONS).groups
     assert (group.paths, group.runs) == (("runs/a/copy.pth", "runs/b/nan-3.pth"), ("runs/a", "runs/b"))
 
 
-def test_a_file_that_cannot_be_read_is_listed_with_its_reason(executor, workplace):
+def test_a_file_that_cannot_be_read_is_listed_with_its_reason(workers, workplace):
     (workplace / "runs" / "a" / "torn.pth").write_bytes(b"PK\x03\x04 torn")
     found = triage(["runs"], OPTIONS)
     (torn,) = [result for result in found.dumps if result.outcome != "analysed"]
@@ -151,29 +146,30 @@ def test_a_file_that_cannot_be_read_is_listed_with_its_reason(executor, workplac
     assert len(found.groups[0].paths) == 3
 
 
-def test_a_model_that_does_not_fit_stops_nobody(executor):
+def test_a_model_that_does_not_fit_stops_nobody(workers):
     torch.save({"state_dict": nn.Linear(3, 3).state_dict(), "image": torch.ones(2, 3)}, "runs/a/other.pth")
     found = triage(["runs"], OPTIONS)
     assert [result.path for result in found.dumps if result.outcome == "failed"] == ["runs/a/other.pth"]
 
 
-def test_a_worker_that_dies_costs_one_file(executor):
-    executor.endings[2] = BrokenProcessPool("a child process terminated abruptly")
-    found = triage(["runs"], OPTIONS)
-    assert sorted(result.outcome for result in found.dumps) == ["analysed", "analysed", "died"]
+def test_any_executor_runs_the_jobs():
+    with ThreadPoolExecutor(1) as threads:
+        found = triage(["runs"], replace(OPTIONS, executor=threads))
+    assert [result.outcome for result in found.dumps] == ["analysed"] * 3
+    assert found.num_workers == 0
 
 
-def test_what_ended_its_worker_is_tried_again_only_if_asked(executor):
-    executor.endings[1] = BrokenProcessPool("a child process terminated abruptly")
+def test_what_ended_its_worker_is_tried_again_only_if_asked(workers):
+    workers.endings[1] = "died"
     triage(["runs/b"], OPTIONS)
     assert triage(["runs/b"], OPTIONS).dumps[0].outcome == "died"
-    assert len(executor.jobs) == 1
+    assert len(workers.jobs) == 1
     retried = triage(["runs/b"], TriageOptions(settings=OPTIONS.settings, retry=True))
     assert retried.dumps[0].outcome == "analysed"
 
 
-def test_ctrl_c_keeps_what_was_done(executor):
-    executor.endings[3] = KeyboardInterrupt()
+def test_ctrl_c_keeps_what_was_done(workers):
+    workers.endings[3] = KeyboardInterrupt()
     with pytest.raises(InterruptedTriageError) as caught:
         triage(["runs"], OPTIONS)
     before = caught.value.triage
@@ -182,10 +178,10 @@ def test_ctrl_c_keeps_what_was_done(executor):
     assert (caught.value.exit_code, caught.value.message) == (130, "interrupted, 1 file is left.")
     after = triage(["runs"], OPTIONS)
     assert after.num_left == 0
-    assert len({job.key for job in executor.jobs}) == 3
+    assert len({job.key for job in workers.jobs}) == 3
 
 
-def test_a_strange_folder_is_left_alone(executor, workplace):
+def test_a_strange_folder_is_left_alone(workers, workplace):
     (workplace / "notes").mkdir()
     (workplace / "notes" / "mine.txt").write_text("mine")
     with pytest.raises(NanDoctorError, match="triage did not write"):
@@ -205,7 +201,7 @@ def test_folders_patterns_and_names_find_each_file_once(workplace):
         find_dumps(["runs/*/none-*.pth"])
 
 
-def test_an_unsigned_dump_runs_no_code_of_its_own(executor, workplace):
+def test_an_unsigned_dump_runs_no_code_of_its_own(workers, workplace):
     contents = {
         "format": "nandoctor.dump/1",
         "state_dict": Overflowing().state_dict(),
@@ -218,7 +214,7 @@ def test_an_unsigned_dump_runs_no_code_of_its_own(executor, workplace):
     assert "Nothing was run" in result.reason
 
 
-def test_the_command_prints_a_table_or_json_lines(executor):
+def test_the_command_prints_a_table_or_json_lines(workers):
     arguments = ["triage", "runs", "--model", "models_of_the_test.py:Overflowing", "--no-fixes"]
     shown = CliRunner().invoke(main, arguments)
     assert shown.exit_code == 0
@@ -227,8 +223,8 @@ def test_the_command_prints_a_table_or_json_lines(executor):
     assert [json.loads(line)["kind"] for line in lines.stdout.splitlines()][-2:] == ["group", "triage"]
 
 
-def test_the_command_after_ctrl_c_exits_with_130(executor):
-    executor.endings[2] = KeyboardInterrupt()
+def test_the_command_after_ctrl_c_exits_with_130(workers):
+    workers.endings[2] = KeyboardInterrupt()
     shown = CliRunner().invoke(main, ["triage", "runs", "--model", "models_of_the_test.py:Overflowing"])
     assert shown.exit_code == 130
     assert "files are left" in shown.stderr
@@ -240,11 +236,11 @@ def test_what_is_no_size_is_wrong_usage(size):
 
 
 @pytest.mark.parametrize("named", ["by a flag", "by the project"])
-def test_weights_that_cannot_be_read_are_no_dumps_fault(executor, workplace, named):
+def test_weights_that_cannot_be_read_are_no_dumps_fault(workers, workplace, named):
     (workplace / "last.pth").write_text("nothing")
     if named == "by the project":
         (workplace / "pyproject.toml").write_text('[tool.nandoctor]\nweights = "last.pth"\n')
     arguments = ["triage", "runs", "--model", "models_of_the_test.py:Overflowing"]
     result = CliRunner().invoke(main, arguments + ["--weights", "last.pth"] * (named == "by a flag"))
-    assert (result.exit_code, executor.jobs) == (1, [])
+    assert (result.exit_code, workers.jobs) == (1, [])
     assert result.stderr.startswith(f"nandoctor: {workplace / 'last.pth'}: it is a text file, ")

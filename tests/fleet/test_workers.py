@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 
 import pytest
@@ -17,7 +15,6 @@ import torch
 from fleet.many_dumps import CAUSES, make_dumps
 from tiny_models import Overflowing
 
-from nandoctor.fleet.pool import SingleProcesses
 from nandoctor.fleet.triage import TriageOptions, triage
 
 pytestmark = pytest.mark.slow
@@ -85,33 +82,19 @@ def test_a_worker_that_ends_costs_its_own_file(workplace, model, more, outcome):
     assert list(found.values()) == ANALYSED
 
 
-def test_processes_live_on_and_are_replaced_when_they_die():
-    with SingleProcesses(1, memory=None) as pool:
-        first = pool.submit(os.getpid).result()
-        assert pool.submit(os.getpid).result() == first
-        assert isinstance(pool.submit(os._exit, 1).exception(), Exception)
-        assert pool.submit(os.getpid).result() != first
-
-
-def test_a_call_waits_for_the_process_that_replaces_another(monkeypatch):
-    with SingleProcesses(1, memory=None) as pool:
-        release = pool._release
-        monkeypatch.setattr(pool, "_release", lambda *args: (time.sleep(0.3), release(*args)))  # results come before it
-        assert isinstance(pool.submit(os._exit, 1).exception(), Exception)
-        assert isinstance(pool.submit(os.getpid).result(), int)
-
-
-def test_processes_killed_at_once_are_not_replaced(monkeypatch):
-    pool = SingleProcesses(4, memory=None)
-    futures = [pool.submit(time.sleep, 60) for _ in range(4)]
-    while sum(future.running() for future in futures) < len(futures):
-        time.sleep(0.01)
-    starts = []
-    monkeypatch.setattr(pool, "_start", lambda: starts.append(1))
-    monkeypatch.setattr(ProcessPoolExecutor, "shutdown", lambda *_, **__: time.sleep(0.2))  # while others break
-    pool.shutdown(wait=False, cancel_futures=True)
-    assert all(isinstance(future.exception(timeout=30), BrokenProcessPool) for future in futures)
-    assert not starts
+def test_models_of_two_files_have_processes_of_their_own(tmp_path, monkeypatch):
+    """They may import modules of the same name."""
+    tables = ["[tool.nandoctor]"]
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "net.py").write_text(f"import layers\nOf{name} = layers.Of{name}\n")
+        (tmp_path / name / "layers.py").write_text(f"from tiny_models import Overflowing as Of{name}\n")
+        torch.save({"state_dict": Overflowing().state_dict(), "image": torch.ones(2, 4)}, tmp_path / name / "nan.pth")
+        tables.append(f'[[tool.nandoctor.dumps]]\npattern = "{name}/*"\nmodel = "{name}/net.py:Of{name}"')
+    (tmp_path / "pyproject.toml").write_text("\n".join(tables))
+    monkeypatch.chdir(tmp_path)
+    found = outcomes(triage(["first", "second"], TriageOptions(settings={"fixes": False}, jobs=1)))
+    assert found == {"first/nan.pth": "analysed", "second/nan.pth": "analysed"}
 
 
 INTERRUPTIBLE = """

@@ -15,7 +15,7 @@ from nandoctor.evidence.checkup import (
     ValueRange,
 )
 from nandoctor.evidence.report import Check, TrialOutcome
-from nandoctor.evidence.triage import CodePlace, DumpResult, Group, GroupFix, RecurringSample, SampleId, Triage
+from nandoctor.evidence.triage import CodePlace, DumpResult, Group, GroupFix, Triage
 from nandoctor.evidence.verification import CodeChange, CodeState, Verification
 
 LONG_MODULE = "backbone.encoder.layers.{}.self_attention.output_projection.norm"
@@ -23,7 +23,6 @@ LONG_FILE = "/data/projects/segmentation/models/encoders/attention_blocks.py"
 
 
 def _group(number):
-    by_name = SampleId(by="name", text=f"patients/cohort_{number}/tile_0381_with_a_long_name.png")
     return Group(
         verdict="precision",
         cause="eps-underflow" if number else None,
@@ -39,7 +38,6 @@ def _group(number):
         folds=("0", "1"),
         runs=tuple(map(str, range(7))),
         written=None,
-        recurring=(RecurringSample(sample=by_name, num_dumps=280, num_known=301),),
         representative="runs/0/nan-step000012.pth",
         fixes=(
             GroupFix(title=f"Use an eps of 1e-4 in line 45 of {LONG_FILE}", kind="source", verified=True, patch=""),
@@ -52,7 +50,7 @@ def _result(path, outcome, reason=""):
 
 
 def triage():
-    """Two groups, files of which some could not be read or replayed, and a sample that recurs."""
+    """Two groups, and files of which some could not be read or replayed."""
     groups = (_group(1), _group(0))
     reason = "the model raised KeyError: 'a key that is not in the batch' when it was called with the batch of the dump"
     return Triage(
@@ -64,7 +62,6 @@ def triage():
             _result("runs/slow/nan.pth", "timed-out", "no result after 600 s"),
         ),
         groups=groups,
-        recurring=groups[0].recurring,
         num_reused=12,
         num_left=3,
         num_workers=8,

@@ -16,7 +16,7 @@ from nandoctor import file_memory
 from nandoctor.case import replay
 from nandoctor.replaying import module_state
 from nandoctor.replaying import setup as replay_setup
-from nandoctor.replaying.deferred_fills import DeferredFills
+from nandoctor.replaying.memory import Unfilled
 from nandoctor.replaying.model_loading import load_state
 
 BACKWARD = [case for case in all_cases() if case.phase == "backward"][::4]
@@ -113,11 +113,10 @@ def test_weights_of_another_format_are_converted_into_files(monkeypatch):
     made = []
     make = file_memory.map_empty
     monkeypatch.setattr(file_memory, "map_empty", lambda shape, dtype: made.append(dtype) or make(shape, dtype))
-    fills = DeferredFills()
-    with fills.building():
+    with Unfilled() as unfilled:
         model = nn.Linear(1024, 1024)
     state = {name: tensor.bfloat16() for name, tensor in nn.Linear(1024, 1024).state_dict().items()}
-    load_state(model, state, fills=fills)
+    load_state(model, state, unfilled=unfilled)
     assert made == [torch.float32]
     assert torch.equal(model.weight, state["weight"].float())
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nandoctor.errors import ModelError
-from nandoctor.replaying.deferred_fills import DeferredFills
+from nandoctor.replaying.memory import Unfilled
 from nandoctor.replaying.model_loading import build_model, find_attribute, load_state
 from nandoctor.replaying.project import Project
 
@@ -462,12 +462,11 @@ def test_a_tied_weight_is_given_under_either_name(name, same):
     assert load_state(model, {name: weight}) == []
     assert torch.equal(model.embed.weight, weight)
     assert torch.equal(model.head.weight, weight)
-    mode = DeferredFills()
-    with mode.building():
-        deferred = Tied(same=same)
-    assert load_state(deferred, {name: weight}, fills=mode) == []
-    assert torch.equal(deferred.embed.weight, weight)
-    assert torch.equal(deferred.head.weight, weight)
+    with Unfilled() as unfilled:
+        model = Tied(same=same)
+    assert load_state(model, {name: weight}, unfilled=unfilled) == []
+    assert torch.equal(model.embed.weight, weight)
+    assert torch.equal(model.head.weight, weight)
 
 
 def test_a_weight_that_is_not_tied_is_missing_all_the_same():

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.triage import CodePlace, DumpResult, Group, GroupFix, RecurringSample, SampleId, Triage
+from nandoctor.evidence.triage import CodePlace, DumpResult, Group, GroupFix, Triage
 from nandoctor.renderers.answer import one_line
 from nandoctor.renderers.inspect_dump import print_inspection
 from nandoctor.renderers.jsonfile import dumps, read_report
@@ -103,7 +103,6 @@ class Elements(HTMLParser):
 
 def triage_of(name):
     """A triage in which everything that a file, a model or a path may name is called so."""
-    sample = RecurringSample(sample=SampleId(by="name", text=name), num_dumps=3, num_known=4)
     place = CodePlace(file=name, line=3, text=name, module=name, type=name, op=name)
     patch = f"--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-{name!a}\n+\tx\n"
     fix = GroupFix(title=name, kind="source", verified=True, patch=patch)
@@ -116,7 +115,6 @@ def triage_of(name):
         ranks=(0, 1),
         runs=(name,),
         written=(name, name),
-        recurring=(sample,),
         representative=name,
         fixes=(fix,),
         fix_note=name,
@@ -125,7 +123,7 @@ def triage_of(name):
     read = DumpResult(path=name, key="0", outcome="analysed", report="reports/0.json")
     unread = DumpResult(path=f"{name}.pth", key="1", outcome="unreadable", reason=f"{name}.pth: {name}")
     counts = {"num_reused": 0, "num_left": 0, "num_workers": 1, "elapsed_s": 1.0}
-    return Triage(dumps=(read, unread), groups=(group,), recurring=(sample,), folder=name, **counts)
+    return Triage(dumps=(read, unread), groups=(group,), folder=name, **counts)
 
 
 @pytest.mark.parametrize("kind", MORE_NAMES)
