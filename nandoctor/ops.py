@@ -261,8 +261,6 @@ SEES_NAN = _names(
 )
 """Ops that are meant for tensors with NaN in them."""
 COMPARISONS = _names("gt ge lt le eq ne greater greater_equal less less_equal not_equal isclose")
-LIMITS = CLAMPS | MAXIMA | MINIMA | _names("relu")
-"""Ops that replace values past a limit, and so select by the value itself."""
 
 
 def is_average(name: str) -> bool:

@@ -13,13 +13,18 @@ import torch
 from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.diagnosis.backward import UNSCALED, conclude_backward, describe_removed
-from nandoctor.diagnosis.conclusion import Conclusion, Findings, conclude, find_so_far, without_backward
+from nandoctor.diagnosis.conclusion import (
+    Conclusion,
+    Findings,
+    conclude,
+    conclude_optimizer,
+    find_so_far,
+    without_backward,
+)
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.diagnosis.origin import (
     describe_first,
-    diagnose_optimizer,
     diagnose_outside,
-    diagnose_update,
     needs_counts,
 )
 from nandoctor.diagnosis.run_summary import (
@@ -46,7 +51,7 @@ from nandoctor.diagnosis.verdict import (
 )
 from nandoctor.dumps.dump import Dump, summarize
 from nandoctor.errors import DumpError, LossError, ModelError
-from nandoctor.evidence.dump_summary import DumpSummary, Environment, OptimizerUpdate
+from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.formats import FP16, FloatFormat
 from nandoctor.evidence.report import EpsUse, Report, Reproduction
 from nandoctor.evidence.trace import Trace
@@ -60,7 +65,7 @@ from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Progress, listener_of
-from nandoctor.replaying.reproduction import Preparation, Replayed, reproduce, run_or, run_whole
+from nandoctor.replaying.reproduction import Preparation, Replayed, replay_plainly, reproduce, run_or, run_whole
 from nandoctor.replaying.runner import CLOSELY, FailingStep, Outcome, RunInterrupted, Watch
 from nandoctor.replaying.saved_arrays import choose_policies, view_sample
 from nandoctor.replaying.settings import Settings
@@ -149,9 +154,11 @@ def _diagnose_step(preparation: Preparation, *, for_fixes: bool) -> Diagnosed:
     replayed = reproduce(preparation)
     replayed.step.progress.expect_rest(replayed.num_runs_left)
     findings = _find(replayed, for_fixes=for_fixes)
-    told = dict.fromkeys((*replayed.notes, *preparation.notes))
+    if findings.conclusion.in_fp32 and (plain := replay_plainly(replayed, preparation)) is not None:
+        replayed, findings = plain, _find(plain, for_fixes=for_fixes)
     step = replayed.step
-    notes = (f"Replayed as {step.description} in {mode_text(step.seed, step.training)}.", *told)
+    called = f"Replayed as {step.description} in {mode_text(step.seed, step.training)}."
+    notes = (called, *dict.fromkeys((*replayed.notes, *preparation.notes)))
     report = _write_report(replayed, findings, summary, notes)
     rerun = None if step.progress.interrupted else findings.exposed or step
     return Diagnosed(report=report, step=rerun, findings=findings, random=replayed.any_random)
@@ -176,15 +183,16 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
     verdict, trace, reference, step = findings.verdict, findings.trace, findings.reference, replayed.step
     shown = Conclusion() if verdict in NOTHING_FOUND else findings.conclusion
     first, *others = shown.diagnoses or (None,)
+    failing = reference if shown.in_fp32 else trace
     runs = summarize_runs(trace, reference, step.low)
     known, same = step.loss is not None, replayed.reproduction.grade == "exact"
     # The excerpt shows the expression that the headline names: the cause's own, else the origin's.
     source = None if first is None else (first.cause and first.cause.source) or first.origin.source
     return Report(
         verdict=verdict,
-        headline=write_headline(verdict, trace, shown, findings.gaps),
+        headline=write_headline(verdict, failing, shown, findings.gaps),
         reproduction=replayed.reproduction,
-        first_nonfinite=describe_first(shown.first_nonfinite, trace, reference) if shown.first_nonfinite else None,
+        first_nonfinite=describe_first(shown.first_nonfinite, failing, reference) if shown.first_nonfinite else None,
         origin=first.origin if first else None,
         cause=first.cause if first else None,
         also=tuple(others),
@@ -253,7 +261,7 @@ def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
     if forward.verdict == "healthy" and findings.trace.finite:
         findings = look_for_hidden(step, findings)
     slots = measure_slots(step.second_moments, step.model, step.low)
-    findings = _diagnose_optimizer(replace(findings, slots=slots), step.recorded.update)
+    findings = conclude_optimizer(replace(findings, slots=slots), step.recorded.update)
     return _with_gaps(findings, replayed)
 
 
@@ -340,26 +348,6 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
         return replace(findings, conclusion=findings.conclusion.followed_by(found))
     verdict = judge_backward(trace, reference, found, fixed_by_scale=fixed)
     return replace(findings, verdict=verdict, conclusion=found)
-
-
-def _diagnose_optimizer(findings: Findings, update: OptimizerUpdate | None) -> Findings:
-    """Diagnose an optimizer that divides by zero, and so makes weights non-finite after a finite step.
-
-    In a file saved after that, the weights are non-finite already. A recorded `update` that did it is diagnosed too.
-    """
-    diagnoses = tuple(diagnose_optimizer(findings.slots, findings.trace))
-    if diagnoses and findings.verdict == "healthy":
-        conclusion, is_rounded = Conclusion(diagnoses=diagnoses), all(slot.eps for slot in findings.slots)
-        return replace(findings, verdict="precision" if is_rounded else "numerics", conclusion=conclusion)
-    if update is not None and findings.verdict == "healthy":
-        conclusion = Conclusion(diagnoses=(diagnose_update(update, findings.trace),))
-        return replace(findings, verdict="numerics", conclusion=conclusion)
-    first = next(iter(findings.conclusion.diagnoses), None)
-    owners = {diagnosis.origin.place.module for diagnosis in diagnoses}
-    if findings.verdict == "state" and first is not None and first.origin.place.module in owners:
-        conclusion = replace(findings.conclusion, diagnoses=(*diagnoses, *findings.conclusion.diagnoses))
-        return replace(findings, conclusion=conclusion)
-    return findings
 
 
 def _report_weights(dump: Dump, low: FloatFormat) -> Report:

@@ -158,13 +158,15 @@ class GradientFinding(_AnalysedOp):
     """A backward op that made non-finite gradients of finite ones.
 
     `forward` is the op that it belongs to, None for a custom Function. `reference_is_finite` is True if the fp32 run's
-    gradients are finite at the same op, `fixed_by_scale` if all gradients are finite at loss scale 1.
+    gradients are finite at the same op, `fixed_by_scale` if all gradients are finite at loss scale 1. `discarded_by` is
+    the later op that discards the forward's result where the derivative is infinite.
     """
 
     forward: OpCall | None
     reference_is_finite: bool
     fixed_by_scale: bool
     loss_scale: float
+    discarded_by: OpCall | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

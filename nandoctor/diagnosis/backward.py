@@ -18,7 +18,8 @@ from nandoctor.diagnosis.conclusion import (
     suspect,
 )
 from nandoctor.diagnosis.origin import NonfiniteSource, trace_back
-from nandoctor.evidence.formats import FloatFormat
+from nandoctor.diagnosis.removals import find_removal, selects
+from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis
 from nandoctor.evidence.trace import NonfiniteCounts, OpCall, Trace
 from nandoctor.ops import EXPONENTIALS, GRADIENT_SUM
@@ -31,7 +32,17 @@ _ALWAYS_OVERFLOW = EXPONENTIALS - {"pow"}
 def conclude_backward(
     trace: Trace, reference: Trace, low: FloatFormat, *, loss_scale: float, fixed_by_scale: bool
 ) -> Conclusion:
-    """Diagnose where gradients stop being finite, in the order of the backward pass."""
+    """Diagnose where gradients stop being finite, in the order of the backward pass; fp32's failure comes first."""
+    found = _conclude_run(trace, reference, low, loss_scale=loss_scale, fixed_by_scale=fixed_by_scale)
+    if reference is trace or not reference.bad_gradients:
+        return found
+    in_fp32 = _conclude_run(reference, reference, FP32, loss_scale=loss_scale, fixed_by_scale=False)
+    return replace(in_fp32, in_fp32=True).followed_by(found) if in_fp32.diagnoses else found
+
+
+def _conclude_run(
+    trace: Trace, reference: Trace, low: FloatFormat, *, loss_scale: float, fixed_by_scale: bool
+) -> Conclusion:
     ops, references = {op.order: op for op in trace.ops}, {op.key: op for op in reference.ops}
     healthy = {op.key for op in reference.backward if op.outputs_finite}
     sick = {op.key for op in reference.backward if not op.outputs_finite}
@@ -52,7 +63,10 @@ def conclude_backward(
             low=low,
             references=references,
         )
-        found.append(_diagnose(finding, trace, reference))
+        removal = find_removal(op, trace.ops, of_forward)
+        if removal is not None and selects(of_forward.get(removal.order, ())):
+            finding = replace(finding, discarded_by=removal)
+        found.append(_diagnose(finding, trace, reference, is_absorbed=removal is not None))
     return Conclusion(
         diagnoses=tuple(diagnosis for diagnosis, _ in found) or _first_taker(trace),
         suspects=tuple(blamed for _, blamed in found if blamed is not None),
@@ -82,7 +96,9 @@ def _is_removed(op: OpCall, ops: Mapping[int, OpCall], of_forward: Mapping[int |
     return True
 
 
-def _diagnose(finding: GradientFinding, trace: Trace, reference: Trace) -> tuple[Diagnosis, Suspect | None]:
+def _diagnose(
+    finding: GradientFinding, trace: Trace, reference: Trace, *, is_absorbed: bool
+) -> tuple[Diagnosis, Suspect | None]:
     """Diagnose an op inside a custom backward, else an Inf that the forward hid, else the forward op itself."""
     op, forward = finding.op, finding.forward
     if op.op == GRADIENT_SUM:  # the forward op's derivative is not to blame
@@ -102,7 +118,8 @@ def _diagnose(finding: GradientFinding, trace: Trace, reference: Trace) -> tuple
             )
         origin = replace(origin_at(inside.op, inside.analysis, trace), function=op.op)
         return Diagnosis(origin=origin, cause=cause), suspect(inside.op, inside, cause)
-    hidden, broken = _hidden_origin(forward, trace, reference, finding.low)
+    by_arithmetic = is_absorbed and finding.discarded_by is None
+    hidden, broken = _hidden_origin(forward, trace, reference, finding.low, with_own=by_arithmetic)
     if broken is not None:
         return broken, None
     explained = _explain_hidden(op, hidden) if hidden is not None else None
@@ -168,12 +185,12 @@ def describe_removed(trace: Trace) -> tuple[str, ...]:
 
 
 def _hidden_origin(
-    forward: OpCall | None, trace: Trace, reference: Trace, low: FloatFormat
+    forward: OpCall | None, trace: Trace, reference: Trace, low: FloatFormat, *, with_own: bool
 ) -> tuple[Finding | None, Diagnosis | None]:
     """Return the op that made the forward op's infinite input, or the forward op if a later op hides what it made.
 
-    A forward op that is singular at finite inputs is left to the causes of the backward pass. If a broken weight is
-    behind it, its diagnosis is returned too.
+    A forward op that is singular at finite inputs is left to the causes of the backward pass, unless `with_own`: its
+    Inf became an ordinary number by arithmetic. If a broken weight is behind it, its diagnosis is returned too.
     """
     if forward is None:
         return None, None
@@ -184,7 +201,7 @@ def _hidden_origin(
     sources = [source for source in (*found.sources, *found.written) if source.op.analysis]
     findings = [finding_at(source, trace, reference, low) for source in sources]
     overflowed = [finding for finding in findings if finding.overflowed or finding.op.op in _ALWAYS_OVERFLOW]
-    own = [finding for finding in findings if finding.op != forward or finding.had_inf_input]
+    own = [finding for finding in findings if with_own or finding.op != forward or finding.had_inf_input]
     computed = [finding for finding in own if not _is_written(finding, trace)]
     # Ops that only turned infinities into NaN come last.
     hidden = next(iter((*overflowed, *sorted(computed, key=lambda finding: finding.had_inf_input))), None)

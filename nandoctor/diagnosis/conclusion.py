@@ -18,14 +18,16 @@ from nandoctor.diagnosis.origin import (
     NonfiniteSource,
     NonfiniteTrace,
     OutsideKind,
+    diagnose_optimizer,
     diagnose_outside,
+    diagnose_update,
     find_nonfinite_places,
     find_swallowed,
     list_elements,
     nonfinite_elements,
     trace_back,
 )
-from nandoctor.evidence.dump_summary import OptimizerSlot
+from nandoctor.evidence.dump_summary import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis, Link, Origin
@@ -49,7 +51,7 @@ class Conclusion:
 
     `suspects` belong to the diagnoses that blame an op of the forward pass or the loss, in the same order.
     `first_nonfinite` is where a non-finite value first showed. `complete` is False if the traced ops do not reach the
-    origin.
+    origin. `in_fp32` is True if the first diagnosis is of the fp32 run, because that fails too.
     """
 
     diagnoses: tuple[Diagnosis, ...] = ()
@@ -57,6 +59,7 @@ class Conclusion:
     chain: tuple[Link, ...] = ()
     first_nonfinite: NonfinitePlace | None = None
     complete: bool = True
+    in_fp32: bool = False
 
     @property
     def largest(self) -> float:
@@ -67,8 +70,9 @@ class Conclusion:
         """Return the conclusion with those diagnoses of a later one, as of the backward pass, that blame other ops."""
         known = [(diagnosis.origin.op, diagnosis.origin.source) for diagnosis in self.diagnoses]
         others = (it for it in later.diagnoses if (it.origin.op, it.origin.source) not in known)
-        suspects = (*self.suspects, *later.suspects)
-        return replace(self, diagnoses=(*self.diagnoses, *others), suspects=suspects)
+        sites = [suspect.site for suspect in self.suspects]
+        suspects = (it for it in later.suspects if it.site not in sites)
+        return replace(self, diagnoses=(*self.diagnoses, *others), suspects=(*self.suspects, *suspects))
 
 
 def finding_at(source: NonfiniteSource, trace: Trace, reference: Trace, low: FloatFormat) -> Finding:
@@ -163,6 +167,26 @@ class Findings:
         )
 
 
+def conclude_optimizer(findings: Findings, update: OptimizerUpdate | None) -> Findings:
+    """Diagnose an optimizer that divides by zero, and so makes weights non-finite after a finite step.
+
+    In a file saved after that, the weights are non-finite already. A recorded `update` that did it is diagnosed too.
+    """
+    diagnoses = tuple(diagnose_optimizer(findings.slots, findings.trace))
+    if diagnoses and findings.verdict == "healthy":
+        conclusion, is_rounded = Conclusion(diagnoses=diagnoses), all(slot.eps for slot in findings.slots)
+        return replace(findings, verdict="precision" if is_rounded else "numerics", conclusion=conclusion)
+    if update is not None and findings.verdict == "healthy":
+        conclusion = Conclusion(diagnoses=(diagnose_update(update, findings.trace),))
+        return replace(findings, verdict="numerics", conclusion=conclusion)
+    first = next(iter(findings.conclusion.diagnoses), None)
+    owners = {diagnosis.origin.place.module for diagnosis in diagnoses}
+    if findings.verdict == "state" and first is not None and first.origin.place.module in owners:
+        conclusion = replace(findings.conclusion, diagnoses=(*diagnoses, *findings.conclusion.diagnoses))
+        return replace(findings, conclusion=conclusion)
+    return findings
+
+
 def find_so_far(trace: Trace, reference: Trace | None) -> Findings:
     """Return the findings of an interrupted diagnosis; `reference` is the unfinished fp32 run, or None if not begun.
 
@@ -203,7 +227,19 @@ _Found = tuple[int, Diagnosis, Suspect | None]
 
 
 def conclude(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
-    """Diagnose a non-finite output or loss; if both are finite, overflows that were swallowed on the way."""
+    """Diagnose a non-finite output or loss; if both are finite, overflows that were swallowed on the way.
+
+    If the step fails in fp32 too, precision is not the story: that failure comes first, and then what `low` adds.
+    """
+    found = _conclude_run(trace, reference, low)
+    if reference is trace or trace.finite or reference.finite or reference.raised == INTERRUPTED:
+        return found
+    in_fp32 = _conclude_run(reference, reference, FP32)
+    return replace(in_fp32, in_fp32=True).followed_by(found) if in_fp32.diagnoses else found
+
+
+def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
+    """Diagnose one run beside its reference."""
     places = find_nonfinite_places(trace, reference)
     if trace.finite:
         return _conclude_swallowed(trace, reference, places, low)
@@ -264,10 +300,8 @@ def _conclude_traced(
     found_trace: NonfiniteTrace, trace: Trace, reference: Trace, places: list[NonfinitePlace], low: FloatFormat
 ) -> Conclusion:
     found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace, reference, low)]
-    # A mask constant that became -inf is harmless except in fully masked rows: any other diagnosis comes first. So does
-    # one that explains why fp32 fails too, such as NaN weights, before one of low precision alone.
-    spared = _finite_in_reference(found_trace, reference)
-    found.sort(key=lambda it: (it[1].cause is not None and it[1].cause.code == MASK, it[0] in spared, it[0]))
+    # A mask constant that became -inf is harmless except in fully masked rows: any other diagnosis comes first.
+    found.sort(key=lambda it: (it[1].cause is not None and it[1].cause.code == MASK, it[0]))
     start = found[0][0] if found else 0
     producers = {order for order in found_trace.members if order >= start}
     involved = (place for place in places if place.value.producer in producers)
@@ -280,12 +314,6 @@ def _conclude_traced(
         first_nonfinite=next(involved, places[0] if places else None),
         complete=found_trace.complete and (bool(found) or not found_trace.sources),
     )
-
-
-def _finite_in_reference(found_trace: NonfiniteTrace, reference: Trace) -> set[int]:
-    """Return the sources, by the orders of their ops, that a non-finite reference does not have."""
-    same = {source.op.order: source.reference_op for source in found_trace.sources if not reference.finite}
-    return {order for order, op in same.items() if op is not None and op.outputs_finite}
 
 
 def _from_outside(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]:

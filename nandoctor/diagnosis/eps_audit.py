@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nandoctor.causes.base import ancestors, is_written, singular_inputs
-from nandoctor.diagnosis.folded_constants import list_folded
 from nandoctor.evidence.dump_summary import OptimizerSlot
-from nandoctor.evidence.formats import FP16, FP32, FP64, LARGEST_EPS, FloatFormat, RoundedConstant, round_constant
+from nandoctor.evidence.formats import FP16, FP32, LARGEST_EPS, FloatFormat, RoundedConstant, round_constant
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import (
@@ -60,18 +59,7 @@ def audit(
     unseen = [use for use in declared if (use.module, use.name, use.value) not in used]
     judged = [_in_optimizer(slot) for slot in slots]
     unjudged = [_of_optimizer(eps) for eps in optimizer_eps if eps not in {use.value for use in judged}]
-    return fold([*named, *_lost_in_python(ops, declared), *unseen, *judged, *unjudged])
-
-
-def _lost_in_python(ops: Sequence[OpCall], declared: Sequence[EpsUse]) -> Iterator[EpsUse]:
-    """Yield the constants that were lost before torch saw them: Python's numbers are fp64."""
-    attributes: dict[str, dict[str, float]] = {}
-    for own in declared:
-        attributes.setdefault(own.module, {})[own.name] = own.value
-    for op in ops:
-        for name, eps in list_folded(op, attributes.get(op.module, {})):
-            use = EpsUse(place="op", module=op.module, type=op.type, name=name, value=eps, op=op.op, source=op.source)
-            yield replace(use, dtype=FP64, rounded=0.0, rel_err=1.0, effect="zero", absorbed_share=1.0)
+    return fold([*named, *unseen, *judged, *unjudged])
 
 
 def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iterator[EpsUse]:

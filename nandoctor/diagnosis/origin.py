@@ -115,7 +115,7 @@ def describe_first(first: NonfinitePlace, trace: Trace, reference: Trace) -> Fir
     """Return the first non-finite place for the report, with fp32's largest magnitude at the same place."""
     owner, seen_in = first.owner, first.seen_in
     return FirstNonfinite(
-        run="autocast",
+        run="fp32" if trace is reference else "autocast",
         phase=_PHASES.get(first.where, "forward"),
         place=owner.place if owner else Place(module=LOSS if first.where == "loss" else "", type="", call=0),
         where=first.where,

@@ -172,9 +172,10 @@ def _decides(step: FailingStep, path: str, plain: Outcome | None) -> bool:
             outcome = replaced.exposed.run(watch=_RESULTS)
         except (LossError, ModelError):  # such as an index that is now out of range
             return True
-        first = first or outcome
-        if outcome.trace.raised is not None or not _is_same(first, outcome):
-            return True
+        if not outcome.refused:  # code that refuses a value by `raise` or `assert` may compute nothing from it
+            first = first or outcome
+            if outcome.trace.raised is not None or not _is_same(first, outcome):
+                return True
     return False
 
 

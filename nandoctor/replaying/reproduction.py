@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nandoctor.autocast.policy import Policy
+from nandoctor.autocast.policy import LOW_DTYPES, Policy
 from nandoctor.dumps.array_roles import is_loss
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.stored_tensor import is_dense
@@ -20,7 +20,7 @@ from nandoctor.evidence.report import Grade, ReplayAttempt, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Outcome, RunInterrupted, Watch
-from nandoctor.replaying.saved_arrays import SavedOutputs, is_finite_array
+from nandoctor.replaying.saved_arrays import SavedOutputs, are_round, is_finite_array
 from nandoctor.replaying.user_code import WRONG_CALL
 from nandoctor.text import brief, join_first
 from nandoctor.tracing.tensor_stats import all_finite
@@ -29,9 +29,6 @@ from nandoctor.tracing.tensor_tree import walk_tensors
 CLOSE_ENOUGH = 0.02
 """A replay that differs from the saved output by no more than this share of its largest magnitude is the same run:
 other hardware sums in another order, and fp16 rounds at every layer."""
-
-_OPS, _BACKWARD, _FP32 = 1.5, 2.5, 0.8
-"""Times relative to a plain run: with ops watched, with a backward pass, and in fp32; by `benchmarks/forecast.py`."""
 
 CLEARLY = 4.0
 """How many times nearer a replay in another precision has to be: less may be the luck of one rounding."""
@@ -167,18 +164,10 @@ class Replayed:
 
     @property
     def num_runs_left(self) -> float:
-        """The expected time of the rest of the diagnosis, in runs like this one; optional closer looks do not count."""
-        trace, closely = self.trace, 1.0 if self.trace.ops else _OPS
-        has_loss = self.step.loss is not None
-        if trace.bad_gradients:
-            return 1.0
-        if trace.finite and trace.backward:
-            return _FP32 / _BACKWARD
-        if trace.finite:  # without a loss, the gradients are those of a stand-in
-            inside = 0.0 if has_loss else closely
-            return _FP32 + inside + _BACKWARD * (closely if has_loss else float(self.step.training))
-        again = 0.0 if trace.ops else closely
-        return again + _FP32 * closely + (_BACKWARD * closely if has_loss else 0.0)
+        """The rough time of the rest of the diagnosis, in runs like this one: fp32, watched ops, a backward pass."""
+        if self.trace.backward:
+            return 0.5
+        return 1.0 if self.trace.ops else 4.5
 
     @property
     def rank(self) -> tuple[int, bool, float]:
@@ -212,11 +201,38 @@ def reproduce(preparation: Preparation) -> Replayed:
         with suppress(ModelError), _leaving(best):  # without autocast the model may not run at all
             other = _search(steps, preparation)
             best = other if _agrees_better(other, best) else best
+    if _is_guess(best.step.policy, preparation):
+        told = f"No saved output value shows the precision: {best.step.low} was tried first (--amp-dtype)."
+        return replace(best, notes=(*best.notes, told))
     if preparation.dump.recorded.autocast is None or not (others and best.step.policy.ambient):
         return best
     low = best.step.policy.format
     told = f"The dump says that autocast was off, and its output is {low}: a replay under {low} autocast agrees better."
     return replace(best, notes=(told,))
+
+
+def _is_guess(policy: Policy, preparation: Preparation) -> bool:
+    """Return True if nothing in the file shows that autocast was on: any precision may have given zeros, ones, NaN."""
+    saved, policies = preparation.outputs.array, preparation.policies
+    told = len(policies) == 1 or not (policies[0].ambient and policy.ambient)  # by user, recorder or weights
+    if told or saved is None or not saved.numel() or saved.dtype in LOW_DTYPES:
+        return False
+    values = comparable_values(saved)
+    return bool(are_round(values[torch.isfinite(values)]).all())
+
+
+def replay_plainly(found: Replayed, preparation: Preparation) -> Replayed | None:
+    """Return a replay without autocast that agrees as well, if autocast was only a guess; else None."""
+    step = found.step
+    if not (_is_guess(step.policy, preparation) and _agrees(found.reproduction)) or step.progress.interrupted:
+        return None
+    same = replace(preparation, modes=(step.training,), seeds=(step.seed,))
+    with suppress(ModelError), _leaving(found):
+        plain = _search((replace(step, policy=preparation.policies[-1]),), same)
+        if _agrees(plain.reproduction):
+            tried = replace(plain.reproduction, attempts=found.reproduction.attempts)
+            return replace(plain, any_random=found.any_random, reproduction=tried)
+    return None
 
 
 def _search_first(preparation: Preparation) -> tuple[Replayed, tuple[Policy, ...]]:

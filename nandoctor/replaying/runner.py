@@ -81,7 +81,8 @@ class Outcome:
     """The result of a run: its trace, the output (None if the forward raised), and whether it drew random numbers.
 
     `gradients` are of loss x `gradient_scale`, by parameter name, if the watch keeps them. `kept` names the state that
-    the run left non-finite in the model, True if with more than -Inf. `out_of_memory` is True if that ended the run.
+    the run left non-finite in the model, True if with more than -Inf. `out_of_memory` is True if that ended the run,
+    `refused` if the user's code did by `raise` or `assert`.
     """
 
     trace: Trace
@@ -92,6 +93,7 @@ class Outcome:
     gradient_scale: float = 1.0
     kept: Mapping[str, bool] = field(default_factory=dict)
     out_of_memory: bool = False
+    refused: bool = False
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -262,6 +264,7 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
         gradient_scale=1.0 if is_large(step.model) else step.loss_factor,  # as `run_backward` keeps them
         kept=kept,
         out_of_memory=is_out_of_memory(error),
+        refused=error is not None and user_code.is_refusal(error),
     )
     if isinstance(error, KeyboardInterrupt):
         raise RunInterrupted(step, made) from error

@@ -302,6 +302,10 @@ _BITS_OF_ANY = 5
 def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None = None) -> tuple[Policy, ...]:
     """Return the user's policy, else the recorded one, else those to try, judged by the weights and `saved` output."""
     recorded = dump.recorded.autocast
+    if recorded is None and any(
+        dump.scalars_by_last_name.get(name) is False for name in ("autocast", "amp", "use_amp")
+    ):
+        recorded = Autocast(enabled=False, device="cuda", dtype="float32")
     dtype = weight_dtype(dump.state)
     weights = format_of(dtype) if dtype in LOW_DTYPES else None
     if settings.amp_dtype is not None or settings.policy is not None:

@@ -6,7 +6,7 @@ No code below this reads a `Dump`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,6 @@ from nandoctor.autocast.literals import cuda_code
 from nandoctor.autocast.policy import LOW_DTYPES, Policy
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
-from nandoctor.dumps.tensors import comparable_values
 from nandoctor.dumps.trees import slots
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.file_memory import cast_to_file
@@ -47,7 +46,6 @@ from nandoctor.replaying.reproduction import Preparation
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.saved_arrays import (
     SavedBatch,
-    are_round,
     choose_policies,
     find_outputs,
     read_batch,
@@ -96,11 +94,11 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     return Preparation(
         dump=dump,
         steps=tuple(replace(step, progress=progress, project=project) for step in steps),
-        modes=(modes := _modes(dump, settings)),
+        modes=_modes(dump, settings),
         seeds=_seeds(dump, settings),
         policies=policies,
         outputs=outputs,
-        notes=(*notes, *_describe_guess(policies, modes, outputs.array)),
+        notes=tuple(notes),
     )
 
 
@@ -214,30 +212,6 @@ def _describe_fp8(net: nn.Module) -> Iterator[str]:
             f"In fp8 by the model's own code: {join_first(found, 3)}. The replay runs that as it is, in the fp32 "
             "reference too, so a failure of fp8 alone counts as one of fp32 as well."
         )
-
-
-def _describe_guess(policies: Sequence[Policy], modes: Sequence[bool], saved: torch.Tensor | None) -> tuple[str, ...]:
-    """Return a note if nothing in the file shows the precision: any may have given NaN, zeros and ones.
-
-    If not one value is finite, the output does not show the mode either.
-    """
-    told = len(policies) == 1 or not policies[0].ambient  # the user, the recorder or the weights tell
-    if told or saved is None or not saved.numel() or saved.dtype in LOW_DTYPES:
-        return ()
-    values = comparable_values(saved)
-    finite = values[torch.isfinite(values)]
-    if not bool(are_round(finite).all()):
-        return ()
-    low = policies[0].format
-    if not finite.numel() and len(modes) > 1:
-        return (
-            "Every saved output value is non-finite, which shows neither the precision nor the mode: "
-            f"{low} in train mode was tried first (--amp-dtype, --mode).",
-        )
-    held = "is a round number or non-finite" if finite.numel() else "is non-finite"
-    return (
-        f"Every saved output value {held}, which does not show the precision: {low} was tried first (--amp-dtype).",
-    )
 
 
 def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[nn.Module, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import threading
@@ -159,6 +160,12 @@ def explain_import(name: str, error: BaseException) -> ModelError:
         if folder is not None:
             remedy = f"It is in the folder {folder.name}: put PYTHONPATH={folder.name} before nandoctor, or install it."
     return ModelError(f"Importing {name} raised {type(error).__name__}{raised_at(error)}: {error}", remedy=remedy)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return True if the code itself raised the exception, by `raise` or `assert`, and no operation or call did."""
+    *_, (frame, number) = traceback.walk_tb(error.__traceback__)
+    return linecache.getline(frame.f_code.co_filename, number).lstrip().startswith(("raise ", "assert "))
 
 
 def raised_at(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from nandoctor.ops import BACKWARD_HOOK, GRADIENT_SUM
 from nandoctor.process_wide import Patch, Shared, held, patched
 from nandoctor.torch_compat import is_custom_node, unobserved
 from nandoctor.torch_places import CHECKPOINT_APPLY
-from nandoctor.tracing.exact_counts import count_exactly
+from nandoctor.tracing.exact_counts import count_exactly, find_largest, find_nonfinite
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
 from nandoctor.tracing.tensor_stats import (
@@ -166,15 +166,13 @@ class GradientTracer:
             values for values in map(numbers_in, outgoing) if values is not None and not all_finite(values)
         )
         counts, _ = count_exactly(nonfinite, format_of(nonfinite.dtype) or FP64, self._low, place=True)
-        return OpAnalysis(
-            counts=counts,
-            numel=nonfinite.numel(),
-            operands=tuple(
-                describe_operand("grad_output", values, counts.first_bad_index, nonfinite, self._low)
-                for values in map(numbers_in, incoming)
-                if values is not None
-            ),
-        )
+        given = [values for values in map(numbers_in, incoming) if values is not None]
+        # A derivative that is infinite by itself says more than one that is multiplied by a zero gradient.
+        places = (find_nonfinite(nonfinite) & (values != 0) for values in given if values.shape == nonfinite.shape)
+        open_places = (find_largest(place.numpy(force=True)) for place in places if bool(place.any()))
+        worst = next(open_places, counts.first_bad_index)
+        taken = (describe_operand("grad_output", values, worst, nonfinite, self._low) for values in given)
+        return OpAnalysis(counts=counts, numel=nonfinite.numel(), operands=tuple(taken))
 
 
 class _Checkpoints(threading.local):

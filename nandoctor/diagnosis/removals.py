@@ -1,0 +1,100 @@
+"""Finds the op that removed a value whose derivative is infinite: by what values and gradients do, not by op names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nandoctor.evidence.trace import OpCall, TensorStats
+from nandoctor.ops import MOVES
+
+_ROUNDING = 2.0**-7
+"""A gradient that is passed on may be rounded to bf16 on the way."""
+
+_Samples = tuple[NDArray[np.float32], NDArray[np.float32]]
+BackwardOps = Mapping[int | None, Sequence[OpCall]]
+"""The ops of the backward pass by the order of their forward op."""
+
+
+def find_removal(op: OpCall, ops: Sequence[OpCall], backward: BackwardOps) -> OpCall | None:
+    """Return the op of the forward that removed the value where the backward `op` turns a zero gradient into NaN.
+
+    An Inf or NaN in the forward was removed by the first op that makes a finite result of it; a finite value by the
+    first op whose gradient is 0 there although the one that it got is not. None if the gradient that comes back is not
+    0, or becomes 0 in another way, such as the derivative of a square at 0.
+    """
+    if op.forward is None or not _meets_zero(op):
+        return None
+    forward, place = ops[op.forward], _find_place(op)
+    is_hidden, carriers = not forward.outputs_finite, {forward.order}
+    followed = (later for later in ops[forward.order + 1 :] if later.order in backward)
+    for later in followed:
+        taken = [tensor for tensor in later.inputs if tensor.producer in carriers]
+        if is_hidden:
+            taken = [tensor for tensor in taken if tensor in later.nonfinite_inputs]
+        if not taken:
+            continue
+        if is_hidden and later.outputs_finite:
+            return later
+        if not is_hidden and _zeroes(backward[later.order], place):
+            return later if selects(backward[later.order]) else None
+        carriers.add(later.order)
+    return None
+
+
+def selects(nodes: Sequence[OpCall]) -> bool:
+    """Return True if these backward ops of one op pass on each gradient that they get as it is, or as 0."""
+    return any(
+        _passes_on(node, given, made) for node in nodes for given, made in _pairs(node) if np.isfinite(made).all()
+    )
+
+
+def _passes_on(node: OpCall, given: NDArray[np.float32], made: NDArray[np.float32]) -> bool:
+    kept = made != 0
+    if given.shape == made.shape:
+        return bool(np.isclose(made[kept], given[kept], rtol=_ROUNDING, atol=0).all())
+    return node.op in MOVES or bool(np.isin(made[kept], given).all())
+
+
+def _meets_zero(op: OpCall) -> bool:
+    """Return True if the incoming gradient is exactly 0 at the worst element; in doubt, if it is 0 anywhere."""
+    operands = op.analysis.operands if op.analysis is not None else ()
+    return any(taken.at_worst == 0 or (taken.at_worst is None and taken.counts.num_zero) for taken in operands)
+
+
+def _find_place(op: OpCall) -> tuple[int, int] | None:
+    """Return a sampled element where `op` makes a zero gradient non-finite, with the number of samples; else None."""
+    for given, made in _pairs(op):
+        if given.shape == made.shape:
+            places = np.flatnonzero(~np.isfinite(made) & (given == 0))
+            if len(places):
+                return int(places[0]), len(made)
+    return None
+
+
+def _zeroes(nodes: Sequence[OpCall], place: tuple[int, int] | None) -> bool:
+    """Return True if backward ops of one op turn a gradient into 0: at the sampled `place` if that can be told."""
+    for node in nodes:
+        for given, made in _pairs(node):
+            if place is not None and len(given) == len(made) == place[1]:
+                if given[place[0]] != 0 and made[place[0]] == 0:
+                    return True
+            elif (made == 0).sum() > (given == 0).sum() and (made != 0).any():
+                return True
+    return False
+
+
+def _pairs(node: OpCall) -> Iterator[_Samples]:
+    """Yield the sampled incoming and outgoing gradients of a backward op."""
+    for given in node.inputs:
+        for made in node.outputs:
+            if given.stats is not None and _has_sample(given.stats) and _has_sample(made):
+                assert given.stats.sample is not None
+                assert made.sample is not None
+                yield given.stats.sample, made.sample
+
+
+def _has_sample(stats: TensorStats) -> bool:
+    return stats.sample is not None and len(stats.sample) > 0
