@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import nn
 
+from strangers.rows import Rows
 
+rows = Rows()
+ONES = {"x": torch.ones(2, 1)}
+BECAUSE = "The step is finite under fp16 autocast but non-finite in fp32, because of {} ("
+
+
+def no_fix(report):
+    return not report.fixes
+
+
+@rows("cannot-tell", ONES, says=(BECAUSE.format("reciprocal"),), holds=no_fix)
+@rows("healthy", {"x": torch.full((2, 1), math.pi)}, name="fp32 that rounds as finitely")
 class Third(nn.Module):
     """A ratio whose divisor is zero in fp32, and a rounding error of fp16 in fp16."""
 
@@ -24,6 +35,7 @@ class Third(nn.Module):
         return 1 / (third.float() - 1 / 3)
 
 
+@rows("cannot-tell", ONES, says=(BECAUSE.format("reciprocal"),), holds=no_fix)
 class BehindMask(Third):
     """The same, behind infinities that are meant."""
 
@@ -32,25 +44,7 @@ class BehindMask(Third):
         return self.ratio(self.scale(x)) * hidden.sum()
 
 
+@rows("cannot-tell", ONES, says=("non-finite in fp32, because of log (",), loss=lambda out, _: out.abs().log().mean())
 class WithoutRatio(Third):
     def ratio(self, third):
         return third.float() - 1 / 3
-
-
-@pytest.mark.parametrize("model", [Third, BehindMask])
-def test_an_output_that_is_infinite_in_fp32(examine, model):
-    report = examine(model(), {"x": torch.ones(2, 1)})
-    assert report.verdict == "cannot-tell"
-    headline = "The step is finite under fp16 autocast but non-finite in fp32, because of reciprocal ("
-    assert report.headline.startswith(headline)
-    assert not report.fixes
-
-
-def test_a_loss_that_is_infinite_in_fp32(examine):
-    report = examine(WithoutRatio(), {"x": torch.ones(2, 1)}, loss=lambda output, _: output.abs().log().mean())
-    assert report.verdict == "cannot-tell"
-    assert "non-finite in fp32, because of log (" in report.headline
-
-
-def test_fp32_that_rounds_as_finitely_is_healthy(examine):
-    assert examine(Third(), {"x": torch.full((2, 1), math.pi)}).verdict == "healthy"

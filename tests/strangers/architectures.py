@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss, normalize, relu, softplus
 
-from strangers.visits import blamed, louder, normal
+from strangers.rows import Rows
+from strangers.visits import louder, mean, normal
 
-HEALTHY = ("healthy",)
+rows = Rows()
+STAR = torch.stack([torch.arange(200) % 10, torch.zeros(200, dtype=torch.long)])
+RING = torch.stack([torch.arange(10), (torch.arange(10) + 1) % 10])
+NODES = normal(10, 4)
 
 
+@rows("numerics . div division-by-zero", {"nodes": NODES, "edges": STAR}, True, name="node that nobody writes to")
+@rows("healthy", {"nodes": NODES, "edges": RING}, True, name="ring")
+@rows("healthy", {"nodes": NODES, "edges": STAR}, False, name="star")
+@rows("precision . index_add reduction-overflow", {"nodes": 1e4 * NODES, "edges": STAR}, False, name="hub")
 class Graph(nn.Module):
     """Messages along edges, summed or averaged where they arrive."""
 
-    def __init__(self, *, average):
+    def __init__(self, average):
         super().__init__()
         self.embed = nn.Linear(4, 8)
         self.layers = [nn.Linear(8, 8), nn.Linear(8, 8)]  # in a plain list, of which torch knows nothing
@@ -35,27 +42,10 @@ class Graph(nn.Module):
         return hidden
 
 
-STAR = torch.stack([torch.arange(200) % 10, torch.zeros(200, dtype=torch.long)])
-RING = torch.stack([torch.arange(10), (torch.arange(10) + 1) % 10])
-
-
-def test_a_node_that_nobody_writes_to(examine):
-    report = examine(Graph(average=True), {"nodes": normal(10, 4), "edges": STAR})
-    assert blamed(report) == ("numerics", "", "div", "division-by-zero")
-
-
-@pytest.mark.parametrize(("average", "edges"), [(True, RING), (False, STAR)])
-def test_graphs_that_are_healthy(examine, average, edges):
-    assert blamed(examine(Graph(average=average), {"nodes": normal(10, 4), "edges": edges})) == HEALTHY
-
-
-def test_a_hub_that_hears_from_everybody(examine):
-    report = examine(Graph(average=False), {"nodes": 1e4 * normal(10, 4), "edges": STAR})
-    assert blamed(report) == ("precision", "", "index_add", "reduction-overflow")
-
-
+@rows("precision . to input-cast-overflow", {"x": normal(2, 40, 8)}, 0.5)
+@rows("healthy", {"x": normal(2, 40, 8)}, -0.5)
 class Scan(nn.Module):
-    """A state space model, its state kept in the inputs' precision."""
+    """A state space model, its state kept in the inputs' precision, which grows or fades."""
 
     def __init__(self, rate):
         super().__init__()
@@ -72,14 +62,8 @@ class Scan(nn.Module):
         return self.exit(torch.stack(states, 1))
 
 
-def test_a_state_that_grows(examine):
-    assert blamed(examine(Scan(0.5), {"x": normal(2, 40, 8)})) == ("precision", "", "to", "input-cast-overflow")
-
-
-def test_a_state_that_fades(examine):
-    assert blamed(examine(Scan(-0.5), {"x": normal(2, 40, 8)})) == HEALTHY
-
-
+@rows("precision experts.2.2 linear matmul-overflow", {"x": 30 * normal(16, 8)}, 2)
+@rows("healthy", {"x": normal(1, 8)}, name="experts that nobody chose")
 class Mixture(nn.Module):
     """The best two of four experts, chosen by scores of which the others' are -inf."""
 
@@ -100,15 +84,12 @@ class Mixture(nn.Module):
         return output
 
 
-def test_one_expert_overflows(examine):
-    report = examine(Mixture(sick=2), {"x": 30 * normal(16, 8)})
-    assert blamed(report) == ("precision", "experts.2.2", "linear", "matmul-overflow")
+def likelihood(output, _):
+    return (output[0].float().square().sum(-1) - output[1]).mean()
 
 
-def test_experts_that_nobody_chose_are_innocent(examine):
-    assert blamed(examine(Mixture(), {"x": normal(1, 8)})) == HEALTHY
-
-
+@rows("healthy", {"x": normal(4, 8)}, 0.0, loss=likelihood)
+@rows("numerics . exp exp-overflow", {"x": normal(4, 8)}, 92.0, loss=likelihood)
 class Flow(nn.Module):
     """A coupling layer with its log determinant."""
 
@@ -123,14 +104,12 @@ class Flow(nn.Module):
         return torch.cat([kept, moved * log_scale.exp()], -1), log_scale.sum(-1)
 
 
-@pytest.mark.parametrize(("bias", "found"), [(0.0, HEALTHY), (92.0, ("numerics", "", "exp", "exp-overflow"))])
-def test_a_normalising_flow(examine, bias, found):
-    def loss(output, _):
-        return (output[0].float().square().sum(-1) - output[1]).mean()
-
-    assert blamed(examine(Flow(bias), {"x": normal(4, 8)}, loss=loss)) == found
+def rays(opacity):
+    return {"points": normal(2, 5, 3), "opacity": torch.tensor([opacity])}
 
 
+@rows("healthy", rays(1.0), name="radiance of something transparent")
+@rows("numerics . div division-by-zero", rays(1e3), name="radiance of something opaque")
 class Radiance(nn.Module):
     """Colours along rays, weighted by what light is left."""
 
@@ -145,12 +124,8 @@ class Radiance(nn.Module):
         return (light * colour).sum(1) / light.sum(1)
 
 
-@pytest.mark.parametrize(("opacity", "found"), [(1.0, HEALTHY), (1e3, ("numerics", "", "div", "division-by-zero"))])
-def test_a_radiance_field(examine, opacity, found):
-    batch = {"points": normal(2, 5, 3), "opacity": torch.tensor([opacity])}
-    assert blamed(examine(Radiance(), batch)) == found
-
-
+@rows("healthy", {"x": 5 * normal(4, 8)}, 5.0)
+@rows("numerics . reciprocal division-by-zero", {"x": 5 * normal(4, 8)}, 1e-3)
 class Transport(nn.Module):
     """Sinkhorn's iterations outside of the log domain."""
 
@@ -168,13 +143,11 @@ class Transport(nn.Module):
         return left[:, None] * kernel * right
 
 
-@pytest.mark.parametrize(
-    ("regulariser", "found"), [(5.0, HEALTHY), (1e-3, ("numerics", "", "reciprocal", "division-by-zero"))]
-)
-def test_optimal_transport(examine, regulariser, found):
-    assert blamed(examine(Transport(regulariser), {"x": 5 * normal(4, 8)})) == found
+BLANK = {"image": normal(4, 8) * torch.tensor([1.0, 1, 0, 1])[:, None], "text": normal(4, 8)}
 
 
+@rows("healthy", BLANK, 1e-3)
+@rows("precision . div eps-underflow", BLANK, 1e-8, samples=(2,))
 class Towers(nn.Module):
     """Image and text, compared by their angle; the eps is added to a norm that was cast back."""
 
@@ -190,15 +163,20 @@ class Towers(nn.Module):
         return image @ normalize(self.text(text), dim=-1).T
 
 
-@pytest.mark.parametrize(("eps", "found"), [(1e-3, HEALTHY), (1e-8, ("precision", "", "div", "eps-underflow"))])
-def test_a_blank_image_between_two_towers(examine, eps, found):
-    image = normal(4, 8)
-    image[2] = 0
-    report = examine(Towers(eps), {"image": image, "text": normal(4, 8)})
-    assert blamed(report) == found
-    assert report.origin is None or report.origin.elements.samples == (2,)
+def noised(last):
+    return {"image": normal(2, 3, 8, 8), "time": torch.tensor([3.0, 900.0]), "signal": torch.tensor([0.5, last])}
 
 
+def of_noise(output, batch):
+    squares = (output - batch["image"]).float().square().mean((1, 2, 3))
+    return (squares / (1 - batch["signal"])).mean()
+
+
+NOISE = {"loss": of_noise, "inputs": "image,time"}
+
+
+@rows("healthy", noised(0.99), name="diffusion", **NOISE)
+@rows("numerics <loss> div division-by-zero", noised(1.0), name="diffusion without noise", **NOISE)
 class Diffusion(nn.Module):
     """Noise predicted from an image and a time."""
 
@@ -215,16 +193,14 @@ class Diffusion(nn.Module):
         return self.up(self.norm(self.down(image) * (1 + shift[:, :, None, None])))
 
 
-@pytest.mark.parametrize(("last", "found"), [(0.99, HEALTHY), (1.0, ("numerics", "<loss>", "div", "division-by-zero"))])
-def test_the_weight_of_a_step_without_noise(examine, last, found):
-    def loss(output, batch):
-        squares = (output - batch["image"]).float().square().mean((1, 2, 3))
-        return (squares / (1 - batch["signal"])).mean()
-
-    batch = {"image": normal(2, 3, 8, 8), "time": torch.tensor([3.0, 900.0]), "signal": torch.tensor([0.5, last])}
-    assert blamed(examine(Diffusion(), batch, loss=loss, inputs="image,time")) == found
+def evidence(output, batch):
+    spread = output["log_variance"]
+    divergence = -0.5 * (1 + spread - output["mean"] ** 2 - spread.exp()).sum(1).mean()
+    return mse_loss(output["decoded"].float(), batch["x"]) + divergence
 
 
+@rows("healthy", {"x": normal(4, 8)}, 0.0, loss=evidence)
+@rows("numerics <loss> exp exp-overflow", {"x": normal(4, 8)}, 92.0, loss=evidence)
 class Autoencoder(nn.Module):
     def __init__(self, bias):
         super().__init__()
@@ -238,28 +214,24 @@ class Autoencoder(nn.Module):
         return {"decoded": self.decode(code), "mean": mean, "log_variance": log_variance}
 
 
-@pytest.mark.parametrize(("bias", "found"), [(0.0, HEALTHY), (92.0, ("numerics", "<loss>", "exp", "exp-overflow"))])
-def test_the_divergence_of_a_variational_autoencoder(examine, bias, found):
-    def loss(output, batch):
-        spread = output["log_variance"]
-        divergence = -0.5 * (1 + spread - output["mean"] ** 2 - spread.exp()).sum(1).mean()
-        return mse_loss(output["decoded"].float(), batch["x"]) + divergence
+class Convolution(nn.Linear):
+    """A convolution of a graph, which is a sparse tensor: it has no samples to leave out and no values to vary."""
 
-    assert blamed(examine(Autoencoder(bias), {"x": normal(4, 8)}, loss=loss)) == found
+    def forward(self, x, adjacency=None):
+        hidden = super().forward(x)
+        hidden = hidden if adjacency is None else (adjacency @ hidden.float()).to(hidden.dtype)
+        return hidden * hidden
 
 
-@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr], ids=["coo", "csr"])
-@pytest.mark.parametrize("is_read", [True, False], ids=["read", "beside"])
-def test_a_graph_that_is_a_sparse_tensor(examine, sparse, is_read):
-    """It has no samples to leave out and no values to vary; rows of nodes are none either."""
-
-    class Convolution(nn.Linear):
-        def forward(self, x, adjacency=None):
-            hidden = super().forward(x)
-            hidden = hidden if adjacency is None else (adjacency @ hidden.float()).to(hidden.dtype)
-            return hidden * hidden
-
-    batch = {"x": 1e4 * normal(6, 4), "adjacency" if is_read else "edges": sparse(torch.eye(6))}
-    report = examine(Convolution(4, 4), batch, loss=lambda output, _: output.float().mean())
-    assert blamed(report) == ("precision", "", "mul", "elementwise-overflow")
-    assert (report.origin.elements.samples is None) == is_read
+for layout in (torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr):
+    batch, overflow = {"x": 1e4 * normal(6, 4)}, "precision . mul elementwise-overflow"
+    of = {"make": lambda model: model(4, 4), "loss": mean}
+    read, beside = {**batch, "adjacency": layout(torch.eye(6))}, {**batch, "edges": layout(torch.eye(6))}
+    rows(overflow, read, name=f"{layout.__name__}, read", samples=None, **of)(Convolution)
+    rows(
+        overflow,
+        beside,
+        name=f"{layout.__name__}, beside",
+        holds=lambda report: report.origin.elements.samples is not None,
+        **of,
+    )(Convolution)

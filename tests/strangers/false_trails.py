@@ -1,0 +1,54 @@
+"""Right places with a wrong cause in plain sight: an eps, a constant, an exponential that are all innocent."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from strangers.rows import Rows
+from strangers.visits import louder, normal
+
+rows = Rows()
+MANY = {"x": normal(30, 8)}
+
+
+@rows.between("precision middle log log-of-zero", MANY)
+def saturated_sigmoid_behind_a_norm_with_its_eps(x):
+    centred = x - x.mean(-1, keepdim=True)
+    unit = centred / ((centred * centred).mean(-1, keepdim=True) + 1e-8).sqrt()
+    return torch.log(1 - torch.sigmoid(6 * unit))
+
+
+@rows("precision 0 conv2d matmul-overflow", {"image": torch.full((2, 3, 8, 8), 100.0)})
+def convolution_over_a_blank_image():
+    model = nn.Sequential(louder(nn.Conv2d(3, 4, 5), 3e3), nn.BatchNorm2d(4))
+    with torch.no_grad():
+        model[0].weight.abs_()
+    return model
+
+
+@rows.between("precision middle mul elementwise-overflow", MANY)
+class LargeActivationTimesAnExponentialNearOne(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.log_gain = nn.Parameter(torch.full((8,), 0.5))
+
+    def forward(self, x):
+        return (6e4 * torch.sigmoid(x + 9)) * self.log_gain.exp().to(x.dtype)
+
+
+@rows.between("* middle mul elementwise-overflow", {"x": 10 + normal(30, 8)})
+def large_negative_constant_that_is_no_mask(x):
+    return x * -3e4
+
+
+@rows.between("precision middle matmul matmul-overflow", {"x": 30 * normal(2, 6, 8)})
+class MaskThatFitsBesideScoresThatDoNot(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = louder(nn.Linear(8, 8), 300.0)
+
+    def forward(self, x):
+        scores = self.query(x) @ x.transpose(-1, -2)
+        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ x

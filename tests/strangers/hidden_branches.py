@@ -1,0 +1,79 @@
+"""Gradients through what the forward hides: selections after the fact, infinities that a division swallows."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from strangers.rows import Rows
+from strangers.visits import mean, normal
+
+rows = Rows()
+BATCH = {"x": normal(4, 8)}
+SELECTIONS = {
+    "log": lambda h: torch.log(h).nan_to_num(neginf=0.0),
+    "sqrt": lambda h: torch.sqrt(h)[h > 0],
+    "pow": lambda h: (h**0.5).clamp(min=0.05),
+    "div": lambda h: (h / (h * h)).nan_to_num(0.0),
+    "rsqrt": lambda h: torch.rsqrt(h).masked_fill(h == 0, 0.0),
+}
+HIDE_NOTHING = {
+    "plain": torch.sqrt,
+    "doubled": lambda h: 2 * torch.sqrt(h),
+    "limited": lambda h: torch.relu(1 - torch.sqrt(h)).square(),
+}
+
+
+class Head(nn.Module):
+    """A layer, and anything after it; `keep` makes exact zeros of its negative outputs."""
+
+    def __init__(self, then, keep):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.then = then
+        self.keep = keep
+
+    def forward(self, x):
+        h = self.layer(x)
+        return self.then(h * (h > 0) if self.keep else h.abs() + 0.1)
+
+
+for op, then in SELECTIONS.items():
+    rows(f"numerics . {op} where-gradient-trap", BATCH, then, True, name=op, phase="backward", loss=mean)(Head)
+    rows("healthy", BATCH, then, False, name=f"{op} with nothing to hide", loss=mean)(Head)
+for name, then in HIDE_NOTHING.items():
+    rows("numerics . sqrt gradient-singularity", BATCH, then, True, name=name, loss=mean)(Head)
+
+
+@rows("numerics . exp exp-overflow", BATCH, 2000.0, phase="forward", says=("hides that Inf",), loss=mean)
+@rows("healthy", BATCH, 20.0, loss=mean)
+class Damped(nn.Module):
+    """x / (1 + exp(x * gain)): the quotient is 0 where the exponential is infinite."""
+
+    def __init__(self, gain):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.gain = gain
+
+    def forward(self, x):
+        h = self.layer(x).float()
+        return h / (1 + torch.exp(h * self.gain))
+
+
+def noted(report):
+    (note,) = [note for note in report.notes if "detect_anomaly" in note]
+    return "sqrt" in note and "hidden_branches.py:" in note
+
+
+@rows("healthy", BATCH, 0.0, holds=noted, loss=mean)
+@rows("*", BATCH, 1e-2, never=("detect_anomaly",), loss=mean)
+class Rooted(nn.Module):
+    """The root of a relu: its infinite derivative at 0 meets relu's zero, and is replaced."""
+
+    def __init__(self, shift):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.shift = shift
+
+    def forward(self, x):
+        return torch.sqrt(torch.relu(self.layer(x)) + self.shift)

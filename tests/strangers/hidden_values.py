@@ -1,0 +1,228 @@
+"""A finite output beside NaN that a later step reads, or that chose what the output is; and what only looks like it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from strangers.rows import Rows
+from strangers.visits import normal
+
+rows = Rows()
+BATCH = {"x": normal(4, 4)}
+FINITE = "What the step returns is finite"
+SILENT = "silent . mul elementwise-overflow"
+
+
+class Hiding(nn.Module):
+    """A layer, a table of five rows, places to keep things in, and anything that uses them."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.layer, self.table = nn.Linear(4, 4), nn.Embedding(5, 4)
+        self.memory, self.log, self.then = {}, [], then
+
+    def forward(self, x):
+        return self.then(self, self.layer(x))
+
+
+def hiding(words, **more):
+    return rows(words, BATCH, make=Hiding, **more)
+
+
+def nan(h):
+    return (h - h) / (h - h)
+
+
+found = hiding("numerics . div division-by-zero", says=(FINITE,))
+healthy = hiding("healthy")
+
+
+@found
+def kept_in_a_dict(model, h):
+    model.memory["h"] = nan(h)
+    return h
+
+
+@found
+def kept_in_a_list(model, h):
+    model.log.append(nan(h).detach())
+    return h
+
+
+@found
+def chosen_by_argmax(model, h):
+    return model.table(nan(h).argmax(-1))
+
+
+@found
+def chosen_among_infinities(model, h):
+    return model.table((h / (h - h)).argmax(-1))
+
+
+@found
+def chosen_by_topk(model, h):
+    return model.table(nan(h).topk(2).indices).sum(1)
+
+
+@found
+def made_whole_numbers(model, h):
+    return model.table(nan(h).to(int).clamp(0, 4))
+
+
+@found
+def compared(_model, h):
+    return torch.where(nan(h) > 0, h, -h)
+
+
+@found
+def asked_by_python(_model, h):
+    return 2 * h if nan(h).mean().item() > 0 else h
+
+
+@found
+def counted(_model, h):
+    return h * nan(h).count_nonzero()
+
+
+@found
+def taken_for_true(_model, h):
+    return 2 * h if nan(h).any() else h
+
+
+@hiding("numerics . log log-of-zero")
+def kept_entropy(model, h):
+    """NaN of a mere -inf is none that is meant."""
+    zero = 0 * h.detach()
+    model.memory["entropy"] = (zero * zero.log()).sum()
+    return h
+
+
+@hiding("numerics . log log-of-zero")
+def decided_by_entropy(_model, h):
+    zero = 0 * h.detach()
+    return 2 * h if (zero * zero.log()).sum() > 0 else h
+
+
+@hiding("numerics . div division-by-zero")
+def spoils_a_weight(model, h):
+    model.table.weight.data = nan(h).mean() * model.table.weight.data
+    return h
+
+
+@healthy
+def masked(model, h):
+    model.memory["mask"] = torch.full((4, 4), -math.inf).triu(1)
+    model.memory["smallest"], model.memory["missing"] = torch.tensor(math.inf), torch.full((3,), math.nan)
+    return (h + model.memory["mask"]).softmax(-1)
+
+
+@healthy
+def checked_beside(_model, h):
+    ratio = nan(h)
+    return torch.where(torch.isfinite(ratio) & (ratio > 0), h, -h)
+
+
+@healthy
+def guarded(_model, h):
+    return h if not torch.isfinite(nan(h)).all() else 2 * h
+
+
+@healthy
+def logarithms_of_zero(model, h):
+    return model.table(torch.log(h.relu()).argmax(-1))
+
+
+@healthy
+def infinite_and_compared(_model, h):
+    return torch.where(h / (h - h) > 2, h, -h)
+
+
+@hiding(SILENT)
+def choice_that_only_fp16_spoils(model, h):
+    return model.table((h.half() * 6e4 * 100).argmax(-1))
+
+
+def squares(h):
+    """More than fp16 holds."""
+    return (300 + h.abs()) * (300 + h.abs())
+
+
+@hiding(SILENT)
+def decided_otherwise_by_growth(_model, h):
+    """No number that fp16 holds would have led to the decision that its Inf led to, or all of them would."""
+    last = squares(h).amax()
+    return h if not 2 * last > last else 2 * h
+
+
+@hiding(SILENT)
+def decided_otherwise_by_a_bound(_model, h):
+    return 2 * h if squares(h).amax() < 1e6 else h
+
+
+@hiding(SILENT)
+def decided_otherwise_by_equality(_model, h):
+    return torch.where(squares(h) == squares(h).amax(), h, 2 * h)
+
+
+def doubled_if_small(output, _):
+    return output.mean() * (2 if output.half().mul(1e5).abs().amax() < 1e8 else 1)
+
+
+hiding("silent", name="loss that an overflow decides", loss=doubled_if_small)(lambda _model, h: h)
+
+
+def large(output, _):
+    return output.float().mean() * 1e9
+
+
+def gradients_come_after(report):
+    return report.bad_gradients and "gradient-overflow" in [diagnosis.cause.code for diagnosis in report.also]
+
+
+@hiding("silent . mul silent-overflow", loss=large, holds=gradients_come_after)
+def silent_overflow_before_the_gradients(model, h):
+    return torch.cat([1e-3 * model.layer(h), 1e5 * (h / squares(h))])
+
+
+@healthy
+def overflow_that_decides_as_fp32_does(_model, h):
+    return h if squares(h).amax() > 1e4 else 2 * h
+
+
+@hiding("cannot-tell", says=("The output is finite, but 99.9 % off fp32's under fp16 autocast",))
+def output_far_from_fp32(_model, h):
+    """Code that asks for an Inf is meant to get one, but what it returns then is not what fp32 returns."""
+    return 2 * h if squares(h).isinf().any() else h
+
+
+@rows("healthy", {"x": normal(8, 4)}, make=Hiding)
+def other_random_numbers(_model, h):
+    """torch draws other normal numbers in half precision."""
+    return h + 9 * torch.randn_like(h)
+
+
+@rows("cannot-tell", BATCH, says=("still held",))
+def kept_by_a_closure():
+    kept = []
+
+    def keep(_model, h):
+        kept.append(nan(h.detach()))
+        return torch.where(torch.isfinite(kept[-1]), kept[-1], h)
+
+    return Hiding(keep)
+
+
+@hiding("cannot-tell", says=("div (",))
+def leaves_torch(model, h):
+    model.memory["mean"] = nan(h).mean().item()
+    return h
+
+
+@hiding("*", says=("Inf, and from it NaN,",))
+def overflow_that_leaves_torch(model, h):
+    squares = (h * 1000) ** 2
+    model.memory["spread"] = (squares.half() - squares.half()).mean().item()
+    return h

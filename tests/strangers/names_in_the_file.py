@@ -1,0 +1,114 @@
+"""Arrays with misleading names: inputs that are called like outputs, targets that nobody would know for one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+import nandoctor
+from strangers.rows import Rows
+from strangers.visits import louder, normal
+
+rows = Rows()
+
+
+def with_a_nan(values):
+    values = values.clone()
+    values[1, 2] = math.nan
+    return values
+
+
+@rows("precision rank linear matmul-overflow", {"scores": 100 * normal(4, 8)}, name="input called scores")
+class Scorer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rank = louder(nn.Linear(8, 3), 1e4)
+
+    def forward(self, scores):
+        return self.rank(scores)
+
+
+def where_known(output, batch):
+    """Gauges that were down hold NaN, and the loss leaves them out."""
+    known = ~batch["gauge"].isnan()
+    return (output.float()[known] - batch["gauge"][known]).abs().mean()
+
+
+def times_known(output, batch):
+    """They are multiplied away, and are not gone."""
+    known = (~batch["gauge"].isnan()).float()
+    return ((output.float() - batch["gauge"]).abs() * known).sum() / known.sum()
+
+
+GAUGES = {"waypoints": normal(4, 8), "gauge": with_a_nan(normal(4, 3))}
+POISONED = "input . - poisoned-input"
+
+
+@rows(POISONED, {"waypoints": with_a_nan(normal(4, 8))}, name="name nobody heard of", samples=(1,))
+@rows(POISONED, {"z": with_a_nan(normal(4, 8))}, name="named by the user", inputs="waypoints=z")
+@rows("healthy", GAUGES, name="target with gaps of the output's shape", loss=where_known)
+@rows("input . - poisoned-target", GAUGES, name="gaps that are multiplied away", loss=times_known)
+class Locator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.place = nn.Linear(8, 3)
+
+    def forward(self, waypoints):
+        return self.place(waypoints)
+
+
+def compared(name):
+    return lambda report: (report.reproduction.output, report.reproduction.grade) == (name, "exact")
+
+
+FAR = 100 * normal(2, 8).abs()
+
+
+def both_outputs(model):
+    logits = model.classify(FAR).detach()
+    return {"x": FAR, "pred_logits": logits, "pred_boxes": torch.full((2, 4), math.inf)}
+
+
+@rows("precision locate linear matmul-overflow", both_outputs, holds=compared("pred_boxes"))
+class Detector(nn.Module):
+    """Of two saved outputs the non-finite one is compared."""
+
+    def __init__(self):
+        super().__init__()
+        self.classify = nn.Linear(8, 3)
+        self.locate = louder(nn.Linear(8, 4), 1e4)
+        with torch.no_grad():
+            self.locate.weight.abs_()
+
+    def forward(self, x):
+        return {"pred_logits": self.classify(x), "pred_boxes": self.locate(x)}
+
+
+def off_recon(output, batch):
+    return (output["recon"].float() - batch["recon" if "gaps" in batch else "x"]).square().mean()
+
+
+def with_its_output(model):
+    x = normal(4, 8) - 1
+    with nandoctor.cuda_autocast():
+        return {"x": x, "recon": model(x)["recon"].detach()}
+
+
+GAPS = {"x": normal(4, 8).abs(), "recon": with_a_nan(normal(4, 8)), "gaps": torch.ones(4)}
+
+
+def not_compared(report):
+    return report.reproduction.grade == "no-reference"
+
+
+@rows("*", with_its_output, name="output that the loss reads by name", holds=compared("recon"), loss=off_recon)
+@rows("*", GAPS, name="target of the name of an output", holds=not_compared, loss=off_recon)
+class Reconstruction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return {"recon": torch.log(self.read(x).abs() + x), "aux": x}

@@ -1,0 +1,207 @@
+"""Normalisations at their singular points, losses written by hand, gradients that are meant to be hidden."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy, normalize
+
+from strangers.rows import Rows
+from strangers.visits import Between, mean, normal
+
+rows = Rows()
+BATCH, IMAGE = {"x": normal(4, 8)}, {"image": normal(2, 3, 8, 8)}
+
+
+@rows("healthy", IMAGE, 1.0, 0.0, mode="eval")
+@rows("healthy", IMAGE, 0.0, 1e-5, mode="eval")
+@rows("numerics norm batch_norm division-by-zero", IMAGE, 0.0, 0.0, mode="eval")
+@rows("numerics norm batch_norm invalid-domain", IMAGE, -1.0, 1e-5, mode="eval")
+@rows("state norm - poisoned-buffers", IMAGE, math.nan, 1e-5, mode="eval")
+class Pixels(nn.Module):
+    def __init__(self, variance, eps):
+        super().__init__()
+        self.look = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4, eps=eps)
+        self.norm.running_var.fill_(variance)
+
+    def forward(self, image):
+        return self.norm(self.look(image)).relu()
+
+
+@rows("numerics middle.norm * division-by-zero", BATCH, lambda: nn.LayerNorm(8, eps=0.0), name="layer norm")
+@rows("numerics middle.norm * division-by-zero", BATCH, lambda: nn.GroupNorm(2, 8, eps=0.0), name="group norm")
+def norm_without_eps_of_something_constant(make):
+    return Between(Constant(make()))
+
+
+class Constant(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(0 * x)
+
+
+@rows.between("numerics middle polygamma invalid-domain", BATCH)
+def pole_of_polygamma(x):
+    return torch.polygamma(1, x.float().relu())
+
+
+@rows.between("numerics middle special_zeta invalid-domain", BATCH)
+def pole_of_zeta(x):
+    return torch.special.zeta(x.float().sign(), 2.0)
+
+
+@rows.between("numerics middle digamma invalid-domain", BATCH)
+def pole_of_digamma(x):
+    return torch.digamma(x.float().relu())
+
+
+class Likelihood(nn.Module):
+    def forward(self, x):
+        return torch.prod(1e30 * (1 + x.float().abs()), -1, keepdim=True).expand_as(x)
+
+
+@rows("* middle prod reduction-overflow", {"x": normal(4, 64)})
+def product_that_even_float64_cannot_hold():
+    return Between(Likelihood(), width=64)
+
+
+class Zeros(nn.Module):
+    """Some of the values are exactly zero, and have gradients."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.lift = nn.Linear(8, 8)
+        self.function = function
+
+    def forward(self, x):
+        return self.function((self.lift(x).float() * torch.tensor([0.0, 1.0] * 4)).abs())
+
+
+TRAP, EITHER = ("where-gradient-trap",), ("where-gradient-trap", "gradient-singularity")
+HIDDEN_AFTER = {
+    "where": ("sqrt", TRAP, lambda x: torch.where(x > 0, x.sqrt(), 0.0)),
+    "masked_fill": ("log", TRAP, lambda x: x.log().masked_fill(x <= 0, 0.0)),
+    "product": ("pow", EITHER, lambda x: (x**0.5) * (x > 0)),
+    "index": ("sqrt", EITHER, lambda x: x.sqrt()[x > 0]),
+    "clamp": ("log", EITHER, lambda x: x.log().clamp(min=-10)),
+    "nothing": ("sqrt", EITHER[1:], lambda x: x.sum(-1).mul(0).sqrt()),
+}
+SAFE_BEFORE = {
+    "where twice": lambda x: torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.0),
+    "clamp before": lambda x: x.clamp(min=1e-6).log(),
+    "index before": lambda x: x[x > 0].sqrt(),
+    "vector_norm": lambda x: torch.linalg.vector_norm(0 * x, dim=-1),
+    "normalize": lambda x: normalize(0 * x, dim=-1),
+    "cumprod": lambda x: torch.cumprod(x, -1),
+}
+for name, (op, causes, function) in HIDDEN_AFTER.items():
+    rows(
+        f"numerics . {op}",
+        BATCH,
+        function,
+        name=f"hidden by {name}",
+        holds=lambda report, causes=causes: report.cause.code in causes,
+        loss=mean,
+    )(Zeros)
+for name, function in SAFE_BEFORE.items():
+    rows("healthy", BATCH, function, name=name, loss=mean)(Zeros)
+
+
+def tells_of_a_hook(report):
+    return report.headline.endswith("a hook of that tensor did, or the sum of several gradients")
+
+
+@rows("numerics lift", BATCH, None, phase="backward", holds=tells_of_a_hook, loss=mean)
+class Hooked(Zeros):
+    def forward(self, x):
+        lifted = self.lift(x)
+        lifted.register_hook(lambda gradient: gradient * math.inf)
+        return lifted
+
+
+def tells_of_a_module_hook(report):
+    return report.headline == "A backward hook of middle turns finite gradients into non-finite ones"
+
+
+HOOKS = {
+    "0/0": lambda module, gradients, _: (gradients[0] / (gradients[0] - gradients[0]),),
+    "inf": lambda module, gradients, _: (gradients[0] * math.inf,),
+    "log": lambda module, gradients, _: (torch.log(-gradients[0].abs()),),
+}
+
+
+def with_a_backward_hook(hook):
+    """Torch runs it in a custom Function of its own, whose line and name say nothing."""
+    model = Between(nn.Linear(8, 8))
+    model.middle.register_full_backward_hook(hook)
+    return model
+
+
+for name, hook in HOOKS.items():
+    rows("numerics * * -", BATCH, hook, name=f"hook of {name}", holds=tells_of_a_module_hook, loss=mean)(
+        with_a_backward_hook
+    )
+
+
+def relu():
+    return Between(nn.ReLU())
+
+
+UNSCALED = ("--loss-scale",)
+rows("healthy", BATCH, name="fp16 without a loss scale", says=UNSCALED, loss=mean, amp_dtype="float16")(relu)
+rows("healthy", BATCH, name="bf16 without one", never=UNSCALED, loss=mean, amp_dtype="bfloat16")(relu)
+rows("healthy", BATCH, name="fp16 with one", never=UNSCALED, loss=mean, amp_dtype="float16", loss_scale=8.0)(relu)
+
+
+def refused_by_autocast(output, batch):
+    return binary_cross_entropy(output.float().sigmoid(), batch["label"])
+
+
+def taken_back(output, _):
+    """The loss is computed in fp32, and its gradient is cast on the way back: in fp32 there is no such cast."""
+    return output.float().sum() * 1e5
+
+
+LABELED = {**BATCH, "label": torch.ones(4, 2)}
+rows("healthy", LABELED, name="loss that autocast refuses", loss=refused_by_autocast, inputs="x")(relu)
+rows("precision <loss> to gradient-overflow", BATCH, name="gradient fp16 cannot take back", loss=taken_back)(relu)
+
+
+@rows("healthy", {"x": 3 * normal(4, 8)}, 1 - 1e-3)
+@rows("precision middle atanh eps-underflow", {"x": 3 * normal(4, 8)}, 1 - 1e-5)
+def bounded(bound):
+    return Between(Bounded(bound))
+
+
+class Bounded(nn.Module):
+    def __init__(self, bound):
+        super().__init__()
+        self.bound = bound
+
+    def forward(self, x):
+        return torch.atanh(torch.tanh(6 * x).clamp(-self.bound, self.bound))
+
+
+def tells_fp32(report):
+    return re.search(r"is 0 in 12 elements \(at least [\d.]+e-\d+ in fp32\)$", report.headline)
+
+
+SMALLEST = "; in fp32 none is, and the smallest is "
+
+
+@rows("precision . div division-by-zero", {"x": normal(3, 4)}, says=(SMALLEST,), holds=tells_fp32)
+class DivisorThatFp16RoundsToZero(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+        nn.init.constant_(self.gate.bias, -20)
+
+    def forward(self, x):
+        return x / torch.sigmoid(self.gate(x))

@@ -1,0 +1,273 @@
+"""Meant infinities in outputs, one non-finite output of several, losses that cannot be computed, rare functions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, ctc_loss, layer_norm, mse_loss
+
+from strangers.rows import Rows
+from strangers.visits import Between, louder, normal
+
+rows = Rows()
+LEGAL = torch.tensor([[True, True, False, True, True, False]] * 4)
+MOVES = {"x": normal(4, 8), "legal": LEGAL}
+
+
+def played(move):
+    return {**MOVES, "played": torch.full((4,), move)}
+
+
+def of_moves(logits, batch):
+    return cross_entropy(logits, batch["played"])
+
+
+def smoothed(logits, batch):
+    return cross_entropy(logits, batch["played"], label_smoothing=0.1)
+
+
+ASKED = "numerics . masked_fill log-of-zero"
+
+
+@rows("healthy", MOVES)
+@rows("healthy", played(0), name="with its loss", holds=lambda report: not report.bad_gradients, loss=of_moves)
+@rows(ASKED, played(2), name="loss that asks for a masked move", loss=of_moves)
+@rows(ASKED, played(0), name="loss that is smoothed", loss=smoothed)
+class Policy(nn.Module):
+    """Illegal moves get -inf, on purpose."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(8, 6)
+
+    def forward(self, x, legal):
+        return self.score(x).masked_fill(~legal, -math.inf)
+
+
+@rows("numerics . sqrt gradient-singularity", played(0), phase="backward", loss=of_moves)
+class MaskThatDoesNotHideASickGradient(Policy):
+    def forward(self, x, legal):
+        scores = self.score(x)
+        length = ((scores - scores.detach()).float() ** 2).sum(-1, keepdim=True).sqrt()
+        return (scores + scores.detach() * length).masked_fill(~legal, -math.inf)
+
+
+class Saturated(nn.Module):
+    def __init__(self, cut):
+        super().__init__()
+        self.cut = cut
+
+    def forward(self, x):
+        return self.cut(x.half() * 6e4)
+
+
+CUTS = {
+    "clamp": lambda x: x.clamp(-1, 1),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "hardtanh": nn.functional.hardtanh,
+    "relu6": nn.functional.relu6,
+}
+for name, cut in CUTS.items():
+    rows("healthy", {"x": 100 + normal(30, 8)}, cut, name=name)(lambda cut: Between(Saturated(cut)))
+
+
+@rows.between("healthy", {"x": 10 * normal(5, 8)})
+class BranchThatLeadsNowhere(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.probe = louder(nn.Linear(8, 8), 6e4)
+
+    def forward(self, x):
+        self.probe(x) * 6e4
+        return x
+
+
+@rows("precision critic.fake linear matmul-overflow", {"x": normal(3, 8)}, also=())
+class OneOfTwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generate = nn.Linear(8, 8)
+        self.critic = nn.ModuleDict({"real": nn.Linear(8, 1), "fake": louder(nn.Linear(8, 1), 6e4)})
+
+    def forward(self, x):
+        fake = self.generate(10 * x)
+        return {"real": self.critic["real"](fake), "fake": self.critic["fake"](fake)}
+
+
+def tells_both(report):
+    others = [(other.origin.place.module, other.origin.op, other.cause.code) for other in report.also]
+    return others == [("", "mul", "elementwise-overflow")]
+
+
+@rows("precision left linear matmul-overflow", {"x": normal(3, 8)}, holds=tells_both)
+class TwoOverflowsApart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left = louder(nn.Linear(8, 8), 6e4)
+        self.right = nn.Linear(8, 8)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x):
+        left = self.left(10 * x)
+        right = self.right(x) * 1e6
+        return self.head(torch.cat([left, right], dim=-1))
+
+
+@rows.between("healthy", {"x": 30 * normal(3, 8)}, name="bf16 has the range", amp_dtype="bfloat16")
+@rows.between("precision middle.loud linear matmul-overflow", {"x": 30 * normal(3, 8)})
+class Loud(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.loud = louder(nn.Linear(8, 8), 6e4)
+
+    def forward(self, x):
+        return layer_norm(self.loud(x), (8,))
+
+
+def of_text(output, batch):
+    return ctc_loss(output, batch["text"], torch.full((2,), 4), torch.full((2,), 5))
+
+
+LONG_TEXT = {"x": normal(4, 2, 8), "text": torch.ones(2, 5, dtype=torch.long)}
+
+
+@rows("numerics <loss> ctc_loss log-of-zero", LONG_TEXT, name="ctc target longer than its input", loss=of_text)
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(8, 6)
+
+    def forward(self, x):
+        return self.read(x).log_softmax(-1)
+
+
+def term_of_nothing(output, batch):
+    return mse_loss(output, batch["y"]) + output[batch["y"] > 100].mean()
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x / 0
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("expected scalar type Float but found Half")
+
+
+@rows(
+    "numerics <loss> mean empty-reduction",
+    {"x": normal(3, 8), "y": normal(3, 2)},
+    name="term of the loss that averages nothing",
+    says=("is finite at loss scale 1: GradScaler does not skip",),
+    loss=term_of_nothing,
+)
+@rows(
+    "numerics <loss> div",
+    {"x": normal(3, 8)},
+    name="gradients that were never made",
+    holds=lambda report: not any("gradient" in note for note in report.notes),
+    loss=lambda output, _: Broken.apply(output).mean(),
+)
+def relu():
+    return Between(nn.ReLU())
+
+
+def penalty(output, batch):
+    score, slope = output
+    length = slope.float().pow(2).sum(-1).sqrt()
+    return score.mean() + (length - 1).pow(2).mean()
+
+
+ROOT = "length = slope.float().pow(2).sum(-1).sqrt()"
+
+
+@rows("numerics <loss> sqrt gradient-singularity", {"x": torch.zeros(3, 8)}, line=ROOT, loss=penalty)
+class Critic(nn.Module):
+    """Takes a gradient on its way, as WGAN-GP does; it is zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.entry = nn.Linear(8, 8)
+        self.exit = nn.Linear(8, 1)
+        with torch.no_grad():
+            self.entry.bias.fill_(-10.0)
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        score = self.exit(torch.relu(self.entry(x)))
+        (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        return score, slope
+
+
+EMPTY_AT_1 = torch.tensor([3, 0, 1])
+OFF_THE_TRACK = {
+    "lgamma": ("invalid-domain", lambda x: torch.lgamma(x.relu())),
+    "atanh": ("invalid-domain", lambda x: torch.atanh(x.float().tanh().round())),
+    "pow": ("invalid-domain", lambda x: (x.float() - 5).prod(-1, keepdim=True).neg().abs().neg() ** 0.5),
+    "logdet": ("log-of-zero", lambda x: x + torch.logdet(0 * x[:2, :2].float())),
+    "logdet, negative": (
+        "invalid-domain",
+        lambda x: x + torch.logdet(torch.diag(x.new_tensor([1.0, -1.0]).float())),
+    ),
+    "segment_reduce": ("empty-reduction", lambda x: torch.segment_reduce(x.float(), "max", lengths=EMPTY_AT_1)),
+    "lerp": ("elementwise-overflow", lambda x: torch.lerp(x, -x, 1e6)),
+    "addcmul": ("elementwise-overflow", lambda x: torch.addcmul(x, x, x, value=1e5).half()),
+}
+for name, (cause, function) in OFF_THE_TRACK.items():
+    rows.between(f"* middle {name.split(',')[0]} {cause}", {"x": 5 * normal(4, 8)}, name=name)(function)
+
+
+@rows("numerics . mean empty-reduction", {"x": normal(30, 8)})
+class MixtureWhoseLastExpertGetsNothing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.route = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        choice = self.route(x).argmax(-1).clamp(max=2)
+        return sum(expert(x[choice == index]).mean(0) for index, expert in enumerate(self.experts))
+
+
+def log_of_output(output, _):
+    return -output.log().mean()
+
+
+LOG = "numerics <loss> log log-of-zero"
+ADVICE = ("and take F.log_softmax of them here",)
+
+
+@rows(LOG, {"x": normal(4, 8)}, True, never=ADVICE, loss=log_of_output)
+@rows(LOG, {"x": 1e4 * normal(4, 8)}, False, says=ADVICE, loss=log_of_output)
+class Chooser(nn.Linear):
+    """A softmax, and a logarithm of it in another function."""
+
+    def __init__(self, masked):
+        super().__init__(8, 4)
+        self.masked = masked
+
+    def forward(self, x):
+        choices = super().forward(x)
+        return (choices.masked_fill(torch.eye(4).bool(), -torch.inf) if self.masked else choices).softmax(-1)
+
+
+class Judge(nn.Linear):
+    """A clamp stops the NaN, and leaves what it clamps no gradient: what is better is told beside it."""
+
+    def forward(self, x):
+        return torch.sigmoid(super().forward(x))
+
+
+for made, form in (("1 - p", "of their negative"), ("1 - (1 - p)", "of them")):
+    rows(
+        LOG,
+        {"x": 1e3 * normal(6, 8)},
+        name=made,
+        make=lambda model: model(8, 1),
+        says=(f"and take F.logsigmoid {form} here",),
+        loss=lambda output, _, made=made: -eval(made, {"p": output}).log().mean(),
+    )(Judge)

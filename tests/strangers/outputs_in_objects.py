@@ -1,0 +1,101 @@
+"""Outputs that are no plain containers: what is non-finite in them is found, and nothing is healthy unseen."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from strangers.rows import Rows
+from strangers.visits import normal
+
+rows = Rows()
+BATCH = {"x": normal(4, 8)}
+MUL = "precision . mul"
+QUIETLY = {"ignores": ("Sparse", "The PyTorch API of MaskedTensors")}
+
+
+class Answer:
+    """What a model returns where a dict would do."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+
+class Head(nn.Module):
+    """Scales its output until fp16 overflows, if it is sick, and hands it over in a container."""
+
+    def __init__(self, wrap, sick):
+        super().__init__()
+        self.score, self.wrap, self.scale = nn.Linear(8, 8), wrap, 1e6 if sick else 1.0
+
+    def forward(self, x):
+        return self.wrap(self.score(x) * self.scale)
+
+
+READ = {
+    "distribution": lambda logits: torch.distributions.Normal(logits, 1.0, validate_args=False),
+    "object": Answer,
+    "csr": lambda logits: logits.float().to_sparse_csr(),
+    "coo": lambda logits: logits.float().to_sparse(),
+    "numpy": lambda logits: {"logits": logits.detach().numpy()},
+    "closure": lambda logits: {"later": lambda: logits},
+    "defaults": lambda logits: {"later": lambda held=logits: held},
+}
+UNREAD = {
+    "generator": lambda logits: ({"row": row} for row in logits),
+    "iterator": lambda logits: {"rows": iter(logits)},
+    "masked": lambda logits: torch.masked.masked_tensor(logits, torch.ones_like(logits).bool()),
+}
+
+
+def tried_nothing(report):
+    return not report.fixes and "No fix was tried" in report.search_notes[-1]
+
+
+for name, wrap in READ.items():
+    rows(MUL, BATCH, wrap, True, name=f"overflow in {name}", fixes=False, **QUIETLY)(Head)
+    rows("healthy", BATCH, wrap, False, name=name, **QUIETLY)(Head)
+for name, wrap in UNREAD.items():
+    rows(MUL, BATCH, wrap, True, name=f"overflow in {name}", holds=tried_nothing, fixes=True, **QUIETLY)(Head)
+    rows("cannot-tell", BATCH, wrap, False, name=name, says=("cannot be inspected",), **QUIETLY)(Head)
+
+
+def as_well(model, batch):
+    return model(batch["x"]), model.kept
+
+
+@rows("cannot-tell", BATCH, 1.0, says=("returned no floating-point values",))
+@rows(MUL, BATCH, 1e6)
+@rows(MUL, BATCH, 1e6, name="what the call returns as well", call=as_well)
+class Keeping(nn.Linear):
+    """What a model keeps to itself is looked at."""
+
+    def __init__(self, factor):
+        super().__init__(8, 8)
+        self.factor = factor
+
+    def forward(self, x):
+        self.kept = super().forward(x) * self.factor
+
+
+@rows("cannot-tell", BATCH, 8, 8)
+class NanThatCameToNothing(nn.Linear):
+    def forward(self, x):
+        made = super().forward(x)
+        return iter(torch.nan_to_num((made - made) / (made - made)))
+
+
+@rows("cannot-tell", {**BATCH, "loss": float("nan")}, 8, 8, name="saved loss")
+@rows("cannot-tell", {**BATCH, "train_loss": torch.tensor(float("inf"))}, 8, 8, name="saved loss of another name")
+@rows("healthy", {**BATCH, "loss": 0.5}, 8, 8, name="finite loss")
+@rows("healthy", {**BATCH, "loss_scale": float("inf")}, 8, 8, name="loss scale")
+@rows(
+    "not-reproduced",
+    {**BATCH, "loss": float("nan")},
+    8,
+    8,
+    name="saved loss that does not come back",
+    loss=lambda output, _: output.mean(),
+)
+class Plain(nn.Linear):
+    pass
