@@ -13,31 +13,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nandoctor.torch_compat import look_up
-
-BACKENDS: dict[str, tuple[str, str]] = {
-    "flash_sdp": ("backends.cuda.flash_sdp_enabled", "backends.cuda.enable_flash_sdp"),
-    "mem_efficient_sdp": ("backends.cuda.mem_efficient_sdp_enabled", "backends.cuda.enable_mem_efficient_sdp"),
-    "math_sdp": ("backends.cuda.math_sdp_enabled", "backends.cuda.enable_math_sdp"),
-    "cudnn_sdp": ("backends.cuda.cudnn_sdp_enabled", "backends.cuda.enable_cudnn_sdp"),
-    "float32_matmul_precision": ("get_float32_matmul_precision", "set_float32_matmul_precision"),
-    "cudnn_allow_tf32": ("backends.cudnn.allow_tf32", "backends.cudnn.allow_tf32"),
-    "deterministic_algorithms": ("are_deterministic_algorithms_enabled", "use_deterministic_algorithms"),
-    "num_threads": ("get_num_threads", "set_num_threads"),
-}
-"""Torch's switches that decide which kernel runs, by their names in a file: the getter and the setter of each."""
-
-
-def read_backend(name: str) -> Any:
-    """Return a switch's value; raise AttributeError if torch lacks it, RuntimeError if a newer setting is in use."""
-    value = attrgetter(BACKENDS[name][0])(torch)
-    return value() if callable(value) else value
 
 
 class Shared:

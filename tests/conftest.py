@@ -119,20 +119,16 @@ def jit_autocast_mode():
 
 
 def torch_state():
+    from nandoctor.torch_switches import read_switches
+
     return {
-        "autocast": {d: torch.is_autocast_enabled(d) for d in ("cpu", "cuda")},
-        "autocast_dtype": {d: torch.get_autocast_dtype(d) for d in ("cpu", "cuda")},
-        "autocast_cache": torch.is_autocast_cache_enabled(),
-        "grad": torch.is_grad_enabled(),
+        "switches": read_switches(),
         "inference": torch.is_inference_mode_enabled(),
-        "default_dtype": torch.get_default_dtype(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "autocast_enter": torch.autocast.__enter__,
         "autocast_exit": torch.autocast.__exit__,
         "autocast_init": torch.autocast.__init__,
         "custom_fwd_cast": torch.amp.autocast_mode._cast,
         "device_context_init": torch.utils._device.DeviceContext.__init__,
-        "fp32_precision": (torch.backends.mkldnn.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision),
         "jit_autocast": jit_autocast_mode(),
         "function_modes": torch._C._len_torch_function_stack(),
         "dispatch_modes": torch._C._len_torch_dispatch_stack(),

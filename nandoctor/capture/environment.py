@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from nandoctor import __version__
 from nandoctor.autocast.kernels import is_emulating
-from nandoctor.process_wide import BACKENDS, read_backend
 from nandoctor.text import dtype_name
+from nandoctor.torch_switches import RECORDED, read_switches
 
 _CAN_DISTRIBUTE = dist.is_available()
 
@@ -79,11 +79,7 @@ def _describe_autocast(device: str, enabled: bool, dtype: torch.dtype, cached: b
 
 def read_backends() -> dict[str, Any]:
     """Return torch's switches that decide which kernel runs."""
-    values = {}
-    for name in BACKENDS:
-        with suppress(AttributeError, RuntimeError):  # unknown to this torch, or unreadable once its newer form is set
-            values[name] = read_backend(name)
-    return values
+    return {name: value for name, value in read_switches(RECORDED).items() if value is not None}
 
 
 def read_versions(modules: Sequence[str]) -> dict[str, str]:

@@ -225,7 +225,7 @@ def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:
     done = subprocess.run(command, capture_output=True, check=False)
     try:
         return from_plain(Verification, json.loads(done.stdout))
-    except (ValueError, NanDoctorError):
+    except ValueError:
         last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
         return cannot_tell(dump, f"The changed code could not be replayed: {last[0]}")
 

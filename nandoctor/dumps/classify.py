@@ -97,7 +97,7 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Values) -> tupl
     contents = Contents(nbytes=nbytes, values=values)
     contents.left_out += [brief(text, 200) for text in get(saved, "left_out", list, []) if isinstance(text, str)]
     # Weights that did not fit into the file are named in `left_out`.
-    state = get(saved, "state_dict", dict, {})
+    state = get(saved, "state_dict", Mapping[str, Any], {})
     if "state_dict" not in saved and not any(text.startswith("state_dict") for text in contents.left_out):
         raise DumpError("it has no state dict.", remedy=AS_WRITTEN)
     contents.states["state_dict"] = _take_state(contents, "state_dict", state)
@@ -105,7 +105,7 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Values) -> tupl
     recorded = read_recorded(saved, take, values.check_state)
     name_tensors(saved.get("output"), "output", take)
     for part, prefix in (("event", ""), ("scaler", "scaler")):
-        for name, value in get(saved, part, dict, {}).items():
+        for name, value in get(saved, part, Mapping[str, Any], {}).items():
             if value is not None:
                 _sort(contents, _join(prefix, _check_name(name)), value, depth=1)
     optimizer = saved.get("optimizer")

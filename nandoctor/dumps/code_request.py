@@ -32,8 +32,8 @@ def code_rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
             shown = [brief(f"{name}={_shown(value)}") for name, value in list(model.arguments.items())[:_MAX_SHOWN]]
             more = f" and {len(model.arguments) - _MAX_SHOWN} more" if len(model.arguments) > _MAX_SHOWN else ""
             yield "arguments", (", ".join(shown) + more)
-        if model.config:
-            yield "config", f"{brief(model.config.spec)}, filled with the values in the file"
+        if model.configuration:
+            yield "config", f"{brief(model.configuration.spec)}, filled with the values in the file"
         if model.attention:
             yield "attention", brief(model.attention)
     times = f", {len(recorded.calls)} calls" if len(recorded.calls) > 1 else ""
@@ -52,12 +52,13 @@ def approving_command(dump: Path, recorded: Recorded, *, own: bool = False) -> s
     """
     path = str(dump)
     words = ["nandoctor", "replay", f"./{path}" if path.startswith("-") else path]
-    model, loss = recorded.model or Reference(module="", name=""), recorded.loss_function
+    model, loss = recorded.model or Reference(), recorded.loss_function
     is_typable = _may_be_offered(model, own=own) and not holds_objects(model.arguments)
     named = model.spec if is_typable else "FILE.py:NAME"
     words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's code, once it is saved to a file
-    if model.config:
-        words += ["--config", model.config.spec if _may_be_offered(model.config, own=own) else "FILE.py:NAME"]
+    if model.configuration:
+        offered = _may_be_offered(model.configuration, own=own)
+        words += ["--config", model.configuration.spec if offered else "FILE.py:NAME"]
     elif not holds_objects(model.arguments):  # else a function has to make them all
         words += argument_options(model.arguments)
     if recorded.method:

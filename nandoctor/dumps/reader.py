@@ -179,7 +179,7 @@ def _make_recorded(container: Container, saved: Mapping[str, Any], values: Value
         state_name="state_dict",
         arrays=contents.arrays,
         scalars=contents.scalars,
-        rng_states=recorded.random.torch_states if recorded.random is not None else (),
+        rng_states=recorded.rng.torch_states if recorded.rng is not None else (),
         moments=tuple(contents.moments),
         optimizer_eps=contents.optimizer_eps,
         recorded=recorded,

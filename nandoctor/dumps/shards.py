@@ -26,14 +26,14 @@ def join_shards(saved: Mapping[str, Any], path: Path, load: Load) -> Mapping[str
     Raises:
         DumpError: a rank's file is missing or of another step, or the parts do not make up the weight.
     """
-    shards = get(saved, "shards", dict, {})
+    shards = get(saved, "shards", Mapping[str, Any], {})
     if not shards:
         return saved
     for name in shards:
         _check_mesh(str(name), shards[name])
     ranks = _Ranks(path, saved, load)
     joined = {str(name): _join(str(name), shards[name], ranks) for name in shards}
-    return {**saved, "state_dict": {**get(saved, "state_dict", dict, {}), **joined}}
+    return {**saved, "state_dict": {**get(saved, "state_dict", Mapping[str, Any], {}), **joined}}
 
 
 class _Ranks:
@@ -44,7 +44,7 @@ class _Ranks:
 
     def __init__(self, path: Path, saved: Mapping[str, Any], load: Load) -> None:
         self._path, self._load = path, load
-        self._event = get(saved, "event", dict, {})
+        self._event = get(saved, "event", Mapping[str, Any], {})
         self.own = get(self._event, "rank", int, 0)
         self._states: dict[int, dict[Any, Any]] = {}
         self._nbytes_left: dict[int, int] = {}
@@ -64,7 +64,10 @@ class _Ranks:
         return part
 
     def _add(self, rank: int, path: Path, saved: Mapping[str, Any]) -> None:
-        self._states[rank], self._nbytes_left[rank] = get(saved, "state_dict", dict, {}), path.stat().st_size
+        self._states[rank], self._nbytes_left[rank] = (
+            get(saved, "state_dict", Mapping[str, Any], {}),
+            path.stat().st_size,
+        )
 
     def _read(self, rank: int, path: Path) -> Mapping[str, Any]:
         if path == self._path or not path.is_file():
@@ -73,7 +76,7 @@ class _Ranks:
                 remedy=f"Put the files of all ranks of this step into one folder: {brief(path.name)} is missing.",
             )
         saved = self._load(path)
-        event = get(saved, "event", dict, {})
+        event = get(saved, "event", Mapping[str, Any], {})
         if any(event.get(name) != self._event.get(name) for name in _SAME_STEP):
             raise DumpError(f"{brief(path.name)} beside it is of another step.", remedy=_TAKE_ALL)
         return saved

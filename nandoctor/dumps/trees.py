@@ -34,7 +34,7 @@ def name_tensors(tree: Any, name: str, take: Callable[[str, Any], str]) -> Any:
     others: tuple[type[Any], ...] = (*PLAIN, list, tuple, *types_of("dtype", "device"))
 
     def name_tensor(place: Place, item: Any) -> Any:
-        if type(item) is dict:
+        if isinstance(item, dict):
             _check_keys(name, item)
             return item
         return item if isinstance(item, others) else Slot(name=take(".".join([name, *map(str, place)]), item))

@@ -5,7 +5,6 @@ Every file in it is written whole or not at all.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import hashlib
 import json
@@ -15,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from nandoctor import __version__
-from nandoctor.errors import NanDoctorError, ReportError
-from nandoctor.evidence.codec import from_plain
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.codec import from_plain, to_plain
 from nandoctor.evidence.triage import DumpResult
 from nandoctor.fleet.worker import JobAnswer, unchanged
 from nandoctor.renderers.jsonfile import dumps
@@ -66,19 +65,14 @@ class Store:
         """Return the key of the result for this file's content under these settings. Raises OSError."""
         if path not in self._hashes:
             self._hashes[path] = identify(path)
-        parts = json.dumps(
-            [__version__, trust, {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}],
-            sort_keys=True,
-            default=str,
-        )
+        parts = json.dumps([__version__, trust, to_plain(settings)], sort_keys=True, default=str)
         return f"{self._hashes[path][:32]}-{hashlib.sha256(parts.encode()).hexdigest()[:_KEY_DIGITS]}"
 
     def find(self, key: str) -> DumpResult | None:
         """Return the result of an earlier run; None if there is none, or the code that it came from has changed."""
         try:
-            data = json.loads((self.folder / _RESULTS / f"{key}.json").read_bytes())
-            result = from_plain(DumpResult, data)
-        except (OSError, ValueError, ReportError):
+            result = from_plain(DumpResult, json.loads((self.folder / _RESULTS / f"{key}.json").read_bytes()))
+        except (OSError, ValueError):
             return None
         return result if unchanged(result.sources) else None
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from nandoctor.errors import ReportError
-from nandoctor.evidence.codec import from_plain, to_plain
+from nandoctor.evidence.codec import MisfitError, from_plain, to_plain
 from nandoctor.evidence.report import SCHEMA, Report
 
 _MAX_NBYTES = 1 << 30
+_MAKE_ANEW = "The report was edited or cut short, or another tool wrote it: make a new one from the dump."
 _WHAT_A_REPORT_IS = "A report is the .json file that `nandoctor replay -o report.json` writes."
 
 
@@ -38,8 +39,8 @@ def read_report(path: str | os.PathLike[str]) -> Report:
     _check_schema(data, path)
     try:
         return from_plain(Report, data)
-    except ReportError as error:
-        raise ReportError(f"{path} is damaged: {error.message}", remedy=error.remedy) from error
+    except MisfitError as error:
+        raise ReportError(f"{path} is damaged: {error}", remedy=_MAKE_ANEW) from error
 
 
 def _parse(path: str | os.PathLike[str]) -> Any:

@@ -65,8 +65,8 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
 
     @functools.wraps(found)
     def build(**more: Any) -> nn.Module:
-        if reference.config:
-            kind = reference.config
+        kind = reference.configuration
+        if kind is not None:
             own = _import_source(kind, dump, provenance) if kind.file else _import_installed(reference, kind.spec, dump)
             return _build_from_config(found, own, reference)
         given = {name: make_argument(value, find) for name, value in reference.arguments.items()}

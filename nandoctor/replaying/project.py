@@ -11,11 +11,10 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import partial
-from operator import attrgetter, is_
+from operator import is_
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,109 +23,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from nandoctor import torch_compat
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import NanDoctorError
 from nandoctor.machine import bounded_memory, private_memory
 from nandoctor.process_wide import generators_kept, held, is_forked
 from nandoctor.source_files import is_installed
+from nandoctor.torch_switches import read_switches, write_switches
 
-
-def read_torch_settings() -> dict[str, Any]:
-    """Return every setting as this thread has it now."""
-    return {name: read() for name, (read, _) in _SETTINGS.items()}
-
-
-def write_torch_settings(settings: Mapping[str, Any]) -> None:
-    """Apply those of `settings` that differ from torch's current values."""
-    for name, value in settings.items():
-        read, write = _SETTINGS[name]
-        if read() != value:
-            write(value)
-
-
-def _write_device(device: torch.device) -> None:
-    # Torch reports "cpu" if no default was set; setting "cpu" would install a mode that intercepts every call.
-    torch.set_default_device(None if device.type == "cpu" else device)
-
-
-def _flushes_denormals() -> bool:
-    """Return True if half the smallest normal double is 0; torch has no getter, and its setting affects Python too."""
-    return sys.float_info.min / 2 == 0
-
-
-def _read_autocast() -> tuple[Any, ...]:
-    states = ((torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in ("cpu", "cuda"))
-    return (*states, torch.is_autocast_cache_enabled())
-
-
-def _write_autocast(setting: tuple[Any, ...]) -> None:
-    *states, caches = setting
-    for name, (enabled, dtype) in zip(("cpu", "cuda"), states, strict=True):
-        torch.set_autocast_enabled(name, enabled)
-        torch.set_autocast_dtype(name, dtype)
-    torch.set_autocast_cache_enabled(caches)
-
-
-def _read_products() -> tuple[str | None, ...]:
-    return (_read_legacy_products(), *(attrgetter(place)(torch.backends).fp32_precision for place in _FP32_PRODUCTS))
-
-
-def _read_legacy_products() -> str | None:
-    # torch refuses to read the old setting if the old and the new API are both in use:
-    # https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
-    with suppress(RuntimeError):
-        return torch.get_float32_matmul_precision()
-    return None
-
-
-def _write_products(setting: tuple[str | None, ...]) -> None:
-    legacy, *precisions = setting
-    if legacy is not None and legacy != _read_legacy_products():  # setting it changes some of the others
-        torch.set_float32_matmul_precision(legacy)
-    for place, precision in zip(_FP32_PRODUCTS, precisions, strict=True):
-        backend = attrgetter(place)(torch.backends)
-        if backend.fp32_precision != precision:
-            backend.fp32_precision = precision
-
-
-def _of(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    return partial(getattr, owner, name), partial(setattr, owner, name)
-
-
-_FP32_PRODUCTS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
-_CUDA = torch.backends.cuda
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "default device": (torch.get_default_device, _write_device),
-    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "autocast": (_read_autocast, _write_autocast),
-    "deterministic algorithms": (
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        lambda setting: torch.use_deterministic_algorithms(setting[0], warn_only=setting[1]),
-    ),
-    "anomaly detection": (
-        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        lambda setting: torch.set_anomaly_enabled(*setting),
-    ),
-    "flushed denormals": (_flushes_denormals, torch.set_flush_denormal),
-    "threads": (torch.get_num_threads, torch.set_num_threads),
-    "precision of fp32 products": (_read_products, _write_products),
-    "cuDNN": _of(torch.backends.cudnn, "enabled"),
-    "cuDNN's search": _of(torch.backends.cudnn, "benchmark"),
-    "deterministic cuDNN": _of(torch.backends.cudnn, "deterministic"),
-    "oneDNN": _of(torch.backends.mkldnn, "enabled"),
-    "flash attention": (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp),
-    "memory-efficient attention": (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
-    "attention by reference math": (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp),
-    "repeated warnings": (torch.is_warn_always_enabled, torch.set_warn_always),
-    "print options": (
-        torch_compat.print_options,
-        lambda options: torch.set_printoptions(**options),  # type: ignore[no-untyped-call]
-    ),
-}
-
-_OF_THE_REPLAY = {"gradients": True, "anomaly detection": (False, True)}
+_OF_THE_REPLAY = {"gradients": True, "anomaly_detection": (False, True)}
 """Settings that a replay overrides: anomaly detection would raise at the NaN gradient that the replay looks for."""
 
 
@@ -203,12 +107,12 @@ class Project:
                 remedy="Fork when no replay is running, or start processes by spawn.",
             )
         with _lock:
-            before = read_torch_settings()
+            before = read_switches()
             with self._open(), generators_kept():
                 try:
                     yield
                 finally:
-                    after = read_torch_settings()
+                    after = read_switches()
                     changed = {name: value for name, value in after.items() if value != before[name]}
                     self._settings |= {name: value for name, value in changed.items() if name not in _OF_THE_REPLAY}
 
@@ -216,12 +120,12 @@ class Project:
     def running(self) -> Iterator[None]:
         """Run the step in this context; torch settings that the code makes here end with it, even if nested."""
         with _lock:
-            settings = read_torch_settings() if self in _open_projects else {}
+            settings = read_switches() if self in _open_projects else {}
             with self._open():
                 try:
                     yield
                 finally:
-                    write_torch_settings(settings)
+                    write_switches(settings)
 
     def files(self, model: nn.Module) -> set[Path]:
         """Return the user's own files that were imported for the step or define the classes of `model`."""
@@ -250,14 +154,14 @@ class Project:
             return
         global _has_run  # noqa: PLW0603
         _has_run = True
-        path, modules, settings = list(sys.path), dict(sys.modules), read_torch_settings()
+        path, modules, settings = list(sys.path), dict(sys.modules), read_switches()
         _open_projects.append(self)
         try:
             sys.path[:] = [*self._entries, *(entry for entry in path if entry not in self._entries)]
             for entry in self._entries:
                 _unload_shadowing(Path(entry))
             sys.modules.update(self._modules)
-            write_torch_settings({**self._settings, **_OF_THE_REPLAY})
+            write_switches({**self._settings, **_OF_THE_REPLAY})
             if is_forked():
                 torch.set_num_threads(1)  # whatever the project's code has set
             # Python reuses bytecode if the source's size and mtime in whole seconds are the same: a fix may be written
@@ -266,7 +170,7 @@ class Project:
                 yield
         finally:
             _open_projects.remove(self)
-            write_torch_settings(settings)
+            write_switches(settings)
             self._keep_modules(modules)
             self._entries = [entry for entry in sys.path if entry not in path or entry in self._entries]
             sys.path[:] = path

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,10 @@ from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Call, RandomStates, Recorded
 from nandoctor.dumps.trees import slots
 from nandoctor.errors import ModelError
-from nandoctor.process_wide import BACKENDS, generators_kept, held, is_forked, read_backend
+from nandoctor.process_wide import generators_kept, held, is_forked
 from nandoctor.replaying.input_binding import Binding
 from nandoctor.torch_compat import unobserved
+from nandoctor.torch_switches import RECORDED, switched
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 Tensors = Mapping[str, torch.Tensor]
@@ -64,10 +64,10 @@ def bind_calls(recorded: Recorded, device: torch.device, missing: Sequence[str] 
 
 
 def _call(model: nn.Module, method: str, call: Call, tensors: Tensors, device: torch.device) -> Any:
-    if call.random is not None and _from_saved_states.get():
-        restore_generators(call.random.torch_states, device)
-        restore_host_generators(call.random)
-    for name in call.differentiable:
+    if call.rng is not None and _from_saved_states.get():
+        restore_generators(call.rng.torch_states, device)
+        restore_host_generators(call.rng)
+    for name in call.with_grad:
         _with_grad[tensors[name]] = _require_grad(tensors[name])
     tensors = _as_passed(tensors)
     return _entry_point(model, method)(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device))
@@ -113,47 +113,28 @@ def own_loss(place: str) -> Callable[[Any, Any], torch.Tensor]:
     return loss
 
 
-@contextmanager
-def recorded_backends(recorded: Recorded, device: torch.device) -> Iterator[None]:
-    """Set torch's recorded switches in this context, if the replay is on the kind of device that they were set for."""
-    if recorded.autocast is None or recorded.autocast.device != device.type:
-        yield
-        return
-    with ExitStack() as stack:
-        for name, value in recorded.backends.items():
-            if name not in BACKENDS or not _is_possible(name, value):
-                continue
-            _, write = BACKENDS[name]
-            with suppress(AttributeError, RuntimeError):  # torch lacks it, or rejects it beside a newer setting
-                before = read_backend(name)
-                if type(value) is type(before) and value != before:
-                    _write(write, value)
-                    stack.callback(_write, write, before)
-        yield
+def recorded_backends(recorded: Recorded, device: torch.device) -> AbstractContextManager[None]:
+    """Return a context with the recorded switches, if they were set for the kind of device that the replay is on."""
+    on_device = recorded.autocast is not None and recorded.autocast.device == device.type
+    values = recorded.backends if on_device else {}
+    return switched({name: values[name] for name in RECORDED if name in values and _is_possible(name, values[name])})
 
 
 def _is_possible(name: str, value: Any) -> bool:
     """Return True if a switch can have this value; torch's warnings about others would quote the file."""
     if name == "num_threads":  # a forked process has none of its parent's threads
         return type(value) is int and 0 < value <= (1 if is_forked() else os.cpu_count() or 1)
-    return type(value) is bool or (name == "float32_matmul_precision" and value in ("highest", "high", "medium"))
-
-
-def _write(place: str, value: Any) -> None:
-    parent, _, name = place.rpartition(".")
-    owner = attrgetter(parent)(torch) if parent else torch
-    if callable(getattr(owner, name)):
-        getattr(owner, name)(value)
-    else:
-        setattr(owner, name, value)
+    if name == "float32_matmul_precision":
+        return type(value) is str and value in ("highest", "high", "medium")
+    return type(value) is bool
 
 
 def restore_host_generators(saved: RandomStates) -> None:
     """Restore the saved states of numpy's and Python's generators."""
-    if saved.numpy_state is not None:
-        np.random.set_state(saved.numpy_state)
-    if saved.python_state is not None:
-        random.setstate(saved.python_state)
+    if saved.numpy is not None:
+        np.random.set_state(saved.numpy)
+    if saved.python is not None:
+        random.setstate(saved.python)
 
 
 def _entry_point(model: nn.Module, method: str) -> Callable[..., Any]:
@@ -216,8 +197,8 @@ def seeded(
         _seed_torch(seed or 0, device)
         if seed is None:
             restore_generators(states, device)
-            if recorded.random is not None:
-                restore_host_generators(recorded.random)
+            if recorded.rng is not None:
+                restore_host_generators(recorded.rng)
         before = _generator_states(device)
         token = _from_saved_states.set(seed is None)
         try:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_type_hints
 
 from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.codec import MisfitError, from_plain
 from nandoctor.text import brief, dtype_name, parse_size
 
 if TYPE_CHECKING:
@@ -31,21 +32,17 @@ OptionGroup = Literal["model", "step", "machine", "statistics", "fixes"]
 class Option:
     """One setting as the command line, Python, pyproject.toml and the docs know it.
 
-    `holds` says in words what `accepts` allows; `reads` parses the text after the flag.
+    `holds` says in words what the field's type hint and `accepts` allow; `reads` parses the text after the flag.
     """
 
     group: OptionGroup
     flag: str
     help: str
     holds: str = "a name"
-    accepts: Callable[[Any], bool] = lambda value: isinstance(value, str)
+    accepts: Callable[[Any], bool] = lambda _: True
     reads: Callable[[str], Any] = str
     metavar: str = ""
     choices: tuple[str, ...] = ()
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _setting(group: OptionGroup, flag: str, text: str, *, default: Any = None, **more: Any) -> Any:
@@ -60,20 +57,15 @@ def _spec(flag: str, text: str) -> Any:
 
 
 def _function(flag: str, text: str) -> Any:
-    def accepts(value: Any) -> bool:
-        return isinstance(value, str) or callable(value)
-
-    return _setting("step", flag, text, metavar="SPEC", holds="a SPEC or a function", accepts=accepts)
+    return _setting("step", flag, text, metavar="SPEC", holds="a SPEC or a function")
 
 
 def _choice(flag: str, text: str, *choices: str) -> Any:
-    holds = f"one of {', '.join(choices)}"
-    return _setting("step", flag, text, choices=choices, holds=holds, accepts=choices.__contains__)
+    return _setting("step", flag, text, choices=choices, holds=f"one of {', '.join(choices)}")
 
 
 def _switch(group: OptionGroup, flag: str, text: str, *, default: bool) -> Any:
-    holds = "true or false"
-    return _setting(group, flag, text, default=default, holds=holds, accepts=lambda value: isinstance(value, bool))
+    return _setting(group, flag, text, default=default, holds="true or false")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +84,6 @@ class Settings:
         default={},
         metavar="K=V",
         holds="a table of names and values",
-        accepts=lambda value: isinstance(value, Mapping),
     )
     config: str | None = _spec("--config", "A configuration class of transformers, to fill with the dump's values.")
     method: str | None = _setting(
@@ -113,7 +104,6 @@ class Settings:
         default=(),
         metavar="A,B",
         holds="a list of names",
-        accepts=lambda value: isinstance(value, tuple) and all(isinstance(item, str) for item in value),
     )
     call: str | Callable[..., Any] | None = _function(
         "--call", "A function (model, batch) -> output that makes the call."
@@ -130,10 +120,10 @@ class Settings:
         metavar="S",
         holds="a number above 0",
         reads=float,
-        accepts=lambda value: _is_number(value) and value > 0,
+        accepts=lambda value: 0 < value < math.inf,
     )
     output: str | None = _setting("step", "--output", "The saved output to compare the replay with.", metavar="KEY")
-    amp_dtype: str | None = _choice(
+    amp_dtype: Literal["float16", "bfloat16"] | None = _choice(
         "--amp-dtype", "What autocast computed in (default: the dump's, else float16).", "float16", "bfloat16"
     )
     policy: Literal["cuda", "native"] | None = _choice(
@@ -149,7 +139,7 @@ class Settings:
         default="cpu",
         metavar="cpu|cuda",
         holds="cpu, cuda or cuda:N",
-        accepts=lambda value: re.fullmatch(r"cpu|cuda(:\d+)?", str(value)) is not None,
+        accepts=lambda value: re.fullmatch(r"cpu|cuda(:\d+)?", value) is not None,
     )
     seed: int | None = _setting(
         "step",
@@ -158,7 +148,7 @@ class Settings:
         metavar="N",
         holds="a whole number from 0 to 2**31 - 1",
         reads=int,
-        accepts=lambda value: type(value) is int and 0 <= value < 1 << 31,  # numpy takes 32 bits; the next few follow
+        accepts=lambda value: 0 <= value < 1 << 31,  # numpy takes 32 bits; the next few follow
     )
     memory: int | None = _setting(
         "machine",
@@ -167,7 +157,7 @@ class Settings:
         metavar="SIZE",
         holds="a size: 8GB, 512MiB or a number of bytes",
         reads=parse_size,
-        accepts=lambda value: type(value) is int and value > 0,
+        accepts=lambda value: value > 0,
     )
     per_sample: bool = _switch(
         "statistics",
@@ -184,7 +174,7 @@ class Settings:
         metavar="N",
         holds="a whole number, 0 or more, or inf",
         reads=lambda text: math.inf if text == "inf" else int(text),
-        accepts=lambda value: type(value) is int and value >= 0,
+        accepts=lambda value: value >= 0,
     )
     time: float | None = _setting(
         "fixes",
@@ -194,7 +184,7 @@ class Settings:
         metavar="SECONDS",
         holds="a number of seconds, 0 or more, or inf",
         reads=float,
-        accepts=lambda value: _is_number(value) and value >= 0,
+        accepts=lambda value: 0 <= value < math.inf,
     )
     directory: Path = field(default_factory=Path.cwd)
 
@@ -237,7 +227,7 @@ MEANINGS = {
     for name, option in OPTIONS.items()
 }
 """What each setting means in Python, where a switch that is on by default has no `--no-` flag."""
-_DEFAULTS = {item.name: item.default for item in dataclasses.fields(Settings) if item.name in OPTIONS}
+_HINTS = get_type_hints(Settings)
 
 
 def check_setting(name: str, value: Any) -> Any:
@@ -254,8 +244,12 @@ def check_setting(name: str, value: Any) -> Any:
     if name in ("max_trials", "time") and value == math.inf:
         return None
     value = _plain(name, value)
-    if (value is None and _DEFAULTS[name] is None) or OPTIONS[name].accepts(value):
+    if name in ("call", "loss") and callable(value):
         return value
+    with suppress(MisfitError):
+        fitting = from_plain(_HINTS[name], value, place=name)
+        if fitting is None or OPTIONS[name].accepts(fitting):
+            return fitting
     raise NanDoctorError(f"{name} cannot be {value!r}.", remedy=f"It is {OPTIONS[name].holds}.")
 
 

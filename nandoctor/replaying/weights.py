@@ -73,7 +73,10 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
 def _missing_weights(dump: Dump) -> DumpError:
     path = dump.recorded.checkpoint.path if dump.recorded.checkpoint is not None else ""
     why = "they would have passed the recorder's max_nbytes" if dump.is_recorded else "a batch alone was saved"
-    file, checkpoint = shlex.quote(brief(str(dump.path), 1000)), shlex.quote(path) if path else "CHECKPOINT"
+    file, checkpoint = (
+        shlex.quote(brief(str(dump.path), 1000)),
+        shlex.quote(brief(path, 1000)) if path else "CHECKPOINT",
+    )
     command = f"nandoctor replay {file} --weights {checkpoint}"
     return DumpError(
         f"{brief(str(dump.path), 1000)}: the file holds no state dict: {why}.",
@@ -210,7 +213,7 @@ def nonfinite_in(model: nn.Module, unfilled: Unfilled | None = None) -> dict[str
 
 def cast_weights(dump: Dump) -> Dump:
     """Return the dump with its weights in the formats that FSDP cast them to; a note names those that overflow."""
-    casts = dump.recorded.module_casts
+    casts = dump.recorded.mixed_precision
     if casts is None:
         return dump
     formats = {name: getattr(torch, dtype) for name, dtype in casts.parameters.items() if name in dump.state}
@@ -228,7 +231,7 @@ def cast_weights(dump: Dump) -> Dump:
 
 def add_casts(model: nn.Module, recorded: Recorded) -> None:
     """Cast floating-point inputs and outputs of the modules that the recorded policy applied to."""
-    casts = recorded.module_casts
+    casts = recorded.mixed_precision
     if casts is None:
         return
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())

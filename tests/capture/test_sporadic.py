@@ -169,7 +169,7 @@ def test_a_call_that_was_made_again_with_less_is_left_out(tmp_path):
     dump = read_dump(recorder.written[0])
     assert [dump.arrays["input.input"].shape] == [(2, 3)]
     assert len(dump.recorded.calls) == 1
-    assert torch.equal(dump.recorded.random.torch_states[0], random)
+    assert torch.equal(dump.recorded.rng.torch_states[0], random)
 
 
 def test_a_marked_step_of_too_many_calls_is_told(tmp_path, monkeypatch, caplog):

@@ -112,7 +112,7 @@ def test_a_training_that_dies_is_replayed_bit_for_bit(tmp_path):
     dump = read_dump(path)
     assert (dump.arrays["input.input_ids"] == 49).sum() == 1
     assert dump.recorded.loss_field == "loss"
-    assert dump.recorded.model.config.spec == "transformers.models.bert.configuration_bert:BertConfig"
+    assert dump.recorded.model.configuration.spec == "transformers.models.bert.configuration_bert:BertConfig"
 
     case = nandoctor.replay(path, fixes=False)
     reproduction = case.report.reproduction

@@ -22,7 +22,7 @@ CASTS = ModuleCasts(
 
 
 def recorded(casts=CASTS):
-    return Recorded(module_casts=casts)
+    return Recorded(mixed_precision=casts)
 
 
 def dump_of(state, casts=CASTS):

@@ -19,7 +19,8 @@ from torch import nn
 
 import nandoctor
 from nandoctor.replaying.model_loading import find_attribute
-from nandoctor.replaying.project import Project, read_torch_settings
+from nandoctor.replaying.project import Project
+from nandoctor.torch_switches import read_switches
 
 LAZY_MODEL = """
 import torch
@@ -78,7 +79,7 @@ def process_state():
     libraries = ("/site-packages/", sysconfig.get_path("stdlib"), str(Path(nandoctor.__file__).parent))
     files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
     own = {name: sys.modules[name] for name, file in files.items() if file and not any(at in file for at in libraries)}
-    return list(sys.path), own, read_torch_settings()
+    return list(sys.path), own, read_switches()
 
 
 def test_a_replay_leaves_path_modules_and_settings(dump, lazy_project):
@@ -177,24 +178,27 @@ def test_a_submodule_of_what_was_loaded_stays(write, monkeypatch):
 
 
 SETTINGS = {
-    "default dtype": "torch.set_default_dtype(torch.float64)",
-    "default device": "torch.set_default_device('meta')",
+    "default_dtype": "torch.set_default_dtype(torch.float64)",
+    "default_device": "torch.set_default_device('meta')",
     "gradients": "torch.set_grad_enabled(False)",
     "autocast": "torch.set_autocast_enabled('cpu', True)",
-    "deterministic algorithms": "torch.use_deterministic_algorithms(True, warn_only=True)",
-    "anomaly detection": "torch.autograd.set_detect_anomaly(True)",
-    "flushed denormals": "torch.set_flush_denormal(True)",
-    "threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
-    "precision of fp32 products": "torch.set_float32_matmul_precision('medium')",
-    "cuDNN": "torch.backends.cudnn.enabled = False",
-    "cuDNN's search": "torch.backends.cudnn.benchmark = True",
-    "deterministic cuDNN": "torch.backends.cudnn.deterministic = True",
-    "oneDNN": "torch.backends.mkldnn.enabled = False",
-    "flash attention": "torch.backends.cuda.enable_flash_sdp(False)",
-    "memory-efficient attention": "torch.backends.cuda.enable_mem_efficient_sdp(False)",
-    "attention by reference math": "torch.backends.cuda.enable_math_sdp(False)",
-    "repeated warnings": "torch.set_warn_always(True)",
-    "print options": "torch.set_printoptions(precision=2)",
+    "deterministic_algorithms": "torch.use_deterministic_algorithms(True)",
+    "deterministic_warn_only": "torch.use_deterministic_algorithms(True, warn_only=True)",
+    "anomaly_detection": "torch.autograd.set_detect_anomaly(True)",
+    "flush_denormal": "torch.set_flush_denormal(True)",
+    "num_threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
+    "float32_matmul_precision": "torch.set_float32_matmul_precision('medium')",
+    "fp32_precision": "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+    "cudnn_enabled": "torch.backends.cudnn.enabled = False",
+    "cudnn_benchmark": "torch.backends.cudnn.benchmark = True",
+    "cudnn_deterministic": "torch.backends.cudnn.deterministic = True",
+    "mkldnn_enabled": "torch.backends.mkldnn.enabled = False",
+    "flash_sdp": "torch.backends.cuda.enable_flash_sdp(False)",
+    "mem_efficient_sdp": "torch.backends.cuda.enable_mem_efficient_sdp(False)",
+    "math_sdp": "torch.backends.cuda.enable_math_sdp(False)",
+    "cudnn_sdp": "torch.backends.cuda.enable_cudnn_sdp(False)",
+    "warn_always": "torch.set_warn_always(True)",
+    "print_options": "torch.set_printoptions(precision=2)",
 }
 
 
@@ -202,20 +206,20 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_code_sets_in_torch_is_put_back(name, write):
     path = write("project/train.py", f"import torch\ndef change():\n    {SETTINGS[name]}")
-    before = read_torch_settings()
+    before = read_switches()
     project = Project()
     with project.preparing():
         change = find_attribute(f"{path}:change")
     with project.running():
         change()
-        assert read_torch_settings()[name] != before[name]
+        assert read_switches()[name] != before[name]
     with project.running():
-        assert read_torch_settings() == before
-    assert read_torch_settings() == before
+        assert read_switches() == before
+    assert read_switches() == before
 
 
 def test_every_setting_has_its_test():
-    assert set(SETTINGS) == set(read_torch_settings())
+    assert set(SETTINGS) == set(read_switches())
 
 
 def test_what_a_file_sets_holds_whenever_its_code_runs(write):

@@ -11,13 +11,13 @@ import mutate
 import pytest
 import torch
 
+from nandoctor import torch_switches
 from nandoctor.case import replay
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.recorded_format import Autocast, Recorded
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import DumpError, NanDoctorError
-from nandoctor.process_wide import BACKENDS
 from nandoctor.replaying.recorded_step import recorded_backends
 
 
@@ -163,7 +163,7 @@ def test_an_odd_switch_is_left_as_it_is(value):
     """Of some torch would warn, in words of the file that no terminal may get."""
     cpu = Autocast(enabled=False, device="cpu", dtype="float16")
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    recorded = Recorded(autocast=cpu, backends=dict.fromkeys(BACKENDS, value))
+    recorded = Recorded(autocast=cpu, backends=dict.fromkeys(torch_switches.RECORDED, value))
     with recorded_backends(recorded, torch.device("cpu")):
         assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
 

@@ -1,0 +1,141 @@
+"""Torch's process-wide switches: how each is read and set, for the recorder, the replay and the tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from nandoctor import torch_compat
+
+Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""How one switch is read, and how it is set."""
+
+
+def _attribute(owner: Any, name: str) -> Switch:
+    return partial(getattr, owner, name), partial(setattr, owner, name)
+
+
+def _write_device(device: torch.device) -> None:
+    # Torch reports "cpu" if no default was set; setting "cpu" would install a mode that intercepts every call.
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _flushes_denormals() -> bool:
+    """Return True if half the smallest normal double is 0; torch has no getter, and its setting affects Python too."""
+    return sys.float_info.min / 2 == 0
+
+
+def _read_autocast() -> tuple[Any, ...]:
+    states = ((torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in ("cpu", "cuda"))
+    return (*states, torch.is_autocast_cache_enabled())
+
+
+def _write_autocast(setting: tuple[Any, ...]) -> None:
+    *states, caches = setting
+    for name, (enabled, dtype) in zip(("cpu", "cuda"), states, strict=True):
+        torch.set_autocast_enabled(name, enabled)
+        torch.set_autocast_dtype(name, dtype)
+    torch.set_autocast_cache_enabled(caches)
+
+
+_FP32_PRODUCTS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+
+
+def _read_precisions() -> tuple[str, ...]:
+    return tuple(attrgetter(place)(torch.backends).fp32_precision for place in _FP32_PRODUCTS)
+
+
+def _write_precisions(precisions: tuple[str, ...]) -> None:
+    for place, precision in zip(_FP32_PRODUCTS, precisions, strict=True):
+        backend = attrgetter(place)(torch.backends)
+        if backend.fp32_precision != precision:
+            backend.fp32_precision = precision
+
+
+_CUDA, _CUDNN = torch.backends.cuda, torch.backends.cudnn
+_is_deterministic = torch.are_deterministic_algorithms_enabled
+_only_warns = torch.is_deterministic_algorithms_warn_only_enabled
+SWITCHES: Mapping[str, Switch] = {
+    "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default_device": (torch.get_default_device, _write_device),
+    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "autocast": (_read_autocast, _write_autocast),
+    "deterministic_algorithms": (
+        _is_deterministic,
+        lambda value: torch.use_deterministic_algorithms(value, warn_only=_only_warns()),
+    ),
+    "deterministic_warn_only": (
+        _only_warns,
+        lambda value: torch.use_deterministic_algorithms(_is_deterministic(), warn_only=value),
+    ),
+    "anomaly_detection": (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda setting: torch.set_anomaly_enabled(*setting),
+    ),
+    "flush_denormal": (_flushes_denormals, torch.set_flush_denormal),
+    "num_threads": (torch.get_num_threads, torch.set_num_threads),
+    # Before `fp32_precision`, some of which it sets.
+    "float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "fp32_precision": (_read_precisions, _write_precisions),
+    "cudnn_allow_tf32": _attribute(_CUDNN, "allow_tf32"),
+    "cudnn_enabled": _attribute(_CUDNN, "enabled"),
+    "cudnn_benchmark": _attribute(_CUDNN, "benchmark"),
+    "cudnn_deterministic": _attribute(_CUDNN, "deterministic"),
+    "mkldnn_enabled": _attribute(torch.backends.mkldnn, "enabled"),
+    "flash_sdp": (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp),
+    "mem_efficient_sdp": (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
+    "math_sdp": (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp),
+    "cudnn_sdp": (_CUDA.cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp),
+    "warn_always": (torch.is_warn_always_enabled, torch.set_warn_always),
+    "print_options": (
+        torch_compat.print_options,
+        lambda options: torch.set_printoptions(**options),  # type: ignore[no-untyped-call]
+    ),
+}
+RECORDED = (
+    *("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp", "float32_matmul_precision", "cudnn_allow_tf32"),
+    *("deterministic_algorithms", "num_threads"),
+)
+"""Those that decide which kernel runs, as a dump has them."""
+RESTORED = tuple(name for name in SWITCHES if name != "cudnn_allow_tf32")  # part of fp32_precision
+
+
+def read_switches(names: Iterable[str] = RESTORED) -> dict[str, Any]:
+    """Return the values of switches as this thread has them now; None for one that torch refuses to read.
+
+    Torch refuses to read an old setting once a newer one is in use:
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
+    """
+    return {name: _read(name) for name in names}
+
+
+def _read(name: str) -> Any:
+    with suppress(RuntimeError):
+        return SWITCHES[name][0]()
+    return None
+
+
+def write_switches(values: Mapping[str, Any]) -> None:
+    """Set the switches whose values differ from torch's current ones, but those that could not be read."""
+    for name, value in values.items():
+        if value is not None and _read(name) != value:
+            SWITCHES[name][1](value)
+
+
+@contextmanager
+def switched(values: Mapping[str, Any]) -> Iterator[None]:
+    """Set switches in this context, except those that torch rejects beside a newer setting."""
+    before = {name: value for name, value in read_switches(values).items() if value is not None}
+    for name in before:
+        with suppress(RuntimeError):
+            write_switches({name: values[name]})
+    try:
+        yield
+    finally:
+        write_switches(before)
