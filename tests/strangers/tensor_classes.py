@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from strangers.visits import blamed, line, normal
+from strangers.rows import Rows
+from strangers.visits import normal
+
+rows = Rows()
 
 
 class Scaled(torch.Tensor):
@@ -114,7 +116,7 @@ class Net(nn.Module):
 
     def __init__(self, layer, before, after):
         super().__init__()
-        self.entry, self.layer, self.before, self.after = nn.Linear(8, 8), layer, before, after
+        self.entry, self.layer, self.before, self.after = nn.Linear(8, 8), layer(8, 8), before, after
 
     def forward(self, x):
         h = self.layer(self.entry(x) * self.before)
@@ -126,43 +128,31 @@ def mean_square(output, batch):
 
 
 LAYERS = (InFp8, Hiding, Counted, Selective, Ragged)
-MUL = ("precision", "", "mul", "elementwise-overflow")
+BATCH, MUL = {"x": normal(4, 8)}, "precision . mul elementwise-overflow"
+QUIET = {"never": ("ASSERT", "could not be traced"), "loss": mean_square}
+for layer in LAYERS:
+    rows("healthy", BATCH, layer, 1.0, 1.0, **QUIET)(Net)
+    rows(MUL, BATCH, layer, 1.0, 1e6, line="return h * self.after", **QUIET)(Net)
+    rows(MUL, BATCH, layer, 1e6, 1.0, line="h = self.layer(self.entry(x) * self.before)", **QUIET)(Net)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "expected", "text"),
-    [
-        (1.0, 1.0, ("healthy",), None),
-        (1.0, 1e6, MUL, "return h * self.after"),
-        (1e6, 1.0, MUL, "h = self.layer(self.entry(x) * self.before)"),
-    ],
-    ids=["healthy", "after", "before"],
-)
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
-def test_what_is_around_them_is_blamed(examine, layer, before, after, expected, text):
-    report = examine(Net(layer(8, 8), before, after), {"x": normal(4, 8)}, loss=mean_square)
-    assert blamed(report) == expected
-    assert text is None or line(report) == text
-    assert not any("ASSERT" in note or "could not be traced" in note for note in report.notes)
-
-
-def test_a_nan_weight_of_theirs_is_the_origin(examine):
-    model = Net(InFp8(8, 8), 1.0, 1.0)
+@rows("state * * poisoned-weights", BATCH)
+def nan_weight_of_theirs():
+    model = Net(InFp8, 1.0, 1.0)
     with torch.no_grad():
         model.layer.weight[2, 3] = torch.nan
-    report = examine(model, {"x": normal(4, 8)})
-    assert blamed(report)[::3] == ("state", "poisoned-weights")
+    return model
 
 
-def test_an_output_of_such_a_class_is_read(examine):
-    class Packed(nn.Module):
-        def __init__(self, factor):
-            super().__init__()
-            self.entry, self.factor = nn.Linear(8, 8), factor
+@rows("healthy", BATCH, 1.0)
+@rows(MUL, BATCH, 1e6)
+class Packed(nn.Module):
+    """An output of such a class is read."""
 
-        def forward(self, x):
-            h = self.entry(x) * self.factor
-            return Scaled(h, torch.ones(()), h.dtype)
+    def __init__(self, factor):
+        super().__init__()
+        self.entry, self.factor = nn.Linear(8, 8), factor
 
-    assert blamed(examine(Packed(1.0), {"x": normal(4, 8)})) == ("healthy",)
-    assert blamed(examine(Packed(1e6), {"x": normal(4, 8)})) == MUL
+    def forward(self, x):
+        h = self.entry(x) * self.factor
+        return Scaled(h, torch.ones(()), h.dtype)

@@ -1,0 +1,182 @@
+"""Torch's own larger layers as patients: attention, encoders, recurrent and transposed layers, embeddings, norms."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import local_response_norm, scaled_dot_product_attention
+from torch.nn.utils.parametrizations import weight_norm
+
+from strangers.rows import Rows
+from strangers.visits import Between, louder, normal
+
+rows = Rows()
+LENGTHS = torch.arange(5) >= torch.tensor([[5], [0], [5]])
+PARTLY = torch.arange(5) >= torch.tensor([[5], [3], [1]])
+SENTENCES = normal(3, 5, 16)
+KEYLESS = {"holds": lambda report: report.cause.evidence[0].value == 2 * 5}  # heads x queries of the sample
+
+
+@rows("precision attention bmm matmul-overflow", {"x": 4 * normal(2, 5, 16)}, 400.0)
+@rows("numerics attention softmax fully-masked-softmax", {"x": SENTENCES, "padding": LENGTHS}, name="padded", **KEYLESS)
+@rows("healthy", {"x": SENTENCES, "padding": PARTLY}, name="partly padded")
+class SelfAttention(nn.Module):
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(16, 4)
+        with torch.no_grad():
+            self.attention.in_proj_weight.mul_(factor)
+
+    def forward(self, x, padding=None):
+        mixed, self.weights = self.attention(x, x, x, key_padding_mask=padding, need_weights=True)
+        return self.head(mixed)
+
+
+@rows("healthy", {"x": normal(3, 5, 8), "keep": ~LENGTHS})
+class FusedAttention(nn.Module):
+    """Torch's fused kernels give zeros for a row without keys, since 2.5."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x, keep):
+        mask = keep[:, None, :].expand(-1, x.shape[1], -1)
+        return self.out(scaled_dot_product_attention(self.query(x), self.query(x), x, attn_mask=mask))
+
+
+THIRD = "precision layers.2.linear1 linear matmul-overflow"
+
+
+@rows(THIRD, {"src": 2 * normal(4, 5, 16)}, name="encoder in train mode", line=None)
+@rows(THIRD, {"src": 2 * normal(4, 5, 16)}, name="encoder's fused path", line=None, mode="eval")
+def encoder():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    louder(encoder.layers[2].linear1, 5e4)
+    return encoder
+
+
+@rows("* cells rnn_relu matmul-overflow", {"x": normal(40, 3, 8)})
+class RecurrenceThatGrows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells = louder(nn.RNN(8, 8, nonlinearity="relu"), 9.0)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.cells(x)[0][-1])
+
+
+@rows("precision . mul elementwise-overflow", {"x": normal(4, 3, 8)})
+class BoundedRecurrenceBeforeTheLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.memory = nn.LSTM(8, 8, 2, bidirectional=True)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x):
+        states, (_, cell) = self.memory(x)
+        return self.head(states * 1e6) + cell.sum() * 0
+
+
+@rows("precision 0 conv_transpose2d matmul-overflow", {"image": 20 * normal(2, 3, 5, 5)})
+def transposed_convolution():
+    return nn.Sequential(louder(nn.ConvTranspose2d(3, 4, 3, stride=2), 3e4), nn.BatchNorm2d(4))
+
+
+BAGS = {"ids": torch.arange(20).view(2, 10), "counts": torch.full((2, 10), 3e38)}
+
+
+@rows("numerics words embedding_bag reduction-overflow", BAGS)
+class Bags(nn.Module):
+    """Sums more than fp32 holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.EmbeddingBag(20, 8, mode="sum")
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, ids, counts):
+        return self.head(self.words(ids, per_sample_weights=counts))
+
+
+DROPPED = {"holds": lambda report: report.origin.would_be == pytest.approx(1e5)}
+
+
+@rows("precision thin dropout elementwise-overflow", {"x": torch.ones(64, 8)}, **DROPPED)
+@rows("healthy", {"x": torch.ones(64, 8)}, name="thinned in eval mode", mode="eval")
+class Thinned(nn.Module):
+    """Dropout scales what it keeps past the limit."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(8, 8, bias=False)
+        self.thin = nn.Dropout(0.9)
+        self.head = nn.Linear(8, 2)
+        with torch.no_grad():
+            self.wide.weight.copy_(1e4 * torch.eye(8))
+
+    def forward(self, x):
+        return self.head(self.thin(self.wide(x)))
+
+
+@rows("numerics 0.parametrizations.weight.0 _weight_norm division-by-zero", {"x": normal(3, 8)})
+def weight_norm_of_a_dead_row():
+    model = nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.Linear(8, 2))
+    with torch.no_grad():
+        model[0].parametrizations.weight.original1[0].zero_()
+    return model
+
+
+@rows("precision head linear matmul-overflow", {"ids": torch.arange(12).view(3, 4)})
+class TiedWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = louder(nn.Embedding(20, 8), 300.0)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        return self.head(self.body(self.words(ids))).log_softmax(-1)
+
+
+ZEROS = {"x": torch.zeros(4, 8)}
+
+
+@rows("healthy", ZEROS, lambda: nn.BatchNorm1d(8, eps=1e-12), name="BatchNorm1d of a constant")
+@rows("healthy", ZEROS, lambda: nn.LayerNorm(8, eps=1e-12), name="LayerNorm of a constant")
+@rows("healthy", ZEROS, lambda: nn.GroupNorm(2, 8, eps=1e-12), name="GroupNorm of a constant")
+def norm_with_a_tiny_eps(make):
+    return Between(make())
+
+
+@rows("healthy", {"image": torch.zeros(2, 3, 8, 8)})
+def instance_norm_of_a_blank_image():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, eps=1e-12), nn.Conv2d(4, 1, 1))
+
+
+@rows.between("healthy", {"x": normal(3, 8)})
+def layer_that_a_cpu_has_no_fp16_kernel_for(x):
+    return local_response_norm(x.view(len(x), 4, 2), 3)[:, :, 0].repeat(1, 2)
+
+
+GREW = {"holds": lambda report: report.origin.would_be == pytest.approx(math.exp(12), rel=0.01)}
+
+
+@rows("precision . mul exp-overflow", {"x": normal(5, 8)}, **GREW)
+class TemperatureThatGrew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Linear(8, 8)
+        self.log_scale = nn.Parameter(torch.tensor(12.0))
+
+    def forward(self, x):
+        unit = nn.functional.normalize(self.encode(x), dim=-1)
+        return (unit @ unit.T) * self.log_scale.exp()
