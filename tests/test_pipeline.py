@@ -233,7 +233,7 @@ class PassesOn(nn.Module):
 
 def test_a_rejected_call_is_followed_by_the_next_likeliest():
     report = replay(PassesOn(lambda inputs: torch.log(-inputs["image"])), image=IMAGE, logit=NONFINITE)
-    assert report.notes[0] == "Replayed as model({image}) in train mode, seed 0."
+    assert report.notes[0] == 'Replayed as model({"image": image}) in train mode, seed 0.'
 
 
 def test_where_no_call_fits_the_error_is_that_of_the_likeliest():

@@ -1,10 +1,12 @@
-"""Match the arrays of a dump to the parameters of a model's forward."""
+"""Finds the ways to call a model with the arrays of a dump."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
+import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.dumps.array_roles import role_of
-from nandoctor.dumps.trees import is_plain_dict
 from nandoctor.errors import ModelError
+from nandoctor.replaying.binding import EVERYTHING, FORWARD, Bound, Offer, Signature, bind
 from nandoctor.text import dtype_name
-
-_NONE: Mapping[str, Any] = {}
 
 _MAPPING_ANNOTATION = re.compile(r"dict\b|mapping", re.IGNORECASE)
 # Not values() and copy(), which tensors and models have too.
@@ -28,154 +27,129 @@ _BATCH_NAMES = frozenset({"batch", "batch_dict", "input_dict", "inputs_dict", "d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """One way to call the model: `arrays` names its inputs, `forward(model, batch)` makes the call."""
+    """One way to call the model: `arrays` names its inputs, `forward(model, batch)` makes the call.
+
+    With `takes_all` it is given everything that was saved, whether it reads it or not.
+    """
 
     description: str
     arrays: tuple[str, ...]
     forward: Callable[[nn.Module, Mapping[str, Any]], Any]
+    takes_all: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parameters:
-    """The parameters of forward: the named ones in order, those without a default, and the name of its *args."""
-
-    named: tuple[inspect.Parameter, ...]
-    required: tuple[inspect.Parameter, ...]
-    variadic: str | None
-
-
-def bind_inputs(
-    inputs: Sequence[str], available: Mapping[str, Any], tensors: Sequence[str], containers: Mapping[str, Any] = _NONE
-) -> Binding:
+def bind_inputs(inputs: Sequence[str], offer: Offer) -> Binding:
     """Return the binding that the user spelled out: names by position, `parameter=array`, or "*" for a dict of all.
-
-    `available`, `tensors` and `containers` as in `find_bindings`.
 
     Raises:
         ModelError: an array is not in the dump.
     """
-    if tuple(inputs) == ("*",):
-        return _bind_whole(available, tensors, containers)
     pairs = [(item.partition("=")[0], item.partition("=")[2]) if "=" in item else ("", item) for item in inputs]
     for _, array in pairs:
-        if array not in available and array not in containers:
+        if array not in {EVERYTHING, *offer.values, *offer.containers}:
             raise ModelError(
                 f"The dump has no array {array!r}.",
-                remedy=f"--inputs takes names from: {', '.join(available) or '(none)'}.",
+                remedy=f"--inputs takes names from: {', '.join(offer.values) or '(none)'}.",
             )
-    return _bind_names([array for name, array in pairs if not name], {name: array for name, array in pairs if name})
+    positional = [array for name, array in pairs if not name]
+    return _make_binding(positional, {name: array for name, array in pairs if name}, offer)
 
 
-def find_bindings(
-    model: nn.Module, available: Mapping[str, Any], tensors: Sequence[str], containers: Mapping[str, Any] = _NONE
-) -> list[Binding]:
-    """Return the ways to call `model` with what is `available` (arrays and plain values), likeliest first.
-
-    Parameters of forward match by name. A single unmatched one takes the only array of `tensors` left that is no
-    target; a single parameter used as a mapping takes a dict of all. `tensors` are the arrays that may go in,
-    `containers` the lists and dicts of them; a parameter takes the one of its name, a dict only if it is required.
+def find_bindings(model: nn.Module, offer: Offer) -> list[Binding]:
+    """Return the ways to call `model` with what a file offers, likeliest first, by the rules of `binding.FORWARD`.
 
     Raises:
-        ModelError: there is no way, or nothing to choose between several; the message lists the candidates.
+        ModelError: there is no way, or nothing to choose between several; the message lists what is left on both sides.
     """
-    parameters = _read_parameters(model)
-    named = {p.name: array for p in parameters.named if (array := _find_array(p.name, available))}
-    unmet = [p for p in parameters.required if p.name not in named]
-    alone = len(unmet) == 1 and not named  # it may want a container's content, or everything
-    for parameter in unmet:
-        container = _find_array(parameter.name, containers)
-        if container is not None and not (alone and is_plain_dict(containers[container])):
-            named[parameter.name] = container
-    unmet = [p for p in unmet if p.name not in named]
-    # A dict named like an optional parameter may be the whole batch: `forward(x, edges, batch=None)`.
-    lists = {name for name, container in containers.items() if not is_plain_dict(container)}
-    named |= {p.name: p.name for p in parameters.named if p.name in lists - named.keys()}
-    left = [name for name in tensors if name not in named.values()]
-    spare = [name for name in left if role_of(name) != "target"] or left
-    if not unmet and named:
-        return [_bind_parameters(parameters, named)]
-    if not unmet and parameters.named:
-        unmet = [parameters.named[0]]
-    if not unmet and parameters.variadic:
-        items = spare if len(spare) == 1 else _items_named(parameters.variadic, available, containers)
-        if items:
-            return [_bind_names(items, {})]
-    if len(unmet) == 1:
-        whole = [_bind_whole(available, tensors, containers)] if not named else []
-        single = [_bind_parameters(parameters, named | {unmet[0].name: spare[0]})] if len(spare) == 1 else []
-        takes_mapping = _takes_mapping(model, unmet[0])
-        if single or (whole and takes_mapping):
-            return whole + single if takes_mapping else single + whole
-    raise _explain_ambiguity(model, parameters, unmet, spare, available)
+    signature = read_signature(model)
+    first, *others = (bind(signature, offer, rules) for rules in FORWARD)
+    if not signature.is_met(first):
+        raise _explain(type(_inner(model)).__name__, signature, offer, first)
+    ways = [first, *(bound for bound in others if signature.is_met(bound))]
+    return [_bind_parameters(signature, bound, offer) for place, bound in enumerate(ways) if bound not in ways[:place]]
 
 
 def required_names(model: nn.Module) -> frozenset[str]:
     """Return the names of forward's parameters without a default."""
-    return frozenset(parameter.name for parameter in _read_parameters(model).required)
+    return frozenset(p.name for p in read_signature(model).named if p.default is p.empty)
 
 
-def _find_array(parameter: str, available: Mapping[str, Any]) -> str | None:
-    """Return the array of a parameter's name, or the only one in a container ("image" finds "batch.image"), or None."""
-    if parameter in available:
-        return parameter
-    nested = [name for name in available if name.endswith(f".{parameter}")]
-    return nested[0] if len(nested) == 1 else None
+def _bind_parameters(signature: Signature, bound: Bound, offer: Offer) -> Binding:
+    """Bind by position as far as the parameters take values of their own names, and by keyword from there on."""
+    positional: list[str] = [*bound.get(signature.variadic or "", ())]
+    keyword: dict[str, str] = {}
+    for parameter in (p for p in signature.named if p.name in bound):
+        source = str(bound[parameter.name])
+        is_next = parameter is signature.named[len(positional)] and not keyword
+        is_same = source in (parameter.name, EVERYTHING) and parameter.kind is not parameter.KEYWORD_ONLY
+        if parameter.kind is parameter.POSITIONAL_ONLY or (is_next and is_same):
+            positional.append(source)
+        else:
+            keyword[parameter.name] = source
+    return _make_binding(positional, keyword, offer)
 
 
-def _items_named(name: str, available: Mapping[str, Any], containers: Mapping[str, Any]) -> list[str]:
-    """Return the names of the items of the list that is saved under a name; [] without one, or if some are nested."""
-    container = _find_array(name, containers)
-    if container is None or not isinstance(containers[container], list | tuple):
-        return []
-    items = [f"{container}.{index}" for index in range(len(containers[container]))]
-    return items if all(item in available for item in items) else []
+def _make_binding(positional: Sequence[str], keyword: Mapping[str, str], offer: Offer) -> Binding:
+    parts = {source: _parts_of(source, offer) for source in (*positional, *keyword.values())}
 
-
-def _bind_parameters(parameters: _Parameters, chosen: Mapping[str, str]) -> Binding:
-    """Bind each parameter to its chosen array, by keyword unless it is positional-only."""
-    positional = [p.name for p in parameters.named if p.kind is p.POSITIONAL_ONLY and p.name in chosen]
-    keyword = {parameter: array for parameter, array in chosen.items() if parameter not in positional}
-    return _bind_names([chosen[parameter] for parameter in positional], keyword)
-
-
-def _bind_names(positional: Sequence[str], keyword: Mapping[str, str]) -> Binding:
-    shown = [*positional, *(name if name == array else f"{name}={array}" for name, array in keyword.items())]
+    def value(source: str, batch: Mapping[str, Any]) -> Any:
+        found = parts[source]
+        return batch[found] if isinstance(found, str) else {key: batch[name] for key, name in found.items()}
 
     def forward(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-        return model(*(batch[name] for name in positional), **{name: batch[array] for name, array in keyword.items()})
+        args = [value(source, batch) for source in positional]
+        return model(*args, **{name: value(source, batch) for name, source in keyword.items()})
 
-    return Binding(description=f"model({', '.join(shown)})", arrays=(*positional, *keyword.values()), forward=forward)
-
-
-def _bind_whole(available: Mapping[str, Any], tensors: Sequence[str], containers: Mapping[str, Any]) -> Binding:
-    """Bind everything as one dict; a batch saved as its own dict ("batch.image") is passed as that dict."""
-    first = tensors[0].partition(".")[0] if tensors else ""
-    prefix = f"{first}." if first and all(name.startswith(f"{first}.") for name in tensors) else ""
-    if prefix and first in containers:
-        content = containers[first]
-        shown = f"{{{', '.join(map(str, content))}}}" if is_plain_dict(content) else first
-        return Binding(description=f"model({shown})", arrays=(first,), forward=lambda model, batch: model(batch[first]))
-    outermost = {name.partition(".")[0] for name in available}.intersection(containers) if not prefix else frozenset()
-    names = dict.fromkeys(top if (top := name.partition(".")[0]) in outermost else name for name in available)
-    arrays = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-
-    def forward(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-        return model({key: batch[name] for key, name in arrays.items()})
-
-    return Binding(description=f"model({{{', '.join(arrays)}}})", arrays=tuple(arrays.values()), forward=forward)
+    shown = [spell(parts[source]) for source in positional]
+    shown += [f"{name}={spell(parts[source])}" for name, source in keyword.items()]
+    names = [name for part in parts.values() for name in ((part,) if isinstance(part, str) else part.values())]
+    return Binding(
+        description=f"model({', '.join(shown)})",
+        arrays=tuple(dict.fromkeys(names)),
+        forward=forward,
+        takes_all=EVERYTHING in parts,
+    )
 
 
-def _read_parameters(model: nn.Module) -> _Parameters:
+def _parts_of(source: str, offer: Offer) -> str | Mapping[str, str]:
+    """Return the name of a source, or the names of everything by its keys.
+
+    A batch saved as its own dict ("batch.image") is passed as that dict.
+    """
+    if source != EVERYTHING:
+        return source
+    first = offer.arrays[0].partition(".")[0] if offer.arrays else ""
+    prefix = f"{first}." if first and all(name.startswith(f"{first}.") for name in offer.arrays) else ""
+    if prefix and first in offer.containers:
+        return first
+    tops = {name.partition(".")[0] for name in offer.values} & offer.containers.keys() if not prefix else set()
+    names = dict.fromkeys(top if (top := name.partition(".")[0]) in tops else name for name in offer.values)
+    return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+
+
+def spell(part: str | Mapping[str, str]) -> str:
+    """Return a source as Python: `batch["image"]` for the name "batch.image"."""
+    if not isinstance(part, str):
+        items = (f"{json.dumps(key)}: {spell(name)}" for key, name in part.items())
+        return f"{{{', '.join(items)}}}"
+    first, *inner = part.split(".")
+    keys = [first, *inner] if not first.isidentifier() else inner
+    found = (f"[{key if key.isdigit() else json.dumps(key)}]" for key in keys)
+    return "".join(["saved" if not first.isidentifier() else first, *found])
+
+
+def read_signature(model: nn.Module) -> Signature:
+    """Return the signature of a model's forward, through wrappers that pass on any arguments."""
     inner = _inner(model)
     if isinstance(inner, torch.jit.ScriptModule):
         parameters = _read_schema(inner)
     else:
         parameters = list(inspect.signature(inner.forward).parameters.values())
     named = tuple(p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-    return _Parameters(
+    return Signature(
         named=named,
-        required=tuple(p for p in named if p.default is p.empty),
         variadic=next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None),
+        mappings=frozenset(p.name for p in named if _takes_mapping(model, p)),
     )
 
 
@@ -226,22 +200,27 @@ def _used_as_mapping(node: ast.AST) -> str | None:
     return None
 
 
-def _explain_ambiguity(
-    model: nn.Module,
-    parameters: _Parameters,
-    unmet: Sequence[inspect.Parameter],
-    spare: Sequence[str],
-    available: Mapping[str, Any],
-) -> ModelError:
-    wanted = ", ".join(p.name for p in unmet) or (f"*{parameters.variadic}" if parameters.variadic else "no array")
-    arrays = ((name, available[name]) for name in spare)
+def _explain(model: str, signature: Signature, offer: Offer, bound: Bound) -> ModelError:
+    """Return the error for a model that cannot be called: what is left on both sides, and a call that may be meant."""
+    unmet, left = [p.name for p in signature.unmet(bound)], offer.left(bound)
+    variadic = f"*{signature.variadic}" if signature.variadic else "no array"
+    arrays = ((name, offer.values[name]) for name in left)
     lines = [f"  {name} {tuple(array.shape)} {dtype_name(array.dtype)}" for name, array in arrays]
     found = "\n".join(lines) or "  none"
-    num_wanted = len(unmet) or (len(spare) if parameters.variadic else 1)
-    example = ",".join(spare[:num_wanted]) or "image"
+    taken = [f"{name}={source}" for name, source in bound.items()]
+    beside = f" beside {', '.join(taken)}" if taken else ""
+    message = (
+        f"It is not clear how to call {model}: forward takes {', '.join(unmet) or variadic}{beside}, "
+        f"and these saved arrays could be passed:\n{found}"
+    )
+    pairs = [*taken, *(f"{name}={array}" for name, array in zip(unmet, left, strict=False))]
+    if len(left) < len(unmet) or not left:
+        lacking = ", ".join(unmet[len(left) :]) or "an input"
+        remedy = f"The file has nothing for {lacking}: save it too, or give --call file.py:function, which makes it."
+        return ModelError(message, remedy=remedy)
+    example = ",".join(pairs if unmet else left)
     return ModelError(
-        f"It is not clear how to call {type(_inner(model)).__name__}: forward takes {wanted}, "
-        f"and these saved arrays could be passed:\n{found}",
-        remedy=f"Name them in order with --inputs (for example --inputs {example}), "
-        "by parameter with --inputs x=image, all as one dict with --inputs '*', or give --call file.py:function.",
+        message,
+        remedy=f"Name what each takes, as in --inputs {shlex.quote(example)}; or pass all as one dict with "
+        "--inputs '*', or give --call file.py:function.",
     )

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import LossError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import generators_kept
+from nandoctor.replaying.binding import LOSS, Offer, Signature, bind
 from nandoctor.replaying.recorded_step import own_loss
 from nandoctor.replaying.saved_arrays import MakeBatch, describe_batch
 from nandoctor.replaying.user_code import NOT_UNDER_AUTOCAST, WRONG_CALL, kept_running, raised_at
@@ -40,8 +40,8 @@ def bind_loss(loss: Callable[..., Any] | None, dump: Dump, make: MakeBatch) -> C
 def _by_name(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Return the loss as a function of output and batch; one that takes no batch gets parts of it by their names.
 
-    `loss(logit, mask)` of a batch with a mask is called with that; a parameter of another name, such as the target of
-    a loss of torch, with the only part that has the name of a target.
+    `loss(logit, mask)` of a batch with a mask is called with that; other names are matched by the rules of
+    `binding.LOSS`.
     """
     takes_parts = False
 
@@ -67,24 +67,15 @@ def _match_parts(loss: Callable[..., Any], batch: Any) -> dict[str, Any] | None:
     if not isinstance(batch, Mapping):
         return None
     try:
-        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+        parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters.values()
     except (TypeError, ValueError):
         return None
-    others = [*signature.parameters.values()][1:]
-    arrays = {str(name): part for name, part in batch.items() if isinstance(part, torch.Tensor)}
-    targets = [part for name, part in arrays.items() if role_of(name) == "target"]
-    parts = {}
-    for parameter in others:
-        name, required = parameter.name, parameter.default is parameter.empty
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        if name not in batch and len(targets) == 1 and required and role_of(name) == "target":
-            parts[name] = targets[0]
-        elif name in arrays or (required and name in batch):
-            parts[name] = batch[name]
-        elif required:
-            return None
-    return parts or None
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    signature = Signature(named=tuple(named[1:]))
+    values = {str(name): part for name, part in batch.items()}
+    arrays = [name for name, part in values.items() if isinstance(part, torch.Tensor)]
+    bound = bind(signature, Offer(values=values, arrays=arrays), LOSS)
+    return {name: values[str(source)] for name, source in bound.items()} if signature.is_met(bound) else None
 
 
 def _of_last_call(loss: Callable[..., Any], num_calls: int, saved: float | None) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from nandoctor.dumps.recorded_format import Call, RandomStates, Recorded
 from nandoctor.dumps.trees import slots
 from nandoctor.errors import ModelError
 from nandoctor.process_wide import generators_kept, held, is_forked
-from nandoctor.replaying.input_binding import Binding
+from nandoctor.replaying.input_binding import Binding, spell
 from nandoctor.torch_compat import unobserved
 from nandoctor.torch_switches import RECORDED, switched
 from nandoctor.tracing.tensor_tree import walk_tensors
@@ -58,7 +58,7 @@ def bind_calls(recorded: Recorded, device: torch.device, missing: Sequence[str] 
         return {"returned": output.get("loss") if isinstance(output, Mapping) else output, **inside}
 
     what = f"model.{recorded.method}" if recorded.method else "model"
-    shown = ", ".join(dict.fromkeys(name.partition(".")[2] for name in names))
+    shown = ", ".join(dict.fromkeys(spell(name.partition(".")[2]) for name in names))
     times = f", {len(recorded.calls)} calls" if len(recorded.calls) > 1 else ""
     return Binding(description=f"{what}({shown}){times}", arrays=tuple(dict.fromkeys(names)), forward=forward)
 

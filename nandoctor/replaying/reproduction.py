@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nandoctor.autocast.policy import LOW_DTYPES, Policy
-from nandoctor.dumps.array_roles import is_loss
+from nandoctor.dumps.array_roles import is_loss, role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.tensors import comparable_values
@@ -194,13 +194,14 @@ def reproduce(preparation: Preparation) -> Replayed:
             reproduction = _grade_all(preparation, made.output, made.loss)
         return Replayed(step=stop.step, trace=made.trace, random=made.random, reproduction=reproduction)
     for policy in others:
-        is_best = best.reproduction.grade in ("exact", "no-reference") and not _lacks_output(best, preparation)
+        is_best = best.reproduction.grade in ("exact", "no-reference") and not _is_unsettled(best, preparation)
         if best.step.progress.interrupted or is_best:
             break
         steps = tuple(replace(step, policy=policy) for step in (best.step, *preparation.steps))
         with suppress(ModelError), _leaving(best):  # without autocast the model may not run at all
             other = _search(steps, preparation)
             best = other if _agrees_better(other, best) else best
+    best = replace(best, notes=(*best.notes, *_describe_assumption(best, preparation)))
     if _is_guess(best.step.policy, preparation):
         told = f"No saved output value shows the precision: {best.step.low} was tried first (--amp-dtype)."
         return replace(best, notes=(*best.notes, told))
@@ -209,6 +210,14 @@ def reproduce(preparation: Preparation) -> Replayed:
     low = best.step.policy.format
     told = f"The dump says that autocast was off, and its output is {low}: a replay under {low} autocast agrees better."
     return replace(best, notes=(told,))
+
+
+def _describe_assumption(best: Replayed, preparation: Preparation) -> Iterator[str]:
+    """Yield a note if nothing in the file shows the precision, neither its weights nor an output."""
+    policies = preparation.policies
+    if best.reproduction.grade == "no-reference" and len(policies) > 1 and policies[0].ambient:
+        low = best.step.policy.format
+        yield f"Nothing in the file shows the precision: {low} autocast was assumed (--amp-dtype)."
 
 
 def _is_guess(policy: Policy, preparation: Preparation) -> bool:
@@ -279,7 +288,7 @@ def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replaye
             set_up = [replace(step, training=training, seed=seed) for step in calls]
             tried.append(_replay(set_up, preparation, is_first=not tried))
         calls = (tried[0].step,)
-        is_found = tried[-1].accepted and not _lacks_output(tried[-1], preparation)
+        is_found = tried[-1].accepted and not _is_unsettled(tried[-1], preparation)
         if is_found or calls[0].progress.interrupted:
             break
     best = min(tried, key=lambda replayed: replayed.rank)
@@ -292,10 +301,14 @@ def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replaye
     return replace(best, reproduction=replace(best.reproduction, attempts=attempts), any_random=any_random)
 
 
-def _lacks_output(replayed: Replayed, preparation: Preparation) -> bool:
-    """Return True if the replay raised before its output, which the failing step, whose output was saved, did not."""
-    is_missing = replayed.trace.raised is not None and replayed.reproduction.grade == "no-reference"
-    return is_missing and preparation.outputs.graded is not None
+def _is_unsettled(replayed: Replayed, preparation: Preparation) -> bool:
+    """Return True if the replay gave no counterpart of a saved output.
+
+    It raised before that, which the failing step did not, or it gave none of the arrays that may be the output.
+    """
+    outputs = preparation.outputs
+    is_missing = outputs.graded is not None and replayed.trace.raised is not None
+    return replayed.reproduction.grade == "no-reference" and bool(is_missing or outputs.perhaps)
 
 
 def _agrees_better(other: Replayed, best: Replayed) -> bool:
@@ -369,7 +382,10 @@ def _grade_all(preparation: Preparation, output: Any, loss: torch.Tensor | None)
     if stands_beside and saved.graded is not None and loss is not None and is_loss(saved.graded[0]):
         output = {saved.graded[0]: loss}
     grades = [grade(saved.graded, output, saved.field), *(grade(named, output) for named in saved.perhaps)]
-    reproduction = next(filter(_agrees, grades), grades[0])
+    unknown = [
+        Reproduction(grade="no-reference", output=name) for name, _ in saved.perhaps if role_of(name) == "unknown"
+    ]
+    reproduction = next(filter(_agrees, grades), unknown[0] if unknown and saved.graded is None else grades[0])
     if preparation.dump.other_weights and reproduction.grade == "exact":
         return replace(reproduction, grade="same-mask")  # if it is all NaN, other weights give the same
     return reproduction

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any, Literal
 
@@ -111,8 +111,8 @@ class SavedOutputs:
     """The `names` of the arrays that are not inputs, and `graded`, the name and values of the one to compare with.
 
     `field` is the user's name for the matching field of the model's output, or its exact place there if the recorder
-    noted it. `perhaps` are arrays whose names a function of the user reads, from the batch or from the output: one
-    counts as an output only if the replay agrees with it.
+    noted it. `perhaps` are the arrays that nothing else claims, if no name shows which is the output: one counts as the
+    output only if the replay agrees with it.
     """
 
     names: tuple[str, ...]
@@ -134,25 +134,41 @@ def find_outputs(
     Raises:
         DumpError: the settings name an output that does not exist.
     """
-    taken = {*required_names(model), *(item.rpartition("=")[2] for item in settings.inputs)}
     if dump.is_recorded and settings.output is None:
         # The largest floating-point array first.
         names = [name for name in dump.arrays if name.partition(".")[0] == "output"]
         names.sort(key=lambda name: (not dump.arrays[name].is_floating_point(), -dump.arrays[name].numel()))
         first = next((name for name in names if not is_finite_array(dump.arrays[name])), next(iter(names), None))
     else:
-        read = {text for function in functions for text in _string_constants(function)}
-        inside = {name for name in dump.arrays if name.rpartition(".")[2] in read}  # names within a container
-        names = saved_outputs(dump.arrays, settings.output, taken=taken, read={*read, *inside})
+        taken = {*required_names(model), *(item.rpartition("=")[2] for item in settings.inputs)}
+        names = saved_outputs(dump.arrays, settings.output, taken=taken, read=names_read(functions, dump.arrays))
         first = next(iter(names), None)
     if first is None:
-        perhaps = [] if dump.is_recorded else _unknown_nonfinite(dump.arrays, taken)
-        arrays = tuple((name, dump.arrays[name]) for name in perhaps)
-        return SavedOutputs(names=tuple(names), graded=_saved_number(dump), field=settings.output, perhaps=arrays)
+        return SavedOutputs(names=tuple(names), graded=_saved_number(dump), field=settings.output)
     # An array that the recorder named "output.boxes.0" is at "boxes[0]" of the model's output.
     parts = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in first.split(".")[1:])
     place = settings.output or (parts.removeprefix(".") if dump.is_recorded else None)
     return SavedOutputs(names=tuple(names), graded=(first, dump.arrays[first]), field=place)
+
+
+def with_unclaimed(outputs: SavedOutputs, dump: Dump, used: Collection[str], read: Collection[str]) -> SavedOutputs:
+    """Add the arrays that may be the output, whatever their names, if no name shows which it is.
+
+    The call takes those `used`. Of those that a function of the user has `read`, from the batch or from the output, a
+    finite one is no output.
+    """
+    if dump.is_recorded or outputs.array is not None:
+        return outputs
+    floats = [(name, item) for name, item in dump.arrays.items() if name not in used and item.is_floating_point()]
+    found = [(name, item) for name, item in floats if name not in read or not is_finite_array(item)]
+    found.sort(key=lambda named: (is_finite_array(named[1]), role_of(named[0]) != "unknown"))
+    return replace(outputs, perhaps=tuple(found))
+
+
+def names_read(functions: Collection[Callable[..., Any] | None], arrays: Collection[str]) -> frozenset[str]:
+    """Return the arrays whose names, or names within a container, are among the texts in the functions."""
+    texts = {text for function in functions for text in _string_constants(function)}
+    return frozenset(name for name in arrays if name in texts or name.rpartition(".")[2] in texts)
 
 
 def saved_outputs(
@@ -178,11 +194,7 @@ def saved_outputs(
             f"The dump has no array {key!r}.",
             remedy=f"--output takes the name of the saved output: {', '.join(arrays) or '(there are no arrays)'}.",
         )
-    return _unknown_nonfinite(arrays, {*taken, *read})
-
-
-def _unknown_nonfinite(arrays: Mapping[str, torch.Tensor], known: Collection[str]) -> list[str]:
-    unknown = (name for name in arrays if role_of(name) == "unknown" and name not in known)
+    unknown = (name for name in arrays if role_of(name) == "unknown" and name not in {*taken, *read})
     return [name for name in unknown if not is_finite_array(arrays[name])]
 
 

@@ -6,7 +6,7 @@ No code below this reads a `Dump`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from nandoctor.dumps.trees import slots
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import memory_of, return_freed_memory
+from nandoctor.replaying.binding import Offer
 from nandoctor.replaying.code_references import (
     build_configured,
     build_loss,
@@ -46,10 +47,13 @@ from nandoctor.replaying.reproduction import Preparation
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.saved_arrays import (
     SavedBatch,
+    SavedOutputs,
     choose_policies,
     find_outputs,
+    names_read,
     read_batch,
     weight_dtype,
+    with_unclaimed,
 )
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.weights import add_casts, cast_weights, fit_state, nonfinite_in, registered_state
@@ -89,6 +93,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
         policies = choose_policies(dump, settings, outputs.array)
         bindings = _find_bindings(dump, code, batch, settings)
         steps = [_make_step(binding, dump, code, batch, settings, policies[0]) for binding in bindings]
+        outputs = _with_unclaimed(outputs, dump, code, bindings[0], steps[0].used)
     notes = [*dump.notes, *code.notes, *weight_notes, *batch.notes]
     notes += [f"The recorder could not keep {text}." for text in dump.missing]
     return Preparation(
@@ -255,14 +260,27 @@ def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Setting
                 description=shown,
                 arrays=tuple(batch.arrays),
                 forward=lambda model, tensors: call(model, batch.make(tensors)),
+                takes_all=True,
             )
         ]
-    available = {**batch.scalars, **batch.inputs}
+    values = {**batch.scalars, **batch.inputs}
+    offer = Offer(values=values, arrays=list(batch.inputs), containers=batch.containers)
     if settings.inputs:
-        return [bind_inputs(settings.inputs, available, list(batch.inputs), batch.containers)]
+        return [bind_inputs(settings.inputs, offer)]
     if dump.recorded.calls:
         return [bind_calls(dump.recorded, torch.device(settings.device), dump.missing)]
-    return find_bindings(code.model, available, list(batch.inputs), batch.containers)
+    return find_bindings(code.model, offer)
+
+
+def _with_unclaimed(
+    outputs: SavedOutputs, dump: Dump, code: _Code, binding: Binding, used: Collection[str]
+) -> SavedOutputs:
+    """Add the arrays that may be the output; a function that is given everything uses what it reads by name."""
+    if not binding.takes_all:
+        return with_unclaimed(outputs, dump, used, names_read((code.loss,), dump.arrays))
+    caller = code.call or getattr(code.model.forward, "__func__", None)
+    read = names_read((caller,), dump.arrays) or dump.arrays  # it may read all of them in a loop
+    return with_unclaimed(outputs, dump, (), {*read, *names_read((code.loss,), dump.arrays)})
 
 
 def _make_step(

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from nandoctor.errors import ModelError
+from nandoctor.replaying.binding import Offer
 from nandoctor.replaying.input_binding import bind_inputs, find_bindings
 
-IMAGE, MASK, DEPTH = torch.full((2, 3), 1.0), torch.full((2, 3), 2.0), torch.full((2, 3), 4.0)
 TOKENS = torch.ones(2, 5, dtype=torch.long)
-
-
-class Heard(dict):
-    """What forward was given, by parameter."""
+NUMBERS = {"epoch": 3, "timestep": 7, "mode": "train", "batch.step": 4}
 
 
 def model_of(forward):
@@ -25,160 +22,130 @@ def model_of(forward):
     return type("Model", (nn.Module,), {"forward": forward})()
 
 
-def heard(model, available):
-    """What forward hears under the likeliest binding."""
-    tensors = [name for name, value in available.items() if isinstance(value, Tensor)]
-    return find_bindings(model, available, tensors)[0].forward(model, available)
+def with_signature(signature):
+    """A Module whose forward returns what it is given, by parameter."""
+    made = {}
+    exec(f"def forward(self, {signature}):\n    return {{k: v for k, v in locals().items() if k != 'self'}}", made)
+    return model_of(made["forward"])
 
 
-def one_tensor(self, x):
-    return Heard(x=x)
+def offer_of(names, **containers):
+    """An offer of arrays, each with numbers of its own, and of the plain values among the names."""
+    names = names.split()
+    values = {name: NUMBERS.get(name, torch.full((2, 3), float(place))) for place, name in enumerate(names)}
+    return Offer(values=values, arrays=[name for name in names if name not in NUMBERS], containers=containers)
 
 
-def one_optional(self, x=None, verbose=False):
-    return Heard(x=x)
+class Saved(dict):
+    """A container in which `eval` looks up the parts of a dotted name."""
+
+    def __missing__(self, key):
+        prefix = f"{self.prefix}.{key}" if self.prefix else str(key)
+        if prefix in self.batch:
+            return self.batch[prefix]
+        inner = Saved()
+        inner.batch, inner.prefix = self.batch, prefix
+        return inner
 
 
-def by_name(self, mask, image):
-    return Heard(image=image, mask=mask)
+def evaluated(description, model, batch):
+    """What the printed call gives, with the names of what was saved as variables."""
+    scope = Saved(model=model)
+    scope.batch, scope.prefix = batch, ""
+    return eval(description, {}, scope)
 
 
-def by_name_and_one_left(self, x, mask):
-    return Heard(x=x, mask=mask)
+def same(ours, theirs):
+    return {k: v for k, v in ours.items() if v is not None} == {k: v for k, v in theirs.items() if v is not None}
 
 
-def keyword_only(self, *, image, depth=None):
-    return Heard(image=image, depth=depth)
+CALLS = [
+    # parameters of forward; saved arrays; the call
+    ("x", "image", "model(x=image)"),
+    ("x", "image mask", "model(x=image)"),
+    ("x", "labels", "model(x=labels)"),
+    ("x", "x depth", "model(x)"),
+    ("x", "image epoch", "model(x=image)"),
+    ("x", "image depth", "model(x=image)"),
+    ("x=None, verbose=False", "image", "model(x=image)"),
+    ("mask, image", "image mask extra", "model(mask, image)"),
+    ("mask, image", "batch.image batch.mask", 'model(mask=batch["mask"], image=batch["image"])'),
+    ("x, mask", "image mask", "model(x=image, mask=mask)"),
+    ("image, x", "image foo", "model(image, x=foo)"),
+    ("*, image, depth=None", "image", "model(image=image)"),
+    ("*, x", "image", "model(x=image)"),
+    ("image, /, mask", "mask image", "model(image, mask)"),
+    ("x, /", "image", "model(image)"),
+    ("*tensors", "image mask", "model(image)"),
+    ("image, *rest, **extra", "image mask", "model(image)"),
+    ("noisy, timestep, guidance=7.5", "noisy timestep epoch", "model(noisy, timestep)"),
+    ("x, mode='eval'", "x mode", "model(x)"),
+    ("input_ids=None, attention_mask=None", "input_ids attention_mask", "model(input_ids, attention_mask)"),
+    ("input_ids=None, attention_mask=None", "attention_mask", "model(attention_mask=attention_mask)"),
+    ("input_ids=None, attention_mask=None", "token_ids", "model(input_ids=token_ids)"),
+    ("images, labels", "image label", "model(images=image, labels=label)"),
+    ("image, mask", "batch.images batch.masks", 'model(image=batch["images"], mask=batch["masks"])'),
+    ("image, boxes", "input_image gt_box", "model(image=input_image, boxes=gt_box)"),
+    ("x, context", "image foo", "model(x=image, context=foo)"),
+    ("batch", "batch.image epoch batch.step", 'model({"image": batch["image"], "step": batch["step"]})'),
+    ("batch", "image mask", 'model({"image": image, "mask": mask})'),
+    ("x", "0", "model(x=saved[0])"),
+]
 
 
-def keyword_only_left(self, *, x):
-    return Heard(x=x)
+@pytest.mark.parametrize(("signature", "saved", "call"), CALLS)
+def test_the_call_is_the_one_that_is_printed(signature, saved, call):
+    model, offer = with_signature(signature), offer_of(saved)
+    binding = find_bindings(model, offer)[0]
+    assert binding.description == call
+    if "saved[" not in call:
+        assert same(binding.forward(model, offer.values), evaluated(call, model, offer.values))
 
 
-def positional_only(self, image, /, mask):
-    return Heard(image=image, mask=mask)
+CONTAINED = [
+    ("images, targets=None, cache=None", {"targets": [{}], "cache": {}}, "model(images, targets)"),
+    ("images, targets", {"targets": {}}, "model(images, targets)"),
+    ("batch", {"batch": {}}, "model(batch)"),
+    ("*parts", {"parts": [0, 1]}, "model(parts[0], parts[1])"),
+]
 
 
-def positional_only_left(self, x, /):
-    return Heard(x=x)
-
-
-def arguments(self, *tensors):
-    return Heard(x=tensors[0], length=len(tensors))
-
-
-def named_and_rest(self, image, *rest, **extra):
-    return Heard(image=image, rest=rest, extra=extra)
-
-
-def timestep(self, noisy, timestep, guidance=7.5):
-    return Heard(noisy=noisy, timestep=timestep, guidance=guidance)
-
-
-def transformers_like(
-    self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs
-):
-    return Heard(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+@pytest.mark.parametrize(("signature", "containers", "call"), CONTAINED)
+def test_a_list_or_dict_goes_to_the_parameter_of_its_name(signature, containers, call):
+    offer = offer_of("images targets.0.boxes cache.image batch.image parts.0 parts.1", **containers)
+    assert find_bindings(with_signature(signature), offer)[0].description == call
 
 
 def dict_by_annotation(self, x: dict[str, Tensor]):
-    return Heard(x)
+    return x
 
 
 def dict_by_mapping_annotation(self, x: Mapping[str, Tensor]):
-    return Heard(x)
+    return x
 
 
 def dict_by_subscript(self, x):
-    return Heard(x, image=x["image"])
+    return {**x, "image": x["image"]}
 
 
 def dict_by_get(self, x):
-    return Heard(x, image=x.get("image"))
+    return SimpleNamespace(x=x, image=x.get("image")).x
 
 
 def dict_by_iteration(self, x):
-    return Heard({name: value for name, value in x.items()})  # noqa: C416 - the loop is what is read
+    return {name: value for name, value in x.items()}  # noqa: C416 - the loop is what is read
 
 
 def dict_by_membership(self, x):
-    return Heard(x, known="image" in x)
+    return x if "image" in x else {}
 
 
 def dict_by_unpacking(self, x):
-    return Heard(**x)
+    return dict(**x)
 
 
 def dict_by_name(self, batch):
-    return Heard(batch)
-
-
-def prediction_annotation(self, x: PredictionInputs):  # noqa: F821 - only its text is read
-    return Heard(x=x)
-
-
-def test_a_list_of_the_name_of_args_is_passed_in_order():
-    def forward(self, *inputs):
-        return inputs
-
-    arrays = {"inputs.0": IMAGE, "inputs.1": DEPTH, "mask": MASK}
-    binding = find_bindings(model_of(forward), arrays, list(arrays), {"inputs": ["inputs.0", "inputs.1"]})[0]
-    assert binding.description == "model(inputs.0, inputs.1)"
-    assert [id(array) for array in binding.forward(model_of(forward), arrays)] == [id(IMAGE), id(DEPTH)]
-    with pytest.raises(ModelError) as caught:
-        find_bindings(model_of(forward), arrays, list(arrays), {"inputs": ["inputs.0", {"deep": 1}, 2]})
-    assert "--inputs inputs.0,inputs.1)" in caught.value.remedy
-
-
-@pytest.mark.parametrize(
-    ("forward", "available", "expected"),
-    [
-        pytest.param(one_tensor, {"image": IMAGE}, {"x": IMAGE}, id="the only array"),
-        pytest.param(one_tensor, {"image": IMAGE, "mask": MASK}, {"x": IMAGE}, id="the only one that is no target"),
-        pytest.param(one_tensor, {"labels": MASK}, {"x": MASK}, id="the only one, whatever its name"),
-        pytest.param(one_tensor, {"x": IMAGE, "depth": DEPTH}, {"x": IMAGE}, id="name before number"),
-        pytest.param(one_tensor, {"image": IMAGE, "epoch": 3}, {"x": IMAGE}, id="plain values are no candidates"),
-        pytest.param(one_optional, {"image": IMAGE}, {"x": IMAGE}, id="every parameter optional"),
-        pytest.param(by_name, {"image": IMAGE, "mask": MASK}, {"image": IMAGE, "mask": MASK}, id="by name"),
-        pytest.param(
-            by_name, {"batch.image": IMAGE, "batch.mask": MASK}, {"image": IMAGE, "mask": MASK}, id="in a container"
-        ),
-        pytest.param(
-            by_name_and_one_left, {"image": IMAGE, "mask": MASK}, {"x": IMAGE, "mask": MASK}, id="by name, one left"
-        ),
-        pytest.param(keyword_only, {"image": IMAGE}, {"image": IMAGE, "depth": None}, id="keyword-only"),
-        pytest.param(keyword_only_left, {"image": IMAGE}, {"x": IMAGE}, id="keyword-only, one left"),
-        pytest.param(
-            positional_only, {"mask": MASK, "image": IMAGE}, {"image": IMAGE, "mask": MASK}, id="positional-only"
-        ),
-        pytest.param(positional_only_left, {"image": IMAGE}, {"x": IMAGE}, id="positional-only, one left"),
-        pytest.param(arguments, {"image": IMAGE, "mask": MASK}, {"x": IMAGE, "length": 1}, id="*args"),
-        pytest.param(
-            named_and_rest, {"image": IMAGE, "mask": MASK}, {"image": IMAGE, "rest": (), "extra": {}}, id="*args left"
-        ),
-        pytest.param(
-            timestep,
-            {"noisy": IMAGE, "timestep": 7, "epoch": 1},
-            {"noisy": IMAGE, "timestep": 7, "guidance": 7.5},
-            id="a plain value as a parameter",
-        ),
-        pytest.param(
-            transformers_like,
-            {"input_ids": TOKENS, "attention_mask": MASK},
-            {"input_ids": TOKENS, "attention_mask": MASK, "labels": None},
-            id="many optional ones",
-        ),
-        pytest.param(
-            transformers_like,
-            {"token_ids": TOKENS},
-            {"input_ids": TOKENS, "attention_mask": None, "labels": None},
-            id="the first of many optional ones",
-        ),
-        pytest.param(prediction_annotation, {"image": IMAGE}, {"x": IMAGE}, id="an annotation with dict inside a word"),
-    ],
-)
-def test_arrays_go_to_the_parameters_that_they_fit(forward, available, expected):
-    assert heard(model_of(forward), available) == expected
+    return batch
 
 
 DICT_FORWARDS = [
@@ -193,32 +160,18 @@ DICT_FORWARDS = [
 ]
 
 
-def detector(self, images, targets=None, cache=None):
-    return Heard(images=images, targets=targets, cache=cache)
-
-
-def test_an_optional_parameter_takes_the_list_of_its_name():
-    boxes, rest = [{"boxes": MASK}], {"image": IMAGE}
-    containers = {"targets": boxes, "cache": rest}
-    arrays = {"images": IMAGE, "targets.0.boxes": MASK, "cache.image": IMAGE}
-    binding = find_bindings(model_of(detector), arrays, list(arrays), containers)[0]
-    assert binding.forward(model_of(detector), {**arrays, **containers}) == {
-        "images": IMAGE,
-        "targets": boxes,
-        "cache": None,
-    }
-
-
 @pytest.mark.parametrize("forward", DICT_FORWARDS)
-@pytest.mark.parametrize("available", [{"image": IMAGE}, {"image": IMAGE, "mask": MASK, "step": 3}], ids=["one", "all"])
-def test_a_parameter_that_is_used_as_a_dict_takes_everything(forward, available):
-    given = heard(model_of(forward), available)
-    assert {name: given[name] for name in available} == available
+@pytest.mark.parametrize("names", ["image", "image mask epoch"])
+def test_a_parameter_that_is_used_as_a_dict_takes_everything(forward, names):
+    model, offer = model_of(forward), offer_of(names)
+    dictionary, *others = find_bindings(model, offer)
+    assert dictionary.forward(model, offer.values) == offer.values
+    assert dictionary.takes_all
+    assert [binding.arrays for binding in others] == [("image",)]
 
 
-def test_a_batch_that_was_saved_as_a_dict_is_that_dict_again():
-    given = heard(model_of(dict_by_name), {"batch.image": IMAGE, "batch.mask": MASK, "epoch": 3, "batch.step": 4})
-    assert given == {"image": IMAGE, "mask": MASK, "step": 4}
+def prediction_annotation(self, x: PredictionInputs):  # noqa: F821 - only its text is read
+    return x
 
 
 def test_a_dict_that_is_passed_on_is_the_second_choice():
@@ -230,14 +183,9 @@ def test_a_dict_that_is_passed_on_is_the_second_choice():
         def forward(self, inputs):
             return self.net(inputs)
 
-    descriptions = [binding.description for binding in find_bindings(PassesOn(), {"image": IMAGE}, ["image"])]
-    assert descriptions == ["model(inputs=image)", "model({image})"]
-
-
-def test_a_dict_parameter_takes_a_tensor_as_second_choice():
-    bindings = find_bindings(model_of(dict_by_name), {"image": IMAGE}, ["image"])
-    assert [binding.description for binding in bindings] == ["model({image})", "model(batch=image)"]
-    assert [binding.arrays for binding in bindings] == [("image",), ("image",)]
+    for model, name in ((PassesOn(), "inputs"), (model_of(prediction_annotation), "x")):
+        described = [binding.description for binding in find_bindings(model, offer_of("image"))]
+        assert described == [f"model({name}=image)", 'model({"image": image})']
 
 
 def wrapped_in_anything(inner):
@@ -263,8 +211,7 @@ WRAPPERS = [
 
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=["DataParallel", "compiled", "averaged", "own", "twice"])
 def test_wrappers_are_looked_through(wrap):
-    model = wrap(model_of(by_name))
-    bindings = find_bindings(model, {"image": IMAGE, "mask": MASK, "extra": DEPTH}, ["image", "mask", "extra"])
+    bindings = find_bindings(wrap(with_signature("mask, image")), offer_of("image mask extra"))
     assert [binding.description for binding in bindings] == ["model(mask, image)"]
 
 
@@ -272,12 +219,12 @@ def test_a_model_with_a_child_called_module_keeps_its_signature():
     class Holder(nn.Module):
         def __init__(self):
             super().__init__()
-            self.module = model_of(by_name)
+            self.module = with_signature("mask, image")
 
         def forward(self, picture):
-            return Heard(picture=picture)
+            return picture
 
-    assert heard(Holder(), {"image": IMAGE}) == {"picture": IMAGE}
+    assert find_bindings(Holder(), offer_of("image"))[0].description == "model(picture=image)"
 
 
 class ScriptedByName(nn.Module):
@@ -297,98 +244,76 @@ class ScriptedOne(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("module", "available", "expected"),
+    ("module", "saved", "call"),
     [
-        (ScriptedByName, {"depth": DEPTH, "image": IMAGE}, 6.0),
-        (ScriptedByName, {"depth": DEPTH, "image": IMAGE, "scale": 3.0}, 7.0),
-        (ScriptedDict, {"depth": DEPTH, "image": IMAGE}, 5.0),
-        (ScriptedOne, {"image": IMAGE}, 3.0),
+        (ScriptedByName, "depth image", "model(image, depth)"),
+        (ScriptedDict, "depth image", 'model({"depth": depth, "image": image})'),
+        (ScriptedOne, "image mask", "model(x=image)"),
     ],
 )
-def test_a_script_module_is_called_by_its_schema(module, available, expected):
-    assert float(heard(torch.jit.script(module()), available)[0, 0]) == expected
+def test_a_script_module_is_called_by_its_schema(module, saved, call):
+    assert find_bindings(torch.jit.script(module()), offer_of(saved))[0].description == call
+    traced = torch.jit.trace(ScriptedOne(), TOKENS)
+    assert find_bindings(traced, offer_of("image mask"))[0].description == "model(x=image)"
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_traced_module_is_called_by_its_schema():
-    model = torch.jit.trace(ScriptedOne(), IMAGE)
-    assert float(heard(model, {"image": IMAGE, "mask": MASK})[0, 0]) == 3.0
+OPEN = [
+    # parameters; saved arrays; what is said of the parameters; the arrays listed; the command, or what is lacking
+    ("x", "foo bar", "takes x,", "foo bar", "--inputs x=foo;"),
+    ("x", "labels mask", "takes x,", "labels mask", "--inputs x=labels;"),
+    ("left, right", "image foo bar", "takes left, right,", "image foo bar", "--inputs left=image,right=foo;"),
+    ("left, right", "left", "takes right beside left=left,", "none", "nothing for right"),
+    ("mask, x", "mask foo bar", "takes x beside mask=mask,", "foo bar", "--inputs mask=mask,x=foo;"),
+    ("mask, image", "a.image b.image mask", "takes image beside", "a.image b.image", "image=a.image;"),
+    ("images, x", "image input_image", "takes images, x,", "image input_image", "--inputs images=image,x=input_image"),
+    ("*tensors", "image foo", "takes *tensors,", "image foo", "--inputs image,foo;"),
+    ("", "image", "takes no array,", "image", "--inputs image;"),
+    ("**kwargs", "image", "takes no array,", "image", "--inputs image;"),
+    ("x=None", "foo bar", "takes x,", "foo bar", "--inputs x=foo;"),
+    ("x", "epoch", "takes x,", "none", "nothing for x"),
+]
 
 
-def two_unknown(self, left, right):
-    return Heard()
-
-
-def nothing(self):
-    return Heard()
-
-
-def only_keywords(self, **kwargs):
-    return Heard()
-
-
-@pytest.mark.parametrize(
-    ("forward", "available", "wanted", "candidates"),
-    [
-        (one_tensor, {"image": IMAGE, "depth": DEPTH}, "x", ["image (2, 3) float32", "depth (2, 3) float32"]),
-        (one_tensor, {"labels": MASK, "mask": MASK}, "x", ["labels (2, 3) float32", "mask (2, 3) float32"]),
-        (two_unknown, {"image": IMAGE, "tokens": TOKENS}, "left, right", ["image (2, 3)", "tokens (2, 5) int64"]),
-        (two_unknown, {"left": IMAGE}, "right", ["none"]),
-        (by_name, {"a.image": IMAGE, "b.image": IMAGE, "mask": MASK}, "image", ["a.image", "b.image"]),
-        (arguments, {"image": IMAGE, "depth": DEPTH}, "*tensors", ["image", "depth"]),
-        (nothing, {"image": IMAGE}, "no array", ["image"]),
-        (only_keywords, {"image": IMAGE}, "no array", ["image"]),
-        (one_optional, {"image": IMAGE, "depth": DEPTH}, "x", ["image", "depth"]),
-        (one_tensor, {}, "x", ["none"]),
-    ],
-)
-def test_ambiguity_lists_what_is_wanted_and_what_there_is(forward, available, wanted, candidates):
+@pytest.mark.parametrize(("signature", "saved", "wanted", "listed", "advice"), OPEN)
+def test_what_is_left_on_both_sides_is_said(signature, saved, wanted, listed, advice):
+    model, offer = with_signature(signature), offer_of(saved)
     with pytest.raises(ModelError) as caught:
-        heard(model_of(forward), available)
-    first_line, *listed = caught.value.message.splitlines()
-    assert f"how to call Model: forward takes {wanted}," in first_line
-    assert len(listed) == len(candidates)
-    assert all(candidate in line for candidate, line in zip(candidates, listed, strict=True))
-    assert "--inputs" in caught.value.remedy
+        find_bindings(model, offer)
+    first_line, *lines = caught.value.message.splitlines()
+    assert f"how to call Model: forward {wanted}" in first_line
+    assert [line.split()[0] for line in lines] == listed.split()
+    assert advice in caught.value.remedy
+    if "--inputs" in caught.value.remedy and signature not in ("", "**kwargs"):
+        spelled = caught.value.remedy.partition("--inputs ")[2].partition(";")[0].split(",")
+        bind_inputs(spelled, offer).forward(model, offer.values)
 
 
-def test_the_remedy_is_a_command_that_fits():
-    with pytest.raises(ModelError) as caught:
-        heard(model_of(two_unknown), {"image": IMAGE, "tokens": TOKENS, "depth": DEPTH})
-    assert "--inputs image,tokens)" in caught.value.remedy
+SPELLED = [
+    ("mask image", "mask=mask image=image", "model(mask, image)"),
+    ("image image=mask", "", "model(image, image=mask)"),
+    ("mask=image image=mask", "mask=image image=mask", "model(mask=image, image=mask)"),
+    ("*", "", 'model({"image": image, "mask": mask, "epoch": epoch})'),
+]
 
 
-@pytest.mark.parametrize(
-    ("inputs", "expected", "description"),
-    [
-        (["mask", "image"], {"mask": MASK, "image": IMAGE}, "model(mask, image)"),
-        (["image", "image=mask"], None, "model(image, image=mask)"),
-        (["mask=image", "image=mask"], {"mask": IMAGE, "image": MASK}, "model(mask=image, image=mask)"),
-        (["image", "mask=depth"], None, "model(image, mask=depth)"),
-    ],
-)
-def test_the_user_spells_the_call_out(inputs, expected, description):
-    available = {"image": IMAGE, "mask": MASK, "depth": DEPTH}
-    binding = bind_inputs(inputs, available, list(available))
-    assert binding.description == description
-    if expected is not None:
-        assert binding.forward(model_of(by_name), available) == expected
-
-
-def test_the_user_asks_for_a_dict_of_everything():
-    available = OrderedDict(image=IMAGE, mask=MASK, step=3)
-    binding = bind_inputs(["*"], available, ["image", "mask"])
-    assert binding.forward(model_of(lambda self, x: x), available) == available
-    assert binding.description == "model({image, mask, step})"
+@pytest.mark.parametrize(("inputs", "heard", "call"), SPELLED)
+def test_the_user_spells_the_call_out(inputs, heard, call):
+    offer = offer_of("image mask epoch")
+    binding = bind_inputs(inputs.split(), offer)
+    assert binding.description == call
+    if heard:
+        pairs = (item.split("=") for item in heard.split())
+        made = binding.forward(with_signature("mask, image"), offer.values)
+        assert made == {parameter: offer.values[array] for parameter, array in pairs}
 
 
 def test_a_dict_of_everything_may_hold_plain_values_alone():
-    binding = bind_inputs(["*"], {"scale": 2.0, "steps": 3}, [])
-    assert binding.forward(model_of(lambda self, x: x), {"scale": 2.0, "steps": 3}) == {"scale": 2.0, "steps": 3}
+    binding = bind_inputs(["*"], offer_of("epoch timestep"))
+    assert binding.forward(model_of(lambda self, x: x), NUMBERS) == {"epoch": 3, "timestep": 7}
 
 
 @pytest.mark.parametrize("inputs", [["pixels"], ["image", "mask=pixels"], [""]])
 def test_a_missing_input_is_an_error_that_lists_the_names(inputs):
     with pytest.raises(ModelError, match="has no array") as caught:
-        bind_inputs(inputs, {"image": IMAGE, "step": 3}, ["image"])
-    assert "image, step" in caught.value.remedy
+        bind_inputs(inputs, offer_of("image epoch"))
+    assert "image, epoch" in caught.value.remedy

@@ -64,10 +64,10 @@ def replay(tmp_path):
     ("model", "saved", "called"),
     [
         (Detector, FLAT, "model(images, labels)"),
-        (Detector, NESTED, "model(images=batch.images, labels=batch.labels)"),
-        (Classifier, NESTED, "model({images, labels})"),
-        (Classifier, FLAT, "model({labels, epoch, images})"),
-        (Plain, NESTED, "model(images=batch.images)"),
+        (Detector, NESTED, 'model(images=batch["images"], labels=batch["labels"])'),
+        (Classifier, NESTED, "model(batch)"),
+        (Classifier, FLAT, 'model({"labels": labels, "epoch": epoch, "images": images})'),
+        (Plain, NESTED, 'model(images=batch["images"])'),
     ],
 )
 def test_model_and_loss_get_the_containers(replay, model, saved, called):

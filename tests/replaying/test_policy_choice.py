@@ -84,6 +84,22 @@ def test_the_policy_is_the_one_that_agrees(replay, dtype, scale, widen, expected
         assert "autocast" not in report.headline.replace("without autocast", "")
 
 
+@pytest.mark.parametrize("name", ["depth", "energy", "image", "boxes", "target", "batch.y"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_output_may_have_any_name(replay, name, dtype):
+    report = replay(Stretched(1e6), {"x": X, name: in_training(Stretched(1e6), X, dtype), "weights": torch.ones(3)})
+    assert under(report)[2:] == ("bf16" if dtype else "fp32", "exact")
+    assert report.reproduction.output == name
+    assert not any("was assumed" in note for note in report.notes)
+
+
+def test_a_precision_that_nothing_shows_is_said_to_be_assumed(replay):
+    for saved, output in (({}, None), ({"depth": torch.ones(3)}, "depth"), ({"labels": torch.ones(3)}, None)):
+        report = replay(Stretched(1e6), {"x": X, **saved})
+        assert (report.reproduction.grade, report.reproduction.output) == ("no-reference", output)
+        assert any("fp16 autocast was assumed (--amp-dtype)" in note for note in report.notes)
+
+
 @pytest.mark.parametrize("given", ["half", "float"])
 @pytest.mark.parametrize(
     ("low", "scale", "expected"),

@@ -1,0 +1,179 @@
+"""Binds what a file has to the parameters of a function: a model's forward, or a loss.
+
+Each rule is a function `(signature, offer, bound so far) -> bindings`. They are tried in order, and a later one leaves
+alone what an earlier one has bound.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from nandoctor.dumps.array_roles import role_of
+from nandoctor.dumps.trees import is_plain_dict
+from nandoctor.evidence.dump_summary import Role
+
+Source = str | tuple[str, ...]
+"""The name of a value; the names of several, for *args; or `EVERYTHING`."""
+EVERYTHING = "*"
+"""All that was saved, as one dict."""
+Bound = Mapping[str, Source]
+"""What each parameter takes, by its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """The parameters of a function: the named ones in order, the name of its *args, and those that it uses as dicts."""
+
+    named: tuple[inspect.Parameter, ...]
+    variadic: str | None = None
+    mappings: frozenset[str] = frozenset()
+
+    def unmet(self, bound: Bound) -> list[inspect.Parameter]:
+        """Return the parameters that lack a value: the first one, if none has to be given and none is."""
+        required = [p for p in self.named if p.default is p.empty and p.name not in bound]
+        return required or list(self.named[:1] if not bound else ())
+
+    def is_met(self, bound: Bound) -> bool:
+        """Return True if the function can be called, with something that was saved."""
+        return bool(bound) and not self.unmet(bound)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a file has, by dotted name: `values` are arrays and plain values, `containers` the lists and dicts of them.
+
+    `arrays` are the names of the values that may go in without being asked for by name.
+    """
+
+    values: Mapping[str, Any]
+    arrays: Sequence[str]
+    containers: Mapping[str, Any] = field(default_factory=dict)
+
+    def left(self, bound: Bound) -> list[str]:
+        """Return the names of the arrays that no parameter takes, alone or in a container."""
+        taken = {name for source in bound.values() for name in ((source,) if isinstance(source, str) else source)}
+        return [name for name in self.arrays if not any(name == t or name.startswith(f"{t}.") for t in taken)]
+
+
+Rule = Callable[[Signature, Offer, Bound], Bound]
+
+
+def bind(signature: Signature, offer: Offer, rules: Sequence[Rule]) -> Bound:
+    """Return what the rules bind, each adding to those before it."""
+    bound: dict[str, Source] = {}
+    for rule in rules:
+        bound = {**rule(signature, offer, bound), **bound}
+    return bound
+
+
+def by_name(signature: Signature, offer: Offer, _: Bound) -> Bound:
+    """Bind the value of a parameter's name. A text is no argument unless the parameter has to be given."""
+    found = ((p, find_named(p.name, offer.values)) for p in signature.named)
+    return {
+        p.name: name for p, name in found if name and (p.default is p.empty or not isinstance(offer.values[name], str))
+    }
+
+
+def by_container(signature: Signature, offer: Offer, _: Bound) -> Bound:
+    """Bind the list or dict of a parameter's name; if the parameter is optional, the list.
+
+    A dict of that name may be the whole batch: `forward(x, edges, batch=None)`.
+    """
+    found = ((p, find_named(p.name, offer.containers)) for p in signature.named)
+    return {
+        p.name: name
+        for p, name in found
+        if name and (p.default is p.empty or not is_plain_dict(offer.containers[name]))
+    }
+
+
+def by_similar_name(signature: Signature, offer: Offer, bound: Bound) -> Bound:
+    """Bind the only array of a similar name: of its plural or singular, or with more words ("input_image", "image")."""
+    unmet, left = _required(signature, bound), offer.left(bound)
+    similar = {p.name: [name for name in left if _is_similar(p.name, name)] for p in unmet}
+    names = [name for found in similar.values() for name in found]
+    return {p: found[0] for p, found in similar.items() if len(found) == 1 and names.count(found[0]) == 1}
+
+
+def by_role(role: Role, signature: Signature, offer: Offer, bound: Bound) -> Bound:
+    """Bind the only array of a role to the only parameter whose name has it: "mask" to "target"."""
+    unmet = [p for p in _required(signature, bound) if role_of(p.name) == role]
+    left = [name for name in offer.left(bound) if role_of(name) == role]
+    return {unmet[0].name: left[0]} if len(unmet) == len(left) == 1 else {}
+
+
+def in_order(signature: Signature, offer: Offer, bound: Bound) -> Bound:
+    """Bind the list of its name to *args, or the only array, if there is no other parameter."""
+    if signature.variadic is None or signature.named:
+        return {}
+    container = find_named(signature.variadic, offer.containers)
+    listed = offer.containers[container] if container else ()
+    items = tuple(f"{container}.{index}" for index in range(len(listed))) if isinstance(listed, list | tuple) else ()
+    left = _likely(offer, bound)
+    if len(left) == 1:
+        return {signature.variadic: tuple(left)}
+    return {signature.variadic: items} if items and all(item in offer.values for item in items) else {}
+
+
+def as_a_dict(signature: Signature, offer: Offer, bound: Bound) -> Bound:
+    """Bind everything to a parameter that is used as a dict, if it is the only one."""
+    return {name: EVERYTHING for name in everything(signature, offer, bound) if name in signature.mappings}
+
+
+def everything(signature: Signature, _: Offer, bound: Bound) -> Bound:
+    """Bind everything to a parameter, if it is the only one."""
+    unmet = signature.unmet(bound)
+    return {unmet[0].name: EVERYTHING} if len(unmet) == 1 and not bound else {}
+
+
+def the_only_array(signature: Signature, offer: Offer, bound: Bound) -> Bound:
+    """Bind the only array that is left and no target to the only parameter that is left."""
+    unmet, left = signature.unmet(bound), _likely(offer, bound)
+    return {unmet[0].name: left[0]} if len(unmet) == len(left) == 1 else {}
+
+
+def _likely(offer: Offer, bound: Bound) -> list[str]:
+    """Return the arrays that are left, without targets if there are others."""
+    left = offer.left(bound)
+    return [name for name in left if role_of(name) != "target"] or left
+
+
+def _required(signature: Signature, bound: Bound) -> list[inspect.Parameter]:
+    return [p for p in signature.unmet(bound) if p.default is p.empty]
+
+
+def find_named(parameter: str, named: Mapping[str, Any]) -> str | None:
+    """Return the parameter's name, or the only one in a container ("image" finds "batch.image"); None without any."""
+    if parameter in named:
+        return parameter
+    nested = [name for name in named if name.endswith(f".{parameter}")]
+    return nested[0] if len(nested) == 1 else None
+
+
+def _is_similar(parameter: str, name: str) -> bool:
+    """Return True if one name has all words of the other, in the singular."""
+    ours, theirs = _words(parameter), _words(name.rpartition(".")[2])
+    return bool(ours and theirs) and (ours <= theirs or theirs <= ours)
+
+
+def _words(name: str) -> frozenset[str]:
+    snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    words = (word.rstrip("0123456789") for word in snake.split("_"))
+    return frozenset(word.removesuffix("s").removesuffix("e") for word in words if len(word) > 1)
+
+
+_NAMED: tuple[Rule, ...] = (by_name, by_container)
+LOSS: tuple[Rule, ...] = (*_NAMED, by_similar_name, partial(by_role, "target"))
+"""The rules for the parameters of a loss after the output."""
+_GUESSED: tuple[Rule, ...] = (by_similar_name, partial(by_role, "input"), in_order, the_only_array)
+FORWARD: tuple[tuple[Rule, ...], ...] = (
+    (*_NAMED, as_a_dict, *_GUESSED),
+    (*_NAMED, *_GUESSED),
+    (*_NAMED, everything),
+)
+"""The rules for a model's forward: the likeliest way, and two others if that raises."""
