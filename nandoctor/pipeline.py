@@ -118,24 +118,39 @@ def replay_dump(
 
 def add_fixes(found: Diagnosed, settings: Settings) -> Report:
     """Return the report with the fixes that were tried; unchanged if `settings.fixes` is False or nothing ran."""
-    if not settings.fixes or found.step is None or found.findings is None:
+    step, findings = found.step, found.findings
+    if not settings.fixes or step is None or findings is None:
         return found.report
     budget = TrialBudget(max_trials=settings.max_trials, time_s=settings.time)
-    with found.step.kept_ready():
+    with step.kept_ready():
         try:
-            search = search_fixes(found.step, found.findings, budget)
+            search = search_fixes(step, findings, budget)
         except LossError as error:
-            search = search_fixes(replace(found.step, loss=None), found.findings, budget)
+            search = search_fixes(replace(step, loss=None), findings, budget)
             told = (*found.report.notes, f"{error.message} {error.remedy}")
             found = replace(found, report=replace(found.report, notes=told))
+        drift = _describe_drift(step, findings) if search.fixes else ()
     return replace(
         found.report,
         fixes=search.fixes,
         counterfactuals=search.counterfactuals,
         fp32_sets=search.fp32_sets,
         also=(*found.report.also, *search.also),
-        search_notes=search.notes,
+        search_notes=(*search.notes, *drift),
         fp32_error=search.fp32_error,
+    )
+
+
+def _describe_drift(step: FailingStep, findings: Findings) -> tuple[str, ...]:
+    """Return a note if the unchanged step gives another output now than at first: some state was not put back."""
+    if findings.exposed is not None or step.progress.interrupted:
+        return ()
+    first, again = findings.trace.output, step.run().trace.output
+    if [stats.finite for stats in first] == [stats.finite for stats in again] and not outputs_differ(again, first):
+        return ()
+    return (
+        "The unchanged step gives another output after the search than before it: it keeps state outside of its "
+        "modules (in a file's globals, a cache or an object), which runs do not put back. The fixes may not hold.",
     )
 
 

@@ -7,9 +7,11 @@ classes, and the arguments of ops that returned integers, booleans or only finit
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +19,13 @@ from torch import nn
 
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.ops import FILLS, MOVES, SELECTIONS, UNFILLED
-from nandoctor.replaying.kept_state import scopes_of
 from nandoctor.replaying.module_state import tensors_in
 from nandoctor.replaying.runner import Batch, FailingStep, Watch
 from nandoctor.torch_compat import count_storage_users, plain_torch, storage_of, tree_tensors, version_of
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, intercepting, to_source
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
 
+_NOT_THE_MODELS = ("torch", "numpy", "nandoctor", "builtins", "threading", "logging")
 _PASS_THROUGH = MOVES | SELECTIONS | UNFILLED
 
 
@@ -175,10 +177,19 @@ def _is_new(tensor: torch.Tensor, before: torch.Tensor | None, version: int | No
     return not is_same and (before is tensor or not torch.allclose(before, tensor, 0, 0, equal_nan=True))
 
 
+def _scopes_of(model: nn.Module) -> Iterator[Any]:
+    """Yield the model's classes that are not torch's, and the files that define them, but no interactive session."""
+    of_model = (kind for module in model.modules() for kind in type(module).__mro__)
+    kinds = {kind for kind in of_model if str(kind.__module__).partition(".")[0] not in _NOT_THE_MODELS}
+    yield from kinds
+    files = {str(kind.__module__) for kind in kinds} - {"__main__"}
+    yield from (sys.modules[name] for name in sorted(files) if isinstance(sys.modules.get(name), ModuleType))
+
+
 def _list_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the floating-point tensors that the model holds besides weights and buffers, each once, by place."""
     seen = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    scopes = ((str(scope.__name__), scope) for scope in scopes_of(model))
+    scopes = ((str(scope.__name__), scope) for scope in _scopes_of(model))
     with plain_torch():
         for place, tensor in tensors_in((*model.named_modules(), *scopes), attributes=True):
             if id(tensor) not in seen and format_of(tensor.dtype) is not None:

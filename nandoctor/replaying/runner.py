@@ -22,7 +22,7 @@ from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import collection_paused
 from nandoctor.replaying import interventions, user_code
-from nandoctor.replaying.kept_state import restored, state_known
+from nandoctor.replaying.kept_state import restored
 from nandoctor.replaying.module_state import (
     copied_input,
     drawn_in_fp32,
@@ -168,7 +168,7 @@ class FailingStep:
     @contextmanager
     def kept_ready(self) -> Iterator[None]:
         """Set up once, for all runs within the context, what each of them needs of Python and torch."""
-        with observer_registered, self.project.running(), kernels_kept(self.policy, self.device), state_known():
+        with observer_registered, self.project.running(), kernels_kept(self.policy, self.device):
             yield
 
     def run(self, policy: Policy | None = None, watch: Watch = MODULES_ONLY, changes: Sequence[Change] = ()) -> Outcome:
