@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import time
-import zipfile
-from io import BytesIO
 from pathlib import Path
 
+import forge
 import mutate
 import pytest
 import torch
@@ -22,32 +21,8 @@ from nandoctor.source_files import SourceHash, changed_lines, count_changes, has
 MODULUS = (1 << 61) - 1  # what Python's hash of an integer is taken by
 
 
-def text(value):
-    return b"X" + len(value.encode()).to_bytes(4, "little") + value.encode()
-
-
-def integer(value):
-    size = (value.bit_length() + 8) // 8
-    return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
-
-
-def archive(pickle, members=()):
-    buffer = BytesIO()
-    with zipfile.ZipFile(buffer, "w") as file:
-        file.writestr("dump/data.pkl", b"\x80\x02" + pickle + b".")
-        for name, data in members:
-            file.writestr(name, data)
-    return buffer.getvalue()
-
-
-def saved(value):
-    buffer = BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
 def recorded(folder, **changes):
-    return saved(contents(folder, **changes))
+    return forge.saved(contents(folder, **changes))
 
 
 def nested(depth):
@@ -57,16 +32,12 @@ def nested(depth):
     return value  # deeper ones torch.save cannot write
 
 
-def global_name(module, name):
-    return f"c{module}\n{name}\n".encode()
-
-
 def allocation(module, name):
-    return b"}(" + text("x") + global_name(module, name) + integer(1 << 33) + b"\x85Ru"
+    return b"}(" + forge.text("x") + forge.name(module, name) + forge.integer(1 << 33) + b"\x85Ru"
 
 
 def colliding(after):
-    return b"".join(integer(number * MODULUS) + after for number in range(1, 20_000))
+    return b"".join(forge.integer(number * MODULUS) + after for number in range(1, 20_000))
 
 
 def big_lists(f):
@@ -76,39 +47,39 @@ def big_lists(f):
 
 CALL = {"names": ["x"], "args": (torch.ones(1, 3),), "kwargs": {}}
 BOMBS = {
-    "keys of one hash": (lambda f: archive(b"}(" + colliding(b"N") + b"u"), "thousands of keys"),
-    "tuples of one hash": (lambda f: archive(b"}(" + colliding(b"\x85N") + b"u"), "thousands of keys"),
+    "keys of one hash": (lambda f: forge.archive(b"}(" + colliding(b"N") + b"u"), "thousands of keys"),
+    "tuples of one hash": (lambda f: forge.archive(b"}(" + colliding(b"\x85N") + b"u"), "thousands of keys"),
     "a set of one hash": (
-        lambda f: archive(global_name("__builtin__", "set") + b"](" + colliding(b"") + b"e\x85R"),
+        lambda f: forge.archive(forge.name("__builtin__", "set") + b"](" + colliding(b"") + b"e\x85R"),
         "thousands of keys",
     ),
     "a counter by way of torch": (
-        lambda f: archive(
-            global_name("torch._tensor", "_rebuild_from_type_v2")
+        lambda f: forge.archive(
+            forge.name("torch._tensor", "_rebuild_from_type_v2")
             + b"("
-            + global_name("collections", "Counter")
-            + global_name("torch", "Tensor")
+            + forge.name("collections", "Counter")
+            + forge.name("torch", "Tensor")
             + b"]\x85}tR"
         ),
         "by way of torch",
     ),
-    "a storage without a file": (lambda f: archive(allocation("torch.storage", "UntypedStorage")), "TypeError"),
-    "a tensor without a storage": (lambda f: archive(allocation("torch", "Tensor")), "TypeError"),
+    "a storage without a file": (lambda f: forge.archive(allocation("torch.storage", "UntypedStorage")), "TypeError"),
+    "a tensor without a storage": (lambda f: forge.archive(allocation("torch", "Tensor")), "TypeError"),
     "a storage by way of torch": (
-        lambda f: archive(
-            global_name("torch._tensor", "_rebuild_from_type_v2")
+        lambda f: forge.archive(
+            forge.name("torch._tensor", "_rebuild_from_type_v2")
             + b"("
-            + global_name("torch.storage", "UntypedStorage")
-            + global_name("torch", "Tensor")
-            + integer(1 << 33)
+            + forge.name("torch.storage", "UntypedStorage")
+            + forge.name("torch", "Tensor")
+            + forge.integer(1 << 33)
             + b"\x85}tR"
         ),
         "by way of torch",
     ),
-    "an integer of 10,000 digits": (lambda f: saved({"a": 10**500}), "integer of 1,661 bits"),
+    "an integer of 10,000 digits": (lambda f: forge.saved({"a": 10**500}), "integer of 1,661 bits"),
     "a scale of 10**400": (lambda f: recorded(f, scaler={"scale": 10**400}), "integer of 1,329 bits"),
     "thousands of calls": (lambda f: recorded(f, calls=[CALL] * 5000), "5,000 calls of the model"),
-    "millions of instructions": (lambda f: archive(b"N0" * 1_500_000 + b"N"), "more than 2,000,000 instructions"),
+    "millions of instructions": (lambda f: forge.archive(b"N0" * 1_500_000 + b"N"), "more than 2,000,000 instructions"),
     "nested lists": (lambda f: recorded(f, batch=nested(100)), "nested too deeply"),
     "nested arguments": (
         lambda f: recorded(f, model={"module": "m", "name": "N", "arguments": {"a": nested(100)}}),
@@ -116,11 +87,11 @@ BOMBS = {
     ),
     "long names of many": (big_lists, "neither a short string nor a number"),
     "a directory of millions": (
-        lambda f: archive(b"}")[:-10] + (1 << 31).to_bytes(4, "little") + bytes(6),
+        lambda f: forge.archive(b"}")[:-10] + (1 << 31).to_bytes(4, "little") + bytes(6),
         "zip directory claims 2,147,483,648 bytes",
     ),
     "a pickle beside the pickle": (
-        lambda f: archive(b"}", [("dump/DATA.PKL", b"\x80\x02]" + b"(" * 100 + b".")]),
+        lambda f: forge.archive(b"}", extra=[("dump/DATA.PKL", b"\x80\x02]" + b"(" * 100 + b".")]),
         "occurs twice",
     ),
     "an expanded tensor": (
@@ -128,7 +99,7 @@ BOMBS = {
         "tensors claim 34.4 GB",
     ),
     "a tensor of 65 dimensions": (lambda f: recorded(f, batch=torch.ones((1,) * 65)), "has 65 dimensions"),
-    "a text number of a megabyte": (lambda f: archive(b"L" + b"9" * (1 << 20) + b"L\n"), "pickle protocol 2"),
+    "a text number of a megabyte": (lambda f: forge.archive(b"L" + b"9" * (1 << 20) + b"L\n"), "pickle protocol 2"),
 }
 
 
@@ -157,7 +128,7 @@ def test_a_model_of_thousands_of_tensors_is_no_bomb(tmp_path):
 
 
 def test_overlapping_members_are_refused(tmp_path):
-    data = bytearray(saved({"weight": torch.zeros(64), "other": torch.ones(64)}))
+    data = bytearray(forge.saved({"weight": torch.zeros(64), "other": torch.ones(64)}))
     first, second = (
         data.index(b"PK\x01\x02", data.index(name, len(data) // 2) - 46) for name in (b"data/0", b"data/1")
     )

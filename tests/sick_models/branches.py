@@ -11,10 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sick_models.case import Batch, Case, biased, positional, rand, randn, scaled, seeded, whole
-
-RESIDUAL = "residual too large"
-GATE = "gate or scale too large"
+from sick_models.case import Batch, biased, case, positional, rand, randn, scaled, seeded, whole
 
 
 class VisionBlock(nn.Module):
@@ -208,102 +205,67 @@ class Generator(nn.Module):
 
 
 CASES = (
-    Case(
-        name="residual/vision-transformer",
-        mechanism=RESIDUAL,
-        build=seeded(VisionTransformer, outlier=3e4),
-        batch=lambda: {"patches": randn(2, 9, 48)},
-        call=positional("patches"),
-        verdict="precision",
-        module="blocks.2",
-        op="add",
+    case(
+        "residual/vision-transformer",
+        seeded(VisionTransformer, outlier=3e4),
+        lambda: {"patches": randn(2, 9, 48)},
+        positional("patches"),
+        "precision blocks.2 add elementwise-overflow",
         line="x + self.mlp(self.norm(x))",
-        cause="elementwise-overflow",
-        fixes=("keep the residual stream in fp32",),
         repair={"build": seeded(VisionTransformer, outlier=300.0)},
     ),
-    Case(
-        name="residual/upscaler-in-place",
-        mechanism=RESIDUAL,
-        build=seeded(Upscaler, loud=3.5e4),
-        batch=lambda: {"image": rand(2, 3, 8, 8)},
-        call=positional("image"),
-        verdict="precision",
-        module="trunk.0",
-        op="add",
+    case(
+        "residual/upscaler-in-place",
+        seeded(Upscaler, loud=3.5e4),
+        lambda: {"image": rand(2, 3, 8, 8)},
+        positional("image"),
+        "precision trunk.0 add elementwise-overflow",
         line="out += x",
-        cause="elementwise-overflow",
-        fixes=("keep the residual stream in fp32", "scale the branch by 0.1"),
         repair={"build": seeded(Upscaler, loud=0.5)},
     ),
-    Case(
-        name="residual/vocoder-skips",
-        mechanism=RESIDUAL,
-        build=seeded(Vocoder, loud=1.5e4),
-        batch=lambda: {"frames": randn(2, 1, 40)},
-        call=whole,
-        verdict="precision",
-        module="",
-        op="add",
+    case(
+        "residual/vocoder-skips",
+        seeded(Vocoder, loud=1.5e4),
+        lambda: {"frames": randn(2, 1, 40)},
+        whole,
+        "precision . add elementwise-overflow",
         line="skips = skips + skip",
-        cause="elementwise-overflow",
-        fixes=("sum the skips in fp32",),
         repair={"build": seeded(Vocoder, loud=15.0)},
     ),
-    Case(
-        name="gate/geglu",
-        mechanism=GATE,
-        build=seeded(Reader, gain=500.0),
-        batch=lambda: {"tokens": torch.arange(20).view(2, 10)},
-        call=positional("tokens"),
-        verdict="precision",
-        module="late",
-        op="mul",
+    case(
+        "gate/geglu",
+        seeded(Reader, gain=500.0),
+        lambda: {"tokens": torch.arange(20).view(2, 10)},
+        positional("tokens"),
+        "precision late mul elementwise-overflow",
         line="F.gelu(gate) * value",
-        cause="elementwise-overflow",
-        fixes=("keep the product in fp32",),
         repair={"build": seeded(Reader, gain=1.0)},
     ),
-    Case(
-        name="gate/embedding-scale",
-        mechanism=GATE,
-        build=seeded(Translator, loud=1.5e4),
-        batch=lambda: {"tokens": torch.arange(16).view(2, 8)},
-        call=positional("tokens"),
-        verdict="precision",
-        module="source",
-        op="mul",
+    case(
+        "gate/embedding-scale",
+        seeded(Translator, loud=1.5e4),
+        lambda: {"tokens": torch.arange(16).view(2, 8)},
+        positional("tokens"),
+        "precision source mul elementwise-overflow",
         line="self.lift(self.table(tokens)) * self.lift.out_features**0.5",
-        cause="elementwise-overflow",
-        fixes=("scale in fp32",),
         repair={"build": seeded(Translator, loud=1.0)},
     ),
-    Case(
-        name="gate/dropout-scale",
-        mechanism=GATE,
-        build=seeded(Churn, loud=5e4),
-        batch=lambda: {"table": randn(3, 10)},
-        call=positional("table"),
-        verdict="precision",
-        module="drop",
-        op="dropout",
+    case(
+        "gate/dropout-scale",
+        seeded(Churn, loud=5e4),
+        lambda: {"table": randn(3, 10)},
+        positional("table"),
+        "precision drop dropout elementwise-overflow",
         line="self.scale(self.drop(F.relu(self.hidden(table))))",
-        cause="elementwise-overflow",
-        fixes=("keep drop in fp32", "normalise before the dropout"),
         repair={"build": seeded(Churn, loud=50.0)},
     ),
-    Case(
-        name="gate/style-modulation",
-        mechanism=GATE,
-        build=seeded(Generator, strength=6000.0),
-        batch=lambda: {"noise": randn(2, 6)},
-        call=positional("noise"),
-        verdict="precision",
-        module="wild",
-        op="mul",
+    case(
+        "gate/style-modulation",
+        seeded(Generator, strength=6000.0),
+        lambda: {"noise": randn(2, 6)},
+        positional("noise"),
+        "precision wild mul elementwise-overflow",
         line="self.conv(x) * (1 + gain) + shift",
-        cause="elementwise-overflow",
-        fixes=("keep the modulation in fp32", "demodulate the weights"),
         repair={"build": seeded(Generator, strength=1.0)},
     ),
 )

@@ -33,8 +33,7 @@ class Case:
     without overload, backend prefix or in-place underscore, "" where the origin is no operation; where it is in the
     backward of a custom autograd Function, `function` is its class. `line` is a piece of the source line that makes it,
     found on no other line of that file. `near_causes` are codes that a good doctor could defend as well, where a
-    mechanism touches two of them. `fixes` are
-    accepted fixes in words, smallest first. `repair` holds the fields in which the healthy twin differs.
+    mechanism touches two of them. `repair` holds the fields in which the healthy twin differs.
     """
 
     name: str
@@ -54,7 +53,6 @@ class Case:
     line: str = ""
     cause: str = ""
     near_causes: tuple[str, ...] = ()
-    fixes: tuple[str, ...] = ()
     repair: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
@@ -68,11 +66,61 @@ class Case:
         return healthy(dataclasses.replace(self, name=f"{self.name} (healthy)", **self.repair))
 
 
+MECHANISMS = {
+    "product": "product too large",
+    "residual": "residual too large",
+    "gate": "gate or scale too large",
+    "square": "square or mean too large",
+    "input": "input too large",
+    "long-sum": "long sum",
+    "exponential": "exp too large",
+    "mask-constant": "mask constant",
+    "full-row": "full mask row",
+    "eps": "eps lost",
+    "sigmoid": "saturated sigmoid",
+    "ratio": "0/0, empty mean",
+    "domain": "outside the domain",
+    "form": "inf - inf, 0 * inf",
+    "singularity": "gradient singularity",
+    "where": "where trap",
+    "gradient": "fp16 gradient",
+    "function": "custom Function",
+    "scale": "loss scale",
+    "weights": "non-finite weights",
+    "buffers": "non-finite buffers",
+    "batch": "non-finite batch",
+    "optimizer": "optimizer eps",
+}
+"""The rows of the table of mechanisms, by the first part of a case's name."""
+
+
+def case(
+    name: str,
+    build: Callable[[], nn.Module],
+    batch: Callable[[], Batch],
+    call: Callable[[nn.Module, Batch], Any],
+    words: str,
+    **more: Any,
+) -> Case:
+    """A case of the corpus; the words are verdict, module, op and cause, where "." is the root and "-" no operation."""
+    verdict, module, op, cause = words.split()
+    return Case(
+        name=name,
+        mechanism=MECHANISMS[name.partition("/")[0]],
+        build=build,
+        batch=batch,
+        call=call,
+        verdict=verdict,
+        module="" if module == "." else module,
+        op="" if op == "-" else op,
+        cause=cause,
+        **more,
+    )
+
+
 def healthy(case: Case) -> Case:
     """The same case with nothing to blame."""
-    return dataclasses.replace(
-        case, verdict="healthy", module="", op="", line="", cause="", near_causes=(), fixes=(), repair={}
-    )
+    return dataclasses.replace(case, verdict="healthy", module="", op="", line="", cause="", near_causes=(), repair={})
 
 
 def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:

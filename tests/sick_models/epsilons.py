@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, Case, biased, positional, rand, randn, seeded, whole
-
-MECHANISM = "eps lost"
+from sick_models.case import Batch, biased, case, positional, rand, randn, seeded, whole
 
 
 class ChannelNorm(nn.Module):
@@ -149,60 +147,40 @@ def with_silence() -> Batch:
 
 
 CASES = (
-    Case(
-        name="eps/blank-tile",
-        mechanism=MECHANISM,
-        build=seeded(TileSegmenter, eps=1e-8),
-        batch=with_a_blank_tile,
-        call=whole,
-        verdict="precision",
-        module="even",
-        op="div",
+    case(
+        "eps/blank-tile",
+        seeded(TileSegmenter, eps=1e-8),
+        with_a_blank_tile,
+        whole,
+        "precision even div eps-underflow",
         line="self.gain * (centred / (x.std(",
-        cause="eps-underflow",
-        fixes=("eps=1e-4", "keep even in fp32"),
         repair={"build": seeded(TileSegmenter, eps=1e-3)},
     ),
-    Case(
-        name="eps/missing-answers",
-        mechanism=MECHANISM,
-        build=seeded(Questionnaire, eps=1e-8),
-        batch=with_missing_answers,
-        call=positional("answers"),
-        verdict="precision",
-        module="scale",
-        op="rsqrt",
+    case(
+        "eps/missing-answers",
+        seeded(Questionnaire, eps=1e-8),
+        with_missing_answers,
+        positional("answers"),
+        "precision scale rsqrt eps-underflow",
         line="torch.rsqrt(spread + self.eps)",
-        cause="eps-underflow",
-        fixes=("eps=1e-5", "keep scale in fp32"),
         repair={"build": seeded(Questionnaire, eps=1e-5)},
     ),
-    Case(
-        name="eps/digital-silence",
-        mechanism=MECHANISM,
-        build=seeded(Listener, eps=1e-8),
-        batch=with_silence,
-        call=positional("audio"),
-        verdict="precision",
-        module="bands",
-        op="log",
+    case(
+        "eps/digital-silence",
+        seeded(Listener, eps=1e-8),
+        with_silence,
+        positional("audio"),
+        "precision bands log eps-underflow",
         line="torch.log(energy + self.eps)",
-        cause="eps-underflow",
-        fixes=("eps=1e-5", "add the eps in fp32"),
         repair={"build": seeded(Listener, eps=1e-5)},
     ),
-    Case(
-        name="eps/relu-attention",
-        mechanism=MECHANISM,
-        build=seeded(DenseDepth, eps=1e-12),
-        batch=lambda: {"image": randn(2, 3, 12, 12)},
-        call=positional("image"),
-        verdict="precision",
-        module="mix",
-        op="div",
+    case(
+        "eps/relu-attention",
+        seeded(DenseDepth, eps=1e-12),
+        lambda: {"image": randn(2, 3, 12, 12)},
+        positional("image"),
+        "precision mix div eps-underflow",
         line="(query @ context) / (total + self.eps)",
-        cause="eps-underflow",
-        fixes=("eps=1e-4", "keep the division in fp32"),
         repair={"build": seeded(DenseDepth, eps=1e-4)},
     ),
 )

@@ -10,10 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import LOSS, Batch, Case, biased, positional, rand, randn, scaled, seeded, whole
-
-SINGULARITY = "gradient singularity"
-TRAP = "where trap"
+from sick_models.case import Batch, biased, case, positional, rand, randn, scaled, seeded, whole
 
 
 class Signatures(nn.Module):
@@ -182,100 +179,70 @@ def prices_of_a_holiday() -> Batch:
 
 
 CASES = (
-    Case(
-        name="singularity/same-signature",
-        mechanism=SINGULARITY,
-        build=seeded(Signatures, eps=0.0),
-        batch=lambda: signatures(same_picture=True),
-        call=positional("left", "right"),
+    case(
+        "singularity/same-signature",
+        seeded(Signatures, eps=0.0),
+        lambda: signatures(same_picture=True),
+        positional("left", "right"),
+        "numerics . sqrt gradient-singularity",
         loss=contrastive,
         phase="backward",
-        verdict="numerics",
-        module="",
-        op="sqrt",
         line="torch.sqrt(difference.square().sum(dim=-1) + self.eps)",
-        cause="gradient-singularity",
-        fixes=("an eps under the root", "use the squared distance"),
         repair={"build": seeded(Signatures, eps=1e-6)},
     ),
-    Case(
-        name="singularity/dead-channel",
-        mechanism=SINGULARITY,
-        build=seeded(BirdSpecies, eps=0.0),
-        batch=lambda: {"photo": rand(2, 3, 8, 8)},
-        call=whole,
+    case(
+        "singularity/dead-channel",
+        seeded(BirdSpecies, eps=0.0),
+        lambda: {"photo": rand(2, 3, 8, 8)},
+        whole,
+        "numerics pool pow gradient-singularity",
         loss=length_of_the_vector,
         phase="backward",
-        verdict="numerics",
-        module="pool",
-        op="pow",
         line="(products + self.eps).pow(0.5).flatten(1)",
-        cause="gradient-singularity",
-        fixes=("an eps under the root",),
         repair={"build": seeded(BirdSpecies, eps=1e-3)},
     ),
-    Case(
-        name="singularity/identity-rotation",
-        mechanism=SINGULARITY,
-        build=seeded(PoseHead, spin=0.0),
-        batch=lambda: {"points": randn(2, 9, 3)},
-        call=positional("points"),
+    case(
+        "singularity/identity-rotation",
+        seeded(PoseHead, spin=0.0),
+        lambda: {"points": randn(2, 9, 3)},
+        positional("points"),
+        "numerics <loss> acos gradient-singularity",
         loss=geodesic,
         phase="backward",
-        verdict="numerics",
-        module=LOSS,
-        op="acos",
         line="torch.acos((trace - 1) / 2).mean()",
-        cause="gradient-singularity",
-        fixes=("clamp the cosine to less than one", "atan2 of sine and cosine"),
         repair={"build": seeded(PoseHead, spin=0.5)},
     ),
-    Case(
-        name="where/log-returns",
-        mechanism=TRAP,
-        build=seeded(Portfolio, guarded=False),
-        batch=prices_of_a_holiday,
-        call=positional("prices"),
+    case(
+        "where/log-returns",
+        seeded(Portfolio, guarded=False),
+        prices_of_a_holiday,
+        positional("prices"),
+        "numerics returns log where-gradient-trap",
         loss=spread_of_weights,
         phase="backward",
-        verdict="numerics",
-        module="returns",
-        op="log",
         line="torch.where(positive, torch.log(safe), 0.0)",
-        cause="where-gradient-trap",
-        fixes=("a second where inside the log",),
         repair={"build": seeded(Portfolio, guarded=True)},
     ),
-    Case(
-        name="where/pair-distances",
-        mechanism=TRAP,
-        build=seeded(ForceField, guarded=False),
-        batch=lambda: {"atoms": randn(6, 5)},
-        call=whole,
+    case(
+        "where/pair-distances",
+        seeded(ForceField, guarded=False),
+        lambda: {"atoms": randn(6, 5)},
+        whole,
+        "numerics distances sqrt where-gradient-trap",
         loss=squared_energy,
         phase="backward",
-        verdict="numerics",
-        module="distances",
-        op="sqrt",
         line="torch.where(apart, torch.sqrt(safe), 0.0)",
-        cause="where-gradient-trap",
-        fixes=("a second where inside the root",),
         repair={"build": seeded(ForceField, guarded=True)},
     ),
-    Case(
-        name="where/click-rate",
-        mechanism=TRAP,
-        build=seeded(ClickRate, guarded=False),
-        batch=lambda: {"table": randn(5, 6), "rate": rand(5, 3)},
-        call=positional("table"),
+    case(
+        "where/click-rate",
+        seeded(ClickRate, guarded=False),
+        lambda: {"table": randn(5, 6), "rate": rand(5, 3)},
+        positional("table"),
+        "numerics . div where-gradient-trap",
         loss=error_of_the_rate,
         phase="backward",
-        verdict="numerics",
-        module="",
-        op="div",
         line="torch.where(views > 0, clicks / divisor, 0.0)",
-        cause="where-gradient-trap",
-        fixes=("a second where around the divisor",),
         repair={"build": seeded(ClickRate, guarded=True)},
     ),
 )

@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, Case, positional, randn, scaled, seeded, whole
-
-MECHANISM = "product too large"
+from sick_models.case import Batch, case, positional, randn, scaled, seeded, whole
 
 
 class CausalMix(nn.Module):
@@ -181,74 +179,49 @@ class Retrieval(nn.Module):
 
 
 CASES = (
-    Case(
-        name="product/decoder-feed-forward",
-        mechanism=MECHANISM,
-        build=seeded(Decoder, gain=200.0),
-        batch=lambda: {"tokens": torch.arange(24).view(2, 12)},
-        call=positional("tokens"),
-        verdict="precision",
-        module="layers.1.feed.down",
-        op="linear",
+    case(
+        "product/decoder-feed-forward",
+        seeded(Decoder, gain=200.0),
+        lambda: {"tokens": torch.arange(24).view(2, 12)},
+        positional("tokens"),
+        "precision layers.1.feed.down linear matmul-overflow",
         line="self.down(F.gelu(self.up(x)))",
-        cause="matmul-overflow",
-        fixes=("keep layers.1.feed.down in fp32", "scale the hidden layer down before the product"),
         repair={"build": seeded(Decoder, gain=1.0)},
     ),
-    Case(
-        name="product/patch-attention-scores",
-        mechanism=MECHANISM,
-        build=seeded(PatchEncoder, scale_first=False),
-        batch=lambda: {"image": randn(2, 3, 16, 16)},
-        call=whole,
-        verdict="precision",
-        module="attend",
-        op="matmul",
+    case(
+        "product/patch-attention-scores",
+        seeded(PatchEncoder, scale_first=False),
+        lambda: {"image": randn(2, 3, 16, 16)},
+        whole,
+        "precision attend matmul matmul-overflow",
         line="(before * self.query(x)) @ self.key(x)",
-        cause="matmul-overflow",
-        fixes=("scale the query before the product", "keep the scores in fp32"),
         repair={"build": seeded(PatchEncoder, scale_first=True)},
     ),
-    Case(
-        name="product/detector-lateral",
-        mechanism=MECHANISM,
-        build=seeded(Detector, gain=700.0),
-        batch=lambda: {"image": 3.0 * randn(2, 3, 16, 16)},
-        call=positional("image"),
-        verdict="precision",
-        module="neck.lateral",
-        op="conv2d",
+    case(
+        "product/detector-lateral",
+        seeded(Detector, gain=700.0),
+        lambda: {"image": 3.0 * randn(2, 3, 16, 16)},
+        positional("image"),
+        "precision neck.lateral conv2d matmul-overflow",
         line="self.smooth(self.lateral(fine))",
-        cause="matmul-overflow",
-        fixes=("keep neck.lateral and neck.smooth in fp32",),
         repair={"build": seeded(Detector, gain=1.0)},
     ),
-    Case(
-        name="product/recurrence",
-        mechanism=MECHANISM,
-        build=seeded(Recurrence, radius=2.0),
-        batch=lambda: {"series": randn(3, 24, 8)},
-        call=positional("series"),
-        verdict="precision",
-        module="recur",
-        op="linear",
+    case(
+        "product/recurrence",
+        seeded(Recurrence, radius=2.0),
+        lambda: {"series": randn(3, 24, 8)},
+        positional("series"),
+        "precision recur linear matmul-overflow",
         line="F.relu(self.recur(state) + drive)",
-        cause="matmul-overflow",
-        fixes=("keep recur in fp32", "a spectral radius below one"),
         repair={"build": seeded(Recurrence, radius=0.9)},
     ),
-    Case(
-        name="product/retrieval-einsum",
-        mechanism=MECHANISM,
-        build=seeded(Retrieval, gain=400.0),
-        batch=lambda: {"question": randn(5, 12), "passage": randn(7, 20, seed=1)},
-        call=lambda model, batch: model(**batch),
-        verdict="precision",
-        module="",
-        op="einsum",
+    case(
+        "product/retrieval-einsum",
+        seeded(Retrieval, gain=400.0),
+        lambda: {"question": randn(5, 12), "passage": randn(7, 20, seed=1)},
+        lambda model, batch: model(**batch),
+        "precision . einsum matmul-overflow",
         line='torch.einsum("qd,pd->qp"',
-        cause="matmul-overflow",
-        fixes=("normalise the embeddings", "keep the product in fp32"),
         repair={"build": seeded(Retrieval, gain=1.0)},
     ),
 )

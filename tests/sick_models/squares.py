@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, Case, positional, randn, scaled, seeded
-
-MECHANISM = "square or mean too large"
+from sick_models.case import Batch, case, positional, randn, scaled, seeded
 
 
 class RootMeanSquare(nn.Module):
@@ -169,88 +167,58 @@ class Speaker(nn.Module):
 
 
 CASES = (
-    Case(
-        name="square/rms-silent",
-        mechanism=MECHANISM,
-        build=seeded(SmallLanguageModel, upcast=False),
-        batch=lambda: {"tokens": torch.arange(18).view(2, 9)},
-        call=positional("tokens"),
-        verdict="silent",
-        module="norm",
-        op="mul",
+    case(
+        "square/rms-silent",
+        seeded(SmallLanguageModel, upcast=False),
+        lambda: {"tokens": torch.arange(18).view(2, 9)},
+        positional("tokens"),
+        "silent norm mul silent-overflow",
         line="power = (x * x).mean(dim=-1, keepdim=True)",
-        cause="silent-overflow",
-        fixes=("compute norm in fp32",),
         repair={"build": seeded(SmallLanguageModel, upcast=True)},
     ),
-    Case(
-        name="square/channel-variance-silent",
-        mechanism=MECHANISM,
-        build=seeded(Colouriser, upcast=False),
-        batch=lambda: {"grey": randn(2, 1, 12, 12)},
-        call=positional("grey"),
-        verdict="silent",
-        module="even",
-        op="var",
+    case(
+        "square/channel-variance-silent",
+        seeded(Colouriser, upcast=False),
+        lambda: {"grey": randn(2, 1, 12, 12)},
+        positional("grey"),
+        "silent even var silent-overflow",
         line="spread = x.var(dim=(2, 3), keepdim=True)",
-        cause="silent-overflow",
-        fixes=("compute even in fp32",),
         repair={"build": seeded(Colouriser, upcast=True)},
     ),
-    Case(
-        name="square/unit-vector-silent",
-        mechanism=MECHANISM,
-        build=seeded(FaceEmbedding, gain=1e4),
-        batch=lambda: {"left": randn(4, 30), "right": randn(4, 30, seed=1)},
-        call=positional("left", "right"),
-        verdict="silent",
-        module="",
-        op="mul",
+    case(
+        "square/unit-vector-silent",
+        seeded(FaceEmbedding, gain=1e4),
+        lambda: {"left": randn(4, 30), "right": randn(4, 30, seed=1)},
+        positional("left", "right"),
+        "silent . mul silent-overflow",
         line="x / torch.sqrt((x * x).sum(",
-        cause="silent-overflow",
-        fixes=("x.norm(), which autocast runs in fp32", "normalise in fp32"),
         repair={"build": seeded(FaceEmbedding, gain=10.0)},
     ),
-    Case(
-        name="square/spectrum-share",
-        mechanism=MECHANISM,
-        build=seeded(KeywordSpotter, loudness=2000.0),
-        batch=lambda: {"audio": randn(2, 1, 160)},
-        call=positional("audio"),
-        verdict="precision",
-        module="spectrum",
-        op="mul",
+    case(
+        "square/spectrum-share",
+        seeded(KeywordSpotter, loudness=2000.0),
+        lambda: {"audio": randn(2, 1, 160)},
+        positional("audio"),
+        "precision spectrum mul elementwise-overflow",
         line="power = bands * bands",
-        cause="elementwise-overflow",
-        fixes=("bands.square(), which autocast runs in fp32", "keep spectrum in fp32"),
         repair={"build": seeded(KeywordSpotter, loudness=10.0)},
     ),
-    Case(
-        name="square/critic-diversity",
-        mechanism=MECHANISM,
-        build=seeded(Critic, upcast=False),
-        batch=lambda: {"image": randn(4, 3, 8, 8)},
-        call=positional("image"),
-        verdict="precision",
-        module="diversity",
-        op="var",
+    case(
+        "square/critic-diversity",
+        seeded(Critic, upcast=False),
+        lambda: {"image": randn(4, 3, 8, 8)},
+        positional("image"),
+        "precision diversity var reduction-overflow",
         line="(x.float() if self.upcast else x).var(dim=0",
-        cause="reduction-overflow",
-        fixes=("take the variance in fp32",),
         repair={"build": seeded(Critic, upcast=True)},
     ),
-    Case(
-        name="square/speaker-moments",
-        mechanism=MECHANISM,
-        build=seeded(Speaker, loudness=1500.0),
-        batch=lambda: {"frames": randn(2, 20, 12)},
-        call=positional("frames"),
-        verdict="precision",
-        module="pool",
-        op="mul",
+    case(
+        "square/speaker-moments",
+        seeded(Speaker, loudness=1500.0),
+        lambda: {"frames": randn(2, 20, 12)},
+        positional("frames"),
+        "precision pool mul elementwise-overflow",
         line="second_moment = (x * x).mean(dim=1)",
-        cause="elementwise-overflow",
-        fixes=("x.square(), which autocast runs in fp32", "keep pool in fp32"),
         repair={"build": seeded(Speaker, loudness=1.0)},
     ),
 )

@@ -10,10 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, Case, biased, positional, rand, randn, scaled, seeded, whole
-
-INPUT = "input too large"
-SUM = "long sum"
+from sick_models.case import Batch, biased, case, positional, rand, randn, scaled, seeded, whole
 
 
 class Microscope(nn.Module):
@@ -179,35 +176,25 @@ def hub_graph() -> Batch:
 
 
 CASES = (
-    Case(
-        name="input/microscope-counts",
-        mechanism=INPUT,
-        build=seeded(Microscope),
-        batch=lambda: {"counts": 1e5 * rand(2, 1, 20, 20)},
-        call=positional("counts"),
-        verdict="precision",
-        module="stem",
-        op="conv2d",
+    case(
+        "input/microscope-counts",
+        seeded(Microscope),
+        lambda: {"counts": 1e5 * rand(2, 1, 20, 20)},
+        positional("counts"),
+        "precision stem conv2d input-cast-overflow",
         line="self.body(self.norm(self.stem(counts)))",
-        cause="input-cast-overflow",
-        fixes=("normalise the image before the model", "keep stem in fp32"),
         repair={"batch": lambda: {"counts": rand(2, 1, 20, 20)}},
     ),
-    Case(
-        name="input/credit-table",
-        mechanism=INPUT,
-        build=seeded(Credit),
-        batch=lambda: {
+    case(
+        "input/credit-table",
+        seeded(Credit),
+        lambda: {
             "numbers": torch.tensor([[2.5e5, 0.3, -1.0, 0.5], [6.1e4, 1.3, 0.2, -0.7], [3.3e4, 0.0, 0.9, 0.1]]),
             "region": torch.tensor([0, 3, 5]),
         },
-        call=whole,
-        verdict="precision",
-        module="entry",
-        op="linear",
+        whole,
+        "precision entry linear input-cast-overflow",
         line="F.relu(self.entry(features))",
-        cause="input-cast-overflow",
-        fixes=("standardise the column", "keep entry in fp32"),
         repair={
             "batch": lambda: {
                 "numbers": torch.tensor([[2.5, 0.3, -1.0, 0.5], [0.61, 1.3, 0.2, -0.7], [0.33, 0.0, 0.9, 0.1]]),
@@ -215,90 +202,60 @@ CASES = (
             }
         },
     ),
-    Case(
-        name="input/telemetry-clock",
-        mechanism=INPUT,
-        build=seeded(Telemetry),
-        batch=lambda: {"readings": randn(2, 7, 5), "seconds": 1.7e9 + 60.0 * torch.arange(14.0).view(2, 7, 1)},
-        call=positional("readings", "seconds"),
-        verdict="precision",
-        module="clock",
-        op="linear",
+    case(
+        "input/telemetry-clock",
+        seeded(Telemetry),
+        lambda: {"readings": randn(2, 7, 5), "seconds": 1.7e9 + 60.0 * torch.arange(14.0).view(2, 7, 1)},
+        positional("readings", "seconds"),
+        "precision clock linear input-cast-overflow",
         line="self.values(readings) + self.clock(seconds)",
-        cause="input-cast-overflow",
-        fixes=("subtract the start of the series", "keep clock in fp32"),
         repair={"batch": lambda: {"readings": randn(2, 7, 5), "seconds": 60.0 * torch.arange(14.0).view(2, 7, 1)}},
     ),
-    Case(
-        name="long-sum/linear-attention",
-        mechanism=SUM,
-        build=seeded(LongReader, mean_first=False),
-        batch=lambda: {"x": randn(2, 640, 16)},
-        call=positional("x"),
-        verdict="precision",
-        module="blend",
-        op="matmul",
+    case(
+        "long-sum/linear-attention",
+        seeded(LongReader, mean_first=False),
+        lambda: {"x": randn(2, 640, 16)},
+        positional("x"),
+        "precision blend matmul reduction-overflow",
         line="key.transpose(-2, -1) @ value",
-        cause="reduction-overflow",
         near_causes=("matmul-overflow",),
-        fixes=("divide the key by the length before the product", "keep the context in fp32"),
         repair={"build": seeded(LongReader, mean_first=True)},
     ),
-    Case(
-        name="long-sum/graph-hub",
-        mechanism=SUM,
-        build=seeded(GraphClassifier, average=False),
-        batch=hub_graph,
-        call=positional("nodes", "edges"),
-        verdict="precision",
-        module="gather",
-        op="index_add",
+    case(
+        "long-sum/graph-hub",
+        seeded(GraphClassifier, average=False),
+        hub_graph,
+        positional("nodes", "edges"),
+        "precision gather index_add reduction-overflow",
         line="total.index_add(0, target, messages)",
-        cause="reduction-overflow",
-        fixes=("aggregate in fp32", "average the messages"),
         repair={"build": seeded(GraphClassifier, average=True)},
     ),
-    Case(
-        name="long-sum/crowd-windows",
-        mechanism=SUM,
-        build=seeded(CrowdCounter, window=16),
-        batch=lambda: {"photo": rand(2, 3, 32, 32)},
-        call=positional("photo"),
-        verdict="precision",
-        module="",
-        op="avg_pool2d",
+    case(
+        "long-sum/crowd-windows",
+        seeded(CrowdCounter, window=16),
+        lambda: {"photo": rand(2, 3, 32, 32)},
+        positional("photo"),
+        "precision . avg_pool2d reduction-overflow",
         line="F.avg_pool2d(density, self.window, divisor_override=1)",
-        cause="reduction-overflow",
-        fixes=("sum the density in fp32", "count in smaller windows"),
         repair={"build": seeded(CrowdCounter, window=4)},
     ),
-    Case(
-        name="long-sum/bag-of-phrases",
-        mechanism=SUM,
-        build=seeded(BagOfPhrases, in_fp32=False),
-        batch=lambda: {"document": torch.arange(600).view(2, 300) % 50},
-        call=positional("document"),
-        verdict="precision",
-        module="",
-        op="sum",
+    case(
+        "long-sum/bag-of-phrases",
+        seeded(BagOfPhrases, in_fp32=False),
+        lambda: {"document": torch.arange(600).view(2, 300) % 50},
+        positional("document"),
+        "precision . sum reduction-overflow",
         line="tokens.sum(dim=1, dtype=dtype)",
-        cause="reduction-overflow",
-        fixes=("sum in fp32",),
         repair={"build": seeded(BagOfPhrases, in_fp32=True)},
     ),
-    Case(
-        name="long-sum/point-set",
-        mechanism=SUM,
-        build=seeded(OnesPooling, average=False),
-        batch=lambda: {"points": randn(2, 500, 3)},
-        call=positional("points"),
-        verdict="precision",
-        module="",
-        op="bmm",
+    case(
+        "long-sum/point-set",
+        seeded(OnesPooling, average=False),
+        lambda: {"points": randn(2, 500, 3)},
+        positional("points"),
+        "precision . bmm reduction-overflow",
         line="torch.bmm(ones, each)",
-        cause="reduction-overflow",
         near_causes=("matmul-overflow",),
-        fixes=("average instead of summing", "keep the pooling in fp32"),
         repair={"build": seeded(OnesPooling, average=True)},
     ),
 )
