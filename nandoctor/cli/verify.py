@@ -89,7 +89,7 @@ def _verify(dump: Path, options: dict[str, Any]) -> Verification:
 )
 @click.argument("dump", type=DumpPath)
 @click.option(
-    "--pick", type=click.IntRange(min=1), metavar="N", default=1, show_default=True, help="Which of the verified fixes."
+    "--pick", type=click.IntRange(min=1), metavar="N", help="Which of the verified fixes (default: 1), or workarounds."
 )
 @click.option("--diff", "only_diff", is_flag=True, help="Print the diff alone, for git apply.")
 @click.option("--write", is_flag=True, help="Make the change, and verify it from the disk; undo it if that fails.")
@@ -97,7 +97,7 @@ def _verify(dump: Path, options: dict[str, Any]) -> Verification:
 @json_option
 @trust_option
 @settings_options(*MODEL_AND_STEP, "fixes", without="fixes")
-def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **options: Any) -> None:
+def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: bool, **options: Any) -> None:
     """Print the smallest change that was verified on the failing step of DUMP, as a diff; or make it.
 
     Exit: 0 printed, or written and verified; 1 an error, or undone; 3 nothing fails.
@@ -136,26 +136,26 @@ def fix(dump: Path, pick: int, only_diff: bool, write: bool, as_json: bool, **op
     sys.exit(0 if choice.verification is None or choice.verification.exit_code == 0 else 1)
 
 
-def _choose(case: Case, pick: int) -> FixChoice:
-    """Return the fix of that number, from 1, among those that were verified."""
+def _choose(case: Case, pick: int | None) -> FixChoice:
+    """Return the fix of that number, from 1: of those that were verified, then of the workarounds if one is named."""
     from nandoctor.evidence.verification import FixChoice
     from nandoctor.renderers.facts import command_for
     from nandoctor.renderers.fix_facts import no_fix_heading
 
-    verified = [item for item in case.fixes if item.verified]
-    if not verified:
-        found = f"{no_fix_heading(case.report)}. {case.report.headline}."
-        page = command_for("replay", case.report, "-o report.html")
+    report, verified = case.report, [item for item in case.fixes if item.verified]
+    workarounds = [] if pick is None else [item for item in case.fixes if item.workaround is not None]
+    choices, pick = [*verified, *workarounds], pick or 1
+    if not choices:
+        found = f"{no_fix_heading(report)}. {report.headline}."
+        page = command_for("replay", report, "-o report.html")
         raise NanDoctorError(
-            "\n".join([found, *case.report.search_notes]),
-            remedy="\n".join(case.report.next_steps) or f"Every layer, on one page: {page}",
+            "\n".join([found, *report.search_notes]),
+            remedy="\n".join(report.next_steps) or f"Every layer, on one page: {page}",
         )
-    if pick > len(verified):
-        known = plural(len(verified), "fix was", "fixes were")
-        raise click.UsageError(f"--pick {pick}: {known} verified.")
-    report = case.report
+    if pick > len(choices):
+        raise click.UsageError(f"--pick {pick}: {plural(len(verified), 'fix was', 'fixes were')} verified.")
     return FixChoice(
-        dump=report.dump.path, headline=report.headline, pick=pick, num_verified=len(verified), fix=verified[pick - 1]
+        dump=report.dump.path, headline=report.headline, pick=pick, num_verified=len(verified), fix=choices[pick - 1]
     )
 
 

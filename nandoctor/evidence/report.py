@@ -239,6 +239,7 @@ class Fix:
     `patch` is the text that was run, by `kind`: "source", a diff for `git apply -p1` in `patch_root`; "snippet" and
     "state", Python with `model` in scope, run before the step; "data", Python with `batch`, a dict of tensors. A
     "setting" has `settings` instead, and "advice" cannot be run. `verified`: it passed every check that was made.
+    `workaround`: it makes the step finite by replacing something that the formula means, as this sentence says.
     `edit` is the change that the search made to the run. The smallest change that works has `rank` 0. `cost` is None if
     nothing is widened. `files` are the files that a diff changes, in full; a saved report has only the diff.
     """
@@ -251,6 +252,7 @@ class Fix:
     files: tuple[ChangedFile, ...] = field(default=(), repr=False, compare=False)
     settings: FixSettings | None = None
     verified: bool
+    workaround: str | None = None
     checks: tuple[Check, ...] = ()
     outcome: TrialOutcome
     cost: FixCost | None = None

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from nandoctor.causes.base import ancestors, site_of
+from nandoctor.causes.base import site_of
 from nandoctor.diagnosis.conclusion import Findings
-from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, flatten
+from nandoctor.evidence.edits import Edit, KeepModule, KeepOp
 from nandoctor.evidence.report import Fp32Module, Fp32Set, Fp32SetSearch
-from nandoctor.evidence.trace import LOSS, OpCall
+from nandoctor.evidence.trace import LOSS
 from nandoctor.fixes.budget import BudgetSpent
 from nandoctor.fixes.candidates import join, line_of
 from nandoctor.fixes.verify import Trials
-from nandoctor.fixes.widening import widens
 from nandoctor.minimal_sets import find_minimal_sets
 from nandoctor.ops import PRODUCTS
 
 Kept = tuple[KeepModule, ...]
-
-_NAN_DEPTH = 8
-"""How many ops before a product are searched for one that made NaN."""
-_CLEAR_EXCESS = 1.1
-"""A value that exceeds a format's limit by this factor does so however the run rounds."""
 
 
 def search_fp32_sets(
@@ -45,12 +39,10 @@ def search_fp32_sets(
     guesses = _guess(members, products, findings)
     # Leaving out either of the two costs no more than trying both, and is tried anyway.
     trusted = [tuple(guess) for guess in guesses if trusting and few is None and len(guess) == 2]
-    too_late = _called_too_late(findings)
     ask = _Sufficiency(
         trials=trials,
         of_few=trials.of_samples(few) if few is not None else None,
         trusted=trusted,
-        hopeless=lambda kept: too_late.issuperset(it.module for it in kept) or is_undone(join(kept), findings),
         judged_before=trials.num_judged,
     )
     found: list[Kept] = []
@@ -76,67 +68,24 @@ def search_fp32_sets(
 class _Sufficiency:
     """A test of whether sets are enough, on the few samples of `of_few` if these fail; it counts its runs.
 
-    `trusted` sets pass and `hopeless` ones fail without being tried. So many sets were `judged_before`.
+    `trusted` sets pass without being tried. So many sets were `judged_before`.
     """
 
     trials: Trials
     of_few: Trials | None
     trusted: Sequence[Kept]
-    hopeless: Callable[[Kept], bool]
     judged_before: int
 
     def passes(self, kept: Kept) -> bool:
         known = self.trials.judged(*kept)
         if known is not None:
             return known
-        if self.hopeless(kept):
-            return False
         tried_on = self.of_few if self.of_few and _fails(self.of_few) else self.trials
         return kept in self.trusted or tried_on.passes(*kept)
 
     @property
     def num_probes(self) -> int:
         return self.trials.num_judged - self.judged_before + (self.of_few.num_judged if self.of_few else 0)
-
-
-def _called_too_late(findings: Findings) -> frozenset[str]:
-    """Return the modules that are called only after the single origin, and always with non-finite inputs.
-
-    Keeping only these in fp32 changes nothing that runs before them, including the origin.
-    """
-    calls, diagnoses = findings.trace.calls, findings.conclusion.diagnoses
-    if findings.verdict != "precision" or len(diagnoses) != 1:
-        return frozenset()
-    left_at = next((call.leave for call in calls if call.key == diagnoses[0].origin.place.key), None)
-    if left_at is None:
-        return frozenset()
-    in_time = {call.module for call in calls if call.enter < left_at or all(stats.finite for stats in call.inputs)}
-    return frozenset(call.module for call in calls) - in_time
-
-
-def is_undone(edit: Edit, findings: Findings) -> bool:
-    """Return True if modules in fp32 are useless because a product outside them takes more than its format holds.
-
-    The cast of its input makes Inf from what they keep finite. This counts only if in the failing step the product took
-    NaN or Inf, and it or an op before it made NaN: a sigmoid may turn an Inf alone into the right number.
-    """
-    kept = flatten((edit,))
-    if not all(isinstance(single, KeepModule) for single in kept):
-        return False
-    low, ops = findings.trace.format, {op.order: op for op in findings.trace.ops}
-    in_fp32 = {op.key: op for op in findings.reference.ops if op.op in PRODUCTS}
-    return any(
-        taken.stats is not None and (taken.stats.absmax or 0.0) > _CLEAR_EXCESS * low.max
-        for op in findings.trace.ops
-        if op.key in in_fp32 and op.nonfinite_inputs and all(made.dtype is low for made in op.outputs)
-        if not any(widens(single, op) for single in kept) and _comes_to_nan(op, ops)
-        for taken in in_fp32[op.key].inputs
-    )
-
-
-def _comes_to_nan(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
-    behind = (source for tensor in op.nonfinite_inputs for source in ancestors(ops, tensor, _NAN_DEPTH))
-    return any(source.analysis is not None and "nan" in source.analysis.kinds for source in (op, *behind))
 
 
 def _guess(members: list[KeepModule], products: set[str], findings: Findings) -> list[list[KeepModule]]:

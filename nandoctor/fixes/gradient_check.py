@@ -24,7 +24,8 @@ from nandoctor.fixes.agreement import (
     gradient_norm,
     share_rounded_to_zero,
 )
-from nandoctor.fixes.variations import SURROGATES, squared_surrogate
+from nandoctor.fixes.meaning import Meaning
+from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
 from nandoctor.text import number, percent
 
@@ -32,12 +33,14 @@ from nandoctor.text import number, percent
 class Said(NamedTuple):
     """What a criterion says of a change; what follows a semicolon in the text is left out where there is no room.
 
-    `samples` are those that were run, None for the whole batch.
+    `samples` are those that were run, None for the whole batch. `replaces`: the change fails because of its meaning
+    alone, as this sentence says; the criteria after it are judged nevertheless.
     """
 
     status: Literal["passed", "failed", "not-checked"]
     text: str
     samples: tuple[int, ...] | None = None
+    replaces: str = ""
 
 
 GROWTH = 4.0
@@ -45,8 +48,6 @@ GROWTH = 4.0
 _USUAL_SCALES = (65536.0, 4096.0, 256.0, 16.0, 1.0)
 _LOWERED = (256.0, 16.0)
 """On another batch GradScaler may have to lower its scale: to these, but not above the training's scale."""
-_BELOW_ONE = (1 / 16, 1 / 256)
-"""For a stand-in loss whose own gradients fp16 cannot hold; the training's loss is not scaled by these."""
 _LEAST_SCALE = 256.0
 """The lowest scale if none is known: GradScaler gets there in eight steps, and small gradients are not yet lost."""
 _MOST_NOISE = 0.5
@@ -67,8 +68,8 @@ class GradientCheck:
     `healthy` are the samples that are not to blame, () if that is not known.
     """
 
-    def __init__(self, trials: Trials, *, healthy: tuple[int, ...]) -> None:
-        self._trials, self._healthy = trials, healthy
+    def __init__(self, trials: Trials, meaning: Meaning, *, healthy: tuple[int, ...]) -> None:
+        self._trials, self._meaning, self._healthy = trials, meaning, healthy
 
     def run(self, change: Change) -> tuple[Result, float | None]:
         """Run the step at the largest scale at which its gradients are finite; that scale is None if there is none."""
@@ -99,9 +100,7 @@ class GradientCheck:
         if step.loss_scale is None and not narrow:
             return (1.0,)
         if step.loss_scale is None:
-            is_squared = step.loss is squared_surrogate
-            needs_lower = is_squared and self._largest(self._trials.reference(change)) > FP16.max
-            return (*_USUAL_SCALES, *(_BELOW_ONE if needs_lower else ()))
+            return _USUAL_SCALES
         grown = GROWTH * step.loss_scale
         larger = (usual for usual in _USUAL_SCALES if usual > grown) if narrow else ()
         return (*larger, grown, step.loss_scale)
@@ -111,7 +110,7 @@ class GradientCheck:
 
         With `in_backward` the change is to code that computes gradients, so fp32 with the change is no reference.
         """
-        of = "a stand-in loss" if self._trials.step.loss in SURROGATES else "the loss"
+        of = "a stand-in loss" if self._trials.step.loss is surrogate_loss else "the loss"
         if not made.gradients:
             return Said("not-checked", "no weight has a gradient")
         if scale is None:
@@ -139,7 +138,7 @@ class GradientCheck:
 
     def tell_made_up(self, made: Result) -> str | None:
         """Describe gradients that are finite but implausibly large, if the unchanged step has none; None otherwise."""
-        if self._trials.step.loss in SURROGATES:
+        if self._trials.step.loss is surrogate_loss:
             is_made_up = gradient_norm(made) > LARGEST_SQUARED and not self._trials.sound_reference(()).finite
         else:
             is_made_up = self._is_made_up(gradient_norm, made)
@@ -151,8 +150,6 @@ class GradientCheck:
         """Describe a scale that was chosen because the training's is unknown; at `larger` the gradients overflow."""
         if scale == larger:
             return ""  # what fits at this scale fits at all lower ones
-        if scale < 1:
-            return "; it squares the output, and fp16 holds no more"
         if excused:
             return f"; at {number(larger)} they overflow without the failure too"
         return f"; not at {number(larger)}, with which GradScaler begins"
@@ -172,9 +169,14 @@ class GradientCheck:
         return Said("failed", f"gradients are not finite at loss scale {number(grown)}")
 
     def _overflows_anyway(self, scale: float) -> bool:
-        """Return True if fp16 cannot hold the gradients of the sound reference or of the healthy samples either."""
-        sound = self._trials.sound_reference(())
-        if sound.finite and self._largest(sound) * scale > FP16.max:
+        """Return True if fp16 cannot hold the gradients of the sound reference or of the healthy samples either.
+
+        Past float64's range the sound reference has smaller inputs, and gradients that are smaller by the same factor.
+        """
+        sound, smaller, factor = self._trials.sound_reference(()), self._meaning.smaller, 1.0
+        if smaller is not None:
+            factor, sound = smaller[0], smaller[1].exact()
+        if sound.finite and self._largest(sound) * scale > factor * FP16.max:
             return True
         if not self._healthy:
             return False

@@ -24,7 +24,7 @@ from nandoctor.fixes.candidates import (
     together,
 )
 from nandoctor.fixes.changed_lines import is_in_changed
-from nandoctor.fixes.variations import SURROGATES
+from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.writing import ChangeWriter
 from nandoctor.text import file_line, kinds_text, samples_text
@@ -127,7 +127,7 @@ def _conclude_with(edit: Edit, trials: Trials, writer: ChangeWriter) -> Conclusi
         conclusion = conclude_backward(trace, reference, step.low, loss_scale=1.0, fixed_by_scale=False)
     else:
         return Conclusion()
-    stands_in = step.loss in SURROGATES and any(lead.site.module == LOSS for lead in conclusion.suspects)
+    stands_in = step.loss is surrogate_loss and any(lead.site.module == LOSS for lead in conclusion.suspects)
     sources = [lead.site.source for lead in conclusion.suspects]
     is_placed = not isinstance(change, SourcePatch) or not any(
         source and is_in_changed(change, source) for source in sources

@@ -38,7 +38,11 @@ def describe_search(
         tried = ": what was tried changes the operation itself" if ranked else ""
         yield f"fp32 is non-finite as well, so casts to fp32 fix nothing{tried}."
     verified = [item for item in ranked if item.verified]
-    if ranked and not verified:
+    workaround = next((item for item in ranked if item.workaround is not None), None)
+    if workaround is not None and not verified:
+        yield "No change that was tried keeps what the formula means."
+        yield f"A workaround (`nandoctor fix --pick 1`): {workaround.title}. But {workaround.workaround}."
+    elif ranked and not verified:
         yield f"No change helped: {plural(len(ranked), 'change')} tried. {_describe_failures(ranked)}"
     is_of_this_batch = findings.verdict == "numerics" and all(item.kind == "data" for item in verified)
     if ranked and (not verified or is_of_this_batch) and (by_hand := _by_hand(findings)):

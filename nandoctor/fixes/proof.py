@@ -27,11 +27,12 @@ from nandoctor.fixes.agreement import (
     sample_errors,
 )
 from nandoctor.fixes.changed_lines import failing_op
-from nandoctor.fixes.gradient_check import GradientCheck, Said, at_scale, in_bf16, run_lowered
+from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
 from nandoctor.fixes.hidden_values import describe_hidden
+from nandoctor.fixes.meaning import Meaning, distance_from_limit, reversed_gradient
 from nandoctor.fixes.other_batches import OtherBatches
 from nandoctor.fixes.source_bounds import describe_cost, edges_of
-from nandoctor.fixes.variations import OTHER_SEED, VARIATIONS, scaled, squared_surrogate, surrogate_loss
+from nandoctor.fixes.variations import OTHER_SEED, VARIATIONS
 from nandoctor.fixes.verify import Judgement, Trials, selects
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.text import are, constant, join_first, join_words, number, percent
@@ -39,8 +40,6 @@ from nandoctor.text import are, constant, join_first, join_words, number, percen
 _COARSER_IN_BF16 = 8
 """The ratio of rounding errors: bf16 has 8 bits and fp16 has 11."""
 _AS_FP32 = Said("passed", "finite wherever fp32 is")
-_FACTORS = tuple(0.5 * 4.0**-n for n in range(6))
-"""exp is finite in float64 up to 709, in fp32 up to 88: with steps of 4, one factor lands between the two."""
 
 
 class Verifier:
@@ -54,7 +53,8 @@ class Verifier:
         self.guilty, self._trusts_fp32 = guilty, trusts_fp32
         samples = range(trials.step.num_samples or 0)
         self.healthy = tuple(sample for sample in samples if sample not in guilty) if guilty else ()
-        self.gradients = GradientCheck(self.trials, healthy=self.healthy)
+        self.meaning = Meaning(self.trials)
+        self.gradients = GradientCheck(self.trials, self.meaning, healthy=self.healthy)
         self.others = OtherBatches(self.trials, guilty=guilty, healthy=self.healthy, random=random)
         self._verified: dict[object, tuple[Judgement, tuple[Check, ...]]] = {}
 
@@ -69,16 +69,17 @@ class Verifier:
         return self._verified[key]
 
     def _verify(self, written: WrittenChange, edit: Edit) -> tuple[Judgement, tuple[Check, ...]]:
-        proof, checks = self._run(written, edit), list[Check]()
+        proof, checks, replaces = self._run(written, edit), list[Check](), list[str]()
         for name, judge in CRITERIA:
             said = judge(proof)
             if said is None:
                 continue
             checks.append(Check(name=name, status=said.status, text=said.text, samples=said.samples))
-            if said.status == "failed":
-                break
-        passes = all(check.status != "failed" for check in checks)
-        return Judgement(outcome=proof.judgement.outcome, passes=passes), tuple(checks)
+            replaces += [said.replaces] if said.replaces else []
+            if said.status == "failed" and not said.replaces:
+                return Judgement(outcome=proof.judgement.outcome, passes=False), tuple(checks)
+        workaround = replaces[0] if replaces else None
+        return Judgement(outcome=proof.judgement.outcome, passes=not replaces, workaround=workaround), tuple(checks)
 
     def _run(self, written: WrittenChange, edit: Edit) -> Proof:
         """Run the step with the written change at the largest loss scale at which its gradients are finite."""
@@ -100,23 +101,6 @@ class Verifier:
             return None
         off = compare_runs(reference, exact).max_rel_err
         return off if off > FP32_ERROR else None
-
-    @cached_property
-    def smaller(self) -> tuple[float, Trials] | None:
-        """The largest input factor with which float64 is finite, its gradients too if possible; and its trials."""
-        if not self.trials.numerics or self.trials.exact().finite:
-            return None
-        found = None
-        for factor in _FACTORS:
-            batch = scaled(self.trials.step.batch, self.trials.step.used, factor)
-            trials = self.trials.on(replace(self.trials.step, batch=batch)) if batch is not None else None
-            if trials is None:
-                return None
-            if trials.exact().values_finite and (found is None or trials.exact().finite):
-                found = factor, trials
-            if trials.exact().finite:
-                break
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +146,7 @@ def _judge_output(proof: Proof) -> Said:
         return Said("failed", told)
     off = _error_of_smaller(proof)
     if off is not None:
-        return Said("failed", f"{told}, but {off}")
+        return Said("failed", f"{told}, but {off}", replaces=f"it replaces values that the formula gives: {off}")
     return Said("passed", told + _describe_rounding(proof))
 
 
@@ -175,9 +159,9 @@ def _describe_rounding(proof: Proof) -> str:
 
 def _error_of_smaller(proof: Proof) -> str | None:
     """Describe the change's error against float64 with smaller inputs; None if accepted, or not needed."""
-    if selects((proof.change,)) or proof.verifier.smaller is None:
+    if selects((proof.change,)) or proof.verifier.meaning.smaller is None:
         return None
-    factor, trials = proof.verifier.smaller
+    factor, trials = proof.verifier.meaning.smaller
     beside = compare_runs(trials.reference(proof.change), trials.exact())
     if beside.finite and beside.agrees(unsure=compare_runs(trials.reference(), trials.exact())):
         return None
@@ -185,11 +169,24 @@ def _error_of_smaller(proof: Proof) -> str | None:
 
 
 def _judge_float64(proof: Proof) -> Said | None:
-    """Refuse a change that agrees with fp32 where fp32 itself is wrong."""
+    """Refuse a change that agrees with fp32 where fp32 itself is wrong, or with which fp32 is."""
+    if proof.trials.numerics:
+        return _judge_changed_fp32(proof)
     off = proof.verifier.fp32_error if proof.judgement.passes and not selects((proof.change,)) else None
     if off is None or compare_runs(proof.made, proof.verifier.search_trials.exact()).agrees():
         return None
     return Said("failed", f"fp32 itself is {percent(off)} off float64 here")
+
+
+def _judge_changed_fp32(proof: Proof) -> Said | None:
+    """Refuse a change with which float64 gives something else than fp32, as after an eps that makes 1e12 of 1 / 0."""
+    changed = proof.trials.exact(proof.change)
+    if not changed.ran or selects((proof.change,)):
+        return None
+    comparison = compare_runs(proof.trials.reference(proof.change), changed)
+    if not comparison.values or comparison.agrees():
+        return None
+    return Said("failed", f"with the change, fp32 is {percent(comparison.max_rel_err)} off float64")
 
 
 def _judge_loss(proof: Proof) -> Said:
@@ -208,6 +205,32 @@ def _judge_buffers(proof: Proof) -> Said | None:
 def _judge_gradients(proof: Proof) -> Said:
     in_backward = proof.written.in_backward
     return proof.verifier.gradients.judge(proof.change, proof.made, proof.scale, in_backward=in_backward)
+
+
+def _judge_direction(proof: Proof) -> Said | None:
+    """Refuse a change with which a gradient points the other way than that of the unchanged formula."""
+    meant = proof.verifier.meaning.directed
+    if meant is None or selects((proof.change,)) or proof.written.in_backward:
+        return None
+    name = reversed_gradient(proof.made, meant)
+    if name is None:
+        return None
+    where = "float64" if proof.trials.numerics else "fp32"
+    sentence = f"the gradient of `{name}` points the other way than the formula's in {where}: training goes astray"
+    return Said("failed", f"that of `{name}` points the other way than in {where}", replaces=sentence)
+
+
+def _judge_limit(proof: Proof) -> Said | None:
+    """Refuse a change that gives something else than the limit of the formula at a point where it has no value."""
+    if selects((proof.change,)) or proof.written.kind == "data":
+        return None
+    limit = proof.verifier.meaning.limit
+    if limit is None:
+        return None
+    sentence = distance_from_limit(proof.made, limit, proof.trials.exact())
+    if sentence is None:
+        return Said("passed", "the change gives the formula's limit where there is one")
+    return Said("failed", sentence, replaces=sentence)
 
 
 def _judge_growth(proof: Proof) -> Said:
@@ -282,9 +305,9 @@ def _judge_past_bound(proof: Proof) -> Said | None:
     asked = written.in_backward or written.is_shared
     unknown: Literal["failed", "not-checked"] = "failed" if asked else "not-checked"
     if trials.numerics and not trials.exact().finite:
-        if proof.verifier.smaller is None:
+        if proof.verifier.meaning.smaller is None:
             return Said(unknown, "float64 overflows too: nothing shows what such exponents should give")
-        _, trials = proof.verifier.smaller
+        _, trials = proof.verifier.meaning.smaller
     runs = trials.reference(written.changed), trials.exact(written.unchanged), trials.exact()
     changed, exact, before = (replace(run, values=run.gradients) if written.in_backward else run for run in runs)
     made = compare_runs(changed, exact)
@@ -296,7 +319,7 @@ def _judge_past_bound(proof: Proof) -> Said | None:
         for name, found in made.values.items()
     )
     said = f"{percent(off)} off float64 with all exponents past the bound"
-    return Said("passed" if off <= TOLERANCE else "failed", said)
+    return Said("passed", said) if off <= TOLERANCE else Said("failed", said, replaces=f"other batches may be {said}")
 
 
 def _judge_backward(proof: Proof) -> Said | None:
@@ -354,11 +377,6 @@ def _run_on(proof: Proof, varied: Trials | None) -> Said:
         made_up = proof.verifier.gradients.tell_made_up(made)
         told = _describe_finite(made, lowered)
         return Said("passed", told) if made_up is None else Said("failed", f"gradients are {made_up}")
-    if made.values_finite and varied.step.loss is squared_surrogate and varied.reference(proof.change).finite:
-        # The change is sound in fp32: what fp16 cannot hold may be the stand-in loss's own gradient.
-        plain = proof.trials.on(replace(varied.step, loss=surrogate_loss))
-        if plain.run(*at_scale(proof.change, 1.0)).finite:
-            return Said("passed", "output finite, gradients too where they do not grow with the output")
     said = _excuse(proof.trials, made, varied.reference())
     is_excused = said.status != "failed" and made.ran and not made.values_finite
     mended = proof.mended if is_excused else None
@@ -401,7 +419,9 @@ CRITERIA: tuple[tuple[str, Callable[[Proof], Said | None]], ...] = (
     ("loss", _judge_loss),
     ("buffers", _judge_buffers),
     ("gradients", _judge_gradients),
+    ("gradient direction", _judge_direction),
     ("loss scale", _judge_growth),
+    ("limit", _judge_limit),
     ("healthy samples", _judge_healthy),
     ("values at the edge", _judge_edge),
     ("exponents past the bound", _judge_past_bound),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -37,10 +37,11 @@ from nandoctor.fixes.candidates import (
     vary_settings,
     without_guilty,
 )
-from nandoctor.fixes.fp32_sets import Kept, is_undone, refine, search_fp32_sets
+from nandoctor.fixes.fp32_sets import Kept, refine, search_fp32_sets
 from nandoctor.fixes.gradient_check import scale_set_by
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.notes import describe_coupling, describe_none, describe_search, distance_of
+from nandoctor.fixes.program_errors import find_program_error
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import Judgement, Known, Trials
 from nandoctor.fixes.widening import cost_of, is_below
@@ -104,12 +105,15 @@ def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> li
 
     Then come fixes that leave the origin as it is: they help because an input happens to arrive in fp32, or because the
     loss is scaled by less than 1, which no GradScaler is meant to reach. Leaving out samples, for this batch, is last.
+    Workarounds follow, and what failed. Among changes of one size, the smaller error is better.
     """
 
-    def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, int]:
+    def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, bool, int, float]:
         size = _size(item.edit, findings)
         elsewhere = _is_only_upstream(item.edit, findings) or (scale_set_by(item.edit) or 1.0) < 1
-        return not item.verified, item.kind == "data", elsewhere, size >= _WHOLE, item.patch not in at_origin, size
+        is_workaround = item.workaround is not None
+        place = item.kind == "data", elsewhere, size >= _WHOLE, item.patch not in at_origin
+        return not item.verified, not is_workaround, *place, size, distance_of(item)
 
     at_origin = {item.patch for item in tried}
     return sorted(_distinct([*from_fp32_sets, *tried]), key=key)
@@ -162,9 +166,17 @@ class _Search:
         self._fp32_sets: Fp32SetSearch | None = None
         self._later = LaterOrigins()
         self._fp32_error: float | None = None
+        self._program_error: str | None = None
 
     def try_changes(self) -> None:
-        """Try what the diagnosis suggests; if fp32 fails as well and nothing helps, leave samples out."""
+        """Try what the diagnosis suggests; if fp32 fails as well and nothing helps, leave samples out.
+
+        Nothing is tried on an error of the program.
+        """
+        self._program_error = find_program_error(self._findings, self._trials)
+        if self._program_error is not None:
+            self._untried.remove(_CHANGES)
+            return
         self._attempt(propose(self._findings, self._trials), self._tried)
         self._untried.remove(_CHANGES)
         if self._findings.verdict == "numerics" and not self._succeeded:
@@ -244,12 +256,17 @@ class _Search:
             fp32_error=self._fp32_error,
             notes=(
                 *([stopped] if interrupted else []),
+                *([self._program_error] if self._program_error is not None else []),
                 *self._later.notes,
                 *describe_search(self._findings, ranked, left, out_of_memory=self._budget.out_of_memory),
-                *([describe_none(self._findings, self._step.model)] if not ranked and _CHANGES not in left else []),
+                *([describe_none(self._findings, self._step.model)] if self._found_none(ranked, left) else []),
                 *describe_coupling(self._varied, self._step),
             ),
         )
+
+    def _found_none(self, ranked: Sequence[Fix], left: Sequence[str]) -> bool:
+        """Return True if changes were looked for, and there were none to try."""
+        return not ranked and _CHANGES not in left and self._program_error is None
 
     @property
     def _succeeded(self) -> bool:
@@ -285,7 +302,7 @@ class _Search:
         tried: list[Fix] = []
         for edit in candidate:
             written = list(self._writer.write(edit))
-            if (not written and is_text_alone(edit)) or is_undone(edit, self._findings):
+            if not written and is_text_alone(edit):
                 continue
             attempts: list[Fix] = []
             if (self._trials.numerics and not is_text_alone(edit)) or not written:
@@ -305,7 +322,11 @@ class _Search:
                 if fails_at_once and not isinstance(edit, KeepOp):
                     break
             tried += attempts
-        return sorted(tried, key=lambda fix: (math.isinf(distance_of(fix)), fix.kind == "advice", distance_of(fix)))[:1]
+
+        def key(fix: Fix) -> tuple[bool, bool, bool, float]:
+            return fix.workaround is None, math.isinf(distance_of(fix)), fix.kind == "advice", distance_of(fix)
+
+        return sorted(tried, key=key)[:1]
 
 
 def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tuple[Check, ...]) -> Fix:
@@ -319,6 +340,7 @@ def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tupl
         files=() if source is None else source.files,
         settings=written.settings,
         verified=proof.passes,
+        workaround=proof.workaround,
         checks=checks,
         outcome=proof.outcome,
         rank=0,

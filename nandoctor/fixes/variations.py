@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,38 +28,17 @@ def surrogate_loss(output: Any, _: Batch) -> torch.Tensor:
     It stands in for a training loss that is not known: the mean of each tensor, weighted by a fixed pattern so that a
     softmax or a norm, whose plain mean is constant, has a gradient too.
     """
-    return _sum(map(_weighted_mean, _dense_floats(output)))
-
-
-def squared_surrogate(output: Any, _: Batch) -> torch.Tensor:
-    """Return `surrogate_loss` plus half the mean square, whose gradient grows with the output like a squared error's.
-
-    It stands in if fp32 fails as well: nothing else shows that values which a change produced are too large.
-    """
-    leaves = list(_dense_floats(output))
-    finite = (leaf.float().masked_fill(~leaf.isfinite(), 0.0) for leaf in leaves)
-    return _sum([*map(_weighted_mean, leaves), *(0.5 * values.square().mean() for values in finite)])
-
-
-SURROGATES = frozenset({surrogate_loss, squared_surrogate})
+    total = torch.zeros(())
+    for leaf in _dense_floats(output):
+        pattern = torch.linspace(-1, 1, leaf.numel(), device=leaf.device).cos().view(leaf.shape)
+        total = total.to(leaf.device) + (leaf.float() * pattern).mean()
+    return total
 
 
 def _dense_floats(output: Any) -> Iterator[torch.Tensor]:
     for _path, leaf in walk_tensors(output):
         if leaf.is_floating_point() and leaf.numel() and not leaf.is_nested and leaf.layout == torch.strided:
             yield leaf
-
-
-def _weighted_mean(leaf: torch.Tensor) -> torch.Tensor:
-    pattern = torch.linspace(-1, 1, leaf.numel(), device=leaf.device).cos().view(leaf.shape)
-    return (leaf.float() * pattern).mean()
-
-
-def _sum(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    total = torch.zeros(())
-    for part in parts:
-        total = total.to(part.device) + part
-    return total
 
 
 def _in_another_order(batch: Batch, used: frozenset[str]) -> dict[str, torch.Tensor] | None:

@@ -30,7 +30,7 @@ from nandoctor.fixes.agreement import (
     values_of,
 )
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
-from nandoctor.fixes.variations import SURROGATES, squared_surrogate, surrogate_loss
+from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.interventions import select_samples
 from nandoctor.replaying.module_state import is_large
@@ -48,10 +48,14 @@ MOST_FP64_PARAMETERS = 250_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The outcome of a trial, and whether it passes: it is finite and agrees with fp32."""
+    """The outcome of a trial, and whether it passes: it is finite and agrees with fp32.
+
+    `workaround`: it would pass, but for what this sentence says that it replaces.
+    """
 
     outcome: TrialOutcome
     passes: bool
+    workaround: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +94,7 @@ class Trials:
         self.step, self.numerics = step, numerics
         self._known, self._budget = known, budget
         self._backward = backward and step.loss is not None
-        self._is_own_step = step.loss not in SURROGATES and not known.is_another
+        self._is_own_step = step.loss is not surrogate_loss and not known.is_another
         self._gradient_tolerance = math.inf if step.loss_scale in (None, 1.0) else GRADIENT_TOLERANCE
         self._judgements: dict[frozenset[Change], Judgement] = {}
         failed = TrialOutcome(finite=False, max_rel_err=None)
@@ -106,8 +110,7 @@ class Trials:
         """The trials of the same step with a backward pass, from a surrogate loss if no loss is known."""
         if self._backward:
             return self
-        stand_in = squared_surrogate if self.numerics else surrogate_loss
-        step = self.step if self.step.loss is not None else replace(self.step, loss=stand_in)
+        step = self.step if self.step.loss is not None else replace(self.step, loss=surrogate_loss)
         return Trials(step, self._budget, numerics=self.numerics, known=replace(self._known, fails=False))
 
     def on(self, step: FailingStep, *, backward: bool = True) -> Trials:
@@ -322,7 +325,7 @@ class Trials:
                 if not self.reference().ran and is_wrong_call(error):
                     raise  # unchanged, the NaN stops the loss before it needs what the dump lacks
                 return keep(None)
-            if self.step.loss in SURROGATES and self._backward:
+            if self.step.loss is surrogate_loss and self._backward:
                 self._backward = False  # the output depends on no trained weight
                 return self._execute(edits, policy)
             return keep(None)
@@ -345,12 +348,12 @@ class Trials:
         self.drew = outcome.random
         self._end_if(out_of_memory=outcome.out_of_memory)
         # The value of a surrogate loss is meaningless: it may cancel to a number without a correct digit.
-        outcome = replace(outcome, loss=None) if self.step.loss in SURROGATES else outcome
+        outcome = replace(outcome, loss=None) if self.step.loss is surrogate_loss else outcome
         return keep(outcome)
 
     def _with_meant(self, made: Result, edits: tuple[Change, ...], policy: Policy | None) -> Result:
         """Mark infinities as meant that the unchanged step has in fp32 too, if there is a known loss to judge them."""
-        has_loss = self.step.loss is not None and self.step.loss not in SURROGATES
+        has_loss = self.step.loss is not None and self.step.loss is not surrogate_loss
         if made.values_finite or not has_loss or not (infinities := made.infinities):
             return made
         samples = tuple(edit for edit in _key(edits) if isinstance(edit, KeepSamples))

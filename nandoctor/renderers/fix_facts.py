@@ -59,9 +59,14 @@ class ShownFix:
 
 
 def list_fixes(report: Report) -> tuple[ShownFix, ...]:
-    """Return the fixes, smallest first: verified ones, then those with the right output, then those off or failed."""
+    """Return the fixes, smallest first: verified, workarounds, those with the right output, those off or failed."""
     shown = [(fix, _show_fix(fix, report)) for fix in sorted(report.fixes, key=lambda fix: fix.rank)]
-    shown.sort(key=lambda pair: (not pair[1].verified, not _is_output_right(pair[0]), _STATES.index(pair[1].state)))
+
+    def key(pair: tuple[Fix, ShownFix]) -> tuple[bool, bool, bool, int]:
+        fix, shown = pair
+        return not fix.verified, fix.workaround is None, not _is_output_right(fix), _STATES.index(shown.state)
+
+    shown.sort(key=key)
     return tuple(fix for _, fix in shown)
 
 
@@ -88,8 +93,8 @@ def _show_fix(fix: Fix, report: Report) -> ShownFix:
 
 
 def _judge(fix: Fix, report: Report) -> tuple[FixState, str]:
-    if fix.verified:
-        return "verified", "verified"
+    if fix.verified or fix.workaround is not None:
+        return ("verified", "verified") if fix.verified else ("off", f"workaround: {printable(fix.workaround or '')}")
     error = fix.outcome.max_rel_err
     if not fix.outcome.finite:
         return "failed", f"failed: {describe_outcome(fix.outcome)}"

@@ -98,7 +98,8 @@ def _place(verification: Verification) -> Iterator[Fact]:
 
 def print_fix(choice: FixChoice, report: Report, console: Console) -> None:
     """Print the chosen change, and the next best ones in a line each."""
-    title = literal(f"Fix {choice.pick} of {choice.num_verified}, verified: {choice.fix.title}", "bold")
+    of = f"Fix {choice.pick} of {choice.num_verified}, verified" if choice.fix.verified else "Workaround"
+    title = literal(f"{of}: {choice.fix.title}", "bold")
     is_diff = choice.fix.kind == "source"
     code = [CodeLine(line, diff_style(line) if is_diff else "") for line in code_of_fix(choice.fix).splitlines()]
     facts = fact_rows(list(_fix_facts(choice, report)))
@@ -123,6 +124,8 @@ def _settings_as_code(settings: FixSettings) -> Iterator[str]:
 def _fix_facts(choice: FixChoice, report: Report) -> Iterator[Fact]:
     chosen = choice.fix
     yield Fact("result", describe_outcome(chosen.outcome))
+    if chosen.workaround is not None:
+        yield Fact("replaces", printable(chosen.workaround))
     yield from every_check(chosen)
     yield from reason_facts(chosen)
     if chosen.kind != "source":

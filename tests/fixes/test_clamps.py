@@ -70,11 +70,11 @@ def test_a_power_of_zero_is_left_out_before_it_is_bounded(tmp_path):
     assert not any("clamp" in fix.patch for fix in others)
 
 
-@pytest.mark.parametrize("op", ["sqrt_", *(pytest.param(op, marks=pytest.mark.slow) for op in ("log_", "pow_"))])
+@pytest.mark.parametrize("op", ["log_", pytest.param("pow_", marks=pytest.mark.slow)])
 def test_an_op_that_writes_to_its_argument(op, tmp_path):
     """Each clamp is tried: what no trial had changed was said to be still non-finite."""
     body = f"h = self.lift(x).float() - 2.0; h.{op}({-0.5 if op == 'pow_' else ''}); return h.sum(-1)"
-    tried = fixes(body, [[3.0, 4.0, 1.5, 5.0], [3.0, 4.0, 4.0, 5.0]], tmp_path)
+    tried = fixes(body, [[3.0, 4.0, 2.0, 5.0], [3.0, 4.0, 4.0, 5.0]], tmp_path)
     (written, *_) = (fix for fix in tried if fix.kind == "source")
     assert written.outcome.finite
     assert ".clamp_(min=" in written.patch  # a copy that is clamped would be the one that it writes to

@@ -22,7 +22,7 @@ class Net(nn.Module):
         BODY
 
 def loss(output, batch):
-    return output.float().mean()
+    return (output.float() * torch.arange(1.0, output.shape[-1] + 1)).mean()
 """
 FORMS = {
     "where": "return torch.where(h > 0, torch.sqrt(h), torch.zeros_like(h))",
@@ -120,7 +120,9 @@ def test_an_edge_that_was_not_met_is_left_as_it_is(tmp_path):
 def test_no_zero_is_put_for_an_infinite_loss(loss, tmp_path, monkeypatch):
     """The probability that this batch does not select, or the mean that it predicts, may be the worst of the next."""
     monkeypatch.chdir(tmp_path)
-    text = FILE.replace("BODY", "return h.softmax(-1)").replace("output.float().mean()", loss)
+    text = FILE.replace("BODY", "return h.softmax(-1)").replace(
+        "(output.float() * torch.arange(1.0, output.shape[-1] + 1)).mean()", loss
+    )
     (tmp_path / "net.py").write_text(text)
     batch = {"x": torch.tensor([[300.0, 0, 0, 0], [0, 1, 0, 0]]), "y": torch.tensor([0, 1])}
     torch.save({"state_dict": {"lift.weight": torch.eye(4)}, **batch}, "dump.pth")

@@ -1,0 +1,220 @@
+"""What the unchanged formula means where fp32 has no number: its value and gradient in float64, or their limit.
+
+At a singular point the limit is looked for along neighbouring inputs: the batch is moved off the point by shrinking
+steps, towards its own next sample and along a fixed pattern, from both sides, and the results are extrapolated (Aitken:
+exact for h ** p, whatever p). A limit exists where every side that is finite converges, and all to the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.fixes.agreement import TOLERANCE, Result
+from nandoctor.fixes.variations import scaled
+from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
+from nandoctor.replaying.module_state import is_large
+from nandoctor.replaying.saved_arrays import is_flags
+from nandoctor.text import number, percent
+
+Tensors = Mapping[str, torch.Tensor]
+_FACTORS = tuple(0.5 * 4.0**-n for n in range(6))
+"""exp is finite in float64 up to 709, in fp32 up to 88: with steps of 4, one factor lands between the two."""
+_STEPS = (2.0**-10, 2.0**-15, 2.0**-20)
+"""Each is 1/32 of the one before: sqrt(h) still shrinks sixfold, and float64 keeps ten digits of 1/h."""
+_SHRINKING = 0.5
+"""Differences of a convergent sequence shrink at least so much from step to step; those of log(h) do not."""
+_NOISE = 1e-7
+"""Float64's own error beside 1/h, relative to the largest value."""
+_ALIKE = 1e-3
+"""Sides whose extrapolations differ by more, relative to the largest value, have no common limit."""
+_SIGNIFICANT = 0.01
+"""A gradient's elements below this share of its largest have a sign that rounding may decide."""
+_LEAST = 1e-4
+"""The same share for a whole weight's gradient, of the largest of all weights."""
+_REVERSED = 0.1
+"""The share of a gradient, by magnitude, that may have the other sign."""
+
+
+class Meaning:
+    """The meaning of one step's unchanged formula; what it needs is run once, and only when it is asked for."""
+
+    def __init__(self, trials: Trials) -> None:
+        self._trials = trials
+
+    @cached_property
+    def smaller(self) -> tuple[float, Trials] | None:
+        """The largest input factor with which float64 is finite, its gradients too if possible; and its trials."""
+        if not self._trials.numerics or self._trials.exact().finite:
+            return None
+        found = None
+        for factor in _FACTORS:
+            batch = scaled(self._trials.step.batch, self._trials.step.used, factor)
+            if batch is None:
+                return None
+            trials = self._trials.on(replace(self._trials.step, batch=batch))
+            if trials.exact().values_finite and (found is None or trials.exact().finite):
+                found = factor, trials
+            if trials.exact().finite:
+                break
+        return found
+
+    @cached_property
+    def directed(self) -> Result | None:
+        """A run of the unchanged step whose gradients are finite, and not of a NaN; None if there is none.
+
+        Past fp32's range the gradients are those of float64: their direction counts, whatever their size.
+        """
+        found = self._trials.exact() if self._trials.numerics else self._trials.reference()
+        return found if found.ran and found.gradients and found.gradients_finite and not found.has_nan else None
+
+    @cached_property
+    def limit(self) -> Result | None:
+        """The limits of values and gradients, NaN where there is none; None if float64 is finite, or nothing moves."""
+        if not self._trials.numerics or self._trials.exact().finite or is_large(self._trials.step.model):
+            return None
+        sides = [side for side in map(self._follow, self._sides()) if side is not None]
+        if not sides:
+            return None
+        values = _agreed([side.values for side in sides])
+        gradients = _agreed([side.gradients for side in sides])
+        return Result(values=values, gradients=gradients, ran=True)
+
+    def _sides(self) -> Iterator[Tensors]:
+        """Yield the directions in which the real arrays of the batch are moved."""
+        batch = self._trials.step.batch
+        moved = {name: value.double() for name, value in batch.items() if _is_measured(value)}
+        if not moved:
+            return
+        towards = {name: value.roll(1, 0) - value if value.dim() else value for name, value in moved.items()}
+        pattern = {name: _pattern_like(value) for name, value in moved.items()}
+        for direction in (towards, pattern):
+            yield direction
+            yield {name: -step for name, step in direction.items()}
+
+    def _follow(self, direction: Tensors) -> Result | None:
+        """Return the limit from one side, NaN where it does not converge; None if the step cannot be run there."""
+        step, runs = self._trials.step, list[Result]()
+        for size in _STEPS:
+            moved = {name: step.batch[name].double() + size * shift for name, shift in direction.items()}
+            batch = {**step.batch, **moved}
+            runs.append(self._trials.on(replace(step, batch=batch)).exact())
+            if not runs[-1].ran:
+                return None
+        values = {name: _extrapolate([run.values[name] for run in runs]) for name in _common(runs, "values")}
+        gradients = {name: _extrapolate([run.gradients[name] for run in runs]) for name in _common(runs, "gradients")}
+        return Result(values=values, gradients=gradients, ran=True)
+
+
+def _is_measured(value: torch.Tensor) -> bool:
+    """Return True for an array of finite real numbers that are not flags of 0 and 1."""
+    is_real = is_dense(value) and value.is_floating_point() and value.numel() > 0
+    return is_real and bool(torch.isfinite(value).all()) and not is_flags(value)
+
+
+def _pattern_like(value: torch.Tensor) -> torch.Tensor:
+    size = float(value.double().square().mean().sqrt()) or 1.0
+    return size * torch.linspace(1, 20, value.numel(), device=value.device).cos().view(value.shape).to(value)
+
+
+def _common(runs: Sequence[Result], what: str) -> list[str]:
+    """Return the names of the tensors that all runs have in the same shape."""
+    first, *others = (getattr(run, what) for run in runs)
+    return [name for name, one in first.items() if all(name in o and o[name].shape == one.shape for o in others)]
+
+
+def _extrapolate(run: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Extrapolate three values to a step of 0: NaN where they do not converge, Inf where the last is not finite."""
+    first, second, third = (one.double() for one in run)
+    before, last = second - first, third - second
+    noise = _NOISE * _largest(third)
+    converges = last.abs() <= _SHRINKING * before.abs() + noise
+    ratio = torch.where(before.abs() > noise, last / before, 0.0).clamp(-_SHRINKING, _SHRINKING)
+    limit = torch.where(converges, third + last * ratio / (1 - ratio), torch.nan)
+    return torch.where(torch.isfinite(third), limit, torch.inf)
+
+
+def _agreed(sides: Sequence[Tensors]) -> dict[str, torch.Tensor]:
+    """Return the mean over the sides that are finite, NaN where one does not converge, or where they differ."""
+    found = {}
+    for name in sides[0]:
+        stacked = torch.stack([side[name] for side in sides if name in side])
+        inside = ~torch.isinf(stacked)  # outside the domain the formula has no value
+        mean = torch.where(inside, stacked, 0.0).sum(0) / inside.sum(0)
+        spread = torch.where(inside, stacked - mean, 0.0).abs().amax(0)
+        found[name] = torch.where(spread <= _ALIKE * _largest(mean), mean, torch.nan)
+    return found
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """Return the largest finite magnitude, at least the smallest normal number."""
+    magnitudes = torch.where(torch.isfinite(values), values, 0.0).abs()
+    return magnitudes.amax().clamp(min=torch.finfo(torch.float32).tiny) if values.numel() else magnitudes.sum()
+
+
+def reversed_gradient(made: Result, meant: Result) -> str | None:
+    """Return the parameter whose gradient mostly points the other way than it should, or None."""
+    worst, most = None, _REVERSED
+    sizes = [_sizes(run.gradients) for run in (made, meant)]
+    for name in made.gradients.keys() & meant.gradients:
+        # That of a bias before a softmax is 0 but for rounding.
+        is_noise = any(size[name] <= _LEAST * max(size.values()) for size in sizes)
+        ours, theirs = (run.gradients[name] for run in (made, meant))
+        share = _share_reversed(ours, theirs) if ours.shape == theirs.shape and not is_noise else 0.0
+        if share > most:
+            worst, most = name, share
+    return worst
+
+
+def _sizes(gradients: Tensors) -> dict[str, float]:
+    return {name: float(gradient.abs().max()) if gradient.numel() else 0.0 for name, gradient in gradients.items()}
+
+
+def _share_reversed(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the share of a gradient, by magnitude, in which another has a significant element of the other sign."""
+    ours, theirs = (torch.view_as_real(one) if one.is_complex() else one for one in (ours, theirs))
+    size = theirs.abs().double() / theirs.abs().max()
+    size = torch.where(size >= _SIGNIFICANT, size, 0.0)
+    is_reversed = (ours.sign() == -theirs.sign()) & (ours.abs() >= _SIGNIFICANT * ours.abs().max())
+    return float(size[is_reversed].sum() / size.sum())
+
+
+def distance_from_limit(made: Result, limit: Result, exact: Result) -> str | None:
+    """Describe where a run differs from the limits that the unchanged step has where it has no number; None if nowhere.
+
+    `exact` is the unchanged step itself in float64.
+    """
+    for name in made.values.keys() & limit.values:
+        ours, theirs, itself = (run.values[name].double() for run in (made, limit, exact))
+        singular = ~torch.isfinite(itself) & torch.isfinite(theirs)
+        off = torch.where(singular, ours - theirs, 0.0).abs()
+        if bool((off > TOLERANCE * _largest(theirs)).any()):
+            worst = int(off.argmax())
+            given, tends = (number(float(one.flatten()[worst])) for one in (ours, theirs))
+            return f"{_place(name, ours, worst)} {given} where the formula tends to {tends}"
+    # Where a value has no limit, such as log(0), that of a gradient means nothing.
+    has_values = all(bool(torch.isfinite(values).all()) for values in limit.values.values())
+    return _describe_gradients(made, limit) if has_values and not exact.gradients_finite else None
+
+
+def _place(name: str, values: torch.Tensor, worst: int) -> str:
+    if name == "loss" or not values.dim():
+        return f"the {'loss' if name == 'loss' else 'output'} is"
+    return f"sample {worst // max(values[0].numel(), 1)} gets"
+
+
+def _describe_gradients(made: Result, limit: Result) -> str | None:
+    """Describe gradients that differ from their limit, where they have one."""
+    for name in made.gradients.keys() & limit.gradients:
+        theirs = limit.gradients[name].double()
+        known = torch.isfinite(theirs)
+        off = torch.where(known, made.gradients[name].double() / made.gradient_scale - theirs, 0.0)
+        size = torch.where(known, theirs, 0.0).norm()
+        if float(off.norm()) > GRADIENT_TOLERANCE * max(float(size), torch.finfo(torch.float32).tiny):
+            far = percent(float(off.norm() / size)) if size else "far"
+            return f"the gradient of `{name}` is {far} off its limit at this point"
+    return None
