@@ -141,19 +141,18 @@ def placed_map(change: Callable[[Place, Any], Any], tree: Any) -> Any:
     several places is made once.
 
     Raises:
-        RecursionError: it is nested deeper than `MAX_DEPTH`.
+        RecursionError: it is nested deeper than `MAX_DEPTH`, or holds itself.
     """
-    made: dict[int, tuple[Any, Any]] = {}
+    made: dict[int, tuple[Any, Any]] = {}  # with the containers themselves, so that no id is reused
 
     def visit(place: Place, item: Any) -> Any:
         changed = change(place, item)
         inside = parts(item) if changed is item else None
         if inside is None:
             return changed
-        if len(place) >= MAX_DEPTH:
+        if len(place) >= MAX_DEPTH:  # also if it holds itself
             raise RecursionError("a container is nested too deeply")
         if id(item) not in made:
-            made[id(item)] = item, item  # where it holds itself
             made[id(item)] = item, rebuilt(item, {key: visit((*place, key), part) for key, part in inside.items()})
         return made[id(item)][1]
 

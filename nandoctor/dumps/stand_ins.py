@@ -53,7 +53,7 @@ _MODEL_OUTPUT = re.compile(r"(transformers|diffusers)\.[\w.]+\.[A-Z]\w*Output\w*
 _RESERVED = frozenset({"torch", "numpy", "nandoctor", *sys.stdlib_module_names})
 
 
-class Fields(dict[str, Any]):
+class Record(dict[str, Any]):
     """A stand-in for an object whose state is the mapping of its attributes."""
 
     kind = ""
@@ -76,14 +76,14 @@ class Fields(dict[str, Any]):
         return sum(map(len, parts))
 
 
-class _UserDict(Fields):
+class _UserDict(Record):
     """A stand-in for `collections.UserDict` and its subclasses, which keep their items under "data"."""
 
     def take(self, state: object) -> int:
         return super().take(state.get("data") if isinstance(state, Mapping) else None)
 
 
-class _Opaque(Fields):
+class _Opaque(Record):
     """A stand-in for random generators, optimizers and the like, whose state is of no use to a replay."""
 
     def take(self, _: object) -> int:
@@ -91,7 +91,7 @@ class _Opaque(Fields):
         return 0
 
 
-class _Scaler(Fields):
+class _Scaler(Record):
     """A stand-in for a GradScaler, which keeps the scale under its name in a state dict."""
 
     def take(self, state: object) -> int:
@@ -99,7 +99,7 @@ class _Scaler(Fields):
         return super().take({"scale": state.get("_init_scale")} if isinstance(state, Mapping) else None)
 
 
-class _PackedSequence(Fields):
+class _PackedSequence(Record):
     """A stand-in for torch's named tuple of that name, called with its fields."""
 
     kind = PACKED_SEQUENCE
@@ -110,7 +110,7 @@ class _PackedSequence(Fields):
         return made
 
 
-class _Output(Fields):
+class _Output(Record):
     """A stand-in for a model's output, whose fields come as arguments and as items; or for a module named like one."""
 
     def take(self, state: object) -> int:
@@ -119,7 +119,7 @@ class _Output(Fields):
 
 
 @lru_cache(maxsize=256)
-def _of_kind(base: type[Fields], kind: str) -> type[Fields]:
+def _of_kind(base: type[Record], kind: str) -> type[Record]:
     return type(base.__name__, (base,), {"kind": kind})
 
 
@@ -155,7 +155,7 @@ def _drop(*_: object) -> None:
 
 def _find_part(owner: object, _: str) -> Callable[..., object]:
     """Stand in for `getattr`, by which protocol 2 names a nested class, and the method that makes a time zone."""
-    return _drop if owner is _drop else Fields
+    return _drop if owner is _drop else Record
 
 
 def _read_time(stamp: object = None, *_: object) -> str | None:
@@ -215,7 +215,7 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     **dict.fromkeys(("random.Random", "torch.torch_version.TorchVersion", "functools.partial"), _Opaque),
     **{f"numpy.random._pickle.__{kind}_ctor": _Opaque for kind in ("generator", "bit_generator", "randomstate")},
     "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": _Opaque,
-    **{name: _of_kind(Fields, name) for name in ("uuid.UUID", "types.SimpleNamespace", "argparse.Namespace")},
+    **{name: _of_kind(Record, name) for name in ("uuid.UUID", "types.SimpleNamespace", "argparse.Namespace")},
     # numpy 2 renamed `numpy.core` to `numpy._core`; each writes its own name into pickles.
     # `_reconstruct` is called with (ndarray, (0,), b"b") before the state comes.
     **{f"numpy.{core}.multiarray._reconstruct": lambda *_: PickledArray() for core in ("core", "_core")},
@@ -230,7 +230,7 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "transformers.tokenization_utils_base.BatchEncoding": _of_kind(_UserDict, "transformers.BatchEncoding"),
     "transformers.feature_extraction_utils.BatchFeature": _of_kind(_UserDict, "transformers.BatchFeature"),
     "transformers.image_processing_base.BatchFeature": _of_kind(_UserDict, "transformers.BatchFeature"),
-    "tokenizers.Encoding": Fields,
+    "tokenizers.Encoding": Record,
     **{f"torch.{module}.grad_scaler.GradScaler": _Scaler for module in ("amp", "cuda.amp")},
     # What a recorder leaves on a model that is pickled while it records.
     "sys.audit": _Opaque,
@@ -253,7 +253,7 @@ def find_stand_in(name: str) -> Callable[..., object] | None:
         return _Opaque
     if _MODEL_OUTPUT.fullmatch(name):
         return _Output
-    return _of_kind(Fields, name) if _TORCH_OBJECT.fullmatch(name) or _is_of_others(name) else None
+    return _of_kind(Record, name) if _TORCH_OBJECT.fullmatch(name) or _is_of_others(name) else None
 
 
 def _is_of_others(name: str) -> bool:

@@ -14,7 +14,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nandoctor.dumps.file_type import Container, Member
-from nandoctor.dumps.stand_ins import STORAGE_DTYPES, Fields, find_stand_in, join_name
+from nandoctor.dumps.stand_ins import STORAGE_DTYPES, Record, find_stand_in, join_name
 from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _fill(opcode: bytes, find: Callable[[Any], object], *kinds: type) -> Callabl
 
     def fill(unpickler: Any) -> None:
         found = find(unpickler)
-        if type(found) not in kinds and not (dict in kinds and isinstance(found, Fields)):
+        if type(found) not in kinds and not (dict in kinds and isinstance(found, Record)):
             raise pickle.UnpicklingError("items for what is no container")
         handle(unpickler)
 
@@ -140,7 +140,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
         state, made = self.stack.pop(), self.stack[-1]
         if isinstance(made, (PickledArray, PickledDtype)) and type(state) is tuple:
             made.__setstate__(state)
-        elif isinstance(made, Fields):
+        elif isinstance(made, Record):
             self._num_fields_left -= made.take(state)  # many records may share a state, and each copies it
             if self._num_fields_left < 0:
                 raise pickle.UnpicklingError("more fields than the pickle has bytes")

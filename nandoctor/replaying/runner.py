@@ -219,12 +219,12 @@ def _run(run: _RunPlan) -> Outcome:
         if error is None or user_code.explains(outcome.trace, error):
             return outcome
         if user_code.is_wrong_call(error):
-            user_code.raise_explained(error, run.policy)
+            user_code.raise_explained(error, run.policy, run.step.description)
     # Only its ops show a value that one forward both makes and checks. If ops were watched, that may be what raised.
     blinded = f"{type(error).__name__}: {error}" if run.watch.ops else None
     outcome, error = _record(replace(run, watch=replace(run.watch, ops=not run.watch.ops)))
     if error is not None and not user_code.explains(outcome.trace, error):
-        user_code.raise_explained(error, run.policy)
+        user_code.raise_explained(error, run.policy, run.step.description)
     return replace(outcome, trace=replace(outcome.trace, blinded=blinded))
 
 

@@ -104,8 +104,8 @@ def explains(trace: Trace, error: Exception) -> bool:
     return any(analysis.overflowed or analysis.kinds != ("-inf",) for analysis in analyses)
 
 
-def raise_explained(error: Exception, policy: Policy) -> NoReturn:
-    """Raise the error for a forward that raised under `policy` while all was finite; a LossError as it is."""
+def raise_explained(error: Exception, policy: Policy, call: str) -> NoReturn:
+    """Raise the error for a `call` that raised under `policy` while all was finite; a LossError as it is."""
     if isinstance(error, LossError):
         raise error
     if is_out_of_memory(error):
@@ -129,8 +129,8 @@ def raise_explained(error: Exception, policy: Policy) -> NoReturn:
     raise ModelError(
         f"{raised} (in {policy.format}, which nandoctor compares with)" if compared else raised,
         remedy=("Where that line asks for half precision, let it take fp32 too. Else check" if compared else "Check")
-        + " what the model is called with: `nandoctor inspect` lists the saved arrays, --inputs picks among them by "
-        "name, and --call names a function (model, batch) -> output for anything else.",
+        + f" the call, {call}: `nandoctor inspect` lists the saved arrays, --inputs picks among them by name, and "
+        "--call names a function (model, batch) -> output for anything else.",
     ) from error
 
 

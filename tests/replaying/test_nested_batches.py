@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import nandoctor
-from nandoctor.errors import LossError
+from nandoctor.errors import LossError, ModelError
 
 IMAGES = torch.linspace(-1, 1, 24).reshape(3, 8)
 LABELS = [{"boxes": torch.ones(count, 4), "id": count, "weight": torch.tensor(0.5)} for count in (1, 2, 3)]
@@ -126,3 +126,13 @@ def test_a_loss_that_refuses_what_is_non_finite_is_no_error(replay):
     report = replay(Plain(), FLAT, loss=strict, fixes=True, max_trials=40)
     assert report.verdict == "precision"
     assert any(fix.verified for fix in report.fixes)
+
+
+def test_the_call_that_a_model_rejects_is_shown(replay):
+    class Scaled(nn.Linear):
+        def forward(self, x, scale):
+            return super().forward(x) * scale["by"]
+
+    with pytest.raises(ModelError, match="forward raised IndexError") as caught:
+        replay(Scaled(8, 8), {"images": IMAGES, "factor": torch.ones(3)})
+    assert caught.value.remedy.startswith("Check the call, model(x=images, scale=factor): `nandoctor inspect`")
