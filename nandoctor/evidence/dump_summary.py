@@ -85,8 +85,8 @@ class OptimizerSlot:
     """One parameter's running mean of squared gradients, with exact counts, in the format that its step is computed in.
 
     `parameter` is the dotted name, "" if the optimizer's order did not match the model's. `eps` is added to the root.
-    `safe_eps` is the smallest eps tried that keeps the optimizer's step, in the format of the moments, finite and
-    within the bound that holds for exact moments; None if none does.
+    `safe_eps` is the eps with which the optimizer's steps, in the format of the moments, are finite and least wrong;
+    None if there is none.
     """
 
     parameter: str

@@ -48,9 +48,10 @@ from nandoctor.fixes.widening import cost_of, is_below
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange, write_title
 from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.replaying.runner import FailingStep
-from nandoctor.text import join_first
+from nandoctor.text import constant, join_first
 
 _CHANGES, _FP32_SETS, _SETTINGS = "changes of the operation", "sets of modules in fp32", "other settings"
+_EPS_LOST = "optimizer-eps-underflow"
 _RESERVED_SHARE = 0.2
 """The share of the budget that the search for sets, which may have thousands of modules, has to leave."""
 _LARGEST_NEAR = 2.0**20  # fp32's rounding error there is at most 1/16
@@ -85,9 +86,7 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
     if step.loss is None and findings.trace.raised is not None and findings.trace.output_finite:
         return FixSearch(notes=("No fix was tried: the step fails in its loss, which could not be run to the end.",))
     if any(diagnosis.origin.phase == "optimizer" for diagnosis in findings.conclusion.diagnoses[:1]):
-        fixes = tuple(_fix_optimizer_eps(findings))
-        none = "No eps was found that keeps the step of every parameter within its bound."
-        return FixSearch(fixes=fixes, notes=() if fixes else (none,))
+        return _fix_optimizer(step, findings, budget)
     search = _Search(step, findings, budget)
     try:
         with suppress(BudgetSpent):
@@ -128,17 +127,35 @@ def _is_only_upstream(edit: Edit, findings: Findings) -> bool:
     return only_widens(edit) and not any(is_below(path, module) for path in blamed for module in modules)
 
 
+def _fix_optimizer(step: FailingStep, findings: Findings, budget: TrialBudget) -> FixSearch:
+    """Keep the weights in fp32, and with them the optimizer's state; or use an eps that its format holds."""
+    if not any(diagnosis.cause and diagnosis.cause.code == _EPS_LOST for diagnosis in findings.conclusion.diagnoses):
+        return FixSearch(notes=("No fix was tried: the optimizer's own step is not run again.",))
+    search = _Search(step, findings, budget)
+    with suppress(BudgetSpent):
+        if any(slot.eps for slot in findings.slots):  # an eps of 0 is 0 in fp32 too
+            search.try_fp32_weights()
+    found = (*search.result().fixes, *_fix_optimizer_eps(findings))
+    return FixSearch(fixes=tuple(replace(fix, rank=rank) for rank, fix in enumerate(found)))
+
+
 def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:
-    """Yield the eps with which every parameter's step is within its bound, found by taking that step."""
+    """Yield the eps with which the steps of all parameters are least wrong, and what it costs."""
     safe = [slot.safe_eps for slot in findings.slots]
     if safe and all(eps is not None for eps in safe):
         eps = max(eps for eps in safe if eps is not None)
         edit = SetOptimizerEps(value=eps)
         settings = FixSettings(optimizer_eps=eps)
         written = WrittenChange(kind="setting", title=write_title(edit), text="", settings=settings)
-        proof = Judgement(outcome=TrialOutcome(finite=True, max_rel_err=None), passes=True)
-        stepped = Check(name="optimizer step", status="passed", text="finite and within its bound for every parameter")
-        yield _make_fix(edit, written, proof, (stepped,))
+        cost = (
+            f"small gradients, whose squares are 0 in {findings.slots[0].moment.dtype}, move a weight by the gradient"
+        )
+        proof = Judgement(
+            outcome=TrialOutcome(finite=True, max_rel_err=None),
+            passes=False,
+            workaround=f"{cost} / {constant(eps)} times the rate, and not by the rate",
+        )
+        yield _make_fix(edit, written, proof, ())
 
 
 class _Search:
@@ -199,6 +216,11 @@ class _Search:
             self._guilty = tuple(sorted({*self._guilty, *self._later.samples}))
             self._verifier = self._new_verifier()
         self._attempt(self._later.candidates, self._tried)
+
+    def try_fp32_weights(self) -> None:
+        """Try the whole model in fp32."""
+        self._attempt([(KeepModule(module=""),)], self._tried)
+        self._untried.clear()
 
     def try_fp32_sets(self) -> None:
         """Try minimal sets of modules in fp32, if fp32 does not fail; then later origins, as in the backward pass."""

@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import nn
 
 from nandoctor.dumps.optimizer_state import SecondMoment
@@ -19,7 +18,9 @@ from nandoctor.evidence.report import EpsUse
 from nandoctor.tracing.tensor_stats import format_of, measure_all
 
 _TRIED = tuple(digit * 10.0**power for power in range(-8, -1) for digit in (1, 2, 5))
-_ROUNDING = 1.05
+_ROUNDED_DOWN = 0.7
+_LEAST_GRADIENT = 2e-6
+"""Smaller gradients hardly train a weight in half precision: a rate of 1e-3 changes it by less than its rounding."""
 _IS_EPS = re.compile(r"(^|[^a-z])eps(ilon)?([^a-z]|$)", re.IGNORECASE)  # not the "eps" of "steps"
 
 # Torch's own layers, and the op that takes their eps.
@@ -45,23 +46,17 @@ def measure_slots(moments: Sequence[SecondMoment], model: nn.Module, low: FloatF
 
 
 def _safe_eps(moment: SecondMoment) -> float | None:
-    """Return the smallest eps tried that keeps the optimizer's step finite and within its bound; None if none does.
+    """Return the eps with which the optimizer's steps are least wrong in the format of its moments; None without one.
 
-    The bound, in units of the learning rate, is (1 - beta1) / sqrt(1 - beta2) or 1: Kingma and Ba, "Adam" (2015), 2.1.
-    A gradient that was not kept is taken as the largest whose square is still flushed to zero.
+    Where the square of a gradient is flushed to 0, the step is gradient / eps, and it should be 1 times the rate. The
+    largest such gradient moves too far, the smallest too little: the eps between the two errs by the same factor both
+    ways. It is 1e-4 for Adam's usual decays in fp16.
     """
-    decay1, decay2 = moment.decays
     own = format_of(moment.values.dtype)
     assert own is not None
-    bound = max((1 - decay1) / math.sqrt(1 - decay2), 1.0)
-    if moment.first is not None:
-        gradient = moment.first / (1 - decay1**moment.step)
-    else:
-        gradient = torch.full_like(moment.values, math.sqrt(own.flush_threshold / (1 - decay2)))
-        gradient = gradient.where(moment.values == 0, 0.0)
-    root = moment.values.sqrt() / math.sqrt(1 - decay2**moment.step)
-    steps = ((eps, gradient / (root + eps)) for eps in _TRIED)
-    return next((eps for eps, step in steps if bool((step.abs() <= _ROUNDING * bound).all())), None)
+    largest = math.sqrt(own.flush_threshold / (1 - moment.decays[1]))
+    middle = math.sqrt(largest * min(_LEAST_GRADIENT, largest))
+    return next((eps for eps in _TRIED if eps >= _ROUNDED_DOWN * middle and own.round(eps) != 0), None)
 
 
 def _parameter_names(moments: Sequence[SecondMoment], model: nn.Module) -> Mapping[int, str]:
