@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 import nandoctor
-from nandoctor.renderers.terminal import answer_parts, fix_parts, print_parts
+from nandoctor.renderers.document import document
+from nandoctor.renderers.terminal import print_document
 
 SAMPLE = "sample_dumps/unet_blank_tile.pth"
 WIDTH = 84
@@ -18,8 +19,8 @@ WIDTH = 84
 def draw(report):
     """Return the first screen of a report as the text of an SVG."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    print_parts(answer_parts(report, WIDTH), console)
-    print_parts(fix_parts(report), console)
+    headline, answer, fix, *_ = document(report)
+    print_document([headline, answer, fix], console)
     return console.export_svg(title=f"nandoctor replay {SAMPLE}", unique_id="nandoctor")
 
 

@@ -21,8 +21,8 @@ from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.evidence.verification import Verification
 from nandoctor.keywords import takes_options
 from nandoctor.pipeline import add_fixes, audit_dump, replay_dump
-from nandoctor.renderers.facts import command_arguments
-from nandoctor.renderers.save import save_report
+from nandoctor.renderers.commands import command_arguments
+from nandoctor.renderers.save import save
 from nandoctor.replaying.eps_constants import list_constants
 from nandoctor.replaying.model_loading import ModelSource, build_model
 from nandoctor.replaying.progress import Listener, Progress, listener_of
@@ -235,7 +235,7 @@ def describe(tensor: torch.Tensor) -> str:
     Returns:
         Such as "fp16 [4, 8], -3.2 to 4.8, median magnitude 0.7, NaN in 8 of 32 (index 2 of dimension 0)".
     """
-    from nandoctor.renderers.facts import describe_tensor
+    from nandoctor.renderers.evidence import describe_tensor
     from nandoctor.tracing.tensor_stats import measure_all
 
     measured = measure_all([("", tensor)], counts_for=FP16)
@@ -365,12 +365,12 @@ class Case:
         Raises:
             NanDoctorError: the ending is another one, or the file cannot be written.
         """
-        save_report(self.report, Path(path))
+        save(self.report, Path(path))
 
     def __repr__(self) -> str:
         return f"Case({self.report.verdict}: {self.report.headline})"
 
     def _repr_html_(self) -> str:
-        from nandoctor.renderers.notebook_card import report_html
+        from nandoctor.renderers.html import card_of
 
-        return report_html(self.report)
+        return card_of(self.report)

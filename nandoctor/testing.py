@@ -29,7 +29,8 @@ def assert_step_passes(dump: Dump | str | os.PathLike[str], model: ModelSource |
     """
     __tracebackhide__ = True
     from nandoctor.case import verify  # noqa: PLC0415  (torch is imported when a test asks)
-    from nandoctor.renderers.verification import short_story  # noqa: PLC0415
+    from nandoctor.renderers.document import document  # noqa: PLC0415
+    from nandoctor.renderers.terminal import plain_text  # noqa: PLC0415
 
     verification = verify(dump, model, changed=True, **settings)
     code = verification.code
@@ -37,4 +38,4 @@ def assert_step_passes(dump: Dump | str | os.PathLike[str], model: ModelSource |
         files = ", ".join(code.compared)
         raise AssertionError(f"CANNOT TELL: the step passes, and nothing has changed since it failed ({files})")
     if verification.exit_code != 0:
-        raise AssertionError(short_story(verification))
+        raise AssertionError(plain_text(document(verification)).rstrip())

@@ -31,7 +31,7 @@ from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.pipeline import Diagnosed, replay_dump
-from nandoctor.renderers.facts import command_for
+from nandoctor.renderers.commands import command_for
 from nandoctor.renderers.verification import describe_changes
 from nandoctor.replaying.code_changes import find_changes, find_unchanged
 from nandoctor.replaying.model_loading import ModelSource

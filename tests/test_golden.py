@@ -6,7 +6,6 @@ its numbers, within rounding: other processors sum in another order.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -17,13 +16,13 @@ from typing import get_args
 import jsonschema
 import pytest
 from report_schema import describe_schema
-from rich.console import Console
 from wording import words
 
 from nandoctor.evidence.codec import to_plain
 from nandoctor.evidence.report import SCHEMA, Grade, Report
-from nandoctor.renderers.markdown import report_markdown
-from nandoctor.renderers.terminal import print_report
+from nandoctor.renderers.document import document
+from nandoctor.renderers.markdown import draw_markdown
+from nandoctor.renderers.terminal import plain_text
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -39,13 +38,11 @@ def without_paths(text):
 
 
 def terminal(report):
-    console = Console(file=io.StringIO(), width=80, color_system=None)
-    print_report(report, console)
-    return without_paths(console.file.getvalue())
+    return without_paths(plain_text(document(report), width=80))
 
 
 def markdown(report):
-    lines = without_paths(report_markdown(report)).splitlines()
+    lines = without_paths(draw_markdown(document(report, "page"))).splitlines()
     machine = ("| nandoctor |", "| torch |", "| python |", "| platform |", "| device |")
     return "\n".join(line for line in lines if not line.startswith(machine)) + "\n"
 

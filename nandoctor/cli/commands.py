@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -21,11 +21,11 @@ from nandoctor.cli.options import (
 from nandoctor.cli.shared import (
     DumpPath,
     ReplayDisplay,
-    console,
     json_option,
     load_dump,
     opened_dump,
     print_as,
+    show,
     trust_option,
 )
 from nandoctor.renderers.plots.kinds import PLOTS
@@ -150,16 +150,10 @@ def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
     Each is a dump, which is replayed, or a saved report: before and after a fix, epoch 3 and epoch 9, fp16 and bf16.
     """
     from nandoctor.diagnosis.compare_reports import compare_reports
-    from nandoctor.renderers.diff import print_comparison
-    from nandoctor.renderers.jsonfile import dumps
 
     _refuse_idle(options, before, after)
     reports = (_read_or_replay(source, options) for source in (before, after))
-    comparison = compare_reports(*reports)
-    if as_json:
-        click.echo(dumps(comparison))
-    else:
-        print_comparison(comparison, console())
+    show(compare_reports(*reports), as_json=as_json)
 
 
 @click.command(cls=GroupedCommand, examples=["inspect nan.pth"])
@@ -169,9 +163,8 @@ def inspect(dump: Path, trust: bool) -> None:
     """Show what is in DUMP, without running any code of it unless --trust is given."""
     from nandoctor.dumps.dump import summarize
     from nandoctor.dumps.reader import look_at_dump
-    from nandoctor.renderers.inspect_dump import print_inspection
 
-    print_inspection(summarize(look_at_dump(dump, trust=trust)), console())
+    show(summarize(look_at_dump(dump, trust=trust)))
 
 
 @click.command(
@@ -194,17 +187,12 @@ def checkup(
 ) -> None:
     """Show how close a healthy step comes to overflow and underflow, and with several checkpoints when it will."""
     from nandoctor.margins import checkup as run_checkup
-    from nandoctor.renderers.checkup import checkup_page, print_checkup
-    from nandoctor.renderers.jsonfile import dumps
-    from nandoctor.renderers.save import write_text
+    from nandoctor.renderers.save import save
 
     found = run_checkup(checkpoints, options.pop("model"), batch=batch, **options)
-    if as_json:
-        click.echo(dumps(found))
-    else:
-        print_checkup(found, console())
+    show(found, as_json=as_json)
     if file is not None:
-        write_text(checkup_page(found) if file.suffix.lower() == ".html" else dumps(found) + "\n", file)
+        save(found, file)
         tell(f"Wrote {file}")
 
 
@@ -219,12 +207,8 @@ def _complete_codes(_: click.Context, __: click.Parameter, begun: str) -> list[s
 def explain(code: str | None) -> None:
     """Explain what a cause is, why it happens and how it is fixed; without CODE, list all causes."""
     from nandoctor.causes.registry import find_page, list_pages
-    from nandoctor.renderers.explain import print_catalogue, print_page
 
-    if code is None:
-        print_catalogue(list_pages(), console())
-    else:
-        print_page(find_page(code), console())
+    show(list_pages() if code is None else find_page(code))
 
 
 @click.command(cls=GroupedCommand, examples=["repro nan.pth --model train.py:make_model -o repro.py"])
@@ -284,18 +268,17 @@ def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: 
             if value is not None and name in OPTIONS and name not in ("model", "model_args"):
                 raise click.UsageError(f"{OPTIONS[name].flag} needs --dump.")
     from nandoctor.evidence.formats import SHOWN_FORMATS, round_constant
-    from nandoctor.renderers.eps import dumps_eps, print_outlook, print_rounded, print_uses
+    from nandoctor.renderers.eps import EpsAnswer, dumps_eps
 
     rounded_constants = [round_constant(value, shown) for value in values for shown in SHOWN_FORMATS]
-    uses = _list_eps(dump, options)
+    asks: Literal["values", "model", "dump"] = (
+        "dump" if dump is not None else "values" if options["model"] is None else "model"
+    )
+    answer = EpsAnswer(values=rounded_constants, uses=_list_eps(dump, options), asks=asks)
     if as_json:
-        click.echo(dumps_eps(rounded_constants, uses))
-        return
-    print_rounded(rounded_constants, console())
-    if dump is not None:
-        print_uses(uses, console())
-    elif options["model"] is not None:
-        print_outlook(uses, console())
+        click.echo(dumps_eps(answer))
+    else:
+        show(answer)
 
 
 def _list_eps(dump: Path | None, options: dict[str, Any]) -> tuple[EpsUse, ...]:
@@ -331,11 +314,10 @@ def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:
 
 
 def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool) -> None:
-    from nandoctor.renderers.jsonfile import dumps
-    from nandoctor.renderers.save import save_report
+    from nandoctor.renderers.save import save
 
     if as_json:
-        click.echo(dumps(report))
+        show(report, as_json=True)
     for path in outputs:
-        save_report(report, path)
+        save(report, path)
         tell(f"Wrote {path}")

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from nandoctor.evidence.report import Report
 
 DumpPath = click.Path(path_type=Path)
+NUM_TOLD = 2
+"""So many blocks of a report are known before any search for fixes: the headline and the answer."""
 
 trust_option = click.option(
     "--trust", is_flag=True, help="Unpickle whatever the file holds: only if you know who wrote it."
@@ -82,12 +84,12 @@ class ReplayDisplay(Listener):
 
     def tell(self, report: Report) -> None:
         """Print the answer, before any fix was tried, and go on to the bar of the search."""
-        from nandoctor.renderers.console import print_parts
-        from nandoctor.renderers.terminal import answer_parts
-
         if self._tells:
+            from nandoctor.renderers.document import document
+            from nandoctor.renderers.terminal import print_document
+
             self._bar.display.stop()
-            print_parts(answer_parts(report, self._output.width), self._output, crop=False)
+            print_document(document(report)[:NUM_TOLD], self._output)
             self._output.file.flush()
             self.told = True
             self._bar.display.start()
@@ -157,12 +159,30 @@ def opened_dump(path: Path, options: dict[str, Any], *, quiet: bool = False) -> 
         yield dump, {**settings, "progress": display}
 
 
+def show(thing: Any, *, as_json: bool = False, **more: Any) -> None:
+    """Print the document of anything that a verb found, or the record itself as JSON."""
+    if as_json:
+        from nandoctor.renderers.jsonfile import dumps
+
+        click.echo(dumps(thing))
+        return
+    from nandoctor.renderers.document import document
+    from nandoctor.renderers.terminal import print_document
+
+    print_document(document(thing, **more), console())
+
+
 def print_as(report: Report, form: str, *, told: bool, has_page: bool) -> None:
     """Print the report in this form, unless it is JSON; if its first part was `told` already, print the rest."""
-    from nandoctor.renderers.answer import LINES
-    from nandoctor.renderers.terminal import print_report
+    from nandoctor.renderers.document import document
+    from nandoctor.renderers.one_line import LINES
+    from nandoctor.renderers.report import fp32_section
+    from nandoctor.renderers.terminal import print_document
 
     if form in LINES:
         click.echo(LINES[form](report))
     elif form == "full":
-        print_report(report, console(), told=told, has_page=has_page)
+        blocks = document(report, has_page=has_page)
+        if told:
+            print_document(filter(None, [fp32_section(report)]), console())
+        print_document(blocks[NUM_TOLD if told else 0 :], console(), goes_on=told)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nandoctor.cli.options import GroupedCommand, read_size, settings_options
-from nandoctor.cli.shared import console
+from nandoctor.cli.shared import show
 
 if TYPE_CHECKING:
     from nandoctor.evidence.triage import Triage
@@ -87,12 +87,12 @@ def triage(context: click.Context, /, patterns: tuple[str, ...], as_json: bool, 
 
 
 def _print(found: Triage, *, as_json: bool) -> None:
-    from nandoctor.renderers.triage import print_triage, triage_lines
+    from nandoctor.renderers.triage import triage_lines
 
     if as_json:
         click.echo(triage_lines(found), nl=False)
     else:
-        print_triage(found, console())
+        show(found)
 
 
 @contextmanager

@@ -15,14 +15,14 @@ import click
 
 from nandoctor.cli.failures import exit_code_answers, tell
 from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, settings_options
-from nandoctor.cli.shared import DumpPath, console, json_option, opened_dump, trust_option
+from nandoctor.cli.shared import DumpPath, json_option, opened_dump, show, trust_option
 from nandoctor.errors import NanDoctorError
 from nandoctor.text import plural, printable
 
 if TYPE_CHECKING:
     from nandoctor.case import Case
     from nandoctor.evidence.edits import SourcePatch
-    from nandoctor.evidence.report import Fix, Report
+    from nandoctor.evidence.report import Fix
     from nandoctor.evidence.verification import FixChoice, Verification
     from nandoctor.working_tree import PatchedFile
 
@@ -48,15 +48,9 @@ def verify(dump: Path, as_json: bool, **options: Any) -> None:
 
     Exit: 0 fixed, 1 still fails, 125 cannot tell.
     """
-    from nandoctor.renderers.jsonfile import dumps
-    from nandoctor.renderers.verification import print_verification
-
     with exit_code_answers():
         verification = _verify(dump, options)
-        if as_json:
-            click.echo(dumps(verification))
-        else:
-            print_verification(verification, console())
+        show(verification, as_json=as_json)
     sys.exit(verification.exit_code)
 
 
@@ -114,7 +108,7 @@ def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: boo
         sys.exit(EXIT_NOTHING_FAILED)
     choice = _choose(case, pick)
     if only_diff:
-        from nandoctor.renderers.fix_facts import git_flags
+        from nandoctor.renderers.commands import git_flags
         from nandoctor.working_tree import encode_diff
 
         click.echo(encode_diff(_patch_of(choice.fix)), nl=False)
@@ -129,7 +123,7 @@ def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: boo
         written = tuple(str(file.path) for file in files) if verification.exit_code == 0 else ()
         choice = replace(choice, written=written, verification=verification)
     try:
-        _show(choice, case.report, as_json=as_json)
+        show(choice, as_json=as_json, report=case.report)
     finally:
         if write:
             tell(f"Written: {', '.join(choice.written)}" if choice.written else "The change was undone.")
@@ -139,8 +133,8 @@ def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: boo
 def _choose(case: Case, pick: int | None) -> FixChoice:
     """Return the fix of that number, from 1: of those that were verified, then of the workarounds if one is named."""
     from nandoctor.evidence.verification import FixChoice
-    from nandoctor.renderers.facts import command_for
-    from nandoctor.renderers.fix_facts import no_fix_heading
+    from nandoctor.renderers.commands import command_for
+    from nandoctor.renderers.fixes import no_fix_heading
 
     report, verified = case.report, [item for item in case.fixes if item.verified]
     workarounds = [] if pick is None else [item for item in case.fixes if item.workaround is not None]
@@ -161,7 +155,7 @@ def _choose(case: Case, pick: int | None) -> FixChoice:
 
 def _patch_of(chosen: Fix) -> SourcePatch:
     from nandoctor.evidence.edits import SourcePatch
-    from nandoctor.renderers.fix_facts import WHERE_TO_RUN
+    from nandoctor.renderers.fixes import WHERE_TO_RUN
 
     if chosen.kind != "source":
         raise NanDoctorError(
@@ -232,7 +226,7 @@ def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:
 
 def _same_replay(dump: Path, case: Case, options: Mapping[str, Any]) -> list[str]:
     """Return the arguments that replay the step as it failed here: in the same mode, with the same seed."""
-    from nandoctor.renderers.facts import command_arguments
+    from nandoctor.renderers.commands import command_arguments
     from nandoctor.replaying.settings import OPTIONS
 
     given = {name: value for name, value in options.items() if name in OPTIONS}
@@ -242,16 +236,3 @@ def _same_replay(dump: Path, case: Case, options: Mapping[str, Any]) -> list[str
         given["seed"] = runs.autocast.seed if runs.autocast.seed is not None else given.get("seed")
     path, *flags = command_arguments(dump, given)
     return ["--failed-before", *(["--trust"] if options.get("trust") else []), *flags, "--", path]
-
-
-def _show(choice: FixChoice, report: Report, *, as_json: bool) -> None:
-    from nandoctor.renderers.jsonfile import dumps
-    from nandoctor.renderers.verification import print_fix, print_verification
-
-    if as_json:
-        click.echo(dumps(choice))
-        return
-    print_fix(choice, report, console())
-    if choice.verification is not None:
-        click.echo()
-        print_verification(choice.verification, console())

@@ -25,9 +25,10 @@ from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fleet.pool import Workers, open_workers
 from nandoctor.fleet.store import LINES, PAGE, Store
 from nandoctor.fleet.worker import Job
+from nandoctor.renderers.html import page_of
 from nandoctor.renderers.jsonfile import read_report
 from nandoctor.renderers.save import write_text
-from nandoctor.renderers.triage import triage_lines, triage_page
+from nandoctor.renderers.triage import triage_lines
 from nandoctor.replaying.settings import Settings, settings_for
 from nandoctor.text import are, brief, plural
 
@@ -200,7 +201,7 @@ class _TriageRun:
             folder=str(self.store.folder),
         )
         write_text(triage_lines(found), self.store.folder / LINES)
-        write_text(triage_page(found), self.store.folder / PAGE)
+        write_text(page_of(found), self.store.folder / PAGE)
         return found
 
     def _with_fixes(self, group: Group) -> Group:

@@ -79,8 +79,8 @@ def run_job(job: Job) -> JobAnswer:
 def _replay(job: Job) -> JobAnswer:
     from nandoctor.dumps.reader import read_dump
     from nandoctor.pipeline import add_fixes, replay_dump
+    from nandoctor.renderers.html import page_of
     from nandoctor.renderers.jsonfile import dumps
-    from nandoctor.renderers.page import report_page
     from nandoctor.replaying.weights import take_weights
     from nandoctor.verification import tell_if_changed
 
@@ -97,7 +97,7 @@ def _replay(job: Job) -> JobAnswer:
         when=_describe_moment(dump),
         sources=tuple(_list_sources(found)),
     )
-    return JobAnswer(result=result, report=dumps(report), page=report_page(report) if job.page else "")
+    return JobAnswer(result=result, report=dumps(report), page=page_of(report) if job.page else "")
 
 
 def _find(report: Report) -> DumpFinding:

@@ -1,11 +1,11 @@
-"""Render a report: on the terminal, as a page, as Markdown, as JSON, as pictures, in a notebook.
+"""Say what a record holds, once, as a document of blocks; and draw its blocks on every surface.
 
-The content is written once: `answer` (cause, place, verdict), `facts` (evidence, next commands), `fix_facts` (fixes),
-`trial_facts` (what else was tried), `layers` and `table` (both runs side by side), `plots`. The surfaces arrange it:
-`terminal`, `page`, `markdown`, `notebook_card`; `save` chooses one by the file's extension, `jsonfile` writes the
-record itself, `notebook` shows its parts. `checkup`, `diff`, `eps`, `explain`, `inspect_dump`, `triage` and
-`verification` print the results of the other commands. All share `console` (rich renderables), `templating` (jinja),
-`verdicts` (words and colours) and `progress`.
+`document` gives the blocks of anything that a command shows: a headline, then sections of excerpts, facts, patches,
+tables, plots and texts (`blocks`). One file writes the document of one record: `report`, with the sentences of
+`evidence`, `fixes`, `trials` and `layer_table`; `verification`, `triage`, `checkup`, `comparison`, `eps`, `explain` and
+`inspect_dump`.
+`terminal`, `markdown` and `html` (a page, and a card for a notebook's cell) draw blocks and decide nothing else; `save`
+chooses one by a file's extension, `jsonfile` writes the record itself.
 
 Nothing here reads a tensor.
 """

@@ -1,56 +1,38 @@
-"""Render `nandoctor checkup`, as text and as a page: the layers nearest to the limits of the formats."""
+"""The document of `nandoctor checkup`: the layers nearest to the limits of the formats, and where a run is heading."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
-
 from nandoctor.diagnosis.ranges import by_headroom
-from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, Crossing, LayerRange
-from nandoctor.evidence.formats import FP16
-from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts, spaced
-from nandoctor.renderers.table import common_path
-from nandoctor.renderers.templating import render
+from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, Crossing, LayerRange, ValueRange
+from nandoctor.evidence.formats import FP8_E4M3, FP16, FloatFormat
+from nandoctor.renderers.blocks import Block, Cell, Column, Fact, Facts, Headline, Level, Section, Table, Tone
+from nandoctor.renderers.layer_table import common_path
 from nandoctor.text import bits_text, number, percent, plural
 
-_MAX_LAYERS = 12
 _MAX_CROSSINGS = 5
 _MIN_NAME_WIDTH = 16
-_STYLES = {"fits": "", "near": "yellow", "overflows": "red"}
+_TONES: dict[str, Tone] = {"fits": "", "near": "unclear", "overflows": "failed"}
 RANGE_ONLY = (
     "Only the range is judged, not the rounding error. Shares are estimated from at most 1,024 elements of a tensor; "
     "a softmax may flush small values to 0 without changing its result."
 )
 
 
-def checkup_page(checkup: Checkup) -> str:
-    """Return the checkup as one self-contained HTML page."""
-    return render(
-        "checkup.html.j2",
-        checkup=checkup,
-        formats=CHECKED_FORMATS,
-        headline_of=describe_step,
-        facts_of=list_facts,
-        crossings=[describe_crossing(crossing) for crossing in checkup.crossings],
-        order=lambda step: by_headroom(step.layers),
-        name_of=_name,
-        percent=percent,
-        range_only=RANGE_ONLY,
-    )
+def checkup_document(checkup: Checkup, level: Level) -> Iterator[Block]:
+    """Yield the layers with the least headroom in the last checkpoint, then where the run is heading.
 
-
-def print_checkup(checkup: Checkup, console: Console) -> None:
-    """Print the layers with the least headroom in the last checkpoint, then where the run is heading."""
-    last = checkup.steps[-1]
-    sections = spaced(
-        [literal(describe_step(last), "bold")],
-        [labelled(list_facts(last))],
-        [_table(by_headroom(last.layers)[:_MAX_LAYERS])],
-        [labelled(_trend_facts(checkup))] if len(checkup.steps) > 1 else [],
-        [labelled(("note", text) for text in (*checkup.notes, RANGE_ONLY))],
-    )
-    print_parts(sections, console)
+    A page has every checkpoint.
+    """
+    last, *earlier = reversed(checkup.steps)
+    yield Headline(describe_step(last))
+    yield _step_section(last)
+    if earlier:
+        yield Section("How the values grow", [Facts(list(_trend_facts(checkup)))])
+    if level == "page":
+        yield from map(_step_section, earlier)
+    yield Section("", [Facts([Fact("note", text) for text in (*checkup.notes, RANGE_ONLY)])])
 
 
 def describe_step(checked: CheckedStep) -> str:
@@ -69,19 +51,23 @@ def describe_step(checked: CheckedStep) -> str:
     return f"fp16 holds every value; {nearest}"
 
 
-def list_facts(checked: CheckedStep) -> list[tuple[str, str]]:
-    """Return how many modules each format can hold, and the loss scales that the gradients allow, as (label, text)."""
-    facts = [("file", checked.path if checked.step is None else f"{checked.path} (step {checked.step:,})")]
+def _step_section(checked: CheckedStep) -> Section:
+    title = f"Step {checked.step:,}" if checked.step is not None else checked.path
+    return Section(title, [Facts(list_facts(checked)), _table(by_headroom(checked.layers))], name=title)
+
+
+def list_facts(checked: CheckedStep) -> list[Fact]:
+    """Return how many modules each format can hold, and the loss scales that the gradients allow."""
+    facts = [Fact("file", checked.path if checked.step is None else f"{checked.path} (step {checked.step:,})")]
     for format in CHECKED_FORMATS:  # noqa: A001
         fits = [layer.values.fit_in(format).fit for layer in checked.layers if layer.values is not None]
         overflow, near = fits.count("overflows"), fits.count("near")
         worst = [f"{overflow:,} cannot run in it"] * bool(overflow)
         worst += [f"{near:,} with less than one doubling left"] * bool(near)
-        facts.append((format.label, f"of {plural(len(fits), 'module')}, {', '.join(worst) or 'none overflows'}"))
+        facts.append(Fact(format.label, f"of {plural(len(fits), 'module')}, {', '.join(worst) or 'none overflows'}"))
     if not checked.run_finite:
-        facts.append(("replay", f"the step is already non-finite {checked.run}: nandoctor replay {checked.path}"))
-    facts.append(("gradients", _describe_scales(checked)))
-    return facts
+        facts.append(Fact("replay", f"the step is already non-finite {checked.run}: nandoctor replay {checked.path}"))
+    return [*facts, Fact("gradients", _describe_scales(checked))]
 
 
 def _describe_scales(checked: CheckedStep) -> str:
@@ -101,19 +87,18 @@ def _describe_scales(checked: CheckedStep) -> str:
     return f"{text}; this step has {number(scales.current)}{over}"
 
 
-def _trend_facts(checkup: Checkup) -> Iterator[tuple[str, str]]:
+def _trend_facts(checkup: Checkup) -> Iterator[Fact]:
     steps = sorted({checked.step for checked in checkup.steps if checked.step is not None})
     if len(steps) < 2:
-        yield "trend", "unknown: the files do not contain two different steps"
+        yield Fact("trend", "unknown: the files do not contain two different steps")
         return
     if not checkup.crossings:
-        yield "trend", f"no module grows from step {steps[0]:,} to {steps[-1]:,}"
-    for crossing in checkup.crossings[:_MAX_CROSSINGS]:
-        yield "trend", describe_crossing(crossing)
+        yield Fact("trend", f"no module grows from step {steps[0]:,} to {steps[-1]:,}")
+        return
+    yield from (Fact("trend", describe_crossing(crossing)) for crossing in checkup.crossings[:_MAX_CROSSINGS])
     if len(checkup.crossings) > _MAX_CROSSINGS:
-        yield "", f"{len(checkup.crossings) - _MAX_CROSSINGS} more grow (--json)"
-    if checkup.crossings:
-        yield "", "extrapolated by a least-squares line of log2(largest magnitude) over the step"
+        yield Fact("trend", f"{len(checkup.crossings) - _MAX_CROSSINGS} more grow (--json)")
+    yield Fact("trend", "extrapolated by a least-squares line of log2(largest magnitude) over the step")
 
 
 def describe_crossing(crossing: Crossing) -> str:
@@ -127,25 +112,38 @@ def describe_crossing(crossing: Crossing) -> str:
     return f"{growth}, and overflows fp16 at step {round(crossing.step):,} ({fit})"
 
 
-def _table(layers: Sequence[LayerRange]) -> FittedTable:
+def _table(layers: Sequence[LayerRange]) -> Table:
+    """Return the doublings left in each format; in a narrow window the last columns are left out."""
     common = common_path(layer.module for layer in layers)
     names = [_name(layer) for layer in layers]
     values = [layer.values for layer in layers if layer.values is not None]
+    short = (f"in {common[:-1]}", [name.removeprefix(common) for name in names]) if common else None
+    largest = [number(layer.gradients.absmax) if layer.gradients else "-" for layer in layers]
+    fp8 = [percent(found.fit_in(FP8_E4M3).flushed_share_scaled) for found in values]
     columns = [
-        Column(
-            "module",
-            names,
-            short=(f"in {common[:-1]}", [name.removeprefix(common) for name in names]) if common else None,
-            least=_MIN_NAME_WIDTH,
-        ),
+        Column("module", names, short=short, least=_MIN_NAME_WIDTH),
         Column("largest", [number(found.absmax) for found in values], right=True),
+        *(
+            Column(shown.label, [_headroom(found, shown) for found in values], right=True, spare=place)
+            for place, shown in enumerate(CHECKED_FORMATS)
+        ),
+        Column("to 0 in fp16", [_flushed(found) for found in values], right=True, spare=9),
+        Column("to 0 in fp8-e4m3, scaled", fp8, right=True, spare=10),
+        Column("largest gradient", largest, right=True, spare=11),
+        Column("class", [layer.type for layer in layers], spare=12),
+        Column("largest at", [layer.largest_at for layer in layers], spare=13),
     ]
-    for place, shown in enumerate(CHECKED_FORMATS):
-        fits = [found.fit_in(shown) for found in values]
-        cells = [literal(bits_text(fit.headroom_bits), _STYLES[fit.fit]) for fit in fits]
-        columns.append(Column(shown.label, cells, right=True, spare=place))
-    flushed = [percent(share) if (share := found.fit_in(FP16).flushed_share) else "-" for found in values]
-    return FittedTable([*columns, Column("to 0 in fp16", flushed, right=True, spare=9)])
+    return Table(title="Doublings left before each format overflows, the nearest first", columns=columns)
+
+
+def _headroom(values: ValueRange, shown: FloatFormat) -> Cell:
+    fit = values.fit_in(shown)
+    return Cell(bits_text(fit.headroom_bits), tone=_TONES[fit.fit])
+
+
+def _flushed(values: ValueRange) -> str:
+    share = values.fit_in(FP16).flushed_share
+    return percent(share) if share else "-"
 
 
 def _name(layer: LayerRange) -> str:

@@ -1,69 +1,137 @@
-"""Render the report as Markdown, fit for an issue.
-
-Names from a dump or a model are escaped.
-"""
+"""Draw a document as Markdown, fit for an issue. Names from a dump or a model are escaped."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from markupsafe import Markup
+from nandoctor.renderers.blocks import (
+    Block,
+    Cell,
+    Excerpt,
+    Fact,
+    Facts,
+    Headline,
+    Patch,
+    Plot,
+    Section,
+    Table,
+    Text,
+)
+from nandoctor.renderers.excerpt import excerpt_lines
+from nandoctor.text import printable, printable_code, split_code
 
-from nandoctor.evidence.report import Report
-from nandoctor.renderers.answer import make_answer
-from nandoctor.renderers.facts import Fact, detail_facts, evidence_facts, next_facts, note_facts
-from nandoctor.renderers.fix_facts import list_fixes
-from nandoctor.renderers.table import make_table
-from nandoctor.renderers.templating import render
-from nandoctor.renderers.trial_facts import trial_values
-from nandoctor.text import printable, split_code
-
+_MAX_ROWS = 20
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~$])")
 _LINKS = str.maketrans({"@": "&#64;", "#": "&#35;"})  # a backslash does not stop GitHub from mentioning people
-_OPEN_FIXES = 2
 _FENCE = re.compile(r"`{3,}")
 
 
-def report_markdown(report: Report) -> str:
-    """Return the cause, its place, the first fixes and the evidence; other fixes, layers and versions are folded."""
-    fixes, answer = list_fixes(report), make_answer(report)
-    open_fixes = [fix for fix in fixes if fix.verified][:_OPEN_FIXES]
-    versions = {**asdict(report.environment), "dump": report.dump.path}
-    text = render(
-        "report.md.j2",
-        escape=escape,
-        answer=answer,
-        headline=_with_code(answer.headline),
-        open_fixes=open_fixes,
-        others=[fix for fix in fixes if fix not in open_fixes],
-        facts=[*evidence_facts(report), *detail_facts(report), *next_facts(report)],
-        layers=make_table(report),
-        versions=[*(Fact(name, text) for name, text in versions.items()), *note_facts(report)],
-        command=_command,
-        fenced=_fenced,
-        **trial_values(report),
-    )
-    return f"{text.rstrip()}\n"
+def draw_markdown(blocks: Iterable[Block]) -> str:
+    """Return blocks as Markdown, with a blank line between any two."""
+    return "\n\n".join(part for block in blocks for part in _draw(block)) + "\n"
 
 
-def escape(text: str) -> Markup:
+def _draw(block: Block, depth: int = 0) -> Iterator[str]:
+    return _DRAWN_BY[type(block)](block, depth)
+
+
+def _draw_headline(block: Headline, _: int) -> Iterator[str]:
+    yield f"### {_with_code(f'{block.word} {block.text}'.strip())}"
+
+
+def _draw_section(section: Section, depth: int) -> Iterator[str]:
+    title = escape(section.title)
+    if section.folded:
+        yield f"<details><summary>{title}</summary>"
+    elif title:
+        yield f"**{title}**" if depth else f"#### {title}"
+    for block in section.blocks:
+        yield from _draw(block, depth + 1)
+    if section.folded:
+        yield "</details>"
+
+
+def _draw_excerpt(block: Excerpt, _: int) -> Iterator[str]:
+    place = f"**{escape(block.place)}**" if block.place else ""
+    if where := ", ".join(filter(None, (place, escape(block.where)))):
+        yield where
+    if lines := [line.whole for line in excerpt_lines(block)]:
+        yield _fenced(lines, "text")
+
+
+def _draw_facts(block: Facts, _: int) -> Iterator[str]:
+    if block.facts:
+        yield _table([("", ""), *map(_fact_cells, block.facts)])
+
+
+def _draw_patch(block: Patch, _: int) -> Iterator[str]:
+    if block.lines:
+        yield _fenced(list(map(printable_code, block.lines)), "diff" if block.is_diff else "python")
+
+
+def _draw_table(block: Table, _: int) -> Iterator[str]:
+    shown = block.near_first(_MAX_ROWS)
+    if block.title:
+        yield escape(block.title)
+    if block.columns:
+        headings = [escape(column.heading.strip()) for column in block.columns]
+        yield _table([headings, *(list(map(_cell, row)) for _, row in shown.rows())])
+    if shown.legend:
+        yield escape(shown.legend)
+
+
+def _draw_plot(block: Plot, _: int) -> Iterator[str]:
+    yield escape(block.hint)
+
+
+def _draw_text(block: Text, _: int) -> Iterator[str]:
+    yield _with_code(block.text)
+
+
+_DRAWN_BY: Mapping[type, Callable[[Any, int], Iterator[str]]] = {
+    Headline: _draw_headline,
+    Section: _draw_section,
+    Excerpt: _draw_excerpt,
+    Facts: _draw_facts,
+    Patch: _draw_patch,
+    Table: _draw_table,
+    Plot: _draw_plot,
+    Text: _draw_text,
+}
+
+
+def _fact_cells(fact: Fact) -> tuple[str, str]:
+    return _with_code(fact.label), _command(fact.text) if fact.is_command else _with_code(fact.text)
+
+
+def _cell(cell: str | Cell) -> str:
+    return escape(cell.text if isinstance(cell, Cell) else cell)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    first, *others = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([first, f"|{'---|' * len(rows[0])}", *others])
+
+
+def escape(text: str) -> str:
     """Return the text as is: without markup, mentions, or links to other issues."""
-    return Markup(_SPECIAL.sub(r"\\\1", printable(text).translate(_LINKS)))
+    return _SPECIAL.sub(r"\\\1", printable(text).translate(_LINKS))
 
 
-def _with_code(text: str) -> Markup:
+def _with_code(text: str) -> str:
     """Return an escaped sentence with its code in backticks."""
-    return Markup("").join(Markup(f"`{part}`") if is_code else escape(part) for part, is_code in split_code(text))
+    parts = split_code(printable(text))
+    return "".join(_command(part) if is_code else escape(part) for part, is_code in parts)
 
 
-def _command(text: str) -> Markup:
+def _command(text: str) -> str:
     """Return a command as code for a table cell, or as text if it has a backtick or a bar, which ends the cell."""
-    return escape(text) if "`" in text or "|" in text else Markup(f"`{printable(text)}`")
+    return escape(text) if "`" in text or "|" in text else f"`{printable(text)}`"
 
 
-def _fenced(lines: Sequence[str], language: str) -> Markup:
+def _fenced(lines: Sequence[str], language: str) -> str:
     """Return lines in a code fence that is longer than any run of backticks in them."""
     fence = "`" * max([3, *(len(run) + 1 for line in lines for run in _FENCE.findall(line))])
-    return Markup("\n".join([f"{fence}{language}", *lines, fence]))
+    return "\n".join([f"{fence}{language}", *lines, fence])

@@ -1,4 +1,4 @@
-"""Show the records of a report in a notebook, as small tables, and the progress of a replay."""
+"""Show the records of a report in a notebook, as cards, and the progress of a replay."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -14,30 +14,37 @@ from rich.console import Console
 from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin, Report
 from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.trace import TensorStats
-from nandoctor.renderers.diff import describe_change, describe_layers
-from nandoctor.renderers.facts import describe_extent, describe_inputs, describe_origin, describe_tensor, list_operands
-from nandoctor.renderers.fix_facts import describe_outcome, every_check, reason_facts
-from nandoctor.renderers.notebook_card import report_html
+from nandoctor.evidence.verification import Verification
+from nandoctor.renderers.evidence import describe_origin, describe_tensor
+from nandoctor.renderers.html import card_of
 from nandoctor.renderers.progress import ReplayBar
-from nandoctor.renderers.templating import render
-from nandoctor.renderers.verification import code_of_fix
 from nandoctor.replaying.progress import Listener
-from nandoctor.text import file_line, number, printable, samples_text
+from nandoctor.text import printable
 
 _WIDTH = 100
 _UPDATE_S = 0.2
 
+_LINES: Mapping[type, Callable[[Any], str]] = {
+    TensorStats: describe_tensor,
+    FirstNonfinite: lambda first: f"{first.place.with_type}: {describe_tensor(first.value)}",
+    Origin: describe_origin,
+    Cause: lambda cause: f"{cause.code}: {cause.explanation}",
+    Fix: lambda fix: fix.title,
+    Comparison: lambda comparison: comparison.headline,
+}
+"""The line of a record among others, and for front ends without HTML."""
+
 
 def show_records() -> None:
-    """Let IPython show records by `record_html` and tensors by `describe_tensor`; do nothing outside of IPython."""
+    """Let IPython show records in a line, and as cards those that have a document; do nothing outside of IPython."""
     shell = _find_shell()
     if shell is None:
         return
     html, plain = (shell.display_formatter.formatters[kind] for kind in ("text/html", "text/plain"))
-    for cls in _SHOWN:
-        html.for_type(cls, record_html)
-        plain.for_type(cls, lambda record, printer, _: printer.text(record_line(record)))
-    plain.for_type(TensorStats, lambda stats, printer, _: printer.text(describe_tensor(stats)))
+    for cls, line_of in _LINES.items():
+        plain.for_type(cls, lambda record, printer, _, line_of=line_of: printer.text(printable(line_of(record))))
+    for cls in (Fix, Comparison, Verification):
+        html.for_type(cls, card_of)
 
 
 def is_notebook() -> bool:
@@ -48,70 +55,6 @@ def is_notebook() -> bool:
 def _find_shell() -> Any:
     get_ipython: Callable[[], Any] | None = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_ipython() if get_ipython is not None else None
-
-
-def record_html(record: Any) -> str:
-    """Return a record as a small HTML table of names and values, worded as on the other surfaces."""
-    rows_of, _ = _SHOWN[type(record)]
-    return render("rows.html.j2", rows=list(rows_of(record)))
-
-
-def record_line(record: Any) -> str:
-    """Return a record in one line, for front ends without HTML."""
-    _, line_of = _SHOWN[type(record)]
-    return printable(line_of(record))
-
-
-def _first_rows(first: FirstNonfinite) -> Iterator[tuple[str, str]]:
-    yield "place", first.place.with_type
-    if first.seen_in is not None:
-        yield "before the call of", first.seen_in.label
-    yield "extent", describe_extent(first)
-    if first.inputs:
-        yield "input", describe_inputs(first.inputs)
-    if first.would_be is not None:
-        yield "in fp32", f"up to {number(first.would_be)}"
-
-
-def _origin_rows(origin: Origin) -> Iterator[tuple[str, str]]:
-    yield "origin", describe_origin(origin)
-    if origin.source is not None:
-        yield "line", f"{file_line(origin.source.file, origin.source.line)}: {origin.source.text}"
-    if origin.elements.samples:
-        yield "where", samples_text(origin.elements.samples, origin.output.shape[0] if origin.output else None)
-    if origin.would_be is not None:
-        yield "in float64", number(origin.would_be)
-    yield from list_operands(origin)
-
-
-def _cause_rows(cause: Cause) -> Iterator[tuple[str, str]]:
-    yield "cause", f"{cause.code}: {cause.title}"
-    yield "why", cause.explanation
-    yield from (("evidence", evidence.text) for evidence in cause.evidence)
-
-
-def _fix_rows(fix: Fix) -> Iterator[tuple[str, str]]:
-    yield "fix", fix.title
-    yield "patch", code_of_fix(fix)
-    yield "result", describe_outcome(fix.outcome)
-    yield from ((fact.label, fact.text) for fact in (*every_check(fix), *reason_facts(fix)))
-
-
-def _comparison_rows(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    yield comparison.outcome, comparison.headline
-    yield from (("before", comparison.before), ("after", comparison.after))
-    yield from ((change.name, describe_change(change)) for change in comparison.changes)
-    yield "layers", describe_layers(comparison)
-
-
-_SHOWN: Mapping[type, tuple[Callable[[Any], Iterator[tuple[str, str]]], Callable[[Any], str]]] = {
-    FirstNonfinite: (_first_rows, lambda first: f"{first.place.with_type}: {describe_tensor(first.value)}"),
-    Origin: (_origin_rows, describe_origin),
-    Cause: (_cause_rows, lambda cause: f"{cause.code}: {cause.explanation}"),
-    Fix: (_fix_rows, lambda fix: fix.title),
-    Comparison: (_comparison_rows, lambda comparison: comparison.headline),
-}
-"""For each record class, the functions that render it as rows and as one line."""
 
 
 class NotebookProgress(Listener):
@@ -133,7 +76,7 @@ class NotebookProgress(Listener):
 
     def tell(self, report: Report) -> None:
         """Show the diagnosis above the bar of the search."""
-        self._card, self._shown_s = report_html(report), -math.inf
+        self._card, self._shown_s = card_of(report), -math.inf
         self.searched(0, None, "")
 
     def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:

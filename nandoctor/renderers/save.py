@@ -1,4 +1,4 @@
-"""Write files atomically, and a report in the format of its file's extension.
+"""Write files atomically, and a record in the format of its file's extension.
 
 Each renderer is imported only when it is needed.
 """
@@ -8,15 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.text import join_words
-
-if TYPE_CHECKING:
-    from nandoctor.evidence.report import Report
 
 MARK = "nandoctor"
 """A word near the beginning or the end of every file that nandoctor writes."""
@@ -24,28 +20,39 @@ _SCRIPT_MARK = "made by  nandoctor "
 """Marks a script of `nandoctor repro`; users' own scripts mention nandoctor too."""
 _SCANNED_NBYTES = 1 << 14
 PICTURE_ENDINGS = (".png", ".svg", ".pdf")
-_TEXTS = {
-    ".html": ("page", "report_page", ""),
-    ".md": ("markdown", "report_markdown", f"\n<!-- {MARK} -->\n"),
-    ".json": ("jsonfile", "dumps", "\n"),
-}
-"""By extension: the module of this package, its function that renders a report, and the text appended to that."""
-ENDINGS = (*_TEXTS, *PICTURE_ENDINGS)
+ENDINGS = (".html", ".md", ".json", *PICTURE_ENDINGS)
 
 
-def save_report(report: Report, path: Path) -> None:
-    """Write the page (.html), Markdown (.md), the report (.json) or the ranges plot (.png, .svg, .pdf).
+def save(found: Any, path: Path) -> None:
+    """Write the page (.html), Markdown (.md), the record (.json) or a report's ranges plot (.png, .svg, .pdf).
 
     Raises:
         NanDoctorError: the extension is unknown, there is nothing to draw, or the file cannot be written.
     """
     check_ending(path, ENDINGS)
-    if path.suffix.lower() in PICTURE_ENDINGS:
-        figures, kinds = (import_module(f"nandoctor.renderers.plots.{name}") for name in ("figures", "kinds"))
-        figures.save_figure(kinds.draw(report, "ranges"), path)
+    ending = path.suffix.lower()
+    if ending in PICTURE_ENDINGS:
+        from nandoctor.renderers.plots.figures import save_figure
+        from nandoctor.renderers.plots.kinds import draw
+
+        save_figure(draw(found, "ranges"), path)
     else:
-        module, function, end = _TEXTS[path.suffix.lower()]
-        write_text(getattr(import_module(f"nandoctor.renderers.{module}"), function)(report) + end, path)
+        write_text(_text_of(found, ending), path)
+
+
+def _text_of(found: Any, ending: str) -> str:
+    if ending == ".json":
+        from nandoctor.renderers.jsonfile import dumps
+
+        return f"{dumps(found)}\n"
+    if ending == ".html":
+        from nandoctor.renderers.html import page_of
+
+        return page_of(found)
+    from nandoctor.renderers.document import document
+    from nandoctor.renderers.markdown import draw_markdown
+
+    return f"{draw_markdown(document(found, 'page'))}\n<!-- {MARK} -->\n"
 
 
 def check_ending(path: Path, endings: Sequence[str]) -> None:

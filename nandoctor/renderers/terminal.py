@@ -1,151 +1,263 @@
-"""Print the report on one screen of a terminal."""
+"""Draw a document on a terminal, or into a pipe: rich renderables that fit the window."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
+from rich.constrain import Constrain
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.style import Style
-from rich.text import Text
+from rich.table import Table as Grid
+from rich.text import Text as Letters
 
-from nandoctor.evidence.report import Report
-from nandoctor.renderers.answer import make_answer
-from nandoctor.renderers.console import (
-    CodeLine,
+from nandoctor.renderers.blocks import (
+    Block,
+    Cell,
     Column,
-    FittedTable,
-    diff_style,
-    fact_rows,
-    literal,
-    print_parts,
-    unbroken,
+    Excerpt,
+    Facts,
+    Headline,
+    Patch,
+    Plot,
+    Section,
+    Table,
+    Text,
 )
-from nandoctor.renderers.facts import Fact, describe_fp32_error, detail_facts, evidence_facts, next_facts, note_facts
-from nandoctor.renderers.fix_facts import summarize_fixes
-from nandoctor.renderers.table import LayerTable, TableRow, make_table
-from nandoctor.renderers.trial_facts import trial_facts
-from nandoctor.renderers.verdicts import VERDICTS
+from nandoctor.renderers.excerpt import excerpt_lines
+from nandoctor.text import diff_kind, printable, printable_code, shorten
 
-_MAX_NOTES = 4
-_HIDDEN_BESIDE_FIXES = frozenset({"input", "in fp32", "path"})  # all has to fit on one screen
-_HIDDEN_BESIDE_VERIFIED = _HIDDEN_BESIDE_FIXES | {"cause", "extent"}
-_CONTEXT = 1
 _INDENT = "  "
-_CODE_STYLES = {"context": "dim", "marked": "", "caret": "bold red"}
+_GAP = 2
+_LABEL_WIDTH = 12
+"""The longest label of a report, so that the sentences of all its parts are aligned."""
+_TEXT_WIDTH = 88  # longer lines are hard to read
 _BAR_WIDTH = 5
-_TIGHT_BITS = 1.0
-
-_MIN_NAME_WIDTH, _MIN_TYPE_WIDTH = 14, 10
-
-
-def print_report(report: Report, console: Console, *, told: bool = False, has_page: bool = False) -> None:
-    """Print cause, place, first fix, evidence and next step, and the layers if no fix is verified.
-
-    `told` skips `answer_parts`, which were printed already; `has_page` skips how to make a page.
-    """
-    if not told:
-        print_parts(answer_parts(report, console.width), console, crop=False)
-    elif report.fp32_error is not None:  # known only after the search for fixes
-        print_parts(fact_rows([Fact("fp32", describe_fp32_error(report.fp32_error))], _INDENT), console)
-    print_parts(fix_parts(report), console, crop=False)
-    print_parts(evidence_parts(report, has_page=has_page), console, crop=False)
+_MAX_ROWS = 20
+_TONES = {"": "", "good": "green", "unclear": "yellow", "failed": "red", "first": "bold red"}
+_CODE_STYLES = {"context": "dim", "marked": "", "caret": "bold red"}
+_DIFF_STYLES = {"file": "bold", "del": "red", "add": "green", "hunk": "cyan"}
+_ASCII_FALLBACKS = str.maketrans({"█": "#", "░": ".", "…": "~"})
 
 
-def answer_parts(report: Report, width: int) -> Iterator[RenderableType]:
-    """Yield what the diagnosis found, before any search for fixes: cause, place, verdict, replay."""
-    answer = make_answer(report, context=_CONTEXT, width=width - len(_INDENT))
-    yield literal(answer.headline, f"bold {VERDICTS[report.verdict].tone.text}")
-    yield Text()
-    if answer.place or answer.where:
-        place = Text(answer.place, style=Style(link=answer.link or None, bold=True))
-        comma = ", " if answer.place and answer.where else ""
-        yield Padding(Text.assemble(place, comma, answer.where), (0, 0, 0, len(_INDENT)), expand=False)
-    for line in answer.code:
-        text = unbroken(f"{_INDENT}{line.whole}", _CODE_STYLES[line.kind])
+def print_document(blocks: Iterable[Block], console: Console, *, goes_on: bool = False) -> None:
+    """Print blocks, with a blank line between any two; `goes_on` if others stand above them already."""
+    for place, block in enumerate(blocks):
+        if place or goes_on:
+            console.print()
+        for part in _draw(block, console.width):
+            # Lines to be copied never wrap, and may go past the edge.
+            console.print(_Encodable(part), highlight=False, crop=False)
+
+
+def plain_text(blocks: Iterable[Block], width: int = 100) -> str:
+    """Return the document as text without colours."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as captured:
+        print_document(blocks, console)
+    return captured.get()
+
+
+def _draw(block: Block, width: int) -> Iterator[RenderableType]:
+    return _DRAWN_BY[type(block)](block, width)
+
+
+def _draw_headline(block: Headline, _: int) -> Iterator[RenderableType]:
+    style = f"bold {_TONES[block.tone]}"
+    if block.word:
+        yield Letters.assemble((block.word, style), " ", printable(block.text))
+    else:
+        yield _literal(block.text, style)
+
+
+def _draw_section(block: Section, width: int) -> Iterator[RenderableType]:
+    if block.title:
+        yield _literal(block.title, "bold")
+    for place, inner in enumerate(block.blocks):
+        if place and isinstance(inner, Table | Section):
+            yield Letters()
+        yield from _draw(inner, width)
+
+
+def _draw_excerpt(block: Excerpt, width: int) -> Iterator[RenderableType]:
+    if block.place or block.where:
+        place = Letters(printable(block.place), style=Style(link=block.link or None, bold=True))
+        comma = ", " if block.place and block.where else ""
+        yield _indented(Letters.assemble(place, comma, printable(block.where)))
+    for line in excerpt_lines(block, width - len(_INDENT)):
+        text = _unbroken(f"{_INDENT}{line.whole}", _CODE_STYLES[line.kind])
         if line.kind == "caret":
             text.stylize("not bold dim default", 0, text.plain.index("|") + 1)
         yield text
-    yield from fact_rows(answer.facts, _INDENT)
 
 
-def fix_parts(report: Report) -> Iterator[RenderableType]:
-    """Yield the first verified fix with its lines, or what was tried."""
-    fixes = summarize_fixes(report)
-    if fixes is None:
-        return
-    yield Text()
-    yield literal(fixes.heading, "bold")
-    yield from (CodeLine(line, diff_style(line)) for line in fixes.patch)
-    yield from fact_rows(fixes.facts, _INDENT)
+def _draw_facts(block: Facts, _: int) -> Iterator[RenderableType]:
+    """Yield labels and sentences, aligned; a command is never wrapped."""
+    width = max((_LABEL_WIDTH, *(cell_len(printable(fact.label)) for fact in block.facts)))
+    before = ""
+    for fact in block.facts:
+        label = "" if fact.label == before else printable(fact.label)
+        before = fact.label
+        if fact.is_command:
+            row = _unbroken(f"{_INDENT}{label:<{width}}  {printable(fact.text)}")
+            row.stylize("dim", 0, width + len(_INDENT))
+            yield row
+            continue
+        grid = Grid.grid(padding=(0, _GAP, 0, 0))
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        grid.add_row(_literal(f"{label:<{width}}", "dim"), _literal(fact.text))
+        yield _indented(grid)
 
 
-def evidence_parts(report: Report, *, has_page: bool) -> Iterator[RenderableType]:
-    """Yield the evidence, what else was tried, and what to do next; the layers if no fix was verified."""
-    if any(fix.verified for fix in report.fixes):
-        is_of_code = any(fix.verified and fix.kind != "data" for fix in report.fixes)
-        table, left_out = None, _HIDDEN_BESIDE_VERIFIED if is_of_code else _HIDDEN_BESIDE_VERIFIED - {"cause"}
-    elif report.fixes:
-        table, left_out = make_table(report, before=2, after=1), _HIDDEN_BESIDE_FIXES
-    else:
-        table, left_out = make_table(report), frozenset()
-    if _names_the_layer(report):
-        left_out |= {"layers"}
-    if table is not None and any(row.unholdable for row in table.rows):
-        left_out |= {"too large"}
-    evidence = [*evidence_facts(report), *trial_facts(report)]
-    notes = note_facts(report)
-    if len(notes) > _MAX_NOTES:
-        more = f"{len(notes) - _MAX_NOTES} more in the report (-o report.json)"
-        notes[_MAX_NOTES:] = [Fact("note", more)]
-    last = [*detail_facts(report), *notes, *next_facts(report, page=not has_page)]
-    evidence, last = ([fact for fact in facts if fact.label not in left_out] for facts in (evidence, last))
-    if table is None:
-        sections = [[*fact_rows([*evidence, *last], _INDENT)]]
-    else:
-        legend = [literal(table.legend, "dim")] if table.legend else []
-        layers: list[RenderableType] = [literal(table.title, "dim"), _layers(table), *legend]
-        sections = [[*fact_rows(evidence, _INDENT)], layers, [*fact_rows(last, _INDENT)]]
-    for section in filter(None, sections):
-        yield from (Text(), *section)
+def _draw_patch(block: Patch, _: int) -> Iterator[RenderableType]:
+    for line in block.lines:
+        yield _CodeLine(line, _DIFF_STYLES.get(diff_kind(line), "") if block.is_diff else "")
 
 
-def _names_the_layer(report: Report) -> bool:
-    """Return True if the answer's place, or the marked row of the table, names the first non-finite layer."""
-    first, origin = report.first_nonfinite, report.origin
-    if first is None or first.where != "output":
-        return False
-    solved = any(fix.verified for fix in report.fixes)
-    return not solved or (origin is not None and origin.place.key == first.place.key)
+def _draw_table(block: Table, width: int) -> Iterator[RenderableType]:
+    """Yield a table without lines that fits the window, by shorter names and, if need be, fewer columns."""
+    shown = block.near_first(_MAX_ROWS)
+    if block.title:
+        yield _literal(block.title, "dim")
+    if block.columns:
+        columns, widths = _fit(shown.columns, width)
+        grid = Grid(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
+        for column, most in zip(columns, widths, strict=True):
+            justify: JustifyMethod = "right" if column.right else "left"
+            grid.add_column(_fit_cell(column.heading, most), justify=justify, no_wrap=True)
+        for tone, row in replace(shown, columns=columns).rows():
+            grid.add_row(*map(_fit_cell, row, widths), style=_TONES[tone])
+        yield grid
+    if shown.legend:
+        yield _literal(shown.legend, "dim")
 
 
-def _layers(layers: LayerTable) -> FittedTable:
-    rows = layers.rows
-    name, kind, *numbers, headroom = layers.headings
-    short = [f"{row.mark} {row.layer.removeprefix(layers.common)}" for row in rows]
-    cells = [[getattr(row, field) for row in rows] for field in ("autocast", "fp32", "rel_err")]
-    columns = (
-        Column(
-            f"  {name}",
-            [f"{row.mark} {row.layer}" for row in rows],
-            short=(f"  in {layers.common[:-1]}", short) if layers.common else None,
-            least=_MIN_NAME_WIDTH,
-        ),
-        Column(kind, [row.type for row in rows], least=_MIN_TYPE_WIDTH, spare=3),
-        *(
-            Column(heading, column, right=True, spare=place)
-            for place, (heading, column) in enumerate(zip(numbers, cells, strict=True))
-        ),
-        Column(headroom, [_headroom(row) for row in rows]),
-    )
-    return FittedTable(columns, ["bold red" if row.first_nonfinite else "" if row.finite else "red" for row in rows])
+def _draw_plot(block: Plot, _: int) -> Iterator[RenderableType]:
+    yield _literal(f"{_INDENT}{block.hint}", "dim")
 
 
-def _headroom(row: TableRow) -> Text:
-    """Return the bits left before overflow and a bar of them; the bar is empty if there are none."""
-    bits = row.headroom_bits
-    if bits is None:
-        return Text("-".rjust(5))
-    style = "red" if bits < 0 else "yellow" if bits < _TIGHT_BITS else "green"
-    bar = ("█" * round(row.room * _BAR_WIDTH)).ljust(_BAR_WIDTH, "░")
-    return Text.assemble(f"{bits:5.1f} ", (bar, style))
+def _draw_text(block: Text, _: int) -> Iterator[RenderableType]:
+    text = _literal(block.text)
+    text.highlight_regex(r"`[^`]+`", "cyan")
+    yield Constrain(_indented(text), _TEXT_WIDTH)
+
+
+_DRAWN_BY: Mapping[type, Callable[[Any, int], Iterator[RenderableType]]] = {
+    Headline: _draw_headline,
+    Section: _draw_section,
+    Excerpt: _draw_excerpt,
+    Facts: _draw_facts,
+    Patch: _draw_patch,
+    Table: _draw_table,
+    Plot: _draw_plot,
+    Text: _draw_text,
+}
+
+
+def _indented(part: RenderableType) -> Padding:
+    return Padding(part, (0, 0, 0, len(_INDENT)), expand=False)
+
+
+def _literal(text: str, style: str = "") -> Letters:
+    """Return text to show as is: without markup, and unable to move the cursor or start a new line."""
+    return Letters(printable(text), style=style)
+
+
+def _unbroken(line: str, style: str = "") -> Letters:
+    """Return a line that never wraps, and may go past the edge."""
+    return Letters(printable(line), style, no_wrap=True, overflow="ignore")
+
+
+class _Encodable:
+    """A renderable limited to what the console's encoding can write: Windows pipes a report in cp1252, for example.
+
+    Characters are replaced one by one after the layout, so that columns stay aligned. The blanks that rich pads lines
+    with are dropped.
+    """
+
+    def __init__(self, content: RenderableType) -> None:
+        self._content = content
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in Segment.split_lines(console.render(self._content, options)):
+            kept = line if isinstance(self._content, _CodeLine) else _unpadded(line)
+            yield from (_to_encoding(segment, options.encoding) for segment in kept) if options.ascii_only else kept
+            yield Segment.line()
+
+
+class _CodeLine:
+    """A line of a diff or of code to be copied as is: never wrapped, with its tabs and trailing blanks."""
+
+    def __init__(self, line: str, style: str = "") -> None:
+        self._line, self._style = printable_code(line), style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Segment(self._line, console.get_style(self._style))
+        yield Segment.line()
+
+
+def _unpadded(line: list[Segment]) -> list[Segment]:
+    """Return the segments of a line without its trailing blanks; a control code ends them."""
+    kept = list(line)
+    while kept and not kept[-1].is_control:
+        last = kept.pop()
+        if text := last.text.rstrip(" "):
+            return [*kept, Segment(text, last.style)]
+    return kept
+
+
+def _to_encoding(segment: Segment, encoding: str) -> Segment:
+    text = segment.text.translate(_ASCII_FALLBACKS).encode(encoding, "replace").decode(encoding)
+    return Segment(text, segment.style, segment.control)
+
+
+def _fit(columns: Sequence[Column], window: int) -> tuple[list[Column], list[int]]:
+    """Return the columns to show and their widths."""
+    shown = list(columns)
+    if _excess([_width(column) for column in shown], window) > 0:
+        shown = [replace(it, heading=it.short[0], cells=it.short[1]) if it.short else it for it in shown]
+    while _excess(list(map(_least_width, shown)), window) > 0 and any(column.spare for column in shown):
+        shown.remove(max(shown, key=lambda column: column.spare))
+    widths = list(map(_width, shown))
+    for _ in range(_excess(widths, window)):
+        slack = [width if width > _least_width(column) else 0 for column, width in zip(shown, widths, strict=True)]
+        widths[slack.index(max(slack))] -= bool(max(slack))
+    return shown, widths
+
+
+def _width(column: Column) -> int:
+    """Return the terminal columns that it takes uncut."""
+    return max(cell_len(_letters(cell).plain) for cell in (column.heading, *column.cells))
+
+
+def _least_width(column: Column) -> int:
+    return _width(column) if column.least is None else min(_width(column), column.least)
+
+
+def _excess(widths: Sequence[int], window: int) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1) - window
+
+
+def _letters(cell: str | Cell) -> Letters:
+    """Return a cell uncut; a cell with room has its number and a bar of five letters."""
+    if isinstance(cell, str):
+        return _literal(cell)
+    if cell.room is None:
+        return _literal(cell.text, _TONES[cell.tone])
+    bar = ("█" * round(cell.room * _BAR_WIDTH)).ljust(_BAR_WIDTH, "░")
+    return Letters.assemble(f"{printable(cell.text):>{_BAR_WIDTH}} ", (bar, _TONES[cell.tone]))
+
+
+def _fit_cell(cell: str | Cell, width: int) -> Letters:
+    if isinstance(cell, Cell):
+        return _letters(cell)
+    room, text = width, printable(cell)
+    while cell_len(shown := shorten(text, room)) > width:
+        room -= 1
+    return _literal(shown)

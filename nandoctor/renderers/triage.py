@@ -1,4 +1,4 @@
-"""Render `nandoctor triage`, as text and as a page: the groups as a table, and what could not be analysed."""
+"""The document of `nandoctor triage`: the groups, what fixes them, and what was not analysed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from nandoctor.evidence.codec import to_plain
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
-from nandoctor.renderers.console import Column, FittedTable, labelled, literal, print_parts, spaced
+from nandoctor.renderers.blocks import Block, Column, Fact, Facts, Headline, Level, Patch, Section, Table, Text
 from nandoctor.renderers.save import MARK
-from nandoctor.renderers.templating import render
-from nandoctor.renderers.verdicts import VERDICTS
-from nandoctor.text import brief, file_line, join_first, join_words, plural, printable, relative_path
+from nandoctor.renderers.verdicts import MEANINGS
+from nandoctor.text import brief, file_line, join_first, plural, relative_path
 
 _MAX_LISTED = 5
 _MAX_NAMED = 3
@@ -36,17 +33,21 @@ def triage_lines(triage: Triage) -> str:
     return "".join(f"{json.dumps(part, allow_nan=False)}\n" for part in parts)
 
 
-def print_triage(triage: Triage, console: Console) -> None:
-    """Print the groups, their fixes, what could not be analysed, and where the page is."""
-    facts, missing = list(_group_facts(triage)), list(_missing_facts(triage.dumps))
-    sections = spaced(
-        [literal(describe_triage(triage), "bold")],
-        [_table(triage.groups)] if triage.groups else [],
-        [labelled(facts)] if facts else [],
-        [labelled(missing)] if missing else [],
-        [labelled([("page", os.path.join(triage.folder, "index.html"))])],  # noqa: PTH118  (as the user wrote it)
-    )
-    print_parts(sections, console)
+def triage_document(triage: Triage, level: Level) -> Iterator[Block]:
+    """Yield the groups, and what could not be analysed; a page has a section for each group."""
+    yield Headline(describe_triage(triage))
+    if triage.groups:
+        yield Section("", [_table(triage.groups)])
+    missing = _fold_reasons(triage.dumps)
+    if level == "page":
+        reports = {result.path: result.report for result in triage.dumps}
+        yield from (_group_section(place, group, reports) for place, group in enumerate(triage.groups, 1))
+        yield from [Section("Not analysed", list(map(_missing_section, missing)))] if missing else []
+        return
+    fixes = [Fact(f"group {place}", text) for place, group in enumerate(triage.groups, 1) if (text := _fix_of(group))]
+    page = [Fact("page", os.path.join(triage.folder, "index.html"))]  # noqa: PTH118  (as the user wrote it)
+    for facts in filter(None, (fixes, list(_missing_facts(missing)), page)):
+        yield Section("", [Facts(facts)])
 
 
 def describe_triage(triage: Triage) -> str:
@@ -57,19 +58,18 @@ def describe_triage(triage: Triage) -> str:
         counts += [f"{number:,} {name}"] if number else []
     counts += [f"{triage.num_left:,} left"] if triage.num_left else []
     reused = f", {triage.num_reused:,} from an earlier run" if triage.num_reused else ""
-    workers = f", {plural(triage.num_workers, 'worker')}" if triage.num_workers else ""
     minutes, seconds = divmod(round(triage.elapsed_s), 60)
-    return f"{', '.join(counts)} ({minutes}:{seconds:02}{workers}{reused})"
+    return f"{', '.join(counts)} ({minutes}:{seconds:02}, {plural(triage.num_workers, 'worker')}{reused})"
 
 
-def describe_place(place: CodePlace) -> str:
+def _describe_place(place: CodePlace) -> str:
     """Return the place: "model/norm.py:45 ChannelNorm", or the module if no line is known."""
     if not place.file:
         return place.module or place.type or "-"
-    return printable(f"{relative_path(place.file)}:{place.line} {place.type}".strip())
+    return f"{relative_path(place.file)}:{place.line} {place.type}".strip()
 
 
-def describe_steps(group: Group) -> str:
+def _describe_steps(group: Group) -> str:
     """Return the first and the last step: "12-9,120"."""
     if group.steps is None:
         return "-"
@@ -77,7 +77,68 @@ def describe_steps(group: Group) -> str:
     return f"{first:,}" if first == last else f"{first:,}-{last:,}"
 
 
-def fold_reasons(results: Iterable[DumpResult]) -> list[tuple[str, str, list[str]]]:
+def _table(groups: Sequence[Group]) -> Table:
+    """Return the columns that have content; in a narrow window the last ones are only on the page."""
+    places = [group.place for group in groups]
+    columns = (
+        Column("dumps", [f"{len(group.paths):,}" for group in groups], right=True),
+        Column("cause", [group.cause or group.verdict for group in groups], least=_CAUSE_WIDTH),
+        Column(
+            "place",
+            [_describe_place(place) for place in places],
+            short=("place", [file_line(it.file, it.line) if it.file else _describe_place(it) for it in places]),
+            least=_MIN_PLACE_WIDTH,
+        ),
+        Column("steps", [_describe_steps(group) for group in groups], right=True, spare=2),
+        Column("ranks", [_listed(group.ranks) for group in groups], spare=3),
+        Column("folds", [_listed(group.folds) for group in groups], spare=4),
+        Column("runs", [f"{len(group.runs):,}" for group in groups], right=True, spare=5),
+    )
+    return Table(columns=[column for column in columns if any(cell not in ("-", "") for cell in column.cells)])
+
+
+def _listed(values: Sequence[object]) -> str:
+    return brief(join_first([str(value) for value in values], _MAX_NAMED), 20) if values else "-"
+
+
+def _fix_of(group: Group) -> str:
+    """Return what fixes a group, or why nothing does; "" if no fix was looked for."""
+    verified = [fix for fix in group.fixes if fix.verified]
+    if verified:
+        return f"{verified[0].title} (verified on {group.representative})"
+    return f"no change tried on {group.representative} was verified" if group.fixes else group.fix_note
+
+
+def _group_section(place: int, group: Group, reports: dict[str, str]) -> Section:
+    """Return what is known of one group: its headline, where and when it occurred, its fixes and its dumps."""
+    meaning = MEANINGS[group.verdict].format(kinds="non-finite", under="under autocast")
+    known = {
+        group.verdict: meaning,
+        "cause": group.title,
+        "line": group.place.text,
+        "modules": ", ".join(module or "the model" for module in group.modules),
+        "steps": _describe_steps(group),
+        "ranks": ", ".join(map(str, group.ranks)),
+        "folds": ", ".join(group.folds),
+        "runs": ", ".join(group.runs),
+        "written": " to ".join(group.written or ()),
+        "fixes": group.fix_note,
+    }
+    facts = [Fact(label, text) for label, text in known.items() if text not in ("", "-")]
+    if group.page:
+        facts.append(Fact("report", f"the report on {group.representative}", link=group.page))
+    fixes = []
+    for fix in group.fixes:
+        state = f"verified on {group.representative}" if fix.verified else "not verified"
+        patch = Patch(fix.patch.splitlines(), is_diff=fix.kind == "source")
+        fixes.append(Section(f"{fix.title} ({'advice' if fix.kind == 'advice' else state})", [patch]))
+    files = [Fact("dump", path, link=reports.get(path, "")) for path in group.paths]
+    dumps = Section(plural(len(group.paths), "dump"), [Facts(files)], folded=True)
+    title = f"Group {place}: {group.cause or group.verdict} at {_describe_place(group.place)}"
+    return Section(title, [Text(group.headline), Facts(facts), *fixes, dumps], name=f"Group {place}")
+
+
+def _fold_reasons(results: Iterable[DumpResult]) -> list[tuple[str, str, list[str]]]:
     """Return the files that were not analysed as rows of (outcome, reason, paths), the most frequent first."""
     rows: dict[tuple[str, str], list[str]] = {}
     for result in results:
@@ -90,65 +151,15 @@ def fold_reasons(results: Iterable[DumpResult]) -> list[tuple[str, str, list[str
     return sorted(listed, key=lambda row: (-len(row[2]), row[2]))
 
 
-def _table(groups: Sequence[Group]) -> FittedTable:
-    """Return the columns that have content; in a narrow window the last ones are only on the page."""
-    places = [group.place for group in groups]
-    columns = (
-        Column("dumps", [f"{len(group.paths):,}" for group in groups], right=True),
-        Column("cause", [group.cause or group.verdict for group in groups], least=_CAUSE_WIDTH),
-        Column(
-            "place",
-            [describe_place(place) for place in places],
-            short=("place", [file_line(it.file, it.line) if it.file else describe_place(it) for it in places]),
-            least=_MIN_PLACE_WIDTH,
-        ),
-        Column("steps", [describe_steps(group) for group in groups], right=True, spare=1),
-        Column("ranks", [_listed(group.ranks) for group in groups], spare=2),
-        Column("folds", [_listed(group.folds) for group in groups], spare=3),
-        Column("runs", [f"{len(group.runs):,}" for group in groups], right=True, spare=4),
-    )
-    return FittedTable([column for column in columns if any(cell not in ("-", "") for cell in column.cells)])
-
-
-def _listed(values: Sequence[object]) -> str:
-    """Return a few values, or the first and the last of consecutive numbers: "0-7"."""
-    numbers = [value for value in values if isinstance(value, int)]
-    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{numbers[0]}-{numbers[-1]}"
-    return brief(join_first([str(value) for value in values], _MAX_NAMED), 20) if values else "-"
-
-
-def _group_facts(triage: Triage) -> Iterator[tuple[str, str]]:
-    """Yield what fixes each group."""
-    for number, group in enumerate(triage.groups, 1):
-        verified = [fix for fix in group.fixes if fix.verified]
-        if verified:
-            yield f"group {number}", f"{verified[0].title} (verified on {group.representative})"
-        elif group.fixes:
-            yield f"group {number}", f"no change tried on {group.representative} was verified"
-        elif group.fix_note:
-            yield f"group {number}", group.fix_note
-
-
-def _missing_facts(results: Sequence[DumpResult]) -> Iterator[tuple[str, str]]:
-    rows = fold_reasons(results)
+def _missing_facts(rows: Sequence[tuple[str, str, list[str]]]) -> Iterator[Fact]:
     for outcome, reason, paths in rows[:_MAX_LISTED]:
-        many = join_words([paths[0], f"{len(paths) - 1:,} more"])
-        yield outcome, f"{join_first(paths, 1) if len(paths) < 3 else many}: {reason}"
+        yield Fact(outcome, f"{join_first(paths, 1)}: {reason}")
     if len(rows) > _MAX_LISTED:
         left = sum(len(paths) for _, _, paths in rows[_MAX_LISTED:])
-        yield "", f"{left:,} more, with other reasons, on the page"
+        yield Fact("", f"{left:,} more, with other reasons, on the page")
 
 
-def triage_page(triage: Triage) -> str:
-    """Return the page's HTML."""
-    return render(
-        "triage.html.j2",
-        triage=triage,
-        headline=describe_triage(triage),
-        results={result.path: result for result in triage.dumps},
-        missing=fold_reasons(triage.dumps),
-        verdicts=VERDICTS,
-        place_of=describe_place,
-        steps_of=describe_steps,
-    )
+def _missing_section(row: tuple[str, str, list[str]]) -> Section:
+    outcome, reason, paths = row
+    title = f"{plural(len(paths), 'file')} {outcome}: {reason}"
+    return Section(title, [Facts([Fact("file", path) for path in paths])], folded=True)

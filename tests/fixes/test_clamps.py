@@ -11,7 +11,7 @@ from nandoctor.autocast.policy import REFERENCE
 from nandoctor.causes.base import site_of
 from nandoctor.evidence.edits import ClampArgument, GuardArgument, Together
 from nandoctor.fixes.writing import ChangeWriter
-from nandoctor.renderers.fix_facts import describe_outcome
+from nandoctor.renderers.fixes import describe_outcome
 from nandoctor.replaying.runner import CLOSELY, FailingStep
 
 FILE = """

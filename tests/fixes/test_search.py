@@ -16,7 +16,7 @@ from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.fp32_sets import search_fp32_sets
 from nandoctor.fixes.verify import Trials
 from nandoctor.pipeline import replay_dump
-from nandoctor.renderers.answer import make_answer
+from nandoctor.renderers.report import answer_section
 from nandoctor.replaying.settings import Settings
 
 
@@ -312,7 +312,7 @@ def test_samples_that_may_not_be_all_are_not_left_out(tmp_path):
     dump = {"model": model.state_dict(), "a": a, "b": torch.where(twins, a, a + 1)}
     torch.save(dump, tmp_path / "nan.pth")
     report = nandoctor.replay(tmp_path / "nan.pth", model, loss=lambda output, batch: output.mean()).report
-    assert "and at least" in make_answer(report).where
+    assert "and at least" in answer_section(report, "screen").blocks[0].where
     assert [trial for trial in report.counterfactuals if trial.setting.without] == []
     assert not any(fix.kind == "data" for fix in report.fixes)
 

@@ -40,15 +40,18 @@ from nandoctor.evidence.report import (
     TrialOutcome,
 )
 from nandoctor.evidence.trace import Grid, NonfiniteCounts, Place, SampleStats, SourceLine, TensorStats
-from nandoctor.renderers.page import report_page
+from nandoctor.renderers.html import page_of
 from nandoctor.renderers.plots.kinds import draw
 
 
 @lru_cache
 def sketch_of(report):
     """The page of a report, its wide figures made for their titles, and none written: a second for each page."""
-    with patch("nandoctor.renderers.page.figure_svg", _frame), patch("nandoctor.renderers.page.draw", _draw_wide):
-        return report_page(report)
+    with (
+        patch("nandoctor.renderers.plots.figures.figure_svg", _frame),
+        patch("nandoctor.renderers.plots.kinds.draw", _draw_wide),
+    ):
+        return page_of(report)
 
 
 def _draw_wide(report, kind, *, narrow=False):

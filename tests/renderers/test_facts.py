@@ -6,8 +6,8 @@ import pytest
 from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import Diagnosis, ReplayAttempt, Reproduction
 from nandoctor.evidence.trace import Place
-from nandoctor.renderers.facts import describe_reproduction, detail_facts, evidence_facts
-from nandoctor.renderers.verdicts import VERDICTS
+from nandoctor.renderers.evidence import describe_reproduction, detail_facts, evidence_facts, list_operands
+from nandoctor.renderers.verdicts import MEANINGS
 
 ATTEMPTS = (
     ReplayAttempt(training=True, seed=0, grade="finite"),
@@ -186,7 +186,7 @@ def test_every_verdict_has_a_meaning():
 
     from nandoctor.evidence.report import Verdict
 
-    assert VERDICTS.keys() == set(get_args(Verdict))
+    assert MEANINGS.keys() == set(get_args(Verdict))
 
 
 @pytest.mark.parametrize(
@@ -211,3 +211,14 @@ def test_the_same_line_in_a_loop_is_told_once(module, line, told):
         also=(Diagnosis(origin=other, cause=made.cause),),
     )
     assert facts(found).get("also") == told
+
+
+def test_tensors_have_the_names_of_the_code_or_a_place():
+    made = factory.fixable().origin
+    made = replace(made, source=replace(made.source, expression="x / torch.sqrt(variance + 1e-8)"))
+    assert [fact.label for fact in list_operands(made)] == ["`x`", "`torch.sqrt(variance + 1e-8)`", "result"]
+    unknown = replace(made, source=None)
+    assert [fact.label for fact in list_operands(unknown)] == ["the first operand", "the divisor", "result"]
+    backward = replace(made, phase="backward")
+    assert [fact.label for fact in list_operands(backward)][:2] == ["the first operand", "the divisor"]
+    assert not any(word in fact.text for fact in list_operands(made) for word in ("self", "other"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import factory
 import matplotlib
 import pytest
-from matplotlib.collections import PathCollection
+from matplotlib.collections import PathCollection, PolyCollection
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import BF16, FP16, FP32
@@ -37,7 +37,9 @@ def marks(axes, marker_name):
 
 
 def bars(axes):
-    return [(bar.get_y(), bar.get_y() + bar.get_height()) for box in axes.containers for bar in box]
+    """Bottom and top of each bar."""
+    drawn = [one for one in axes.collections if isinstance(one, PolyCollection)]
+    return [(path.vertices[0][1], path.vertices[1][1]) for one in drawn for path in one.get_paths()]
 
 
 def report_on(*pairs, **changes):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 
 import factory
 import pytest
-from rich.console import Console
 
 from nandoctor.causes.log_space import STABLE_FORM
 from nandoctor.evidence.formats import FP16
@@ -21,29 +19,37 @@ from nandoctor.evidence.report import (
     StepSetting,
     TrialOutcome,
 )
-from nandoctor.renderers.fix_facts import describe_outcome, list_fixes, summarize_fixes
-from nandoctor.renderers.markdown import report_markdown
-from nandoctor.renderers.notebook import report_html
-from nandoctor.renderers.table import describe_use, list_small_constants
-from nandoctor.renderers.terminal import print_report
-from nandoctor.renderers.trial_facts import describe_setting, fp32_facts, trial_facts
+from nandoctor.renderers.blocks import Facts, Patch
+from nandoctor.renderers.fixes import describe_outcome, describe_result, every_check, fix_section, sort_fixes
+from nandoctor.renderers.trials import describe_setting, describe_use, fp32_facts, trial_facts
 
 
 def facts(report):
     return [(fact.label, fact.text) for fact in trial_facts(report)]
 
 
+class Told:
+    """The first fix on a screen: its heading, its lines, and the facts about it and the others."""
+
+    def __init__(self, report):
+        section = fix_section(report, "screen")
+        blocks = {type(block): block for block in section.blocks}
+        self.heading = section.title
+        self.patch = blocks[Patch].lines if Patch in blocks else []
+        self.facts = [(fact.label, fact.text) for fact in blocks[Facts].facts]
+
+
 def test_nothing_was_tried_and_nothing_is_said():
     assert facts(factory.precision()) == []
-    assert list_fixes(factory.precision()) == ()
-    assert summarize_fixes(factory.precision()) is None
+    assert fix_section(factory.precision(), "screen") is None
+    assert fix_section(factory.precision(), "page") is None
 
 
 def test_the_first_fix_is_told_in_full_and_the_others_counted():
-    told = summarize_fixes(factory.fixable())
+    told = Told(factory.fixable())
     assert told.heading == "Fix 1 of 3, verified: An eps that fp16 holds at net.py:45"
-    assert told.patch == ("- return x / torch.sqrt(variance + 1e-8)", "+ return x / torch.sqrt(variance + 1e-5)")
-    assert [(fact.label, fact.text) for fact in told.facts] == [
+    assert told.patch == ["- return x / torch.sqrt(variance + 1e-8)", "+ return x / torch.sqrt(variance + 1e-5)"]
+    assert told.facts == [
         ("apply it", "nandoctor fix NaN.pth --model net.py:Net --write"),
         ("checked", "output finite, 0.062 % off fp32; gradients finite, of the loss; samples in another order"),
         ("not checked", "small noise on the inputs: the budget was spent"),
@@ -51,10 +57,8 @@ def test_the_first_fix_is_told_in_full_and_the_others_counted():
     ]
 
 
-def report_text(report):
-    console = Console(file=io.StringIO(), width=80)
-    print_report(report, console)
-    return console.file.getvalue()
+def failed(name, text):
+    return Check(name=name, status="failed", text=text)
 
 
 def checks(*texts):
@@ -70,68 +74,46 @@ def test_what_was_checked_takes_two_lines_on_a_screen():
     made = factory.fixable()
     passed = checks(("output", "finite, 0.44 % off fp32"), ("gradients", long), *others)
     made = replace(made, fixes=(replace(made.fixes[0], checks=(*passed, *skipped)),))
-    brief = {fact.label: fact.text for fact in summarize_fixes(made).facts}
+    brief = dict(Told(made).facts)
     assert brief["checked"] == (
         "output finite, 0.44 % off fp32; "
         "gradients of a stand-in loss finite at loss scale 65,536, 0.22 % off fp32; 6 more checks"
     )
     assert len(brief["checked"]) < 2 * 62
     assert brief["not checked"] == "loss: not known; loss scale: not known; other seed"
-    whole = [(fact.label, fact.text) for fact in list_fixes(made)[0].checks]
+    whole = [(fact.label, fact.text) for fact in every_check(made.fixes[0])]
     assert ("checked", long) in whole
     assert [("checked", f"{name}: output and gradients finite") for name, _ in others] == whole[2:8]
     assert whole[-1] == ("not checked", "other seed: not known")
 
 
-@pytest.mark.parametrize("surface", [report_text, report_markdown, factory.sketch_of, report_html])
-def test_where_nothing_was_found_every_surface_says_why(surface):
-    none = replace(factory.precision(), search_notes=("No change was found to try.",))
-    told = surface(none)
-    assert told.index("No fix was found") < told.index("No change was found to try.")
-    tried = replace(factory.fixable(), fixes=factory.fixable().fixes[-1:], search_notes=("The step is as before.",))
-    told = surface(tried)
-    assert "No fix was verified" in told
-    assert told.count("The step is as before.") == (2 if surface is factory.sketch_of else 1)  # as Markdown on the page
-    solved = replace(factory.fixable(), search_notes=("The budget was spent.",))
-    assert "The budget was spent." in surface(solved)
-    assert "No fix was" not in surface(solved)
-
-
 def test_only_one_fix_is_not_counted():
     made = factory.fixable()
-    told = summarize_fixes(replace(made, fixes=made.fixes[:1]))
+    told = Told(replace(made, fixes=made.fixes[:1]))
     assert told.heading == "Fix, verified: An eps that fp16 holds at net.py:45"
-    assert "or" not in [fact.label for fact in told.facts]
+    assert "or" not in dict(told.facts)
 
 
 def test_without_a_command_line_a_diff_is_applied_by_git():
     made = factory.fixable()
-    told = summarize_fixes(replace(made, arguments=()))
-    assert ("apply it", "git apply, in your project") in [(fact.label, fact.text) for fact in told.facts]
+    told = Told(replace(made, arguments=()))
+    assert ("apply it", "git apply, in your project") in told.facts
 
 
 @pytest.mark.parametrize(
-    ("changes", "state", "result"),
+    ("changes", "result"),
     [
-        ({"verified": True}, "verified", "verified"),
-        ({"outcome": TrialOutcome(finite=True, max_rel_err=0.047)}, "off", "finite, but 4.7 % off fp32"),
-        (
-            {"outcome": TrialOutcome(finite=True, max_rel_err=0.001)},
-            "off",
-            "finite when tried, but not written as code",
-        ),
-        ({"outcome": TrialOutcome(finite=False, max_rel_err=None)}, "failed", "failed: still non-finite"),
-        (
-            {"checks": (Check(name="gradients", status="failed", text="not all finite"),)},
-            "failed",
-            "failed: gradients: not all finite",
-        ),
+        ({"verified": True}, "verified"),
+        ({"outcome": TrialOutcome(finite=True, max_rel_err=0.047)}, "finite, but 4.7 % off fp32"),
+        ({"outcome": TrialOutcome(finite=True, max_rel_err=0.001)}, "finite when tried, but not written as code"),
+        ({"outcome": TrialOutcome(finite=False, max_rel_err=None)}, "failed: still non-finite"),
+        ({"checks": (failed("gradients", "not all finite"),)}, "failed: gradients: not all finite"),
+        ({"checks": (failed("output", "finite, but 80 % off float64"),)}, "finite, but 80 % off float64"),
     ],
 )
-def test_the_state_of_a_fix(changes, state, result):
+def test_what_came_of_a_fix(changes, result):
     sound = replace(factory.fixable().fixes[0], verified=False, checks=())
-    shown = list_fixes(replace(factory.fixable(), fixes=(replace(sound, **changes),)))[0]
-    assert (shown.state, shown.result) == (state, result)
+    assert describe_result(replace(sound, **changes), factory.fixable()) == result
 
 
 def test_a_lost_constant_is_told_where_it_is_not_the_cause():
@@ -161,18 +143,6 @@ def test_a_variation_that_is_far_from_fp32_says_so():
     )
 
 
-def test_constants_are_a_table():
-    assert list_small_constants(factory.fixable().eps_audit)[0].cells == (
-        "1e-8",
-        "encoder.blocks.2.attention",
-        "net.py:45",
-        "add",
-        "is zero in fp16, and lost in 100 % of what it is added to",
-    )
-    many = (replace(USE, num_uses=3), replace(USE, place="optimizer"))
-    assert [line.cells[1] for line in list_small_constants(many)] == ["norm.eps and 2 more", "the optimizer"]
-
-
 def test_a_variation_far_from_fp32_says_how_far():
     made = factory.fixable()
     far = replace(
@@ -198,32 +168,23 @@ def test_settings_in_words(setting, text):
 
 
 def test_what_did_not_help_comes_last_and_says_so():
-    fixes = list_fixes(factory.fixable())
+    fixes = sort_fixes(factory.fixable())
     assert [fix.verified for fix in fixes] == [True, True, True, False]
-    failed = summarize_fixes(replace(factory.fixable(), fixes=factory.fixable().fixes[-1:]))
-    assert failed.heading == "No fix was verified"
-    assert [fact.text for fact in failed.facts] == ["Clamp what add returns (failed: still non-finite)"]
+    told = Told(replace(factory.fixable(), fixes=factory.fixable().fixes[-1:]))
+    assert told.heading == "No fix was verified"
+    assert told.facts == [("tried", "Clamp what add returns (failed: still non-finite)")]
 
 
-def test_a_long_patch_is_cut_on_the_terminal_only():
+def test_a_long_patch_is_cut_on_the_screen_only():
     made = factory.fixable()
     long = replace(made.fixes[0], patch="\n".join(f"+ line {i}" for i in range(60)))
-    made = replace(made, fixes=(long,))
-    lines = summarize_fixes(made).patch
-    assert (len(lines), lines[-1]) == (41, "... 20 more lines")
-    assert len(list_fixes(made)[0].patch) == 60
-    code = replace(made, fixes=(replace(long, kind="snippet"),), arguments=("nan.pth", "--model", "net.py:Net"))
-    shown = summarize_fixes(code)
-    assert (len(shown.patch), shown.patch[-1]) == (41, "... 20 more lines")
-    assert (shown.facts[0].label, shown.facts[0].text) == ("all of it", "nandoctor fix nan.pth --model net.py:Net")
-
-
-def test_a_patch_cannot_move_the_cursor():
-    made = factory.fixable()
-    hostile = replace(made.fixes[0], title="\x1b[2J", patch="\tx\x1b[2J\r\ny\u202e")
-    fix = list_fixes(replace(made, fixes=(hostile,)))[0]
-    assert fix.title == r"\x1b[2J"
-    assert fix.patch == ("\tx\\x1b[2J", r"y\u202e")
+    made = replace(made, fixes=(long,), arguments=("nan.pth", "--model", "net.py:Net"))
+    for kind in ("source", "snippet"):
+        shown = Told(replace(made, fixes=(replace(long, kind=kind),)))
+        assert (len(shown.patch), shown.patch[-1]) == (41, "... 20 more lines")
+        assert shown.facts[0] == ("all of it", "nandoctor fix nan.pth --model net.py:Net")
+    whole = fix_section(made, "page").blocks[0].blocks[0]
+    assert len(whole.lines) == 60
 
 
 @pytest.mark.parametrize(
@@ -293,26 +254,18 @@ def test_what_held_on_this_batch_comes_before_what_is_off():
         Check(name="inputs doubled", status="failed", text="output is not finite"),
     )
     held = replace(made.fixes[0], verified=False, rank=1, title="Held", checks=checks)
-    assert [fix.title for fix in list_fixes(replace(made, fixes=(off, held)))] == ["Held", "Off"]
+    assert [fix.title for fix in sort_fixes(replace(made, fixes=(off, held)))] == ["Held", "Off"]
 
 
 def test_leaving_samples_out_is_no_fix_of_the_code():
     made = factory.fixable()
     data = replace(made.fixes[0], kind="data", title="Leave the affected samples out of the batch")
-    told = summarize_fixes(replace(made, verdict="numerics", fixes=(data,)))
+    told = Told(replace(made, verdict="numerics", fixes=(data,)))
     assert told.heading == "Workaround, verified on this batch alone: Leave the affected samples out of the batch"
-
-
-def test_a_change_that_is_off_elsewhere_says_so():
-    text = "finite, 0.1 % off fp32, but 80 % off float64 with inputs of 0.5 times the size"
-    checks = (Check(name="output", status="failed", text=text),)
-    fix = replace(factory.fixable().fixes[0], verified=False, checks=checks)
-    shown = list_fixes(replace(factory.fixable(), fixes=(fix,)))[0]
-    assert (shown.state, shown.result) == ("off", text)
 
 
 def test_beside_a_clamp_what_is_better_is_told():
     made = factory.fixable()
     stable = Evidence(name=STABLE_FORM, value="F.logsigmoid", text="return the logits")
-    told = summarize_fixes(replace(made, cause=replace(made.cause, evidence=(stable,))))
-    assert ("better", "return the logits") in [(fact.label, fact.text) for fact in told.facts]
+    told = Told(replace(made, cause=replace(made.cause, evidence=(stable,))))
+    assert ("better", "return the logits") in told.facts

@@ -7,11 +7,10 @@ import pytest
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
+        ("nandoctor.renderers.document", "torch matplotlib jinja2 rich.console"),
         ("nandoctor.renderers.terminal", "torch matplotlib jinja2"),
-        ("nandoctor.renderers.inspect_dump", "torch matplotlib jinja2"),
-        ("nandoctor.renderers.explain", "torch matplotlib jinja2"),
         ("nandoctor.renderers.jsonfile", "torch matplotlib jinja2 rich"),
-        ("nandoctor.renderers.notebook_card", "torch matplotlib rich.console"),
+        ("nandoctor.renderers.html", "torch matplotlib rich.console"),
         ("nandoctor.renderers.plots.figures", "torch jinja2 rich matplotlib.pyplot"),
         ("nandoctor.renderers.save", "torch matplotlib jinja2 rich"),
     ],

@@ -6,13 +6,13 @@ import pytest
 
 from nandoctor.errors import NanDoctorError, ReportError
 from nandoctor.renderers.jsonfile import dumps, read_report
-from nandoctor.renderers.save import save_report
+from nandoctor.renderers.save import save
 
 
 @pytest.fixture
 def saved(tmp_path):
     path = tmp_path / "report.json"
-    save_report(factory.precision(), path)
+    save(factory.precision(), path)
     return path
 
 
@@ -23,7 +23,7 @@ def change(path, **values):
 @pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
 def test_a_report_comes_back_as_it_was(make, tmp_path):
     report = make()
-    save_report(report, tmp_path / "report.json")
+    save(report, tmp_path / "report.json")
     assert read_report(tmp_path / "report.json") == report
 
 
@@ -49,7 +49,7 @@ def test_names_are_those_of_the_contract():
 def test_hostile_names_are_ascii_in_the_file_and_come_back(tmp_path):
     hostile = factory.report(dump=factory.dump(path="\x1b[31m\ud800\n层"))
     assert dumps(hostile).isascii()
-    save_report(hostile, tmp_path / "report.json")
+    save(hostile, tmp_path / "report.json")
     assert read_report(tmp_path / "report.json") == hostile
 
 
@@ -60,7 +60,7 @@ def test_a_report_redirected_by_powershell_is_read(tmp_path):
 
 
 def test_writing_leaves_no_draft(saved):
-    save_report(factory.healthy(), saved)
+    save(factory.healthy(), saved)
     assert [path.name for path in saved.parent.iterdir()] == ["report.json"]
     assert read_report(saved).verdict == "healthy"
 
@@ -71,7 +71,7 @@ def test_a_failed_write_leaves_the_old_report(saved, monkeypatch):
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(NanDoctorError, match=r"cannot be written .* No space left"):
-        save_report(factory.healthy(), saved)
+        save(factory.healthy(), saved)
     assert read_report(saved).verdict == "precision"
     assert len(list(saved.parent.iterdir())) == 1
 
@@ -79,14 +79,14 @@ def test_a_failed_write_leaves_the_old_report(saved, monkeypatch):
 def test_a_link_still_points_to_the_report(saved):
     link = saved.with_name("latest.json")
     link.symlink_to(saved)
-    save_report(factory.healthy(), link)
+    save(factory.healthy(), link)
     assert link.is_symlink()
     assert read_report(saved).verdict == "healthy"
 
 
 def test_writing_into_a_missing_folder_says_so(tmp_path):
     with pytest.raises(NanDoctorError, match="cannot be written") as caught:
-        save_report(factory.healthy(), tmp_path / "missing" / "report.json")
+        save(factory.healthy(), tmp_path / "missing" / "report.json")
     assert "existing, writable folder" in caught.value.remedy
 
 

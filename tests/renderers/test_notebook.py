@@ -1,18 +1,46 @@
-"""How a notebook shows the parts of a case."""
+"""How a notebook shows a case and its parts."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from html.parser import HTMLParser
 
 import factory
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
-from test_notebook_card import Balanced
+from surfaces import visible
 
 from nandoctor.diagnosis.compare_reports import compare_reports
 from nandoctor.renderers import notebook
-from nandoctor.renderers.facts import describe_tensor
-from nandoctor.renderers.notebook import record_html, show_records
+from nandoctor.renderers.evidence import describe_tensor
+from nandoctor.renderers.html import card_of
+from nandoctor.renderers.notebook import show_records
 
 FIXABLE = factory.fixable()
+HOSTILE = "<script>alert(1)</script>'\"&{{ 7 * 7 }}\x1b\n\ud800"
+VOID = {"br"}
+
+
+class Balanced(HTMLParser):
+    """Collects tags and text, and fails on a tag that is not closed by its own kind."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.text = [], set(), []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += [data.strip()] * bool(data.strip())
 
 
 @pytest.fixture
@@ -23,37 +51,49 @@ def shell(monkeypatch):
     return shell
 
 
-def test_records_are_tables_and_tensors_lines(shell):
-    data, _ = shell.display_formatter.format(FIXABLE.origin)
-    assert data["text/html"].startswith("<table")
-    data, _ = shell.display_formatter.format(FIXABLE.origin.inputs[0])
-    assert data == {"text/plain": "self: fp16 [4, 16, 32, 32], -6.8 to 13.6, median magnitude 1.13"}
+@pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
+def test_every_verdict_makes_one_well_formed_fragment(make):
+    report = make()
+    html = card_of(report)
+    parsed = Balanced(html)
+    assert html.startswith("<div")
+    assert report.verdict in parsed.text
+    assert report.headline in parsed.text
+    assert "script" not in parsed.tags
 
 
-def test_a_record_says_what_it_has():
-    text = Balanced(record_html(FIXABLE.origin)).text
-    assert "div in encoder.blocks.2.attention: NaN in 288 of 65,536" in text
-    assert "net.py:45: return x / torch.sqrt(variance + 1e-8)" in text
-    assert "would be" not in text
-    assert "grid" not in text
+def test_hostile_names_are_text():
+    made = factory.precision()
+    rows = tuple(factory.put(row, module=HOSTILE, type=HOSTILE) for row in made.runs.autocast.modules[5:10])
+    runs = replace(made.runs, autocast=replace(made.runs.autocast, modules=rows))
+    first = factory.put(made.first_nonfinite, module=HOSTILE, type=HOSTILE)
+    html = card_of(replace(made, headline=HOSTILE, first_nonfinite=first, runs=runs, next_steps=(HOSTILE,)))
+    assert "script" not in Balanced(html).tags
+    assert r"""<script>alert(1)</script>'"&{{ 7 * 7 }}\x1b\n\ud800""" in visible(html)
+    assert "\x1b" not in html
+    html.encode()
 
 
-@pytest.mark.parametrize(
-    "record",
-    [FIXABLE.first_nonfinite, FIXABLE.cause, FIXABLE.fixes[0], compare_reports(FIXABLE, factory.healthy())],
-    ids=lambda record: type(record).__name__,
-)
-def test_every_record_is_well_formed(record):
-    assert len(Balanced(record_html(record)).text) >= 6
+def test_no_colour_is_fixed_against_the_page():
+    """On a dark page black text would vanish: text takes the page's colour, but for marks that show on any ground."""
+    html = card_of(factory.precision())
+    assert "color: #fff" not in html
+    assert "background: #" not in html
+    assert "background: rgba(" in html
 
 
-def test_records_have_a_line_where_there_is_no_html(shell):
-    records = (FIXABLE.origin, FIXABLE.cause, FIXABLE.first_nonfinite, FIXABLE.fixes[0])
+def test_records_are_cards_or_lines(shell):
+    comparison = compare_reports(FIXABLE, factory.healthy())
+    cards = [shell.display_formatter.format(record)[0]["text/html"] for record in (FIXABLE.fixes[0], comparison)]
+    assert "variance + 1e-5" in cards[0]
+    assert all(Balanced(card).text for card in cards)
+    records = (FIXABLE.origin, FIXABLE.cause, FIXABLE.first_nonfinite, FIXABLE.fixes[0], FIXABLE.origin.inputs[0])
     lines = [shell.display_formatter.format(record)[0]["text/plain"] for record in records]
     assert lines[0] == "div in encoder.blocks.2.attention: NaN in 288 of 65,536"
     assert lines[1].startswith("eps-underflow: 1e-8 rounds to zero")
     assert lines[2].startswith("encoder.blocks.2.attention (MultiheadAttention): fp16 [4, 16, 32, 32]")
     assert lines[3] == "An eps that fp16 holds at net.py:45"
+    assert lines[4] == "self: fp16 [4, 16, 32, 32], -6.8 to 13.6, median magnitude 1.13"
 
 
 def test_nothing_happens_outside_of_ipython(monkeypatch):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import factory
 
-from nandoctor.renderers.answer import concise_line, github_line
+from nandoctor.renderers.one_line import concise_line, github_line
 
 
 def test_the_line_stands_before_the_code_and_the_message():

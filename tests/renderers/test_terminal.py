@@ -5,17 +5,13 @@ from dataclasses import replace
 import factory
 import pytest
 from rich.console import Console
+from surfaces import terminal
 
-from nandoctor.renderers.answer import one_line
-from nandoctor.renderers.terminal import print_report
+from nandoctor.renderers.document import document
+from nandoctor.renderers.one_line import one_line
+from nandoctor.renderers.terminal import print_document
 
 HOSTILE = "x[red]y[/]\x1b[31mz\nnew:smile: line\u202e"
-
-
-def printed(report, *, width=80, told=False, **options):
-    console = Console(file=io.StringIO(), width=width, **options)
-    print_report(report, console, told=told)
-    return console.file.getvalue()
 
 
 def table_rows(text):
@@ -28,7 +24,7 @@ def table_rows(text):
 @pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
 def test_a_report_fits_one_screen(make):
     report = make()
-    lines = printed(report).splitlines()
+    lines = terminal(report).splitlines()
     assert len(lines) <= (35 if report.fixes else 30)
     assert max(map(len, lines)) <= 80
 
@@ -36,19 +32,18 @@ def test_a_report_fits_one_screen(make):
 @pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
 def test_the_headline_comes_first_and_the_verdict_after_it(make):
     report = make()
-    first, rest = printed(report, width=300).split("\n", 1)
+    first, rest = terminal(report, width=300).split("\n", 1)
     assert first == report.headline
     assert report.verdict in rest
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_wrong_fp32_is_told_before_any_fix(told):
-    text = printed(replace(factory.fixable(), fp32_error=0.68), width=300, told=told)
+def test_a_wrong_fp32_is_told_before_any_fix():
+    text = terminal(replace(factory.fixable(), fp32_error=0.68), width=300)
     assert "fp32's own output is wrong, 68 % off float64" in text.partition("Fix")[0]
 
 
 def test_the_table_shows_five_layers_before_and_two_after():
-    rows = table_rows(printed(factory.precision(), width=120))
+    rows = table_rows(terminal(factory.precision(), width=120))
     assert list(rows) == [
         "encoder.blocks.1.norm",
         "encoder.blocks.1.attention",
@@ -71,7 +66,7 @@ def test_long_names_are_cut_in_their_middle_and_stay_on_one_line():
         factory.put(row, module=deep, type="T" * 60) if not row.finite else row for row in runs.autocast.modules
     )
     report = replace(made, runs=replace(runs, autocast=replace(runs.autocast, modules=rows)))
-    lines = printed(report).splitlines()
+    lines = terminal(report).splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 30
 
@@ -89,11 +84,11 @@ def test_names_lose_the_path_they_share_where_room_is_scarce():
     ]
     seen = factory.put(made.first_nonfinite, module=f"backbone.transformer.{made.first_nonfinite.place.module}")
     runs = replace(runs, autocast=replace(runs.autocast, modules=rows[0]), fp32=replace(runs.fp32, modules=rows[1]))
-    text = printed(replace(made, runs=runs, first_nonfinite=seen))
+    text = terminal(replace(made, runs=runs, first_nonfinite=seen))
     assert "backbone.transformer.encoder.blocks.2.attention" not in text[text.index("Largest magnitudes") :]
     assert re.search(r"  in b\S*encoder.blocks ", text)
     assert "> 2.attention " in text
-    assert "> backbone.transformer.encoder.blocks.2.attention " in printed(
+    assert "> backbone.transformer.encoder.blocks.2.attention " in terminal(
         replace(made, runs=runs, first_nonfinite=seen), width=130
     )
 
@@ -101,11 +96,11 @@ def test_names_lose_the_path_they_share_where_room_is_scarce():
 def test_the_first_layer_that_does_not_fit_is_marked():
     made = factory.precision()
     before = replace(made, runs=replace(made.runs, first_unholdable=made.runs.fp32.modules[8].place))
-    assert "! encoder.blocks.1.mlp" in printed(before, width=120)
-    assert "! first whose fp32 value fp16 cannot hold" in printed(before)
+    assert "! encoder.blocks.1.mlp" in terminal(before, width=120)
+    assert "! first whose fp32 value fp16 cannot hold" in terminal(before)
     same = replace(made, runs=replace(made.runs, first_unholdable=made.first_nonfinite.place))
-    assert "* encoder.blocks.2.attention" in printed(same, width=120)
-    assert "* first non-finite, and first whose fp32 value fp16 cannot hold" in printed(same)
+    assert "* encoder.blocks.2.attention" in terminal(same, width=120)
+    assert "* first non-finite, and first whose fp32 value fp16 cannot hold" in terminal(same)
 
 
 def test_the_kinds_of_a_nonfinite_layer_stand_in_its_cell():
@@ -115,34 +110,26 @@ def test_the_kinds_of_a_nonfinite_layer_stand_in_its_cell():
         stats = replace(factory.tensor(1.0), finite=False, counts=counts)
         rows = tuple(replace(row, outputs=(stats,)) if not row.finite else row for row in made.runs.autocast.modules)
         report = replace(made, runs=replace(made.runs, autocast=replace(made.runs.autocast, modules=rows)))
-        assert table_rows(printed(report, width=120))["encoder.blocks.2.attention"][1] == text
+        assert table_rows(terminal(report, width=120))["encoder.blocks.2.attention"][1] == text
 
 
 def test_a_layer_past_the_format_has_negative_headroom():
     made = factory.network(4, growth=32.0)
-    text = printed(factory.report(made))
+    text = terminal(factory.report(made))
     assert re.search(r"mlp .* -\d+\.\d ░░░░░", text)
 
 
 def test_no_layers_where_nothing_was_run():
-    text = printed(factory.weights_only())
+    text = terminal(factory.weights_only())
     assert "absmax" not in text
     assert "headroom" not in text
 
 
 def test_notes_beyond_a_few_are_counted():
-    text = printed(factory.report(notes=tuple(f"note number {i}" for i in range(9))))
+    text = terminal(factory.report(notes=tuple(f"note number {i}" for i in range(9))))
     assert "note number 3" in text
     assert "note number 4" not in text
     assert "5 more in the report" in text
-
-
-def test_colour_only_on_a_terminal(monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b" not in printed(factory.precision())
-    assert "\x1b[1;31m" in printed(factory.precision(), force_terminal=True, color_system="standard")
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not re.search(r"\x1b\[[0-9;]*3[0-7]", printed(factory.precision(), force_terminal=True))
 
 
 def hostile_report():
@@ -165,7 +152,7 @@ def hostile_report():
 
 @pytest.mark.parametrize("options", [{}, {"force_terminal": True, "color_system": None}])
 def test_hostile_names_are_shown_as_they_are(options):
-    text = printed(hostile_report(), width=300, **options)
+    text = terminal(hostile_report(), width=300, **options)
     assert "\x1b" not in text
     assert "\u202e" not in text
     assert text.count(r"x[red]y[/]\x1b[31mz\nnew:smile: line\u202e") >= 6
@@ -177,7 +164,7 @@ def test_any_encoding_can_take_the_report(encoding):
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     made = factory.precision()
     report = replace(made, headline="层 is first", notes=("Größe",))
-    print_report(report, Console(file=file, width=80))
+    print_document(document(report), Console(file=file, width=80))
     file.flush()
     text = file.buffer.getvalue().decode(encoding)
     assert "? is first" in text

@@ -30,7 +30,6 @@ from pathlib import Path
 import forgery
 import numpy as np
 import torch
-from rich.console import Console
 from torch import nn
 
 from nandoctor.case import replay
@@ -38,9 +37,9 @@ from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import look_at_dump, read_dump
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import NanDoctorError
-from nandoctor.renderers.inspect_dump import print_inspection
-from nandoctor.renderers.notebook_card import report_html
-from nandoctor.renderers.terminal import print_report
+from nandoctor.renderers.document import document
+from nandoctor.renderers.html import card_of
+from nandoctor.renderers.terminal import plain_text
 
 MAX_SECONDS, MAX_NBYTES = 30, 1 << 30
 BATCH = 500
@@ -235,15 +234,15 @@ def make(kind, number, files):
 
 def examine(path):
     """All that a user would do with a file from somebody else; raises what the user would see."""
-    print_inspection(summarize(look_at_dump(path)), Console(file=io.StringIO(), width=80))
+    plain_text(document(summarize(look_at_dump(path))))
     dump = read_dump(path)
     try:
         if not dump.provenance.own:
             with suppress(NanDoctorError):
                 replay(dump, fixes=False)
         case = replay(dump, Net(), fixes=False, method=dump.recorded.method or None)
-        print_report(case.report, Console(file=io.StringIO(), width=80))
-        report_html(case.report)
+        plain_text(document(case.report))
+        card_of(case.report)
     finally:
         if not dump.provenance.own and Path("canary").exists():
             print(f"WRONG: canary {Path('canary').read_text()!r}", flush=True)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from forgery import make_project
-from rich.console import Console
 from test_bounds import BOMBS
 from test_layouts import KINDS, PLAIN, RECORDED, REPLAYED, files_with
 
@@ -26,7 +25,8 @@ from nandoctor.dumps.reader import look_at_dump, read_dump
 from nandoctor.dumps.stored_tensor import NeedsTorchError, StoredTensor, StoredValues
 from nandoctor.dumps.tensors import TorchValues, count_nonfinite
 from nandoctor.errors import DumpError
-from nandoctor.renderers.inspect_dump import print_inspection
+from nandoctor.renderers.document import document
+from nandoctor.renderers.terminal import plain_text
 
 SAMPLES = sorted((Path(__file__).parents[2] / "sample_dumps").glob("*.pth"))
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from nandoctor.cli import main\n"
@@ -61,7 +61,7 @@ def test_ordinary_files_are_inspected_where_torch_cannot_be(project):
     command = [sys.executable, "-c", WITHOUT_TORCH + EACH, *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("\nweights  ") == len(paths)
+    assert done.stdout.count("\n  weights  ") == len(paths)
     assert "Your own recorder wrote it" in done.stdout
 
 
@@ -86,7 +86,7 @@ def test_an_odd_tensor_is_described_as_with_torch(kind, chosen, project):
         found = assert_same("case.pth")
         assert found
         if not isinstance(found, str):
-            print_inspection(found, Console(file=io.StringIO()))
+            plain_text(document(found))
 
 
 @pytest.mark.filterwarnings("ignore")

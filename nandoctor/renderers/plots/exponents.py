@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Report
-from nandoctor.renderers.facts import PER_SAMPLE, command_for
+from nandoctor.renderers.commands import PER_SAMPLE, command_for
 from nandoctor.renderers.layers import LayerPair, Layers, select_layers
 from nandoctor.renderers.plots.figures import NONFINITE_COLOR, ORANGE, draw_by_layer
 from nandoctor.text import percent, plural

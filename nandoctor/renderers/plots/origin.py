@@ -18,7 +18,7 @@ from nandoctor.errors import NanDoctorError, ReportError
 from nandoctor.evidence.exhibits import Picture
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import Grid
-from nandoctor.renderers.facts import describe_origin
+from nandoctor.renderers.evidence import describe_origin, describe_spread
 from nandoctor.renderers.plots.figures import NONFINITE_COLOR, new_figure, write_finding, write_legend
 from nandoctor.text import brief, percent, shape_text
 
@@ -56,31 +56,6 @@ def draw_origin(report: Report, *, narrow: bool = False) -> Figure:
         legend = [Patch(color=_SHARES(share), label=f"{percent(share)} non-finite") for share in (0.01, 0.5, 1.0)]
         write_legend(figure, legend, _describe_source(report, origin, grid, picture), narrow=narrow)
     return figure
-
-
-def describe_spread(grid: Grid) -> str:
-    """Return how far the non-finite elements reach along each dimension of the map, to within a cell."""
-    counts = np.array(grid.counts)
-    reached = [np.flatnonzero(counts.any(axis=other)) for other in ((1, 0) if len(grid.dims) > 1 else (0,))]
-    parts = []
-    for dim, size, cells in zip(grid.dims, grid.sizes, reached, strict=True):
-        num_cells = min(size, counts.shape[1] if dim == grid.dims[-1] else counts.shape[0])
-        first, last = -(-int(cells[0]) * size // num_cells), -(-(int(cells[-1]) + 1) * size // num_cells) - 1
-        if last - first + 1 < size:
-            reach = f"{first} to {last}" if first < last else f"place {first}"
-            parts.append(f"{reach} of {size} along dimension {dim}")
-    if parts:
-        return f"at {' and '.join(parts)}"
-    return "everywhere" if counts.all() else "scattered over all of it"
-
-
-def is_uniform(report: Report) -> bool:
-    """Return True if every cell of the map has the same count, which a sentence describes as well as a picture."""
-    origin = report.origin
-    if origin is None or origin.grid is None:
-        return False
-    counts = np.array(origin.grid.counts)
-    return bool(counts.size and counts.min() == counts.max())
 
 
 def _overlays(picture: Picture, origin: Origin, grid: Grid) -> bool:

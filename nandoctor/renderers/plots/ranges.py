@@ -198,19 +198,7 @@ def _draw_bars(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyl
 def fill_bars(
     axes: Axes, bars: Sequence[tuple[int, float, float]], *, width: float, color: str, alpha: float = 1.0
 ) -> None:
-    """Draw bars at (place, bottom, top); many of them as one collection, since matplotlib is slow with single bars."""
-    if len(bars) <= MAX_BARS:
-        axes.bar(
-            [x for x, _, _ in bars],
-            [top - bottom for _, bottom, top in bars],
-            bottom=[bottom for _, bottom, _ in bars],
-            width=width,
-            color=color,
-            alpha=alpha,
-            linewidth=0,
-            zorder=2,
-        )
-        return
+    """Draw bars at (place, bottom, top), as one collection, since matplotlib is slow with many single bars."""
     corners = [
         [(x - width / 2, bottom), (x - width / 2, top), (x + width / 2, top), (x + width / 2, bottom)]
         for x, bottom, top in bars

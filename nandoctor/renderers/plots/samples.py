@@ -19,7 +19,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.evidence.trace import SampleStats, describe_run
-from nandoctor.renderers.facts import PER_SAMPLE, command_for
+from nandoctor.renderers.commands import PER_SAMPLE, command_for
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.figures import NONFINITE_COLOR, ORANGE, SKY, draw_by_layer
 from nandoctor.text import samples_text

@@ -1,6 +1,7 @@
 "use strict";
 (() => {
-  const said = document.getElementById("said");
+  const status = Object.assign(document.createElement("span"), { role: "status" });
+  const said = document.getElementById("said") ?? document.body.appendChild(status);
   const say = text => { said.textContent = text; };
 
   async function copy(text) {
@@ -45,12 +46,41 @@
   if (!table) return;
   const body = table.tBodies[0];
   const rows = [...body.rows];               // in the page's original order: parents before children
-  const texts = rows.map(row => row.dataset.search.toLowerCase());
+  const texts = rows.map(row => `${row.cells[0].textContent} ${row.cells[1].textContent}`.toLowerCase());
   const search = document.getElementById("search");
   const onlyNonfinite = document.getElementById("only-nonfinite");
   let sorted = null;                         // the sorted column; null for the tree
-  const folds = rows.map(row => row.querySelector(".fold"));
-  const parents = rows.map(row => row.dataset.parent === "" ? null : Number(row.dataset.parent));
+
+  // The tree is made of the rows' dotted paths: a call lies in the first call of the nearest module around it.
+  const paths = rows.map(row => row.cells[0].textContent.replace(/ ?\([^.]*\)$/, ""));
+  const firstCalls = new Map(), parents = [], depths = [];
+  paths.forEach((path, place) => {
+    let around = path, parent = null;
+    while (around && parent === null) {
+      around = around.slice(0, Math.max(around.lastIndexOf("."), 0));
+      parent = firstCalls.get(around) ?? null;
+    }
+    parents.push(parent);
+    depths.push(parent === null ? 0 : depths[parent] + 1);
+    if (!firstCalls.has(path)) firstCalls.set(path, place);
+  });
+  const first = body.querySelector("tr.row-first");
+  const unfolded = new Set();                // of a large model, only the way to the first non-finite layer
+  for (let place = rows.indexOf(first); place >= 0; place = parents[place] ?? -1) unfolded.add(place);
+  const holders = new Set(parents);
+  const folds = rows.map((row, place) => {
+    const cell = row.cells[0], name = cell.textContent, owner = parents[place] === null ? "" : paths[parents[place]];
+    const path = Object.assign(document.createElement("span"), { className: "path" });
+    path.textContent = owner && name.startsWith(`${owner}.`) ? `${owner}.` : "";
+    const mark = document.createElement(holders.has(place) ? "button" : "span");
+    mark.className = holders.has(place) ? "fold" : "leaf";
+    cell.style.setProperty("--depth", depths[place]);
+    cell.replaceChildren(mark, path, name.slice(path.textContent.length));
+    if (!holders.has(place)) return null;
+    mark.ariaLabel = name;
+    mark.ariaExpanded = String(rows.length <= 60 || parents[place] === null || unfolded.has(place));
+    return mark;
+  });
 
   function show() {
     const wanted = search.value.trim().toLowerCase();
@@ -60,7 +90,7 @@
     rows.forEach((row, place) => {
       const parent = parents[place];
       open[place] = parent === null || (open[parent] && folds[parent].ariaExpanded === "true");
-      const found = texts[place].includes(wanted) && (!onlyNonfinite.checked || row.classList.contains("nonfinite"));
+      const found = texts[place].includes(wanted) && (!onlyNonfinite.checked || /row-(failed|first)/.test(row.className));
       row.hidden = flat ? !found : !open[place];
       count += !row.hidden;
     });
@@ -109,7 +139,7 @@
   });
   document.getElementById("unfold").addEventListener("click", () => { folds.forEach(one => fold(one, true)); show(); });
   document.getElementById("fold").addEventListener("click", () => { folds.forEach(one => fold(one, false)); show(); });
-  const first = body.querySelector("tr.first");
+  show();
   if (first) {
     const frame = table.parentElement;
     frame.scrollTop = first.offsetTop - frame.clientHeight / 2;

@@ -1,23 +1,17 @@
-"""Put a report into sentences, and the next commands to type, with all the flags of its replay."""
+"""Put the evidence of a report into sentences: how it was reproduced, where it began, how it spread, tensors."""
 
 from __future__ import annotations
 
 import math
-import os
-import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 from nandoctor.causes.sentences import find_operand, place_of_operand
-from nandoctor.dumps.code_request import as_option
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Origin, Report, Reproduction
-from nandoctor.evidence.trace import INTERRUPTED, NonfiniteCounts, Place, TensorStats
+from nandoctor.evidence.trace import INTERRUPTED, Grid, NonfiniteCounts, Place, TensorStats
+from nandoctor.renderers.blocks import Fact
 from nandoctor.renderers.layers import select_layers
-from nandoctor.replaying.settings import OPTIONS
 from nandoctor.text import (
     are,
     brief,
@@ -29,7 +23,6 @@ from nandoctor.text import (
     part_of,
     percent,
     plural,
-    printable,
     samples_text,
     shape_text,
     within,
@@ -53,23 +46,11 @@ _CLOSE = 0.02
 """Share of the largest saved value: fp16 results differ by about this on hardware that sums in another order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """A label and a sentence or, with `is_command`, a line to type, which is never wrapped.
-
-    The text is printable: names from dumps and models are escaped in it.
-    """
-
-    label: str
-    text: str
-    is_command: bool = False
-
-
 def evidence_facts(report: Report) -> list[Fact]:
     """Return the evidence for the answer: cause, layers, how it spread, fp32's value there, other faults."""
     facts = []
     if report.cause is not None:
-        facts.append(Fact("cause", f"{report.cause.code}: {printable(report.cause.explanation)}"))
+        facts.append(Fact("cause", f"{report.cause.code}: {report.cause.explanation}"))
     if report.origin is not None and report.excerpt is None and report.origin.op is not None:
         facts.append(Fact("origin", describe_origin(report.origin)))
     if report.first_nonfinite is not None:
@@ -94,7 +75,7 @@ def detail_facts(report: Report) -> list[Fact]:
 def note_facts(report: Report) -> list[Fact]:
     """Return the notes; those of the search only if it found a fix, since otherwise the section of fixes has them."""
     of_search = report.search_notes if any(fix.verified for fix in report.fixes) else ()
-    return [Fact("note", printable(note)) for note in (*report.notes, *of_search)]
+    return [Fact("note", note) for note in (*report.notes, *of_search)]
 
 
 def describe_fp32_error(error: float) -> str:
@@ -214,6 +195,22 @@ def describe_extent(first: FirstNonfinite) -> str:
     return f"{extent} ({first.value.dtype} {shape_text(first.value.shape)}{where})"
 
 
+def describe_spread(grid: Grid) -> str:
+    """Return how far the non-finite elements reach along each dimension of the map, to within a cell."""
+    columns = tuple(zip(*grid.counts, strict=True))
+    by_dim = [grid.counts, columns] if len(grid.dims) > 1 else [columns]
+    parts = []
+    for dim, size, lines in zip(grid.dims, grid.sizes, by_dim, strict=True):
+        reached = [cell for cell, line in enumerate(lines) if any(line)]
+        first, last = -(-reached[0] * size // len(lines)), -(-(reached[-1] + 1) * size // len(lines)) - 1
+        if last - first + 1 < size:
+            reach = f"{first} to {last}" if first < last else f"place {first}"
+            parts.append(f"{reach} of {size} along dimension {dim}")
+    if parts:
+        return f"at {' and '.join(parts)}"
+    return "everywhere" if all(map(all, grid.counts)) else "scattered over all of it"
+
+
 def describe_inputs(inputs: Sequence[TensorStats]) -> str:
     """Return a call's inputs: "finite, up to 13.6 (fp16)"; several are named."""
     if len(inputs) == 1:
@@ -280,29 +277,29 @@ def short_place(place: Place) -> Place:
     return replace(place, module=short_name(place.module), type=short_name(place.type))
 
 
-def list_operands(origin: Origin) -> list[tuple[str, str]]:
-    """Return an op's tensors as (name, description), the result last; names are the code's text or the position.
+def list_operands(origin: Origin) -> list[Fact]:
+    """Return an op's tensors, the result last; labels are the code's text or the position.
 
     If a saved array is to blame, return only that array.
     """
     if origin.op is None:
-        return [] if origin.output is None else [("as saved", describe_tensor(origin.output))]
+        return [] if origin.output is None else [Fact("as saved", describe_tensor(origin.output))]
     op, alone, backward = origin.op, len(origin.inputs) == 1, origin.phase == "backward"
     expression = origin.source.expression if origin.source is not None and not backward else ""
     operands = []
     for stats in origin.inputs:
         text = find_operand(expression, op, stats.path, alone=False)
         name = text or place_of_operand(op, stats.path, alone=alone) or "incoming gradient"
-        operands.append((name, describe_tensor(replace(stats, path=""))))
+        operands.append(Fact(name, describe_tensor(replace(stats, path=""))))
     operands = [*dict.fromkeys(operands)]  # x * x reads one tensor
     if origin.output is not None:
-        operands.append(("outgoing gradient" if backward else "result", describe_tensor(origin.output)))
+        operands.append(Fact("outgoing gradient" if backward else "result", describe_tensor(origin.output)))
     return operands
 
 
 def describe_tensor(stats: TensorStats) -> str:
     """Return format, shape, range of the finite values, and the non-finite and zero elements."""
-    name = f"{printable(stats.path)}: " if stats.path else ""
+    name = f"{stats.path}: " if stats.path else ""
     parts = [f"{name}{stats.dtype} {shape_text(stats.shape)}", *_range_of(stats)]
     if stats.counts is not None and stats.counts.num_bad:
         parts.append(_describe_nonfinite(stats.counts, stats))
@@ -328,62 +325,3 @@ def _describe_nonfinite(counts: NonfiniteCounts, stats: TensorStats) -> str:
         return text
     noun = "indexes" if len(counts.samples) > 1 else "index"
     return f"{text} ({noun} {join_first([str(index) for index in counts.samples], 3)} of dimension 0)"
-
-
-_COMMAND = re.compile(r"(.*?)(?:(?:^|(?<=:) )(nandoctor [a-z]+ .+))?$", re.DOTALL)
-
-
-def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what a person types to replay the dump with these settings: its path, then the flags.
-
-    Return () if a setting is an object that a command line cannot name.
-    """
-    arguments = [str(dump)]
-    for name, value in given.items():
-        option = OPTIONS[name]
-        if value is None or option.group not in ("model", "step"):
-            continue
-        if isinstance(value, Mapping):
-            texts = {key: as_option(item) for key, item in value.items()}
-            if None in texts.values():
-                return ()
-            for key, text in texts.items():
-                arguments += [option.flag, f"{key}={text}"]
-        elif isinstance(value, bool):
-            arguments += [option.flag] if value != option.flag.startswith("--no-") else []
-        elif isinstance(value, str | int | float | os.PathLike):
-            arguments += [option.flag, str(value)]
-        elif isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-            arguments += [option.flag, ",".join(value)]
-        else:
-            return ()
-    return tuple(arguments)
-
-
-PER_SAMPLE = "nandoctor.replay(..., per_sample=True)"
-"""What counts the values of each sample where no command can."""
-
-
-def command_for(verb: str, report: Report, *rest: str) -> str | None:
-    """Return the command for another verb on the report's dump, with `rest` at the end; None if none can express it."""
-    if not report.arguments:
-        return None
-    return " ".join(["nandoctor", verb, *(shlex.quote(printable(word)) for word in report.arguments), *rest])
-
-
-def next_facts(report: Report, *, page: bool = True) -> list[Fact]:
-    """Return what to do and type next, besides applying a fix; `page` includes how to make the page."""
-    facts = list(step_facts(report.next_steps))
-    explain = f"nandoctor explain {report.cause.code}" if report.cause is not None else None
-    commands = filter(None, (explain, command_for("replay", report, "-o report.html") if page else None))
-    return [*facts, *(Fact("more", command, is_command=True) for command in commands)]
-
-
-def step_facts(steps: Sequence[str]) -> Iterator[Fact]:
-    """Yield the next steps; a command at the end of a sentence becomes a fact of its own, to be copied."""
-    for step in steps:
-        sentence, command = _COMMAND.match(printable(step)).groups()  # type: ignore[union-attr]
-        if sentence:
-            yield Fact("next", sentence)
-        if command:
-            yield Fact("next", command, is_command=True)

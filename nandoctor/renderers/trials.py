@@ -1,31 +1,17 @@
-"""Put what else was tried on the failing step into sentences: variations, fp32 sets, eps constants."""
+"""What else was tried on the failing step: variations, modules in fp32; and its small constants."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from nandoctor.evidence.formats import FP64
-from nandoctor.evidence.report import Fp32Module, Report, StepSetting
-from nandoctor.renderers.facts import Fact, short_name
-from nandoctor.renderers.fix_facts import VISIBLE_ERROR, describe_outcome, no_fix_heading, why_facts
-from nandoctor.renderers.table import CONSTANT_HEADINGS, TableLine, describe_use, list_small_constants
-from nandoctor.text import constant, join_first, number, percent, samples_text
+from nandoctor.evidence.report import EpsUse, Fp32Module, Report, StepSetting
+from nandoctor.renderers.blocks import Fact, Facts, Section
+from nandoctor.renderers.evidence import short_name
+from nandoctor.renderers.fixes import VISIBLE_ERROR, describe_outcome
+from nandoctor.text import constant, file_line, join_first, number, percent, samples_text
 
 _MAX_LISTED = 3
-
-
-def trial_values(report: Report) -> dict[str, Any]:
-    """Return the template values for trials other than fixes, and for small constants."""
-    return {
-        "no_fix": no_fix_heading(report),
-        "why": list(why_facts(report)),
-        "kept_in_fp32": list(fp32_facts(report)),
-        "variations": list_variations(report),
-        "varied_part": varied_part(report),
-        "constant_headings": CONSTANT_HEADINGS,
-        "constants": list_small_constants(report.eps_audit),
-    }
 
 
 def trial_facts(report: Report) -> list[Fact]:
@@ -36,6 +22,15 @@ def trial_facts(report: Report) -> list[Fact]:
     if lost and not is_cause:
         facts.append(Fact("eps", join_first(lost, 1)))
     return facts
+
+
+def trial_section(report: Report) -> Section | None:
+    """Return everything that was tried besides fixes, with its outcome, or None."""
+    trials = report.counterfactuals
+    outcomes = [Fact(describe_setting(trial.setting), describe_outcome(trial.outcome)) for trial in trials]
+    name = "What else was tried"
+    facts = [*fp32_facts(report), *outcomes]
+    return Section(name, [Facts(facts)], name=name, folded=True) if facts else None
 
 
 def fp32_facts(report: Report) -> Iterator[Fact]:
@@ -74,10 +69,10 @@ def variation_facts(report: Report) -> Iterator[Fact]:
         finite.append(f"{describe_setting(trial.setting)}{off}")
     if finite:
         fails = f"; fails: {', '.join(failing)}" if failing else ""
-        yield Fact("variations", f"{varied_part(report)} finite: {', '.join(finite)}{fails}")
+        yield Fact("variations", f"{_varied_part(report)} finite: {', '.join(finite)}{fails}")
 
 
-def varied_part(report: Report) -> str:
+def _varied_part(report: Report) -> str:
     """Return what the variations ran: if output or loss fail, they run without a backward pass."""
     run = report.runs.autocast if report.runs is not None else None
     return "step" if run is not None and run.finite and report.verdict != "silent" else "forward"
@@ -96,11 +91,42 @@ def describe_setting(setting: StepSetting) -> str:
     return f"seed {setting.seed}" if setting.loss_scale is None else f"loss scale {number(setting.loss_scale)}"
 
 
-def list_variations(report: Report) -> list[TableLine]:
-    """Return a table of what was varied and the outcome."""
-    return [
-        TableLine(
-            cells=(describe_setting(trial.setting), describe_outcome(trial.outcome)), failed=not trial.outcome.finite
-        )
-        for trial in report.counterfactuals
-    ]
+def constant_facts(uses: Sequence[EpsUse]) -> list[Fact]:
+    """Return where each small constant is, and what its format made of it."""
+    return [Fact(constant(use.value), describe_use(use)) for use in uses]
+
+
+def describe_use(use: EpsUse) -> str:
+    """Return where a small constant is, and what is left of it: "norm (net.py:45), used by add, is zero in fp16"."""
+    line = f" ({_describe_line(use)})" if use.source else ""
+    used = f", used by {use.op}," if use.op else ""
+    return f"{_describe_owner(use)}{line}{used} {_describe_effect(use)}"
+
+
+def _describe_effect(use: EpsUse) -> str:
+    """Return what its format made of a small constant."""
+    if use.dtype is None:
+        return "was not seen in use"
+    absorbed = ""
+    if use.absorbed_share:
+        absorbed = f", and lost in {percent(use.absorbed_share)} of what it is added to"
+    elif use.bound_share:
+        absorbed = f", and {percent(use.bound_share)} of the values are clamped to it"
+    if use.effect == "zero":
+        return f"is zero in {use.dtype}{absorbed}"
+    if use.effect == "subnormal":
+        wrong = f" and {percent(use.rel_err)} off" if use.rel_err is not None else ""
+        return f"is subnormal in {use.dtype}{wrong}{absorbed}"
+    return f"is kept in {use.dtype}{absorbed}"
+
+
+def _describe_owner(use: EpsUse) -> str:
+    if use.place == "optimizer":
+        return "the optimizer"
+    owner = short_name(use.module or "the model")
+    more = f" and {use.num_uses - 1} more" if use.num_uses > 1 else ""
+    return f"{owner}.{short_name(use.name)}{more}" if use.place == "module" else f"{owner}{more}"
+
+
+def _describe_line(use: EpsUse) -> str:
+    return file_line(use.source.file, use.source.line) if use.source else ""

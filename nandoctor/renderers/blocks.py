@@ -1,0 +1,162 @@
+"""The blocks of a document: what is said, in its order, without a word on how it looks.
+
+Names from dumps and models stand in blocks as they are; every surface makes them printable and escapes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Literal
+
+from nandoctor.evidence import exhibits
+from nandoctor.evidence.report import Report
+
+Level = Literal["screen", "page"]
+"""How much a document says: as much as fits on a screen or in a notebook's cell, or all of it."""
+
+Tone = Literal["", "good", "unclear", "failed", "first"]
+"""How good the news is; "first" is the failure to look at, among others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """The first sentence; `word` is the answer in a word or two, before it."""
+
+    text: str
+    _: KW_ONLY
+    word: str = ""
+    tone: Tone = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excerpt:
+    """The place to look at: "path:line" and its URI, the function and call in it, and the lines of source around.
+
+    `place` and `link` are "" and `source` is None if no line is to blame. `remark` stands beside the carets.
+    """
+
+    place: str
+    link: str
+    where: str
+    source: exhibits.Excerpt | None
+    remark: str
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A label and a sentence or, with `is_command`, a line to type. `link` is where a page leads from the sentence."""
+
+    label: str
+    text: str
+    _: KW_ONLY
+    is_command: bool = False
+    link: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Labels and sentences, one below the other; a label that repeats is shown once."""
+
+    facts: Sequence[Fact]
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Lines to be copied as they are: a diff, or code. With a `name`, a page has a button that copies them."""
+
+    lines: Sequence[str]
+    _: KW_ONLY
+    is_diff: bool = True
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell with a tone of its own and, if `room` is known, a bar of that share, 0 to 1."""
+
+    text: str
+    _: KW_ONLY
+    tone: Tone = ""
+    room: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    If a window is too narrow for the table, `short` replaces heading and cells; then cells are cut in the middle, down
+    to `least` letters (None: never); then columns are left out, those with the largest `spare` first (0: never).
+    """
+
+    heading: str
+    cells: Sequence[str | Cell]
+    _: KW_ONLY
+    right: bool = False
+    short: tuple[str, Sequence[str]] | None = None
+    least: int | None = None
+    spare: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Columns of equal length; `tones` has one for each row, or none.
+
+    With `is_tree` the first column has dotted paths, parents before children: a page can fold, search and sort them.
+    """
+
+    columns: Sequence[Column]
+    title: str = ""
+    legend: str = ""
+    tones: Sequence[Tone] = ()
+    is_tree: bool = False
+
+    def near_first(self, limit: int) -> Table:
+        """Return the table itself or, of more than `limit` rows, those around the failure to look at."""
+        count = len(self.columns[0].cells) if self.columns else 0
+        if count <= limit:
+            return self
+        center = list(self.tones).index("first") if "first" in self.tones else 0
+        start = max(min(center - limit // 2, count - limit), 0)
+        columns = [replace(column, cells=column.cells[start : start + limit]) for column in self.columns]
+        note = f"Rows {start + 1:,} to {start + limit:,} of {count:,}. {self.legend}".strip()
+        return replace(self, columns=columns, tones=self.tones[start : start + limit], legend=note)
+
+    def rows(self) -> list[tuple[Tone, tuple[str | Cell, ...]]]:
+        """Return the cells by row, each row with its tone."""
+        cells = list(zip(*(column.cells for column in self.columns), strict=True))
+        return list(zip(self.tones or [""] * len(cells), cells, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A plot of the report, by its kind; `hint` says how to get it where nothing can be drawn."""
+
+    kind: str
+    report: Report
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Blocks that belong together; if it is `folded`, all but its title is hidden until one asks.
+
+    A page, which has a list of contents, opens its own sections, with `name` as the title's short form in that list.
+    """
+
+    title: str
+    blocks: Sequence[Block]
+    _: KW_ONLY
+    name: str = ""
+    folded: bool = False
+
+
+Block = Headline | Excerpt | Facts | Patch | Table | Plot | Text | Section

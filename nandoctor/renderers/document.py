@@ -1,0 +1,52 @@
+"""What is said of anything that a command shows, block by block: one document for all surfaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from nandoctor.causes.registry import Page
+from nandoctor.evidence.checkup import Checkup
+from nandoctor.evidence.dump_summary import DumpSummary
+from nandoctor.evidence.report import Fix, Report
+from nandoctor.evidence.report_diff import Comparison
+from nandoctor.evidence.triage import Triage
+from nandoctor.evidence.verification import FixChoice, Verification
+from nandoctor.renderers.blocks import Block, Level
+from nandoctor.renderers.checkup import checkup_document
+from nandoctor.renderers.comparison import comparison_document
+from nandoctor.renderers.eps import EpsAnswer, eps_document
+from nandoctor.renderers.explain import catalogue_document, cause_document
+from nandoctor.renderers.fixes import fix_part
+from nandoctor.renderers.inspect_dump import inspection_document
+from nandoctor.renderers.report import report_document
+from nandoctor.renderers.triage import triage_document
+from nandoctor.renderers.verification import fix_document, verification_document
+
+_BY_LEVEL: Mapping[type, Callable[..., Iterable[Block]]] = {
+    Report: report_document,
+    Triage: triage_document,
+    Checkup: checkup_document,
+}
+_AT_ANY_LEVEL: Mapping[type, Callable[..., Iterable[Block]]] = {
+    Verification: verification_document,
+    FixChoice: fix_document,
+    Comparison: comparison_document,
+    EpsAnswer: eps_document,
+    DumpSummary: inspection_document,
+    Page: cause_document,
+    tuple: catalogue_document,
+    Fix: fix_part,
+}
+
+
+def document(thing: Any, level: Level = "screen", **more: Any) -> tuple[Block, ...]:
+    """Return the blocks that say what is known of a record; a tuple is that of all causes' pages.
+
+    Args:
+        thing: a report, verification, fix, triage, checkup, comparison, dump or cause.
+        level: how much is said of it.
+        **more: `has_page` if a report's page was made already; the `report` that a chosen fix is of.
+    """
+    kind = type(thing)
+    return tuple(_BY_LEVEL[kind](thing, level, **more) if kind in _BY_LEVEL else _AT_ANY_LEVEL[kind](thing, **more))

@@ -1,0 +1,292 @@
+"""The fixes that were tried: the first one for a screen, or all of them, with their checks and how to apply them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from nandoctor.causes.log_space import STABLE_FORM
+from nandoctor.evidence.edits import StableLog, flatten
+from nandoctor.evidence.formats import FP64
+from nandoctor.evidence.report import Check, Fix, FixSettings, Report, TrialOutcome
+from nandoctor.renderers.blocks import Block, Fact, Facts, Headline, Level, Patch, Section
+from nandoctor.renderers.commands import command_for, git_folder, write_flags
+from nandoctor.text import constant, percent, plural, within
+
+VISIBLE_ERROR = 0.01
+"""A trial with a larger error against fp32 than a fix may have shows that error."""
+_MAX_LISTED = 3
+_MAX_OPEN = 2
+_MAX_PATCH_LINES = 40
+_SHOWN_IN_FULL = ("output", "gradients")
+"""The other checks, of the loss and of variations of the batch, are only counted."""
+_MAX_REASONS = 2
+_MAX_ALTERNATIVES = 1
+_HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
+
+
+def fix_section(report: Report, level: Level) -> Section | None:
+    """Return the fixes, smallest first, or why none is verified; None if there was no search."""
+    if level == "screen":
+        return _first_fix(report) or _no_fix(report)
+    fixes = sort_fixes(report)
+    verified = [fix for fix in fixes if fix.verified]
+    title = "Fixes, each run on this step as it is printed" if verified else no_fix_heading(report)
+    if not title:
+        return None
+    shown = [_whole_fix(fix, number, report) for number, fix in enumerate(verified, 1)]
+    others = [Section(f"{fix.title} ({describe_result(fix, report)})", [_patch(fix)]) for fix in fixes[len(verified) :]]
+    more = plural(len(shown) - _MAX_OPEN, "more verified fix", "more verified fixes")
+    rest = plural(len(others), "change that was not verified", "changes that were not verified")
+    folds = [Section(more, shown[_MAX_OPEN:], folded=True), Section(rest, others, folded=True)]
+    why: list[Block] = [] if verified else [Facts(why_facts(report))]
+    return Section(title, [*why, *shown[:_MAX_OPEN], *(fold for fold in folds if fold.blocks)], name="Fixes")
+
+
+def _whole_fix(fix: Fix, number: int, report: Report) -> Section:
+    """Return a verified fix with all its checks."""
+    blocks: list[Block] = [_patch(fix, f"patch-{number}"), Facts(_fix_facts(fix, report))]
+    if fix.checks:
+        blocks.append(Section(plural(len(fix.checks), "check"), [Facts(every_check(fix))], folded=True))
+    return Section(f"{number}. {fix.title}", blocks)
+
+
+def fix_part(fix: Fix) -> Iterator[Block]:
+    """Yield a fix by itself: its text, what came of it, and its checks."""
+    yield Headline(fix.title)
+    facts = [Fact("result", describe_outcome(fix.outcome)), *every_check(fix), *reason_facts(fix)]
+    yield Section("", [code_of_fix(fix), Facts(facts)])
+
+
+def _first_fix(report: Report) -> Section | None:
+    """Return the first verified fix and facts on the others; None if none is verified."""
+    fixes = sort_fixes(report)
+    verified = [fix for fix in fixes if fix.verified]
+    if not verified:
+        return None
+    first, *others = verified
+    of = f" 1 of {len(verified)}" if others else ""
+    what = "Workaround" if first.kind == "data" and report.verdict == "numerics" else "Fix"
+    where = " on this batch alone" if first.kind == "data" else ""
+    beside = [f"{fix.title} ({describe_outcome(fix.outcome)})" for fix in others[:_MAX_ALTERNATIVES]]
+    beside += [f"{len(others) - len(beside)} more in the report"] if len(others) > len(beside) else []
+    alternatives = [Fact("or", "; ".join(beside))] if others else []
+    untaken = fixes[len(verified) :][:_MAX_ALTERNATIVES] if all(fix.kind == "data" for fix in verified) else []
+    refused = [Fact("not verified", f"{fix.title} ({describe_result(fix, report)})") for fix in untaken]
+    patch, left = _shorten(first)
+    command = command_for("fix", report) if left else None
+    rest = [Fact("all of it", command, is_command=True)] if command else []
+    facts = [*rest, *_fix_facts(first, report), *_better_facts(report), *alternatives, *refused]
+    return Section(f"{what}{of}, verified{where}: {first.title}", [patch, Facts(facts)])
+
+
+def _no_fix(report: Report) -> Section | None:
+    """Return what was tried, and why none of it is a fix; None if there was no search."""
+    heading, fixes = no_fix_heading(report), sort_fixes(report)
+    if not heading:
+        return None
+    tried = [Fact("tried", f"{fix.title} ({describe_result(fix, report)})") for fix in fixes[:_MAX_LISTED]]
+    more = f", of {plural(len(fixes), 'change')}" if len(fixes) > _MAX_LISTED else ""
+    return Section(f"{heading}{more}", [Facts([*tried, *why_facts(report)])])
+
+
+def no_fix_heading(report: Report) -> str:
+    """Return the heading of the section of fixes if none is verified; "" if there was no search."""
+    return "No fix was verified" if report.fixes else "No fix was found" if report.search_notes else ""
+
+
+def why_facts(report: Report) -> list[Fact]:
+    """Return the reasons why there is no verified fix."""
+    return [Fact("why", note) for note in report.search_notes]
+
+
+def _better_facts(report: Report) -> Iterator[Fact]:
+    """Yield what to write by hand if no verified fix joins a logarithm with its probability."""
+    joined = any(isinstance(edit, StableLog) for fix in report.fixes if fix.verified for edit in flatten((fix.edit,)))
+    found = report.cause.evidence if report.cause is not None and not joined else ()
+    yield from (Fact("better", item.text) for item in found if item.name == STABLE_FORM)
+
+
+def sort_fixes(report: Report) -> list[Fix]:
+    """Return the fixes, smallest first: verified, workarounds, those with the right output, those off or failed."""
+
+    def key(fix: Fix) -> tuple[bool, bool, bool, bool, int]:
+        is_right = any(check.name == "output" and check.status == "passed" for check in fix.checks)
+        is_failed = describe_result(fix, report).startswith("failed")
+        return not fix.verified, fix.workaround is None, not is_right, is_failed, fix.rank
+
+    return sorted(report.fixes, key=key)
+
+
+def describe_result(fix: Fix, report: Report) -> str:
+    """Return what came of a fix, in words: "verified", "failed: still non-finite", "finite, but 4.7 % off fp32"."""
+    if fix.verified or fix.workaround is not None:
+        return "verified" if fix.verified else f"workaround: {fix.workaround}"
+    error = fix.outcome.max_rel_err
+    if not fix.outcome.finite:
+        return f"failed: {describe_outcome(fix.outcome)}"
+    failed = next((check for check in fix.checks if check.status == "failed"), None)
+    if error is not None and error > VISIBLE_ERROR and (failed is None or failed.name == "output"):
+        exact = any(trial.setting.dtype is FP64 and trial.outcome.finite for trial in report.counterfactuals)
+        reference = "float64" if exact and report.verdict == "numerics" else "fp32"
+        return f"finite, but {percent(error)} off {reference}"
+    if failed is not None:
+        return failed.text if failed.name == "output" else f"failed: {_describe_check(failed)}"
+    return "finite when tried, but not written as code"
+
+
+def _fix_facts(fix: Fix, report: Report) -> list[Fact]:
+    """Return how to apply a fix, what was checked and what was not, why it is written so, and what it costs."""
+    return [*_how_to_apply(fix, report), *_check_facts(fix), *reason_facts(fix)]
+
+
+def _check_facts(fix: Fix) -> Iterator[Fact]:
+    """Yield what was checked and what was not, one line each; `every_check` has the rest."""
+    passed = [check for check in fix.checks if check.status == "passed"]
+    skipped = [check for check in fix.checks if check.status == "not-checked"]
+    if passed:
+        texts = [_describe_check(check, " ").partition("; ")[0] for check in passed if check.name in _SHOWN_IN_FULL]
+        others = [check for check in passed if check.name not in _SHOWN_IN_FULL]
+        more = f"{len(others)} more checks" if len(others) > 1 else "".join(map(_name_check, others))
+        yield Fact("checked", "; ".join(filter(None, [*texts, more])))
+    if skipped:
+        texts = [_describe_check(check) for check in skipped[:_MAX_REASONS]]
+        names = ", ".join(map(_name_check, skipped[_MAX_REASONS:]))
+        yield Fact("not checked", "; ".join(filter(None, [*texts, names])))
+
+
+def every_check(fix: Fix) -> list[Fact]:
+    """Return a line for each check: first the failed ones, then the passed ones, then those not made."""
+    labels = {"failed": "FAILED", "passed": "checked", "not-checked": "not checked"}
+    ordered = sorted(fix.checks, key=lambda check: [*labels].index(check.status))
+    return [Fact(labels[check.status], _describe_check(check)) for check in ordered]
+
+
+def _name_check(check: Check) -> str:
+    """Return the check's name, with the number of samples if it did not cover the whole batch."""
+    return check.name + (f" ({plural(len(check.samples), 'sample')})" if check.samples is not None else "")
+
+
+def _describe_check(check: Check, between: str = ": ") -> str:
+    """Return the check's finding, prefixed with its name unless the sentence begins with it."""
+    name = _name_check(check)
+    return check.text if check.text.startswith(name) else f"{name}{between}{check.text}"
+
+
+def _how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
+    if not fix.verified or not fix.patch:
+        return
+    if fix.kind == "source":
+        number_of = sum(other.verified and other.rank <= fix.rank for other in report.fixes)
+        pick = () if number_of == 1 else (f"--pick {number_of}",)
+        command = command_for("fix", report, *pick, *write_flags(fix))
+        with_git = f"git apply, in {git_folder(fix) or 'your project'}"
+        yield Fact("apply it", command or with_git, is_command=command is not None)
+    elif fix.kind in WHERE_TO_RUN:
+        yield Fact("apply it", WHERE_TO_RUN[fix.kind])
+
+
+_MIN_COST = 0.05
+"""A cost below this share of the step is not mentioned."""
+_WHY = {
+    "guard": "The argument is made safe before the op and its result selected after it: either one alone leaves NaN "
+    "in the gradient.",
+    "scale-first": "The product is the same, and no intermediate result is larger than it.",
+    "stable-log": "The result is computed without the number that rounds to 0 or overflows.",
+    "unmask-rows": "A softmax over nothing but -Inf has no value: these rows get equal weights, and the result "
+    "is set to 0.",
+}
+
+
+def reason_facts(fix: Fix) -> Iterator[Fact]:
+    """Yield why a verified fix is written as it is, and what it costs."""
+    if not fix.verified:
+        return
+    if reasons := dict.fromkeys(_WHY[edit.kind] for edit in flatten((fix.edit,)) if edit.kind in _WHY):
+        yield Fact("why", " ".join(reasons))
+    if cost := _describe_cost(fix):
+        yield Fact("cost", cost)
+
+
+def _describe_cost(fix: Fix) -> str:
+    if fix.settings is not None and fix.settings.amp_dtype is not None:
+        return "8 bits of precision in place of fp16's 11, everywhere; bf16 needs a GPU from 2020 or later"
+    if fix.cost is None:
+        return ""
+    shares = (
+        (fix.cost.products_in_fp32, "of the forward's multiply-adds in fp32"),
+        (fix.cost.more_activations, "more memory for activations"),
+    )
+    return ", ".join(f"{percent(share)} {what}" for share, what in shares if share >= _MIN_COST)
+
+
+WHERE_TO_RUN = {
+    "snippet": "run these lines where your model is called `model`, once it is built and its weights are loaded",
+    "state": "run these lines once, where your model is called `model`, after its weights are loaded",
+    "data": "run these lines before the step; they were tried on this batch only, and the next may fail again",
+    "setting": "set it in the training loop",
+    "advice": "no code to run: change it by hand",
+}
+
+
+def describe_outcome(outcome: TrialOutcome) -> str:
+    """Return a trial's outcome in words: "finite, within 0.06 % of fp32"."""
+    if not outcome.finite:
+        return "still non-finite" if outcome.ran else "the step cannot be run with it"
+    if outcome.max_rel_err is None:
+        return "finite, nothing to compare with fp32"
+    if outcome.max_rel_err == 0:
+        return "finite, equal to fp32"
+    return f"finite, {within(outcome.max_rel_err)} of fp32"
+
+
+def code_of_fix(fix: Fix) -> Patch:
+    """Return the change as a diff or as code, including the code that makes a setting."""
+    return _patch(fix) if fix.patch else Patch(list(_settings_as_code(fix.settings or FixSettings())), is_diff=False)
+
+
+def _settings_as_code(settings: FixSettings) -> Iterator[str]:
+    if settings.amp_dtype is not None:
+        yield f'with torch.autocast("cuda", dtype=torch.{settings.amp_dtype}):'
+    if settings.loss_scale is not None:
+        yield f'scaler = torch.amp.GradScaler("cuda", init_scale={constant(settings.loss_scale)})'
+    if settings.optimizer_eps is not None:
+        yield "for group in optimizer.param_groups:"
+        yield f'    group["eps"] = {constant(settings.optimizer_eps)}'
+
+
+def _patch(fix: Fix, name: str = "") -> Patch:
+    lines = ["" if line.isspace() else line for line in fix.patch.splitlines()]
+    return Patch(lines, is_diff=fix.kind == "source", name=name)
+
+
+def _shorten(fix: Fix) -> tuple[Patch, int]:
+    """Return the lines of a fix that fit on a screen, and how many are left out."""
+    whole = _patch(fix)
+    lines = list(_trim_context(whole.lines))
+    left = max(len(lines) - _MAX_PATCH_LINES, 0)
+    more = [f"... {plural(left, 'more line')}"] if left else []
+    return Patch([*lines[:_MAX_PATCH_LINES], *more], is_diff=whole.is_diff), left
+
+
+def _trim_context(patch: Sequence[str]) -> Iterator[str]:
+    """Yield the patch with one line of context around the changes, which is all that `git apply` needs."""
+    starts = [place for place, line in enumerate(patch) if _HUNK.match(line)]
+    limits = [*starts, len(patch)]
+    yield from patch[: limits[0]]
+    for start, end in pairwise(limits):
+        yield from _trim_hunk(patch[start], patch[start + 1 : end])
+
+
+def _trim_hunk(header: str, body: Sequence[str]) -> Iterator[str]:
+    found = _HUNK.match(header)
+    changed = [place for place, line in enumerate(body) if line.startswith(("+", "-"))]
+    if found is None or not changed or any(line.startswith(("\\", "--- ", "diff ")) for line in body):
+        yield from (header, *body)
+        return
+    first = max(changed[0] - 1, 0)
+    kept = body[first : changed[-1] + 2]
+    old, new = (sum(not line.startswith(other) for line in kept) for other in "+-")
+    yield f"@@ -{int(found[1]) + first},{old} +{int(found[2]) + first},{new} @@"
+    yield from kept

@@ -1,0 +1,86 @@
+"""Draw a document as HTML: a self-contained page without network or framework, or a fragment for a notebook's cell."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from markupsafe import escape as escape_html
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.renderers.blocks import Cell, Plot
+from nandoctor.renderers.document import document
+from nandoctor.renderers.excerpt import excerpt_lines
+from nandoctor.renderers.markdown import draw_markdown
+from nandoctor.text import diff_kind, printable, printable_code, split_code
+
+
+def page_of(thing: Any) -> str:
+    """Return the page of a report, a triage or a checkup."""
+    blocks = document(thing, "page")
+    template = _environment().get_template("page.html.j2")
+    return template.render(blocks=blocks, markdown=draw_markdown(blocks).splitlines(), is_page=True)
+
+
+def card_of(thing: Any) -> str:
+    """Return one `<div>` for a notebook's cell, without scripts or external files, in the colours of its page."""
+    return _environment().get_template("card.html.j2").render(blocks=document(thing), is_page=False)
+
+
+def _draw_plot(plot: Plot) -> dict[str, Any] | None:
+    """Return heading, finding in a sentence, and drawing; None if the report does not have the numbers for it."""
+    from nandoctor.renderers.plots.affected_sample import caption, view_html  # noqa: PLC0415  (imports matplotlib)
+    from nandoctor.renderers.plots.figures import figure_svg, for_page_and_phone  # noqa: PLC0415
+    from nandoctor.renderers.plots.kinds import PLOTS, draw  # noqa: PLC0415
+
+    kind, view = plot.kind, plot.report.sample
+    if kind == "sample" and view is not None:
+        finding = f"Sample {view.sample} of `{view.name}`{caption(view)}"
+        return {"heading": "", "finding": finding, "drawing": view_html(view)}
+    try:
+        figures = {kind: draw(plot.report, kind), f"{kind}-narrow": draw(plot.report, kind, narrow=True)}
+    except NanDoctorError:
+        return None
+    finding = " ".join(figures[kind].get_suptitle().split())
+    for figure in figures.values():
+        figure.suptitle("")  # the page shows the finding as text that wraps
+    drawings = (figure_svg(figure, prefix=prefix, title=finding) for prefix, figure in figures.items())
+    return {"heading": PLOTS[kind].title, "finding": finding, "drawing": for_page_and_phone(*drawings)}
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("nandoctor.renderers"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        with_code=with_code, code_line=code_line, diff_kind=diff_kind, excerpt_lines=excerpt_lines, slug=_slug
+    )
+    environment.tests["cell"] = lambda value: isinstance(value, Cell)
+    environment.globals.update(kind_of=lambda block: type(block).__name__, draw_plot=_draw_plot)
+    return environment
+
+
+def with_code(text: str) -> Markup:
+    """Return an escaped sentence with its code in `<code>` elements."""
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if is_code else escape_html(part)
+        for part, is_code in split_code(printable(text))
+    )
+
+
+def code_line(line: str) -> Markup:
+    """Return an escaped line of code to be copied, with its tabs."""
+    return escape_html(printable_code(line))
+
+
+def _slug(name: str) -> str:
+    """Return an id for a section's name."""
+    return "h-" + "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
