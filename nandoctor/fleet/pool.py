@@ -141,12 +141,13 @@ def _processes_for(jobs: int | None, memory: int | None) -> Processes:
 @contextmanager
 def _open_pool(size: int, memory: int | None) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool of processes that are killed at the end, whatever they are doing."""
-    pool = ProcessPoolExecutor(
-        max_workers=size,
-        mp_context=multiprocessing.get_context("spawn"),  # a fork of this process would lack torch's threads
-        initializer=_prepare_worker,
-        initargs=(memory, max(count_cores() // size, 1)),
-    )
+    with _starting_processes():
+        pool = ProcessPoolExecutor(
+            max_workers=size,
+            mp_context=multiprocessing.get_context("spawn"),  # a fork of this process would lack torch's threads
+            initializer=_prepare_worker,
+            initargs=(memory, max(count_cores() // size, 1)),
+        )
     try:
         yield pool
     finally:
@@ -157,11 +158,12 @@ def _open_pool(size: int, memory: int | None) -> Iterator[ProcessPoolExecutor]:
             process.kill()
 
 
-def _submit(pool: ProcessPoolExecutor, job: Job) -> Future[JobAnswer]:
-    """Submit a job, which may start a process that leaves Ctrl-C to this one.
+@contextmanager
+def _starting_processes() -> Iterator[None]:
+    """Start processes that leave Ctrl-C to this one and import nothing from the working directory.
 
     A new process takes over our import path only after its first imports, which a random.py beside a stranger's dump
-    could hijack if the working directory were on its path.
+    could hijack if the working directory were on its path. So could the process that counts the locks of a pool.
     """
     is_main = threading.current_thread() is threading.main_thread()
     safe_path, handler = os.environ.get("PYTHONSAFEPATH"), signal.getsignal(signal.SIGINT)
@@ -169,12 +171,17 @@ def _submit(pool: ProcessPoolExecutor, job: Job) -> Future[JobAnswer]:
     if is_main:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        return pool.submit(run_job, job)
+        yield
     finally:
         if is_main:
             signal.signal(signal.SIGINT, handler)
         del os.environ["PYTHONSAFEPATH"]
         os.environ.update({} if safe_path is None else {"PYTHONSAFEPATH": safe_path})
+
+
+def _submit(pool: ProcessPoolExecutor, job: Job) -> Future[JobAnswer]:
+    with _starting_processes():
+        return pool.submit(run_job, job)
 
 
 def _prepare_worker(memory: int | None, num_threads: int) -> None:

@@ -17,8 +17,10 @@ from nandoctor.dumps import file_type, reader, signature
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import DumpError
-from nandoctor.fleet.pool import SingleProcesses
+from nandoctor.fleet.pool import Processes
+from nandoctor.fleet.worker import Job
 from nandoctor.renderers.save import write_text
+from nandoctor.replaying.settings import Settings
 
 NUM_AT_ONCE = 8
 
@@ -138,10 +140,6 @@ def test_processes_that_record_at_once_share_a_key(tmp_path, monkeypatch):
     assert all(read_dump(file).provenance.own for file in files)
 
 
-def _tell_nothing():
-    return None
-
-
 @pytest.mark.slow
 def test_a_worker_imports_nothing_beside_a_dump(tmp_path, monkeypatch):
     """A new process imports a few modules before it takes over our import path; so does the one that counts locks."""
@@ -149,7 +147,7 @@ def test_a_worker_imports_nothing_beside_a_dump(tmp_path, monkeypatch):
     for name in ("multiprocessing", "random", "signal", "struct"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(open('canary', 'a').write(__name__))")
     resource_tracker._resource_tracker._stop()
-    workers = SingleProcesses(1, memory=None)
-    workers.submit(_tell_nothing).result(timeout=240)
-    workers.shutdown(wait=True)
+    job = Job(path=tmp_path / "none.pth", shown="none.pth", key="", settings=Settings(), trust=False, cwd=tmp_path)
+    (answer,) = Processes(1, memory=None).run([job])
+    assert "no such file" in answer.result.reason
     assert not (tmp_path / "canary").exists()
