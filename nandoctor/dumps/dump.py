@@ -222,7 +222,7 @@ def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[Ar
         )
     if not arrays:
         return
-    if "output" not in roles:
+    if not roles & {"output", "unknown"}:  # the output may have any name
         yield "No output: a replay cannot be checked against it. Next time add 'logit': output.detach().cpu()."
     if "target" not in roles:
         yield "No target: the loss and the backward pass cannot be replayed. Next time add 'target': target.cpu()."

@@ -26,6 +26,10 @@ def of_a_name_in_the_batch(output, label):
     return of_batch(output, {"label": label})
 
 
+def of_the_plural(output, labels):
+    return of_batch(output, {"label": labels})
+
+
 def of_keywords(output, *, label, reduction="mean", **_):
     return nn.functional.cross_entropy(output, label, reduction=reduction)
 
@@ -46,7 +50,8 @@ def compute(loss, **others):
 
 
 @pytest.mark.parametrize(
-    "loss", [of_batch, of_a_name_in_the_batch, of_keywords, of_anything, nn.CrossEntropyLoss(), Smoothed()]
+    "loss",
+    [of_batch, of_a_name_in_the_batch, of_the_plural, of_keywords, of_anything, nn.CrossEntropyLoss(), Smoothed()],
 )
 def test_a_loss_takes_the_batch_or_parts_by_name(loss):
     assert compute(loss) == [EXPECTED, EXPECTED]
