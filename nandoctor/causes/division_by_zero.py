@@ -15,6 +15,7 @@ When it is wrong
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from nandoctor.causes.base import (
     Candidate,
@@ -28,6 +29,7 @@ from nandoctor.causes.base import (
 )
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import argument, subject
+from nandoctor.evidence.edits import GuardArgument
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
 from nandoctor.ops import CASTS, DIVISIONS, NORMALISATIONS
@@ -98,6 +100,8 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
         counts = (1.0,) if _is_count(finding, divisor) else ()
         clamps = divisor_candidate(finding.op, divisor, finding.ops, (*counts, *_SMALL))
         guard = () if _is_learned_pole(finding, divisor) else guard_candidate(finding.op)
+        if "nan" in finding.analysis.kinds:  # 0 / 0 often tends to 1, as sin(x) / x does
+            guard += tuple(replace(edit, fill=1.0) for edit in guard if isinstance(edit, GuardArgument))
         num = len(counts)
         if finding.op.op == "pow" or not guard:  # a power has no numerator: a clamp would make up a large number
             yield (*clamps[:num], *guard, *clamps[num:])

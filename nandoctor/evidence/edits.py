@@ -105,7 +105,7 @@ class ClampArgument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardArgument:
-    """Run an op on `safe` where its argument is not strictly between `low` and `high`, and use 0 as its result there.
+    """Run an op on `safe` where its argument is not strictly between `low` and `high`; use `fill` as its result there.
 
     If neither bound is given, zeros are replaced. NaN is kept. The argument is made safe before the op and the result
     selected after it, so that no gradient passes through the point; why either one alone is not enough:
@@ -118,6 +118,7 @@ class GuardArgument:
     safe: float
     low: float | None = None
     high: float | None = None
+    fill: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

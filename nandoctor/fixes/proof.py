@@ -216,7 +216,7 @@ def _judge_direction(proof: Proof) -> Said | None:
     if name is None:
         return None
     where = "float64" if proof.trials.numerics else "fp32"
-    sentence = f"the gradient of `{name}` points the other way than the formula's in {where}: training goes astray"
+    sentence = f"the gradient of `{name}` then points the other way than the formula's in {where}"
     return Said("failed", f"that of `{name}` points the other way than in {where}", replaces=sentence)
 
 

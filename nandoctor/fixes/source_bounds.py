@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from nandoctor.changes.editor import Editor
+from nandoctor.changes.editor import Editor, Texts
 from nandoctor.changes.expression import Expression, operator_of
 from nandoctor.changes.source_tree import CannotWriteError, SourceTree, name_called
 from nandoctor.changes.text_lines import grouped
@@ -176,7 +176,7 @@ def _argument(expression: Expression, node: ast.expr, edit: ClampArgument | Guar
 
 
 def write_guard(change: Editor, expression: Expression, edit: GuardArgument, probe: Probe | None) -> None:
-    """Write an op that is 0, without a gradient, where its argument is outside the bounds."""
+    """Write an op that is a constant, without a gradient, where its argument is outside the bounds."""
     argument = expression.argument_node(edit.argument)
     if _is_written(expression.node, edit):  # torch.where would make another tensor than the one that the op writes to
         if probe is not None:
@@ -184,7 +184,7 @@ def write_guard(change: Editor, expression: Expression, edit: GuardArgument, pro
         kept = _read_twice(change, argument)
         first, again, before = change.named(expression.node, _condition(edit, kept, inside=False), "outside")
         text = expression.with_texts({argument: f"{kept}.masked_fill_({first}, {edit.safe})"})
-        change.replace(expression.node, f"{text}.masked_fill_({again}, 0.0)", before)
+        change.replace(expression.node, f"{text}.masked_fill_({again}, {edit.fill})", before)
         return
     is_selected = _selects_by(change.tree, expression.node, _condition(edit, expression.operand(argument), inside=True))
     first, again, before = change.named(expression.node, _argument(expression, argument, edit, probe), "guarded")
@@ -193,20 +193,22 @@ def write_guard(change: Editor, expression: Expression, edit: GuardArgument, pro
         text = expression.with_texts({argument: safe})
     else:
         safe = f"torch.where({_condition(edit, again, inside=False)}, {edit.safe}, {again})"
-        text = _zero_where(_condition(edit, first, again, inside=False), expression, argument, safe)
+        text = _filled_where(_condition(edit, first, again, inside=False), edit.fill, expression, {argument: safe})
     change.replace(expression.node, text, before)
 
 
-def _zero_where(condition: str, expression: Expression, argument: ast.expr, text: str) -> str:
-    """Return an expression with a new text for an argument and 0 where the condition holds; in-place ops stay so."""
+def _filled_where(condition: str, fill: float, expression: Expression, texts: Texts) -> str:
+    """Return an expression with another text for an argument, and `fill` where the condition holds."""
     node = expression.node
     if isinstance(node, ast.AugAssign):
         target, operator = node.target, operator_of(node)
-        made = f"{expression.operand(target)} {operator} {text}"
-        return f"{expression.code(target)} = torch.where({condition}, 0.0, {made})"
-    changed = expression.with_texts({argument: text})
+        made = f"{expression.operand(target)} {operator} {next(iter(texts.values()))}"
+        return f"{expression.code(target)} = torch.where({condition}, {fill}, {made})"
+    changed = expression.with_texts(texts)
     is_written = name_called(node).endswith("_")
-    return f"{changed}.masked_fill_({condition}, 0.0)" if is_written else f"torch.where({condition}, 0.0, {changed})"
+    return (
+        f"{changed}.masked_fill_({condition}, {fill})" if is_written else f"torch.where({condition}, {fill}, {changed})"
+    )
 
 
 def _condition(edit: GuardArgument, first: str, again: str = "", *, inside: bool) -> str:

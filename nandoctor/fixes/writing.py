@@ -277,7 +277,7 @@ def _title_guard(edit: GuardArgument) -> str:
     bounds = [f"{side} {constant(end)}" for side, end in ends.items() if end is not None]
     where = f"is not {' and '.join(bounds)}" if bounds else "is 0"
     what = "divisor" if edit.argument == "other" else "argument"
-    return f"Give {edit.site.op} the value 0 and no gradient where its {what} {where}{_where(edit.site)}"
+    return f"Give {edit.site.op} the value {edit.fill:g} and no gradient where its {what} {where}{_where(edit.site)}"
 
 
 def _title_scale(edit: ScaleFirst) -> str:

@@ -178,7 +178,11 @@ def _guard_argument(edit: GuardArgument, call: Invocation, proceed: Proceed) -> 
     outside = outside if edit.low is None else outside | (given <= edit.low)
     outside = outside if edit.high is None else outside | (given >= edit.high)
     made = proceed(_with_values(call, edit.argument, torch.where(outside, edit.safe, given)))
-    return made.masked_fill_(outside, 0.0) if schema_of(call.op).is_mutable else torch.where(outside, 0.0, made)
+    return (
+        made.masked_fill_(outside, edit.fill)
+        if schema_of(call.op).is_mutable
+        else torch.where(outside, edit.fill, made)
+    )
 
 
 def _scale_first(factor: float, call: Invocation, proceed: Proceed) -> Any:

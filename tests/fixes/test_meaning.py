@@ -50,16 +50,30 @@ def of_code(report):
 
 
 @pytest.mark.parametrize(
-    ("forward", "loss", "s"),
+    ("forward", "loss"),
     [
-        ("return h * (torch.clamp(s, max=0.4) / s)", ERROR, ZERO),
-        slow("return h * (torch.sin(s) / s)", ERROR, ZERO),
-        slow("return h + (torch.exp(s) - 1) / s", ERROR, ZERO),
-        slow("return h", "return (torch.clamp(s, max=0.4) / s * (h - 1).square()).mean()", ZERO),
+        ("return h * (torch.clamp(s, max=0.4) / s)", ERROR),
+        slow("return h * (torch.sin(s) / s)", ERROR),
+        slow("return h + (torch.exp(s) - 1) / s", ERROR),
+        slow("return h", "return (torch.clamp(s, max=0.4) / s * (h - 1).square()).mean()"),
     ],
 )
-def test_a_value_beside_the_limit_is_a_workaround(forward, loss, s, tmp_path):
-    report = replay(forward, loss, s, tmp_path)
+def test_a_ratio_of_zeros_gets_its_limit(forward, loss, tmp_path):
+    (fix, *_) = of_code(replay(forward, loss, ZERO, tmp_path))
+    assert fix.verified
+    assert (fix.edit.kind, fix.edit.fill) == ("guard", 1.0)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "return h * (torch.clamp(2 * s, max=0.4) / s)",
+        slow("return h * (torch.sin(3 * s) / s)"),
+        slow("return h + (torch.exp(0.5 * s) - 1) / s"),
+    ],
+)
+def test_a_value_beside_the_limit_is_a_workaround(forward, tmp_path):
+    report = replay(forward, ERROR, ZERO, tmp_path)
     assert not [fix.title for fix in of_code(report) if fix.verified]
     (fix, *_) = of_code(report)
     assert "the formula tends to" in fix.workaround

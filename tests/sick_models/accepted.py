@@ -1,8 +1,8 @@
 """The smallest known fix of every sick model: what the first verified fix has to be.
 
 Each is an edit's kind and its place: a module, the source line, the constant and what it becomes. None stands for an
-illness that no change of one operation fixes: lost weights, or a value that float64 alone holds on its way and that
-every bound would change.
+illness that no change of one operation fixes: lost weights, an argument that the program puts outside a domain, or a
+value that float64 alone holds on its way and that every bound would change.
 """
 
 # ruff: noqa: E501  (source lines as they stand)
@@ -36,7 +36,7 @@ ACCEPTED = {
     "long-sum/point-set": "keep-op return self.decide(torch.bmm(ones, each).squeeze(1))",
     "exponential/reparametrised": None,
     "exponential/octaves": "keep-op return wave * torch.exp2(self.control(wave))",
-    "exponential/box-size": "clamp boxes = torch.exp(size.clamp(max=self.bound)) * self.anchors",
+    "exponential/box-size": None,
     "exponential/softplus-by-hand": "stable-log return F.softplus(x) if self.stable else torch.log(1 + torch.exp(x))",
     "exponential/temperature": "keep-op return (similarity * self.logit_scale.exp()).softmax(dim=-1)",
     "sigmoid/spam": 'keep-op return {"probability": torch.sigmoid(self.last(F.relu(self.hidden(inputs["words"])))).squeeze(-1)}',
@@ -63,9 +63,9 @@ ACCEPTED = {
     "ratio/nothing-measured": 'clamp return (output - batch["depth"])[batch["valid"]].abs().mean()',
     "ratio/all-labels-ignored": 'clamp return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)',
     "ratio/batch-of-one": "clamp return self.gain * (x - x.mean(dim=0)) / (x.std(dim=0) + 1e-3)",
-    "domain/log-of-a-forecast": "clamp return torch.log(self.last(states[:, -1]))",
+    "domain/log-of-a-forecast": None,
     "domain/one-pass-variance": "keep-module moments",
-    "domain/gamma-curve": "clamp return (light.clamp(min=1e-2) if self.signed else light) ** self.gamma",
+    "domain/gamma-curve": None,
     "domain/angle-with-itself": "clamp return torch.acos(cosine.clamp(-self.limit, self.limit) * 0.9999)",
     "form/multiplied-mask": "set-argument -inf -> -10000.0",
     "form/forward-algorithm": None,
