@@ -433,6 +433,19 @@ def test_a_report_is_drawn_without_torch():
     assert result.returncode == 0, result.stderr
 
 
+def test_a_working_directory_that_is_gone_ends_in_a_message(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    result = CliRunner().invoke(main, ["verify", str(tmp_path / "dump.pth")])
+    assert (result.exit_code, result.stderr.splitlines()[0]) == (
+        125,
+        "nandoctor: The working directory no longer exists.",
+    )
+    monkeypatch.chdir(tmp_path)
+
+
 def test_the_module_is_the_command():
     result = python("-m", "nandoctor", "plot", "nowhere.json")
     assert result.returncode == 1

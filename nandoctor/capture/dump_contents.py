@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def describe(
     event: str,
     *,
     history: StepHistory,
-    optimizers: Iterable[Optimizer | DeepSpeedEngine],
+    optimizers: Sequence[Optimizer | DeepSpeedEngine],
 ) -> dict[str, Any]:
     """Return the contents of a dump of `step`."""
     num_hidden = step.leave_hidden_calls()
@@ -70,7 +70,6 @@ def describe(
     assert step.before is not None
     model = training.observer.model
     before, lost = training.observer.describe(step.before, step.undo or {})
-    before["state_dict"] |= {name: tensor for name, tensor in (step.lent or {}).items() if name in before["state_dict"]}
     function = getattr(model, training.method or "forward")
     calls, dropped = step.describe(function, is_method=bool(training.method))
     spoiled = step.spoiled if result.reason == "update" else None
@@ -92,7 +91,10 @@ def describe(
         "backends": read_backends(),
         "history": history.to_plain(),
         "versions": read_versions([reference["module"], *(["transformers"] if reference.get("config") else [])]),
-        "left_out": [*lost, *hidden, *dropped, *unfit, *unsaved, *_describe_updates(step, training.observer)],
+        "left_out": [
+            *(*lost, *hidden, *dropped, *unfit, *unsaved),
+            *_describe_writes(step, training.observer, has_optimizer=bool(optimizers)),
+        ],
     }
 
 
@@ -158,14 +160,18 @@ def _describe_event(step: RecordedStep, result: StepResult, event: str) -> dict[
     }
 
 
-def _describe_updates(step: RecordedStep, observer: Observer) -> list[str]:
-    """Return a note if the file's weights are not those of the forward."""
+def _describe_writes(step: RecordedStep, observer: Observer, *, has_optimizer: bool) -> list[str]:
+    """Return a note if the file's weights are not known to be those of the forward."""
     number = 0 if step.undo is not None else step.updates_since
-    if step.undo is None and not step.num_updates and observer.was_written(step.stamp):
+    if number:
+        return [f"the weights of the step: those in the file are {number} update{'s' * (number > 1)} newer"]
+    if step.weights is not None:
+        return []
+    if step.was_rewritten or (not step.num_updates and observer.was_written(step.stamp)):
         return ["the weights of the step: the loop has overwritten them since the forward, without an optimizer"]
-    return (
-        [f"the weights of the step: those in the file are {number} update{'s' * (number > 1)} newer"] if number else []
-    )
+    if not step.num_updates and not has_optimizer and step.gradients_nonfinite:
+        return ["the weights of the step: no optimizer was seen, so the loop may have overwritten them"]
+    return []
 
 
 def leave_weights(contents: Mapping[str, Any], source: WeightsSource | None, max_nbytes: int) -> Mapping[str, Any]:

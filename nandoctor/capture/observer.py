@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.environment import Generators, RandomStates, read_autocast
 from nandoctor.capture.joined import JoinOrder, can_join
-from nandoctor.capture.registries import Place, as_dict, owners_of, places_of
+from nandoctor.capture.registries import Place, as_dict, places_of
 from nandoctor.capture.sharding import describe_mixed_precision, describe_shards, is_sharded, local_part
 from nandoctor.capture.updates import has_room
 from nandoctor.torch_compat import buffers_of, children_of, is_running_norm, parameters_of, versions_of
@@ -34,7 +34,7 @@ class StateBefore(NamedTuple):
     random: RandomStates
     kept: Snapshot
     keeper: StateKeeper
-    owners: list[tuple[str, int]]
+    children: list[tuple[nn.Module | None, ...]]
     paths: tuple[str, ...]
     training: tuple[bool, ...]
     autocast: dict[str, Any]
@@ -42,12 +42,11 @@ class StateBefore(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class WeightStamp:
-    """Addresses, version counters and perhaps a few values of some weights of a model; `held` has all its weights."""
+    """Addresses and version counters of some weights of a model; `held` has all its weights."""
 
     weights: list[torch.Tensor]
     held: Weights
     places: list[int]
-    values: list[torch.Tensor]
 
     @property
     def was_moved(self) -> bool:
@@ -78,7 +77,7 @@ class Observer:
         self._known_children = self._read_children()
 
     def _find_tensors(self) -> None:
-        self._keeper, self._owners = StateKeeper(self.model, self.undo_nbytes), owners_of(self.model)
+        self._keeper = StateKeeper(self.model, self.undo_nbytes)
         self._weights = places_of(self.model, parameters_of)
         self._places = [registry for _, registry, _ in self._weights], [name for *_, name in self._weights]
         self.held = self._read_weights()
@@ -90,13 +89,12 @@ class Observer:
         return [tuple(children.values()) for children in filter(None, self._children)]
 
     def follow_modules(self) -> bool:
-        """Find the modules again if some were added, removed or moved; return True if tensors have other owners."""
+        """Find modules and tensors again if some modules were added, removed or moved; return True if so."""
         if self._read_children() == self._known_children:
             return False
         self._find_modules()
-        if changed := owners_of(self.model) != self._owners:
-            self._find_tensors()
-        return changed
+        self._find_tensors()
+        return True
 
     def _follow_device(self) -> None:
         """Update the device: the model may be moved after its recorder was made."""
@@ -117,7 +115,7 @@ class Observer:
             random=self.generators.read(),
             kept=self._keeper.keep(),
             keeper=self._keeper,
-            owners=self._owners,
+            children=self._known_children,
             paths=self._paths,
             training=self._read_flags(),
             autocast=read_autocast(self.device.type),
@@ -130,12 +128,10 @@ class Observer:
         except KeyError:  # TorchScript keeps its flags outside of Python, and a class may have a property
             return tuple(module.training for module in self._modules)
 
-    def read_borrowed(self) -> dict[str, torch.Tensor]:
-        """Return the weights that `torch.func.functional_call` has put in place of the model's; empty without it."""
-        if not any(_is_borrowed(registry.get(name)) for _, registry, name in self._outer):
-            return {}
-        held = {path: registry.get(name) for path, registry, name in self._weights}
-        return {path: tensor for path, tensor in held.items() if tensor is not None and _is_borrowed(tensor)}
+    @property
+    def has_borrowed_weights(self) -> bool:
+        """True while `torch.func.functional_call` has put others in place of the model's weights."""
+        return any(_is_borrowed(registry.get(name)) for _, registry, name in self._outer)
 
     def find_trained(self) -> None:
         """Find all weights, and the first and last that require gradients: stamps are taken of these two."""
@@ -143,15 +139,11 @@ class Observer:
         ends = [next(filter(_is_trained, places), None) for places in (self._weights, reversed(self._weights))]
         self._stamped = [place[1][place[2]] for place in ends if place is not None]
 
-    def stamp(self, held: Weights, *, values: bool) -> WeightStamp | None:
-        """Return a stamp that shows later writes to the weights; writes through `.data` show only with `values`."""
+    def stamp(self, held: Weights) -> WeightStamp | None:
+        """Return a stamp that shows later writes to the weights, except in place through `.data`."""
         if self.sharded:
             return None  # FSDP itself moves and exchanges the weights
-        if values:
-            self.find_trained()
-        weights = self._stamped
-        few = [_take_few(weight) for weight in weights if values]
-        return WeightStamp(weights=weights, held=held, places=_find_places(weights), values=few)
+        return WeightStamp(weights=self._stamped, held=held, places=_find_places(self._stamped))
 
     def _read_weights(self) -> Weights:
         return list(map(dict.get, *self._places))
@@ -168,13 +160,8 @@ class Observer:
         return not all(any(map(_is_borrowed, pair)) for pair in changed)
 
     def was_written(self, stamp: WeightStamp | None) -> bool:
-        """Return True if the weights were written or replaced since; waits for the device if the stamp has values."""
-        if stamp is None:
-            return False
-        if self.was_replaced(stamp.held) or stamp.was_moved:
-            return True
-        pairs = zip(stamp.values, stamp.weights, strict=False)  # no values if only versions were kept
-        return any(_differ(value, _take_few(weight)) for value, weight in pairs)
+        """Return True if the weights were written or replaced since, as far as the stamp shows."""
+        return stamp is not None and (stamp.was_moved or self.was_replaced(stamp.held))
 
     def find_reshaped(self) -> list[str]:
         """Return the names of parameters that were added, removed or reshaped since training began."""
@@ -205,8 +192,7 @@ class Observer:
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
         }
         notes = [f"state_dict.{name}: the file has its value from after the forward, not before it" for name in lost]
-        moved = {path for path, _ in {*before.owners} ^ {*owners_of(model)}}
-        if not moved <= kept.keys() & state.keys():
+        if before.children != self._read_children():
             notes.append("the modules of the step: the loop has replaced some since")
         return contents, notes
 

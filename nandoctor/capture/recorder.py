@@ -36,6 +36,7 @@ from nandoctor.text import join_first
 from nandoctor.torch_compat import unwrap
 
 LOG = logging.getLogger("nandoctor")
+_NOT_PROVED = ("the weights of the step", "the modules of the step")
 
 
 class Recorder(RecorderSettings):
@@ -220,9 +221,9 @@ class Recorder(RecorderSettings):
             return
         step.batch = step.batch if batch is None else held(batch)
         self._look_at(step, self._as_tensor(loss), ask_all=True)
-        if step.borrowed and step.lent is None:
+        if step.has_lent_weights:
             self._warn(
-                "torch.func.functional_call gives the model different weights at each call, which a replay cannot do. "
+                "torch.func.functional_call gives the model other weights than its own, which no file will have. "
                 "Write the step up to the loss as the forward of a module that holds the model, record that module, "
                 "and give loss=loss_of, with def loss_of(output, batch): return output"
             )
@@ -378,4 +379,7 @@ class Recorder(RecorderSettings):
     def _make_contents(self, step: RecordedStep, result: StepResult, event: str) -> Mapping[str, Any]:
         optimizers = self._tracker.trainers.optimizers
         contents = describe(self._training, step, result, event, history=self.history, optimizers=optimizers)
+        for note in contents["left_out"]:
+            if note.startswith(_NOT_PROVED):
+                self._warn(f"{note}. A replay may not be of the step that failed.")
         return leave_weights(contents, self.weights, self.max_nbytes)

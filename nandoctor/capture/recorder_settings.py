@@ -48,6 +48,11 @@ class RecorderSettings:
                 f"spike={self.spike} is not above 1.",
                 remedy="It is a factor: 10 saves the steps whose loss is over 10 times the median.",
             )
+        if not isinstance(self.arguments, Mapping | None):
+            raise NanDoctorError(
+                f"Recorder does not accept a {type(self.arguments).__name__} as arguments.",
+                remedy='Give them by name: arguments={"width": 64}.',
+            )
         counts = (self.window, self.keep, 1 if self.in_a_row is None else self.in_a_row)
         if not 0 <= self.threshold <= 1 or min(counts) < 1:
             raise NanDoctorError(

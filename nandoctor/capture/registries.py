@@ -8,8 +8,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from nandoctor.torch_compat import buffers_of, parameters_of
-
 Place = tuple[str, dict[str, Any], str]
 """A tensor's path in the model, its module's registry, and its name there."""
 
@@ -34,8 +32,3 @@ def places_of(model: nn.Module, registry_of: Callable[[nn.Module], Any]) -> list
         for registry in [as_dict(registry_of(module))]
         for name in registry
     ]
-
-
-def owners_of(model: nn.Module) -> list[tuple[str, int]]:
-    """Return the path of each tensor with the id of the registry that holds it."""
-    return [(path, id(registry)) for of in (parameters_of, buffers_of) for path, registry, _ in places_of(model, of)]

@@ -20,7 +20,7 @@ from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.dumps.recorded_format import MAX_CALLS
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.machine import memory_of
-from nandoctor.text import join_first, plural
+from nandoctor.text import plural
 from nandoctor.torch_compat import version_of
 from nandoctor.tracing.tensor_tree import walk_tensors
 
@@ -34,15 +34,16 @@ class RecordedStep:
     """A step: the batch and the calls by reference, the state before the forward, and flags that may still arrive.
 
     `step` counts optimizer updates, `micro_batch` the forwards that share one. `explicit`: the loop marked where the
-    step begins. `between` has the generators' states before each call but the first. `borrowed` has, by call, the
-    weights from `torch.func.functional_call`, one object for calls with the same weights. `without_grad`: the calls ran
+    step begins. `between` has the generators' states before each call but the first. `has_lent_weights`: a call got
+    its weights from `torch.func.functional_call`. `without_grad`: the calls ran
     under `torch.no_grad`. `inside` has the children's outputs if the step is a method other than forward. `passed`:
     another model's optimizer has stepped since a forward without `watch`, so the next forward begins a new step.
     `loss_value` is the loss itself, if a rule asks for it. `scale` is the loss scale before the step; `scale_version`
     shows whether the scaler was updated since. `skip` is a fused optimizer's own flag, `skipped` what is known without
     it. `accumulated` is the largest gradient after a micro-batch without an update, and `seen_gradient` identifies the
     first gradient then. `num_updates` counts the optimizer updates since. `stamp` is taken after the first forward and
-    after each update; `weights` is a copy from before the forward, for loops that write them without an optimizer.
+    after each update; `was_rewritten`: it showed a write by the loop itself before the first. `weights` is a copy that
+    was made when the loss was seen to be non-finite.
     `nbytes` is the size of the held calls and outputs. `num_dropped` counts earlier forwards without `watch` that were
     too many to hold. `running` has the indices of the calls that have not returned, `ended` those of the others.
     """
@@ -56,7 +57,7 @@ class RecordedStep:
     before: StateBefore | None = None
     calls: list[Packed] = field(default_factory=list)
     between: list[RandomStates] = field(default_factory=list)
-    borrowed: dict[int, Packed] = field(default_factory=dict)
+    has_lent_weights: bool = False
     without_grad: bool = False
     returned: list[Packed] = field(default_factory=list)
     inside: dict[str, Packed] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class RecordedStep:
     updates: list[Update] = field(default_factory=list)
     num_updates: int = 0
     stamp: WeightStamp | None = None
+    was_rewritten: bool = False
     weights: Mapping[str, torch.Tensor] | None = None
     scale: Flag | None = None
     scale_version: int | None = None
@@ -138,12 +140,6 @@ class RecordedStep:
             not_all_called = not self.updates or len(self.updates) < num_optimizers
             if not_all_called or not scale.on_device:
                 self.skipped = self.skipped or scale.values() < self.scale.values()
-
-    def look_at_later_writes(self) -> None:
-        """Measure the weights that the training loop wrote after the update, as in clamping or averaging."""
-        measured = [(update.trained, update.trained.weights()) for update in self.updates]
-        flags = [(trained, Flag(magnitude)) for trained, magnitude in measured if magnitude is not None]
-        self.updates += [Update(trained=trained, gradients=None, undo={}, weights=flag) for trained, flag in flags]
 
     def awaits_update(self, num_optimizers: int) -> bool:
         """Return True if an optimizer may still update after the block that marks the step."""
@@ -214,21 +210,6 @@ class RecordedStep:
             return None
         return {name: tensor for update in self.updates for name, tensor in (update.undo or {}).items()}
 
-    @property
-    def lent(self) -> Mapping[str, torch.Tensor] | None:
-        """The weights, by name, that all calls got in place of the model's own; None if no single set was used."""
-        sets = [self.borrowed.get(index) for index, packed in enumerate(self.calls) if not packed.hidden]
-        first = sets[0] if sets else None
-        if first is None or first.hidden or first.overwritten or any(packed is not first for packed in sets):
-            return None
-        weights: Mapping[str, torch.Tensor] = first.tree
-        return weights
-
-    def lend(self, weights: dict[str, torch.Tensor]) -> None:
-        """Note the weights that the next call gets in place of the model's own."""
-        packed, last = pack(weights, "weights"), self.borrowed.get(len(self.calls) - 1)
-        self.borrowed[len(self.calls)] = last if last is not None and _are_same(last, packed) else packed
-
     def leave_hidden_calls(self) -> int:
         """Drop the calls inside `torch.func.vmap` if others can be replayed; return how many were dropped.
 
@@ -248,7 +229,6 @@ class RecordedStep:
             return
         first, *further = [(self.before.random, *self.between)[index] for index in kept]
         self.before, self.between = self.before._replace(random=first), further
-        self.borrowed = {now: self.borrowed[old] for now, old in enumerate(kept) if old in self.borrowed}
         self.calls = [self.calls[index] for index in kept]
         self.running, self.ended = [], []
 
@@ -258,8 +238,6 @@ class RecordedStep:
         for kept in (self.calls, self.returned):
             kept[:] = map(copied, kept)
         self.inside = {name: copied(packed) for name, packed in self.inside.items()}
-        copies = {id(packed): copied(packed) for packed in self.borrowed.values()}
-        self.borrowed = {index: copies[id(packed)] for index, packed in self.borrowed.items()}
 
     def make_next(self) -> RecordedStep:
         """Return the next micro-batch of this step, which the loop has marked."""
@@ -279,7 +257,6 @@ class RecordedStep:
         for kept in (self.calls, self.between, self.returned, self.running, self.ended):
             kept.clear()
         self.inside.clear()
-        self.borrowed.clear()
 
     def outputs(self) -> Iterator[torch.Tensor]:
         """Yield all tensors that the calls and the recorded children returned."""
@@ -342,18 +319,9 @@ class RecordedStep:
                 f"{plural(self.num_dropped, 'forward')} in train mode before its calls, without a call of watch: if "
                 "they belong to the step, put it into `with recorder.step(batch):`"
             )
-        return contents, [*notes, *self._overwritten(), *self._lent()]
-
-    def _lent(self) -> Iterator[str]:
-        """Yield notes on calls whose weights were not the model's own."""
-        for index, weights in () if self.lent is not None else self.borrowed.items():
-            named = weights.tree.items()
-            spoiled = [name for name, tensor in named if tensor is not None and not tensor.isfinite().all()]
-            when = "in an update inside the loop, or through its gradient" if index else "before the step"
-            yield (
-                f"the weights of call {index + 1} from functional_call: a replay uses the model's own"
-                + (f"; those of {join_first(spoiled, 3)} had become non-finite {when}" if spoiled else "")
-            )
+        if self.has_lent_weights:
+            notes.append("the weights of the step: torch.func.functional_call gave the model others than its own")
+        return contents, [*notes, *self._overwritten()]
 
     def _overwritten(self) -> Iterator[str]:
         named = [("input", packed) for packed in self.calls] + [("output", packed) for packed in self.returned]
@@ -374,12 +342,6 @@ def pack_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:
         packed = pack(args[0], "input.args.0")
         return Packed({"args": (packed.tree,), "kwargs": {}}, *packed[1:])
     return pack({"args": args, "kwargs": dict(kwargs)}, "input", kinds=True)
-
-
-def _are_same(one: Packed, other: Packed) -> bool:
-    """Return True if both hold the same memory under the same names."""
-    places = [[(tensor.data_ptr(), tensor.shape) for tensor, _ in packed.tensors] for packed in (one, other)]
-    return one.tree.keys() == other.tree.keys() and places[0] == places[1] and not one.overwritten
 
 
 def _parameter_names(function: Callable[..., Any]) -> list[str]:

@@ -59,7 +59,7 @@ class StepTracker:
         self._last = (-1, 0)
         self._last_inputs = Packed(tree=None)
         self._copies_inputs = self._is_first_call = True  # until a forward has left its inputs unchanged
-        self._accumulates, self._process = False, os.getpid()
+        self._accumulates, self._process, self._writes_told = False, os.getpid(), False
         self._before_update, self._after_step = Hook(self.before_update), Hook(self.after_step)
 
     @property
@@ -121,7 +121,7 @@ class StepTracker:
             if following is None and not final and step is not None:
                 self._ended = step if step.awaits_update(len(self.trainers.optimizers)) else None
             self._finish(step, final=final, is_open=self._ended is not None)
-        self.flush_pending(wait=final or self.trainers.copies)
+        self.flush_pending(wait=final)
 
     def _finish(self, step: RecordedStep | None, *, final: bool = False, is_open: bool = False) -> None:
         """Measure what the step left, and queue it for its decision unless its update may still come."""
@@ -133,8 +133,19 @@ class StepTracker:
             return
         if self._scaler is not None:
             step.compare_scale(*read_scale(self._scaler), num_optimizers=len(self.trainers.optimizers))
-        self._note_unseen_writes(step)
+        self._note_write(step, is_written=not step.num_updates and self._observer.was_written(step.stamp))
         self._pending.append(step)
+
+    def _note_write(self, step: RecordedStep, *, is_written: bool) -> None:
+        """Note that the loop has written weights itself since the step's forward, and log that once."""
+        step.was_rewritten = step.was_rewritten or (is_written and not step.updates)
+        if step.was_rewritten and not self._writes_told:
+            self._writes_told = True
+            LOG.warning(
+                "nandoctor.Recorder: the loop writes weights without one of torch's optimizers. If that or its "
+                "gradients spoil them, the next forward shows it. A step may be saved with weights from after its "
+                "forward; its file then says so."
+            )
 
     def _was_moved(self, step: RecordedStep) -> bool:
         """Return True if weights were written since the step's forward, or since its last update."""
@@ -146,21 +157,6 @@ class StepTracker:
         if step.wants_gradients(None if probe is None or self._sharded else probe.grad):
             trained = self.trainers.find_all()
             step.accumulated = self._flag_of(trained.gradients(), over_ranks=over_ranks)
-
-    def _note_unseen_writes(self, step: RecordedStep) -> None:
-        """Measure weights that the loop writes itself; copy them from now on if it does so without an optimizer."""
-        if step.updates and not step.decided and self._was_moved(step):
-            step.look_at_later_writes()
-        if step.num_updates or step.stamp is None or not self._observer.was_written(step.stamp):
-            self.trainers.note_quiet(updated=step.num_updates > 0)
-            return
-        if self._observer.was_replaced(step.stamp.held):
-            self.trainers.forget_all()
-        if step.weights is not None and not step.decided:
-            trained = self.trainers.find_all()
-            weights = self._flag_of(trained.weights(), over_ranks=False)
-            step.updates.append(Update(trained=trained, gradients=None, undo=step.weights, weights=weights))
-        self.trainers.note_write()
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Note a call of the model; return True if it is the first of its step."""
@@ -185,12 +181,10 @@ class StepTracker:
             if self._observer.follow_modules() or self._observer.was_replaced(self.trainers.held):
                 self.trainers.forget()
             step.before = self._observer.look()
-            step.weights = self.trainers.find_all().keep() if self.trainers.copies else None
         else:
             step.between.append(self._observer.generators.read())
         step.without_grad = not with_grad
-        if borrowed := self._observer.read_borrowed():
-            step.lend(borrowed)
+        step.has_lent_weights = step.has_lent_weights or self._observer.has_borrowed_weights
         self._last_inputs = pack_call(args, kwargs)
         step.add_call(copied(self._last_inputs) if self._copies_inputs else self._last_inputs)
         step.running.append(len(step.calls) - 1)
@@ -201,7 +195,7 @@ class StepTracker:
         if (ended := self._ended) is not None:
             self._ended = None
             self._finish(ended)
-            self.flush_pending(wait=self.trainers.copies)
+            self.flush_pending()
             if step.step == ended.step and not self._is_accumulating(read_scale(self._scaler)[1]):
                 self.current = None
                 self.current = step = self.make_step(step.batch, explicit=True)  # the update came in the new block
@@ -231,8 +225,7 @@ class StepTracker:
         step.returned.append(pack(output, "output"))
         if len(step.returned) == 1 and step.before is not None:
             step.before.kept.compare()
-            reads_values = self.trainers.copies or not self.trainers.has_optimizer
-            step.stamp = self._observer.stamp(self.trainers.held, values=reads_values)
+            step.stamp = self._observer.stamp(self.trainers.held)
         return step
 
     def watch(self, step: RecordedStep, loss: torch.Tensor | None, *, ask_all: bool) -> None:
@@ -293,8 +286,7 @@ class StepTracker:
         found = getattr(optimizer, "found_inf", None)
         step.skip = Flag(found) if isinstance(found, torch.Tensor) else None
         self.flush_pending(wait=True)
-        if not step.updates and self._was_moved(step):
-            self.trainers.note_write()
+        self._note_write(step, is_written=self._was_moved(step))
         if all(update.trained is not trained for update in step.updates):
             measures = self._scaler is None
             gradients = self._flag_of(trained.gradients(), over_ranks=trained.sharded) if measures else None
@@ -329,7 +321,7 @@ class StepTracker:
         if step is None or update is None:
             return
         update.weights = self._flag_of(update.trained.weights(), over_ranks=update.trained.sharded)
-        step.stamp = self._observer.stamp(self.trainers.held, values=False)
+        step.stamp = self._observer.stamp(self.trainers.held)
         if update.weights is not None and not update.weights.on_device and update.weights.nonfinite:
             if update.gradients is None:  # the scaler skips one of several optimizers, but clipping spreads its NaN
                 update.gradients = self._flag_of(update.trained.gradients(), over_ranks=False)

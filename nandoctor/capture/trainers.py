@@ -1,4 +1,4 @@
-"""Track which parameters of the model each optimizer trains, and which the training loop writes itself."""
+"""Track which parameters of the model each optimizer trains."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from nandoctor.capture.deepspeed import DeepSpeedEngine
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.updates import TrainedParameters, TrainingLoop
 
-_MAX_QUIET = 256
-"""After so many steps without a write by the loop, its weights are no longer copied: it had loaded a checkpoint."""
-
 
 class Trainers:
     """A cache of the model's parameters and their optimizers, which is rebuilt when parameters are replaced.
 
-    `probe` is the first parameter that requires gradients; `held` are the weights at the last rebuild. If `copies`, the
-    weights are copied before each forward: at first, until an optimizer is seen to write them, and again once the loop
-    was seen to write them without one (SAM, gradient descent by hand).
+    `probe` is the first parameter that requires gradients; `held` are the weights at the last rebuild. `has_optimizer`
+    is True once an optimizer was seen that trains some.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -32,7 +28,6 @@ class Trainers:
         self._all: TrainedParameters | None = None
         self.probe: nn.Parameter | None = None
         self.has_optimizer = False
-        self.copies, self._writes_seen, self._num_quiet = True, False, 0
         self.forget()
 
     def forget(self) -> None:
@@ -40,23 +35,6 @@ class Trainers:
         self._trained.clear()
         self._name_parameters()
         self._all, self.held = None, self._observer.held
-
-    def forget_all(self) -> None:
-        """Forget the parameters that the training loop itself may write, so that they are found again."""
-        self._all = None
-
-    def note_write(self) -> None:
-        """Note that the loop has written weights itself."""
-        self._num_quiet = 0
-        if not (self.copies and self._writes_seen):
-            self.copies = self._writes_seen = True
-            self._all = None
-
-    def note_quiet(self, *, updated: bool) -> None:
-        """Note a step in which the loop did not write weights; `updated` is True if an optimizer did."""
-        self._num_quiet += 1
-        if self.copies and updated and (not self._writes_seen or self._num_quiet > _MAX_QUIET):
-            self.copies, self._all = False, None
 
     def _name_parameters(self) -> None:
         found = dict(self._observer.model.named_parameters())
@@ -86,7 +64,7 @@ class Trainers:
         """Return all parameters that require gradients: a micro-batch may end before any optimizer was seen."""
         if self._all is None or not self._all.is_current:
             self._name_parameters()
-            self._all = self._find_all(self._observer.undo_nbytes if self.copies else 0)
+            self._all = self._find_all(undo_nbytes=0)
         return self._all
 
     def copy_all(self) -> Mapping[str, torch.Tensor] | None:

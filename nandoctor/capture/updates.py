@@ -36,18 +36,16 @@ class Update:
     """
 
     trained: TrainedParameters
+    optimizer: Any
     gradients: Flag | None
     undo: Mapping[str, torch.Tensor] | None
-    optimizer: Any = None
     groups: Sequence[Mapping[str, Any]] = ()
     weights: Flag | None = None
 
     @property
     def writer(self) -> str:
-        """The optimizer's class name; "" for the loop itself, which may also have spoiled weights before the update."""
-        if self.optimizer is None or not all_finite((self.undo or {}).values()):
-            return ""
-        return type(self.optimizer).__name__
+        """The optimizer's class name; "" if the loop itself had spoiled weights before the update."""
+        return type(self.optimizer).__name__ if all_finite((self.undo or {}).values()) else ""
 
     def settings(self) -> dict[str, float]:
         """Return the numeric settings of the groups: for each name the first non-finite value, else the last.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
 from nandoctor import __version__
-from nandoctor.cli.failures import failures_told
+from nandoctor.cli.failures import EXIT_CANNOT_TELL, failures_told
+from nandoctor.errors import NanDoctorError
 
 __all__ = ["VERBS", "find_verb", "main"]
 
@@ -80,6 +82,16 @@ def _show_version(context: click.Context, _: click.Parameter, asked: bool) -> No
         context.exit()
 
 
+def _require_working_directory() -> None:
+    """Raise NanDoctorError if the working directory was deleted, where even loading torch's libraries fails."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        gone = NanDoctorError("The working directory no longer exists.", remedy="Change to one that does.")
+        gone.exit_code = EXIT_CANNOT_TELL  # of verify and --check, 1 would say that the step still fails
+        raise gone from error
+
+
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option(
     "--version",
@@ -102,6 +114,7 @@ def main() -> None:
     nandoctor eps 1e-8
     nandoctor triage runs/ --model train.py:make_model
     """  # noqa: D301  (click wants the escape itself)
+    _require_working_directory()
     if "torch" not in sys.modules:
         from nandoctor.machine import share_cores
 

@@ -62,7 +62,7 @@ def read_eps(optimizer: Mapping[object, object]) -> tuple[float, ...]:
 
 def _of_group(group: Mapping[object, object], state: Mapping[object, object]) -> Iterator[SecondMoment]:
     eps, indices, names = group.get("eps"), group.get("params"), group.get("param_names")
-    if not isinstance(eps, float) or not isinstance(indices, list) or group.get("fused"):
+    if not isinstance(eps, float) or not isinstance(indices, list) or group.get("fused") is True:
         return
     known = {index: position for position, index in reversed([*enumerate(indices)]) if isinstance(index, int)}
     for index, position in sorted(known.items(), key=lambda item: item[1]):

@@ -1,4 +1,4 @@
-"""Objects among the arguments that a model was called with: configs, enums, classes, functions and `partial`s.
+"""Objects among the arguments that a model was called with: dataclasses, enums, namespaces, classes and functions.
 
 A recorder writes them as plain data: where their class is defined, and their fields. Only a replay of the user's own
 dump makes them again; it imports the classes by the rules for the model's class.
@@ -7,10 +7,8 @@ dump makes them again; it imports the classes by the rules for the model's class
 from __future__ import annotations
 
 import argparse
-import functools
 import types
-from collections import OrderedDict, UserDict
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,25 +20,18 @@ from torch import nn
 from nandoctor.dumps.code_request import is_transformers_config
 from nandoctor.dumps.packing import has_only_attributes, pack
 from nandoctor.dumps.trees import KIND
-from nandoctor.trees import PLAIN, Parts, attributes, made_of, parts, tree_map
+from nandoctor.trees import PLAIN, attributes, made_of, tree_map
 
 Source = Mapping[str, str]
 """Where a class or function is defined: its module, name and file, and the sha256 of the file."""
 
-_CALLS: Mapping[type, Callable[[Any], tuple[list[Any], Mapping[str, Any]]]] = {
-    functools.partial: lambda value: ([value.func, *value.args], value.keywords),
-    types.SimpleNamespace: lambda value: ([], vars(value)),
-    **dict.fromkeys((type(Path()), torch.dtype), lambda value: ([str(value)], {})),
-}
-"""For classes of Python and torch, the arguments that make such an object again."""
-_CONTAINERS = (argparse.Namespace, OrderedDict, UserDict, set, frozenset)
-_STANDARD = {f"{kind.__module__}:{kind.__qualname__}": kind for kind in (*_CONTAINERS, *_CALLS)}
+_TEXTS = (type(Path()), torch.dtype)
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_STANDARD = {f"{kind.__module__}:{kind.__qualname__}": kind for kind in (*_TEXTS, *_NAMESPACES)}
 # transformers tries to fetch an implementation of any other name, even flash attention if it is not installed.
 _ATTENTION = ("eager", "sdpa")
 _KEYS = frozenset({str, int, bool})
 _CODE_OPTIONS = frozenset({"auto_map", "trust_remote_code", "use_kernels", "allow_all_kernels", "quantization_config"})
-_HEAP_TYPE = 1 << 9
-"""Set for classes that Python code defines (Py_TPFLAGS_HEAPTYPE): others keep state that is no attribute."""
 
 
 class NotDescribableError(Exception):
@@ -79,26 +70,12 @@ def _content(value: Any) -> dict[str, Any]:
         if packed.notes or packed.tensors:
             raise NotDescribableError
         return {"config": packed.tree, "attention": attention}
-    if kind in _CALLS:
-        args, keywords = _CALLS[kind](value)
-        return {"args": args, "keywords": dict(keywords)}
-    if not is_dataclass(value) and (inside := parts(value)) is not None:
-        return {"args": _arguments_of(value, inside), "keywords": {}}
+    if kind in _TEXTS:
+        return {"args": [str(value)]}
     is_code = callable(value) or isinstance(value, (torch.Tensor, nn.Module))
-    if is_code or not has_only_attributes(kind) or not kind.__flags__ & _HEAP_TYPE:
+    if is_code or not (kind in _NAMESPACES or (is_dataclass(value) and has_only_attributes(kind))):
         raise NotDescribableError
     return {"fields": attributes(value)}
-
-
-def _arguments_of(value: Any, inside: Parts) -> list[Any]:
-    """Return the arguments with which a container's class makes the same one again."""
-    items = dict(inside) if isinstance(value, Mapping) else list(inside.values())
-    args = items if isinstance(items, list) and hasattr(value, "_fields") else [items]
-    twin = type(value)(*args)
-    is_other = parts(twin) != inside and not isinstance(value, Set)  # equal sets may be in another order
-    if twin != value or is_other or attributes(twin) != attributes(value):
-        raise NotDescribableError
-    return args
 
 
 def make_argument(tree: Any, find: Callable[[Source], Any]) -> Any:
@@ -123,9 +100,9 @@ def _make_object(found: Any, content: Mapping[str, Any]) -> Any:
         case {"value": value}:
             return found(value)
         case {"fields": fields}:
-            return made_of(found, fields)
-        case {"args": args, "keywords": keywords}:
-            return _find_dtype(*args) if found is torch.dtype else found(*args, **keywords)
+            return found(**fields) if found in _NAMESPACES else made_of(found, fields)
+        case {"args": args}:
+            return _find_dtype(*args) if found is torch.dtype else found(*args)
     return found
 
 

@@ -55,15 +55,6 @@ def an_assertion(recorder, model):
         model.zero_grad()
 
 
-def by_hand(recorder, model):
-    for x in batches():
-        forward(recorder, model, x).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(parameter.grad, alpha=1e-3)
-                parameter.grad.zero_()
-
-
 def in_a_closure(recorder, model):
     optimizer = torch.optim.LBFGS(model.parameters(), 1e-3, max_iter=3)
     for number, x in enumerate(batches(failing=None)):
@@ -128,58 +119,16 @@ def in_the_block_of_an_evaluation(recorder, model):
         optimizer.zero_grad()
 
 
-def perturb(model):
-    """As SAM does: not by its optimizer."""
-    given = [parameter.grad * 0.01 for parameter in model.parameters()]
-    with torch.no_grad():
-        torch._foreach_add_(list(model.parameters()), given)
-    model.zero_grad()
-    return given
-
-
-def a_second_forward_elsewhere(recorder, model):
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    for x in batches():
-        with recorder.step(x):
-            loss = model(x).mean()
-            recorder.watch(loss)
-            loss.backward()
-            added = perturb(model)
-            model(x).mean().backward()
-            with torch.no_grad():
-                torch._foreach_sub_(list(model.parameters()), added)
-            optimizer.step()
-
-
-def a_second_forward_in_a_closure(recorder, model):
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    for x in batches():
-        loss = model(x).mean()
-        recorder.watch(loss, x)
-        loss.backward()
-
-        def closure(x=x):
-            perturb(model)
-            loss = model(x).mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-
 @pytest.mark.parametrize(
     ("loop", "name", "reason"),
     [
         (micro_batches, "nan-step000000-micro3.pth", "gradients"),
         (an_assertion, "nan-step000003.pth", "gradients"),
-        (by_hand, "nan-step000003.pth", "update"),
         (in_a_closure, "nan-step000003.pth", "update"),
         (one_of_two_optimizers, "nan-step000003.pth", "update"),
         (an_evaluation_before_the_update, "nan-step000003.pth", "update"),
         (at_the_start_of_the_next_block, "nan-step000003.pth", "update"),
         (in_the_block_of_an_evaluation, "nan-step000003.pth", "update"),
-        (a_second_forward_elsewhere, "nan-step000003.pth", "update"),
-        (a_second_forward_in_a_closure, "nan-step000003.pth", "update"),
     ],
 )
 def test_what_follows_the_block_is_its_step_s(tmp_path, loop, name, reason):

@@ -12,9 +12,8 @@ import random
 import shlex
 import sys
 import types
-from collections import UserDict
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -64,15 +63,10 @@ class Size(enum.Enum):
     WIDE = 3
 
 
-class Layers(NamedTuple):
-    first: Size
-    width: int = 3
+class CFG:
+    """As notebooks of competitions have it."""
 
-
-class Options(dict[str, Any]):
-    """Its items are attributes too, as in many libraries."""
-
-    __getattr__ = dict.__getitem__
+    width = 3
 
 
 class Plain:
@@ -83,26 +77,23 @@ class Plain:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Nested:
     inner: Config
-    layers: tuple[Layers, ...]
+    sizes: tuple[Size, ...] = (Size.SMALL,)
     norm: Any = nn.LayerNorm
-    paths: Any = frozenset()
+    path: Path = Path("torch.b")
     dtype: torch.dtype = torch.bfloat16
 
     @property
     def width(self) -> int:
-        assert self.layers[0].first is Size.SMALL
-        assert isinstance(functools.partial(self.norm, 3)(), nn.LayerNorm)
-        assert self.dtype is torch.bfloat16
-        assert self.paths in (frozenset(), {Path("a"), Path("torch.b")})
+        assert self.sizes[0] is Size.SMALL
+        assert isinstance(self.norm(3), nn.LayerNorm)
+        assert (self.dtype, self.path) == (torch.bfloat16, Path("torch.b"))
         return self.inner.width
 
 
 def width_of(config: Any) -> int:
     if isinstance(config, Size):
         return {Size.SMALL: 2, Size.WIDE: 3}[config]
-    if callable(config):
-        return int(config(3))
-    return int(config["width"] if isinstance(config, UserDict) else config.width)
+    return int(config(3) if isinstance(config, types.FunctionType) else config.width)
 
 
 def double(width: int, by: int = 2) -> int:
@@ -117,17 +108,12 @@ def make_ring() -> Plain:
 
 CONFIGS = {
     "dataclass": Config(),
-    "nested, frozen, with slots": Nested(Config(5), (Layers(Size.SMALL),)),
+    "nested, frozen, with slots": Nested(Config(5)),
     "enum": Size.WIDE,
-    "named tuple": Layers(Size.SMALL),
-    "object": Plain(7),
-    "dict with attributes": Options(width=3, size=Size.WIDE),
-    "user dict": UserDict(width=3),
     "namespace": argparse.Namespace(width=3),
-    "path, dtype and set": Nested(Config(6), (Layers(Size.SMALL),), paths={Path("a"), Path("torch.b")}),
     "simple namespace": types.SimpleNamespace(width=3, sizes=[Size.SMALL]),
+    "class": CFG,
     "function": double,
-    "partial": functools.partial(double, by=3),
 }
 
 
@@ -293,6 +279,7 @@ class Local:
         ),
         (lambda: Flexible(Config()), {"arguments": {"config": Path.cwd}}, "(config: not plain data)"),
         (lambda: Flexible(Config()), {"arguments": {"config": make_ring()}}, "(config: not plain data)"),
+        (lambda: Flexible(Config()), {"arguments": {"config": Plain(3)}}, "(config: not plain data)"),
         (build_stack, {}, "as Sequential(): it would be empty"),
         (Local.make, {}, "is defined inside a function"),
     ],
@@ -305,6 +292,7 @@ class Local:
         "tensor in a config",
         "method of Python's own",
         "objects in a ring",
+        "object of another class",
         "sequential",
         "local class",
     ],

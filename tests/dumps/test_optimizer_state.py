@@ -55,6 +55,12 @@ def test_other_optimizers_have_none(state):
     assert read_second_moments(state) == ()
 
 
+def test_a_flag_that_is_a_tensor_says_nothing():
+    state = stepped(torch.optim.Adam)
+    state["param_groups"][0]["fused"] = torch.ones(3)
+    assert len(read_second_moments(state)) == 2
+
+
 def test_a_fused_optimizer_keeps_its_eps_in_fp32():
     assert read_second_moments(stepped(torch.optim.Adam, fused=True)) == ()
 
