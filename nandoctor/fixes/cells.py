@@ -141,8 +141,8 @@ def _only_for_definition(
     pairs += [(name, value) for name, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value]
     defaults = dict(pairs)
     for name in (*parameters, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))):
-        last = defaults.get(name) or name.annotation or name
-        yield tree.span(name)[1], tree.outer_span(last)[1]
+        if (last := defaults.get(name) or name.annotation) is not None:
+            yield tree.span(name)[1], tree.outer_span(last)[1]
     if not isinstance(node, ast.Lambda) and node.returns is not None:
         start, end = tree.outer_span(node.returns)
         yield tree.end_before(start), end
