@@ -390,7 +390,7 @@ def test_a_difference_takes_dumps_and_reports(workplace):
     run("replay", "sick.pth", *SICK[1:], "-o", "fp16.json")
     run("replay", "sick.pth", *SICK[1:], "--amp-dtype", "bfloat16", "-o", "bf16.json")
     text = run("diff", "fp16.json", "bf16.json").stdout
-    assert text.startswith(" FIXED ")
+    assert text.startswith("FIXED: ")
     assert "fp16 -> bf16" in text
     assert json.loads(run("diff", "fp16.json", "bf16.json", "--json").stdout)["outcome"] == "fixed"
     assert json.loads(run("diff", *SICK[:1], "fp16.json", *SICK[1:], "--json").stdout)["outcome"] == "same-failure"

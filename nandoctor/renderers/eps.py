@@ -69,18 +69,20 @@ def _outlook(uses: Sequence[EpsUse]) -> Iterator[Block]:
         yield Section("", [nothing, Facts([Fact("next", "nandoctor eps --model SPEC --dump DUMP", is_command=True)])])
         return
     columns = (
-        Column("module", [f"{use.module}.{use.name}".lstrip(".") for use in uses], least=_MIN_NAME_WIDTH),
+        Column("module", [_place(use) for use in uses], least=_MIN_NAME_WIDTH),
         Column("type", [use.type for use in uses], least=_MIN_NAME_WIDTH),
-        Column("times", [str(use.num_uses) for use in uses], right=True, spare=1),
         Column("eps", [constant(use.value) for use in uses]),
         Column(".half()", [in_half_precision(use) for use in uses]),
         Column("autocast", [in_mixed_precision(use) for use in uses]),
     )
-    yield Section("", [Table(columns=columns)])
-    yield Section("", [Text(OUTLOOK)])
+    yield Section("", [Table(columns=columns, legend=OUTLOOK)])
 
 
 def _absorbed_from(rounded: RoundedConstant) -> str:
     if rounded.absorbed_from == 0:
         return "0 (always)"
     return "never" if math.isinf(rounded.absorbed_from) else number(rounded.absorbed_from)
+
+
+def _place(use: EpsUse) -> str:
+    return f"{use.module}.{use.name}".lstrip(".") + (f" x{use.num_uses}" if use.num_uses > 1 else "")

@@ -20,13 +20,12 @@ from nandoctor.text import diff_kind, printable, printable_code, split_code
 def page_of(thing: Any) -> str:
     """Return the page of a report, a triage or a checkup."""
     blocks = document(thing, "page")
-    template = _environment().get_template("page.html.j2")
-    return template.render(blocks=blocks, markdown=draw_markdown(blocks).splitlines(), is_page=True)
+    return _environment().get_template("page.html.j2").render(blocks=blocks, markdown=draw_markdown(blocks))
 
 
 def card_of(thing: Any) -> str:
     """Return one `<div>` for a notebook's cell, without scripts or external files, in the colours of its page."""
-    return _environment().get_template("card.html.j2").render(blocks=document(thing), is_page=False)
+    return _environment().get_template("card.html.j2").render(blocks=document(thing))
 
 
 def _draw_plot(plot: Plot) -> dict[str, Any] | None:

@@ -156,6 +156,16 @@ def test_where_nothing_was_found_every_surface_says_why(surface):
     assert "No fix was" not in show(solved)
 
 
+@each_surface
+def test_a_patch_cannot_move_the_cursor(surface):
+    made = factory.fixable()
+    patched = replace(made.fixes[0], title="\x1b[2J", patch="\tx\x1b[2J\r\ny\u202e")
+    text = SURFACES[surface](replace(made, fixes=(patched,)))
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "\tx\\x1b[2J\n" in text
+
+
 NET = "class Norm:\n\tdef forward(self, x):\n\t\t# centred\n\n\t\treturn x / (x.std() + 1e-8)\n\n\nx = 1\n"
 FILES = {
     "tabs": (NET, NET.replace("1e-8", "1e-4")),

@@ -3,8 +3,6 @@ from dataclasses import replace
 import factory
 from surfaces import terminal
 
-HOSTILE = "[red]a\x1b[31m\nb"
-
 
 def test_every_kind_of_nonfinite_value_is_counted():
     mixed = replace(factory.array("x", 1), num_posinf=2, num_neginf=3)
@@ -16,16 +14,6 @@ def test_notes_and_what_is_missing():
     text = terminal(factory.dump(missing=("No input is saved: add it.",), notes=("EMA weights left aside.",)))
     assert "missing       No input is saved: add it." in text
     assert "note          EMA weights left aside." in text
-
-
-def test_hostile_names_are_shown_as_they_are():
-    hostile = replace(factory.array(HOSTILE), dtype=HOSTILE)
-    summary = factory.dump(
-        path=HOSTILE, prefix=HOSTILE, arrays=(hostile,), scalars=((HOSTILE, HOSTILE),), missing=(HOSTILE,)
-    )
-    text = terminal(summary, width=100)
-    assert "\x1b" not in text
-    assert text.count(r"[red]a\x1b[31m\nb") == 7
 
 
 def test_what_is_printed_is_bounded_whatever_the_file_holds():
