@@ -43,6 +43,8 @@ Job = tuple[str, str]
 
 STRANGERS = ROOT / "tests" / "strangers"
 INPUTS = STRANGERS / "inputs"
+WRITTEN_DOWN = {STRANGERS / "test_rows.py", STRANGERS / "test_inputs.py"}
+"""Tests of what is examined by itself, as a row or as an input."""
 LIBRARIES = ("bert-dense", "bert-scores", "t5-dense", "llama-query", "vit-query", "torch-encoder-layer")
 NUM_PROCESSES = 2
 
@@ -55,6 +57,7 @@ def main() -> int:
     parser.add_argument("--only", default="*", help="cases whose name fits this pattern")
     parser.add_argument("--real-bugs", dest="cache", type=Path, help="the folder with the packages of real bugs")
     options = parser.parse_args()
+    warnings.simplefilter("ignore")
     started = time.perf_counter()
     found = examine(options.only, options.cache)
     print(f"{len(found)} cases in {time.perf_counter() - started:.0f} s", file=sys.stderr)
@@ -199,7 +202,7 @@ def _jobs(pattern: str) -> list[Job]:
         "innocent": [case.name for case in healthy_models()],
     }
     jobs = [(kind, name) for kind in names for name in names[kind] if _fits(f"{kind}/{name}", pattern)]
-    files = sorted(STRANGERS.glob("test_*.py"), key=lambda path: -path.stat().st_size)
+    files = sorted(set(STRANGERS.glob("test_*.py")) - WRITTEN_DOWN, key=lambda path: -path.stat().st_size)
     asked = [path for path in files if _may_fit(f"stranger/{path.stem.removeprefix('test_')}/", pattern)]
     return [*(("tests", str(path)) for path in asked), *jobs]
 

@@ -187,6 +187,10 @@ CALLS = {
     "nandoctor itself": ("nandoctor.replaying.model_loading", "find_attribute"),
     "the command line": ("nandoctor.cli", "main"),
     "a name with an escape": ("posix\\x2e", "system"),
+    "subprocess": ("subprocess", "Popen"),
+    "a layer of torch": ("torch.nn", "Linear"),
+    "a number of numpy": ("numpy", "Inf"),
+    "a class of nandoctor": ("nandoctor", "Case"),
 }
 
 
