@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nandoctor.autocast.policy import Policy
-from nandoctor.evidence.edits import KeepModule
+from nandoctor.changes.keep_fp32 import KeepModule
 from nandoctor.evidence.formats import FP16
 from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.verify import Trials

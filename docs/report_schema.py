@@ -10,10 +10,11 @@ import inspect
 import json
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_type_hints
 
 from nandoctor.causes.registry import list_pages
-from nandoctor.evidence.codec import NONFINITE, is_inlined
+from nandoctor.changes import kinds  # noqa: F401 - a report is read with the kinds of changes
+from nandoctor.evidence.codec import NONFINITE, arms_of, is_inlined, origin_of
 from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.report import SCHEMA, Report
 
@@ -47,11 +48,11 @@ def _describe(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
             definitions[name] = {}
             definitions[name] = _describe_record(hint, definitions)
         return {"$ref": f"#/$defs/{name}"}
-    arguments, origin = get_args(hint), get_origin(hint)
+    origin, arguments = origin_of(hint)
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin in (Union, UnionType):
-        return {"anyOf": [_describe(arm, definitions) for arm in arguments]}
+        return {"anyOf": [_describe(arm, definitions) for arm in arms_of(arguments)]}
     assert origin is tuple, hint
     if arguments[-1] is Ellipsis:
         return {"type": "array", "items": _describe(arguments[0], definitions)}

@@ -16,11 +16,12 @@ from typing import Literal
 
 import torch
 
+from nandoctor.changes.setting import SetLossScale
 from nandoctor.diagnosis.run_summary import WRONG
 from nandoctor.diagnosis.verdict import describe_idle_state
 from nandoctor.dumps.dump import Dump
 from nandoctor.evidence.dump_summary import DumpSummary
-from nandoctor.evidence.edits import Edit, SetLossScale, SourcePatch, Together
+from nandoctor.evidence.edits import Edit, SourcePatch, Together
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import describe_run

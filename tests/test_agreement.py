@@ -107,23 +107,12 @@ def test_a_verified_fix_is_fixed_once_it_is_written(project, code):
         assert made.reference == "unchanged" or made.outcome == "still-fails"
 
 
-def commit(project):
-    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-    earlier = {**os.environ, "GIT_COMMITTER_DATE": "2020-01-01T00:00:00Z"}
-    for command in (("init", "-q"), ("add", "net.py"), (*who, "commit", "-qm", "Begin")):
-        subprocess.run(["git", *command], check=True, env=earlier)
-
-
-@pytest.mark.parametrize(("eps", "outcome"), [("1e-4", "fixed"), ("10.0", "cannot-tell")])
-def test_the_code_that_git_had_is_the_reference(project, eps, outcome):
+def test_an_edit_that_changes_the_meaning_is_not_called_fixed(project):
     write_step(project, NORMED)
-    commit(project)
     path = project / "net.py"
-    path.write_text(path.read_text().replace("1e-9", eps))
+    path.write_text(path.read_text().replace("1e-9", "10.0"))
     os.utime(path, (path.stat().st_mtime + 1,) * 2)
-    made = nandoctor.verify("dump.pth", "net.py:Net")
-    assert (made.outcome, made.reference) == (outcome, "unchanged")
-    assert outcome == "fixed" or "too far from the unchanged code in fp32" in made.headline
+    assert nandoctor.verify("dump.pth", "net.py:Net").outcome == "cannot-tell"
 
 
 def test_without_the_code_of_before_the_reference_is_said(project):

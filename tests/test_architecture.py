@@ -39,17 +39,17 @@ MAX_LINES = 600
 MAX_LINES_OF_ALL = {"nandoctor": 44_025, "tests": 46_690}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_773,
+    FILES: 3_774,
     "autocast": 1_118,
     "capture": 4_090,
     "causes": 2_663,
-    "changes": 2_400,
+    "changes": 3_380,
     "cli": 1_242,
     "diagnosis": 4_200,
     "dumps": 4_820,
     "engine": 2_500,
     "evidence": 2_130,
-    "fixes": 6_295,
+    "fixes": 5_314,
     "fleet": 903,
     "recorder": 2_400,
     "records": 1_700,

@@ -18,8 +18,9 @@ from torch import nn
 
 import nandoctor
 from nandoctor.case import Case
+from nandoctor.changes.setting import UseFormat
 from nandoctor.cli import main
-from nandoctor.evidence.edits import ChangedFile, SourcePatch, UseFormat
+from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.report import Fix, FixSettings, TrialOutcome
 from nandoctor.evidence.verification import FixChoice

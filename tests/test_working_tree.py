@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from nandoctor.changes.source_writer import _root_of
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
-from nandoctor.fixes.source_changes import _root_of
 from nandoctor.working_tree import PatchError, encode_diff, plan_patch, restore_files, write_files
 
 BEFORE = "".join(f"line {number}\n" for number in range(1, 21))

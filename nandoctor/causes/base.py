@@ -7,7 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nandoctor.evidence.edits import ClampArgument, Edit, GuardArgument, OpSite
+from nandoctor.changes.clamp import ClampArgument
+from nandoctor.changes.guard import GuardArgument
+from nandoctor.changes.places import singular_inputs, site_of
+from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Evidence
 from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, Operand, OpTensor, TensorStats
@@ -209,12 +212,6 @@ def outside_domain(finding: Finding) -> float | None:
     return argument.max if argument.max > domain.high or (domain.is_open and argument.max == domain.high) else None
 
 
-def singular_inputs(op: OpCall) -> tuple[OpTensor, ...]:
-    """Return the inputs for which the op, or its derivative, is infinite at some value."""
-    names = SINGULAR_INPUTS.get(op.op, ())
-    return tuple(tensor for tensor in op.inputs if tensor.name in names)
-
-
 def singular_edge(op: OpCall) -> float | None:
     """Return the edge of the op's domain that its argument reaches, or None; the derivative is infinite there."""
     domain = DOMAINS.get(op.op)
@@ -292,34 +289,6 @@ def _reached_ops(made: OpCall, ops: Iterable[OpCall]) -> Iterator[OpCall]:
             yield op
 
 
-def ancestors(
-    ops: Mapping[int, OpCall], tensor: OpTensor, steps: int, *, through: frozenset[str] | None = None
-) -> Iterator[OpCall]:
-    """Yield the ops that made `tensor`, nearest first, at most `steps` back; `through`: pass these op names only."""
-    wave, seen = [tensor.producer], set()
-    for _ in range(steps):
-        following: list[int | None] = []
-        for order in wave:
-            if order is None or order not in ops or order in seen:
-                continue
-            seen.add(order)
-            yield ops[order]
-            if through is None or ops[order].op in through:
-                following += [parent.producer for parent in ops[order].inputs]
-        wave = following
-
-
-def descendants(
-    ops: Mapping[int, OpCall], made: int, steps: int, *, through: frozenset[str] | None = None
-) -> Iterator[OpCall]:
-    """Yield the ops that use the output of the op `made`, nearest first, with limits as for `ancestors`."""
-    wave = {made}
-    for _ in range(steps):
-        found = [op for op in ops.values() if any(tensor.producer in wave for tensor in op.inputs)]
-        yield from found
-        wave = {op.order for op in found if through is None or op.op in through}
-
-
 def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
     """Return the size of the incoming gradient, or of the largest summand, and how much of the result is non-finite."""
     analysis = finding.analysis
@@ -331,11 +300,6 @@ def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
     if largest is None:
         return (num_bad,)
     return (Evidence("grad_output_absmax", largest, f"{given} reaches {number(largest)}"), num_bad)
-
-
-def site_of(op: OpCall) -> OpSite:
-    """Return the place in the code of a traced op."""
-    return OpSite(module=op.module, type=op.type, op=op.op, nth=op.nth, source=op.source)
 
 
 def clamp_candidate(op: OpCall, argument: str, bounds: Sequence[tuple[float | None, float | None]]) -> Candidate:

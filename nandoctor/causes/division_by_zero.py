@@ -20,16 +20,15 @@ from dataclasses import replace
 from nandoctor.causes.base import (
     Candidate,
     Finding,
-    ancestors,
     divisor_candidate,
     guard_candidate,
     is_infinite_loss,
     outside_domain,
-    singular_inputs,
 )
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import argument, subject
-from nandoctor.evidence.edits import GuardArgument
+from nandoctor.changes.guard import GuardArgument
+from nandoctor.changes.places import ancestors, singular_inputs
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
 from nandoctor.ops import CASTS, DIVISIONS, NORMALISATIONS

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, site_of
+from nandoctor.causes.base import Candidate, Finding
 from nandoctor.causes.sentences import subject
-from nandoctor.evidence.edits import ClampArgument
+from nandoctor.changes.clamp import ClampArgument
+from nandoctor.changes.places import site_of
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.ops import is_average
 from nandoctor.text import plural

@@ -27,19 +27,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nandoctor.causes import division_by_zero, gradient_singularity, invalid_domain, log_of_zero
-from nandoctor.causes.base import (
-    Candidate,
-    Finding,
-    GradientFinding,
-    ancestors,
-    gradient_evidence,
-    is_written,
-    only_value,
-    singular_inputs,
-    site_of,
-)
+from nandoctor.causes.base import Candidate, Finding, GradientFinding, gradient_evidence, is_written, only_value
 from nandoctor.causes.sentences import argument, at_singularity, subject
-from nandoctor.evidence.edits import KeepOp, SetArgument
+from nandoctor.changes.constant import SetArgument
+from nandoctor.changes.keep_fp32 import KeepOp
+from nandoctor.changes.places import ancestors, singular_inputs, site_of
 from nandoctor.evidence.formats import FP32, LARGEST_EPS, FloatFormat
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import LOSS, OpCall, OpTensor

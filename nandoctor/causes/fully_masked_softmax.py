@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, site_of
+from nandoctor.causes.base import Candidate, Finding
 from nandoctor.causes.sentences import subject
-from nandoctor.evidence.edits import UnmaskRows
+from nandoctor.changes.places import site_of
+from nandoctor.changes.softmax_rows import UnmaskRows
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.ops import SOFTMAXES
 from nandoctor.text import are, plural

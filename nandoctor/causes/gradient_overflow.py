@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
 from nandoctor.causes.eps_underflow import raise_constants
 from nandoctor.causes.sentences import gradient_at
-from nandoctor.evidence.edits import SetLossScale
+from nandoctor.changes.setting import SetLossScale
 from nandoctor.evidence.report import Account
 from nandoctor.ops import DIVISIONS, GRADIENT_SUM
 from nandoctor.text import number

@@ -21,18 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import (
-    Candidate,
-    GradientFinding,
-    gradient_evidence,
-    guard_candidate,
-    singular_edge,
-    singular_inputs,
-    site_of,
-)
+from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence, guard_candidate, singular_edge
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.sentences import operand, subject
-from nandoctor.evidence.edits import ClampArgument
+from nandoctor.changes.clamp import ClampArgument
+from nandoctor.changes.places import singular_inputs, site_of
 from nandoctor.evidence.report import Account
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import DOMAINS, Domain

@@ -30,10 +30,10 @@ from nandoctor.causes.base import (
     feeds_product,
     gradient_evidence,
     singular_edge,
-    site_of,
 )
 from nandoctor.causes.sentences import subject
-from nandoctor.evidence.edits import SetArgument
+from nandoctor.changes.constant import SetArgument
+from nandoctor.changes.places import site_of
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import BACKWARD_HOOK, DIVISIONS, FILLS, GRADIENT_SUM, PRODUCTS, SUMS

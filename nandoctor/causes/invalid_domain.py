@@ -22,9 +22,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, clamp_candidate, is_whole_power, outside_domain, site_of
+from nandoctor.causes.base import Candidate, Finding, clamp_candidate, is_whole_power, outside_domain
 from nandoctor.causes.sentences import operand, subject
-from nandoctor.evidence.edits import ClampArgument
+from nandoctor.changes.clamp import ClampArgument
+from nandoctor.changes.places import site_of
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS, DOMAINS, FILLS, MOVES, NEGATIVE_LOGARITHMS, PRODUCTS, REDUCTIONS

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, OutsideTensor, outside_domain, site_of, writes_infinity
+from nandoctor.causes.base import Candidate, Finding, OutsideTensor, outside_domain, writes_infinity
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import STABLE_FORM, stable_forms
 from nandoctor.causes.sentences import operand, subject
-from nandoctor.evidence.edits import SetFlag
+from nandoctor.changes.constant import SetFlag
+from nandoctor.changes.places import site_of
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import CASTS, DOMAINS, HIDDEN_LOGARITHMS, LOGARITHMS, MOVES, SUBTRACTIONS

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from nandoctor.causes.base import Candidate, ancestors, descendants, site_of
-from nandoctor.evidence.edits import StableLog
+from nandoctor.causes.base import Candidate
+from nandoctor.changes.log_space import StableLog
+from nandoctor.changes.places import ancestors, descendants, site_of
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import CASTS, HAS_STABLE_LOGARITHM, MOVES, SUBTRACTIONS
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
 from nandoctor.causes.sentences import gradient_at
-from nandoctor.evidence.edits import SetLossScale
+from nandoctor.changes.setting import SetLossScale
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.text import number
 

@@ -21,9 +21,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, OutsideTensor, clamp_candidate, only_value, site_of
+from nandoctor.causes.base import Candidate, Finding, OutsideTensor, clamp_candidate, only_value
 from nandoctor.causes.sentences import subject
-from nandoctor.evidence.edits import SetArgument
+from nandoctor.changes.constant import SetArgument
+from nandoctor.changes.places import site_of
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats
 from nandoctor.ops import CASTS, CHECKED_FILLS, FILLS, MINIMA, SCALINGS, SUMS

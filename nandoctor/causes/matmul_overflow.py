@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, descendants, factors, site_of
+from nandoctor.causes.base import Candidate, Finding, factors
 from nandoctor.causes.sentences import argument, explain_overflow
-from nandoctor.evidence.edits import ScaleFirst
+from nandoctor.changes.places import descendants, site_of
+from nandoctor.changes.scale_first import ScaleFirst
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.ops import DIVISIONS, FACTORABLE, MOVES, PRODUCTS, SCALINGS
 from nandoctor.text import number, plural

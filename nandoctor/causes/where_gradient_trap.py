@@ -20,17 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import (
-    Candidate,
-    GradientFinding,
-    divisor_candidate,
-    gradient_evidence,
-    guard_candidate,
-    singular_inputs,
-)
+from nandoctor.causes.base import Candidate, GradientFinding, divisor_candidate, gradient_evidence, guard_candidate
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import subject
+from nandoctor.changes.places import singular_inputs
 from nandoctor.evidence.report import Account
 from nandoctor.ops import DIVISIONS, LOGARITHMS
 

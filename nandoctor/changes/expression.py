@@ -142,8 +142,9 @@ class Expression:
 
     def argument_node(self, name: str) -> ast.expr:
         """Return the argument of this name in the op's schema."""
+        names = (name, "input") if name == "self" else (name,)  # torch.log(input=x)
         for keyword, value in self.arguments:
-            if keyword == name:
+            if keyword in names:
                 return value
         place = _PLACES.get(name)
         positional = [value for keyword, value in self.arguments if keyword is None]

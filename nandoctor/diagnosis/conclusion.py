@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from nandoctor.causes.base import Candidate, Finding, GradientFinding, OutsideTensor, is_constant, site_of
+from nandoctor.causes.base import Candidate, Finding, GradientFinding, OutsideTensor, is_constant
 from nandoctor.causes.mask_constant_overflow import fitting_constants
 from nandoctor.causes.registry import find_cause, suggest_changes
+from nandoctor.changes.places import site_of
 from nandoctor.diagnosis.batch_rows import as_samples
 from nandoctor.diagnosis.origin import (
     NonfinitePlace,

@@ -12,7 +12,8 @@ from math import isclose, isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from nandoctor.causes.base import ancestors, is_written, singular_inputs
+from nandoctor.causes.base import is_written
+from nandoctor.changes.places import ancestors, singular_inputs
 from nandoctor.evidence.dump_summary import OptimizerSlot
 from nandoctor.evidence.formats import FP16, FP32, LARGEST_EPS, FloatFormat, RoundedConstant, round_constant
 from nandoctor.evidence.report import EpsUse

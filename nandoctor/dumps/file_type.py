@@ -2,7 +2,7 @@
 
 `torch.load` finds members of an archive regardless of case and by offsets of its own, so a file may show one pickle to
 a scanner and another to torch. Here anything that two readers could read differently is refused, no memory is allocated
-by sizes that the file declares, and scan and loader use only the places that were found here.
+by sizes that the file declares, and the unpickler uses only the places that were found here.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def altered(what: str) -> DumpError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """A file that torch.save may have written, opened once: what is scanned is what is loaded.
+    """A file that torch.save may have written, opened once: what is checked is what is loaded.
 
     `data` is the whole file, copied into memory if it is small, else mapped; writes to it do not reach the file. In a
     zip archive, `pickle` is the member that holds the pickle, `members` has the places of all others by name, and

@@ -1,15 +1,14 @@
 """Reads a dump from an untrusted file.
 
-Three checks run before anything is built: the container must be plain (nothing compressed, nothing twice, nothing
-beyond its end), the pickle must name nothing unknown and multiply nothing, and the checked bytes are built from a table
-of stand-ins for each name.
+The container must be plain: nothing compressed, nothing twice, nothing beyond its end. The pickle is executed by an
+unpickler that takes what is built from a table of stand-ins for each name, and bounds instructions, keys and copies.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,9 @@ from nandoctor.dumps.classify import choose_state, is_stub, sort_contents, sort_
 from nandoctor.dumps.directories import refuse_part, stub_error
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, open_container
-from nandoctor.dumps.pickle_scan import Scan, scan_pickle
 from nandoctor.dumps.recorded_format import Recorded, is_recorded
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
+from nandoctor.dumps.stand_ins import UnknownNamesError
 from nandoctor.dumps.stored_tensor import NeedsTorchError, StoredValues, is_dense
 from nandoctor.dumps.trees import KIND
 from nandoctor.dumps.unpickle import load_pickle
@@ -70,11 +69,14 @@ def look_at_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
     with named(location):
         refuse_part(location)
         container = open_container(location)
-        scan = None if trust else _scan(container)
-        if scan is not None:
-            with suppress(DumpError):  # torch may read it, or say better what is wrong
-                return _make_dump(container, StoredValues(container.data), scan)
-        return _make_dump(container, _torch_values(container), scan, trust=trust)
+        try:
+            if not trust:
+                return _make_dump(container, StoredValues(container.data))
+        except _UnknownCodeError:
+            raise
+        except DumpError:
+            pass  # torch may read it, or say better what is wrong
+        return _make_dump(container, _torch_values(container), trust=trust)
 
 
 @contextmanager
@@ -125,8 +127,8 @@ def _torch_values(container: Container) -> TorchValues:
     return TorchValues(container.data)
 
 
-def _make_dump(container: Container, values: Values, scan: Scan | None = None, *, trust: bool = False) -> Dump:
-    saved = _load(container, values, scan, trust=trust)
+def _make_dump(container: Container, values: Values, *, trust: bool = False) -> Dump:
+    saved = _load(container, values, trust=trust)
     if is_recorded(saved):
         return _make_recorded(container, saved, values)
     contents = sort_contents(saved, container.nbytes, values)
@@ -217,24 +219,24 @@ def _load_recorded(path: Path) -> Mapping[str, Any]:
     return saved
 
 
-def _scan(container: Container) -> Scan:
-    scan = scan_pickle(container)
-    if scan.unknown:
-        raise _refuse(scan.unknown)
-    return scan
+class _UnknownCodeError(DumpError):
+    """The file names code that reading weights and arrays does not need."""
 
 
-def _load(container: Container, values: Values, scan: Scan | None = None, *, trust: bool = False) -> object:
-    """Return what the file holds; it is scanned before anything is built, unless it is trusted."""
+def _load(container: Container, values: Values, *, trust: bool = False) -> object:
+    """Return what the file holds; nothing that it names is run, unless it is trusted."""
     try:
         if not trust:
-            return load_pickle(container, scan or _scan(container), values)
+            return load_pickle(container, values)
         import torch
 
         mapped = container.members is not None
         return torch.load(container.path, map_location="cpu", mmap=mapped, weights_only=False)
     except DumpError:
         raise
+    except UnknownNamesError as error:
+        refused = _refuse(error.names)
+        raise _UnknownCodeError(refused.message, remedy=refused.remedy) from None
     except Exception as error:  # torch and the classes of a trusted file may raise anything
         detail = brief(": ".join([type(error).__name__, *str(error).splitlines()[:1]]))
         if is_out_of_memory(error):

@@ -6,7 +6,7 @@ import pickle
 import re
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, Self
@@ -51,6 +51,14 @@ _TORCH_FUNCTION = re.compile(r"torch\.(nn\.functional|_C\._nn)\.[a-z]\w*")
 _MODEL_OUTPUT = re.compile(r"(transformers|diffusers)\.[\w.]+\.[A-Z]\w*Output\w*")
 # Classes of any other package, and of "__main__", become records of their fields.
 _RESERVED = frozenset({"torch", "numpy", "nandoctor", *sys.stdlib_module_names})
+
+
+class UnknownNamesError(Exception):
+    """The pickle names classes or functions that weights and arrays do not need; `names` are these, sorted."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self.names = sorted(names)
 
 
 class Record(dict[str, Any]):
@@ -124,7 +132,7 @@ def _of_kind(base: type[Record], kind: str) -> type[Record]:
 
 
 def _make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
-    """Return an ordered dict; Python 2 writes the pairs into the call, where the scan does not see which are keys.
+    """Return an ordered dict; Python 2 writes the pairs into the call.
 
     Raises:
         pickle.UnpicklingError: a key is not a string, so it could collide with others.
@@ -135,7 +143,7 @@ def _make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
 
 
 def _encode(text: str, codec: str) -> bytes:
-    """Stand in for `_codecs.encode`, which pickle calls for bytes; the scan has counted one byte per letter.
+    """Stand in for `_codecs.encode`, which pickle calls for bytes; the unpickler has counted one byte per letter.
 
     Raises:
         pickle.UnpicklingError: the codec is not latin1, so there could be more bytes.
@@ -153,9 +161,16 @@ def _drop(*_: object) -> None:
     """Stand in for a value that is neither a number nor a string, and of no use to a replay."""
 
 
-def _find_part(owner: object, _: str) -> Callable[..., object]:
-    """Stand in for `getattr`, by which protocol 2 names a nested class, and the method that makes a time zone."""
-    return _drop if owner is _drop else Record
+def _find_part(owner: object = None, name: object = None, *others: object) -> Callable[..., object]:
+    """Stand in for `getattr`, by which protocol 2 names a nested class, and the method that makes a time zone.
+
+    Raises:
+        UnknownNamesError: it is asked for a part of anything else.
+    """
+    is_record = isinstance(owner, type) and issubclass(owner, Record)
+    if type(name) is not str or others or not (is_record or owner is _drop):
+        raise UnknownNamesError(["builtins.getattr"])
+    return Record if is_record else _drop
 
 
 def _read_time(stamp: object = None, *_: object) -> str | None:
@@ -172,7 +187,7 @@ def _make_plain(tensor: object, *_: object) -> object:
     """Return the tensor of a parameter, whatever attributes that had.
 
     Raises:
-        pickle.UnpicklingError: it holds something else, such as a function, which would escape the scan.
+        pickle.UnpicklingError: it holds something else, such as a function.
     """
     if not is_tensor(tensor):
         raise pickle.UnpicklingError("a parameter without a tensor")
@@ -180,21 +195,20 @@ def _make_plain(tensor: object, *_: object) -> object:
 
 
 def _rebuild_by(rebuild: Callable[..., object], _: object, arguments: tuple[object, ...], __: object) -> object:
-    """Return a tensor with attributes, or of a subclass, as a plain one; the scan has checked `rebuild`."""
+    """Return a tensor with attributes, or of a subclass, as a plain one; the unpickler has checked `rebuild`."""
     if type(arguments) is not tuple:
         raise pickle.UnpicklingError("no tuple of arguments")
     return rebuild(*arguments)
 
 
-ENCODE, REBUILD_ANY = "_codecs.encode", "torch._tensor._rebuild_from_type_v2"
-FIND_PART, _TIME_ZONE = "builtins.getattr", "zoneinfo.ZoneInfo"
+REBUILD_ANY = "torch._tensor._rebuild_from_type_v2"
 _STAND_INS: Mapping[str, Callable[..., object]] = {
     "builtins.set": set,
     "builtins.frozenset": frozenset,
     "builtins.complex": complex,
     # Called for the content of an empty array; called with a number it would fill memory.
     "builtins.bytes": lambda: b"",
-    ENCODE: _encode,
+    "_codecs.encode": _encode,
     "collections.OrderedDict": _make_ordered,
     "collections.Counter": Counter,
     "collections.defaultdict": lambda *_: {},  # the items come after the call
@@ -206,8 +220,8 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
         for pure in ("", "Pure")
         for system in ("", "Posix", "Windows")
     },
-    FIND_PART: _find_part,
-    _TIME_ZONE: _drop,
+    "builtins.getattr": _find_part,
+    "zoneinfo.ZoneInfo": _drop,
     "datetime.datetime": _read_time,
     **{f"datetime.{name}": _drop for name in ("date", "time", "timedelta", "timezone")},
     **dict.fromkeys(("array.array", "builtins.bytearray", "decimal.Decimal", "fractions.Fraction"), _drop),
@@ -261,11 +275,6 @@ def _is_of_others(name: str) -> bool:
     module, _, attribute = name.rpartition(".")
     is_class = attribute.lstrip("_")[:1].isupper()
     return is_class and module.partition(".")[0] not in _RESERVED
-
-
-def has_parts(name: str) -> bool:
-    """Return True if it is harmless to look up a part of what this names."""
-    return name == _TIME_ZONE or _is_of_others(name)
 
 
 def is_known(name: str) -> bool:

@@ -36,7 +36,7 @@ class TorchValues:
         return made
 
     def find(self, name: str) -> object:
-        """Return the class, function or value of that name, which the scan of the pickle has accepted."""
+        """Return the class, function or value of that name."""
         functions: dict[str, Callable[..., object]] = {
             "torch._utils._rebuild_tensor": _rebuild,
             "torch._utils._rebuild_tensor_v2": _rebuild,

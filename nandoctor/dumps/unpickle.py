@@ -1,4 +1,4 @@
-"""Builds what the pickle of a dump describes, from the same bytes that were scanned.
+"""Builds what the pickle of a dump describes, within plain bounds, and runs nothing that it names.
 
 A name in the pickle is looked up in a table here, and nowhere else: it gives records, plain containers, and either
 tensors or, to look at a file without torch, their stand-ins. `torch.load` would find the members by rules of its own.
@@ -7,130 +7,277 @@ tensors or, to look at a file without torch, their stand-ins. `torch.load` would
 from __future__ import annotations
 
 import pickle
+import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
 
-from nandoctor.dumps.file_type import Container, Member
-from nandoctor.dumps.stand_ins import STORAGE_DTYPES, Record, find_stand_in, join_name
-from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype
+import numpy as np
+
+from nandoctor.dumps.file_type import Container, Member, damaged
+from nandoctor.dumps.stand_ins import (
+    REBUILD_ANY,
+    STORAGE_DTYPES,
+    Record,
+    UnknownNamesError,
+    find_stand_in,
+    is_known,
+    join_name,
+)
+from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype, StoredDtype, StoredTensor
+from nandoctor.errors import DumpError
 
 if TYPE_CHECKING:
-    from nandoctor.dumps.pickle_scan import Scan
     from nandoctor.dumps.stored_tensor import Values
 
-# The instructions that torch.save writes, in pickle protocol 2.
+# torch.save's default, and what torch.load(weights_only=True) reads.
+_PROTOCOL = b"\x80\x02"
+# The instructions that torch.save writes in this protocol.
 _OPCODES = (
-    *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.BINPERSID),
+    *(pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.BINPERSID),
     *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
-    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2),
     *(pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINSTRING),
     *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
     *(pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET),
 )
+# torch.save writes thirty instructions for a tensor; each takes half a microsecond, and up to 100 bytes.
+_MAX_INSTRUCTIONS = 2_000_000
+_MAX_NAMES = 1_000  # of classes and functions; a configuration of a large library has dozens
+# A call may copy its arguments, and a file can name one argument at each of many calls. Honest files pass bytes to
+# calls once, as text.
+_COPIED_PER_BYTE, _COPIED_FLOOR = 2, 1 << 20
+# Counted at each place that they stand in: two references to the list before, 60 times, are 2**60 values.
+_MAX_VALUES = 2_000_000
+# Python randomises only the hashes of texts: a file can choose other keys so that each walks through the whole table.
+# Integers of 16 bits cannot be chosen so; 10,000 others take two seconds at most.
+_MAX_CHOSEN_KEYS = 10_000
+_MAX_KEY_LENGTH, _MAX_KEY_BITS = 16, 64  # of a tuple, and of an integer: eight of 64 bits share a hash
+_MAX_INTEGER_BITS = 1023  # what a double can hold; the states of numpy's generators have 128 bits
+
 _MAPPINGS = (dict, OrderedDict, Counter)
-_MADE_OF_ITEMS = (set, frozenset, Counter, tuple)
+_HASHING = (set, frozenset, Counter)
+_MADE_OF_ITEMS = (*_HASHING, tuple)
 _ITEMS = (list, tuple, dict)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_SCALARS = (str, bytes, bool, int, float, complex, type(None))
+_REBUILDS = "torch._utils._rebuild_"
+# The magic number, the protocol version, the system info; then come the dump itself, and the list of storages.
+_NUM_LEGACY_HEADERS = 3
 _COUNT_NBYTES = 8
 
 
-def load_pickle(container: Container, scan: Scan, values: Values) -> object:
-    """Build the object; if the file contradicts itself, raise `DumpError` or whatever its parts raise."""
+def load_pickle(container: Container, values: Values) -> object:
+    """Build the object; if the file contradicts itself, raise `DumpError` or whatever its parts raise.
+
+    Raises:
+        UnknownNamesError: it names a class or function without a stand-in.
+        DumpError: it is damaged, of another protocol, or built to exhaust memory or time.
+    """
     if container.members is not None:
-        return _Unpickler(container.pickle, values, container.storages).load()
-    begin, end = scan.ends[-3:-1]
-    members = _legacy_storages(container, scan, values)
-    return _Unpickler(container.data[begin:end], values, members).load()
+        return _build(_Unpickler(BytesIO(container.pickle), values, container.storages))
+    stream = cast(IO[bytes], container.data)
+    stream.seek(0)
+    for _ in range(_NUM_LEGACY_HEADERS):
+        _build(_Unpickler(stream, values, {}))
+    begin = stream.tell()
+    members = _legacy_storages(container.data)
+    stream.seek(begin)
+    return _build(_Unpickler(stream, values, members))
 
 
-def _legacy_storages(container: Container, scan: Scan, values: Values) -> dict[str, Member]:
+def _legacy_storages(data: Any) -> dict[str, Member]:
     """Return where tensors' data lies in the older format: as its last pickle lists them, each after a count."""
-    begin, end = scan.ends[-2:]
-    keys = _Unpickler(container.data[begin:end], values, {}).load()
-    if type(keys) is not list:
-        raise ValueError("no list of storages")
-    members = {}
+    finder = _SizeFinder(data)
+    _build(finder)
+    keys = _build(_SizeFinder(data))
+    if type(keys) is not list or not all(type(key) is str for key in keys):
+        raise damaged("it has no list of storages")
+    end, members = data.tell(), {}
     for key in keys:
-        numel, nbytes = scan.storages[key]
-        if numel != int.from_bytes(container.data[end : end + _COUNT_NBYTES], "little"):
-            raise ValueError("a storage of another size")
+        numel, nbytes = finder.sizes[key]
+        if numel != int.from_bytes(data[end : end + _COUNT_NBYTES], "little"):
+            raise _missing_data()
         members[key] = Member(offset=end + _COUNT_NBYTES, nbytes=nbytes)
         end += _COUNT_NBYTES + nbytes
-    if end > container.nbytes:
-        raise EOFError
+    if end > len(data):
+        raise _missing_data()
     return members
+
+
+def _missing_data() -> DumpError:
+    return damaged("the data of a tensor is missing or has the wrong size")
+
+
+def _build(unpickler: _Unpickler) -> object:
+    try:
+        _read_protocol(unpickler.stream)
+        made = unpickler.load()
+    except EOFError as error:
+        raise damaged("its table of contents is incomplete") from error
+    except Exception:
+        if unpickler.unknown:  # tell that, whatever else is wrong
+            raise UnknownNamesError(unpickler.unknown) from None
+        raise
+    if unpickler.unknown:
+        raise UnknownNamesError(unpickler.unknown)
+    _check_size(made)
+    return made
+
+
+def _read_protocol(stream: IO[bytes]) -> None:
+    """Read the first instruction, which must say that the pickle is of the protocol that torch.save writes."""
+    begin = stream.read(len(_PROTOCOL))
+    if len(begin) < len(_PROTOCOL):
+        raise EOFError
+    if begin != _PROTOCOL:
+        protocol = begin[1] if begin[0] == _PROTOCOL[0] else 0
+        raise DumpError(
+            f"it was saved with pickle protocol {protocol}, which cannot be read without trusting the file.",
+            remedy="Save it without pickle_protocol, or pass --trust, only if you know who wrote it.",
+        )
+
+
+def _check_size(made: object) -> None:
+    """Refuse containers that hold one another so often that to walk through them would take hours.
+
+    Each is counted once, from the inside out; a container that holds itself counts as one value there.
+    """
+    sizes: dict[int, int] = {}
+    waiting = [(made, False)]
+    while waiting:
+        item, is_entered = waiting.pop()
+        parts = _parts_of(item)
+        if is_entered:
+            sizes[id(item)] = 1 + sum(sizes.get(id(part), 1) for part in parts)
+            if sizes[id(item)] > _MAX_VALUES:
+                raise _hostile("its content expands far beyond the size of the file")
+        elif parts and id(item) not in sizes:
+            sizes[id(item)] = 1
+            waiting.append((item, True))
+            waiting.extend((part, False) for part in parts if isinstance(part, _CONTAINERS))
+
+
+def _parts_of(item: Any) -> Collection[Any]:
+    if isinstance(item, dict):
+        return item.values()
+    return item if isinstance(item, _CONTAINERS) else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StorageKind:
     dtype: str
 
+    @property
+    def item_nbytes(self) -> int:
+        """The bytes of an element, by the bits in the dtype's name; 1 for a bool, and for two or four in a byte."""
+        bits = re.search(r"\d+", self.dtype)
+        return max(int(bits[0]) // 8, 1) if bits else 1
+
+
+_HANDLERS: Mapping[int, Callable[[Any], None]] = pickle._Unpickler.dispatch
+
 
 def _fill(opcode: bytes, find: Callable[[Any], object], *kinds: type) -> Callable[[Any], None]:
     """Return a handler of an instruction that adds items to a container, which must be of one of these kinds."""
-    handle = pickle._Unpickler.dispatch[opcode[0]]
+    handle = _HANDLERS[opcode[0]]
+    takes_one = opcode == pickle.SETITEM
 
     def fill(unpickler: Any) -> None:
         found = find(unpickler)
-        if type(found) not in kinds and not (dict in kinds and isinstance(found, Record)):
+        is_mapping = dict in kinds
+        if type(found) not in kinds and not (is_mapping and isinstance(found, Record)):
             raise pickle.UnpicklingError("items for what is no container")
+        if is_mapping:
+            unpickler.check_keys(unpickler.stack[-2:-1] if takes_one else unpickler.stack[::2])
         handle(unpickler)
 
     return fill
 
 
 def _call(opcode: bytes) -> Callable[[Any], None]:
-    """Return a handler of an instruction that calls, but lets it iterate only over items that the scan has counted.
-
-    For a set, a string may have a million items, and an expanded tensor any number.
-    """
-    handle = pickle._Unpickler.dispatch[opcode[0]]
+    """Return a handler of an instruction that calls, once the unpickler has checked the arguments."""
+    handle = _HANDLERS[opcode[0]]
 
     def call(unpickler: Any) -> None:
         callee, arguments = unpickler.stack[-2:]
-        takes_items = isinstance(callee, type) and issubclass(callee, _MADE_OF_ITEMS)
-        if type(arguments) is not tuple or (takes_items and not all(type(items) in _ITEMS for items in arguments)):
-            raise pickle.UnpicklingError("arguments that are no containers")
+        unpickler.check_call(callee, arguments)
         handle(unpickler)
 
     return call
 
 
 class _Instructions(dict[int, Callable[..., None]]):
-    """The handler of each instruction that torch.save writes; any other instruction is refused."""
+    """The handler of each instruction that torch.save writes; any other instruction is refused, and too many."""
+
+    num_left = _MAX_INSTRUCTIONS
+
+    def __getitem__(self, code: int) -> Callable[..., None]:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise _hostile(f"it has more than {_MAX_INSTRUCTIONS:,} instructions")
+        return super().__getitem__(code)
 
     def __missing__(self, code: int) -> Callable[..., None]:
         raise pickle.UnpicklingError(f"the instruction {bytes([code])!r}, which torch.save never writes")
 
 
 class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes every instruction
-    """An unpickler that executes the instructions of torch.save alone, and sets the state of stand-ins alone."""
+    """An unpickler that executes the instructions of torch.save alone, and sets the state of stand-ins alone.
+
+    `unknown` are the classes and functions that the pickle names and that have no stand-in: records that do nothing
+    take their place until all are known.
+    """
 
     stack: list[Any]
 
-    def __init__(self, pickled: bytes, values: Values, members: Mapping[str, Member]) -> None:
-        super().__init__(BytesIO(pickled), encoding="utf-8")
+    def __init__(self, stream: IO[bytes], values: Any, members: Mapping[str, Member]) -> None:
+        super().__init__(stream, encoding="utf-8")
+        self.dispatch = _Instructions(self.dispatch)  # type: ignore[misc] # each pickle has its own count
+        self.stream = stream
+        self.unknown: set[str] = set()
         self._values, self._members = values, members
+        self._found: dict[str, Any] = {}
         self._storages: dict[str, object] = {}
-        self._num_fields_left = len(pickled)
+        self._num_chosen_left = _MAX_CHOSEN_KEYS
+        self._num_copied_left = _COPIED_FLOOR + _COPIED_PER_BYTE * _length_of(stream)
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for the class or function."""
         name = join_name(module, name)
+        if name not in self._found:
+            found = self._find_known(name)
+            if found is None:
+                self.unknown.add(name)
+            self._found[name] = Record if found is None else found
+            if len(self._found) > _MAX_NAMES:
+                raise _hostile(f"it names more than {_MAX_NAMES:,} classes and functions")
+        return self._found[name]
+
+    def _find_known(self, name: str) -> Any:
+        """Return the stand-in for what has this name, None if there is none."""
+        module, _, attribute = name.rpartition(".")
+        if not is_known(name):
+            return None
         if found := find_stand_in(name):
             return found
-        module, _, attribute = name.rpartition(".")
         if module.startswith("torch") and attribute in STORAGE_DTYPES:
             return _StorageKind(dtype=STORAGE_DTYPES[attribute])
         return self._values.find(name)
 
     def persistent_load(self, reference: Any) -> object:
-        """Return the storage that is referred to; each is made once."""
-        word, kind, key, _, _, *view = reference
-        if word != "storage" or any(view):
+        """Return the storage that is referred to; each is made once, and must be as long as its tensors say."""
+        parts = reference if type(reference) is tuple else ()
+        if [*map(type, parts[:5])] != [str, _StorageKind, str, str, int] or any(parts[5:]) or parts[4] < 0:
             raise pickle.UnpicklingError("no storage of its own")
+        _, kind, key, _, numel = parts[:5]
+        return self._find_storage(kind, key, numel)
+
+    def _find_storage(self, kind: _StorageKind, key: str, numel: int) -> object:
+        if key not in self._members or self._members[key].nbytes != numel * kind.item_nbytes:
+            raise _missing_data()
         if key not in self._storages:
             self._storages[key] = self._values.storage(self._members[key], kind.dtype)
         return self._storages[key]
@@ -141,21 +288,105 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
         if isinstance(made, (PickledArray, PickledDtype)) and type(state) is tuple:
             made.__setstate__(state)
         elif isinstance(made, Record):
-            self._num_fields_left -= made.take(state)  # many records may share a state, and each copies it
-            if self._num_fields_left < 0:
-                raise pickle.UnpicklingError("more fields than the pickle has bytes")
+            self._count_copied(made.take(state))  # many records may share a state, and each copies it
         elif type(made) is not OrderedDict:
             raise pickle.UnpicklingError(f"a state for a {type(made).__name__}")
 
-    dispatch: ClassVar[dict[int, Callable[..., None]]] = _Instructions(
-        {
-            **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES},
-            pickle.NEWOBJ[0]: _call(pickle.NEWOBJ),
-            pickle.REDUCE[0]: _call(pickle.REDUCE),
-            pickle.BUILD[0]: load_build,
-            pickle.APPEND[0]: _fill(pickle.APPEND, lambda unpickler: unpickler.stack[-2], list),
-            pickle.APPENDS[0]: _fill(pickle.APPENDS, lambda unpickler: unpickler.metastack[-1][-1], list),
-            pickle.SETITEM[0]: _fill(pickle.SETITEM, lambda unpickler: unpickler.stack[-3], *_MAPPINGS),
-            pickle.SETITEMS[0]: _fill(pickle.SETITEMS, lambda unpickler: unpickler.metastack[-1][-1], *_MAPPINGS),
-        }
+    def load_long1(self) -> None:
+        """Push an integer of up to 255 bytes, unless it is larger than any number of a training."""
+        _HANDLERS[pickle.LONG1[0]](self)
+        num_bits = self.stack[-1].bit_length()
+        if num_bits > _MAX_INTEGER_BITS:
+            raise DumpError(
+                f"it holds an integer of {num_bits:,} bits, more than any number in a training run needs.",
+                remedy="Save numbers as floats or tensors; do not open the file if you do not know who wrote it.",
+            )
+
+    def check_call(self, callee: Any, arguments: Any) -> None:
+        """Let a call iterate only over containers, hash only short keys, and copy only what the file can hold.
+
+        For a set, a string may have a million items, and an expanded tensor any number.
+        """
+        is_class = isinstance(callee, type)
+        takes_items = is_class and issubclass(callee, _MADE_OF_ITEMS)
+        if type(arguments) is not tuple or (takes_items and not all(type(items) in _ITEMS for items in arguments)):
+            raise pickle.UnpicklingError("arguments that are no containers")
+        if is_class and issubclass(callee, _HASHING):
+            for items in arguments:
+                self.check_keys(items)
+        if callee is self._found.get(REBUILD_ANY) and not self._begins_with_re_build(arguments):
+            raise _hostile("it calls something other than a function for tensors by way of torch")
+        self._count_copied(sum(len(item) for item in arguments if isinstance(item, (str, bytes, *_ITEMS))))
+
+    def _begins_with_re_build(self, arguments: tuple[Any, ...]) -> bool:
+        """Return True if the first is a function that rebuilds a tensor, or one that is refused as unknown."""
+        rebuilds = [found for name, found in self._found.items() if name.startswith(_REBUILDS) or name in self.unknown]
+        first = arguments[0] if arguments else None
+        return any(first is found for found in rebuilds)
+
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Refuse keys that take long to hash, and thousands of those whose hashes a file can choose."""
+        self._num_chosen_left -= sum(map(_is_chosen, keys))
+        if self._num_chosen_left < 0:
+            raise _hostile("it has thousands of keys whose hashes it could have chosen")
+
+    def _count_copied(self, number: int) -> None:
+        self._num_copied_left -= number
+        if self._num_copied_left < 0:
+            raise _hostile("its calls copy more than the file holds")
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
+        **{code[0]: _HANDLERS[code[0]] for code in _OPCODES},
+        pickle.LONG1[0]: load_long1,
+        pickle.NEWOBJ[0]: _call(pickle.NEWOBJ),
+        pickle.REDUCE[0]: _call(pickle.REDUCE),
+        pickle.BUILD[0]: load_build,
+        pickle.APPEND[0]: _fill(pickle.APPEND, lambda unpickler: unpickler.stack[-2], list),
+        pickle.APPENDS[0]: _fill(pickle.APPENDS, lambda unpickler: unpickler.metastack[-1][-1], list),
+        pickle.SETITEM[0]: _fill(pickle.SETITEM, lambda unpickler: unpickler.stack[-3], *_MAPPINGS),
+        pickle.SETITEMS[0]: _fill(pickle.SETITEMS, lambda unpickler: unpickler.metastack[-1][-1], *_MAPPINGS),
+    }
+
+
+class _SizeFinder(_Unpickler):
+    """Finds out how long the storages of the older format are; it makes tensors without values."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(stream, values=self, members={})
+        self.sizes: dict[str, tuple[int, int]] = {}
+
+    def find(self, _: str) -> Callable[..., object]:
+        """Return what takes the place of a function or dtype of torch."""
+        return lambda *_: StoredTensor(raw=np.zeros(0), dtype=StoredDtype(name="float64"), address=0)
+
+    def _find_storage(self, kind: _StorageKind, key: str, numel: int) -> None:
+        self.sizes[key] = numel, numel * kind.item_nbytes
+
+
+def _is_chosen(key: Any) -> bool:
+    """Return True if a file can choose the hash of this key: that of a number or tuple, not of a text or an object.
+
+    Raises:
+        DumpError: it is a long or nested tuple, whose hash may take any time.
+    """
+    is_tuple = isinstance(key, (tuple, frozenset))
+    if is_tuple and (len(key) > _MAX_KEY_LENGTH or not all(type(item) in _SCALARS for item in key)):
+        raise _hostile("it has a key that is neither a text, a number nor a short tuple of these")
+    if type(key) is int and key.bit_length() > _MAX_KEY_BITS:
+        raise _hostile("it has an integer of more than 64 bits as a key")
+    return is_tuple or type(key) in (float, complex) or (type(key) is int and not 0 <= key < 1 << 16)
+
+
+def _length_of(stream: IO[bytes]) -> int:
+    """Return the number of bytes from here to the stream's end."""
+    begin = stream.tell()
+    end = stream.seek(0, 2) or stream.tell()
+    stream.seek(begin)
+    return end - begin
+
+
+def _hostile(what: str) -> DumpError:
+    return DumpError(
+        f"it is built to exhaust memory or time: {what}.",
+        remedy="Do not open it, with nandoctor or anything else, unless you know who wrote it.",
     )

@@ -11,7 +11,7 @@ import functools
 import math
 import reprlib
 from collections import OrderedDict, abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -27,6 +27,8 @@ MAX_VALUES = 50_000_000
 """A list that stands in itself a thousand times claims more values than any file lists."""
 _MAX_BITS = 1023
 """A larger integer fits no double, and to print it could take hours."""
+OPEN_UNIONS: dict[Any, Mapping[str, Any]] = {}
+"""By a class without fields, the records that stand for it, by their `kind`; other rooms add to them."""
 _hints_of = functools.cache(get_type_hints)
 _NAMES: dict[Any, str] = {
     **{str: "a string", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"},
@@ -84,6 +86,17 @@ def from_plain(
     return cast(T, _Decoder(hooks or {}, most).decode(cls, data, place or cls.__name__))
 
 
+def origin_of(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the generic type of a hint and its arguments; an open union is a union of itself."""
+    return (Union, (hint,)) if hint in OPEN_UNIONS else (get_origin(hint), get_args(hint))
+
+
+def arms_of(hints: Iterable[Any]) -> Iterator[Any]:
+    """Yield the members of a union, with the members of open ones in their place."""
+    for hint in hints:
+        yield from (arm for _, arm in sorted(OPEN_UNIONS.get(hint, {"": hint}).items()))
+
+
 class _Decoder:
     """One decoding, which counts the values: a list that a pickle has once may stand in it a million times."""
 
@@ -109,9 +122,9 @@ class _Decoder:
             return FORMATS[_decode_choice(tuple(FORMATS), data, place)]
         if dataclasses.is_dataclass(hint):
             return self._decode_record(cast(type, hint), data, place)
-        decode_generic = self._by_origin.get(get_origin(hint))
-        if decode_generic is not None:
-            return decode_generic(get_args(hint), data, place)
+        origin, arguments = origin_of(hint)
+        if origin in self._by_origin:
+            return self._by_origin[origin](arguments, data, place)
         return _decode_scalar(hint, data, place)
 
     def _decode_record(self, cls: type, data: Any, place: str) -> Any:
@@ -134,7 +147,7 @@ class _Decoder:
             return float(data)
         if type(data) in arms:
             return data
-        records = filter(dataclasses.is_dataclass, arms)
+        records = filter(dataclasses.is_dataclass, arms_of(arms))
         by_kind = {item.default: arm for arm in records for item in dataclasses.fields(arm) if item.name == "kind"}
         if not by_kind:
             return self.decode(arms[0], data, place)

@@ -5,13 +5,20 @@ from __future__ import annotations
 import difflib
 import io
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
-from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.codec import OPEN_UNIONS
 from nandoctor.evidence.trace import SourceLine
+
+if TYPE_CHECKING:
+    from nandoctor.changes.running_op import RunningOp
+    from nandoctor.changes.source_writer import SourceWriter
+    from nandoctor.evidence.report import FixSettings
+
+T = TypeVar("T", bound="SingleEdit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,187 +37,79 @@ class OpSite:
     source: SourceLine | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeepModule:
-    """Run a module in fp32 with autocast off: its inputs are widened, its output stays fp32.
+class SingleEdit:
+    """One change of a run; its kinds are the records of `nandoctor.changes`, each in the file of its kind.
 
-    With `children` False only the ops of its own forward run so; its children run under autocast as before.
+    `size` ranks a change among others that work: 1 is a number in the code. `why` says why it is written as it is.
+    A change `is_text_alone` if no run can make it but that of its text; it `only_widens` if it keeps code in fp32. It
+    `is_inner` if it changes an argument and leaves the rest of the expression.
     """
 
-    kind: Literal["keep-module"] = "keep-module"
-    module: str
-    children: bool = True
+    __slots__ = ()
+    kind: str
+    size: ClassVar[int] = 1
+    why: ClassVar[str] = ""
+    is_text_alone: ClassVar[bool] = False
+    only_widens: ClassVar[bool] = False
+    is_inner: ClassVar[bool] = False
+
+    @property
+    def title(self) -> str:
+        """The change in one short sentence."""
+        raise NotImplementedError
+
+    @property
+    def sites(self) -> tuple[OpSite, ...]:
+        """The places in the code that the change is made at."""
+        site = getattr(self, "site", None)
+        return (site,) if site is not None else ()
+
+    @property
+    def edges(self) -> tuple[float, ...]:
+        """The edges of the op's domain that the change keeps its argument off."""
+        return ()
+
+    @property
+    def bound(self) -> float | None:
+        """The largest exponent that the change allows, None if it bounds none."""
+        return None
+
+    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+        """Yield the sites of the ops that a run changes, each with what returns the op's result instead."""
+        yield from ()
+
+    def works_in_place(self, *, has_out: bool) -> bool:
+        """Return True if an op that writes to an argument still writes to it with the change; `has_out`: by `out=`."""
+        return False
+
+    def write(self, source: SourceWriter) -> None:
+        """Make the change in the source. Raises CannotWriteError if no text is known that does the same."""
+        source.refuse()
+
+    def write_beside(self, source: SourceWriter) -> None:
+        """Change what stands beside, after all changes are written."""
+
+    def snippet(self, model: Any) -> Snippet | None:
+        """Return lines that do the same with `model` or `batch` in scope; None if there are none."""
+        return None
+
+    def set_in(self, settings: FixSettings) -> FixSettings | None:
+        """Return the training loop's settings with this change; None if it is no setting."""
+        return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeepOp:
-    """Run an op, or a line, in fp32 with autocast off: inputs are widened, outputs stay fp32. Not for in-place ops."""
-
-    kind: Literal["keep-op"] = "keep-op"
-    site: OpSite
+KINDS: dict[str, type[SingleEdit]] = {}
+"""The kinds of changes that are known, by their tags."""
+OPEN_UNIONS[SingleEdit] = KINDS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetAttribute:
-    """Set an attribute from what it `was` to `value` in every module of a class: `norm.eps = 1e-5`."""
-
-    kind: Literal["set-attribute"] = "set-attribute"
-    type: str
-    name: str
-    was: float
-    value: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetArgument:
-    """Replace a number among an op's arguments, named as in the op's schema: the 1e-8 of `x + 1e-8`.
-
-    Only an argument that `was` this number is replaced. A `value` of None stands for the lowest number of the op's
-    format, `torch.finfo(x.dtype).min`.
-    """
-
-    kind: Literal["set-argument"] = "set-argument"
-    site: OpSite
-    argument: str
-    was: float
-    value: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetFlag:
-    """Pass True for an op's argument that is False by default: `zero_infinity` of a CTC loss."""
-
-    kind: Literal["set-flag"] = "set-flag"
-    site: OpSite
-    argument: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClampArgument:
-    """Clamp an op's tensor argument to [low, high]; None leaves that side open.
-
-    An `argument` of "" stands for the op's result. With `keeps_sign`, only values nearer to zero than `low` become
-    `low`. With `nan`, `fill` replaces NaN in the argument, or in a result of arguments without NaN.
-    """
-
-    kind: Literal["clamp"] = "clamp"
-    site: OpSite
-    argument: str
-    low: float | None = None
-    high: float | None = None
-    nan: bool = False
-    fill: float = 0.0
-    keeps_sign: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuardArgument:
-    """Run an op on `safe` where its argument is not strictly between `low` and `high`; use `fill` as its result there.
-
-    If neither bound is given, zeros are replaced. NaN is kept. The argument is made safe before the op and the result
-    selected after it, so that no gradient passes through the point; why either one alone is not enough:
-    https://docs.jax.dev/en/latest/faq.html#gradients-contain-nan-where-using-where.
-    """
-
-    kind: Literal["guard"] = "guard"
-    site: OpSite
-    argument: str
-    safe: float
-    low: float | None = None
-    high: float | None = None
-    fill: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleFirst:
-    """Scale before a product instead of after it: `product` gets its first tensor times `factor`, `scale` is removed.
-
-    `scale` is the multiplication or division by a number that followed.
-    """
-
-    kind: Literal["scale-first"] = "scale-first"
-    product: OpSite
-    scale: OpSite
-    factor: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnmaskRows:
-    """Let a softmax or attention op attend evenly in rows where every key is masked, and return zeros for them."""
-
-    kind: Literal["unmask-rows"] = "unmask-rows"
-    site: OpSite
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StableLog:
-    """Rewrite a logarithm or quotient at a site without its exponential or probability.
-
-    log(softmax) becomes log_softmax, log(sum(exp)) logsumexp, exp / sum(exp) softmax. The engine cannot apply it to a
-    run, so it is tried as text. With `everywhere`, all logarithms of the function are rewritten. At an exponential it
-    subtracts the largest exponent, which leaves the shares in a sum unchanged.
-    """
-
-    kind: Literal["stable-log"] = "stable-log"
-    site: OpSite
-    everywhere: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UseFormat:
-    """Run everything in another format: bf16 has the range of fp32; fp32 and fp64 switch autocast off."""
-
-    kind: Literal["use-format"] = "use-format"
-    format: FloatFormat
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetLossScale:
-    """Multiply the loss by another number before the backward pass."""
-
-    kind: Literal["loss-scale"] = "loss-scale"
-    value: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResetBuffers:
-    """Reset buffers as in a fresh model: running means to 0, running variances to 1, other non-finite values to 0."""
-
-    kind: Literal["reset-buffers"] = "reset-buffers"
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroWeights:
-    """Set the non-finite elements of weights to zero."""
-
-    kind: Literal["zero-weights"] = "zero-weights"
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeepSamples:
-    """Run with only these samples of the batch, along dimension 0 of every array that has it."""
-
-    kind: Literal["keep-samples"] = "keep-samples"
-    samples: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FillMasked:
-    """Set an array of the batch to 0 where its `mask`, another array, is 0: it is multiplied by 0 there anyway."""
-
-    kind: Literal["fill-masked"] = "fill-masked"
-    array: str
-    mask: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetOptimizerEps:
-    """Set the optimizer's eps."""
-
-    kind: Literal["optimizer-eps"] = "optimizer-eps"
-    value: float
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def kind_of_change(record: type[T]) -> type[T]:
+    """Make a class a kind of change: a frozen record with its tag as `kind`, which reports are read with."""
+    made = dataclass(frozen=True, slots=True, kw_only=True)(record)
+    (tag,) = (item.default for item in fields(cast(Any, made)) if item.name == "kind")
+    KINDS[str(tag)] = made
+    return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,25 +120,6 @@ class Together:
     edits: tuple[SingleEdit, ...]
 
 
-SingleEdit = (
-    KeepModule
-    | KeepOp
-    | SetAttribute
-    | SetArgument
-    | SetFlag
-    | ClampArgument
-    | GuardArgument
-    | ScaleFirst
-    | UnmaskRows
-    | StableLog
-    | UseFormat
-    | SetLossScale
-    | ResetBuffers
-    | ZeroWeights
-    | KeepSamples
-    | FillMasked
-    | SetOptimizerEps
-)
 Edit = SingleEdit | Together
 
 
@@ -298,13 +178,12 @@ def flatten(changes: Iterable[Change]) -> tuple[SingleEdit, ...]:
 
 def only_widens(edit: Edit) -> bool:
     """Return True if an edit only keeps code in fp32."""
-    return all(isinstance(single, KeepModule | KeepOp) for single in flatten((edit,)))
+    return all(single.only_widens for single in flatten((edit,)))
 
 
 def is_text_alone(edit: Edit) -> bool:
     """Return True if an edit can only be tried as text, because the engine cannot apply it."""
-    kinds = StableLog | ResetBuffers | ZeroWeights | FillMasked
-    return any(isinstance(single, kinds) for single in flatten((edit,)))
+    return any(single.is_text_alone for single in flatten((edit,)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,26 +9,17 @@ from itertools import chain
 import torch
 from torch import nn
 
-from nandoctor.causes.base import Candidate, ancestors, site_of
+from nandoctor.causes.base import Candidate
+from nandoctor.changes.batch import FillMasked, KeepSamples
+from nandoctor.changes.clamp import ClampArgument
+from nandoctor.changes.constant import SetArgument, SetAttribute
+from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
+from nandoctor.changes.places import ancestors, site_of
+from nandoctor.changes.setting import SetLossScale, UseFormat
+from nandoctor.changes.state import ResetBuffers, ZeroWeights
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
 from nandoctor.diagnosis.origin import nonfinite_elements
-from nandoctor.evidence.edits import (
-    ClampArgument,
-    Edit,
-    FillMasked,
-    KeepModule,
-    KeepOp,
-    KeepSamples,
-    OpSite,
-    ResetBuffers,
-    SetArgument,
-    SetAttribute,
-    SetLossScale,
-    Together,
-    UseFormat,
-    ZeroWeights,
-    flatten,
-)
+from nandoctor.evidence.edits import Edit, OpSite, Together, flatten
 from nandoctor.evidence.formats import BF16, FP16, FP32, FP64
 from nandoctor.evidence.report import Counterfactual, StepSetting
 from nandoctor.evidence.trace import LOSS, OpCall, Trace

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, ModuleType
@@ -17,11 +16,11 @@ from typing import Any
 
 from torch import nn
 
+from nandoctor.changes.places import cell_name
 from nandoctor.changes.source_tree import FUNCTIONS, SourceTree, parse_source
 from nandoctor.changes.text_lines import reindent
 from nandoctor.evidence.edits import ChangedFile, Snippet, SourcePatch
 from nandoctor.replaying.printed_changes import CannotRunError, added_imports, codes_differ, find_places, reachable
-from nandoctor.text import printable
 
 _HOLDER = "_Fixed"
 """The class around a new function, so that it does not overwrite a notebook's function or variable of the same name."""
@@ -40,14 +39,6 @@ def known_names(file: str, model: nn.Module, loss: Any) -> frozenset[str]:
     """Return the names of modules and classes that code without a file can use: another cell may have imported them."""
     space = next((function.__globals__ for function, _ in reachable(file, model, loss)), {})
     return frozenset(name for name, value in space.items() if isinstance(value, ModuleType | type))
-
-
-def cell_name(file: str) -> str:
-    """Return IPython's name for the cell behind a code object's file, such as "cell In[3]"; else the file's name."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    describe = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)
-    kind, name = describe(file) or ("", "")
-    return printable(f"{kind.lower()} {name}" if name else file.replace("\\", "/").rpartition("/")[2])
 
 
 def write_snippet(patch: SourcePatch, model: nn.Module, loss: Any) -> Snippet | None:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from nandoctor.causes.base import site_of
+from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
+from nandoctor.changes.places import site_of
 from nandoctor.diagnosis.conclusion import Findings
-from nandoctor.evidence.edits import Edit, KeepModule, KeepOp
+from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.report import Fp32Module, Fp32Set, Fp32SetSearch
 from nandoctor.evidence.trace import LOSS
 from nandoctor.fixes.budget import BudgetSpent

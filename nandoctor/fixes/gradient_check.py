@@ -14,7 +14,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from nandoctor.evidence.edits import Change, KeepSamples, SetLossScale, UseFormat, flatten
+from nandoctor.changes.batch import KeepSamples
+from nandoctor.changes.setting import SetLossScale, UseFormat
+from nandoctor.evidence.edits import Change, flatten
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.fixes.agreement import (
     LARGEST_SQUARED,

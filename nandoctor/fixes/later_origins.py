@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from nandoctor.causes.base import Candidate
+from nandoctor.changes.constant import SetArgument
+from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
 from nandoctor.diagnosis.backward import conclude_backward
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect, conclude
-from nandoctor.evidence.edits import Edit, KeepModule, KeepOp, SetArgument, SourcePatch, is_text_alone
+from nandoctor.evidence.edits import Edit, SourcePatch, is_text_alone
 from nandoctor.evidence.report import Diagnosis
 from nandoctor.evidence.trace import LOSS
 from nandoctor.fixes.candidates import (

@@ -183,6 +183,13 @@ def _share_reversed(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float(size[is_reversed].sum() / size.sum())
 
 
+def has_limit(limit: Result, exact: Result) -> bool:
+    """Return True if the unchanged step tends to a number where it gives none itself, in float64."""
+    pairs = [(limit.values[name], exact.values[name]) for name in limit.values.keys() & exact.values]
+    pairs += [(limit.gradients[name], exact.gradients[name]) for name in limit.gradients.keys() & exact.gradients]
+    return any(bool((torch.isfinite(tends) & ~torch.isfinite(itself)).any()) for tends, itself in pairs)
+
+
 def distance_from_limit(made: Result, limit: Result, exact: Result) -> str | None:
     """Describe where a run differs from the limits that the unchanged step has where it has no number; None if nowhere.
 

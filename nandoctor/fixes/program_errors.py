@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from nandoctor.causes.sentences import operand, subject
+from nandoctor.changes.setting import UseFormat
 from nandoctor.diagnosis.conclusion import Findings
-from nandoctor.evidence.edits import UseFormat
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.trace import OpCall
 from nandoctor.fixes.verify import Trials

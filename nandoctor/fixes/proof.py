@@ -27,11 +27,11 @@ from nandoctor.fixes.agreement import (
     sample_errors,
 )
 from nandoctor.fixes.changed_lines import failing_op
+from nandoctor.fixes.clamp_costs import describe_cost
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
 from nandoctor.fixes.hidden_values import describe_hidden
-from nandoctor.fixes.meaning import Meaning, distance_from_limit, reversed_gradient
+from nandoctor.fixes.meaning import Meaning, distance_from_limit, has_limit, reversed_gradient
 from nandoctor.fixes.other_batches import OtherBatches
-from nandoctor.fixes.source_bounds import describe_cost, edges_of
 from nandoctor.fixes.variations import OTHER_SEED, VARIATIONS
 from nandoctor.fixes.verify import Judgement, Trials, selects
 from nandoctor.fixes.writing import WrittenChange
@@ -228,9 +228,9 @@ def _judge_limit(proof: Proof) -> Said | None:
     if limit is None:
         return None
     sentence = distance_from_limit(proof.made, limit, proof.trials.exact())
-    if sentence is None:
-        return Said("passed", "the change gives the formula's limit where there is one")
-    return Said("failed", sentence, replaces=sentence)
+    if sentence is not None:
+        return Said("failed", sentence, replaces=sentence)
+    return Said("passed", "the change gives the formula's limit") if has_limit(limit, proof.trials.exact()) else None
 
 
 def _judge_growth(proof: Proof) -> Said:
@@ -283,7 +283,7 @@ def _judge_edge(proof: Proof) -> Said | None:
         return None
     made, lowered = run_lowered(proof.trials, at_edge, proof.scale)
     edits = flatten((proof.edit,))
-    told = " and ".join(dict.fromkeys(constant(edge) for single in edits for edge in edges_of(single)))
+    told = " and ".join(dict.fromkeys(constant(edge) for single in edits for edge in single.edges))
     if not made.ran:
         return Said("not-checked", f"the step cannot be run with arguments of exactly {told}")
     if not made.finite:

@@ -8,21 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from nandoctor.causes.base import Candidate
+from nandoctor.changes.clamp import ClampArgument
+from nandoctor.changes.guard import GuardArgument
+from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
+from nandoctor.changes.setting import WHOLE, SetOptimizerEps, UseFormat
 from nandoctor.diagnosis.conclusion import MASK, Findings
-from nandoctor.evidence.edits import (
-    ClampArgument,
-    Edit,
-    GuardArgument,
-    KeepModule,
-    KeepOp,
-    SetOptimizerEps,
-    SourcePatch,
-    Together,
-    UseFormat,
-    flatten,
-    is_text_alone,
-    only_widens,
-)
+from nandoctor.evidence.edits import Edit, SourcePatch, Together, flatten, is_text_alone, only_widens
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.report import Check, Counterfactual, Diagnosis, Fix, FixSettings, Fp32SetSearch, TrialOutcome
 from nandoctor.evidence.trace import SourceLine
@@ -111,7 +102,7 @@ def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> li
         size = _size(item.edit, findings)
         elsewhere = _is_only_upstream(item.edit, findings) or (scale_set_by(item.edit) or 1.0) < 1
         is_workaround = item.workaround is not None
-        place = item.kind == "data", elsewhere, size >= _WHOLE, item.patch not in at_origin
+        place = item.kind == "data", elsewhere, size >= WHOLE, item.patch not in at_origin
         return not item.verified, not is_workaround, *place, size, distance_of(item)
 
     at_origin = {item.patch for item in tried}
@@ -400,17 +391,4 @@ def _size(edit: Edit, findings: Findings) -> int:
         return 5 + (sum(is_below(path, edit.module) for path in called) if edit.children else 1)
     if isinstance(edit, ClampArgument | GuardArgument) and findings.verdict in ("precision", "silent"):
         return 8  # fp32 shows that the values are sound, so keeping them is better than clamping them
-    return _SIZES.get(edit.kind, 1)
-
-
-_WHOLE = 1000
-_SIZES: dict[str, int] = {
-    "clamp": 2,
-    "guard": 2,
-    "scale-first": 2,
-    "keep-op": 4,
-    "loss-scale": 5,
-    "use-format": _WHOLE,
-    "fill-masked": 2 * _WHOLE - 1,
-    "keep-samples": 2 * _WHOLE,
-}
+    return edit.size

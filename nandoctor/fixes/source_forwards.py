@@ -5,27 +5,18 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
 
 from torch import nn
 
+from nandoctor.changes.source_writer import Forward
 from nandoctor.evidence.formats import FP32, FP64
 from nandoctor.evidence.trace import ModuleCall
 from nandoctor.fixes.widening import is_below
 from nandoctor.source_files import is_installed
 
 _POSITION = re.compile(r"\[(\d+)\]")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forward:
-    """The place of a forward, and the parameters that were low-precision tensors in every call."""
-
-    file: str
-    line: int
-    low: tuple[str, ...]
 
 
 def find_forward(path: str, model: nn.Module, calls: Sequence[ModuleCall], kept: Set[str]) -> Forward | None:

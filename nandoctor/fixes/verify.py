@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from nandoctor.autocast.policy import REFERENCE, Policy
+from nandoctor.changes.batch import KeepSamples
+from nandoctor.changes.setting import UseFormat
 from nandoctor.errors import LossError, ModelError
-from nandoctor.evidence.edits import Change, KeepSamples, Snippet, SourcePatch, UseFormat, flatten
+from nandoctor.evidence.edits import Change, Snippet, SourcePatch, flatten
 from nandoctor.evidence.formats import BF16, FP32, FP64
 from nandoctor.evidence.report import TrialOutcome
 from nandoctor.evidence.trace import Trace

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from nandoctor.evidence.edits import Edit, FixCost, KeepModule, KeepOp, SingleEdit, flatten
+from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
+from nandoctor.evidence.edits import Edit, FixCost, SingleEdit, flatten
 from nandoctor.evidence.formats import BF16, FP16, FP64
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import MOVES, PRODUCTS

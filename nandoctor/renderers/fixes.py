@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from nandoctor.causes.log_space import STABLE_FORM
-from nandoctor.evidence.edits import StableLog, flatten
+from nandoctor.changes.log_space import StableLog
+from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import Check, Fix, FixSettings, Report, TrialOutcome
 from nandoctor.renderers.blocks import Block, Fact, Facts, Headline, Level, Patch, Section
@@ -189,21 +190,13 @@ def _how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
 
 _MIN_COST = 0.05
 """A cost below this share of the step is not mentioned."""
-_WHY = {
-    "guard": "The argument is made safe before the op and its result selected after it: either one alone leaves NaN "
-    "in the gradient.",
-    "scale-first": "The product is the same, and no intermediate result is larger than it.",
-    "stable-log": "The result is computed without the number that rounds to 0 or overflows.",
-    "unmask-rows": "A softmax over nothing but -Inf has no value: these rows get equal weights, and the result "
-    "is set to 0.",
-}
 
 
 def reason_facts(fix: Fix) -> Iterator[Fact]:
     """Yield why a verified fix is written as it is, and what it costs."""
     if not fix.verified:
         return
-    if reasons := dict.fromkeys(_WHY[edit.kind] for edit in flatten((fix.edit,)) if edit.kind in _WHY):
+    if reasons := dict.fromkeys(edit.why for edit in flatten((fix.edit,)) if edit.why):
         yield Fact("why", " ".join(reasons))
     if cost := _describe_cost(fix):
         yield Fact("cost", cost)
@@ -243,7 +236,9 @@ def describe_outcome(outcome: TrialOutcome) -> str:
 
 def code_of_fix(fix: Fix) -> Patch:
     """Return the change as a diff or as code, including the code that makes a setting."""
-    return _patch(fix) if fix.patch else Patch(list(_settings_as_code(fix.settings or FixSettings())), is_diff=False)
+    if fix.patch:
+        return Patch(fix.patch.splitlines(), is_diff=fix.kind == "source")
+    return Patch(list(_settings_as_code(fix.settings or FixSettings())), is_diff=False)
 
 
 def _settings_as_code(settings: FixSettings) -> Iterator[str]:

@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from nandoctor.changes import kinds  # noqa: F401 - a report is read with the kinds of changes
 from nandoctor.errors import ReportError
 from nandoctor.evidence.codec import MisfitError, from_plain, to_plain
 from nandoctor.evidence.report import SCHEMA, Report

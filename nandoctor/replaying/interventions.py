@@ -13,15 +13,12 @@ import torch
 from torch import nn
 
 from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy
+from nandoctor.changes.batch import KeepSamples
+from nandoctor.changes.constant import SetAttribute
+from nandoctor.changes.keep_fp32 import KeepModule
+from nandoctor.changes.setting import SetLossScale, UseFormat
 from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.evidence.edits import (
-    KeepModule,
-    KeepSamples,
-    SetAttribute,
-    SetLossScale,
-    SingleEdit,
-    UseFormat,
-)
+from nandoctor.evidence.edits import SingleEdit
 from nandoctor.evidence.trace import LOSS
 from nandoctor.process_wide import held
 from nandoctor.replaying.module_state import is_large, state_in

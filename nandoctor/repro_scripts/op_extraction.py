@@ -13,7 +13,7 @@ import torch
 
 from nandoctor.autocast import op_lists
 from nandoctor.autocast.policy import torch_dtype
-from nandoctor.causes.base import ancestors
+from nandoctor.changes.places import ancestors
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.replaying.runner import FailingStep, Watch

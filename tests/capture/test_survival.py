@@ -354,10 +354,9 @@ def lose_the_folder(tmp_path, monkeypatch):
     [
         lambda *_: (Unlisted(3, 2), {}),
         lambda *_: (nn.Linear(3, 2), {"scaler": Unsure()}),
-        lambda *_: (nn.Linear(3, 2), {"arguments": [3, 2]}),
         lose_the_folder,
     ],
-    ids=["model", "scaler", "arguments", "folder"],
+    ids=["model", "scaler", "folder"],
 )
 def test_a_training_that_cannot_be_described_goes_on(tmp_path, monkeypatch, caplog, prepare):
     model, options = prepare(tmp_path, monkeypatch)

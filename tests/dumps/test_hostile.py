@@ -68,7 +68,7 @@ def nested_key():
 def nested_lists():
     """A list of ten references to the list before, 60 times: 10 ** 60 values to walk."""
     grow = b"](" + b"h\x00" * 10 + b"eq\x00"
-    return forge.mapping(weights=b"]q\x00" + grow * 60)
+    return forge.mapping(weights=forge.tuple_of(b"]q\x00", grow * 60))
 
 
 def copied():
@@ -164,8 +164,8 @@ FILES = {
     ),
     "cut legacy storage": (
         lambda: forge.saved(forge.step(), _use_new_zipfile_serialization=False)[:-20],
-        "cannot be rebuilt",
-        "copy it again",
+        "data of a tensor is missing",
+        "Copy it again",
     ),
     "compressed zip": (
         lambda: forge.archive(forge.weights(), compression=zipfile.ZIP_DEFLATED),
@@ -187,9 +187,9 @@ FILES = {
         "Copy it again",
     ),
     "size beyond storage": (lambda: forge.archive(forge.weights(size=(HUGE,))), "cannot be rebuilt", "copy it again"),
-    "empty stack": (lambda: forge.archive(b"R"), "is incomplete or invalid", "Copy it again"),
-    "unknown memo": (lambda: forge.archive(b"h\x05"), "is incomplete or invalid", "Copy it again"),
-    "unknown opcode": (lambda: forge.archive(b"\xff"), "is incomplete or invalid", "Copy it again"),
+    "empty stack": (lambda: forge.archive(b"R"), "cannot be rebuilt", "copy it again"),
+    "unknown memo": (lambda: forge.archive(b"h\x05"), "cannot be rebuilt", "copy it again"),
+    "unknown opcode": (lambda: forge.archive(b"\xff"), "which torch.save never writes", "copy it again"),
     "array of too many bytes": (lambda: array_file((2,), "f4", bytes(12)), "contradict each other", "Copy it again"),
     "array of huge shape": (lambda: array_file((HUGE, HUGE), "f4", bytes(8)), "contradict each other", "Copy it again"),
     "array of negative shape": (lambda: array_file((-2, -1), "f4", bytes(8)), "contradict each other", "Copy it again"),
@@ -229,11 +229,7 @@ FILES = {
         "--trust",
     ),
     "protocol 4": (lambda: saved_state() and forge.saved({"a": 1}, pickle_protocol=4), "protocol 4", "pickle_protocol"),
-    "protocol 4 with code": (
-        lambda: forge.saved({"a": os.system}, pickle_protocol=4),
-        "run code .*: posix.system",
-        "--trust",
-    ),
+    "protocol 4 with code": (lambda: forge.saved({"a": os.system}, pickle_protocol=4), "protocol 4", "--trust"),
     # Bombs
     "hex codec": (lambda: forge.archive(doubling("hex")), "another codec than latin1", "copy it again"),
     "utf-32 codec": (lambda: forge.archive(doubling("utf-32")), "another codec than latin1", "copy it again"),
@@ -252,10 +248,10 @@ FILES = {
         "cannot be rebuilt .TypeError",
         "copy it again",
     ),
-    "nested key": (lambda: forge.archive(nested_key()), "exhaust memory.*expands", "Do not open it"),
+    "nested key": (lambda: forge.archive(nested_key()), "exhaust memory.*short tuple", "Do not open it"),
     "nested lists": (lambda: forge.archive(nested_lists()), "exhaust memory.*expands", "Do not open it"),
-    "copies": (lambda: forge.archive(copied()), "exhaust memory.*expands", "Do not open it"),
-    "encoded again": (lambda: forge.archive(encoded_again()), "exhaust memory.*expands", "Do not open it"),
+    "copies": (lambda: forge.archive(copied()), "exhaust memory.*copy more", "Do not open it"),
+    "encoded again": (lambda: forge.archive(encoded_again()), "exhaust memory.*copy more", "Do not open it"),
     "mapping in itself": (lambda: forge.archive(containing_itself()), "nested too deeply", "flat dict"),
     "deep nesting": (deep, "nested too deeply", "flat dict"),
     "many values": (
@@ -273,7 +269,7 @@ FILES = {
         "a sparse tensor claims more elements than it has",
         "Copy it again",
     ),
-    "protocol 0": (lambda: forge.archive(b"\x80\x00" + forge.weights()), "protocol 0", "pickle_protocol"),
+    "protocol 0, later on": (lambda: forge.archive(b"\x80\x00" + forge.weights()), "never writes", "copy it again"),
     "tensor from a number": (
         lambda: forge.archive(forge.mapping(weight=forge.call(forge.name("torch", "Tensor"), forge.integer(HUGE)))),
         "cannot be rebuilt .TypeError",

@@ -17,11 +17,12 @@ from nandoctor.dumps.reader import look_at_dump, read_dump
 from nandoctor.errors import DumpError
 
 SET, COUNTER = forge.name("builtins", "set"), forge.name("collections", "Counter")
+FROZEN = forge.name("builtins", "frozenset")
 GETATTR = forge.name("builtins", "getattr")
 SIZE, PARAMETER = forge.name("torch", "Size"), forge.name("torch._utils", "_rebuild_parameter")
 EXPANDED = forge.tensor(size=(10**8,), stride=(0,))
 COLLIDING = b"".join(forge.integer(1 + number * (2**61 - 1)) for number in range(8, 3000))
-NO_ITEMS, STALE = "arguments that are no containers", "fills the arguments of a call"
+NO_ITEMS = "arguments that are no containers"
 CONTRADICTION = "the shape, the type and the bytes of an array contradict each other"
 
 
@@ -39,8 +40,8 @@ def pairs_filled_later():
 def sharing_a_state():
     """Many records that each copy the same items, which came after their state was counted."""
     record = forge.name("collections", "UserDict") + b")\x81h\x01b"
-    filled = b"h\x02(" + b"".join(forge.text(str(number)) + b"N" for number in range(300)) + b"u"
-    return b"](}q\x01" + forge.text("data") + b"}q\x02s" + filled + record * 300 + b"e"
+    filled = b"h\x02(" + b"".join(forge.text(str(number)) + b"N" for number in range(1500)) + b"u"
+    return b"](}q\x01" + forge.text("data") + b"}q\x02s" + filled + record * 1500 + b"e"
 
 
 def array_with(shape=b"K\x00\x85", byte_order=None, code=None, fortran=b"\x89"):
@@ -56,6 +57,11 @@ CALLS = {
     "a size of a tensor": (forge.call(SIZE, EXPANDED), NO_ITEMS),
     "a set of a text": (forge.call(SET, forge.text("ab" * 500)), NO_ITEMS),
     "a counter of a text": (forge.call(COUNTER, forge.text("ab" * 500)), NO_ITEMS),
+    "a key of many numbers": (b"}" + forge.tuple_of(*[forge.integer(1)] * 17) + b"Ns", "nor a short tuple of these"),
+    "a set of a set of a set": (
+        forge.call(SET, forge.tuple_of(forge.call(FROZEN, forge.tuple_of(forge.call(FROZEN, forge.tuple_of()))))),
+        "nor a short tuple of these",
+    ),
     "a size of bytes": (forge.call(SIZE, forge.latin1(b"abc")), NO_ITEMS),
     "a tensor as arguments": (PARAMETER + EXPANDED + b"R", NO_ITEMS),
     "a tensor as arguments, by way of torch": (
@@ -75,10 +81,9 @@ CALLS = {
         "a sparse tensor has no parts",
     ),
     "a function out of a parameter": (forge.call(PARAMETER, SET), "a parameter without a tensor"),
-    "a set of what came later": (filled_later(SET, COLLIDING), STALE),
-    "a size of what came later": (filled_later(SIZE, b"K\x01" * 9), STALE),
+    "a set of what came later": (filled_later(SET, COLLIDING), "an integer of more than 64 bits as a key"),
     "pairs that came later": (pairs_filled_later(), "no pairs of a name and a value"),
-    "a state for many": (sharing_a_state(), "more fields than the pickle has bytes"),
+    "a state for many": (sharing_a_state(), "its calls copy more than the file holds"),
     "a quantized tensor without a scale": (
         forge.call(
             forge.name("torch._utils", "_rebuild_tensor_v3"), *forge.tensor_parts(), forge.name("torch", "qint8")
@@ -87,10 +92,6 @@ CALLS = {
     ),
     "a part of what is no class": (forge.call(GETATTR, forge.name("torch", "Size"), forge.text("count")), "getattr"),
     "a part of a set": (forge.call(GETATTR, SET, forge.text("pop")), "getattr"),
-    "a part of a part": (
-        forge.call(GETATTR, forge.call(GETATTR, forge.name("a", "B"), forge.text("C")), forge.text("d")),
-        "getattr",
-    ),
     "a part without a name": (forge.call(GETATTR, forge.name("a", "B")), "getattr"),
     "a part, with something in its place": (
         forge.call(GETATTR, forge.name("a", "B"), forge.text("C"), forge.integer(1)),
@@ -125,13 +126,13 @@ def test_a_call_that_no_honest_file_has(kind, read, tmp_path):
         read(tmp_path / "dump.pth")
 
 
-@pytest.mark.parametrize("add", [0.5, *(pytest.param(add, marks=pytest.mark.slow) for add in (1 << 17, -(1 << 17)))])
+@pytest.mark.parametrize("add", [0.5, 1 << 17, -(1 << 17)])
 def test_numbers_that_could_be_chosen_as_keys(add, tmp_path):
-    """A hundred thousand, each of which can be made to walk through the whole table; as many values are no harm."""
-    numbers = [number + add if add > 0 else add - number for number in range(100_001)]
+    """Ten thousand, each of which can be made to walk through the whole table; as many values are no harm."""
+    numbers = [number + add if add > 0 else add - number for number in range(10_001)]
     torch.save({"state_dict": {"weight": torch.ones(2)}, "seen": numbers}, tmp_path / "values.pth")
     torch.save({"state_dict": {"weight": torch.ones(2)}, "seen": set(numbers)}, tmp_path / "keys.pth")
-    assert len(read_dump(tmp_path / "values.pth").scalars["seen"]) == 100_001
+    assert len(read_dump(tmp_path / "values.pth").scalars["seen"]) == 10_001
     with pytest.raises(DumpError, match="thousands of keys whose hashes it could have chosen"):
         read_dump(tmp_path / "keys.pth")
 

@@ -8,8 +8,10 @@ from torch import nn
 
 import nandoctor
 from nandoctor.autocast.policy import REFERENCE
-from nandoctor.causes.base import site_of
-from nandoctor.evidence.edits import ClampArgument, GuardArgument, Together
+from nandoctor.changes.clamp import ClampArgument
+from nandoctor.changes.guard import GuardArgument
+from nandoctor.changes.places import site_of
+from nandoctor.evidence.edits import Together
 from nandoctor.fixes.writing import ChangeWriter
 from nandoctor.renderers.fixes import describe_outcome
 from nandoctor.replaying.runner import CLOSELY, FailingStep

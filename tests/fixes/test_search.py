@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 import nandoctor
+from nandoctor.changes.keep_fp32 import KeepModule
+from nandoctor.changes.setting import UseFormat
 from nandoctor.dumps.reader import read_dump
-from nandoctor.evidence.edits import KeepModule, Together, UseFormat, flatten
+from nandoctor.evidence.edits import Together, flatten
 from nandoctor.evidence.formats import BF16, FP32, FP64
 from nandoctor.evidence.report import StepSetting
 from nandoctor.fixes.budget import TrialBudget

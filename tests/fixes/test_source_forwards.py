@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nandoctor
-from nandoctor.evidence.edits import KeepModule
+from nandoctor.changes.keep_fp32 import KeepModule
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.fixes.writing import ChangeWriter

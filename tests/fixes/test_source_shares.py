@@ -6,9 +6,9 @@ import textwrap
 import pytest
 
 from nandoctor.changes.editor import Editor
+from nandoctor.changes.given_probabilities import only_call
+from nandoctor.changes.shares import check_shares
 from nandoctor.changes.source_tree import CannotWriteError, parse_source
-from nandoctor.fixes.source_definitions import only_call
-from nandoctor.fixes.source_shares import check_shares
 
 SHARES = {
     "at once": "w = x.exp()\nreturn w / w.sum(-1, keepdim=True)",

@@ -1,6 +1,9 @@
 """Patches are what a person would write."""
 
-from nandoctor.evidence.edits import ClampArgument, OpSite, ResetBuffers, SetArgument
+from nandoctor.changes.clamp import ClampArgument
+from nandoctor.changes.constant import SetArgument
+from nandoctor.changes.state import ResetBuffers
+from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.fixes.writing import write_title
 

@@ -9,7 +9,12 @@ from torch import nn
 
 import nandoctor
 from nandoctor.autocast.policy import Policy
-from nandoctor.evidence.edits import ClampArgument, KeepModule, KeepOp, KeepSamples, OpSite, SetArgument, UseFormat
+from nandoctor.changes.batch import KeepSamples
+from nandoctor.changes.clamp import ClampArgument
+from nandoctor.changes.constant import SetArgument
+from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
+from nandoctor.changes.setting import UseFormat
+from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.fixes.agreement import BF16_TOLERANCE, TOLERANCE
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import nandoctor
-from nandoctor.evidence.edits import KeepModule, Together
+from nandoctor.changes.keep_fp32 import KeepModule
+from nandoctor.evidence.edits import Together
 from nandoctor.fixes.writing import ChangeWriter
 
 NAMES = ['x"] + [open("canary", "w")]:#', "back\\slash", 'quote"', "line\nend", "\u202e\ud800", "blocks.0"]

@@ -10,8 +10,12 @@ from unittest.mock import patch
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from nandoctor.changes.clamp import ClampArgument
+from nandoctor.changes.constant import SetArgument
+from nandoctor.changes.keep_fp32 import KeepModule
+from nandoctor.changes.setting import UseFormat
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
-from nandoctor.evidence.edits import ClampArgument, KeepModule, OpSite, SetArgument, UseFormat
+from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.exhibits import Excerpt
 from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import (

@@ -9,20 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from nandoctor.autocast.policy import REFERENCE, Policy
-from nandoctor.evidence.edits import (
-    ClampArgument,
-    KeepModule,
-    KeepOp,
-    KeepSamples,
-    OpSite,
-    ScaleFirst,
-    SetArgument,
-    SetAttribute,
-    SetLossScale,
-    Together,
-    UnmaskRows,
-    UseFormat,
-)
+from nandoctor.changes.batch import KeepSamples
+from nandoctor.changes.clamp import ClampArgument
+from nandoctor.changes.constant import SetArgument, SetAttribute
+from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
+from nandoctor.changes.scale_first import ScaleFirst
+from nandoctor.changes.setting import SetLossScale, UseFormat
+from nandoctor.changes.softmax_rows import UnmaskRows
+from nandoctor.evidence.edits import OpSite, Together
 from nandoctor.evidence.formats import BF16, FP16, FP32, FP64
 from nandoctor.replaying.interventions import sample_count
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch

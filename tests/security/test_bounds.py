@@ -47,11 +47,11 @@ def big_lists(f):
 
 CALL = {"names": ["x"], "args": (torch.ones(1, 3),), "kwargs": {}}
 BOMBS = {
-    "keys of one hash": (lambda f: forge.archive(b"}(" + colliding(b"N") + b"u"), "thousands of keys"),
+    "keys of one hash": (lambda f: forge.archive(b"}(" + colliding(b"N") + b"u"), "more than 64 bits as a key"),
     "tuples of one hash": (lambda f: forge.archive(b"}(" + colliding(b"\x85N") + b"u"), "thousands of keys"),
     "a set of one hash": (
         lambda f: forge.archive(forge.name("__builtin__", "set") + b"](" + colliding(b"") + b"e\x85R"),
-        "thousands of keys",
+        "more than 64 bits as a key",
     ),
     "a counter by way of torch": (
         lambda f: forge.archive(
@@ -99,7 +99,10 @@ BOMBS = {
         "tensors claim 34.4 GB",
     ),
     "a tensor of 65 dimensions": (lambda f: recorded(f, batch=torch.ones((1,) * 65)), "has 65 dimensions"),
-    "a text number of a megabyte": (lambda f: forge.archive(b"L" + b"9" * (1 << 20) + b"L\n"), "pickle protocol 2"),
+    "a text number of a megabyte": (
+        lambda f: forge.archive(b"L" + b"9" * (1 << 20) + b"L\n"),
+        "which torch.save never writes",
+    ),
 }
 
 

@@ -223,18 +223,17 @@ def test_no_container_shows_one_pickle_and_loads_another(project, kind):
     assert canaries(project) == ""
 
 
-def test_the_bytes_that_were_scanned_are_loaded(project, monkeypatch):
-    """The file is replaced between the scan and the load."""
+def test_the_bytes_that_were_checked_are_loaded(project, monkeypatch):
+    """The file is replaced after it was opened."""
     from nandoctor.dumps import reader
 
     torch.save({"state_dict": {"a.weight": torch.zeros(2)}, "x": torch.ones(2)}, project / "dump.pth")
     torch.save({"state_dict": {"b.weight": torch.zeros(2)}, "x": torch.ones(2)}, project / "other.pth")
-    scan = reader.scan_pickle
+    load = reader.load_pickle
 
-    def scan_and_swap(container):
-        found = scan(container)
+    def swap_and_load(container, values):
         shutil.copy(project / "other.pth", project / "dump.pth")
-        return found
+        return load(container, values)
 
-    monkeypatch.setattr(reader, "scan_pickle", scan_and_swap)
+    monkeypatch.setattr(reader, "load_pickle", swap_and_load)
     assert list(read_dump(project / "dump.pth").state) == ["a.weight"]

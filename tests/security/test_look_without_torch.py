@@ -18,7 +18,7 @@ from forgery import make_project
 from test_bounds import BOMBS
 from test_layouts import KINDS, PLAIN, RECORDED, REPLAYED, files_with
 
-from nandoctor.dumps import pickle_scan, stand_ins
+from nandoctor.dumps import stand_ins, unpickle
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.file_type import Member
 from nandoctor.dumps.reader import look_at_dump, read_dump
@@ -177,8 +177,8 @@ def test_a_state_that_torch_would_refuse_is_left_to_torch():
 def test_the_names_of_torchs_values_are_all_known():
     named = {f"torch.{name}" for name in dir(torch) if stand_ins._TORCH_VALUE.fullmatch(f"torch.{name}")}
     assert named == {str(value) for value in vars(torch).values() if isinstance(value, (torch.dtype, torch.qscheme))}
-    for name, dtype in stand_ins.STORAGE_DTYPES.items():
-        assert pickle_scan._item_nbytes(name) == getattr(torch, dtype).itemsize
+    for dtype in stand_ins.STORAGE_DTYPES.values():
+        assert unpickle._StorageKind(dtype=dtype).item_nbytes == getattr(torch, dtype).itemsize
 
 
 REBUILD = forge.name("torch._utils", "_rebuild_tensor_v2")

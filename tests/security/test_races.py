@@ -111,9 +111,9 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, change, lea
 @pytest.mark.parametrize("nbytes", [1, 1 << 28], ids=["mapped", "copied"])
 def test_a_file_that_is_replaced_or_gone_is_read_to_its_end(tmp_path, monkeypatch, nbytes):
     path = write_dump(record(3), tmp_path, "nan-step1", max_nbytes=1 << 20)
-    scan = reader.scan_pickle
+    load = reader.load_pickle
     monkeypatch.setattr(file_type, "_MAPPED_NBYTES", nbytes)
-    monkeypatch.setattr(reader, "scan_pickle", lambda container: (path.unlink(), scan(container))[1])
+    monkeypatch.setattr(reader, "load_pickle", lambda container, values: (path.unlink(), load(container, values))[1])
     dump = read_dump(path)
     assert dump.provenance.own
     assert dump.state["weight"].tolist() == [3.0] * 4

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal
 
+from nandoctor.changes.definitions import Definitions, in_loop, nodes_in_body
 from nandoctor.changes.editor import Editor
 from nandoctor.changes.expression import Expression, number_in
 from nandoctor.changes.source_tree import CannotWriteError, SourceTree, name_called
 from nandoctor.evidence.trace import OpCall
-from nandoctor.fixes.source_definitions import Definitions, in_loop, nodes_in_body, only_call
 from nandoctor.ops import CASTS
 
 _Kind = Literal["powers", "masked", "sum", "masked sum", "linear"]
@@ -28,7 +28,7 @@ _CLAMPS = frozenset({"clamp", "clamp_min"})
 _NO_VALUES = frozenset({"shape", "dtype", "device", "ndim"})
 
 
-def subtract_largest(change: Editor, expression: Expression, ops: Sequence[OpCall]) -> None:
+def subtract_largest(expression: Expression, ops: Sequence[OpCall]) -> None:
     """Subtract the largest exponent along the dimensions that the powers are summed over: the shares stay the same.
 
     An eps that keeps the sum off 0 gets the same factor. With an eps, a negative largest exponent is not subtracted,
@@ -37,7 +37,8 @@ def subtract_largest(change: Editor, expression: Expression, ops: Sequence[OpCal
     Raises:
         CannotWriteError: the powers are not only used as shares, or there is no such sum among the `ops`.
     """
-    tree, bounds = change.tree, check_shares(change, expression.node)
+    change, tree = expression.editor, expression.tree
+    bounds = check_shares(change, expression.node)
     summed = next(_sums_of(expression.op, ops), None) if expression.op is not None else None
     if summed is None:
         raise CannotWriteError
@@ -48,8 +49,7 @@ def subtract_largest(change: Editor, expression: Expression, ops: Sequence[OpCal
     largest = f"{again}.amax({over}, keepdim=True)"
     if bounds:
         keeps_dims = len(summed.outputs[0].shape) == len(summed.inputs[0].stats.shape)  # type: ignore[union-attr]
-        is_elsewhere = any(tree.scope_of(bound) is not tree.scope_of(exponent) for bound in bounds)
-        if is_elsewhere or tree.statement_of(exponent) is None:
+        if tree.statement_of(exponent) is None:
             raise CannotWriteError
         name = change.new_name("largest", exponent)
         largest, before = name, (*before, f"{name} = {largest}.clamp(min=0).detach()")
@@ -131,11 +131,6 @@ def sides_of_quotient(change: Editor, node: ast.AST, op: OpCall | None) -> tuple
     raise CannotWriteError
 
 
-def is_zero(node: ast.expr) -> bool:
-    """Return True if an expression is 0 or a tensor of zeros."""
-    return number_in(node) == 0 or name_called(node) in ("zeros", "zeros_like", "new_zeros")
-
-
 def _flows(change: Editor, node: ast.AST, parent: ast.AST, kind: _Kind) -> Iterator[_Flow]:
     """Yield what the expression or statement around a value computes from it."""
     tree = change.tree
@@ -156,8 +151,6 @@ def _flows(change: Editor, node: ast.AST, parent: ast.AST, kind: _Kind) -> Itera
         yield parent, kind if kind.endswith("sum") else "linear"
     elif isinstance(parent, ast.Assign) and node is parent.value:
         yield from ((read, kind) for read in _reads_of(tree, parent))
-    elif isinstance(parent, ast.Return) and (function := tree.function_of(node)) is not None:
-        yield only_call(tree, function, change.file), kind
     else:
         raise CannotWriteError
 

@@ -1,7 +1,9 @@
 """Writes logarithms and quotients of exponentials as sums and differences, which neither overflow nor round to 0.
 
-A name stands for its definition in the same function, if that is certain. Only names and the form of the code are read
-here: the run with the new text has to show that it means the same.
+The forms that people write are known: log of softmax or sigmoid and of 1 minus it, log of a sum of exponentials, of
+their products and quotients, of 1 minus an exponential, a softplus, a sigmoid or a softmax by hand. A name stands for
+its definition in the same function, if that is certain. Only names and the form of the code are read here: the run with
+the new text has to show that it means the same.
 """
 
 from __future__ import annotations
@@ -10,27 +12,48 @@ import ast
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
+from nandoctor.changes.definitions import Definitions, calls_in
 from nandoctor.changes.editor import HAS_EFFECTS, Editor
 from nandoctor.changes.expression import Expression, number_in
-from nandoctor.changes.source_tree import CannotWriteError, name_called, names_in
-from nandoctor.changes.text_lines import grouped, is_closed, negated, on_one_line, parse_expression
+from nandoctor.changes.given_probabilities import GivenProbabilities
+from nandoctor.changes.shares import sides_of_quotient
+from nandoctor.changes.source_tree import CannotWriteError, names_in
+from nandoctor.changes.text_lines import grouped, negated, on_one_line, parse_expression
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.trace import OpCall
-from nandoctor.fixes.log_text import Log, even_log, excess_log, functional_in, slope_log, softplus_of
-from nandoctor.fixes.source_definitions import Definitions, GivenProbabilities, calls_in
-from nandoctor.fixes.source_shares import is_zero, sides_of_quotient
-from nandoctor.ops import CASTS, GROWING_ON_BOTH_SIDES, MOVES
+from nandoctor.ops import CASTS, MOVES
 
 _OPERATORS: dict[type, str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
 _UNTRACED_CASTS = frozenset({"float", "double", "clone", "contiguous"}) | CASTS
 _PUTS_ZEROS = frozenset({"dropout", "pad", "constant_pad_nd"})  # applied to a logarithm, they put 0 instead of -inf
 _MOVES = (MOVES - _PUTS_ZEROS) | {"diagonal", "masked_select", "index_select", "take_along_dim", "swapaxes"}
 _MOVES_AND_CASTS = _MOVES | _UNTRACED_CASTS
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isfinite", "logical_not", "logical_and", "logical_or"})
-_MAKES_FLAGS = frozenset({"eye", "one_hot", "ones", "ones_like", "new_ones"})
 _BINDS_LOOSELY = (ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda)
-_Form = Callable[[ast.expr], Log | None]
+_FUNCTIONAL = ("import torch.nn.functional as F\n", "from torch.nn import functional as F\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Log:
+    """The text of a logarithm; `is_low` if it may be in half precision.
+
+    If it is the logsumexp over `dims` of a text, `terms` is that text; with `dims` None it is the softplus of `terms`.
+    `terms` is "" for any other logarithm.
+    """
+
+    text: str
+    is_low: bool = False
+    terms: str = ""
+    dims: tuple[str, ...] | None = None
+
+    @property
+    def wide(self) -> str:
+        """The text cast to fp32, for a function that autocast runs in its input's format."""
+        return f"{grouped(self.text)}.float()" if self.is_low else self.text
+
+
+_Form = Callable[[ast.expr], _Log | None]
 
 
 class LogSpace:
@@ -45,10 +68,10 @@ class LogSpace:
         self._calls = dict(calls_in(change, function, ops))
         self._place: ast.AST = node
         self._hoisted: dict[ast.AST, tuple[str, str]] = {}
-        self._before: dict[ast.AST, dict[str, str]] = {}
         self._through: dict[ast.Assign, None] = {}
         self._sources: set[ast.AST] = set()
-        self._probabilities, self._functional = GivenProbabilities(change), functional_in(tree.text)
+        self._probabilities = GivenProbabilities(change)
+        self._functional = "F" if any(line in tree.text for line in _FUNCTIONAL) else "torch.nn.functional"
 
     def write_logs(self, node: ast.AST, *, everywhere: bool) -> None:
         """Write the logarithm at a node, and take out the assignments that are unread then.
@@ -80,16 +103,10 @@ class LogSpace:
         log = self._log_of(divisor)
         if log is None:
             raise CannotWriteError
-        self._change_texts({node: self._ratio(numerator, log)})
+        self._change_texts({node: self._share(numerator, log)})
 
-    def _ratio(self, numerator: ast.expr, divisor: Log) -> str:
-        if isinstance(numerator, ast.BinOp) and isinstance(numerator.op, ast.Mult):
-            for share, other in ((numerator.left, numerator.right), (numerator.right, numerator.left)):
-                if self._log_of(numerator) is None and self._log_of(share) is not None:
-                    return f"{grouped(self._change.code(other))} * {self._share(share, divisor)}"
-        return self._share(numerator, divisor)
-
-    def _share(self, numerator: ast.expr, divisor: Log) -> str:
+    def _share(self, numerator: ast.expr, divisor: _Log) -> str:
+        """Return the text of a quotient: a sigmoid or softmax by hand, or any other."""
         is_softplus = divisor.terms and divisor.dims is None
         if number_in(numerator) == 1 and is_softplus:
             return f"torch.sigmoid({negated(divisor.terms)})"
@@ -112,7 +129,7 @@ class LogSpace:
                 self._change.replace(node, name, (f"{name} = {code}",))
         for node, text in texts.items():
             if not self._change.is_replaced(node):
-                self._change.replace(node, text, self._before.get(node, {}).values())
+                self._change.replace(node, text)
         self._probabilities.provide(texts)
         for statement in self._definitions.unread(self._through, texts, read):
             self._change.remove(statement)
@@ -127,13 +144,13 @@ class LogSpace:
             elif isinstance(taken, ast.UnaryOp) and isinstance(taken.op, ast.USub):
                 made = self._log_of_rest(taken.operand)
             elif (exponent := self._log_of(taken)) is not None:
-                made = softplus_of(exponent, self._functional)
+                made = self._softplus_of(exponent)
         if made is None:
             return None
-        is_given = isinstance(parse_expression(made.text), (ast.Name, ast.Attribute, ast.Subscript))
+        is_given = isinstance(parse_expression(made.text), ast.Name | ast.Attribute | ast.Subscript)
         return f"{made.text}.clone()" if is_given and not made.is_low else made.wide
 
-    def _log_of(self, node: ast.expr) -> Log | None:  # noqa: PLR0911 - a table
+    def _log_of(self, node: ast.expr) -> _Log | None:
         """Return the logarithm of an expression, None if no better form of it is known."""
         node = self._probability_or(self._resolved(node))
         name, expression = self._named_op(node)
@@ -141,51 +158,34 @@ class LogSpace:
             return self._moved(node, name, expression, self._log_of)
         if name == "exp":
             return self._leaf(expression.argument_node("self"))
-        if name in ("masked_fill", "where"):
-            return self._masked(node, expression, "self" if name == "masked_fill" else "other")
         if name in ("softmax", "sigmoid"):
             return self._of_probability(expression, name)
-        if name in ("sum", "mean", "cumsum", "prod", "logsumexp"):
-            return self._reduced(expression, name)
+        if name == "sum":
+            return self._summed(expression)
+        if isinstance(node, ast.BinOp):
+            return self._of_operator(node, name)
+        return None
+
+    def _of_operator(self, node: ast.BinOp, name: str) -> _Log | None:
+        """Return the logarithm of a product, a quotient, a sum of two, or 1 minus something."""
         if name in ("mul", "div", "reciprocal"):
             return self._joined(node, "+" if name == "mul" else "-")
         if name == "add":
             return self._added(node)
-        if name in ("sub", "rsub") and isinstance(node, ast.BinOp) and number_in(node.left) == 1:
-            return self._log_of_rest(node.right)
-        if name == "expm1":
-            return excess_log(self._leaf(expression.argument_node("self")))
-        if name == "sub" and isinstance(node, ast.BinOp) and number_in(node.right) == 1:
-            power, inner = self._named_op(self._resolved(node.left))
-            return excess_log(self._leaf(inner.argument_node("self"))) if power == "exp" else None
-        if name in GROWING_ON_BOTH_SIDES - {"sinh"}:
-            return even_log(name, self._name(expression.argument_node("self")))
-        if name == "sqrt":
-            half = self._log_of(expression.argument_node("self"))
-            return None if half is None else Log(text=f"0.5 * {grouped(half.text)}", is_low=half.is_low)
-        return None
+        is_rest = name in ("sub", "rsub") and number_in(node.left) == 1
+        return self._log_of_rest(node.right) if is_rest else None
 
-    def _masked(self, node: ast.expr, expression: Expression, argument: str) -> Log | None:
-        """Return the logarithm of an expression in which a mask puts 0."""
-        kept, put = expression.argument_node(argument), expression.argument_node("value")
-        if argument == "other" and is_zero(kept):
-            kept, put = put, kept
-        log = self._log_of(kept) if is_zero(put) else None
-        if log is None or not self._is_known_here(node, without=kept):
-            return None
-        return Log(text=self._change.code(node, {kept: grouped(log.text), put: "-torch.inf"}), is_low=log.is_low)
-
-    def _of_probability(self, expression: Expression, name: str) -> Log:
+    def _of_probability(self, expression: Expression, name: str) -> _Log:
         logit = self._leaf(expression.argument_node("self"))
         if name == "sigmoid":
-            return Log(text=f"{self._functional}.logsigmoid({logit.wide})")
+            return _Log(text=f"{self._functional}.logsigmoid({logit.wide})")
         dims = expression.texts_after_first()
         if not dims:  # an nn.Softmax has its own dim
             assert expression.op is not None
             dims = [f"dim={value:g}" for key, value in expression.op.scalars if key == "dim"]
-        return Log(text=f"torch.log_softmax({', '.join([logit.text, *dims])})")
+        return _Log(text=f"torch.log_softmax({', '.join([logit.text, *dims])})")
 
-    def _log_of_rest(self, node: ast.expr) -> Log | None:
+    def _log_of_rest(self, node: ast.expr) -> _Log | None:
         """Return the logarithm of 1 minus an expression."""
         node = self._probability_or(self._resolved(node))
         name, expression = self._named_op(node)
@@ -193,17 +193,14 @@ class LogSpace:
             return self._moved(node, name, expression, self._log_of_rest)
         if name == "sigmoid":
             logit = self._leaf(expression.argument_node("self"))
-            return Log(text=f"{self._functional}.logsigmoid({negated(logit.wide)})")
-        if name == "pow" and expression.op is not None and ("exponent", 2.0) in expression.op.scalars:
-            name, squared = self._named_op(self._resolved(expression.argument_node("self")))
-            return slope_log(self._name(squared.argument_node("self")), self._functional) if name == "tanh" else None
+            return _Log(text=f"{self._functional}.logsigmoid({negated(logit.wide)})")
         if name == "exp":
-            return Log(text=f"torch.log(-torch.expm1({self._leaf(expression.argument_node('self')).wide}))")
+            return _Log(text=f"torch.log(-torch.expm1({self._leaf(expression.argument_node('self')).wide}))")
         if name in ("sub", "rsub") and isinstance(node, ast.BinOp) and number_in(node.left) == 1:
             return self._log_of(node.right)
         return None
 
-    def _moved(self, node: ast.expr, name: str, expression: Expression, form: _Form) -> Log | None:
+    def _moved(self, node: ast.expr, name: str, expression: Expression, form: _Form) -> _Log | None:
         """Return the form of what an op only moves or casts, moved in the same way."""
         subject = expression.argument_node("self")
         made = form(subject)
@@ -212,136 +209,72 @@ class LogSpace:
         if not self._is_known_here(node, without=subject):
             raise CannotWriteError
         text = self._change.code(node, {subject: grouped(made.text)})
-        return Log(text=text, is_low=made.is_low)
+        return _Log(text=text, is_low=made.is_low)
 
-    def _reduced(self, expression: Expression, name: str) -> Log | None:
-        log = self._log_of(expression.argument_node("self"))
-        if log is None or name == "logsumexp":
+    def _summed(self, expression: Expression) -> _Log | None:
+        subject = expression.argument_node("self")
+        log = self._log_of(subject)
+        if log is None:
             return None
-        dims = expression.texts_after_first()
-        if not self._is_known_here(expression.node, without=expression.argument_node("self")):
+        if not self._is_known_here(expression.node, without=subject):
             raise CannotWriteError
-        if name == "prod":
-            return Log(text=f"{grouped(log.text)}.sum({', '.join(dims)})")
-        if name == "cumsum":
-            return Log(text=f"torch.logcumsumexp({', '.join([log.wide, *dims])})")
-        if name == "mean" and not log.text.isidentifier():  # its size is read as well
-            log = self._named_before(log, "logits")
+        dims = expression.texts_after_first()
         given = [log.wide, *dims] if dims else [f"{grouped(log.wide)}.flatten()", "0"]
-        text = f"torch.logsumexp({', '.join(given)})"
-        if name == "sum":
-            return Log(text=text, terms=log.text, dims=tuple(dims))
-        dim = next((text.removeprefix("dim=") for text in dims if not text.startswith("keepdim")), None)
-        size = f"{log.text}.numel()" if dim is None else f"{log.text}.shape[{dim}]"
-        count = f"math.log({size})" if "math" in self._tree.global_imports else f"torch.tensor({size}).log()"
-        return Log(text=f"{text} - {count}")
+        return _Log(text=f"torch.logsumexp({', '.join(given)})", terms=log.text, dims=tuple(dims))
 
-    def _joined(self, node: ast.expr, sign: str) -> Log | None:
+    def _joined(self, node: ast.BinOp, sign: str) -> _Log | None:
         """Return the logarithm of a product or a quotient."""
-        if not isinstance(node, ast.BinOp):
-            return None
         logs = self._logs_of_sides(node)
         if logs is None:
             return None
         left, right = logs
         if left.text == "0":
-            return Log(text=right.text if sign == "+" else negated(right.text), is_low=right.is_low)
+            return _Log(text=right.text if sign == "+" else negated(right.text), is_low=right.is_low)
         if right.text == "0":
             return left
         closed = grouped(right.text) if sign == "-" else right.text
-        return Log(text=f"{left.wide} {sign} {closed}")
+        return _Log(text=f"{left.wide} {sign} {closed}")
 
-    def _logs_of_sides(self, node: ast.BinOp) -> tuple[Log, Log] | None:
+    def _logs_of_sides(self, node: ast.BinOp) -> tuple[_Log, _Log] | None:
         """Return the logarithms of both operands; None if neither has a better form, or one may be negative."""
-        logs = {side: self._log_of(side) for side in (node.left, node.right)}
-        if not any(logs.values()) or not all(log or self._is_mask(node, side) for side, log in logs.items()):
-            return None
-        left, right = (log or self._plain_log(side) for side, log in logs.items())
-        return left, right
+        logs = [self._log_of(side) or _log_of_number(side) for side in (node.left, node.right)]
+        are_numbers = [number_in(side) is not None for side in (node.left, node.right)]
+        left, right = logs
+        return None if left is None or right is None or all(are_numbers) else (left, right)
 
-    def _is_mask(self, node: ast.BinOp, side: ast.expr) -> bool:
-        """Return True if an operand is a positive number or a mask: any other may be negative in the next batch."""
-        if (number := number_in(side)) is not None:
-            return number > 0
-        call = self._calls.get(node)
-        taken = call.inputs[-1 if side is node.right else 0].stats if call is not None and call.inputs else None
-        if taken is None:
-            return self._is_mask_expression(side, is_flags=False)
-        if taken.min is None or taken.min < 0 or not taken.p05 == taken.max == 1:
-            return False  # a mask's non-zero values are all 1, and so is their 5 % quantile
-        return self._is_mask_expression(side, is_flags=taken.min == 0)
-
-    def _is_mask_expression(self, node: ast.expr, *, is_flags: bool) -> bool:
-        """Return True for a comparison or, if `is_flags`, an argument; also if moved, cast or subtracted from 1."""
-        node = self._resolved(node)
-        name, expression = self._named_op(node)
-        if isinstance(node, ast.BinOp):
-            is_rest = isinstance(node.op, ast.Sub) and number_in(node.left) == 1
-            return is_rest and self._is_mask_expression(node.right, is_flags=is_flags)
-        made_by = name_called(node)
-        if name in _MOVES_AND_CASTS or made_by in ("tril", "triu"):
-            return self._is_mask_expression(expression.argument_node("self"), is_flags=is_flags)
-        is_made = made_by in _MAKES_FLAGS or (is_flags and isinstance(node, ast.Name))
-        return is_made or isinstance(node, ast.Compare) or name in _COMPARISONS
-
-    def _added(self, node: ast.expr) -> Log | None:
+    def _added(self, node: ast.BinOp) -> _Log | None:
         """Return the logarithm of a sum of two: 1 and an exponential, or two exponentials."""
-        if not isinstance(node, ast.BinOp):
-            return None
         for number, other in ((node.left, node.right), (node.right, node.left)):
             if number_in(number) is not None:
                 log = self._log_of(other)
-                return softplus_of(log, self._functional) if log is not None and number_in(number) == 1 else None
+                return self._softplus_of(log) if log is not None and number_in(number) == 1 else None
         logs = self._logs_of_sides(node)
-        return None if logs is None else Log(text=f"torch.logaddexp({logs[0].wide}, {logs[1].wide})")
+        return None if logs is None else _Log(text=f"torch.logaddexp({logs[0].wide}, {logs[1].wide})")
 
-    def _plain_log(self, node: ast.expr) -> Log:
-        number = number_in(node)
-        if number is not None:
-            if number <= 0:
-                raise CannotWriteError
-            shown = f"math.log({self._change.code(node)})" if "math" in self._tree.global_imports else None
-            return Log(text="0" if number == 1 else shown or f"{math.log(number):.8g}")
-        text = self._leaf(node).text
-        return Log(text=f"torch.log({text[1:-1] if is_closed(text) else text})")
+    def _softplus_of(self, exponent: _Log) -> _Log:
+        """Return log(1 + exp(exponent))."""
+        return _Log(text=f"{self._functional}.softplus({exponent.wide})", terms=exponent.text)
 
-    def _leaf(self, node: ast.expr) -> Log:
+    def _leaf(self, node: ast.expr) -> _Log:
         """Return the text of an expression as it can be read at the logarithm; a call in it is made only once."""
         if self._tree.scope_of(node) is not self._function:
-            return Log(text=self._probabilities.name_of(node), is_low=self._is_low(node))
+            return _Log(text=self._probabilities.name_of(node), is_low=self._is_low(node))
         self._sources.add(node)
         has_effects = any(isinstance(below, HAS_EFFECTS) for below in ast.walk(node))
         if not (self._place in self._tree.ancestors(node) if has_effects else self._is_known_here(node)):
             return self._hoist(node)
         code = self._change.code(node)
-        is_loose = isinstance(node, _BINDS_LOOSELY)
-        return Log(text=f"({code})" if is_loose else code, is_low=self._is_low(node))
+        return _Log(text=f"({code})" if isinstance(node, _BINDS_LOOSELY) else code, is_low=self._is_low(node))
 
-    def _name(self, node: ast.expr) -> Log:
-        """Return the text of an expression that is read twice: a new name for it, unless it is a name."""
-        is_name = isinstance(parse_expression(self._leaf(node).text), (ast.Name, ast.Attribute))
-        return self._leaf(node) if is_name else self._hoist(node)
-
-    def _hoist(self, node: ast.expr) -> Log:
+    def _hoist(self, node: ast.expr) -> _Log:
         """Return a name for an expression, which is assigned before its statement."""
-        is_view = isinstance(node, (ast.Name, ast.Attribute)) or self._named_op(node)[0] in _MOVES_AND_CASTS
+        is_view = isinstance(node, ast.Name | ast.Attribute) or self._named_op(node)[0] in _MOVES_AND_CASTS
         if self._tree.statement_of(node) is None or (is_view and self._definitions.is_written_into(node)):
             raise CannotWriteError
-        code = self._change.code(node)
-        if self._place in self._tree.ancestors(node):  # the logarithm around it is rewritten as a whole
-            return self._named_before(Log(text=code, is_low=self._is_low(node)), "value")
         if node not in self._hoisted:
             name = self._change.new_name("logits", node)
-            self._hoisted[node] = name, on_one_line(code)
-        return Log(text=self._hoisted[node][0], is_low=self._is_low(node))
-
-    def _named_before(self, log: Log, wanted: str) -> Log:
-        """Return a name for a value, which is assigned before the rewritten statement."""
-        if self._tree.statement_of(self._place) is None:
-            raise CannotWriteError
-        name = self._change.new_name(wanted, self._place)
-        self._before.setdefault(self._place, {})[name] = f"{name} = {log.text}"
-        return Log(text=name, is_low=log.is_low)
+            self._hoisted[node] = name, on_one_line(self._change.code(node))
+        return _Log(text=self._hoisted[node][0], is_low=self._is_low(node))
 
     def _is_low(self, node: ast.expr) -> bool:
         """Return True if the op that takes this expression took it in half precision."""
@@ -355,7 +288,7 @@ class LogSpace:
             return self._place in self._tree.ancestors(node) or self._definitions.means_the_same(node, self._place)
         return all(
             child is without or self._is_known_here(child, without if without in ast.walk(child) else None)
-            for child in placed_below(node)
+            for child in _placed_below(node)
         )
 
     def _resolved(self, node: ast.expr) -> ast.expr:
@@ -382,15 +315,22 @@ class LogSpace:
         if isinstance(node, ast.Subscript):
             name = "select"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            name = node.func.attr
-            name = name if name in _MOVES_AND_CASTS else ""
+            name = node.func.attr if node.func.attr in _MOVES_AND_CASTS else ""
         return name, Expression(self._change, node, None, name)
 
 
-def placed_below(node: ast.AST) -> Iterator[ast.AST]:
+def _log_of_number(node: ast.expr) -> _Log | None:
+    """Return the logarithm of a positive number, None for anything else: it may be negative in the next batch."""
+    number = number_in(node)
+    if number is None or number <= 0:
+        return None
+    return _Log(text="0" if number == 1 else f"{math.log(number):.8g}")
+
+
+def _placed_below(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes directly below one that have a place in the text."""
     for child in ast.iter_child_nodes(node):
         if hasattr(child, "lineno"):
             yield child
         else:
-            yield from placed_below(child)
+            yield from _placed_below(child)

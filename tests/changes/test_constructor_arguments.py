@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from nandoctor.evidence.edits import SetAttribute
-from nandoctor.fixes.constructor_arguments import describe_argument
+from nandoctor.changes.constant import SetAttribute
 
 
 class Norm(nn.Module):
@@ -29,7 +28,7 @@ HERE = f"(its default is in line {LINE} of {Path(__file__).name})"
 
 def comment(model, name, was):
     edit = SetAttribute(type=type(model).__name__, name=name, was=was, value=1e-4)
-    return describe_argument(edit, nn.Sequential(nn.ReLU(), model))
+    return edit.snippet(nn.Sequential(nn.ReLU(), model)).text.partition(f"module.{name} = 1e-4\n")[2]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,207 @@
+"""Clamp an op's argument or its result: to bounds, off zero, or where it is NaN."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, ClassVar, Literal
+
+from nandoctor.changes.empty_average import write_zero
+from nandoctor.changes.expression import Expression
+from nandoctor.changes.places import ancestors, in_place
+from nandoctor.changes.probes import edges_kept_off, text_at_edges, text_past_bound
+from nandoctor.changes.running_op import RunningOp, is_tensor
+from nandoctor.changes.source_tree import FUNCTIONS, CannotWriteError, name_called
+from nandoctor.changes.source_writer import SourceWriter
+from nandoctor.changes.text_lines import grouped
+from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
+from nandoctor.evidence.formats import FORMATS
+from nandoctor.evidence.trace import OpCall
+from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, EXPONENTIALS, MAXIMA, MOVES
+from nandoctor.text import constant
+
+_BINARY = frozenset({"add", "sub", "mul", "div"})
+
+
+@kind_of_change
+class ClampArgument(SingleEdit):
+    """Clamp an op's tensor argument to [low, high]; None leaves that side open.
+
+    An `argument` of "" stands for the op's result. With `keeps_sign`, only values nearer to zero than `low` become
+    `low`. With `nan`, `fill` replaces NaN in the argument, or in a result of arguments without NaN.
+    """
+
+    size: ClassVar[int] = 2
+    is_inner: ClassVar[bool] = True
+
+    kind: Literal["clamp"] = "clamp"
+    site: OpSite
+    argument: str
+    low: float | None = None
+    high: float | None = None
+    nan: bool = False
+    fill: float = 0.0
+    keeps_sign: bool = False
+
+    @property
+    def title(self) -> str:
+        """What is clamped, to what, and where."""
+        return f"{self._in_words()}{in_place(self.site)}"
+
+    def _in_words(self) -> str:
+        what, op = _argument_in_words(self.site.op, self.argument), self.site.op
+        if self.nan and self.argument:
+            return f"Use 0 for NaN in {what} of {op}, which a mask leaves out later"
+        if self.nan:
+            return f"Use 0 where {op} has no value"
+        if self.keeps_sign and self.low is not None:
+            if self.low == 1:
+                return f"Replace {what} of {op} by 1 where it is 0"
+            return f"Keep {what} of {op} at least {constant(self.low)} away from 0"
+        return f"Clamp {what} of {op} to {self._bounds_in_words()}"
+
+    def _bounds_in_words(self) -> str:
+        if self.low is not None and self.high is not None:
+            return f"{constant(self.low)} to {constant(self.high)}"
+        return f"at least {constant(self.low)}" if self.low is not None else f"at most {self.high:g}"
+
+    @property
+    def edges(self) -> tuple[float, ...]:
+        """The edges of the domain that the bounds keep the argument off."""
+        return () if self.keeps_sign else edges_kept_off(self.site.op, self.argument, self.low, self.high)
+
+    @property
+    def bound(self) -> float | None:
+        """The upper bound of an exponent."""
+        return self.high if self.site.op in EXPONENTIALS and self.argument != "exponent" else None
+
+    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+        """Run the op with the argument clamped, or clamp its result."""
+        yield self.site, self._run
+
+    def _run(self, op: RunningOp) -> Any:
+        if self.argument:
+            given = op.argument(self.argument)
+            return op.run() if given is None else op.run(**{self.argument: self._clamped(given)})
+        hides = self.nan and any(bool(taken.isnan().any()) for _, taken in op.tensors())
+        return op.run() if hides else op.each(self._clamped, op.run())
+
+    def _clamped(self, value: Any) -> Any:
+        if not is_tensor(value) or str(value.dtype) == "torch.bool":
+            return value
+        if self.keeps_sign and self.low is not None:
+            return value.where(~(value.abs() < self.low), self.low)
+        if not value.is_floating_point():
+            return value.clamp(self.low, self.high)
+        if self.nan:
+            value = value.where(~value.isnan(), self.fill)
+        # A bound that the format cannot hold never binds; torch refuses it.
+        limit = FORMATS[str(value.dtype).removeprefix("torch.")].max
+        low, high = (bound if bound is not None and abs(bound) <= limit else None for bound in (self.low, self.high))
+        return value if low is None and high is None else value.clamp(low, high)
+
+    def works_in_place(self, *, has_out: bool) -> bool:
+        """Return True if an argument is clamped: its memory stays the same."""
+        return self.argument != ""
+
+    def write(self, source: SourceWriter) -> None:
+        """Write the clamp around the argument, or around the op."""
+        expression = source.open(self.site)
+        source.places[self] = {expression.node}
+        self._write_at(source, expression)
+
+    def write_beside(self, source: SourceWriter) -> None:
+        """Clamp the other arguments with which the statement calls the function, unless an edit of their own does."""
+        expression = source.open(self.site) if self.edges else None
+        for other in _others_like(source, expression, self.site.op) if expression is not None else ():
+            if not any(other.node in nodes for nodes in source.places.values()):
+                with suppress(CannotWriteError):
+                    self._write_at(source, other)
+                    source.places[self].add(other.node)
+
+    def _write_at(self, source: SourceWriter, expression: Expression) -> None:
+        if self.nan and not self.argument:
+            write_zero(expression)
+            return
+        target = expression.argument_node(self.argument) if self.argument else expression.node
+        if not isinstance(target, ast.expr):
+            raise CannotWriteError
+        taken, writes = self.probed(source, expression.code(target)), writes_to(expression, self.argument)
+        if writes and taken != expression.code(target):
+            taken = f"{read_twice(expression, target)}.copy_({taken})"
+        if self.keeps_sign and self.low is not None:
+            self._write_off_zero(expression, target, taken, writes=writes)
+            return
+        text = f"{grouped(taken)}.{self._call(writes=writes)}" if source.probe != "past bound alone" else taken
+        expression.replace_arguments({target: text})
+
+    def _call(self, *, writes: bool) -> str:
+        """Return the call of the method that clamps."""
+        mark = "_" if writes else ""
+        if self.nan:
+            return f"nan_to_num{mark}(0.0)"
+        bounds = {"min": self.low, "max": self.high}
+        given = ", ".join(f"{name}={constant(value)}" for name, value in bounds.items() if value is not None)
+        return f"clamp{mark}({given})"
+
+    def _write_off_zero(self, expression: Expression, target: ast.expr, taken: str, *, writes: bool) -> None:
+        assert self.low is not None
+        wanted = "second" if self.argument == "other" and self.site.op not in DIVISIONS else "divisor"
+        first, again, before = expression.editor.named(target, taken, wanted)
+        low = constant(self.low)
+        read = again if writes else first
+        is_near = f"{read} == 0" if self.low == 1 else f"{read}.abs() < {low}"  # a count below 1 is 0
+        text = f"{first}.masked_fill_({is_near}, {low})" if writes else f"torch.where({is_near}, {low}, {again})"
+        expression.replace_arguments({target: text}, before)
+
+    def probed(self, source: SourceWriter, text: str) -> str:
+        """Return the text of the argument, moved to an edge or past the bound if the writer probes that."""
+        if source.probe == "edge":
+            return text_at_edges(text, self.site.op, self.edges) if self.edges else text
+        return text_past_bound(text, self.bound) if source.probe is not None and self.bound is not None else text
+
+
+def writes_to(expression: Expression, argument: str) -> bool:
+    """Return True if the op writes to the argument, like `x.log_()`: a copy in its place would not be written to."""
+    return argument in ("self", "input") and name_called(expression.node).endswith("_")
+
+
+def read_twice(expression: Expression, node: ast.expr) -> str:
+    """Return the text of a name or attribute, which can be read twice. Raises CannotWriteError for anything else."""
+    if not isinstance(node, ast.Name | ast.Attribute):
+        raise CannotWriteError
+    return expression.code(node)
+
+
+def _argument_in_words(op: str, argument: str) -> str:
+    if argument == "other":
+        return "the divisor" if op in ("div", "true_divide") else "the second argument"
+    if argument in ("", "self", "input"):
+        return "the first argument" if op in _BINARY else "the argument"
+    return f"the {argument}" if argument == "exponent" else argument
+
+
+def _others_like(source: SourceWriter, expression: Expression, name: str) -> Iterator[Expression]:
+    """Yield the statement's other calls of the same function: another batch may be on the edge there."""
+    change, ops = expression.editor, {op.order: op for op in source.ops}
+    tree, seen = change.tree, {expression.node}
+    place = tree.statement_of(expression.node) or tree.scope_of(expression.node)
+    for op in source.ops if not isinstance(place, (*FUNCTIONS, ast.Module)) else ():
+        node = change.find(op.source) if op.op == name and op.source is not None else None
+        if node is None or node in seen or (tree.statement_of(node) or tree.scope_of(node)) is not place:
+            continue
+        seen.add(node)
+        if isinstance(node, ast.Call) and name_called(node).rstrip("_") != name:
+            continue  # another function calls the op, and its arguments may be anything
+        if not _is_kept_off_zero(op, ops):
+            yield Expression(change, node, op)
+
+
+def _is_kept_off_zero(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
+    """Return True if the op's input is bounded from below, has a positive number added, or is an exponential."""
+    maker = next(ancestors(ops, op.inputs[0], 4, through=MOVES | CASTS), None)
+    if maker is None:
+        return False
+    scalars = dict(maker.scalars).values()
+    return maker.op == "exp" or (maker.op in CLAMPS | MAXIMA | {"add"} and max(scalars, default=0.0) > 0)

@@ -1,0 +1,156 @@
+"""Change a constant: a number among an op's arguments, a number that modules keep, or a flag."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from nandoctor.changes.places import cell_name, in_place, place_of
+from nandoctor.changes.running_op import RunningOp
+from nandoctor.changes.source_tree import CannotWriteError
+from nandoctor.changes.source_writer import SourceWriter
+from nandoctor.evidence.edits import OpSite, SingleEdit, Snippet, kind_of_change
+from nandoctor.evidence.formats import LARGEST_EPS
+from nandoctor.source_files import is_installed
+from nandoctor.text import constant
+
+_CLOSE = 1e-6
+
+
+@kind_of_change
+class SetArgument(SingleEdit):
+    """Replace a number among an op's arguments, named as in the op's schema: the 1e-8 of `x + 1e-8`.
+
+    Only an argument that `was` this number is replaced. A `value` of None stands for the lowest number of the op's
+    format, `torch.finfo(x.dtype).min`.
+    """
+
+    is_inner: ClassVar[bool] = True
+
+    kind: Literal["set-argument"] = "set-argument"
+    site: OpSite
+    argument: str
+    was: float
+    value: float | None
+
+    @property
+    def title(self) -> str:
+        """The new number and the old one."""
+        new = "the lowest number of its format" if self.value is None else constant(self.value)
+        what = "an eps of " if self.value is not None and 0 < self.was <= LARGEST_EPS else ""
+        return f"Use {what}{new} instead of {constant(self.was)} in {place_of(self.site) or self.site.op}"
+
+    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+        """Run the op with the new number."""
+        yield self.site, self._run
+
+    def _run(self, op: RunningOp) -> Any:
+        was = op.number(self.argument)
+        if was is None or not math.isclose(was, self.was, rel_tol=_CLOSE):
+            return op.run()
+        return op.run(**{self.argument: op.lowest() if self.value is None else self.value})
+
+    def works_in_place(self, *, has_out: bool) -> bool:
+        """Return True: the tensor that is written to stays the same."""
+        return True
+
+    def write(self, source: SourceWriter) -> None:
+        """Replace the number, or pass it as the `eps` of a torch function that has it as its default."""
+        expression = source.open(self.site)
+        change, constants = expression.editor, expression.constants(self.was)
+        source.places[self] = {expression.node}
+        value = f"torch.finfo({expression.argument('self')}.dtype).min" if self.value is None else constant(self.value)
+        if not constants and expression.takes_eps(self.was):  # the op is inside a torch function
+            change.replace(expression.node, expression.with_keyword("eps", value))
+            return
+        named = expression.argument_node(self.argument)
+        if len(constants) == 1:
+            change.replace(constants[0], value)
+        elif not constants and isinstance(named, ast.Name | ast.Attribute):
+            change.replace(named, value)
+        else:
+            raise CannotWriteError
+
+
+@kind_of_change
+class SetFlag(SingleEdit):
+    """Pass True for an op's argument that is False by default: `zero_infinity` of a CTC loss."""
+
+    kind: Literal["set-flag"] = "set-flag"
+    site: OpSite
+    argument: str
+
+    @property
+    def title(self) -> str:
+        """The call with the flag."""
+        return f"Call {self.site.op} with {self.argument}=True{in_place(self.site)}"
+
+    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+        """Run the op with the flag."""
+        yield self.site, lambda op: op.run(**{self.argument: True})
+
+    def write(self, source: SourceWriter) -> None:
+        """Add the keyword to the call."""
+        expression = source.open(self.site)
+        expression.editor.replace(expression.node, expression.with_keyword(self.argument, "True"))
+
+
+@kind_of_change
+class SetAttribute(SingleEdit):
+    """Set an attribute from what it `was` to `value` in every module of a class: `norm.eps = 1e-5`.
+
+    The engine does it before the run.
+    """
+
+    kind: Literal["set-attribute"] = "set-attribute"
+    type: str
+    name: str
+    was: float
+    value: float
+
+    @property
+    def title(self) -> str:
+        """The attribute, its new number and the old one."""
+        return f"Set {self.name} of {self.type} to {constant(self.value)} (was {constant(self.was)})"
+
+    def snippet(self, model: Any) -> Snippet:
+        """Return the lines that set it in a model that is built, with what to change where it is built."""
+        text = (
+            "for module in model.modules():\n"
+            f"    if type(module).__name__ == {self.type!r} and module.{self.name} == {constant(self.was)}:\n"
+            f"        module.{self.name} = {constant(self.value)}\n"
+        )
+        return Snippet(kind="snippet", text=text + self._describe_argument(model))
+
+    def _describe_argument(self, model: Any) -> str:
+        """Return a comment on how to build the modules with the new number; "" if their class takes none."""
+        kind = next((type(module) for module in model.modules() if type(module).__name__ == self.type), None)
+        try:
+            parameter = inspect.signature(kind.__init__).parameters[self.name]  # type: ignore[misc]
+        except (TypeError, ValueError, KeyError):
+            return ""
+        place = _place_of_default(kind, self.name) if parameter.default == self.was else ""
+        default = f" (its default is in {place})" if place else ""
+        return f"# To keep the change, build {self.type} with {self.name}={constant(self.value)}{default}.\n"
+
+
+def _place_of_default(kind: Any, name: str) -> str:
+    """Return the line with the default of the constructor's parameter, as "line 3 of net.py"; "" for a library's."""
+    try:
+        file = inspect.getsourcefile(kind.__init__) or ""
+        lines, first = inspect.getsourcelines(kind.__init__)
+        function = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    if not isinstance(function, ast.FunctionDef) or not file or is_installed(Path(file)):
+        return ""
+    named = [*function.args.posonlyargs, *function.args.args]
+    pairs = [*zip(reversed(named), reversed(function.args.defaults), strict=False)]
+    pairs += [(a, node) for a, node in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True) if node]
+    node = next((node for arg, node in pairs if arg.arg == name), None)
+    return f"line {first + node.lineno - 1} of {cell_name(file)}" if node is not None else ""

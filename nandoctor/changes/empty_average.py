@@ -1,0 +1,86 @@
+"""Writes 0 for the NaN of an empty average, but not for a NaN in the averaged values."""
+
+from __future__ import annotations
+
+import ast
+
+from nandoctor.changes.expression import Expression
+from nandoctor.changes.source_tree import name_called
+from nandoctor.changes.text_lines import grouped
+
+_PER_ELEMENT = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"}) | {
+    "binary_cross_entropy_with_logits"
+}
+_PER_LABEL = frozenset({"cross_entropy", "nll_loss"})
+_NOT_A_CLASS = "-100"
+
+
+def write_zero(expression: Expression) -> None:
+    """Divide by the number of values or 1; where these cannot be counted, replace NaN if no averaged value is NaN."""
+    if _write_loss(expression):
+        return
+    made_by, count = expression.op.op if expression.op is not None else "", _count_averaged(expression)
+    if made_by == "mean" and count is not None:
+        _write_mean(expression, count)
+    elif made_by in ("std", "var") and count is not None:
+        _write_spread(expression, count)
+    else:
+        _write_selection(expression)
+
+
+def _write_mean(expression: Expression, count: str) -> None:
+    averaged = expression.argument_node("self")
+    first, again, before = expression.editor.named(averaged, expression.code(averaged), "averaged")
+    total = f"{grouped(first)}.sum({', '.join(expression.texts_after_first())})"
+    expression.editor.replace(expression.node, f"{total} / max({again}.{count}, 1)", before)
+
+
+def _write_spread(expression: Expression, count: str) -> None:
+    """Write a spread that is 0 for a single value."""
+    subject = expression.argument_node("self")
+    first, again, before = expression.editor.computed_once(subject, "values")
+    text = expression.with_keyword("correction", f"min(1, {grouped(again)}.{count} - 1)", {subject: first})
+    expression.editor.replace(expression.node, text, before)
+
+
+def _write_selection(expression: Expression) -> None:
+    tensors = list(expression.tensors()) or [expression.argument_node("self")]  # an empty one has no numbers
+    change = expression.editor
+    named = {tensor: change.named(tensor, expression.code(tensor), "averaged") for tensor in tensors}
+    whole = expression.with_texts({tensor: again for tensor, (_, again, _) in named.items()})
+    first, again, before = change.named(expression.node, whole, "average")
+    spoiled = " | ".join(f"{text}.isnan().any()" for text, _, _ in named.values())
+    text = f"torch.where({spoiled}, {first}, {again}.nan_to_num(0.0, torch.inf, -torch.inf))"
+    statements = tuple(line for _, _, lines in named.values() for line in lines)
+    change.replace(expression.node, text, (*statements, *before))
+
+
+def _count_averaged(expression: Expression) -> str | None:
+    """Return what counts the values averaged along one or all dimensions; None if the op is called otherwise."""
+    given = expression.texts_after_first()
+    dims = [text.removeprefix("dim=") for text in given if not text.startswith("keepdim=")]
+    if len(dims) > 1 or not all(text.removeprefix("-").isdecimal() for text in dims):
+        return None
+    return f"shape[{dims[0]}]" if dims else "numel()"
+
+
+def _write_loss(expression: Expression) -> bool:
+    """Write an averaging loss that is 0 if it averages nothing; return False if it is called in another way."""
+    call, made_by = expression.node, expression.op.op if expression.op is not None else ""
+    if not isinstance(call, ast.Call) or any(isinstance(arg, ast.Starred) for arg in call.args):
+        return False
+    name, change = name_called(call), expression.editor
+    given = {item.arg: expression.code(item.value) for item in call.keywords}
+    if len(call.args) != 2 or expression.argument_node("self") is not call.args[0] or given.keys() - {"ignore_index"}:
+        return False
+    if name in _PER_ELEMENT:  # broadcast shapes have more losses than either has elements, so count the losses
+        first, again, before = change.named(call, expression.with_keyword("reduction", '"none"'), "losses")
+        change.replace(call, f"{first}.sum() / max({again}.numel(), 1)", before)
+        return True
+    if name in _PER_LABEL and made_by.startswith("nll_loss"):  # the target has labels, not probabilities
+        first, again, before = change.computed_once(call.args[1], "labels")
+        total = expression.with_keyword("reduction", '"sum"', {call.args[1]: first})
+        count = f"({again} != {given.get('ignore_index', _NOT_A_CLASS)}).sum().clamp(min=1)"
+        change.replace(call, f"{total} / {count}", before)
+        return True
+    return False

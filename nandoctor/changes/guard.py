@@ -1,0 +1,140 @@
+"""Give an op a constant value, and no gradient, where its argument is at a singular point."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import or_
+from typing import Any, ClassVar, Literal
+
+from nandoctor.changes.clamp import read_twice, writes_to
+from nandoctor.changes.editor import Texts
+from nandoctor.changes.expression import Expression, operator_of
+from nandoctor.changes.places import in_place
+from nandoctor.changes.probes import edges_kept_off, text_at_edges
+from nandoctor.changes.running_op import RunningOp, is_tensor
+from nandoctor.changes.source_tree import CannotWriteError, SourceTree, name_called
+from nandoctor.changes.source_writer import SourceWriter
+from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
+from nandoctor.text import constant
+
+
+@kind_of_change
+class GuardArgument(SingleEdit):
+    """Run an op on `safe` where its argument is not strictly between `low` and `high`; use `fill` as its result there.
+
+    If neither bound is given, zeros are replaced. NaN is kept. The argument is made safe before the op and the result
+    selected after it, so that no gradient passes through the point; why either one alone is not enough:
+    https://docs.jax.dev/en/latest/faq.html#gradients-contain-nan-where-using-where.
+    """
+
+    size: ClassVar[int] = 2
+    why: ClassVar[str] = (
+        "The argument is made safe before the op and its result selected after it: either one alone leaves NaN in the "
+        "gradient."
+    )
+
+    kind: Literal["guard"] = "guard"
+    site: OpSite
+    argument: str
+    safe: float
+    low: float | None = None
+    high: float | None = None
+    fill: float = 0.0
+
+    @property
+    def title(self) -> str:
+        """What the op is given, and where."""
+        ends = {"above": self.low, "below": self.high}
+        bounds = [f"{side} {constant(end)}" for side, end in ends.items() if end is not None]
+        where = f"is not {' and '.join(bounds)}" if bounds else "is 0"
+        what = "divisor" if self.argument == "other" else "argument"
+        return (
+            f"Give {self.site.op} the value {self.fill:g} and no gradient where its {what} {where}{in_place(self.site)}"
+        )
+
+    @property
+    def edges(self) -> tuple[float, ...]:
+        """The edges of the domain that are guarded."""
+        return edges_kept_off(self.site.op, self.argument, self.low, self.high)
+
+    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+        """Run the op on safe values, and put 0 where they are."""
+        yield self.site, self._run
+
+    def _run(self, op: RunningOp) -> Any:
+        given = op.argument(self.argument)
+        if not is_tensor(given):
+            return op.run()
+        ends = [given <= self.low] if self.low is not None else []
+        ends += [given >= self.high] if self.high is not None else []
+        outside = reduce(or_, ends or [given == 0])
+        made = op.run(**{self.argument: given.where(~outside, self.safe)})
+        return made.masked_fill_(outside, self.fill) if op.is_mutable else made.where(~outside, self.fill)
+
+    def works_in_place(self, *, has_out: bool) -> bool:
+        """Return False for an op with `out=`: selecting from its result would make another tensor."""
+        return self.argument != "" and not has_out
+
+    def write(self, source: SourceWriter) -> None:
+        """Write the same with `torch.where`, with the condition of a `where` that selects the op already."""
+        expression = source.open(self.site)
+        source.places[self] = {expression.node}
+        argument = expression.argument_node(self.argument)
+        if writes_to(expression, self.argument):  # torch.where would make another tensor than the op writes to
+            self._write_in_place(source, expression, argument)
+            return
+        is_selected = _selects_by(expression, self._condition(expression.operand(argument), inside=True))
+        text = expression.code(argument)
+        if source.probe == "edge" and self.edges:
+            text = text_at_edges(text, self.site.op, self.edges)
+        first, again, before = expression.editor.named(expression.node, text, "guarded")
+        if is_selected:
+            safe = f"torch.where({self._condition(first, again, inside=True)}, {again}, {self.safe})"
+            text = expression.with_texts({argument: safe})
+        else:
+            safe = f"torch.where({self._condition(again, inside=False)}, {self.safe}, {again})"
+            text = _filled_where(self._condition(first, again, inside=False), self.fill, expression, {argument: safe})
+        expression.editor.replace(expression.node, text, before)
+
+    def _write_in_place(self, source: SourceWriter, expression: Expression, argument: ast.expr) -> None:
+        if source.probe is not None:
+            raise CannotWriteError
+        kept, change = read_twice(expression, argument), expression.editor
+        first, again, before = change.named(expression.node, self._condition(kept, inside=False), "outside")
+        text = expression.with_texts({argument: f"{kept}.masked_fill_({first}, {self.safe})"})
+        change.replace(expression.node, f"{text}.masked_fill_({again}, {self.fill})", before)
+
+    def _condition(self, first: str, again: str = "", *, inside: bool) -> str:
+        """Return the condition that an argument is `inside` the bounds, strictly between the ends or not 0; or outside.
+
+        To be outside is false for NaN, which has to stay. `again` is the text for a second use, "" if it is the same.
+        """
+        above, below, at_zero, joint = (">", "<", "!=", " & ") if inside else ("<=", ">=", "==", " | ")
+        ends = [(sign, end) for sign, end in ((above, self.low), (below, self.high)) if end is not None]
+        pairs = zip((first, again or first), ends or [(at_zero, 0.0)], strict=False)
+        parts = [f"{text} {sign} {constant(end)}" for text, (sign, end) in pairs]
+        return joint.join(f"({part})" for part in parts) if len(parts) > 1 else parts[0]
+
+
+def _filled_where(condition: str, fill: float, expression: Expression, texts: Texts) -> str:
+    """Return an expression with another text for its argument, and `fill` where the condition holds."""
+    node = expression.node
+    if isinstance(node, ast.AugAssign):
+        made = f"{expression.operand(node.target)} {operator_of(node)} {next(iter(texts.values()))}"
+        return f"{expression.code(node.target)} = torch.where({condition}, {fill}, {made})"
+    changed = expression.with_texts(texts)
+    is_written = name_called(node).endswith("_")
+    return (
+        f"{changed}.masked_fill_({condition}, {fill})" if is_written else f"torch.where({condition}, {fill}, {changed})"
+    )
+
+
+def _selects_by(expression: Expression, condition: str) -> bool:
+    """Return True if an expression is the value that a `where` selects under exactly this condition."""
+    tree: SourceTree = expression.tree
+    call = next((parent for parent in tree.ancestors(expression.node) if isinstance(parent, ast.Call)), None)
+    arguments = [*call.args, *(item.value for item in call.keywords)] if call is not None else []
+    is_where = call is not None and tree.code(call.func).endswith("where") and len(arguments) == 3
+    return is_where and expression.node is arguments[1] and tree.code(arguments[0]) == condition

@@ -1,0 +1,184 @@
+"""Keep code in fp32: a module, an op, or the line of an op."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from typing import Any, ClassVar, Literal
+
+from nandoctor.changes.expression import Expression
+from nandoctor.changes.places import place_of
+from nandoctor.changes.running_op import RunningOp
+from nandoctor.changes.source_tree import CannotWriteError, SourceTree
+from nandoctor.changes.source_writer import SourceWriter
+from nandoctor.changes.text_lines import on_one_line
+from nandoctor.evidence.edits import OpSite, SingleEdit, Snippet, kind_of_change
+from nandoctor.evidence.trace import LOSS, SourceLine
+from nandoctor.ops import CASTS, PRODUCTS
+
+OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
+"""Turns autocast off for the ops inside, for the type of device that the training runs on."""
+_WIDEN = """def widen(module, args, kwargs):
+    def cast(value):
+        return value.float() if torch.is_tensor(value) and value.is_floating_point() else value
+
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+"""
+
+
+@kind_of_change
+class KeepModule(SingleEdit):
+    """Run a module in fp32 with autocast off: its inputs are widened, its output stays fp32.
+
+    With `children` False only the ops of its own forward run so; its children run under autocast as before. The engine
+    does it with hooks.
+    """
+
+    only_widens: ClassVar[bool] = True
+
+    kind: Literal["keep-module"] = "keep-module"
+    module: str
+    children: bool = True
+
+    @property
+    def title(self) -> str:
+        """The module, as people call it."""
+        return "Compute the loss in fp32" if self.module == LOSS else f"Keep {self.name} in fp32"
+
+    @property
+    def name(self) -> str:
+        """The module in words."""
+        if self.children:
+            return self.module or "the whole model"
+        return f"{self.module or 'the model'} without its submodules"
+
+    def write(self, source: SourceWriter) -> None:
+        """Put the whole forward outside autocast, and cast its low-precision arguments first."""
+        kept = {edit.module for edit in source.edits if isinstance(edit, KeepModule) and edit.children}
+        forward = source.forward_of(self.module, kept) if self.children else None
+        if forward is None:
+            raise CannotWriteError
+        change = source.file(forward.file)
+        function = change.tree.function_at(forward.line)
+        if function is None:
+            raise CannotWriteError
+        change.wrap(function, OUT_OF_AUTOCAST, tuple(f"{name} = {name}.float()" for name in forward.low))
+
+
+def modules_in_fp32(paths: Collection[str], *, has_low_weights: bool) -> Snippet:
+    """Return the lines that keep modules in fp32 by hooks."""
+    # The names may come from a stranger's dump: as JSON they are string literals, whatever they contain.
+    lines = [
+        "import torch\n\n",
+        _WIDEN,
+        f"\nfor name in {json.dumps(list(paths))}:",
+        "    module = model.get_submodule(name)",
+        '    module.forward = torch.autocast("cuda", enabled=False)(module.forward)',
+        "    module.register_forward_pre_hook(widen, with_kwargs=True)",
+    ]
+    if has_low_weights:
+        lines.append("    module.float()  # its weights are stored in half precision")
+    return Snippet(kind="snippet", text="\n".join(lines) + "\n")
+
+
+@kind_of_change
+class KeepOp(SingleEdit):
+    """Run an op, or a line, in fp32 with autocast off: inputs are widened, outputs stay fp32. Not for in-place ops."""
+
+    size: ClassVar[int] = 4
+    only_widens: ClassVar[bool] = True
+
+    kind: Literal["keep-op"] = "keep-op"
+    site: OpSite
+
+    @property
+    def title(self) -> str:
+        """The op and its line."""
+        site, place = self.site, place_of(self.site)
+        if site.op in CASTS:
+            return f"Cast to fp32 in {place}"
+        where = place or f"{site.op} in {site.module or 'the model'}"
+        has_column = site.op and site.source is not None and site.source.column is not None
+        return f"Compute {f'{site.op} in {place}' if has_column else where} in fp32"
+
+    @property
+    def is_line(self) -> bool:
+        """True if the whole line is kept in fp32."""
+        return self.site.source is not None and self.site.source.column is None
+
+    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+        """Run the op on wide operands; a cast to low precision gives its operand in fp32."""
+        yield self.site, self._run
+
+    def _run(self, op: RunningOp) -> Any:
+        made = op.run_in_fp32()
+        if op.name in CASTS and str(getattr(made, "dtype", "")) in ("torch.float16", "torch.bfloat16"):
+            _, taken = op.tensors()[0]  # the cast itself is the failing op
+            return taken.to(made.device).float()
+        return made
+
+    def write(self, source: SourceWriter) -> None:
+        """Cast the operands; put a product outside autocast, which would cast them back."""
+        if self.site.source is not None and self.is_line:
+            _write_line(source, self.site.source)
+            return
+        expression = source.open(self.site)
+        if self.site.op in CASTS:
+            expression.cast_to_fp32()
+            return
+        change, widened = expression.editor, expression.widened()
+        if expression.op is None or expression.op.op not in PRODUCTS:
+            change.replace(expression.node, widened)
+            return
+        statement = change.tree.statement_of(expression.node)
+        if statement is None:
+            raise CannotWriteError
+        if expression.is_whole(statement):
+            change.replace(expression.node, widened)
+            change.wrap(statement, OUT_OF_AUTOCAST)
+            return
+        name = change.new_name("product", expression.node)
+        before = f"{OUT_OF_AUTOCAST}\n{change.tree.unit}{name} = {on_one_line(widened)}"
+        change.replace(expression.node, name, (before,))
+
+
+def _write_line(source: SourceWriter, line: SourceLine) -> None:
+    """Put the whole statement outside autocast, and cast its tensors where their names are read."""
+    change = source.file(line.file)
+    tree = change.tree
+    statement = tree.statement_at(line.line)
+    if statement is None:
+        raise CannotWriteError
+    sources = ((op, op.source) for op in source.ops if op.source is not None and op.source.whole == line)
+    called = [Expression(change, node, op) for op, place in sources if (node := tree.find(place)) is not None]
+    for name in _tensor_names(tree, called) | set(_module_arguments(statement)):
+        if not change.is_replaced(name):
+            change.replace(name, f"{change.operand(name)}.float()")
+    for made in {item.node: item for item in called if item.op_name in CASTS}.values():
+        with suppress(CannotWriteError):  # a cast to another tensor's dtype stays
+            made.cast_to_fp32()
+    change.wrap(statement, OUT_OF_AUTOCAST)
+
+
+def _tensor_names(tree: SourceTree, called: Iterable[Expression]) -> set[ast.expr]:
+    """Return the names and attributes that the expressions took their low-precision tensors from."""
+    found: set[ast.expr] = set()
+    for expression in called:
+        written = {expression.node.target} if isinstance(expression.node, ast.AugAssign) else set()
+        found.update(set(expression.tensors()) - written)
+    above = {node: tree.parent(node) for node in found}
+    wide = {node for node, parent in above.items() if parent and tree.code(parent).endswith(".float")}
+    return {node for node in found - wide if isinstance(node, ast.Name | ast.Attribute)}
+
+
+def _module_arguments(statement: ast.stmt) -> Iterator[ast.Name]:
+    """Yield the names that a statement passes to submodules: the `x` of `self.norm(x)`."""
+    for call in (node for node in ast.walk(statement) if isinstance(node, ast.Call)):
+        function: ast.expr = call.func
+        while isinstance(function, ast.Attribute | ast.Subscript):
+            function = function.value
+        if isinstance(function, ast.Name) and function.id == "self":
+            given = (*call.args, *(item.value for item in call.keywords))
+            yield from (value for value in given if isinstance(value, ast.Name))

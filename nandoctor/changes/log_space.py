@@ -1,0 +1,51 @@
+"""Rewrite a logarithm or a quotient of exponentials in log space."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from nandoctor.changes.places import in_place, place_of
+from nandoctor.changes.shares import subtract_largest
+from nandoctor.changes.source_writer import SourceWriter
+from nandoctor.changes.stable_logs import LogSpace
+from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
+from nandoctor.ops import DIVISIONS
+
+
+@kind_of_change
+class StableLog(SingleEdit):
+    """Rewrite a logarithm or quotient at a site without its exponential or probability.
+
+    log(softmax) becomes log_softmax, log(sum(exp)) logsumexp, exp / sum(exp) softmax. The engine cannot apply it to a
+    run, so it is tried as text. With `everywhere`, all logarithms of the function are rewritten. At an exponential it
+    subtracts the largest exponent, which leaves the shares in a sum unchanged.
+    """
+
+    why: ClassVar[str] = "The result is computed without the number that rounds to 0 or overflows."
+    is_text_alone: ClassVar[bool] = True
+
+    kind: Literal["stable-log"] = "stable-log"
+    site: OpSite
+    everywhere: bool = False
+
+    @property
+    def title(self) -> str:
+        """What is computed in log space, and where."""
+        site = self.site
+        if site.op == "exp":
+            return f"Subtract the largest exponent before exp{in_place(site)}"
+        what = "the quotient" if site.op in DIVISIONS else "the logarithms" if self.everywhere else "the logarithm"
+        where = f"of the function at {place_of(site)}" if self.everywhere else f"in {place_of(site) or site.op}"
+        return f"Compute {what} {where} in log space"
+
+    def write(self, source: SourceWriter) -> None:
+        """Write the stable form."""
+        expression = source.open(self.site)
+        if self.site.op == "exp":
+            subtract_largest(expression, source.ops)
+            return
+        space = LogSpace(expression.editor, expression.node, source.ops)
+        if self.site.op in DIVISIONS:
+            space.write_ratio(expression.node)
+        else:
+            space.write_logs(expression.node, everywhere=self.everywhere)

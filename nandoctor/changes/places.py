@@ -1,0 +1,68 @@
+"""Places of changes: the site of an op, in words too, and the ops around it in the trace."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+
+from nandoctor.evidence.edits import OpSite
+from nandoctor.evidence.trace import OpCall, OpTensor
+from nandoctor.ops import SINGULAR_INPUTS
+from nandoctor.text import printable
+
+
+def site_of(op: OpCall) -> OpSite:
+    """Return the place in the code of a traced op."""
+    return OpSite(module=op.module, type=op.type, op=op.op, nth=op.nth, source=op.source)
+
+
+def place_of(site: OpSite) -> str:
+    """Return a site as "line 3 of net.py"; "" if its line is unknown."""
+    return "" if site.source is None else f"line {site.source.line} of {cell_name(site.source.file)}"
+
+
+def cell_name(file: str) -> str:
+    """Return IPython's name for the cell behind a code object's file, such as "cell In[3]"; else the file's name."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    describe = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)
+    kind, name = describe(file) or ("", "")
+    return printable(f"{kind.lower()} {name}" if name else file.replace("\\", "/").rpartition("/")[2])
+
+
+def in_place(site: OpSite) -> str:
+    """Return a site as " in line 3 of net.py", for the end of a title; "" if its line is unknown."""
+    return f" in {place_of(site)}" if site.source else ""
+
+
+def singular_inputs(op: OpCall) -> tuple[OpTensor, ...]:
+    """Return the inputs for which the op, or its derivative, is infinite at some value."""
+    names = SINGULAR_INPUTS.get(op.op, ())
+    return tuple(tensor for tensor in op.inputs if tensor.name in names)
+
+
+def ancestors(
+    ops: Mapping[int, OpCall], tensor: OpTensor, steps: int, *, through: frozenset[str] | None = None
+) -> Iterator[OpCall]:
+    """Yield the ops that made `tensor`, nearest first, at most `steps` back; `through`: pass these op names only."""
+    wave, seen = [tensor.producer], set()
+    for _ in range(steps):
+        following: list[int | None] = []
+        for order in wave:
+            if order is None or order not in ops or order in seen:
+                continue
+            seen.add(order)
+            yield ops[order]
+            if through is None or ops[order].op in through:
+                following += [parent.producer for parent in ops[order].inputs]
+        wave = following
+
+
+def descendants(
+    ops: Mapping[int, OpCall], made: int, steps: int, *, through: frozenset[str] | None = None
+) -> Iterator[OpCall]:
+    """Yield the ops that use the output of the op `made`, nearest first, with limits as for `ancestors`."""
+    wave = {made}
+    for _ in range(steps):
+        found = [op for op in ops.values() if any(tensor.producer in wave for tensor in op.inputs)]
+        yield from found
+        wave = {op.order for op in found if through is None or op.op in through}

@@ -1,0 +1,48 @@
+"""Values that another batch may have at a change: on the edge of an op's domain, or past the bound of an exponent.
+
+A probe is the text of an argument that moves its values there; the step is run with it in place of the argument's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from nandoctor.ops import DOMAINS
+
+Probe = Literal["edge", "past bound", "past bound alone"]
+"""Arguments on the edge of a domain; exponents past a clamp's bound, and the same without the clamp."""
+_PROBED = "_probed"
+
+
+def edges_kept_off(op: str, argument: str, low: float | None, high: float | None) -> tuple[float, ...]:
+    """Return the finite edges of an op's domain that a `low` or `high` for its argument keeps off."""
+    domain = DOMAINS.get(op)
+    if domain is None or domain.argument != argument:
+        return ()
+    ends = ((domain.low, low), (domain.high, high))
+    return tuple(edge for edge, kept in ends if kept is not None and math.isfinite(edge))
+
+
+def text_at_edges(text: str, op: str, edges: Sequence[float]) -> str:
+    """Return an argument's text with values on or beyond an edge moved exactly onto it, with their gradients kept.
+
+    The value nearest to the edge is moved in any case, so that the edge is reached wherever the text runs.
+    """
+    made = _PROBED
+    for place, edge in enumerate(edges, 1):
+        value = f"({_PROBED} := {text})" if place == len(edges) else _PROBED  # the outermost condition runs first
+        is_low = edge == DOMAINS[op].low
+        sign, far, nearest, end = ("<=", "torch.inf", "amin", "min") if is_low else (">=", "-torch.inf", "amax", "max")
+        limit = f"{_PROBED}.detach().nan_to_num({far}).{nearest}().clamp({end}={edge})"
+        made = f"torch.where({value} {sign} {limit}, {_PROBED} - {_PROBED}.detach() + {edge}, {made})"
+    return made
+
+
+def text_past_bound(text: str, bound: float) -> str:
+    """Return an exponent's text with all values moved between the bound and the largest one, in the same order."""
+    above = f"{_PROBED}.amax() - {bound}"
+    share = f"({_PROBED} - {_PROBED}.amin()) / ({_PROBED}.amax() - {_PROBED}.amin()).clamp(min=1e-9)"
+    made = f"{bound} + ({above}) * (0.1 + 0.9 * {share})"
+    return f"torch.where(({_PROBED} := {text}).amax() > {bound}, {made}, {_PROBED})"

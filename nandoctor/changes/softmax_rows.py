@@ -1,0 +1,79 @@
+"""Give the fully masked rows of a softmax or an attention a result of zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal
+
+from nandoctor.changes.expression import Expression
+from nandoctor.changes.running_op import RunningOp
+from nandoctor.changes.source_tree import CannotWriteError
+from nandoctor.changes.source_writer import SourceWriter
+from nandoctor.changes.text_lines import grouped
+from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
+
+_ATTENTION = "scaled_dot_product_attention"
+
+
+@kind_of_change
+class UnmaskRows(SingleEdit):
+    """Let a softmax or attention op attend evenly in rows where every key is masked, and return zeros for them."""
+
+    why: ClassVar[str] = (
+        "A softmax over nothing but -Inf has no value: these rows get equal weights, and the result is set to 0."
+    )
+
+    kind: Literal["unmask-rows"] = "unmask-rows"
+    site: OpSite
+
+    @property
+    def title(self) -> str:
+        """What happens to the rows."""
+        return "Unmask the fully masked rows, and set their result to 0"
+
+    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+        """Run the op with its fully masked rows unmasked."""
+        yield self.site, _run_unmasked
+
+    def write(self, source: SourceWriter) -> None:
+        """Write the same along the softmax's own dimension."""
+        expression = source.open(self.site)
+        if self.site.op == _ATTENTION:
+            _write_attention(expression)
+            return
+        change, scores = expression.editor, expression.argument_node("self")
+        name = change.new_name("empty", expression.node)
+        before = f"{name} = torch.isneginf({expression.code(scores)}).all({_dim_of(expression)}, keepdim=True)"
+        opened = f"{expression.operand(scores)}.masked_fill({name}, 0.0)"
+        change.replace(
+            expression.node, f"{expression.with_texts({scores: opened})}.masked_fill({name}, 0.0)", (before,)
+        )
+
+
+def _run_unmasked(op: RunningOp) -> Any:
+    closed = op.full_rows()
+    if closed is None:
+        return op.run()
+    name = "attn_mask" if op.name == _ATTENTION else "self"
+    given = op.argument(name)
+    opened = given.masked_fill(closed, 0.0) if given.is_floating_point() else given | closed
+    return op.run(**{name: opened}).masked_fill(closed, 0.0)
+
+
+def _write_attention(expression: Expression) -> None:
+    mask = expression.argument_node("attn_mask")
+    text = grouped(expression.code(mask))
+    empty = f"~{text}.any(-1, keepdim=True)"
+    whole = expression.with_texts({mask: f"{text} | {empty}"})
+    expression.editor.replace(expression.node, f"{whole}.masked_fill({empty}, 0.0)")
+
+
+def _dim_of(expression: Expression) -> str:
+    """Return the dimension of a softmax, as it is written or, of a call without it, as the run took it."""
+    try:
+        return expression.argument("dim")
+    except CannotWriteError:
+        taken = dict(expression.op.scalars).get("dim") if expression.op is not None else None
+        if taken is None:
+            raise
+        return f"{taken:g}"

@@ -1,0 +1,198 @@
+"""Writes the changes of one step into the source.
+
+The written text is not trusted: the step is run with it before it is shown.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from nandoctor.changes.editor import Editor, Library
+from nandoctor.changes.expression import Expression
+from nandoctor.changes.places import ancestors, singular_inputs, site_of
+from nandoctor.changes.probes import Probe
+from nandoctor.changes.source_tree import CannotWriteError, parse_source
+from nandoctor.evidence.edits import ChangedFile, OpSite, SingleEdit, SourcePatch
+from nandoctor.evidence.trace import OpCall
+from nandoctor.ops import DIVISIONS, LOGARITHMS
+from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
+
+_SHARES_DEPTH = 8
+"""How many ops before a divisor or a logarithm are searched for a power."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """The place of a forward, and the parameters that were low-precision tensors in every call."""
+
+    file: str
+    line: int
+    low: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastBound:
+    """A patch that clamps exponents, and one that does not; both move them all between the bound and the largest.
+
+    `in_backward`: the exponents are in the code of a backward pass, so the gradients show the effect. `is_shared`: the
+    powers go into a divisor or a logarithm, whose result should be finite for any exponents.
+    """
+
+    changed: SourcePatch
+    unchanged: SourcePatch
+    in_backward: bool
+    is_shared: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the writer asks about the step: torch's own names, code without a file, and modules.
+
+    `names_in` maps the file name of code without a file to the modules and classes that it has from elsewhere.
+    `forward_of` returns a module's forward if only modules that are kept in fp32 share it.
+    """
+
+    library: Library
+    names_in: Callable[[str], frozenset[str]]
+    forward_of: Callable[[str, Set[str]], Forward | None]
+
+
+class SourceWriter:
+    """A writer of the changes of one step; `ops` are those of its trace, which tell arguments from constants.
+
+    `places` are the expressions that the last written patch changes, by edit; `edits` and `probe` are what it writes.
+    """
+
+    def __init__(self, ops: Sequence[OpCall], around: Surroundings) -> None:
+        self.ops, self._around = ops, around
+        self.forward_of = around.forward_of
+        self.places: dict[SingleEdit, set[ast.AST]] = {}
+        self.edits: Sequence[SingleEdit] = ()
+        self.probe: Probe | None = None
+        self._files: dict[str, Editor] = {}
+
+    def write(self, edits: Sequence[SingleEdit], probe: Probe | None = None) -> SourcePatch | None:
+        """Return the patch that makes all `edits`, None if one of them cannot be written.
+
+        A `probe` first moves the bounded arguments to values that another batch may have.
+        """
+        self.places, self._files, self.edits, self.probe = {}, {}, edits, probe
+        try:
+            for edit in self._inner_first(edits):
+                edit.write(self)
+            for edit in edits:
+                edit.write_beside(self)
+            files = tuple(self._changed_files())
+        except (CannotWriteError, SyntaxError, ValueError, RecursionError):
+            return None
+        with_file = [file.path for file in files if Path(file.path).is_file()]
+        root = _root_of(with_file) if with_file else ""
+        return SourcePatch(root=root, files=files) if files and len(with_file) in (0, len(files)) else None
+
+    def refuse(self) -> NoReturn:
+        """Give up: no text is known that does what an edit does."""
+        raise CannotWriteError
+
+    def at_edge(self, edits: Sequence[SingleEdit]) -> SourcePatch | None:
+        """Return the patch with arguments on or beyond a domain's edge moved onto it; None if it has no such edge."""
+        return self.write(edits, "edge") if any(edit.edges for edit in edits) else None
+
+    def past_bound(self, edits: Sequence[SingleEdit]) -> PastBound | None:
+        """Return the patch, and the code without it, with exponents past their bound; None if none is bounded."""
+        bounded = [edit for edit in edits if edit.bound is not None]
+        changed = self.write(edits, "past bound") if bounded else None
+        unchanged = self.write(bounded, "past bound alone") if bounded else None
+        if not changed or not unchanged:
+            return None
+        is_shared = self._is_shared({site for edit in bounded for site in edit.sites})
+        in_backward = self.in_backward(bounded)
+        return PastBound(changed=changed, unchanged=unchanged, in_backward=in_backward, is_shared=is_shared)
+
+    def _is_shared(self, powers: Set[OpSite]) -> bool:
+        """Return True if results of these ops go into a divisor or a logarithm."""
+        ops = {op.order: op for op in self.ops if op.phase != "backward"}
+        lasting = (op for op in ops.values() if op.op in DIVISIONS | LOGARITHMS)
+        behind = (ancestors(ops, tensor, _SHARES_DEPTH) for op in lasting for tensor in singular_inputs(op))
+        return any(site_of(op) in powers for found in behind for op in found)
+
+    def in_backward(self, edits: Sequence[SingleEdit]) -> bool:
+        """Return True if an edit is in code that the forward does not run: a Function's hand-written backward."""
+        sites = [site.source for edit in edits if not edit.only_widens for site in edit.sites]
+        return not {op.source for op in self.ops if op.phase != "backward"}.issuperset(sites)
+
+    def _inner_first(self, edits: Iterable[SingleEdit]) -> list[SingleEdit]:
+        """Return the edits, those of inner expressions and of arguments first; what changes the same is left out."""
+        depths: dict[SingleEdit, tuple[int, bool]] = {}
+        seen: set[tuple[ast.AST, SingleEdit]] = set()
+        for edit in edits:
+            site = next(iter(edit.sites), None)
+            node = self.file(site.source.file).tree.find(site.source) if site and site.source else None
+            if node is None or site is None or not hasattr(edit, "site"):
+                depths[edit] = (-sys.maxsize, False)  # a whole line, in which names are replaced
+                continue
+            same = replace(cast(Any, edit), site=OpSite(module="", type="", op=site.op))
+            if (node, same) not in seen:
+                seen.add((node, same))
+                above = self.file(site.source.file).tree.ancestors(node) if site.source else ()
+                depths[edit] = (-sum(1 for _ in above), not edit.is_inner)
+        return sorted(depths, key=depths.__getitem__)
+
+    def _changed_files(self) -> Iterator[ChangedFile]:
+        for path, change in self._files.items():
+            text = change.text()
+            ast.parse(text)
+            if text == change.tree.text:
+                raise CannotWriteError
+            before, after = (f"{change.tree.mark}{text}" for text in (change.tree.text, text))
+            yield ChangedFile(path=path, before=before, after=after)
+
+    def open(self, site: OpSite) -> Expression:
+        """Return the expression that called a site's op, for changes of its file."""
+        if site.source is None:
+            raise CannotWriteError
+        change = self.file(site.source.file)
+        node = change.tree.find(site.source)
+        if node is None:
+            raise CannotWriteError
+        at_place = [op for op in self.ops if op.source == site.source]
+        made_by = next((op for op in at_place if op.op == site.op), next(iter(at_place), None))
+        expression = Expression(change, node, made_by, site.op)
+        if expression.calls_module():
+            raise CannotWriteError  # the op is in a torch module, not in this line
+        return expression
+
+    def file(self, name: str) -> Editor:
+        """Return the editor of a file, or of a notebook cell or other code of which only the text is known."""
+        if name not in self._files:
+            path, known = Path(name), frozenset[str]()
+            try:
+                if path.is_file():
+                    text, _ = decode_source(path.read_bytes())
+                else:
+                    text, known = "".join(linecache.getlines(name)), self._around.names_in(name)
+            except (OSError, SyntaxError, UnicodeDecodeError) as error:
+                raise CannotWriteError from error
+            self._files[name] = Editor(parse_source(text, known), path, self._around.library)
+        return self._files[name]
+
+
+def _root_of(paths: Sequence[str]) -> str:
+    """Return the folder that the diff's paths are relative to: the working directory, the library's, or the file's.
+
+    Paths from `sys.path` may contain "..", which git refuses in a diff.
+    """
+    here, paths = Path.cwd(), [os.path.normpath(path) for path in paths]
+    if all(Path(path).is_relative_to(here) and PACKAGE_FOLDERS.isdisjoint(Path(path).parts) for path in paths):
+        return str(here)
+    for path in paths[:1]:
+        parents = [parent for parent in Path(path).parents if parent.name in PACKAGE_FOLDERS]
+        if parents and all(Path(other).is_relative_to(parents[0]) for other in paths):
+            return str(parents[0])
+    return os.path.commonpath([str(Path(path).parent) for path in paths])

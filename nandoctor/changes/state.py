@@ -1,0 +1,65 @@
+"""Mend what is saved: buffers and weights."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from nandoctor.evidence.edits import SingleEdit, Snippet, kind_of_change
+
+_ZERO_WEIGHTS = """for name, weight in model.named_parameters():
+    if not weight.isfinite().all():
+        weight.data = weight.data.nan_to_num(0.0, 0.0, 0.0)
+# the optimizer may hold the same values: load its last sound state, or create it again
+"""
+
+
+@kind_of_change
+class ResetBuffers(SingleEdit):
+    """Reset buffers as in a fresh model: running means to 0, running variances to 1, other non-finite values to 0."""
+
+    is_text_alone: ClassVar[bool] = True
+
+    kind: Literal["reset-buffers"] = "reset-buffers"
+    names: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """The buffer, or how many."""
+        count = len(self.names)
+        return f"Reset the buffer {self.names[0]}" if count == 1 else f"Reset {count} non-finite buffers"
+
+    def snippet(self, model: Any) -> Snippet:
+        """Reset buffers by name, unless they are running statistics: another non-finite one may be a mask."""
+        if all(name.rpartition(".")[2].startswith("running_") for name in self.names):
+            which = '"running_" in name and not buffer.isfinite().all()'
+            then = "a few batches in train mode, without an optimizer step, restore the statistics"
+        else:
+            which = f"name in {list(self.names)}"
+            then = "0 is a placeholder for what the model's code, or a checkpoint, puts there"
+        text = (
+            "for name, buffer in model.named_buffers():\n"
+            f"    if {which}:\n"
+            '        buffer.data.fill_(1.0 if "var" in name.rpartition(".")[2] else 0.0)\n'
+            f"# {then}\n"
+        )
+        return Snippet(kind="state", text=text)
+
+
+@kind_of_change
+class ZeroWeights(SingleEdit):
+    """Set the non-finite elements of weights to zero."""
+
+    is_text_alone: ClassVar[bool] = True
+
+    kind: Literal["zero-weights"] = "zero-weights"
+    names: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """The first weights by name."""
+        names = f"{', '.join(self.names[:3])}{' ...' if len(self.names) > 3 else ''}"
+        return f"Set what is not finite in {names} to 0, or load the last finite checkpoint"
+
+    def snippet(self, model: Any) -> Snippet:
+        """Return lines that do it for every weight."""
+        return Snippet(kind="state", text=_ZERO_WEIGHTS)

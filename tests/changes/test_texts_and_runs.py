@@ -1,0 +1,76 @@
+"""What a change writes does the same as the change of a run, however the op is called."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from written import run_both
+
+from nandoctor.changes.clamp import ClampArgument
+from nandoctor.changes.constant import SetArgument, SetFlag
+from nandoctor.changes.guard import GuardArgument
+from nandoctor.changes.keep_fp32 import KeepOp
+from nandoctor.changes.softmax_rows import UnmaskRows
+
+CLAMP = partial(ClampArgument, argument="self", low=0.5)
+AWAY = partial(ClampArgument, argument="other", low=0.5, keeps_sign=True)
+EMPTY = partial(ClampArgument, argument="", nan=True)
+GUARD = partial(GuardArgument, argument="self", safe=1.0, low=0.0)
+EPS = partial(SetArgument, argument="eps", value=1e-2)
+TERM = partial(SetArgument, argument="other", was=1e-6, value=1e-2)
+NORM = "return F.layer_norm(x, (3,){})"
+CTC = "return F.ctc_loss(x.log_softmax(-1)[:, None], torch.ones(1, 3).long(), torch.tensor([2]), torch.tensor([3]){})"
+
+CASES = {
+    "softmax over the last dim": ("return torch.softmax(x, -1)", "softmax", UnmaskRows, ".all(-1, keepdim=True)"),
+    "over another": ("return torch.softmax(x.t(), 0)", "softmax", UnmaskRows, ".all(0, keepdim=True)"),
+    "by keyword": ("return x.t().softmax(dim=0)", "softmax", UnmaskRows, ".all(0, keepdim=True)"),
+    "by a name": ("d = 1\nreturn F.softmax(x, dim=d)", "softmax", UnmaskRows, ".all(d, keepdim=True)"),
+    "attention": (
+        "q = x.nan_to_num(0, 0, 0)[None]\nreturn F.scaled_dot_product_attention(q, q, q, attn_mask=x[None] > 0)",
+        "scaled_dot_product_attention", UnmaskRows, "~(x[None] > 0).any(-1, keepdim=True)",
+    ),
+    "clamp of a method": ("return x.log()", "log", CLAMP, "x.clamp(min=0.5).log()"),
+    "of a function": ("return torch.log(x + 1)", "log", CLAMP, "torch.log((x + 1).clamp(min=0.5))"),
+    "by its keyword": ("return torch.log(input=x)", "log", CLAMP, "torch.log(input=x.clamp(min=0.5))"),
+    "in place": ("h = x * 1\nh.log_()\nreturn h", "log", CLAMP, "h.clamp_(min=0.5).log_()"),
+    "divisor": ("return 1 / x", "reciprocal", partial(AWAY, argument="self"), "torch.where(x.abs() < 0.5, 0.5, x)"),
+    "divisor by keyword": ("return torch.div(x, other=x)", "div", AWAY, "other=torch.where(x.abs() < 0.5, 0.5, x)"),
+    "mean of nothing": ("return x[:0].mean()", "mean", EMPTY, "averaged.sum() / max(averaged.numel(), 1)"),
+    "along a dim": ("return x[:0].mean(0)", "mean", EMPTY, "averaged.sum(0) / max(averaged.shape[0], 1)"),
+    "along a kept dim": (
+        "return x[:0].mean(dim=0, keepdim=True)", "mean", EMPTY,
+        "averaged.sum(dim=0, keepdim=True) / max(averaged.shape[0], 1)",
+    ),
+    "spread of one": ("return x[:1].std(0)", "std", EMPTY, "x[:1].std(0, correction=min(1, x[:1].shape[0] - 1))"),
+    "loss of nothing": ("return F.mse_loss(x[:0], x[:0])", "mse_loss", EMPTY, 'reduction="none"'),
+    "guard of a method": ("return x.sqrt()", "sqrt", GUARD, "torch.where(x <= 0, 1.0, x).sqrt()"),
+    "guard of a function": ("return torch.sqrt(x - 1)", "sqrt", GUARD, "torch.where(guarded <= 0, 0.0, torch.sqrt("),
+    "guard in place": ("h = x * 1\nh.sqrt_()\nreturn h", "sqrt", GUARD, ".masked_fill_(outside, 1.0).sqrt_()"),
+    "eps by default": (NORM.format(""), "layer_norm", partial(EPS, was=1e-5), ", eps=0.01)"),
+    "eps by keyword": (NORM.format(", eps=1e-6"), "layer_norm", partial(EPS, was=1e-6), ", eps=0.01)"),
+    "eps as a term": ("return x + 1e-6", "add", TERM, "x + 0.01"),
+    "number first": ("return 1e-6 + x", "add", TERM, "0.01 + x"),
+    "lowest number": (
+        "return x.masked_fill(x > 0, -1e9)", "masked_fill",
+        partial(SetArgument, argument="value", was=-1e9, value=None), "torch.finfo(x.dtype).min",
+    ),
+    "flag": (CTC.format(""), "ctc_loss", partial(SetFlag, argument="zero_infinity"), ", zero_infinity=True)"),
+    "flag by keyword": (
+        CTC.format(", zero_infinity=False"), "ctc_loss", partial(SetFlag, argument="zero_infinity"),
+        ", zero_infinity=True)",
+    ),
+    "op in fp32": ("h = x.half()\nreturn h * h", "mul", KeepOp, "h.float() * h"),
+    "product in fp32": ("h = x.half()\nreturn (h @ h.t()).exp()", "matmul", KeepOp, "= h.float() @ h.t().float()"),
+    "cast to fp32": ("return x.to(dtype=torch.float16) * 1", "to", KeepOp, "x.to(dtype=torch.float32) * 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_text_does_what_the_change_does(name, tmp_path):
+    code, op, kind, expected = CASES[name]
+    x = torch.tensor([[0.0, 0.25, 4.0], [-math.inf] * 3, [1.0, -2.0, 3.0]])
+    lines, by_run, by_text = run_both(code, tmp_path, x, op, lambda site: kind(site=site))
+    assert expected in "\n".join(lines)
+    torch.testing.assert_close(by_text, by_run, equal_nan=True, rtol=1e-6, atol=1e-6)
