@@ -22,6 +22,7 @@ from nandoctor.diagnosis.conclusion import (
     without_backward,
 )
 from nandoctor.diagnosis.eps_audit import audit
+from nandoctor.diagnosis.growth import with_growth
 from nandoctor.diagnosis.origin import (
     describe_first,
     diagnose_outside,
@@ -37,16 +38,13 @@ from nandoctor.diagnosis.run_summary import (
 from nandoctor.diagnosis.verdict import (
     advise,
     describe_blindness,
-    describe_draws_of_gpu,
     describe_idle_state,
     describe_narrow_reference,
     describe_no_graph,
     doubt_draws,
-    doubt_rounding,
-    find_gaps,
     judge,
     judge_backward,
-    judge_unfailing,
+    with_gaps,
     write_headline,
 )
 from nandoctor.dumps.dump import Dump, summarize
@@ -202,7 +200,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
     runs = summarize_runs(trace, reference, step.low)
     known, same = step.loss is not None, replayed.reproduction.grade == "exact"
     # The excerpt shows the expression that the headline names: the cause's own, else the origin's.
-    source = None if first is None else (first.cause and first.cause.source) or first.origin.source
+    source = first and ((first.cause and first.cause.source) or first.origin.called_from or first.origin.source)
     return Report(
         verdict=verdict,
         headline=write_headline(verdict, failing, shown, findings.gaps),
@@ -212,6 +210,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
         cause=first.cause if first else None,
         also=tuple(others),
         chain=shown.chain,
+        growth=findings.growth,
         bad_gradients=findings.bad_gradients,
         headroom=find_near_misses(reference, step.low),
         eps_audit=audit(findings.ops, list_constants(step.model), findings.slots, step.optimizer_eps),
@@ -227,7 +226,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
             *(() if findings.random else describe_error_source(runs.autocast.modules)),  # each format draws others
         ),
         next_steps=advise(verdict, summary, findings.gaps, has_loss=known, same_output=same, built=trace.built),
-        excerpt=None if source is None else read_excerpt(source),
+        excerpt=read_excerpt(source) if source else None,
     )
 
 
@@ -277,26 +276,10 @@ def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
         findings = look_for_hidden(step, findings)
     slots = measure_slots(step.second_moments, step.model, step.low)
     findings = conclude_optimizer(replace(findings, slots=slots), step.recorded.update)
-    return _with_gaps(findings, replayed)
-
-
-def _with_gaps(findings: Findings, replayed: Replayed) -> Findings:
-    """Add to the findings what could not be looked at, which decides the verdict if nothing was found."""
-    step, flags, seeded = replayed.step, replayed.step.saved_flags, replayed.random and replayed.step.seed is not None
-    gaps = tuple(find_gaps(findings.trace, flags, replayed.reproduction, has_loss=step.loss is not None))
-    draws = tuple(doubt_draws(replayed.reproduction, has_state=bool(step.rng_states))) if seeded else ()
-    rounding = doubt_rounding(findings.trace, findings.reference, random=replayed.random)
-    gaps = (*gaps, *rounding, *findings.gaps, *draws)
-    if replayed.random:
-        findings = replace(findings, notes=(*findings.notes, *describe_draws_of_gpu(step.device.type)))
-    if findings.verdict not in NOTHING_FOUND:
-        return replace(findings, notes=(*findings.notes, *(gap.text for gap in (*findings.gaps, *draws))))
-    return replace(
-        findings,
-        verdict=judge_unfailing(findings.verdict, gaps, flags),
-        gaps=gaps,
-        notes=(*findings.notes, *(gap.text for gap in gaps[1:])),
-    )
+    reproduction, seeded = replayed.reproduction, replayed.random and step.seed is not None
+    draws = tuple(doubt_draws(reproduction, has_state=bool(step.rng_states))) if seeded else ()
+    has_loss, device_type, findings = step.loss is not None, step.device.type, with_growth(findings)
+    return with_gaps(findings, reproduction, step.saved_flags, draws, has_loss=has_loss, device_type=device_type)
 
 
 def _diagnose_forward(replayed: Replayed, *, for_fixes: bool) -> Findings:

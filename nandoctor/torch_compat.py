@@ -362,6 +362,17 @@ def is_custom_node(node: Any) -> bool:
     return isinstance(node, _find("torch.autograd.function.BackwardCFunction"))
 
 
+def running_node() -> int | None:
+    """Return the number of the graph node whose backward this thread runs, in their order of creation, or None."""
+    node = _find("torch._C._current_autograd_node")()
+    return None if node is None or is_custom_node(node) else cast(int, node._sequence_nr())
+
+
+def num_nodes_made() -> int:
+    """Return how many graph nodes this thread has made so far: the number of the next one."""
+    return cast(int, _find("torch.autograd._get_sequence_nr")())
+
+
 def function_backward(node: Any) -> Callable[..., Any]:
     """Return the `backward` or `vjp` that the user wrote for a custom node."""
     function = node._forward_cls

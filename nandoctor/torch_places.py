@@ -16,6 +16,9 @@ NEEDED: dict[str, str] = {
     "torch._C.DispatchKeySet": "watching operations, and emulating CUDA's autocast",
     # Higher-order operators (flex_attention, cond) look up a kernel for the key in Python, and have no fallback.
     "torch._ops._compute_keyset": "watching operations inside flex_attention and torch.cond",
+    # A graph node does not say which op made it; only its number in the order of creation does.
+    "torch._C._current_autograd_node": "finding the op whose derivative a forward computes",
+    "torch.autograd._get_sequence_nr": "finding the op whose derivative a forward computes",
     # `Library` is public, its destructor is not: without it, kernels stay registered until garbage collection.
     "torch.library.Library._destroy": "taking kernels back out of torch",
     "torch.library.Library.fallback": "watching operations",

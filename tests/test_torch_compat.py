@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import nandoctor
 from nandoctor import process_wide, torch_compat, torch_places
 from nandoctor.errors import UnsupportedTorchError
-from nandoctor.tracing.gradient_tracer import open_checkpoints
+from nandoctor.replaying.checkpoints import open_checkpoints
 
 PACKAGE = Path(nandoctor.__file__).parent
 OTHERS = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "torch_compat.py"})

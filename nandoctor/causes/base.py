@@ -240,6 +240,21 @@ def only_value(stats: TensorStats | None) -> float | None:
     return stats.min if stats is not None and stats.finite and stats.min == stats.max else None
 
 
+def find_zeros_behind(tensor: OpTensor, ops: Mapping[int, OpCall]) -> OpTensor | None:
+    """Return the weight, else the buffer or array, that is 0 throughout and makes `tensor` so, or None.
+
+    It is followed along ops that give nothing but zeros.
+    """
+    waiting, seen = [tensor], set[int]()
+    for taken in waiting:  # it grows meanwhile
+        made = taken.producer
+        if only_value(taken.stats) == 0 and made is not None and made in ops and made not in seen:
+            seen.add(made)
+            waiting += ops[made].inputs
+    zeros = (taken for taken in waiting if taken.path and only_value(taken.stats) == 0)
+    return min(zeros, key=lambda taken: taken.origin != "weight", default=None)
+
+
 def is_written(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:
     """Return True if the argument `name` is a number, a constant tensor or a buffer, at most moved, cast or filled in.
 

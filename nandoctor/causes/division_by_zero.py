@@ -21,6 +21,7 @@ from nandoctor.causes.base import (
     Candidate,
     Finding,
     divisor_candidate,
+    find_zeros_behind,
     guard_candidate,
     is_infinite_loss,
     outside_domain,
@@ -32,7 +33,7 @@ from nandoctor.changes.places import ancestors, singular_inputs
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
 from nandoctor.ops import CASTS, DIVISIONS, NORMALISATIONS
-from nandoctor.text import are, number, plural
+from nandoctor.text import are, code, number, plural
 
 TITLE = "A division by zero"
 PHASES = ("forward",)
@@ -59,9 +60,12 @@ def _explain(finding: Finding, name: str, zeros: int) -> Account:
     in_fp32 = f" (at least {number(smallest)} in fp32)" if smallest is not None else ""
     then = f"; in fp32 none is, and the smallest is {number(smallest)}" if smallest is not None else ""
     found = f"{plural(zeros, 'element')} of {divisor} {are(zeros)} 0{then}"
+    taken = finding.op.find_input(name)
+    behind = None if taken is None else find_zeros_behind(taken, finding.ops)
+    why = f", because {code(behind.path)} is 0 throughout" if behind is not None and behind is not taken else ""
     return Account(
-        headline=f"{subject(finding.op)} divides by zero: {divisor} is 0 in {plural(zeros, 'element')}{in_fp32}",
-        explanation=f"{finding.op.op} divides by exact zeros: {found}.",
+        headline=f"{subject(finding.op)} divides by zero: {divisor} is 0 in {plural(zeros, 'element')}{in_fp32}{why}",
+        explanation=f"{finding.op.op} divides by exact zeros: {found}{why}.",
         evidence=(Evidence("num_zero", zeros, f"{divisor} is exactly 0 in {plural(zeros, 'element')}"),),
     )
 

@@ -30,8 +30,8 @@ _REFLECTED = {ast.Sub: "rsub", ast.Div: "reciprocal"}
 
 def subject(op: OpCall) -> str:
     """Return the expression that called the op, or the op's name and module if the source is not known."""
-    if op.source is not None and op.source.expression:
-        return code(op.source.expression)
+    if op.own_line is not None and op.own_line.expression:
+        return code(op.own_line.expression)
     return f"{op.op} in {op.place.in_words}"
 
 
@@ -44,7 +44,7 @@ def gradient_at(op: OpCall) -> str:
 
 def operand(op: OpCall, name: str) -> str | None:
     """Return the source text of the argument with this schema name, or None if the expression does not show it."""
-    expression = op.source.expression if op.source is not None else ""
+    expression = op.own_line.expression if op.own_line is not None else ""
     return find_operand(expression, op.op, name, alone=_is_alone(op))
 
 

@@ -52,8 +52,7 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     forward = finding.forward
     assert forward is not None
     yield from stable_forms(forward, finding.ops)
-    selection = finding.discarded_by
-    by_index = forward.op in LOGARITHMS and selection is not None and selection.op == "index"
+    by_index = forward.op in LOGARITHMS and finding.discarded_by is not None and finding.discarded_by.op == "index"
     if not by_index:  # the next batch's label may select this 0, and 0 for its logarithm would mean no loss
         yield guard_candidate(forward)
     yield clamp_into_domain(forward)

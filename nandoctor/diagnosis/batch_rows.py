@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
-from nandoctor.evidence.trace import OpCall, OpTensor, Trace
+from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats, Trace
 from nandoctor.ops import (
     NORMALISATIONS,
     PRODUCTS,
@@ -112,6 +112,12 @@ def as_samples(
     if trace.time_first != "never" and ("time" in signs or (trace.time_first == "possible" and not signs)):
         return None
     return indices if producer is None or rows[producer] == 0 else None
+
+
+def is_weight_gradient(made: TensorStats, forward: OpCall) -> bool:
+    """Return True if an outgoing gradient may be that of a weight, by its shape: its rows are no samples then."""
+    weights = (tensor.stats for tensor in forward.inputs if tensor.origin == "weight" and tensor.stats is not None)
+    return any(stats.shape == made.shape for stats in weights)
 
 
 def _names_rows(ops: Sequence[OpCall], size: int) -> bool:

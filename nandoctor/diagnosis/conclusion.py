@@ -5,6 +5,7 @@ Also says what is known and what is missing if the user interrupts the diagnosis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from nandoctor.causes.base import Candidate, Finding, GradientFinding, OutsideTe
 from nandoctor.causes.mask_constant_overflow import fitting_constants
 from nandoctor.causes.registry import find_cause, suggest_changes
 from nandoctor.changes.places import site_of
-from nandoctor.diagnosis.batch_rows import as_samples
+from nandoctor.diagnosis.batch_rows import as_samples, is_weight_gradient
 from nandoctor.diagnosis.origin import (
     NonfinitePlace,
     NonfiniteSource,
@@ -28,10 +29,11 @@ from nandoctor.diagnosis.origin import (
     nonfinite_elements,
     trace_back,
 )
+from nandoctor.diagnosis.removals import find_removal, selects
 from nandoctor.evidence.dump_summary import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
-from nandoctor.evidence.report import Cause, Diagnosis, Link, Origin
+from nandoctor.evidence.report import Cause, Diagnosis, Growth, Link, Origin
 from nandoctor.evidence.trace import INTERRUPTED, OpAnalysis, OpCall, OpTensor, TensorStats, Trace, describe_run
 from nandoctor.evidence.verdicts import NOTHING_FOUND, Verdict
 from nandoctor.ops import CASTS, MOVES, PRODUCTS
@@ -94,19 +96,25 @@ def suspect(op: OpCall, finding: Finding | GradientFinding, cause: Cause | None)
 
 
 def origin_at(op: OpCall, analysis: OpAnalysis, trace: Trace) -> Origin:
-    """Return an origin at an op that made non-finite values."""
-    made_by = op.forward if op.phase == "backward" else op.order
-    samples = as_samples(trace, analysis.counts.samples, op.outputs[0].shape, made_by)
+    """Return an origin at an op that made non-finite values; that of a derivative is the op that it belongs to."""
+    is_backward = op.phase == "backward"
+    made_by = op.forward if is_backward else op.order
+    made = next((stats for stats in op.outputs if not stats.finite), op.outputs[0])
+    samples = as_samples(trace, analysis.counts.samples, made.shape, made_by)
+    if is_backward and op.forward is not None and is_weight_gradient(made, trace.ops[op.forward]):
+        samples = None
+    named = op if is_backward or op.forward is None else trace.ops[op.forward]
     return Origin(
         phase=op.phase,
-        place=op.place,
-        op=op.op,
-        source=op.source,
+        place=named.place,
+        op=named.op,
+        source=named.own_line,
+        called_from=named.called_from,
         elements=list_elements(analysis.counts, analysis.numel, samples),
         would_be=analysis.exact,
         inputs=tuple(tensor.stats for tensor in op.inputs if tensor.stats is not None),
         output=op.outputs[0],
-        nth=op.nth,
+        nth=named.nth,
         grid=analysis.counts.grid,
     )
 
@@ -118,7 +126,8 @@ def origin_taken(op: OpCall, tensor: OpTensor) -> Origin:
         phase=op.phase,
         place=op.place,
         op=op.op,
-        source=op.source,
+        source=op.own_line,
+        called_from=op.called_from,
         elements=nonfinite_elements(tensor.stats, None),
         would_be=None,
         inputs=(tensor.stats,),
@@ -153,6 +162,7 @@ class Findings:
     bad_gradients: tuple[TensorStats, ...] = ()
     slots: tuple[OptimizerSlot, ...] = ()
     notes: tuple[str, ...] = ()
+    growth: tuple[Growth, ...] = ()
     gaps: tuple[Gap, ...] = ()
     fp32: Any = None
     exposed: Any = None
@@ -236,7 +246,15 @@ def conclude(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
     if reference is trace or trace.finite or reference.finite or reference.raised == INTERRUPTED:
         return found
     in_fp32 = _conclude_run(reference, reference, FP32)
-    return replace(in_fp32, in_fp32=True).followed_by(found) if in_fp32.diagnoses else found
+    if not in_fp32.diagnoses or _is_of_a_weight(found, in_fp32):
+        return found
+    return replace(in_fp32, in_fp32=True).followed_by(found)
+
+
+def _is_of_a_weight(found: Conclusion, in_fp32: Conclusion) -> bool:
+    """Return True if `low` fails by a weight, and fp32 only by the size of its values: float64 would give a number."""
+    first, exact = next(iter(found.diagnoses), None), in_fp32.diagnoses[0].origin.would_be
+    return first is not None and first.origin.phase == "state" and exact is not None and math.isfinite(exact)
 
 
 def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
@@ -365,13 +383,49 @@ def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace, l
     for source in found_trace.sources or (found_trace.written if in_loss and not found_trace.outsized else ()):
         if source.op.analysis is None:
             continue
-        finding = finding_at(source, trace, reference, low)
+        finding = finding_at(_at_function(source, trace, reference), trace, reference, low)
         absurd = absurd_weights(finding, trace)
         yield from ((source.op.order, diagnosis, None) for diagnosis in absurd)
         if not absurd:
-            cause = find_cause("forward", finding)
+            made = finding if finding.op.forward is None else _as_gradient(finding, trace)
+            cause = find_cause("forward" if made is finding else "backward", made)
             diagnosis = Diagnosis(origin=origin_at(finding.op, finding.analysis, trace), cause=cause)
-            yield source.op.order, diagnosis, suspect(finding.op, finding, cause)
+            changed = finding.op if finding.op.forward is None else trace.ops[finding.op.forward]
+            yield source.op.order, diagnosis, suspect(changed, made, cause)
+
+
+def _at_function(source: NonfiniteSource, trace: Trace, reference: Trace) -> NonfiniteSource:
+    """Return the source of a derivative, at its function if that made values itself which no selection removed."""
+    function = None if source.op.forward is None else trace.ops[source.op.forward]
+    if function is None or function.outputs_finite or function.analysis is None or _selection_of(source.op, trace):
+        return source
+    in_fp32 = next((op for op in reference.ops if op.key == function.key), None)
+    return replace(source, op=function, reference_op=in_fp32)
+
+
+def _selection_of(op: OpCall, trace: Trace) -> OpCall | None:
+    """Return the op that selects what the function of this derivative made away, or None."""
+    derivatives: dict[int | None, list[OpCall]] = {}
+    for other in trace.ops:
+        derivatives.setdefault(other.forward, []).append(other)
+    removal = find_removal(op, trace.ops, derivatives)
+    return removal if removal is not None and selects(derivatives[removal.order]) else None
+
+
+def _as_gradient(finding: Finding, trace: Trace) -> GradientFinding:
+    """Return the finding of an op that computes a derivative in the forward or the loss."""
+    assert finding.op.forward is not None
+    return GradientFinding(
+        op=finding.op,
+        forward=trace.ops[finding.op.forward],
+        discarded_by=_selection_of(finding.op, trace),
+        reference_is_finite=finding.reference_is_finite,
+        fixed_by_scale=False,
+        loss_scale=1.0,
+        ops=finding.ops,
+        low=finding.low,
+        references=finding.references,
+    )
 
 
 def _from_constants(found_trace: NonfiniteTrace, *, in_loss: bool) -> Iterator[_Found]:

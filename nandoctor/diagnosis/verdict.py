@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from textwrap import shorten
 
-from nandoctor.diagnosis.conclusion import Conclusion, Gap, conclude
+from nandoctor.diagnosis.conclusion import Conclusion, Findings, Gap, conclude
 from nandoctor.diagnosis.origin import NonfinitePlace, nonfinite_elements
 from nandoctor.diagnosis.run_summary import outputs_differ, relative_error
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, SavedFlags
 from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
 from nandoctor.evidence.report import Diagnosis, Reproduction
 from nandoctor.evidence.trace import SourceLine, TensorStats, Trace, describe_run
-from nandoctor.evidence.verdicts import Verdict
+from nandoctor.evidence.verdicts import NOTHING_FOUND, Verdict
 from nandoctor.ops import BACKWARD_HOOK
 from nandoctor.text import file_line, join_first, nonfinite_part, part_of, percent, plural, samples_text
 
@@ -152,6 +153,33 @@ def judge_unfailing(verdict: Verdict, gaps: tuple[Gap, ...], flags: SavedFlags) 
     if gaps:
         return "cannot-tell"
     return "not-reproduced" if flags.loss is not None or flags.gradients else "healthy"
+
+
+def with_gaps(
+    findings: Findings,
+    reproduction: Reproduction,
+    flags: SavedFlags,
+    draws: tuple[Gap, ...],
+    *,
+    has_loss: bool,
+    device_type: str,
+) -> Findings:
+    """Add to the findings what could not be looked at, which decides the verdict if nothing was found.
+
+    `draws` doubts the random numbers that the step draws.
+    """
+    if findings.random:
+        findings = replace(findings, notes=(*findings.notes, *describe_draws_of_gpu(device_type)))
+    rounding = doubt_rounding(findings.trace, findings.reference, random=findings.random)
+    gaps = (*find_gaps(findings.trace, flags, reproduction, has_loss=has_loss), *rounding, *findings.gaps, *draws)
+    if findings.verdict not in NOTHING_FOUND:
+        return replace(findings, notes=(*findings.notes, *(gap.text for gap in (*findings.gaps, *draws))))
+    return replace(
+        findings,
+        verdict=judge_unfailing(findings.verdict, gaps, flags),
+        gaps=gaps,
+        notes=(*findings.notes, *(gap.text for gap in gaps[1:])),
+    )
 
 
 def describe_blindness(trace: Trace) -> tuple[str, ...]:

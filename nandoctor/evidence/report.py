@@ -91,6 +91,7 @@ class Origin:
     The place is the module whose forward called the op, or that owns the state. `op` is the aten name, None if none is
     to blame; `nth` counts its calls from that forward, from 0; `function` is the custom Function in whose backward it
     ran. `would_be` is the worst element computed from the same inputs in float64, None if that is non-finite too.
+    `called_from` is the user's line if `source` is a library's.
     """
 
     phase: Literal["forward", "loss", "backward", "optimizer", "state", "input"]
@@ -104,6 +105,7 @@ class Origin:
     nth: int = 0
     grid: Grid | None = None
     function: str | None = None
+    called_from: SourceLine | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,21 @@ class Link:
     op: str
     event: Literal["created", "propagated", "absorbed"]
     text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """One step of the data flow that made a value too large, with the largest magnitudes before and after it.
+
+    The last is the tensor that it came from: `module` is then its path, `op` "weight", "buffer" or "batch".
+    """
+
+    place: Place = field(metadata=INLINED)
+    op: str
+    source: SourceLine | None
+    absmax_in: float | None
+    absmax_out: float | None
+    log2_gain: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,6 +405,7 @@ class Report:
     cause: Cause | None = None
     also: tuple[Diagnosis, ...] = ()
     chain: tuple[Link, ...] = ()
+    growth: tuple[Growth, ...] = ()
     bad_gradients: tuple[TensorStats, ...] = ()
     fixes: tuple[Fix, ...] = ()
     search_notes: tuple[str, ...] = ()

@@ -277,7 +277,9 @@ class OpCall:
     called it ("<loss>" for the loss function). `nth` counts the calls of this op from this module call, which finds the
     same op in another run. `scalars` are the plain numbers among the arguments, by their names in the schema. In the
     backward pass the inputs are the incoming gradients, the outputs the outgoing ones, and `forward` is the order of
-    the op that they belong to (None for a custom autograd Function, which is named by its class).
+    the op that they belong to (None for a custom autograd Function, which is named by its class). An op of the forward
+    has one too if it computes a derivative, and its source. `inside` is the line of torch's own Python that ran the op,
+    if torch computes there; `called_from` is the user's line if that, or `source`, is a library's.
     """
 
     op: str
@@ -293,6 +295,13 @@ class OpCall:
     scalars: tuple[tuple[str, float], ...]
     analysis: OpAnalysis | None = None
     forward: int | None = None
+    inside: SourceLine | None = None
+    called_from: SourceLine | None = None
+
+    @property
+    def own_line(self) -> SourceLine | None:
+        """The innermost line that ran the op, a library's or torch's own included."""
+        return self.inside or self.source
 
     @property
     def place(self) -> Place:
@@ -360,12 +369,6 @@ class Trace:
     num_samples: int | None = None
     time_first: Literal["never", "unlikely", "possible"] = "never"
     unread: tuple[str, ...] = ()
-
-    @property
-    def output_finite(self) -> bool:
-        """True if the model's own calls returned, even if the loss failed later, and all their outputs are finite."""
-        outputs = [stats for call in self.calls if not call.module for stats in call.outputs]
-        return bool(outputs) and all(stats.finite for stats in outputs)
 
     @property
     def finite(self) -> bool:

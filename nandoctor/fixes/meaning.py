@@ -73,6 +73,12 @@ class Meaning:
         return found if found.ran and found.gradients and found.gradients_finite and not found.has_nan else None
 
     @cached_property
+    def is_direction_noise(self) -> bool:
+        """True if rounding decides where fp32's own gradients point: those of float64 point elsewhere."""
+        trials = self._trials
+        return not trials.numerics and reversed_gradient(trials.reference(), trials.exact()) is not None
+
+    @cached_property
     def limit(self) -> Result | None:
         """The limits of values and gradients, NaN where there is none; None if float64 is finite, or nothing moves."""
         if not self._trials.numerics or self._trials.exact().finite or is_large(self._trials.step.model):

@@ -213,7 +213,7 @@ def _judge_direction(proof: Proof) -> Said | None:
     if meant is None or selects((proof.change,)) or proof.written.in_backward:
         return None
     name = reversed_gradient(proof.made, meant)
-    if name is None:
+    if name is None or proof.verifier.meaning.is_direction_noise:
         return None
     where = "float64" if proof.trials.numerics else "fp32"
     sentence = f"the gradient of `{name}` then points the other way than the formula's in {where}"

@@ -16,7 +16,7 @@ from nandoctor.diagnosis.conclusion import MASK, Findings
 from nandoctor.evidence.edits import Edit, SourcePatch, Together, flatten, is_text_alone, only_widens
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.report import Check, Counterfactual, Diagnosis, Fix, FixSettings, Fp32SetSearch, TrialOutcome
-from nandoctor.evidence.trace import SourceLine
+from nandoctor.evidence.trace import SourceLine, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.candidates import (
@@ -74,7 +74,7 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
     if findings.trace.unread:
         what = join_first(findings.trace.unread, 3)
         return FixSearch(notes=(f"No fix was tried: none can be checked, because the output holds {what}.",))
-    if step.loss is None and findings.trace.raised is not None and findings.trace.output_finite:
+    if step.loss is None and findings.trace.raised is not None and _gave_finite_output(findings.trace):
         return FixSearch(notes=("No fix was tried: the step fails in its loss, which could not be run to the end.",))
     if any(diagnosis.origin.phase == "optimizer" for diagnosis in findings.conclusion.diagnoses[:1]):
         return _fix_optimizer(step, findings, budget)
@@ -88,6 +88,12 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
         if not step.progress.stop():
             raise
     return search.result()
+
+
+def _gave_finite_output(trace: Trace) -> bool:
+    """Return True if the model's own calls returned finite outputs, even if the loss failed later."""
+    outputs = [stats for call in trace.calls if not call.module for stats in call.outputs]
+    return bool(outputs) and all(stats.finite for stats in outputs)
 
 
 def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> list[Fix]:

@@ -16,6 +16,7 @@ from nandoctor.text import (
     are,
     brief,
     excess,
+    file_line,
     join_first,
     mode_text,
     nonfinite_part,
@@ -150,7 +151,10 @@ def describe_origin(origin: Origin) -> str:
     what = f"the backward of {origin.op}" if origin.phase == "backward" else origin.op
     if origin.function is not None:
         what = f"{origin.op} in the backward of {short_name(origin.function)}"
-    return f"{what} in {short_place(origin.place).in_words}: {damage}"
+    at = ""
+    if origin.source is not None and origin.called_from is not None:  # the user's line is in the excerpt
+        at = f", at {file_line(origin.source.file, origin.source.line)}"
+    return f"{what} in {short_place(origin.place).in_words}{at}: {damage}"
 
 
 def _is_told(found: Diagnosis, report: Report) -> bool:

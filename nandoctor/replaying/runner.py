@@ -22,6 +22,8 @@ from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import collection_paused
 from nandoctor.replaying import interventions, user_code
+from nandoctor.replaying.checkpoints import open_checkpoints
+from nandoctor.replaying.function_tracer import FunctionTracer
 from nandoctor.replaying.kept_state import restored
 from nandoctor.replaying.module_state import (
     copied_input,
@@ -40,9 +42,9 @@ from nandoctor.replaying.project import Project
 from nandoctor.replaying.recorded_step import in_mode, recorded_backends, seeded
 from nandoctor.torch_compat import plain_torch
 from nandoctor.tracing.dispatch_hook import classes_observed, is_unobserved, observer_registered
-from nandoctor.tracing.gradient_tracer import GradientTracer, open_checkpoints
+from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Statistics, Tracer
-from nandoctor.tracing.op_tracer import FunctionTracer, OnOp, OpTracer
+from nandoctor.tracing.op_tracer import OnOp, OpTracer
 from nandoctor.tracing.tensor_stats import all_finite, collect_all
 from nandoctor.tracing.tensor_tree import list_unread
 

@@ -21,6 +21,7 @@ import torch
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.ops import unread_inputs
 from nandoctor.process_wide import Patch, Shared, held, patched
+from nandoctor.source_files import is_installed
 from nandoctor.torch_compat import (
     OBSERVER_KEY,
     call_below_observer,
@@ -207,6 +208,8 @@ _LOOKED_INTO = frozenset({"cross_entropy_loss"})
 _PACKAGES = (Path(torch.__file__).parent, Path(__file__).parent.parent)
 # With a trailing separator: torchvision lies beside torch, and its lines are worth reporting.
 _SKIPPED_ROOTS = (*(f"{folder}{os.sep}" for folder in _PACKAGES), "<frozen", "<eval_with_key>")
+# What torch computes in Python of its own; its other lines only pass arguments on to the op that the user's line names.
+_COMPUTING = tuple(str(_PACKAGES[0] / name) for name in ("distributions", "nn/utils", "optim"))
 # Notations for torch's ops, whose own lines say no more about a model than torch's do.
 _NOTATIONS = frozenset({"einops", "einx", "opt_einsum"})
 _MAX_EXPRESSION_LINES = 20
@@ -301,28 +304,53 @@ def _dispatch(handlers: tuple[Handler, ...], call: Invocation) -> Any:
 class CallSite(NamedTuple):
     """A frame's code object, current instruction and line, and the TorchScript that it runs, if any.
 
-    `code` is None where only torch's own modules call each other.
+    `code` is None where only torch's own modules call each other. `inside` is a frame further in, of what torch
+    computes in Python; `caller` one further out, which called an installed package. Those have neither themselves.
     """
 
     code: CodeType | None
     instruction: int
     line: int
     script: object
+    inside: CallSite | None = None
+    caller: CallSite | None = None
 
 
 def find_place(frame: FrameType | None = None) -> CallSite:
-    """Return the call site in the innermost frame of the user's code."""
+    """Return the call site in the innermost frame outside torch."""
     frame = frame or sys._getframe(1)
-    script = script_traceback()
-    while frame is not None and (
-        frame.f_code.co_filename.startswith(_SKIPPED_ROOTS)
-        or frame.f_globals.get("__name__", "").partition(".")[0] in _NOTATIONS
-    ):
-        # Frames outside the runner belong to nandoctor's caller.
-        frame = None if frame.f_code.co_filename == _RUNNER else frame.f_back
+    inside = None
+    while frame is not None and _is_skipped(frame):
+        if inside is None and frame.f_code.co_filename.startswith(_COMPUTING):
+            inside = _site_of(frame)
+        frame = _next_frame(frame)
+    caller = frame
+    while caller is not None and (_is_skipped(caller) or _is_package(caller.f_code.co_filename)):
+        caller = _next_frame(caller)
+    is_outside = caller is not None and caller is not frame
+    place = _site_of(frame, script_traceback())
+    return place._replace(inside=inside, caller=_site_of(caller) if is_outside else None)
+
+
+def _site_of(frame: FrameType | None, script: object = None) -> CallSite:
     if frame is None:
         return CallSite(None, 0, 0, script)
     return CallSite(frame.f_code, frame.f_lasti, frame.f_lineno, script)
+
+
+def _next_frame(frame: FrameType) -> FrameType | None:
+    """Return the calling frame; those outside the runner belong to nandoctor's caller."""
+    return None if frame.f_code.co_filename == _RUNNER else frame.f_back
+
+
+def _is_skipped(frame: FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "").partition(".")[0]
+    return frame.f_code.co_filename.startswith(_SKIPPED_ROOTS) or module in _NOTATIONS
+
+
+@cache
+def _is_package(file: str) -> bool:
+    return is_installed(Path(file))
 
 
 def to_source(place: CallSite) -> SourceLine | None:
@@ -331,10 +359,10 @@ def to_source(place: CallSite) -> SourceLine | None:
     In TorchScript it is the script's line, since the caller's shows another operation; None if the script comes from an
     archive that `torch.jit.load` read.
     """
-    if (scripted := script_line(place.script)) is not None:
+    if place.script is not None and (scripted := script_line(place.script)) is not None:
         text = linecache.getline(*scripted).strip()
         return SourceLine(file=scripted[0], line=scripted[1], text=text) if text else None
-    code, instruction, line, _ = place
+    code, instruction, line = place[:3]
     if code is None:
         return None
     text = linecache.getline(code.co_filename, line).strip()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,9 +14,7 @@ import torch
 from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine
 from nandoctor.ops import BACKWARD_HOOK, GRADIENT_SUM
-from nandoctor.process_wide import Patch, Shared, held, patched
 from nandoctor.torch_compat import is_custom_node, unobserved
-from nandoctor.torch_places import CHECKPOINT_APPLY
 from nandoctor.tracing.exact_counts import count_exactly, find_largest, find_nonfinite
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
@@ -33,7 +30,7 @@ from nandoctor.tracing.tensor_stats import (
 )
 
 if TYPE_CHECKING:
-    from nandoctor.tracing.op_tracer import FunctionTracer
+    from nandoctor.replaying.function_tracer import FunctionTracer
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -118,6 +115,8 @@ class GradientTracer:
                     nth=origin.nth if origin else counts[claim],
                     phase="backward",
                     source=origin.source if origin else claim.source,
+                    inside=origin.inside if origin else None,
+                    called_from=origin.called_from if origin else None,
                     inputs=tuple(OpTensor(name="grad_output", stats=taken) for taken in incoming),
                     outputs=outgoing,
                     scalars=origin.scalars if origin else (),
@@ -173,36 +172,3 @@ class GradientTracer:
         worst = next(open_places, counts.first_bad_index)
         taken = (describe_operand("grad_output", values, worst, nonfinite, self._low) for values in given)
         return OpAnalysis(counts=counts, numel=nonfinite.numel(), operands=tuple(taken))
-
-
-class _Checkpoints(threading.local):
-    """A thread's flag: `opened` is True while its reentrant checkpoints run as plain calls."""
-
-    opened = False
-
-
-_checkpoints = _Checkpoints()
-
-
-@contextmanager
-def open_checkpoints() -> Iterator[None]:
-    """Run this thread's reentrant checkpoints as plain calls while the context is open.
-
-    Their backward recomputes the block in a graph of its own, and would show all of it as one CheckpointFunction.
-    A block without an input that needs a gradient is left alone: the checkpoint gives it none.
-    """
-    with held((_checkpoints, "opened", True)), _checkpoint_patch:
-        yield
-
-
-def _apply_opened(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        needs_gradient = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
-        if needs_gradient and _checkpoints.opened:
-            return function(*args)
-        return checkpoint(function, preserve_rng_state, *args)
-
-    return apply
-
-
-_checkpoint_patch = Shared(lambda: patched([Patch(CHECKPOINT_APPLY, _apply_opened)]))

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import inspect
-import linecache
 import math
 import weakref
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, SourceLine, TensorStats
+from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, TensorStats
 from nandoctor.ops import UNFILLED
 from nandoctor.process_wide import held
 from nandoctor.torch_compat import (
     answers_itself,
-    function_backward,
-    replace_function_backward,
+    num_nodes_made,
+    running_node,
     tree_tensors,
     unwrap,
     version_of,
 )
-from nandoctor.tracing.dispatch_hook import CallSite, Invocation, Proceed, find_place, intercepting, to_source
+from nandoctor.tracing.dispatch_hook import (
+    CallSite,
+    Invocation,
+    Proceed,
+    find_place,
+    intercepting,
+    to_source,
+)
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import examine
@@ -70,7 +75,8 @@ class _RecordedOp:
     owner: Owner
     nth: int
     phase: Phase
-    source: CallSite
+    place: CallSite
+    forward: int | None
     inputs: list[_Tensor]
     outputs: list[Reading]
     scalars: tuple[tuple[str, float], ...]
@@ -121,6 +127,7 @@ class OpTracer:
         self._writers: dict[int, _Writer] = {}
         self._storages: dict[int, _Storage] = {}
         self._num_analyses = 0
+        self._num_nodes: list[int] = []  # after each recorded op
         for kind, name, tensor in known:
             self._name(plain_part(tensor), (kind, name))
 
@@ -159,8 +166,14 @@ class OpTracer:
         inputs = [[(tensor.name, tensor.reading) for tensor in r.inputs if tensor.reading] for r in self._recordings]
         outputs = [[("", reading) for reading in recording.outputs] for recording in self._recordings]
         stats = collect_all(inputs + outputs)
-        pairs = zip(self._recordings, stats, stats[len(inputs) :], strict=False)
-        return tuple(_to_call(order, recording, taken, given) for order, (recording, taken, given) in enumerate(pairs))
+        calls: list[OpCall] = []
+        for recording, taken, given in zip(self._recordings, stats, stats[len(inputs) :], strict=False):
+            call = _to_call(len(calls), recording, taken, given)
+            forward = None if call.forward is None else calls[call.forward]
+            if forward is not None:  # a derivative is at the line of its function
+                call = replace(call, source=forward.source, inside=forward.inside, called_from=forward.called_from)
+            calls.append(call)
+        return tuple(calls)
 
     def _observe(self, call: Invocation, proceed: Proceed) -> Any:
         """Run one op and record it, unless it has no floating-point output or one that is still to be filled."""
@@ -269,7 +282,8 @@ class OpTracer:
                 owner=owner,
                 nth=self._counts[owner, call.name],
                 phase=self.phase,
-                source=find_place(),
+                place=find_place(),
+                forward=self._find_forward(),
                 inputs=inputs,
                 outputs=[reading for reading in readings if reading is not None],
                 scalars=tuple(call.scalars()),
@@ -277,6 +291,13 @@ class OpTracer:
             )
         )
         self._counts[owner, call.name] += 1
+        self._num_nodes.append(num_nodes_made())
+
+    def _find_forward(self) -> int | None:
+        """Return the recorded op whose derivative is being computed, as by `torch.autograd.grad` in a forward."""
+        node = running_node()
+        order = None if node is None else bisect_right(self._num_nodes, node)
+        return order if order is not None and order < len(self._recordings) else None
 
     def _examine(self, call: Invocation, leaves: list[torch.Tensor], rng_state: torch.Tensor | None) -> OpAnalysis:
         with torch.random.fork_rng(devices=[]):
@@ -325,11 +346,14 @@ def _to_call(
         call=call,
         nth=recording.nth,
         phase=recording.phase,
-        source=to_source(recording.source),
+        source=(source := to_source(recording.place)),
+        inside=(inside := recording.place.inside and to_source(recording.place.inside)),
+        called_from=source if inside else recording.place.caller and to_source(recording.place.caller),
         inputs=tuple(_to_tensor(tensor, stats.get(tensor.name)) for tensor in recording.inputs),
         outputs=outputs,
         scalars=recording.scalars,
         analysis=recording.analysis,
+        forward=recording.forward,
     )
 
 
@@ -342,34 +366,3 @@ def _to_tensor(tensor: _Tensor, stats: TensorStats | None) -> OpTensor:
         origin=kind,  # type: ignore[arg-type]
         path=path,
     )
-
-
-class FunctionTracer:
-    """A recorder of the ops that watched graph nodes run; `ops` numbers them in one sequence."""
-
-    def __init__(self, ops: OpTracer) -> None:
-        ops.phase = "backward"
-        self.ops = ops
-
-    def watch(self, node: Any, owner: Owner) -> Callable[[], None]:
-        """Record the ops of this node's backward as `owner`'s; return a function that undoes this."""
-
-        def watched(backward: Callable[..., Any]) -> Callable[..., Any]:
-            @wraps(backward)
-            def run(*args: Any) -> Any:
-                with self.ops.watching(lambda: owner):
-                    return backward(*args)
-
-            return run
-
-        return replace_function_backward(node, watched)
-
-    def line_of(self, node: Any) -> SourceLine | None:
-        """Return the line of the `def backward`, below its decorators; None if it was not written in Python."""
-        code = getattr(inspect.unwrap(function_backward(node)), "__code__", None)
-        if code is None:
-            return None
-        lines = linecache.getlines(code.co_filename)
-        numbered = enumerate(lines[code.co_firstlineno - 1 :], start=code.co_firstlineno)
-        line, text = next(((n, t) for n, t in numbered if t.lstrip().startswith("def ")), (code.co_firstlineno, ""))
-        return SourceLine(file=code.co_filename, line=line, text=text.strip())

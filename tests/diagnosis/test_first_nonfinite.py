@@ -16,7 +16,7 @@ def without_counts(stats_):
 
 
 NONFINITE = stats(NAN, 1.0)
-BAD, SEEN = {"outputs": (NONFINITE,)}, {"inputs": (NONFINITE,)}
+MADE, SEEN = {"outputs": (NONFINITE,)}, {"inputs": (NONFINITE,)}
 MASK = stats(0.0, -INF)
 HEALTHY = reference(call("", 0, 5), call("first", 1, 2), call("last", 3, 4))
 MASKED = (call("", 0, 5), call("bias", 1, 2, outputs=(MASK,)), call("softmax", 3, 4, inputs=(MASK,)))
@@ -25,17 +25,17 @@ BEHIND_MASK = trace(*MASKED[:2], call("softmax", 3, 4, inputs=(MASK,), outputs=(
 PLACES = {
     "nothing": (HEALTHY, HEALTHY, None),
     "the output of a module": (
-        trace(call("", 0, 5, **BAD), call("first", 1, 2, outputs=(GOOD, NONFINITE)), call("last", 3, 4, **SEEN)),
+        trace(call("", 0, 5, **MADE), call("first", 1, 2, outputs=(GOOD, NONFINITE)), call("last", 3, 4, **SEEN)),
         HEALTHY,
         ("output", "first", None),
     ),
     "an inner module, which returns before the one around it": (
-        trace(call("", 0, 5, **BAD), call("a", 1, 4, **BAD), call("a.b", 2, 3, **BAD)),
+        trace(call("", 0, 5, **MADE), call("a", 1, 4, **MADE), call("a.b", 2, 3, **MADE)),
         HEALTHY,
         ("output", "a.b", None),
     ),
     "a value between modules, of the outer forward": (
-        trace(call("", 0, 7), call("a", 1, 6), call("a.b", 2, 3), call("a.c", 4, 5, **SEEN, **BAD)),
+        trace(call("", 0, 7), call("a", 1, 6), call("a.b", 2, 3), call("a.c", 4, 5, **SEEN, **MADE)),
         HEALTHY,
         ("between", "a", "a.c"),
     ),
@@ -45,18 +45,18 @@ PLACES = {
         ("between", "", "a"),
     ),
     "after the last module, of its caller": (
-        trace(call("", 0, 5, **BAD), call("a", 1, 4, **BAD), call("a.b", 2, 3)),
+        trace(call("", 0, 5, **MADE), call("a", 1, 4, **MADE), call("a.b", 2, 3)),
         HEALTHY,
         ("output", "a", None),
     ),
     "the batch, before everything": (
-        trace(call("", 0, 1, **SEEN, **BAD), batch=(GOOD, NONFINITE), output=(NONFINITE,)),
+        trace(call("", 0, 1, **SEEN, **MADE), batch=(GOOD, NONFINITE), output=(NONFINITE,)),
         reference(output=(NONFINITE,)),
         ("batch", None, None),
     ),
     "the loss, after everything": (trace(call("", 0, 1), loss=NONFINITE), HEALTHY, ("loss", None, None)),
     "what never returned shows only its inputs": (
-        trace(call("", 0, None), call("a", 1, 2, **BAD), call("b", 3, None, **SEEN), raised="stop"),
+        trace(call("", 0, None), call("a", 1, 2, **MADE), call("b", 3, None, **SEEN), raised="stop"),
         HEALTHY,
         ("output", "a", None),
     ),
@@ -101,7 +101,7 @@ def test_the_first_place(kind):
 def test_the_call_around_a_repeated_call_is_the_parent():
     again = {"number": 1}
     calls = (call("", 0, 9), call("a", 1, 4), call("a.b", 2, 3), call("a", 5, 8, **again))
-    assert find_first(trace(*calls, call("a.b", 6, 7, **again, **BAD))).owner.key == ("a.b", 1)
+    assert find_first(trace(*calls, call("a.b", 6, 7, **again, **MADE))).owner.key == ("a.b", 1)
     assert find_first(trace(*calls, call("a.b", 6, 7, **again, **SEEN))).owner.key == ("a", 1)
 
 
@@ -124,6 +124,6 @@ def test_counts_are_requested_where_there_are_none(tensor, asks):
 
 
 def test_later_places_follow_in_the_order_of_execution():
-    sick = trace(call("", 0, 3, **BAD), call("a", 1, 2, **SEEN, **BAD), loss=NONFINITE)
+    sick = trace(call("", 0, 3, **MADE), call("a", 1, 2, **SEEN, **MADE), loss=NONFINITE)
     expected = [("between", "", "a"), ("output", "a", None), ("output", "", None), ("loss", None, None)]
     assert [place(found) for found in find_nonfinite_places(sick, HEALTHY)] == expected

@@ -73,7 +73,6 @@ def test_a_page_of_400_layers_is_small(pages):
 
 def test_a_page_of_4000_layers_is_still_a_page(pages):
     text = pages["huge"].read_text(encoding="utf-8")
-    assert "Rows 1,001 to 4,000 of 5,001." in text
     assert len(text.encode()) < 4 * LIMIT
 
 

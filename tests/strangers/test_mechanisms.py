@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import nandoctor
 
@@ -34,6 +37,9 @@ class Case:
     op: str | None = None
     line: str = ""
     samples: tuple[int, ...] | None = None
+    says: str = ""
+    notes: str = ""
+    called_from: str | None = None
     never: tuple[str, ...] = ()
 
 
@@ -72,9 +78,9 @@ def build(case: Case) -> nn.Module:
 
 def replay(case: Case, folder: Path, **options: Any) -> nandoctor.Report:
     model = build(case)
-    with nandoctor.cuda_autocast() if case.autocast else torch.no_grad():
-        output = model(**case.batch).detach() if case.forward.__name__ != "force" else None
-    saved = {} if output is None else {"logit": output}
+    with nandoctor.cuda_autocast() if case.autocast else contextlib.nullcontext():
+        output = model(**case.batch)
+    saved = {"logit": output.detach()} if isinstance(output, torch.Tensor) else {"autocast": False}
     torch.save({"state_dict": model.state_dict(), **case.batch, **saved, **case.saves}, folder / "step.pth")
     return nandoctor.replay(folder / "step.pth", build(case), loss=case.loss, **{"fixes": False, **options}).report
 
@@ -85,9 +91,15 @@ def check(case: Case, report: nandoctor.Report) -> None:
     found = (report.verdict, cause and cause.code, origin and origin.op, source.text if source else "")
     assert found[:3] == (case.verdict, case.cause, case.op), report.headline
     assert case.line in found[3]
+    if case.called_from is not None:
+        assert origin is not None
+        assert origin.called_from is not None
+        assert case.called_from in origin.called_from.text
     if case.samples is not None:
         assert origin is not None
         assert (origin.elements.samples or ()) == case.samples
+    assert case.says in report.headline
+    assert case.notes in " ".join(report.notes)
     told = " ".join((report.headline, *(cause.explanation for cause in [cause] if cause), *report.notes))
     assert not [word for word in case.never if word in told], told
 
@@ -291,3 +303,185 @@ ONLY_COMPARED = {
 @pytest.mark.parametrize("name", ONLY_COMPARED)
 def test_nan_that_is_only_compared_is_healthy(name, tmp_path):
     check(ONLY_COMPARED[name], replay(ONLY_COMPARED[name], tmp_path))
+
+
+# Derivatives that the forward or the loss takes itself: the singular op is that of the function, not the call of grad.
+
+
+def forces(self, x, other):
+    x = x.detach().requires_grad_()
+    distance = (x - other).square().sum(-1).sqrt()
+    energy = self.body(x).sum() + torch.exp(-distance).sum()
+    return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def guarded_forces(self, x, other):
+    x = x.detach().requires_grad_()
+    squared = (x - other).square().sum(-1)
+    energy = self.body(x).sum() + torch.where(squared > 0, torch.log(squared), 0.0).sum()
+    return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def functional_forces(self, x, other):
+    def energy(point):
+        return self.body(point).sum() + (point - other).abs().pow(0.5).sum()
+
+    return torch.func.grad(energy)(x)
+
+
+def angle_and_place(self, x, other):
+    x = x.detach().requires_grad_()
+    cosine = (x * other).sum(-1) / (other * other).sum(-1)
+    return {"angle": torch.acos(cosine.clamp(-1, 1)) + self.body(x).sum(-1), "x": x}
+
+
+def slope(output, _batch):
+    (gradient,) = torch.autograd.grad(output["angle"].sum(), output["x"], create_graph=True)
+    return gradient.square().mean()
+
+
+DERIVED = {
+    "forces": removed(forces, "sqrt", "gradient-singularity", ".sqrt()", batch=EQUAL, samples=(0,)),
+    "forces with a where": removed(
+        guarded_forces, "log", "where-gradient-trap", "torch.log", batch=EQUAL, samples=(0,)
+    ),
+    "forces by torch.func": removed(
+        functional_forces, "pow", "gradient-singularity", ".pow(0.5)", batch=EQUAL, samples=(0,), loss=None
+    ),
+    "a slope in the loss": removed(
+        angle_and_place, "acos", "gradient-singularity", "torch.acos", batch=EQUAL, samples=(0,), loss=slope
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_a_derivative_is_at_the_line_of_its_function(name, tmp_path):
+    check(DERIVED[name], replay(DERIVED[name], tmp_path))
+
+
+# Ops in torch's or a package's own Python: the library's line, and beside it the user's.
+
+
+def likelihood(self, x, width):
+    return torch.distributions.Normal(self.body(x), width, validate_args=False).log_prob(x[:, :2])
+
+
+def skipped(self, x):
+    return self.skip(x)
+
+
+def zeroed(layer, name):
+    with torch.no_grad():
+        layer.get_parameter(name).zero_()
+    return layer
+
+
+class Rms(LlamaRMSNorm):
+    def __init__(self):
+        super().__init__(3, eps=0.0)
+
+
+parametrizations = nn.utils.parametrizations
+INSIDE = {
+    "a density without width": removed(
+        likelihood, "log", "log-of-zero", "self.scale.log()", loss=None, called_from="log_prob(x[:, :2])"
+    ),
+    "a spectral norm of zeros": Case(
+        forward=skipped,
+        layers={"skip": zeroed(parametrizations.spectral_norm(nn.Linear(3, 2)), "parametrizations.weight.original")},
+        batch={"x": normal(4, 3)},
+        cause="division-by-zero",
+        op="div",
+        line="weight / sigma",
+        says="because `skip.parametrizations.weight.original` is 0 throughout",
+        called_from="self.skip(x)",
+    ),
+    "a weight norm of zeros": Case(
+        forward=skipped,
+        layers={"skip": zeroed(parametrizations.weight_norm(nn.Linear(3, 2)), "parametrizations.weight.original1")},
+        batch={"x": normal(4, 3)},
+        cause="division-by-zero",
+        op="_weight_norm",
+        line="torch._weight_norm",
+        called_from="self.skip(x)",
+    ),
+    "a norm of a package": Case(
+        forward=skipped,
+        layers={"skip": Rms()},
+        batch={"x": torch.cat([normal(2, 3), torch.zeros(1, 3)])},
+        cause="division-by-zero",
+        op="rsqrt",
+        line="torch.rsqrt",
+        called_from="self.skip(x)",
+        samples=(2,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_librarys_line_has_the_users_beside_it(name, tmp_path):
+    check(INSIDE[name], replay(INSIDE[name], tmp_path))
+
+
+# The guilty sample where no row tells: in the gradient of a weight.
+
+
+def squared(self, x):
+    return self.head(x)
+
+
+def float_mean_square(output, _batch):
+    return output.float().square().mean()
+
+
+# Where it grew: the steps from an overflow back to the exponent, the weight or the sample that gave most.
+
+
+def similar(self, x, other):
+    return self.log_scale.exp() * F.normalize(self.body(x)) @ F.normalize(self.body(other)).t()
+
+
+def loud_weight(self, x):
+    return self.wide(x).abs() @ self.body.weight.abs().t().new_full((6, 2), 2.0)
+
+
+def steps_of(report):
+    return [(step.op, step.place.module) for step in report.growth]
+
+
+GROWN = {
+    "a learned temperature": (
+        Case(
+            forward=similar,
+            layers={**BODY, "log_scale": nn.Parameter(torch.tensor(12.0))},
+            batch={"x": normal(4, 3), "other": normal(4, 3, seed=1)},
+            autocast=True,
+        ),
+        [("exp", ""), ("weight", "log_scale")],
+        "`self.log_scale.exp()` makes 162,755 of 12 (`log_scale`)",
+    ),
+    "a weight of 400,000": (
+        Case(
+            forward=loud_weight,
+            layers={"wide": scaled(nn.Linear(3, 6), 1e5), **BODY},
+            batch={"x": normal(4, 3)},
+            autocast=True,
+        ),
+        [("weight", "wide.weight")],
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_growth_is_followed_to_what_gave_most(name, tmp_path):
+    case, last, note = GROWN[name]
+    report = replay(case, tmp_path)
+    assert report.verdict == "precision", report.headline
+    assert steps_of(report)[-len(last) :] == last
+    assert note in " ".join(report.notes)
+    assert all(step.absmax_out for step in report.growth)
+
+
+def test_nothing_grew_without_an_overflow(tmp_path):
+    assert replay(REMOVED["atan of x / 0"], tmp_path).growth == ()

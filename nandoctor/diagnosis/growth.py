@@ -1,0 +1,89 @@
+"""Follows a value that is too large back along the data flow: which steps made it grow, and by how much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from nandoctor.diagnosis.conclusion import Findings
+from nandoctor.evidence.report import Growth, Origin
+from nandoctor.evidence.trace import OpCall, OpTensor, Place, Trace
+from nandoctor.ops import CASTS, DIVISIONS, MOVES
+from nandoctor.text import code, number
+
+_WORTH_TELLING = 4.0
+"""Bits that a step must add to be named in a sentence."""
+
+
+def find_op(origin: Origin, trace: Trace) -> OpCall | None:
+    """Return the traced op at an origin, None if that is no op of the forward or the loss."""
+    key = (origin.place.module, origin.place.call, origin.op, origin.nth)
+    return next((op for op in trace.ops if op.key == key), None) if origin.phase in ("forward", "loss") else None
+
+
+def follow_growth(origin: Origin, trace: Trace) -> tuple[Growth, ...]:
+    """Return the steps that made the origin's value so large, from there down to a weight or an array of the batch.
+
+    Each follows the operand that gave most. Empty if nothing overflowed.
+    """
+    op = find_op(origin, trace)
+    if op is None or origin.would_be is None:
+        return ()
+    return tuple(_follow(op, abs(origin.would_be), trace.ops))
+
+
+def _follow(op: OpCall, made: float, ops: Sequence[OpCall]) -> Iterator[Growth]:
+    while True:
+        given = max(op.inputs, key=lambda taken: _bits_given(op, taken), default=None)
+        taken = given.stats.absmax if given is not None and given.stats is not None else None
+        if op.op not in MOVES | CASTS or taken is None:
+            yield Growth(
+                place=op.place,
+                op=op.op,
+                source=op.own_line,
+                absmax_in=taken,
+                absmax_out=made,
+                log2_gain=math.log2(made / taken) if made and taken else None,
+            )
+        if given is None or taken is None:
+            return
+        if given.producer is None:
+            owner = Place(module=given.path, type="", call=0)
+            yield Growth(place=owner, op=given.origin, source=None, absmax_in=None, absmax_out=taken, log2_gain=None)
+            return
+        op, made = ops[given.producer], taken
+
+
+def _bits_given(op: OpCall, tensor: OpTensor) -> float:
+    """Return by how many powers of two an operand may enlarge the result: a divisor does by being small."""
+    stats = tensor.stats
+    if stats is None or not stats.absmax:
+        return -math.inf
+    if op.op in DIVISIONS and tensor.name != "self":
+        return -math.log2(stats.p05 or stats.absmax)
+    return math.log2(stats.absmax)
+
+
+def describe_growth(growth: Sequence[Growth]) -> tuple[str, ...]:
+    """Return a note on the step before the origin that gave most, if that is much."""
+    steps = [step for step in growth[1:] if (step.log2_gain or 0.0) >= _WORTH_TELLING]
+    if not steps:
+        return ()
+    most = max(steps, key=lambda step: step.log2_gain or 0.0)
+    behind = growth[growth.index(most) + 1 :]
+    named = f" ({code(behind[0].place.module)})" if behind and behind[0].absmax_in is None else ""
+    what = code(most.source.expression) if most.source is not None and most.source.expression else most.op
+    return (
+        f"Where it grew: {what} makes {number(most.absmax_out)} of {number(most.absmax_in)}{named}, "
+        f"2^{most.log2_gain:.1f} times as much.",
+    )
+
+
+def with_growth(findings: Findings) -> Findings:
+    """Return the findings with the growth of the first diagnosis, and a note on it."""
+    conclusion = findings.conclusion
+    failing = findings.reference if conclusion.in_fp32 else findings.trace
+    first = next(iter(conclusion.diagnoses), None)
+    growth = follow_growth(first.origin, failing) if first is not None else ()
+    return replace(findings, growth=growth, notes=(*findings.notes, *describe_growth(growth)))
