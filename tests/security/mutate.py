@@ -27,6 +27,8 @@ import zipfile
 from contextlib import suppress
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a process of its own it has only its own folder
+
 import forgery
 import numpy as np
 import torch
