@@ -122,7 +122,7 @@ def check_weights(state: Mapping[str, torch.Tensor], nbytes: int, values: Values
     """
     checked = _take_state(Contents(nbytes=nbytes, values=values), "weights", state)
     if is_stub(checked):
-        raise stub_error(None)
+        raise stub_error()
     return checked
 
 

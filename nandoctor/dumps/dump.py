@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nandoctor.dumps.array_roles import is_loss, role_of
-from nandoctor.dumps.checksums import Checksums
 from nandoctor.dumps.code_request import code_rows
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import FORMAT, Recorded
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.stored_tensor import StoredTensor
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, Layout, Role, SavedFlags
-from nandoctor.evidence.formats import FP16
 from nandoctor.text import brief, brief_list, dtype_name, plural
 
 if TYPE_CHECKING:
@@ -38,8 +36,7 @@ class Dump:
     `left_out` names the rest of the file: other weights, schedules, arrays of text. `recorded` is what a file in the
     recorder's format says of the call and its environment, and `provenance` whether this user's own recorder wrote it;
     `missing` names what it could not hold. If `other_weights`, `state` was read from another file (`notes` say so),
-    and is not, or may not be, that of the failing step. If `trusted`, code of the
-    file may run. `checksums` are those that were not compared when the file was opened.
+    and is not, or may not be, that of the failing step.
     """
 
     path: Path
@@ -61,8 +58,6 @@ class Dump:
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     other_weights: bool = False
-    trusted: bool = False
-    checksums: Checksums = field(default_factory=Checksums, compare=False)
 
     def __repr__(self) -> str:
         weights, arrays = plural(len(self.state), "weight"), brief_list(list(self.arrays)) or "no arrays"
@@ -133,16 +128,10 @@ _SCALE_NAMES = frozenset({"scale", "loss_scale", "grad_scale", "scaler"})
 
 
 def summarize(dump: Dump) -> DumpSummary:
-    """Summarise the dump, with exact counts of NaN and infinities, in one pass over each finite tensor.
-
-    Raises:
-        DumpError: the data of a non-finite or absurdly large tensor has changed since it was written.
-    """
+    """Summarise the dump, with exact counts of NaN and infinities, in one pass over each finite tensor."""
     arrays = _summarize_arrays(dump.arrays)
-    suspects = {name: tensor for name, tensor in dump.state.items() if _is_suspect(tensor)}
-    nonfinite = [entry for name, tensor in suspects.items() if (entry := _summarize(name, tensor, None)).num_bad]
-    dump.checksums.check(suspects)
-    dump.checksums.check({entry.name: dump.arrays[entry.name] for entry in arrays if entry.num_bad})
+    weights = [_summarize(name, tensor, None) for name, tensor in dump.state.items()]
+    nonfinite = [entry for entry in weights if entry.num_bad]
     bad_buffers = tuple(entry for entry in nonfinite if is_buffer(entry.name))
     return DumpSummary(
         path=brief(str(dump.path), 1000),
@@ -158,15 +147,6 @@ def summarize(dump: Dump) -> DumpSummary:
         missing=tuple(_missing(dump, arrays, bad_buffers)),
         notes=tuple(_notes(dump)),
     )
-
-
-def _is_suspect(tensor: torch.Tensor | StoredTensor) -> bool:
-    """Return True if the tensor is non-finite; one read by torch also if it has a value past fp16's limit."""
-    if isinstance(tensor, StoredTensor):
-        return any(tensor.count_nonfinite())
-    from nandoctor.dumps.tensors import largest_magnitude
-
-    return not largest_magnitude(tensor) <= FP16.max  # true for NaN
 
 
 def is_buffer(name: str) -> bool:

@@ -12,7 +12,6 @@ import os
 import stat
 import struct
 import sys
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -26,10 +25,8 @@ from typing import IO, Any, cast
 from nandoctor.dumps.directories import describe_directory
 from nandoctor.errors import DumpError
 from nandoctor.machine import is_out_of_memory
-from nandoctor.text import brief
+from nandoctor.text import brief, brief_list
 
-# torch.save before 1.6, or with _use_new_zipfile_serialization=False, first writes this number, pickled by protocol 2.
-LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _ZIP_MAGIC = b"PK\x03\x04"
 _END, _END64 = b"PK\x05\x06", b"PK\x06\x06"
 _END_NBYTES, _END64_NBYTES = 22, 56
@@ -40,21 +37,23 @@ _MAX_DIRECTORY_NBYTES = 32 << 20
 _HEAD_NBYTES = 512
 _MAX_PICKLE_NBYTES = 128 << 20
 _MAPPED_NBYTES = 256 << 20  # from this size on files are mapped, and a replay leaves the weights there
-_LEAST_COPIED = 1 << 20
-_CHECKED_NBYTES = 64 << 20  # below this all checksums are compared: 1 to 6 GB/s
 
 _COPY_AGAIN = (
     "Copy it again from where it was written; if that one is short too, the disk was full or the run was killed."
 )
 _SAVE_AGAIN = 'Save the step with torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).'
+_SAVE_ANEW = "Save it anew: torch.save(torch.load(path, weights_only=True), path)."
+# How files of other programs begin, what they are, and what to do.
 _STRANGERS = (
+    # torch.save before 1.6, or with _use_new_zipfile_serialization=False, first pickles a number by protocol 2.
+    (b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9", "of the format that torch.save wrote before torch 1.6", _SAVE_ANEW),
+    (b"\x80", "a plain pickle, which cannot be read without running its code", _SAVE_AGAIN),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras, h5py)", _SAVE_AGAIN),
-    (b"\x89PNG", "a PNG image", "Give the .pth file that was saved beside it."),
-    (b"\xff\xd8\xff", "a JPEG image", "Give the .pth file that was saved beside it."),
+    (b"\x89PNG", "a PNG image", _SAVE_AGAIN),
+    (b"\xff\xd8\xff", "a JPEG image", _SAVE_AGAIN),
     (b"\x93NUMPY", "a .npy array", _SAVE_AGAIN),
     (b"\x1f\x8b", "compressed with gzip", "Unpack it first: gunzip FILE."),
     (b"\x28\xb5\x2f\xfd", "compressed with zstd", "Unpack it first: unzstd FILE."),
-    (b"\xfd7zXZ", "compressed with xz", "Unpack it first: unxz FILE."),
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself", "Fetch the file: git lfs pull."),
     (b"<", "a web page or XML, not the file itself", "Download the file again, by its direct link."),
 )
@@ -64,7 +63,7 @@ _STRANGERS = (
 class Member:
     """A member's content: its offset in the file, its length in bytes, and its CRC-32.
 
-    The CRC is 0 if none was written: in the older format, and after `torch.serialization.set_crc32_options(False)`.
+    The CRC is 0 if none was written: after `torch.serialization.set_crc32_options(False)`.
     """
 
     offset: int
@@ -85,7 +84,7 @@ def damaged(what: str) -> DumpError:
     return DumpError(f"the file is damaged: {what}.", remedy=_COPY_AGAIN)
 
 
-def altered(what: str) -> DumpError:
+def _altered(what: str) -> DumpError:
     """Return the error for a file of full length in which bytes have changed."""
     return DumpError(
         f"the file is damaged: the bytes of {what} do not match the checksum that was written with them.",
@@ -97,17 +96,16 @@ def altered(what: str) -> DumpError:
 class Container:
     """A file that torch.save may have written, opened once: what is checked is what is loaded.
 
-    `data` is the whole file, copied into memory if it is small, else mapped; writes to it do not reach the file. In a
-    zip archive, `pickle` is the member that holds the pickle, `members` has the places of all others by name, and
-    `folder` is the folder that they lie in. A file of the older format, some pickles in a row and then the tensors, has
-    none of these.
+    `data` is the whole file, copied into memory if it is small, else mapped; writes to it do not reach the file.
+    `pickle` is the member that holds the pickle, `members` has the places of all others by name, and `folder` is the
+    folder that they lie in.
     """
 
     path: Path
     data: mmap.mmap
-    pickle: bytes = b""
-    folder: str = ""
-    members: Mapping[str, Member] | None = None
+    pickle: bytes
+    folder: str
+    members: Mapping[str, Member]
 
     @property
     def nbytes(self) -> int:
@@ -115,15 +113,10 @@ class Container:
         return len(self.data)
 
     @property
-    def is_checked(self) -> bool:
-        """True if all checksums were compared when it was opened, not only that of the pickle."""
-        return self.nbytes < _CHECKED_NBYTES
-
-    @property
     def storages(self) -> dict[str, Member]:
         """The members with the data of tensors, by the key that the pickle has for each."""
         data = f"{self.folder}/data/"
-        return {name.removeprefix(data): m for name, m in (self.members or {}).items() if name.startswith(data)}
+        return {name.removeprefix(data): m for name, m in self.members.items() if name.startswith(data)}
 
 
 def _suggest(path: Path) -> str:
@@ -137,18 +130,17 @@ def _suggest(path: Path) -> str:
 
 
 def open_container(path: Path) -> Container:
-    """Open the file, and check its beginning and, if it is a zip archive, its directory.
+    """Open the file, and check its beginning, its zip directory and its checksums.
 
     Raises:
-        DumpError: it is missing, unreadable, empty, cut short, or not a file of torch.save.
+        DumpError: it is missing, unreadable, empty, cut short, altered, or not a file of torch.save.
     """
     try:
         nbytes = regular_size(path)
         with path.open("rb") as file:
             head = file.peek(_HEAD_NBYTES)[:_HEAD_NBYTES]
-            if head.startswith((_ZIP_MAGIC, LEGACY_MAGIC)):
-                data, _ = _open_data(file, 0, nbytes)
-                return _open_archive(data, path) if head.startswith(_ZIP_MAGIC) else Container(path=path, data=data)
+            if head.startswith(_ZIP_MAGIC):
+                return _open_archive(_open_data(file, nbytes), path)
     except FileNotFoundError as error:
         raise DumpError("there is no such file.", remedy=_suggest(path)) from error
     except PermissionError as error:
@@ -159,36 +151,19 @@ def open_container(path: Path) -> Container:
     raise _describe_stranger(head)
 
 
-def _open_data(file: BufferedReader, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
-    """Return `nbytes` of the file, copied into memory or, if they are many, mapped, and their offset in that.
+def _open_data(file: BufferedReader, nbytes: int) -> mmap.mmap:
+    """Return the file, copied into memory or, if it is large, mapped.
 
     A copy is immune to later writes to, or truncation of, the file.
     """
     if nbytes >= _MAPPED_NBYTES:
-        begin = offset % mmap.ALLOCATIONGRANULARITY
-        return mmap.mmap(file.fileno(), begin + nbytes, access=mmap.ACCESS_COPY, offset=offset - begin), begin
-    before = os.fstat(file.fileno())
-    copied, num_read = _copy_in_kernel(file, offset, nbytes), nbytes
-    if copied is None:
-        copied = mmap.mmap(-1, nbytes)
-        file.seek(offset)
-        num_read = file.readinto(copied)
+        return mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
+    before, copied = os.fstat(file.fileno()), mmap.mmap(-1, nbytes)
+    num_read = file.readinto(copied)
     after = os.fstat(file.fileno())
     if num_read < nbytes or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise DumpError("it changed while it was read.", remedy="Wait until it is written, and run again.")
-    return copied, 0
-
-
-def _copy_in_kernel(file: BufferedReader, offset: int, nbytes: int) -> mmap.mmap | None:
-    """Return a mapped copy in an unnamed file, in half the time of one in memory; None if it cannot be made."""
-    if sys.platform != "linux" or nbytes < _LEAST_COPIED:
-        return None
-    with suppress(OSError), tempfile.TemporaryFile(prefix="nandoctor-") as copy:
-        left = nbytes
-        while left and (done := os.copy_file_range(file.fileno(), copy.fileno(), left, offset + nbytes - left)):
-            left -= done
-        return None if left else mmap.mmap(copy.fileno(), nbytes, access=mmap.ACCESS_COPY)
-    return None
+    return copied
 
 
 def regular_size(path: Path) -> int:
@@ -209,29 +184,28 @@ def regular_size(path: Path) -> int:
 
 
 def _describe_stranger(head: bytes) -> DumpError:
-    if _ZIP_MAGIC.startswith(head) or LEGACY_MAGIC.startswith(head):
+    if _ZIP_MAGIC.startswith(head):
         return DumpError(f"the file is cut short after {len(head)} bytes.", remedy=_COPY_AGAIN)
-    for magic, kind, remedy in _STRANGERS:
-        if head.lstrip().lower().startswith(magic.lower()):
-            return DumpError(f"it is {kind}.", remedy=remedy)
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
         return DumpError(
             "it is a safetensors file, which holds weights but no batch.",
             remedy="Pass it with the file that has the batch: nandoctor replay DUMP --weights FILE.",
         )
-    if head[257:262] == b"ustar":
-        return DumpError("it is a tar archive.", remedy="Unpack it first: tar xf FILE.")
-    if head[:1] == b"\x80" and 1 < head[1] <= 5:
-        return DumpError("it is a plain pickle, which cannot be read without running its code.", remedy=_SAVE_AGAIN)
+    for magic, kind, remedy in _STRANGERS:
+        if head.lstrip().lower().startswith(magic.lower()):
+            return DumpError(f"it is {kind}.", remedy=remedy)
     kind = "a text file, " if not set(head) & set(range(9)) else ""
     return DumpError(f"it is {kind}not a file that torch.save wrote.", remedy=_SAVE_AGAIN)
 
 
-def _open_archive(data: mmap.mmap, path: Path, begin: int = 0) -> Container:
-    members = _find_members(data, begin)
+def _open_archive(data: mmap.mmap, path: Path) -> Container:
+    members = _find_members(data)
     folder = next(iter(members), "").partition("/")[0]  # the first member's, as in torch
     if f"{folder}/data.pkl" not in members:
-        raise _describe_archive(list(members))
+        raise DumpError(
+            f"it is a zip archive that torch.save did not write: it holds {brief_list(list(members)) or 'nothing'}.",
+            remedy=_SAVE_AGAIN,
+        )
     pickle, order = members[f"{folder}/data.pkl"], members.get(f"{folder}/byteorder")
     if pickle.nbytes > _MAX_PICKLE_NBYTES:
         raise DumpError(
@@ -239,17 +213,11 @@ def _open_archive(data: mmap.mmap, path: Path, begin: int = 0) -> Container:
             remedy="Save arrays as tensors or numpy arrays, not as lists of numbers.",
         )
     _check_byte_order(data, order)
-    container = Container(
-        path=path,
-        data=data,
-        pickle=pickle.of(data),
-        folder=folder,
-        members={name: member for name, member in members.items() if member is not pickle},
-    )
-    for name, member in members.items() if container.is_checked else [(f"{folder}/data.pkl", pickle)]:
+    for name, member in members.items():
         if not member.is_intact(data):
-            raise altered(name)
-    return container
+            raise _altered(name)
+    others = {name: member for name, member in members.items() if member is not pickle}
+    return Container(path=path, data=data, pickle=pickle.of(data), folder=folder, members=others)
 
 
 def _check_byte_order(data: mmap.mmap, member: Member | None) -> None:
@@ -262,16 +230,8 @@ def _check_byte_order(data: mmap.mmap, member: Member | None) -> None:
         )
 
 
-def _describe_archive(names: list[str]) -> DumpError:
-    if names and all(name.endswith(".npy") for name in names):
-        return DumpError("it is a .npz archive of numpy, without weights.", remedy=_SAVE_AGAIN)
-    if "config.json" in names and "metadata.json" in names:
-        return DumpError("it is a Keras model.", remedy=_SAVE_AGAIN)
-    return DumpError("it is a zip archive that torch.save did not write.", remedy=_SAVE_AGAIN)
-
-
-def _find_members(data: mmap.mmap, begin: int) -> dict[str, Member]:
-    """Return the members of the archive that begins at `begin`, by name, in the order of its directory."""
+def _find_members(data: mmap.mmap) -> dict[str, Member]:
+    """Return the members of the archive by name, in the order of its directory."""
     _check_directory(data)
     try:
         with zipfile.ZipFile(cast(IO[bytes], data)) as archive:
@@ -287,7 +247,7 @@ def _find_members(data: mmap.mmap, begin: int) -> dict[str, Member]:
         )
     for entry in entries:
         _check_entry(entry)
-    if entries and min(entry.header_offset for entry in entries) != begin:
+    if entries and min(entry.header_offset for entry in entries) != 0:
         raise damaged("there is something before its first part")
     if len({entry.filename.casefold() for entry in entries}) < len(entries):
         raise damaged("a part of it occurs twice")

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nandoctor.dumps.checksums import Checksums
 from nandoctor.dumps.classify import choose_state, is_stub, sort_contents, sort_recorded, strip_wrappers
 from nandoctor.dumps.directories import refuse_part, stub_error
 from nandoctor.dumps.dump import Dump
@@ -55,8 +54,7 @@ def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
     with named(location):
         refuse_part(location)
         container = open_container(location)
-        dump = _make_dump(container, _torch_values(container), trust=trust)
-    return replace(dump, trusted=trust)
+        return _make_dump(container, _torch_values(container), trust=trust)
 
 
 def look_at_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
@@ -144,7 +142,7 @@ def _make_dump(container: Container, values: Values, *, trust: bool = False) -> 
     other_states = {name: other for name, other in contents.states.items() if name != state_name}
     state, prefix = strip_wrappers(contents.states.get(state_name, {}))
     if is_stub(state):
-        raise stub_error(container.path.parent)
+        raise stub_error()
     return Dump(
         path=container.path,
         nbytes=container.nbytes,
@@ -160,7 +158,6 @@ def _make_dump(container: Container, values: Values, *, trust: bool = False) -> 
         optimizer_eps=contents.optimizer_eps,
         tree=contents.tree,
         left_out=(*other_states, *contents.left_out),
-        checksums=Checksums.left(container, values),
     )
 
 
@@ -187,14 +184,13 @@ def _make_recorded(container: Container, saved: Mapping[str, Any], values: Value
         recorded=recorded,
         provenance=_check_provenance(container),
         missing=tuple(contents.left_out),
-        checksums=Checksums.left(container, values),
     )
 
 
 def _check_provenance(container: Container) -> Provenance:
     """Return who wrote the file, by its signature over the bytes that are unpickled and mapped."""
     pickle, signed = f"{container.folder}/data.pkl", f"{container.folder}/{MEMBER}"
-    if container.members is None or signed not in container.members:
+    if signed not in container.members:
         return Provenance()
     members = {name: member.of(memoryview(container.data)) for name, member in container.members.items()}
     return check_signature(bytes(members.pop(signed)), {**members, pickle: container.pickle})
@@ -230,8 +226,7 @@ def _load(container: Container, values: Values, *, trust: bool = False) -> objec
             return load_pickle(container, values)
         import torch
 
-        mapped = container.members is not None
-        return torch.load(container.path, map_location="cpu", mmap=mapped, weights_only=False)
+        return torch.load(container.path, map_location="cpu", mmap=True, weights_only=False)
     except DumpError:
         raise
     except UnknownNamesError as error:

@@ -12,11 +12,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
-from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from nandoctor.dumps.file_type import Container, Member, damaged
+from nandoctor.dumps.file_type import Container, damaged
 from nandoctor.dumps.stand_ins import (
     REBUILD_ANY,
     STORAGE_DTYPES,
@@ -26,7 +24,7 @@ from nandoctor.dumps.stand_ins import (
     is_known,
     join_name,
 )
-from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype, StoredDtype, StoredTensor
+from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype
 from nandoctor.errors import DumpError
 
 if TYPE_CHECKING:
@@ -64,9 +62,6 @@ _ITEMS = (list, tuple, dict)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _SCALARS = (str, bytes, bool, int, float, complex, type(None))
 _REBUILDS = "torch._utils._rebuild_"
-# The magic number, the protocol version, the system info; then come the dump itself, and the list of storages.
-_NUM_LEGACY_HEADERS = 3
-_COUNT_NBYTES = 8
 
 
 def load_pickle(container: Container, values: Values) -> object:
@@ -76,44 +71,9 @@ def load_pickle(container: Container, values: Values) -> object:
         UnknownNamesError: it names a class or function without a stand-in.
         DumpError: it is damaged, of another protocol, or built to exhaust memory or time.
     """
-    if container.members is not None:
-        return _build(_Unpickler(BytesIO(container.pickle), values, container.storages))
-    stream = cast(IO[bytes], container.data)
-    stream.seek(0)
-    for _ in range(_NUM_LEGACY_HEADERS):
-        _build(_Unpickler(stream, values, {}))
-    begin = stream.tell()
-    members = _legacy_storages(container.data)
-    stream.seek(begin)
-    return _build(_Unpickler(stream, values, members))
-
-
-def _legacy_storages(data: Any) -> dict[str, Member]:
-    """Return where tensors' data lies in the older format: as its last pickle lists them, each after a count."""
-    finder = _SizeFinder(data)
-    _build(finder)
-    keys = _build(_SizeFinder(data))
-    if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise damaged("it has no list of storages")
-    end, members = data.tell(), {}
-    for key in keys:
-        numel, nbytes = finder.sizes[key]
-        if numel != int.from_bytes(data[end : end + _COUNT_NBYTES], "little"):
-            raise _missing_data()
-        members[key] = Member(offset=end + _COUNT_NBYTES, nbytes=nbytes)
-        end += _COUNT_NBYTES + nbytes
-    if end > len(data):
-        raise _missing_data()
-    return members
-
-
-def _missing_data() -> DumpError:
-    return damaged("the data of a tensor is missing or has the wrong size")
-
-
-def _build(unpickler: _Unpickler) -> object:
+    unpickler = _Unpickler(container, values)
     try:
-        _read_protocol(unpickler.stream)
+        _check_protocol(container.pickle)
         made = unpickler.load()
     except EOFError as error:
         raise damaged("its table of contents is incomplete") from error
@@ -127,9 +87,9 @@ def _build(unpickler: _Unpickler) -> object:
     return made
 
 
-def _read_protocol(stream: IO[bytes]) -> None:
-    """Read the first instruction, which must say that the pickle is of the protocol that torch.save writes."""
-    begin = stream.read(len(_PROTOCOL))
+def _check_protocol(pickled: bytes) -> None:
+    """Raise if the pickle is not of the protocol that torch.save writes, as its first instruction says."""
+    begin = pickled[: len(_PROTOCOL)]
     if len(begin) < len(_PROTOCOL):
         raise EOFError
     if begin != _PROTOCOL:
@@ -233,16 +193,17 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
 
     stack: list[Any]
 
-    def __init__(self, stream: IO[bytes], values: Any, members: Mapping[str, Member]) -> None:
+    def __init__(self, container: Container, values: Values) -> None:
+        stream = BytesIO(container.pickle)
+        stream.seek(len(_PROTOCOL))
         super().__init__(stream, encoding="utf-8")
         self.dispatch = _Instructions(self.dispatch)  # type: ignore[misc] # each pickle has its own count
-        self.stream = stream
         self.unknown: set[str] = set()
-        self._values, self._members = values, members
+        self._values, self._members = values, container.storages
         self._found: dict[str, Any] = {}
         self._storages: dict[str, object] = {}
         self._num_chosen_left = _MAX_CHOSEN_KEYS
-        self._num_copied_left = _COPIED_FLOOR + _COPIED_PER_BYTE * _length_of(stream)
+        self._num_copied_left = _COPIED_FLOOR + _COPIED_PER_BYTE * len(container.pickle)
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for the class or function."""
@@ -273,11 +234,8 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
         if [*map(type, parts[:5])] != [str, _StorageKind, str, str, int] or any(parts[5:]) or parts[4] < 0:
             raise pickle.UnpicklingError("no storage of its own")
         _, kind, key, _, numel = parts[:5]
-        return self._find_storage(kind, key, numel)
-
-    def _find_storage(self, kind: _StorageKind, key: str, numel: int) -> object:
         if key not in self._members or self._members[key].nbytes != numel * kind.item_nbytes:
-            raise _missing_data()
+            raise damaged("the data of a tensor is missing or has the wrong size")
         if key not in self._storages:
             self._storages[key] = self._values.storage(self._members[key], kind.dtype)
         return self._storages[key]
@@ -348,21 +306,6 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
     }
 
 
-class _SizeFinder(_Unpickler):
-    """Finds out how long the storages of the older format are; it makes tensors without values."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        super().__init__(stream, values=self, members={})
-        self.sizes: dict[str, tuple[int, int]] = {}
-
-    def find(self, _: str) -> Callable[..., object]:
-        """Return what takes the place of a function or dtype of torch."""
-        return lambda *_: StoredTensor(raw=np.zeros(0), dtype=StoredDtype(name="float64"), address=0)
-
-    def _find_storage(self, kind: _StorageKind, key: str, numel: int) -> None:
-        self.sizes[key] = numel, numel * kind.item_nbytes
-
-
 def _is_chosen(key: Any) -> bool:
     """Return True if a file can choose the hash of this key: that of a number or tuple, not of a text or an object.
 
@@ -375,14 +318,6 @@ def _is_chosen(key: Any) -> bool:
     if type(key) is int and key.bit_length() > _MAX_KEY_BITS:
         raise _hostile("it has an integer of more than 64 bits as a key")
     return is_tuple or type(key) in (float, complex) or (type(key) is int and not 0 <= key < 1 << 16)
-
-
-def _length_of(stream: IO[bytes]) -> int:
-    """Return the number of bytes from here to the stream's end."""
-    begin = stream.tell()
-    end = stream.seek(0, 2) or stream.tell()
-    stream.seek(begin)
-    return end - begin
 
 
 def _hostile(what: str) -> DumpError:

@@ -1,7 +1,6 @@
-"""Reads weights as a training saves them: in one file, an index with its shards, or a directory.
+"""Reads weights as a training saves them: in one file, or in an index with its shards.
 
-No code in a file is run, but that of a trusted directory of DCP. A few values of each weight show later whether a
-checkpoint holds the same weights.
+No code in a file is run. A few values of each weight show later whether a checkpoint holds the same weights.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 
 from nandoctor.dumps.classify import check_weights, strip_wrappers
-from nandoctor.dumps.directories import Listing, list_directory, refuse_part, stub_error
+from nandoctor.dumps.directories import INDEX, describe_directory, holds_pretrained, list_directory, refuse_part
 from nandoctor.dumps.file_type import damaged, regular_size
 from nandoctor.dumps.reader import named, read_state
 from nandoctor.dumps.recorded_format import MAX_SAMPLED, WeightSample
@@ -25,7 +24,6 @@ from nandoctor.text import brief, brief_list
 State = Mapping[str, torch.Tensor]
 
 _MAX_INDEX_NBYTES = 64 << 20
-_INDEX = ".index.json"
 # The names that transformers and diffusers give the weights of a whole model, the likeliest first.
 _WHOLE = (
     *("model.safetensors.index.json", "model.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
@@ -33,12 +31,11 @@ _WHOLE = (
 )
 
 
-def read_weights(path: str | os.PathLike[str], *, trust: bool = False) -> State:
+def read_weights(path: str | os.PathLike[str]) -> State:
     """Read the weights at `path`, without the prefixes of DataParallel and torch.compile.
 
-    `path` is a safetensors file, an index of Hugging Face (`.index.json`) or its directory, a directory of DeepSpeed,
-    or a file of torch.save: a state dict, a dump, DeepSpeed's model states; with `trust` also a directory of
-    torch.distributed.checkpoint, whose metadata may run any code.
+    `path` is a safetensors file, an index of Hugging Face (`.index.json`) or its directory, or a file of torch.save: a
+    state dict, a dump, DeepSpeed's model states.
 
     Raises:
         DumpError: it is none of these, a part of one, damaged or hostile.
@@ -47,7 +44,7 @@ def read_weights(path: str | os.PathLike[str], *, trust: bool = False) -> State:
     with named(location):
         refuse_part(location)
         try:
-            state = _read_directory(location, trust=trust) if location.is_dir() else _read_file(location)
+            state = _read_file(_choose_file(location) if location.is_dir() else location)
         except OSError as error:
             raise DumpError(f"it cannot be read ({error.strerror}).", remedy="Check the path.") from error
         if not state:
@@ -56,63 +53,30 @@ def read_weights(path: str | os.PathLike[str], *, trust: bool = False) -> State:
 
 
 def _read_file(path: Path) -> State:
-    if path.name.endswith(_INDEX):
+    if path.name.endswith(INDEX):
         return _read_index(path)
     return _read_safetensors(path) if path.suffix == ".safetensors" else read_state(path)
 
 
-def _read_directory(path: Path, *, trust: bool) -> State:
-    listing = list_directory(path)
-    if listing.kind == "dcp":
-        from nandoctor.dumps.distributed_checkpoint import read_distributed  # noqa: PLC0415  (takes a second to import)
-
-        return read_distributed(path, trust=trust)
-    if listing.kind == "deepspeed":
-        return _read_deepspeed(path, listing)
-    if listing.kind == "hugging face":
-        return _read_file(path / _choose_file(listing))
-    found = listing.names[:3]
-    raise DumpError(
-        f"it does not look like a checkpoint of any known kind ({brief_list(found) if found else 'it is empty'}).",
-        remedy="Name the file of weights itself, or an index (.index.json).",
-    )
-
-
-def _choose_file(listing: Listing) -> str:
-    """Return the name of a whole model's file; if none has a usual name, of the only file."""
-    usual = [name for name in _WHOLE if name in listing.names]
-    if not usual and "adapter_config.json" in listing.names:
+def _choose_file(folder: Path) -> Path:
+    """Return the file of a whole model in a directory of Hugging Face; if none has a usual name, the only file."""
+    names = list_directory(folder)
+    if not holds_pretrained(names):
+        raise describe_directory(folder)
+    usual = [name for name in _WHOLE if name in names]
+    if not usual and "adapter_config.json" in names:
         raise DumpError(
             "it holds a PEFT adapter, not the weights that it adapts.",
             remedy="Merge them, model.merge_and_unload().save_pretrained(DIRECTORY), and pass that directory.",
         )
-    indexes, files = listing.ending(_INDEX), listing.ending(".safetensors", ".bin")
-    choices = usual[:1] or indexes or files
+    indexes = [name for name in names if name.endswith(INDEX)]
+    choices = usual[:1] or indexes or [name for name in names if name.endswith((".safetensors", ".bin"))]
     if len(choices) > 1:
         raise DumpError(
             f"it holds {len(choices)} files of weights: {brief_list(choices)}.", remedy="Name the file to use."
         )
     refuse_part(Path(choices[0]))
-    return choices[0]
-
-
-def _read_deepspeed(path: Path, listing: Listing) -> State:
-    """Read the weights, which ZeRO up to stage 2 leaves whole; `latest` names the folder of the last step."""
-    if "latest" in listing.names:
-        regular_size(path / "latest")
-        with (path / "latest").open("rb") as file:
-            tag = file.read(200).decode("utf-8", errors="replace").strip()
-        if tag in listing.names and (path / tag).is_dir():
-            path, listing = path / tag, list_directory(path / tag)
-    files = listing.ending("_model_states.pt")
-    if len(files) == 1 and not files[0].startswith("zero_pp_rank_"):
-        return read_state(path / files[0])
-    if files and all(name.startswith("mp_rank_") for name in files):
-        raise DumpError(
-            f"its weights are split over {len(files)} tensor-parallel ranks.",
-            remedy="Convert it to one state dict, with the tool of the library that trained it.",
-        )
-    raise stub_error(path)
+    return folder / choices[0]
 
 
 def _read_index(path: Path) -> State:

@@ -170,7 +170,7 @@ class _TriageRun:
         for path in sorted({settings.directory / settings.weights for settings in named if settings.weights}):
             from nandoctor.dumps.weights import read_weights  # noqa: PLC0415  (imports torch, if there are such)
 
-            read_weights(path, trust=self.options.trust)
+            read_weights(path)
 
     def diagnose(self) -> None:
         """Collect one result for each file, as they come."""

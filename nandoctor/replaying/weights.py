@@ -50,9 +50,7 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
     checkpoint = dump.recorded.checkpoint
     known = sample_weights(dump.state) if checkpoint is None else checkpoint.samples
     kept = {} if dump.holds_weights else dump.state
-    state = {
-        name: tensor for name, tensor in read_weights(path, trust=dump.trusted).items() if not is_extra_state(name)
-    }
+    state = {name: tensor for name, tensor in read_weights(path).items() if not is_extra_state(name)}
     state = dict(fit_prefix(state, {name: sample.values for name, sample in known.items()})[0]) if known else state
     match = _compare(state, known)
     state = {name: _in_format(tensor, known.get(name)) for name, tensor in state.items()}

@@ -8,8 +8,8 @@ from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import DumpError
 
 KINDS = [
-    ((".metadata", "__0_0.distcp"), "DCP", "--weights"),
-    (("zero_to_fp32.py", "latest"), "DeepSpeed", "--weights"),
+    ((".metadata", "__0_0.distcp"), "DCP", "dcp_to_torch"),
+    (("zero_to_fp32.py", "latest"), "DeepSpeed", "zero_to_fp32.py"),
     (("model.safetensors.index.json", "model-00001-of-00002.safetensors"), "Hugging Face", "--weights"),
     (("pytorch_model.bin", "config.json"), "Hugging Face", "--weights"),
     (("nan-step000001.pth",), "dumps", "nandoctor triage"),

@@ -44,11 +44,7 @@ def assert_same_state(state, expected=WEIGHTS):
         assert not state[name].requires_grad
 
 
-FORMATS = {
-    "zip, numpy 2": forge.saved,
-    "zip, numpy 1": lambda step: forge.with_numpy1_names(forge.saved(step)),
-    "legacy": lambda step: forge.saved(step, _use_new_zipfile_serialization=False),
-}
+FORMATS = {"numpy 2": forge.saved, "numpy 1": lambda step: forge.with_numpy1_names(forge.saved(step))}
 
 
 @pytest.mark.parametrize("layout", FORMATS)
@@ -146,16 +142,6 @@ def test_large_archives_are_mapped_and_others_copied(read, tmp_path, monkeypatch
         file.seek(content.index(np.ones(1024, "f4").tobytes()) + 4096)
         file.write(np.full(1, 7, "f4").tobytes())
     assert (7 in dump.arrays["image"]) == (least == 1)
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(18, "Invalid cross-device link")])
-def test_where_the_system_cannot_copy_a_file_it_is_read(read, monkeypatch, error):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr("os.copy_file_range", fail)
-    image = torch.arange(1 << 19, dtype=torch.float32)
-    assert torch.equal(read({"state_dict": WEIGHTS, "image": image}).arrays["image"], image)
 
 
 def test_a_mapped_tensor_is_written_to_without_touching_the_file(read, tmp_path):

@@ -122,11 +122,12 @@ LARGER = {
 @pytest.mark.parametrize("kind", LARGER)
 def test_a_tensor_that_reaches_beyond_its_data_is_refused(kind, place):
     """Torch grows a storage to what a tensor claims, and checks no index of a sparse one: kernels crash on it."""
-    for zipped in (True, False):
-        file = mutate.changed(mutate.plain(), place, lambda container, key: container.__setitem__(key, LARGER[kind]()))
-        torch.save(file, "case.pth", _use_new_zipfile_serialization=zipped)
-        with pytest.raises(DumpError, match="cannot be rebuilt"):
-            read_dump("case.pth")
+    torch.save(
+        mutate.changed(mutate.plain(), place, lambda container, key: container.__setitem__(key, LARGER[kind]())),
+        "case.pth",
+    )
+    with pytest.raises(DumpError, match="cannot be rebuilt"):
+        read_dump("case.pth")
 
 
 @pytest.mark.parametrize("make", [mutate.plain, mutate.recorded])

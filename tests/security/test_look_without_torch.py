@@ -55,9 +55,9 @@ def project(tmp_path, monkeypatch):
 
 
 def test_ordinary_files_are_inspected_where_torch_cannot_be(project):
-    """The samples, files of the recorder, of torch before 1.6, and with arrays of numpy."""
+    """The samples, files of the recorder, and with arrays of numpy."""
     mutate.originals()
-    paths = [*SAMPLES, *map(Path, ("plain.pth", "legacy.pth", "recorded.pth", "signed.pth"))]
+    paths = [*SAMPLES, *map(Path, ("plain.pth", "recorded.pth", "signed.pth"))]
     command = [sys.executable, "-c", WITHOUT_TORCH + EACH, *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -90,10 +90,8 @@ def test_a_report_that_many_write_is_one_of_theirs(tmp_path):
     assert [item.name for item in tmp_path.iterdir()] == ["report.md"]
 
 
-@pytest.mark.parametrize("least", [0, 1 << 20], ids=["by the system", "read"])
 @pytest.mark.parametrize("change", ["grows", "shrinks", "is written again"])
-def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, change, least):
-    monkeypatch.setattr(file_type, "_LEAST_COPIED", least)
+def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, change):
     path = write_dump(record(0), tmp_path, "nan-step1", max_nbytes=1 << 20)
     look, nbytes = os.fstat, path.stat().st_size
 
