@@ -165,7 +165,6 @@ def _with_or_without_loss(preparation: Preparation, settings: Settings, use: Cal
 def _diagnose_step(preparation: Preparation, *, for_fixes: bool) -> Diagnosed:
     summary = summarize(preparation.dump)  # of the file as it was written: a forward may write to what it holds
     replayed = reproduce(preparation)
-    replayed.step.progress.expect_rest(replayed.num_runs_left)
     findings = _find(replayed, for_fixes=for_fixes)
     if findings.conclusion.in_fp32 and (plain := replay_plainly(replayed, preparation)) is not None:
         replayed, findings = plain, _find(plain, for_fixes=for_fixes)

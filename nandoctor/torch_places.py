@@ -56,8 +56,8 @@ NEEDED: dict[str, str] = {
     "torch._utils._rebuild_qtensor": "reading dumps from the bytes that were checked",
     # `torch.set_printoptions` has no getter.
     "torch._tensor_str.PRINT_OPTS": "putting back the print options that a model's code has changed",
-    # `TorchFunctionMode`, its public counterpart, misses the tensors that initialisers create in C++.
-    "torch.utils._python_dispatch.TorchDispatchMode": "bounding the memory that a model takes to build",
+    # `TorchFunctionMode`, its public counterpart, misses the ops that C++ calls.
+    "torch.utils._python_dispatch.TorchDispatchMode": "copying large weights before the first write to them",
     # Python counts only its own references.
     "torch._C._storage_Use_Count": "building models without filling them",
     "torch.UntypedStorage._cdata": "building models without filling them",
@@ -77,7 +77,7 @@ NEEDED: dict[str, str] = {
     # Compiling a model in place puts its hooks inside the graph; only this call is outside.
     "torch.nn.Module._compiled_call_impl": "recording models that were compiled in place",
     # Modules override it even if `load_state_dict` itself is torch's.
-    "torch.nn.Module._load_from_state_dict": "loading weights into models of very many modules",
+    "torch.nn.Module._load_from_state_dict": "using the weights of a file without copying them",
     "torch.autograd.function.BackwardCFunction": "telling custom autograd functions from torch's own",
     # The line that TorchScript runs is in no Python frame; only an exception would show it.
     "torch._C._profiler.gather_traceback": "telling the lines of TorchScript",

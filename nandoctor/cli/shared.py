@@ -95,11 +95,6 @@ class ReplayDisplay(Listener):
             self._bar.display.start()
         self._bar.search(0, None, "")
 
-    def expected(self, forecast: str) -> None:
-        """Print the forecast on standard error, if there is a bar."""
-        if not self._bar.display.disable:
-            self._bar.display.console.print(f"Expected: {forecast}", highlight=False)
-
     def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:
         """Move the bar of the search."""
         self._bar.search(num_runs, most_runs, best)

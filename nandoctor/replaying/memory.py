@@ -1,10 +1,9 @@
-"""Bound a replay's memory: a forecast, a limit on what a dump's arguments ask for, a build without initial values."""
+"""Bound a replay's memory: its least size, a limit for models that dumps describe, a build without initial values."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,61 +15,49 @@ from torch.overrides import TorchFunctionMode
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.tensors import unexpanded
 from nandoctor.errors import ModelError
-from nandoctor.machine import available_memory, memory_of
+from nandoctor.machine import available_memory, bounded_memory, is_out_of_memory, memory_of, private_memory
+from nandoctor.process_wide import is_forked
 from nandoctor.replaying.module_state import LARGE_NBYTES
 from nandoctor.text import byte_size
-from nandoctor.torch_compat import TorchDispatchMode, storage_of
+from nandoctor.torch_compat import storage_of
 
 # Leaves room for initial values, tied copies and position tables that are not saved.
 _TIMES_WEIGHTS = 4
 _FLOOR_NBYTES = 512 << 20
-_COUNTED_BY_A_NUMBER = frozenset({"arange", "linspace", "logspace", "eye", "randperm"})
-_MAX_CALLS = 2_000_000  # a minute of operations, or a hundred thousand layers
 _WIDE = 4  # bytes: half-precision products are computed in fp32
 _UNFILLED_NBYTES = 1 << 20
 _DRAWING = frozenset({"normal_", "uniform_", "kaiming_uniform_"})
 _FOLLOWING = frozenset({"mul_", "add_", "clamp_"})
 
 
-def build_within(make: Callable[[], nn.Module], weights: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Call `make`, allowing at most a few times the bytes of `weights` for new tensors.
+@contextmanager
+def building_within(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Allow a model that is built from a dump's arguments a few times the bytes of its weights, where Linux can.
 
     Raises:
-        ModelError: `make` asks for more.
+        ModelError: it takes more.
     """
-    with _Allowance(memory_of(weights.values())):
-        return make()
-
-
-class _Allowance(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that limits the bytes of new tensors; where their size is an argument, before they are allocated."""
-
-    def __init__(self, weights_nbytes: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._weights_nbytes = weights_nbytes
-        self._allowed = self._left = _TIMES_WEIGHTS * weights_nbytes + _FLOOR_NBYTES
-        self._calls_left = _MAX_CALLS
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self._calls_left -= 1
-        if self._calls_left < 0 or _wanted_nbytes(func, args, kwargs or {}) > self._left:
-            raise self._refuse()
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not any(isinstance(item, torch.Tensor) for item in args):
-            self._left -= result.untyped_storage().nbytes() if result.device.type != "meta" else 0
-            if self._left < 0:
-                raise self._refuse()
-        return result
-
-    def _refuse(self) -> ModelError:
-        return ModelError(
-            f"Building the model with the dump's arguments takes more than {byte_size(self._allowed)}, and the weights "
-            f"in the file have {byte_size(self._weights_nbytes)}.",
+    nbytes, taken = memory_of(weights.values()), memory_with_threads()
+    allowed = _TIMES_WEIGHTS * nbytes + _FLOOR_NBYTES
+    try:
+        with bounded_memory(None if taken is None else taken + allowed):
+            yield
+    except ModelError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"Building the model with the dump's arguments takes more than {byte_size(allowed)}, and the weights "
+            f"in the file have {byte_size(nbytes)}.",
             remedy="The arguments are not those of these weights; if they are, name what builds the model: --model "
             "FILE.py:NAME.",
-        )
+        ) from error
+
+
+def memory_with_threads() -> int | None:
+    """Return `private_memory` with torch's threads started: libgomp aborts if the limit is too low for their stacks."""
+    if not is_forked():
+        torch.ones(1 << 16).sum()  # large enough to run on all threads
+    return private_memory()
 
 
 class Unfilled(TorchFunctionMode):
@@ -119,73 +106,37 @@ def _is_large(tensor: Any) -> bool:
     return is_plain and tensor.device.type == "cpu" and memory_of([tensor]) >= _UNFILLED_NBYTES
 
 
-def _wanted_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return the bytes that the arguments of a factory op ask for; 0 for an op that takes tensors."""
-    if any(isinstance(item, torch.Tensor) for item in args):
-        return 0
-    name = func.overloadpacket.__name__
-    shapes = (item for item in args if isinstance(item, (list, tuple)))
-    sizes = [math.prod(shape) for shape in shapes if all(isinstance(size, int) for size in shape)]
-    if name in _COUNTED_BY_A_NUMBER:
-        sizes += [abs(int(item)) ** (2 if name == "eye" else 1) for item in args if isinstance(item, (int, float))]
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    return max(sizes, default=0) * int(dtype.itemsize)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """The bytes that stay in mapped files, and the least bytes of memory by part.
-
-    Activations are not included: their size shows only when the model runs.
-    """
-
-    mapped_nbytes: int
-    parts: Mapping[str, int]
-
-    @property
-    def nbytes(self) -> int:
-        """The least memory that the replay takes."""
-        return sum(self.parts.values())
-
-    def __str__(self) -> str:
-        weights = f", beside {byte_size(self.mapped_nbytes)} of weights in files" if self.mapped_nbytes else ""
-        return f"at least {byte_size(self.nbytes)} of memory{weights}"
-
-
-def forecast(dump: Dump, device: torch.device, *, backward: bool) -> Forecast:
-    """Return what the replay of this dump takes on this device, with or without a backward pass.
-
-    A large model's weights stay in the file and are widened one layer at a time; its gradients are freed one by one.
-    """
-    arrays = (unexpanded(array) if array.layout is torch.strided else array for array in dump.arrays.values())
-    weights, batch = memory_of(dump.state.values()), memory_of(arrays)
-    floating = [tensor for tensor in dump.state.values() if tensor.is_floating_point()]
-    if device.type == "cpu" and weights >= LARGE_NBYTES:
-        largest = max((tensor.numel() * _WIDE for tensor in floating), default=0)
-        parts = {"the largest layer in fp32": largest, "batch": batch}
-        parts |= {"its gradient": largest} if backward else {}
-        return Forecast(mapped_nbytes=weights, parts=parts)
-    parts = {"weights": weights, "batch": batch, **({"gradients": memory_of(floating)} if backward else {})}
-    return Forecast(mapped_nbytes=0, parts=parts)
-
-
-def require_room(expected: Forecast, device: torch.device, allowed: int | None) -> None:
+def require_room(dump: Dump, device: torch.device, *, backward: bool, allowed: int | None) -> None:
     """Check that the step fits into the free memory, and into what the user allows.
 
     Raises:
         ModelError: it does not; the message has the figures.
     """
+    least = _least_nbytes(dump, device, backward=backward)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    if allowed is not None and expected.nbytes > allowed:
+    if allowed is not None and least > allowed:
         room, remedy = f"--memory allows {byte_size(allowed)}", "Allow more, or leave --memory out."
-    elif free is not None and expected.nbytes > free:
+    elif free is not None and least > free:
         room = f"{byte_size(free)} are free on {device.type}"
         remedy = "Run it where there is more memory, or stop other programs there."
     else:
         return
-    parts = ", ".join(f"{name} {byte_size(nbytes)}" for name, nbytes in expected.parts.items())
     raise ModelError(
-        f"The replay takes at least {byte_size(expected.nbytes)} of memory ({parts}, and the outputs of the layers), "
-        f"and {room}. Nothing was built.",
+        f"The replay takes at least {byte_size(least)} of memory beside the outputs of the layers, and {room}. "
+        "Nothing was built.",
         remedy=remedy,
     )
+
+
+def _least_nbytes(dump: Dump, device: torch.device, *, backward: bool) -> int:
+    """Return the least bytes of memory that a replay takes: activations show only when the model runs.
+
+    A large model's weights stay in the file and are widened one layer at a time; its gradients are freed one by one.
+    """
+    batch = memory_of(unexpanded(array) if array.layout is torch.strided else array for array in dump.arrays.values())
+    weights = memory_of(dump.state.values())
+    floating = [tensor for tensor in dump.state.values() if tensor.is_floating_point()]
+    if device.type == "cpu" and weights >= LARGE_NBYTES:
+        largest = max((tensor.numel() * _WIDE for tensor in floating), default=0)
+        return batch + largest * (2 if backward else 1)
+    return batch + weights + (memory_of(floating) if backward else 0)

@@ -152,7 +152,8 @@ def load_state(
         named = (*model.named_parameters(), *model.named_buffers())
         unfilled.fill(tensor for name, tensor in named if name not in loaded)
         loaded = left
-    _copy_state(model, loaded, "")
+    if loaded:
+        _copy_state(model, loaded)
     return notes + [f"--no-strict: {problem}" for problem in problems]
 
 
@@ -220,35 +221,15 @@ def _can_share(parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
     )
 
 
-def _copy_state(module: nn.Module, state: _State, path: str) -> None:
-    """Load the state child by child: torch's own `load_state_dict` goes through all names once for each child.
-
-    A module with its own loading method, or with hooks for it, gets all its names at once. As in torch, an overridden
-    `load_state_dict` counts only on the model itself.
-    """
-    load = nn.Module.load_state_dict if path else type(module).load_state_dict
-    plain = loads_plainly(module) and load is nn.Module.load_state_dict
-    children = dict(module.named_children()) if plain else {}
-    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in children}
-    own = {}
-    for name, tensor in state.items():
-        child, _, rest = name.partition(".")
-        if child in children and rest:
-            states[child][rest] = tensor
-        else:
-            own[name] = tensor
-    for name, child_state in states.items():
-        if child_state:
-            _copy_state(children[name], child_state, f"{path}.{name}".removeprefix("."))
+def _copy_state(model: nn.Module, state: _State) -> None:
     try:
-        if own:
-            load(module, own, strict=False)
+        model.load_state_dict(dict(state), strict=False)
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             raise explain_memory("load the weights", error) from error
         reason = brief(str(error).strip().splitlines()[-1].strip(), 300)
         raise ModelError(
-            f"The weights cannot be copied into {path or type(module).__name__}: {reason}",
+            f"The weights cannot be copied into {type(model).__name__}: {reason}",
             remedy="Save them in the formats that the model has: quantized and sparse weights are not converted.",
         ) from error
 

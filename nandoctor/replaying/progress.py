@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from nandoctor.text import number
-
 if TYPE_CHECKING:
     from nandoctor.evidence.report import Report
-
-LONG_S = 2.0
-"""The length of a run from which on the time that the rest takes is worth reporting."""
 
 Progress = Callable[[str, int, int | None], None]
 """Called with (stage, module calls done, module calls in all or None if that is not known yet)."""
@@ -27,10 +21,8 @@ class Listener:
 
     stops_gently = False
     interrupted = False
-    elapsed_s = 0.0  # of the last run
     _stage = ""
     _num_calls: int | None = None  # of the run before, as the number to expect
-    _started_s = 0.0
 
     def __init__(self, progress: Progress = lambda *_: None) -> None:
         self._progress = progress
@@ -41,7 +33,7 @@ class Listener:
 
     def begin(self, stage: str) -> None:
         """Report that a run begins."""
-        self._started_s, self._stage = time.perf_counter(), stage
+        self._stage = stage
         self(stage, 0, self._num_calls)
 
     def on_call(self, done: int) -> None:
@@ -50,15 +42,7 @@ class Listener:
 
     def end(self, num_calls: int) -> None:
         """Note that the run has ended after `num_calls` module calls."""
-        self.elapsed_s, self._num_calls = time.perf_counter() - self._started_s, num_calls
-
-    def expected(self, forecast: str) -> None:
-        """Report the least memory that a large model takes, before it is built, or the time left after a long run."""
-
-    def expect_rest(self, num_runs: float) -> None:
-        """Report the time left if the last run was long; the rest of the diagnosis takes `num_runs` times as long."""
-        if self.elapsed_s >= LONG_S:
-            self.expected(f"the diagnosis in roughly {number(max(round(num_runs * self.elapsed_s), 1))} s")
+        self._num_calls = num_calls
 
     def tell(self, report: Report) -> None:
         """Report the diagnosis, before any fix was tried."""

@@ -25,7 +25,7 @@ from torch import nn
 
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import NanDoctorError
-from nandoctor.machine import bounded_memory, private_memory
+from nandoctor.machine import bounded_memory
 from nandoctor.process_wide import generators_kept, held, is_forked
 from nandoctor.source_files import is_installed
 from nandoctor.torch_switches import read_switches, write_switches
@@ -69,13 +69,6 @@ _imported: dict[str, dict[str, tuple[ModuleType, _Stamp]]] = {}
 
 Many registries (of layers, of `torch.library` ops) reject a second registration of the same class.
 """
-
-
-def memory_with_threads() -> int | None:
-    """Return `private_memory` with torch's threads started: libgomp aborts if the limit is too low for their stacks."""
-    if not is_forked():
-        torch.ones(1 << 16).sum()  # large enough to run on all threads
-    return private_memory()
 
 
 class Project:

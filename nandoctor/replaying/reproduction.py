@@ -163,13 +163,6 @@ class Replayed:
         return _agrees(self.reproduction)
 
     @property
-    def num_runs_left(self) -> float:
-        """The rough time of the rest of the diagnosis, in runs like this one: fp32, watched ops, a backward pass."""
-        if self.trace.backward:
-            return 0.5
-        return 1.0 if self.trace.ops else 4.5
-
-    @property
     def rank(self) -> tuple[int, bool, float]:
         """A sort key that puts the better replay first."""
         return _GRADE_RANK[self.reproduction.grade], self.trace.finite, self.reproduction.max_rel_err or 0.0

@@ -36,12 +36,12 @@ from nandoctor.replaying.code_references import (
 )
 from nandoctor.replaying.input_binding import Binding, bind_inputs, find_bindings
 from nandoctor.replaying.losses import bind_loss
-from nandoctor.replaying.memory import Unfilled, build_within, forecast, require_room
+from nandoctor.replaying.memory import Unfilled, building_within, memory_with_threads, require_room
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute, load_state
 from nandoctor.replaying.model_search import missing_model
 from nandoctor.replaying.module_state import LARGE_NBYTES
 from nandoctor.replaying.progress import Listener
-from nandoctor.replaying.project import Project, arguments_of, memory_with_threads
+from nandoctor.replaying.project import Project, arguments_of
 from nandoctor.replaying.recorded_step import bind_calls
 from nandoctor.replaying.reproduction import Preparation
 from nandoctor.replaying.runner import FailingStep
@@ -79,8 +79,8 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     device = find_device(settings.device)
     source = model if model is not None else settings.model
     require_approval(dump, settings, has_model=source is not None)
-    progress = progress or Listener()
-    _require_room(dump, settings, device, progress)
+    has_loss = settings.loss is not None or dump.recorded.loss_function is not None
+    require_room(dump, device, backward=has_loss, allowed=settings.memory)
     # The limit of the process: what it has mapped already, and as much more as the settings allow.
     taken = memory_with_threads() if settings.memory is not None else None
     project = Project(None if settings.memory is None or taken is None else taken + settings.memory)
@@ -98,7 +98,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     notes += [f"The recorder could not keep {text}." for text in dump.missing]
     return Preparation(
         dump=dump,
-        steps=tuple(replace(step, progress=progress, project=project) for step in steps),
+        steps=tuple(replace(step, progress=progress or Listener(), project=project) for step in steps),
         modes=_modes(dump, settings),
         seeds=_seeds(dump, settings),
         policies=policies,
@@ -119,15 +119,6 @@ def _seeds(dump: Dump, settings: Settings) -> tuple[int | None, ...]:
     """Return the seed in the settings, else the saved random state (None), else 0; then those of further tries."""
     first = settings.seed if settings.seed is not None or dump.rng_states else 0
     return first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1))
-
-
-def _require_room(dump: Dump, settings: Settings, device: torch.device, progress: Listener) -> None:
-    """Raise if the replay does not fit into memory, and report what that of a large model takes."""
-    has_loss = settings.loss is not None or dump.recorded.loss_function is not None
-    expected = forecast(dump, device, backward=has_loss)
-    require_room(expected, device, settings.memory)
-    if expected.mapped_nbytes:
-        progress.expected(str(expected))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,13 +215,15 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
     if source is not None:
         if settings.config is not None:
             configured = build_configured(source, settings.config, dump.recorded.model, settings.directory)
-            return build_within(lambda: build_model(configured, {}), dump.state), []
+            with building_within(dump.state):
+                return build_model(configured, {}), []
         return build_model(source, settings.model_args, directory=settings.directory), []
     if not dump.is_recorded:
         raise missing_model(dump)
     reference = dump.recorded.model
     make = find_model(reference, dump.path, dump.provenance)
-    net = build_within(lambda: build_model(make, settings.model_args), dump.state)
+    with building_within(dump.state):
+        net = build_model(make, settings.model_args)
     return net, describe_code_change(reference, net)
 
 

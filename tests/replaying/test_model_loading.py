@@ -383,41 +383,11 @@ def test_a_model_without_weights_takes_an_empty_state():
     assert load_state(nn.Identity(), {}) == []
 
 
-def names_given(monkeypatch):
-    """How many names each call of torch's own loading was given."""
-    given, load = [], nn.Module.load_state_dict
-
-    def count(module, state, *args, **kwargs):
-        given.append(len(state))
-        return load(module, state, *args, **kwargs)
-
-    monkeypatch.setattr(nn.Module, "load_state_dict", count)
-    return given
-
-
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_loading_looks_at_each_name_once(monkeypatch, prefix):
-    model = nn.ModuleDict({"layers": nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))})
-    state = {prefix + name: torch.full_like(tensor, 3.0) for name, tensor in model.state_dict().items()}
-    given = names_given(monkeypatch)
-    load_state(model, state)
-    assert sum(given) == len(state)
-    assert all(bool((tensor == 3).all()) for tensor in model.state_dict().values())
-
-
 def test_a_model_of_one_layer_fits_any_of_many_names():
     layer = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
     state = {f"layers.{i}.{name}": tensor for i in range(3) for name, tensor in layer.items()}
     notes = load_state(nn.Linear(2, 2), state)
     assert notes == ["The prefix 'layers.0.' was taken off the weights' names, 4 other tensors left out."]
-
-
-def test_a_hook_of_a_module_sees_all_that_is_below_it():
-    seen = []
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
-    model[0].register_load_state_dict_pre_hook(lambda module, state, prefix, *_: seen.append(sorted(state)))
-    load_state(model, {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()})
-    assert seen == [["0.bias", "0.weight", "1.bias", "1.weight"]]
 
 
 class Doubled(nn.Module):
