@@ -31,7 +31,7 @@ from nandoctor.replaying.weights import take_weights
 from nandoctor.repro_scripts.build import make_script
 from nandoctor.source_files import find_typed
 from nandoctor.text import dtype_name
-from nandoctor.verification import tell_if_changed, verify_dump
+from nandoctor.verification import Before, tell_if_changed, verify_dump
 
 if TYPE_CHECKING:
     import torch
@@ -148,19 +148,15 @@ def verify(
 def check(
     dump: Dump,
     *,
-    changed: Sequence[Path] | Mapping[Path, str | None] = (),
-    failed_before: bool = False,
+    changed: Sequence[Path] = (),
+    before: Before = "unknown",
     progress: Progress = lambda *_: None,
     **options: Any,
 ) -> tuple[Verification, Report]:
-    """Return the verification of a dump and the report of its replay; `options` are those of `replay`, plus `model`.
-
-    `changed` may map files to their earlier texts. `failed_before` says that the unchanged code was seen to fail in
-    this mode and with this seed.
-    """
+    """Return the verification of a dump and the report of its replay; `options` are those of `replay`, plus `model`."""
     model = anchor(options.pop("model", None))
     dump, settings = _read(dump, options)
-    return verify_dump(dump, model, settings, changed=changed, failed_before=failed_before, progress=progress)
+    return verify_dump(dump, model, settings, changed=changed, before=before, progress=progress)
 
 
 def _as_paths(changed: bool | Sequence[str | os.PathLike[str]]) -> bool | Sequence[Path]:
@@ -342,7 +338,7 @@ class Case:
             settings = override(settings, {"mode": mode, "seed": runs.autocast.seed})
         known = _as_paths(changed) or (failed and model is not None)
         source = anchor(model or asked.model)
-        return verify_dump(asked.dump, source, settings, changed=known, failed_before=failed)[0]
+        return verify_dump(asked.dump, source, settings, changed=known, before="failed" if failed else "unknown")[0]
 
     def compare(self, other: Case) -> Comparison:
         """Compare this case with a later one: another step, or the same one with other code or in another format.

@@ -1,7 +1,4 @@
-"""Find the project's own source files, their package names, and what changed in them, by hashes.
-
-The hashes of single lines are short: they locate a change in a file without revealing its code.
-"""
+"""Find the project's own source files and their package names, and tell by hashes whether their code has changed."""
 
 from __future__ import annotations
 
@@ -17,19 +14,14 @@ import sys
 import sysconfig
 import tokenize
 import warnings
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-_LINE_NBYTES = 4
-_LINE_DIGITS = 2 * _LINE_NBYTES
 _MAX_HASHED_NBYTES = 1 << 20
 _MAX_OWN_NBYTES = 16 << 20
-_MAX_LINES = 10_000
 
 ASSIGNED: tuple[type[ast.stmt], ...] = (ast.Assign, ast.AnnAssign)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -44,11 +36,10 @@ _COMMENT = re.compile(rb"""((?:[^"'#]|"[^"]*"|'[^']*')*)#""")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceHash:
-    """The sha256 of a file, that of its `code` alone, and eight hexadecimal digits for each line; "" if unknown."""
+    """The sha256 of a file, and that of its `code` alone, "" if unknown."""
 
     sha256: str
     code: str = ""
-    lines: str = ""
 
 
 @lru_cache(maxsize=16)
@@ -262,7 +253,7 @@ def hash_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def hash_source(path: Path, *, lines: bool = True) -> SourceHash | None:
+def hash_source(path: Path) -> SourceHash | None:
     """Return the hashes of a file; None if it cannot be read, or is too large to be hand-written code."""
     try:
         if path.stat().st_size > _MAX_HASHED_NBYTES:
@@ -270,16 +261,14 @@ def hash_source(path: Path, *, lines: bool = True) -> SourceHash | None:
         data = path.read_bytes()
     except OSError:
         return None
-    each = data.splitlines() if lines else []
-    digits = "".join([hashlib.blake2b(line, digest_size=_LINE_NBYTES).hexdigest() for line in each])
-    return SourceHash(sha256=hashlib.sha256(data).hexdigest(), code=hash_code(data), lines=digits)
+    return SourceHash(sha256=hashlib.sha256(data).hexdigest(), code=hash_code(data))
 
 
 def is_changed(was: SourceHash, path: Path) -> bool:
     """Return True if the code of a file is another: changed comments and blank lines do not count, if that is known."""
     if hash_of(path) == was.sha256:
         return False
-    now = hash_source(path, lines=False)
+    now = hash_source(path)
     return now is None or now.code != was.code
 
 
@@ -291,28 +280,3 @@ def hash_code(data: bytes) -> str:
     found = ((_COMMENT.match(line), line) for line in data.splitlines())
     lines = ((comment[1] if comment else line).rstrip() for comment, line in found)
     return hashlib.sha256(b"\n".join(filter(None, lines))).hexdigest()
-
-
-def changed_lines(was: SourceHash, path: Path) -> tuple[int, int] | None:
-    """Return the first changed line of the file, from 1, and the number of changed lines; None if unknown."""
-    now = hash_source(path)
-    if now is None or not was.lines or max(len(was.lines), len(now.lines)) > _MAX_LINES * _LINE_DIGITS:
-        return None
-    return count_changes(_split_digits(was.lines), _split_digits(now.lines))
-
-
-def count_changes(before: Sequence[str], after: Sequence[str]) -> tuple[int, int] | None:
-    """Return the first line of `after` that differs, from 1, and how many lines differ; None if none does.
-
-    A removed line cancels out an added one, wherever they are. The time is linear: the lines may come from a stranger,
-    and be made so that a search for the shortest difference takes minutes.
-    """
-    if before == after:
-        return None
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
-    removed, added = Counter(before) - Counter(after), Counter(after) - Counter(before)
-    return same + 1, max(removed.total(), added.total(), 1)
-
-
-def _split_digits(lines: str) -> list[str]:
-    return [lines[place : place + _LINE_DIGITS] for place in range(0, len(lines), _LINE_DIGITS)]

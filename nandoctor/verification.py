@@ -9,24 +9,21 @@ answer is that it cannot be told.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
-
-import torch
 
 from nandoctor.changes.setting import SetLossScale
 from nandoctor.diagnosis.run_summary import WRONG
 from nandoctor.diagnosis.verdict import describe_idle_state
 from nandoctor.dumps.dump import Dump
 from nandoctor.evidence.dump_summary import DumpSummary
-from nandoctor.evidence.edits import Edit, SourcePatch, Together
+from nandoctor.evidence.edits import Edit, Together
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import describe_run
 from nandoctor.evidence.verification import CodeState, Verification
-from nandoctor.fixes.agreement import Result
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import Trials
@@ -34,15 +31,18 @@ from nandoctor.fixes.writing import WrittenChange
 from nandoctor.pipeline import Diagnosed, replay_dump
 from nandoctor.renderers.commands import command_for
 from nandoctor.renderers.verification import describe_changes
-from nandoctor.replaying.code_changes import find_changes, find_unchanged
+from nandoctor.replaying.code_changes import find_changes
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Progress
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.settings import Settings
 from nandoctor.text import are, join_first, mode_text, part_of, percent
 
-Changed = bool | Sequence[Path] | Mapping[Path, str | None]
-"""Files that were changed, mapped to their earlier texts if those are known; True for files that are not named."""
+Changed = bool | Sequence[Path]
+"""Files that were changed; True for files that are not named."""
+Before = Literal["unknown", "failed", "proved"]
+"""What is known of before the change: the unchanged code "failed" in this mode and with these random numbers; and a
+search has "proved" the change on the step, in its very text."""
 
 _PASSES = ("healthy", "not-reproduced")
 _SAYS_WHAT_FAILED = {
@@ -52,37 +52,8 @@ _SAYS_WHAT_FAILED = {
     "update": "the optimizer's update left non-finite weights",
 }
 _OF_THE_STEP = ("loss", "buffers", "gradients", "loss scale", "healthy samples")
-_PASSED_BEFORE = (
-    "The code from before the change passes here too, so the change is not known to have fixed the step: something of "
-    "the failing step may be missing from the file."
-)
 _NEEDED = ("state_dict", "input", "batch", "the weights of the step")
 """Prefixes of the entries of `Dump.missing` that a replay cannot do without."""
-
-
-def _without(step: FailingStep, made: SourcePatch) -> tuple[Trials | None, bool]:
-    """Run the step with the patch taken back; return its trials if it fails, and True if it passes instead."""
-    before = replace(step, applied=made)
-    trials = Trials(before, TrialBudget(), numerics=False).with_gradients
-    failed = trials.run()
-    if not failed.ran or failed.finite:
-        return None, failed.ran
-    in_fp32 = not _same_finite(trials.reference(), trials.reference(made))
-    return Trials(before, TrialBudget(), numerics=in_fp32), False
-
-
-def _same_finite(one: Result, other: Result) -> bool:
-    """Return True if two runs are finite in the same places, gradients included; infinities in both are meant."""
-    pairs = [(one.values[name], other.values.get(name)) for name in one.values]
-    same = all(b is not None and a.shape == b.shape and torch.equal(a.isfinite(), b.isfinite()) for a, b in pairs)
-    return one.ran and other.ran and same and one.gradients_finite == other.gradients_finite
-
-
-def _nonfinite_samples(failed: Result, num_samples: int | None) -> tuple[int, ...]:
-    outputs = [values for values in failed.values.values() if values.dim() and len(values) == num_samples]
-    return tuple(
-        sample for sample in range(num_samples or 0) if not all(bool(rows[sample].isfinite().all()) for rows in outputs)
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +67,13 @@ class _Query:
     dump: Dump
     settings: Settings
     changed: Changed = ()
-    failed_before: bool = False
+    before: Before = "unknown"
     other_mode_differs: bool = False
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the unchanged code was seen to fail in this mode and with these random numbers."""
+        return self.before != "unknown"
 
 
 def verify_dump(
@@ -106,20 +82,20 @@ def verify_dump(
     settings: Settings,
     *,
     changed: Changed = (),
-    failed_before: bool = False,
+    before: Before = "unknown",
     progress: Progress = lambda *_: None,
 ) -> tuple[Verification, Report]:
     """Replay the step under the current code; return whether it has been fixed, and the report of the replay.
 
-    `changed` are files that the caller says were changed, for a dump that cannot tell, with their earlier texts if
-    known; or True. `failed_before`: the unchanged code was seen to fail in this mode and with these random numbers.
+    `changed` are files that the caller says were changed, for a dump that cannot tell; or True. `before` is what the
+    caller has seen.
 
     Raises:
         NanDoctorError: the step cannot be replayed.
     """
     settings = replace(settings, fixes=False)
     found = replay_dump(dump, model, settings, progress=progress)
-    query = _Query(dump=dump, settings=settings, changed=changed, failed_before=failed_before)
+    query = _Query(dump=dump, settings=settings, changed=changed, before=before)
     if _fails_by_running_statistics(found.report) and _guessed_mode(dump, settings):
         trained = replay_dump(dump, model, replace(settings, mode="train"), progress=progress)
         if trained.report.verdict in _PASSES:
@@ -186,9 +162,12 @@ def _conclude(found: Diagnosed, query: _Query) -> Verification:
         step = replace(step, training=True)
         modes = (attempt.training for attempt in report.reproduction.attempts)
         blank = replace(blank, run=mode_text(step.seed, *modes))
-    measured = _measure(blank, step, query, random=found.random)
+    measured, failures = blank, list[str]()
+    if query.before != "proved":
+        measured = _measure(blank, step, query, random=found.random)
+        failures = list(_describe_failures(measured))
     measured = replace(measured, notes=tuple(_notes(measured, query, found.report.dump, step)))
-    if reasons := [*measured.reasons, *_describe_failures(measured), *_doubts(measured, found, query)]:
+    if reasons := [*failures, *_doubts(measured, found, query)]:
         return _cannot_tell(measured, reasons, tuple(_advise(measured, found, query)))
     if failure is None:
         return replace(measured, outcome="passes", headline="the step passes, and the file does not say that it failed")
@@ -246,27 +225,18 @@ def _describe_failure(report: Report, step: FailingStep | None) -> str | None:
 
 
 def _measure(blank: Verification, step: FailingStep, query: _Query, *, random: bool) -> Verification:
-    """Run the step with its gradients and its variations, and compare them with the code that it had before.
+    """Run the step with its gradients and its variations, and compare them with fp32.
 
-    If that code is not known, or does not fail when the change is taken back, the reference is fp32 of the current
-    code. If memory runs out, nothing is known of the output.
+    If memory runs out, nothing is known of the output.
     """
-    with step.project.running():
-        told = query.changed if isinstance(query.changed, Mapping) else {}
-        made = find_unchanged(blank.code, {path.resolve(): text for path, text in told.items()})
-    lowered = query.settings.loss_scale if query.dump.loss_scale not in (None, query.settings.loss_scale) else None
+    is_lowered = query.dump.loss_scale not in (None, query.settings.loss_scale)
+    lowered = query.settings.loss_scale if is_lowered else None
+    edit: Edit = Together(edits=()) if lowered is None else SetLossScale(value=lowered)
     try:
-        failing, passed = _without(step, made) if made is not None else (None, False)
-        edit: Edit = Together(edits=()) if lowered is None else SetLossScale(value=lowered)
-        trials = failing or Trials(step, TrialBudget(), numerics=False)
-        guilty = _nonfinite_samples(trials.with_gradients.run(), step.num_samples) if failing is not None else ()
-        verifier = Verifier(trials, guilty=guilty, random=random, trusts_fp32=True)
-        change = WrittenChange(kind="source", title="", text="", change=made if failing is not None else None)
-        judgement, checks = verifier.verify(change, edit)
-        reference: Literal["unchanged", "changed"] = "changed" if failing is None else "unchanged"
-        by_setting = lowered is not None or blank.code.settings
-        reasons = (_PASSED_BEFORE,) if passed and not by_setting and not query.failed_before else ()
-        return replace(blank, output=judgement.outcome, reference=reference, checks=checks, reasons=reasons)
+        trials = Trials(step, TrialBudget(), numerics=False)
+        verifier = Verifier(trials, guilty=(), random=random, trusts_fp32=True)
+        judgement, checks = verifier.verify(WrittenChange(kind="source", title="", text="", change=None), edit)
+        return replace(blank, output=judgement.outcome, checks=checks)
     except BudgetSpent:
         return blank
 
@@ -282,8 +252,7 @@ def _describe_failures(measured: Verification) -> Iterator[str]:
         elif check.name != "output":
             yield f"The step passes, but not with {check.name}: {check.text}."
         elif measured.output.finite and error is not None:
-            without = "the unchanged code in fp32" if measured.reference == "unchanged" else "fp32"
-            yield f"The step is finite, but too far from {without} for rounding ({percent(error)} off)."
+            yield f"The step is finite, but too far from fp32 for rounding ({percent(error)} off)."
         else:
             yield "The step is finite in the replay, but not whenever it is run."
 
@@ -294,17 +263,17 @@ def _doubts(measured: Verification, found: Diagnosed, query: _Query) -> Iterator
     for text in query.dump.missing if query.dump.is_recorded else ():
         if text.startswith(_NEEDED):
             yield f"The recorder could not keep {text}."
-    if query.dump.other_weights and not query.failed_before:
+    if query.dump.other_weights and not query.has_failed:
         yield "The weights are not known to be those of the failing step, which may still fail with its own."
     if _draws_others(found, query):
         yield "The step draws random numbers, and the state of the generator that it drew from is not here."
-    graded, is_known = found.report.reproduction, measured.reference == "unchanged" or query.failed_before
-    if not is_known and not found.random and (graded.max_rel_err or 0.0) > WRONG:
+    graded = found.report.reproduction
+    if not query.has_failed and not found.random and (graded.max_rel_err or 0.0) > WRONG:
         yield (
             f"The finite values of the saved {graded.output} are up to {percent(graded.max_rel_err)} off in the "
             "replay: the change alters them, or something of the failing step is missing from the file."
         )
-    if measured.failure is None or query.failed_before or code.changed:
+    if measured.failure is None or query.has_failed or code.changed:
         return
     files = join_first(list(code.compared), 3)
     if code.basis == "hash":
@@ -319,7 +288,7 @@ def _draws_others(found: Diagnosed, query: _Query) -> bool:
     """Return True if the step draws random numbers, and the replay may draw others than the failing step did."""
     step, autocast = found.step, query.dump.recorded.autocast
     assert step is not None
-    if not found.random or query.settings.seed is not None or query.failed_before:
+    if not found.random or query.settings.seed is not None or query.has_failed:
         return False
     elsewhere = autocast is not None and autocast.device != step.device.type
     return elsewhere or step.seed is not None or not step.rng_states
@@ -343,8 +312,8 @@ def _notes(measured: Verification, query: _Query, saved: DumpSummary, step: Fail
     yield from describe_idle_state("healthy", saved, step.built)
     if step.loss is None:
         yield "The gradients of your loss were not checked: pass --loss."
-    if measured.code.changes and measured.reference == "changed":
-        yield "The reference is the current code in fp32: the code that failed cannot be run here."
+    if measured.code.changes and measured.output is not None:
+        yield "The reference is the current code in fp32."
     if query.other_mode_differs:
         yield (
             "Replayed in train mode. Eval mode reads the running statistics in the file, which the failing step has "

@@ -129,13 +129,13 @@ def test_poisoned_buffers_without_a_change_still_fail(project):
     assert "passes in train mode" in words(result.stdout)
 
 
-def test_the_changed_line_is_told_by_the_recorders_hashes(project):
+def test_the_changed_file_is_told_by_the_recorders_hashes(project):
     dump = record_dump(project)
     assert run("verify", dump).exit_code == 1
     edit(project)
     result = run("verify", dump)
     assert result.exit_code == 0
-    assert "changed net.py:17 (1 line) since the dump was written" in words(result.stdout)
+    assert "changed net.py since the dump was written" in words(result.stdout)
     assert "gradients of the loss finite at loss scale" in words(result.stdout)
 
 
@@ -144,7 +144,9 @@ def test_a_replay_of_changed_code_says_that_it_passes(project):
     edit(project)
     result = run("replay", dump)
     assert result.exit_code == 0
-    assert "Your code has changed since, and the step passes now: net.py:17 (1 line)" in words(result.stdout)
+    assert "Your code has changed since, and the step passes now: net.py since the dump was written" in words(
+        result.stdout
+    )
     assert nandoctor.replay(dump).verdict == "fixed"
 
 
@@ -302,9 +304,9 @@ def test_json_is_the_whole_verification(project):
         result = run("verify", dump, "--json")
         plain = json.loads(result.stdout)
         jsonschema.validate(plain, describe_schema(Verification, title="verification"))
-        assert (plain["schema"], result.exit_code) == ("nandoctor.verification/3", code)
+        assert (plain["schema"], result.exit_code) == ("nandoctor.verification/4", code)
         edit(project)
-    assert plain["code"]["changes"] == [{"file": "net.py", "known_by": "hash", "line": 17, "num_lines": 1}]
+    assert plain["code"]["changes"] == [{"file": "net.py", "known_by": "hash"}]
 
 
 def test_a_step_that_passes_raises_nothing(project):

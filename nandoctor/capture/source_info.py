@@ -140,15 +140,15 @@ def _is_bound(same: tuple[Any, ...], described: Mapping[str, str]) -> bool:
 class ProjectSources:
     """Hashes of the project's own files that the training has imported, as they were when it began.
 
-    `described` has the sources of the model and the loss. Their files and those of the model's modules are also hashed
-    line by line. Files that are imported later are hashed when the next dump is written.
+    `described` has the sources of the model and the loss. Files that are imported later are hashed when the next dump
+    is written.
     """
 
     def __init__(self, model: nn.Module, *described: Mapping[str, str] | None) -> None:
         classes = {base for module in model.modules() for base in type(module).__mro__}
         files = {source_file(cls) for cls in classes if cls.__module__.partition(".")[0] != "torch"}
-        self._by_line = {str(path) for path in files if path is not None}
-        self._by_line |= {str(Path.cwd() / source["file"]) for source in described if source and source["file"]}
+        self._of_model = {str(path) for path in files if path is not None}
+        self._of_model |= {str(Path.cwd() / source["file"]) for source in described if source and source["file"]}
         self._hashes: dict[str, SourceHash] = {}
         self._seen: set[str] = set()
         self._add_new()
@@ -157,11 +157,11 @@ class ProjectSources:
         loaded = {file for _, file in _loaded_files()} - self._seen
         self._seen |= loaded
         here = str(Path.cwd())
-        names = {_name_of_python(file, here): _resolve(file) for file in loaded | self._by_line}
+        names = {_name_of_python(file, here): _resolve(file) for file in loaded | self._of_model}
         for name in sorted(names.keys() - self._hashes.keys() - {""}):
             path = Path(names[name])
             if len(self._hashes) < _MAX_SOURCES and not is_installed(path):
-                hashed = hash_source(path, lines=names[name] in self._by_line)
+                hashed = hash_source(path)
                 self._hashes |= {name: hashed} if hashed is not None else {}
 
     def describe(self) -> dict[str, dict[str, str]]:

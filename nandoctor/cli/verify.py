@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,8 +38,7 @@ EXIT_NOTHING_FAILED = 3
     multiple=True,
     help="A file that was changed, if the dump cannot tell.",
 )
-@click.option("--before", type=DumpPath, nargs=2, multiple=True, hidden=True, help="A changed file, and a copy of it.")
-@click.option("--failed-before", is_flag=True, hidden=True, help="The unchanged code was seen to fail in this replay.")
+@click.option("--written-fix", is_flag=True, hidden=True, help="A fix that was verified in this replay was written.")
 @trust_option
 @settings_options(*MODEL_AND_STEP)
 def verify(dump: Path, as_json: bool, **options: Any) -> None:
@@ -58,15 +56,13 @@ def _verify(dump: Path, options: dict[str, Any]) -> Verification:
     """Return the verification; any failure means that it cannot tell."""
     from nandoctor.case import check
     from nandoctor.evidence.verification import cannot_tell
-    from nandoctor.source_files import decode_source
 
     try:
         with opened_dump(dump, options) as (opened, settings):
-            changed, before = dict.fromkeys(settings.pop("changed")), dict(settings.pop("before"))
-            # A user with a copy from before the change has run the code here.
-            known = replace(opened, provenance=replace(opened.provenance, here=True)) if before else opened
-            texts = {file: decode_source(copy.read_bytes())[0] for file, copy in before.items()}
-            return check(known, changed={**changed, **texts}, **settings)[0]
+            if not settings.pop("written_fix"):
+                return check(opened, **settings)[0]
+            known = replace(opened, provenance=replace(opened.provenance, here=True))  # its code has run here
+            return check(known, before="proved", **settings)[0]
     except NanDoctorError as error:
         return cannot_tell(str(dump), error.message, tuple(error.remedy.split("\n")))
     except Exception as error:
@@ -173,13 +169,8 @@ def _write(files: Sequence[PatchedFile], case: Case, arguments: Sequence[str]) -
         write_files(files)
         passes = False
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                told: list[str] = []
-                for number, file in enumerate(files):  # each with a copy from before, to compare it with
-                    copy = Path(folder, f"before{number}.py")
-                    copy.write_bytes(file.before)
-                    told += ["--before", str(file.path), str(copy)]
-                verification = _verify_afresh([*told, *arguments], case.report.dump.path)
+            told = [text for file in files for text in ("--changed", str(file.path))]
+            verification = _verify_afresh([*told, *arguments], case.report.dump.path)
             passes = verification.exit_code == 0
         finally:
             if not passes:
@@ -235,4 +226,4 @@ def _same_replay(dump: Path, case: Case, options: Mapping[str, Any]) -> list[str
         given["mode"] = "train" if runs.autocast.training else "eval"
         given["seed"] = runs.autocast.seed if runs.autocast.seed is not None else given.get("seed")
     path, *flags = command_arguments(dump, given)
-    return ["--failed-before", *(["--trust"] if options.get("trust") else []), *flags, "--", path]
+    return ["--written-fix", *(["--trust"] if options.get("trust") else []), *flags, "--", path]

@@ -144,12 +144,6 @@ class SourcePatch:
         """The patch as a unified diff with paths below `root`."""
         return "".join(_unified_diff(file, Path(self.root)) for file in self.files)
 
-    @property
-    def undone(self) -> SourcePatch:
-        """The patch that reverts this one."""
-        files = (ChangedFile(path=file.path, before=file.after, after=file.before) for file in self.files)
-        return SourcePatch(root=self.root, files=tuple(files))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snippet:

@@ -1,4 +1,4 @@
-"""Records of a verification: whether a failed step passes now, and what has changed (`nandoctor.verification/3`)."""
+"""Records of a verification: whether a failed step passes now, and what has changed (`nandoctor.verification/4`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from nandoctor.evidence.report import Cause, Check, FirstNonfinite, Fix, Origin, TrialOutcome
 from nandoctor.evidence.verdicts import Verdict
 
-VERIFICATION_SCHEMA = "nandoctor.verification/3"
+VERIFICATION_SCHEMA = "nandoctor.verification/4"
 FIX_SCHEMA = "nandoctor.fix/2"
 
 VerificationOutcome = Literal["fixed", "passes", "still-fails", "cannot-tell"]
@@ -18,14 +18,11 @@ VerificationOutcome = Literal["fixed", "passes", "still-fails", "cannot-tell"]
 class CodeChange:
     """A source file that has changed since the dump was written.
 
-    `line` is the first changed line, counted from 1 in the current file, and `num_lines` the number of changed lines;
-    None if the old text is unknown. `known_by`: its "hash" in the dump, the "time" it was written, or the "user".
+    `known_by`: its "hash" in the dump, the "time" it was written, or the "user".
     """
 
     file: str
     known_by: Literal["hash", "time", "user"]
-    line: int | None = None
-    num_lines: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +51,8 @@ class Verification:
     `fixed`: it failed and passes now. `passes`: it passes, and the file does not show that it ever failed.
     `still-fails`: it is non-finite, or finite and wrong. `cannot-tell`: for the `reasons` given. `failure` says what in
     the file shows that the step failed, None if nothing does. `verdict` is the replay's, None without one. If the step
-    passes, `output` has the error against the `reference`: the step in fp32 with the "unchanged" code or, if that is
-    unknown, with the "changed" code. `checks` are those that a printed fix has to pass. `notes` say what was not
-    checked.
+    passes, `output` has the error against fp32. `checks` are those that a printed fix has to pass. `notes` say what was
+    not checked.
     """
 
     schema: str = VERIFICATION_SCHEMA
@@ -70,7 +66,6 @@ class Verification:
     run: str | None = None
     under: str | None = None
     output: TrialOutcome | None = None
-    reference: Literal["unchanged", "changed"] | None = None
     checks: tuple[Check, ...] = ()
     first_nonfinite: FirstNonfinite | None = None
     origin: Origin | None = None

@@ -9,7 +9,7 @@ from nandoctor.evidence.verification import CodeState, FixChoice, Verification, 
 from nandoctor.renderers.blocks import Block, Fact, Facts, Headline, Section, Tone
 from nandoctor.renderers.commands import command_for, git_flags, step_facts, write_flags
 from nandoctor.renderers.fixes import WHERE_TO_RUN, code_of_fix, describe_outcome, every_check, reason_facts
-from nandoctor.text import brief, file_line, join_first, percent, plural
+from nandoctor.text import brief, file_line, join_first, percent
 
 _SHOWN: dict[VerificationOutcome, tuple[str, Tone]] = {
     "fixed": ("FIXED:", "good"),
@@ -38,7 +38,6 @@ def _facts(verification: Verification) -> Iterator[Fact]:
     if verification.output is not None and verification.output.finite:
         error = verification.output.max_rel_err
         far = "" if error is None else ", equal to fp32" if error == 0 else f", {percent(error)} off fp32"
-        far += " of the unchanged code" if far and verification.reference == "unchanged" else ""
         yield Fact("output", f"finite {verification.under}{far}")
     for check in (check for check in verification.checks if check.name == "gradients"):
         skipped = "not checked: " if check.status == "not-checked" else ""
@@ -50,12 +49,8 @@ def _facts(verification: Verification) -> Iterator[Fact]:
 
 
 def describe_changes(code: CodeState) -> str:
-    """Return what is known to have changed: "train.py:45 (1 line) since the dump was written"."""
-    texts = []
-    for change in code.changes:
-        name = brief(change.file)
-        place = name if change.line is None else f"{name}:{change.line}"
-        texts.append(f"{place} ({plural(change.num_lines, 'line')})" if change.num_lines else place)
+    """Return what is known to have changed: "train.py since the dump was written"."""
+    texts = [brief(change.file) for change in code.changes]
     if not (texts or code.settings):
         return "unknown: the dump has no hashes of the code"
     since = [f"{join_first(texts, _MAX_CHANGES)} since the dump was written"] if texts else []

@@ -1,14 +1,12 @@
-"""Find what changed in the code since a dump was written, and take back what the caller knows of it.
+"""Find what changed in the code since a dump was written.
 
 A recorder's dump has hashes of the training's source files. Any other dump has only its modification time: newer files
-count as changed. In a model that is already built, only function bodies can be reverted.
+count as changed.
 """
 
 from __future__ import annotations
 
-import ast
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +16,11 @@ from torch import nn
 
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Recorded
-from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.evidence.verification import CodeChange, CodeState
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import (
     SourceHash,
-    changed_lines,
-    decode_source,
     is_changed,
     is_installed,
     own_source,
@@ -34,7 +29,6 @@ from nandoctor.source_files import (
 
 _MAX_FILES = 500
 _MAX_HASHED_NBYTES = 64 << 20  # in total, which takes half a second
-_BUILD = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"})
 
 
 def find_changes(dump: Dump, step: FailingStep, settings: Settings, *, told: Sequence[Path] = ()) -> CodeState:
@@ -83,11 +77,7 @@ def _compare_hashes(recorded: Recorded, of_model: Collection[Path]) -> CodeState
     here = dict(_take_within(named, _MAX_HASHED_NBYTES))
     if not here:
         return None
-    changes = [
-        _change(name, changed_lines(hashes[name], path))
-        for name, path in here.items()
-        if is_changed(hashes[name], path)
-    ]
+    changes = [CodeChange(file=name, known_by="hash") for name, path in here.items() if is_changed(hashes[name], path)]
     if recorded.sources and len(hashes) <= _MAX_FILES:
         unknown = sorted(set(of_model) - set(named.values()))
         changes += [CodeChange(file=shown_path(path), known_by="hash") for path in unknown]
@@ -110,12 +100,6 @@ def recorded_hashes(recorded: Recorded) -> dict[str, SourceHash]:
     return {**single, **{name: source for name, source in recorded.sources.items() if source.sha256}}
 
 
-def _change(file: str, lines: tuple[int, int] | None) -> CodeChange:
-    """Build the record of a changed file; `lines` is its first changed line and the number of changed lines."""
-    line, num_lines = lines or (None, None)
-    return CodeChange(file=file, known_by="hash", line=line, num_lines=num_lines)
-
-
 def _compare_times(dump: Path, files: Sequence[Path]) -> CodeState:
     try:
         written_ns = dump.stat().st_mtime_ns
@@ -124,52 +108,3 @@ def _compare_times(dump: Path, files: Sequence[Path]) -> CodeState:
     newer = (path for path in files if path.stat().st_mtime_ns > written_ns)
     changes = tuple(CodeChange(file=shown_path(path), known_by="time") for path in newer)
     return CodeState(basis="time" if files else "none", changes=changes, compared=tuple(map(shown_path, files)))
-
-
-def find_unchanged(code: CodeState, told: Mapping[Path, str | None]) -> SourcePatch | None:
-    """Return the patch from the training's code to the code now; `told` has the earlier texts that the caller knows.
-
-    The code's project must be open. Return None if nothing has changed, or if a file's earlier text is unknown or
-    cannot be run.
-    """
-    files = []
-    for change in code.changes:
-        path = Path(change.file).resolve()
-        before = told.get(path)
-        try:
-            after, _ = decode_source(path.read_bytes())
-        except (OSError, SyntaxError, ValueError):
-            return None
-        if before is None or not _can_be_undone(before, after):
-            return None
-        if before != after:
-            # Use the path that the module was loaded from, which may be a symbolic link.
-            names = {str(getattr(module, "__file__", "")) for module in list(sys.modules.values())}
-            same = (name for name in names if name.endswith(path.name) and Path(name).resolve() == path)
-            files.append(ChangedFile(path=next(same, str(path)), before=before, after=after))
-    return SourcePatch(root=str(Path.cwd()), files=tuple(files)) if files else None
-
-
-def _can_be_undone(before: str, after: str) -> bool:
-    """Return True if two texts differ only in imports and in bodies of functions that run after the model is built."""
-    try:
-        skeletons = [ast.dump(_Skeleton().visit(ast.parse(text))) for text in (before, after)]
-    except (SyntaxError, ValueError, RecursionError):
-        return False
-    return skeletons[0] == skeletons[1]
-
-
-class _Skeleton(ast.NodeTransformer):
-    """A transformer that drops imports and function bodies, except of functions that build a model."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        if node.name not in _BUILD:
-            node.body = [ast.Pass()]
-        return node
-
-    visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]  # noqa: N815
-
-    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
-        return None
-
-    visit_ImportFrom = visit_Import  # noqa: N815

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -116,8 +116,7 @@ class FailingStep:
     which the step failed. If `training` is the model's recorded flag, its modules have theirs. A `seed` of None means
     the saved random state: torch's in `rng_states`, numpy's and Python's in `recorded`, which also has torch's
     switches. `second_moments` and `optimizer_eps` are the optimizer's. With `per_sample` every run that measures counts
-    every tensor. `applied` is a change in the loaded code that this step does not have: a run undoes it unless it is
-    asked for. `saved_flags` are what the dump says went wrong, `built` the state that the model's own code makes
+    every tensor. `saved_flags` are what the dump says went wrong, `built` the state that the model's own code makes
     non-finite, True if with -inf alone. Every run makes `changes` and is told to `progress`. `project` is its code.
     """
 
@@ -137,7 +136,6 @@ class FailingStep:
     second_moments: tuple[SecondMoment, ...] = ()
     optimizer_eps: tuple[float, ...] = ()
     per_sample: bool = False
-    applied: SourcePatch | None = None
     saved_flags: SavedFlags = field(default_factory=SavedFlags)
     progress: Listener = field(default_factory=Listener, compare=False)
     project: Project = field(default_factory=Project, compare=False)
@@ -148,14 +146,6 @@ class FailingStep:
     def low(self) -> FloatFormat:
         """The format that overflow and flushes to zero are judged against, in the reference as well."""
         return self.policy.format
-
-    def _beyond_loaded(self, printed: Iterable[PrintedChange]) -> tuple[PrintedChange, ...]:
-        """Return the changes to make to the loaded code, which may already have one (`applied`)."""
-        asked = tuple(printed)
-        if self.applied is None:
-            return asked
-        others = tuple(change for change in asked if change != self.applied)
-        return others if self.applied in asked else (self.applied.undone, *others)
 
     @property
     def loss_factor(self) -> float:
@@ -185,7 +175,6 @@ class FailingStep:
             RunInterrupted: the user interrupted the run.
         """
         policy, changes = policy or self.policy, (*self.changes, *changes)
-        printed = self._beyond_loaded(change for change in changes if isinstance(change, SourcePatch | Snippet))
         singles = flatten(changes)
         per_sample = self.per_sample and watch.statistics != "none"
         run = _RunPlan(
@@ -193,7 +182,7 @@ class FailingStep:
             policy=interventions.choose_policy(singles, policy),
             watch=replace(watch, statistics="per sample") if per_sample else watch,
             edits=singles,
-            printed=printed,
+            printed=tuple(change for change in changes if isinstance(change, SourcePatch | Snippet)),
         )
         self.progress.begin(f"{watch.stage} {_STAGES.get(policy.label, 'under autocast')}")
         with self.project.running():

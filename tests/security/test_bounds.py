@@ -16,7 +16,6 @@ from forgery import contents, make_project
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import DumpError
 from nandoctor.fleet.store import identify
-from nandoctor.source_files import SourceHash, changed_lines, count_changes, hash_source
 
 MODULUS = (1 << 61) - 1  # what Python's hash of an integer is taken by
 
@@ -141,18 +140,6 @@ def test_overlapping_members_are_refused(tmp_path):
         read_dump(tmp_path / "dump.pth")
 
 
-def test_lines_of_a_stranger_are_compared_in_linear_time(tmp_path):
-    """Such as take difflib minutes: every line stands in the other file, out of order."""
-    (tmp_path / "train.py").write_text("".join(f"a{i % 97}\n" for i in range(9_000)))
-    now = hash_source(tmp_path / "train.py")
-    digits = [now.lines[place : place + 8] for place in range(0, len(now.lines), 8)]
-    started = time.process_time()
-    was = SourceHash(sha256="", lines="".join(digits[i] for i in sorted(range(9_000), key=lambda i: i * 7919 % 9_001)))
-    assert changed_lines(was, tmp_path / "train.py")[0] >= 1
-    assert changed_lines(SourceHash(sha256="", lines="0" * 800_000), tmp_path / "train.py") is None
-    assert time.process_time() - started < 1
-
-
 def test_a_triage_identifies_endless_files_at_once(tmp_path):
     with (tmp_path / "sparse.pth").open("wb") as file:
         file.truncate(2 << 40)
@@ -166,15 +153,6 @@ def test_a_triage_identifies_endless_files_at_once(tmp_path):
     for endless in (tmp_path / "pipe.pth", Path("/dev/zero")):
         with pytest.raises(OSError, match="a device or a pipe"):
             identify(endless)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "found"),
-    [("abc", "abc", None), ("abc", "abd", (3, 1)), ("abc", "xabc", (1, 1)), ("abc", "ab", (3, 1)),
-     ("abc", "acb", (2, 1)), ("abcde", "xbcdy", (1, 2)), ("", "ab", (1, 2))],
-)  # fmt: skip
-def test_changed_lines_are_counted(before, after, found):
-    assert count_changes(before, after) == found
 
 
 @pytest.mark.slow
