@@ -176,14 +176,6 @@ def _is_nowhere_else(name: str, folder: Path) -> bool:
     return found is None or folder in map(Path, found.submodule_search_locations or ())
 
 
-def folder_with(module: str, base: Path) -> Path | None:
-    """Return the folder, one below `base`, that has a package or file of this name; None without one."""
-    for folder in sorted(base.iterdir()) if module else ():
-        if (folder / module / "__init__.py").is_file() or (folder / f"{module}.py").is_file():
-            return None if holds_packages(folder) or folder.name.startswith(".") else folder
-    return None
-
-
 def is_installed(path: Path) -> bool:
     """Return True if a file belongs to Python itself or to an installed package."""
     return path.is_relative_to(_STDLIB) or not PACKAGE_FOLDERS.isdisjoint(path.parts)

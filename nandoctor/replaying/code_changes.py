@@ -7,7 +7,7 @@ count as changed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from nandoctor.evidence.verification import CodeChange, CodeState
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import (
-    SourceHash,
     is_changed,
     is_installed,
     own_source,
@@ -28,7 +27,6 @@ from nandoctor.source_files import (
 )
 
 _MAX_FILES = 500
-_MAX_HASHED_NBYTES = 64 << 20  # in total, which takes half a second
 
 
 def find_changes(dump: Dump, step: FailingStep, settings: Settings, *, told: Sequence[Path] = ()) -> CodeState:
@@ -70,34 +68,17 @@ def _compare_hashes(recorded: Recorded, of_model: Collection[Path]) -> CodeState
 
     A file of the model without a recorded hash counts as changed: the training used another model.
     """
-    hashes = recorded_hashes(recorded)
+    hashes = {name: source for name, source in recorded.sources.items() if source.sha256}
     # A recorder writes normalized names only; one file has endlessly many others.
     plain = [name for name in list(hashes)[:_MAX_FILES] if name == os.path.normpath(name).replace(os.sep, "/")]
-    named = {name: path for name in plain if (path := own_source(name)) is not None}
-    here = dict(_take_within(named, _MAX_HASHED_NBYTES))
+    here = {name: path for name in plain if (path := own_source(name)) is not None}
     if not here:
         return None
     changes = [CodeChange(file=name, known_by="hash") for name, path in here.items() if is_changed(hashes[name], path)]
-    if recorded.sources and len(hashes) <= _MAX_FILES:
-        unknown = sorted(set(of_model) - set(named.values()))
+    if len(hashes) <= _MAX_FILES:
+        unknown = sorted(set(of_model) - set(here.values()))
         changes += [CodeChange(file=shown_path(path), known_by="hash") for path in unknown]
     return CodeState(basis="hash", changes=tuple(changes), compared=tuple(here))
-
-
-def _take_within(files: Mapping[str, Path], nbytes: int) -> Iterator[tuple[str, Path]]:
-    """Yield the files in order, leaving out each that would bring their total size above `nbytes`."""
-    for name, path in files.items():
-        size = path.stat().st_size
-        if size <= nbytes:
-            nbytes -= size
-            yield name, path
-
-
-def recorded_hashes(recorded: Recorded) -> dict[str, SourceHash]:
-    """Return the hashes by relative path; older recorders kept only those of the model's and the loss's file."""
-    references = [reference for reference in (recorded.model, recorded.loss_function) if reference is not None]
-    single = {item.file: SourceHash(sha256=item.sha256) for item in references if item.file and item.sha256}
-    return {**single, **{name: source for name, source in recorded.sources.items() if source.sha256}}
 
 
 def _compare_times(dump: Path, files: Sequence[Path]) -> CodeState:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +18,6 @@ from nandoctor.replaying.binding import LOSS, Offer, Signature, bind
 from nandoctor.replaying.recorded_step import own_loss
 from nandoctor.replaying.saved_arrays import MakeBatch, describe_batch
 from nandoctor.replaying.user_code import NOT_UNDER_AUTOCAST, WRONG_CALL, kept_running, raised_at
-from nandoctor.torch_compat import unobserved
-
-_SAME_LOSS = 0.05  # relative; in another precision, or on another device, a step has nearly the same
-_NEARER = 10  # times: the mean of two calls' losses is as near to one as to the other
 
 
 def bind_loss(loss: Callable[..., Any] | None, dump: Dump, make: MakeBatch) -> Callable[..., Any] | None:
@@ -33,8 +27,7 @@ def bind_loss(loss: Callable[..., Any] | None, dump: Dump, make: MakeBatch) -> C
         return own_loss(field) if field is not None else None
     num_calls = len(dump.recorded.calls)
     returned = f"the list of what {num_calls} calls returned" if num_calls > 1 else "what the model returned"
-    taken = _of_last_call(loss, num_calls, dump.losses.get("loss")) if dump.is_recorded else _by_name(loss)
-    return _checked(taken, make, returned)
+    return _checked(loss if dump.is_recorded else _by_name(loss), make, returned)
 
 
 def _by_name(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,38 +69,6 @@ def _match_parts(loss: Callable[..., Any], batch: Any) -> dict[str, Any] | None:
     arrays = [name for name, part in values.items() if isinstance(part, torch.Tensor)]
     bound = bind(signature, Offer(values=values, arrays=arrays), LOSS)
     return {name: values[str(source)] for name, source in bound.items()} if signature.is_met(bound) else None
-
-
-def _of_last_call(loss: Callable[..., Any], num_calls: int, saved: float | None) -> Callable[..., Any]:
-    """Return the loss of the list of all outputs; if it takes no list, of the last output if that gives the saved loss.
-
-    Earlier calls may have made its batch, as in adversarial training.
-    """
-    if num_calls < 2 or saved is None or not math.isfinite(saved):  # anything may give NaN
-        return loss
-    takes_last = False
-
-    @functools.wraps(loss)
-    def compute(outputs: Any, batch: Any) -> Any:
-        nonlocal takes_last
-        try:
-            if not takes_last:
-                return loss(outputs, batch)
-        except Exception:
-            with suppress(Exception):
-                takes_last = _is_of_last(loss, outputs, batch, saved)
-            if not takes_last:
-                raise
-        return loss(outputs[-1], batch)
-
-    return compute
-
-
-def _is_of_last(loss: Callable[..., Any], outputs: Sequence[Any], batch: Any, saved: float) -> bool:
-    """Return True if the loss of the last of these outputs is the saved one, and no other output's is near to it."""
-    with unobserved(), torch.no_grad(), generators_kept():
-        *others, last = (abs(float(loss(output, batch)) - saved) for output in outputs)
-    return last <= _SAME_LOSS * abs(saved) and not any(other < _NEARER * last for other in others)
 
 
 def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callable[..., Any]:

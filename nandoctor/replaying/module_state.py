@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
-from types import FunctionType, MappingProxyType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -34,8 +34,6 @@ from nandoctor.torch_compat import (
     plain_torch,
     run_backward_in_modes,
     schema_of,
-    storage_of,
-    version_of,
 )
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 from nandoctor.tracing.module_tracer import Tracer
@@ -48,8 +46,6 @@ LARGE_NBYTES = 256 << 20
 """The size of weights from which on memory counts for more than the time that it takes to save it."""
 
 _EXPANDED_NBYTES = 32 << 20
-_READ_EACH_TIME = 1 << 14
-"""Up to so many values, reading them takes no longer than checking whether they were written to."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOLDS_NOTHING = frozenset({int, float, str, bool, type(None), FunctionType})
 
@@ -141,32 +137,16 @@ def with_nonfinite_state(
     return tuple(replace(call, state=state.get(call.module, ())) for call in calls)
 
 
-def mark_weights(model: nn.Module) -> dict[str, tuple[int | None, int]]:
-    """Return the large weights of torch's own layers, each with a mark that changes at a write, unless through `.data`.
-
-    The layers' own code writes to none, so their values need not be read again.
-    """
-    others = (module for module in model.modules() if not type(module).__module__.startswith("torch."))
-    theirs = {id(weight) for module in others for weight in module.parameters(recurse=False)}
-    large = ((name, weight) for name, weight in _plain_weights(model) if weight.numel() > _READ_EACH_TIME)
-    return {name: (version_of(weight), storage_of(weight)) for name, weight in large if id(weight) not in theirs}
-
-
-def list_nonfinite_state(model: nn.Module, marks: Mapping[str, object] = MappingProxyType({})) -> dict[str, bool]:
+def list_nonfinite_state(model: nn.Module) -> dict[str, bool]:
     """Return the tensors of a model that are not finite: True if one holds a NaN, or a +Inf as squares overflow to.
 
-    These may be buffers, tensors in its modules' attributes and in containers there, and weights, except those whose
-    mark is unchanged. A -Inf alone may be a mask's.
+    These may be buffers, weights, and tensors in its modules' attributes and in containers there. A -Inf alone may be a
+    mask's.
     """
-    now = mark_weights(model) if marks else {}
-    weights = (item for item in _plain_weights(model) if item[0] not in marks or now.get(item[0]) != marks[item[0]])
+    weights = ((name, weight) for name, weight in model.named_parameters() if type(weight) is nn.Parameter)
     held = (*model.named_buffers(), *weights, *tensors_in(model.named_modules(), attributes=False))
     found = ((name, numbers_in(tensor)) for name, tensor in held if not tensor.is_meta and not all_finite(tensor))
     return {name: not bool((values < math.inf).all()) for name, values in found if values is not None}
-
-
-def _plain_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, weight) for name, weight in model.named_parameters() if type(weight) is nn.Parameter)
 
 
 def tensors_in(owners: Iterable[tuple[str, Any]], *, attributes: bool) -> Iterator[tuple[str, torch.Tensor]]:

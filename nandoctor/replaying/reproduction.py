@@ -194,9 +194,8 @@ def reproduce(preparation: Preparation) -> Replayed:
         with suppress(ModelError), _leaving(best):  # without autocast the model may not run at all
             other = _search(steps, preparation)
             best = other if _agrees_better(other, best) else best
-    best = replace(best, notes=(*best.notes, *_describe_assumption(best, preparation)))
-    if _is_guess(best.step.policy, preparation):
-        told = f"No saved output value shows the precision: {best.step.low} was tried first (--amp-dtype)."
+    if _is_assumed(best, preparation):
+        told = f"Nothing in the file shows the precision: {best.step.low} autocast was assumed (--amp-dtype)."
         return replace(best, notes=(*best.notes, told))
     if preparation.dump.recorded.autocast is None or not (others and best.step.policy.ambient):
         return best
@@ -205,12 +204,11 @@ def reproduce(preparation: Preparation) -> Replayed:
     return replace(best, notes=(told,))
 
 
-def _describe_assumption(best: Replayed, preparation: Preparation) -> Iterator[str]:
-    """Yield a note if nothing in the file shows the precision, neither its weights nor an output."""
+def _is_assumed(best: Replayed, preparation: Preparation) -> bool:
+    """Return True if nothing in the file shows the precision, neither its weights nor an output."""
     policies = preparation.policies
-    if best.reproduction.grade == "no-reference" and len(policies) > 1 and policies[0].ambient:
-        low = best.step.policy.format
-        yield f"Nothing in the file shows the precision: {low} autocast was assumed (--amp-dtype)."
+    is_unseen = best.reproduction.grade == "no-reference" and len(policies) > 1 and policies[0].ambient
+    return is_unseen or _is_guess(best.step.policy, preparation)
 
 
 def _is_guess(policy: Policy, preparation: Preparation) -> bool:

@@ -31,7 +31,6 @@ from nandoctor.replaying.module_state import (
     is_large,
     known_tensors,
     list_nonfinite_state,
-    mark_weights,
     run_backward,
     state_widened,
     with_nonfinite_state,
@@ -291,7 +290,6 @@ class _RecordedRun:
     def make(self) -> None:
         """Run the step under the run's policy and edits, and read what it was given and what it made."""
         run, step, read = self._run, self._run.step, self.modules.read
-        marks = mark_weights(step.model)
         self._taken = read({name: self._batch[name] for name in self._batch if name in step.used}, counts=True)
         with (
             recorded_backends(step.recorded, step.device),
@@ -305,7 +303,7 @@ class _RecordedRun:
             self._given, self._losses = read(self.output), read(self.loss, counts=True)
         with plain_torch():
             self._unread = list_unread(self.output)
-            self.kept = list_nonfinite_state(step.model, marks)
+            self.kept = list_nonfinite_state(step.model)
 
     def trace(self, calls: tuple[ModuleCall, ...], kept: Mapping[str, bool]) -> Trace:
         """Return the trace; `calls` are the module calls, `kept` as in `Outcome`."""

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +21,6 @@ from nandoctor.evidence.trace import Trace
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import Shared, held
 from nandoctor.replaying.module_state import run_backward
-from nandoctor.source_files import folder_with
 from nandoctor.text import brief
 
 NOT_UNDER_AUTOCAST = "unsafe to autocast"
@@ -156,9 +154,6 @@ def explain_import(name: str, error: BaseException) -> ModelError:
     remedy = "It must import without arguments; code that trains on import belongs under `if __name__ == '__main__':`."
     if isinstance(error, ModuleNotFoundError):
         remedy = "Install it where nandoctor runs, or run nandoctor in the folder that the training was started in."
-        folder = folder_with((error.name or "").partition(".")[0], Path.cwd())
-        if folder is not None:
-            remedy = f"It is in the folder {folder.name}: put PYTHONPATH={folder.name} before nandoctor, or install it."
     return ModelError(f"Importing {name} raised {type(error).__name__}{raised_at(error)}: {error}", remedy=remedy)
 
 

@@ -48,14 +48,6 @@ def test_a_folder_named_like_a_library_is_no_package(write, tmp_path, line):
     assert type(build_model("json/net.py:Net", {}, directory=tmp_path)).__module__ == "net"
 
 
-def test_a_package_in_a_folder_beside_is_found_for_the_remedy(write, tmp_path, monkeypatch):
-    write("src/package_beside/__init__.py", "")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match="No module named") as caught:
-        build_model("package_beside:Net", {})
-    assert "PYTHONPATH=src" in caught.value.remedy
-
-
 def test_a_file_in_a_folder_named_like_its_import_is_a_script(write, tmp_path):
     write("data/net.py", f"import data.missing_part\n{MODEL}")
     with pytest.raises(ModelError, match="ModuleNotFoundError"):
