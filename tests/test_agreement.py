@@ -142,7 +142,8 @@ def test_a_fix_is_written_in_a_copy_of_the_project(tmp_path, monkeypatch):
     shutil.copytree(there, here)
     monkeypatch.chdir(here)
     dump = Path("dumps", recorder.written[0].name)
-    result = CliRunner().invoke(main, ["fix", str(dump), "--write", "--max-trials", "40"])
+    named = ["--model", "net.py:Net", "--loss", "net.py:loss_of"]
+    result = CliRunner().invoke(main, ["fix", str(dump), "--write", "--max-trials", "40", *named])
     assert "FIXED" in result.stdout, result.stdout
     assert (here / "net.py").read_text() != (there / "net.py").read_text()
     del sys.modules["net"]
