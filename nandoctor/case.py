@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from nandoctor.diagnosis.eps_audit import fold
 from nandoctor.diagnosis.run_summary import tabulate
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import read_dump
@@ -23,8 +22,7 @@ from nandoctor.keywords import takes_options
 from nandoctor.pipeline import add_fixes, audit_dump, replay_dump
 from nandoctor.renderers.commands import command_arguments
 from nandoctor.renderers.save import save
-from nandoctor.replaying.eps_constants import list_constants
-from nandoctor.replaying.model_loading import ModelSource, build_model
+from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Listener, Progress, listener_of
 from nandoctor.replaying.settings import MEANINGS, ReplayOptions, Settings, StepOptions, anchor, override, settings_for
 from nandoctor.replaying.weights import take_weights
@@ -192,25 +190,19 @@ def repro(
 
 @takes_options(StepOptions)
 def list_eps(
-    dump: Dump | str | os.PathLike[str] | None = None,
+    dump: Dump | str | os.PathLike[str],
     model: ModelSource | None = None,
     *,
     progress: Progress = lambda *_: None,
     **options: Unpack[StepOptions],
 ) -> tuple[EpsUse, ...]:
-    """List every eps of a model; with a dump, every small constant of its step, and the format that each was used in.
+    """List every small constant of a dump's step, and the format that each was used in.
 
-    Arguments are those of `replay`. Without a dump only `model` and `model_args` matter: nothing is run.
+    Arguments are those of `replay`.
 
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
-    if dump is None:
-        settings = settings_for(Path.cwd(), options)
-        source = anchor(model) if model is not None else settings.model
-        if source is None:
-            raise NanDoctorError("There is no model to look at.", remedy="Name what builds it: --model file.py:attr.")
-        return fold(list_constants(build_model(source, settings.model_args, directory=settings.directory)))
     dump, settings = _read(dump, options)
     return audit_dump(dump, anchor(model), settings, progress=progress)
 
@@ -229,7 +221,7 @@ def describe(tensor: torch.Tensor) -> str:
         tensor: of any shape, dtype and device.
 
     Returns:
-        Such as "fp16 [4, 8], -3.2 to 4.8, median magnitude 0.7, NaN in 8 of 32 (index 2 of dimension 0)".
+        Such as "fp16 [4, 8], -3.2 to 4.8, median magnitude 0.7, NaN in 8 of 32".
     """
     from nandoctor.renderers.evidence import describe_tensor
     from nandoctor.tracing.tensor_stats import measure_all

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from nandoctor.autocast.policy import REFERENCE
-from nandoctor.diagnosis.ranges import find_crossings, find_loss_scales, measure_layers
+from nandoctor.diagnosis.ranges import find_crossings, measure_layers
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import add_batch, read_dump
 from nandoctor.errors import DumpError, ModelError, NanDoctorError
@@ -23,7 +23,6 @@ from nandoctor.replaying.settings import Settings, StepOptions, settings_for
 from nandoctor.replaying.setup import prepare
 from nandoctor.replaying.weights import take_weights
 from nandoctor.text import part_of
-from nandoctor.tracing.tensor_stats import measure_all
 
 CheckpointFile = Dump | str | os.PathLike[str]
 
@@ -49,7 +48,7 @@ def checkup(
 
     Returns:
         `steps` (a checkpoint each, in their order: `layers` with the largest magnitude and the doublings left in fp16,
-        bf16 and fp8; `loss_scale`) and `crossings` (when a growing layer would leave fp16).
+        bf16 and fp8) and `crossings` (when a growing layer would leave fp16).
 
     Raises:
         NanDoctorError: a file, the model, the call or an option is wrong, or a step is not healthy in fp32.
@@ -108,13 +107,10 @@ def _check(
             f"{dump.path}: this step is not healthy, its output is non-finite in fp32.",
             remedy=f"Find out why: nandoctor replay {dump.path}.",
         )
-    gradients = {stats.path: stats for stats in measure_all((wide.gradients or {}).items())}
-    layers = measure_layers(wide.trace, narrow.trace, gradients)
     return CheckedStep(
         path=str(dump.path),
         step=step_of_training,
-        layers=layers,
-        loss_scale=find_loss_scales(layers, step.loss_scale),
+        layers=measure_layers(wide.trace, narrow.trace),
         run=describe_run(narrow.trace.policy, narrow.trace.format),
         run_finite=narrow.trace.finite,
         notes=(f"Called as {step.description} in {'train' if step.training else 'eval'} mode.", *preparation.notes),
@@ -122,12 +118,11 @@ def _check(
 
 
 def _run_first(steps: Sequence[FailingStep]) -> tuple[FailingStep, Outcome]:
-    """Return the step in the first call that the model accepts, and its fp32 run (with backward if it has a loss)."""
+    """Return the step in the first call that the model accepts, and its fp32 run."""
     first: ModelError | None = None
     for step in steps:
-        watch = Watch(stage="checkup", ops=True, backward=step.loss is not None, keep=step.loss is not None)
         try:
-            return step, replace(step, loss_scale=1.0).run(REFERENCE, watch)
+            return step, step.run(REFERENCE, Watch(stage="checkup", ops=True))
         except ModelError as error:
             first = first or error
     assert first is not None

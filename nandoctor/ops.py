@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nandoctor.autocast import op_lists
-
 if TYPE_CHECKING:
     from nandoctor.evidence.trace import OpCall
 
@@ -327,9 +325,3 @@ HAS_STABLE_LOGARITHM = _names("softmax sigmoid tanh exp expm1 cosh i0")
 EPS_IN_FP32 = NORMALISATIONS | _names("logit")
 EPS_IN_INPUT = _names("pairwise_distance")
 """Ops that add their eps to the difference of their inputs, before the norm that autocast runs in fp32."""
-ROOT_IN_INPUT = _names("group_norm")
-"""Ops whose CUDA kernel stores 1 / sqrt(variance + eps) in the format of the input."""
-
-_FP32_LISTS = (op_lists.FP32, op_lists.FP32_SET_OPT_DTYPE, op_lists.FP32_APPEND_DTYPE)
-RUN_IN_FP32 = frozenset(name.partition(".")[0] for names in _FP32_LISTS for name in names)
-"""Ops that CUDA autocast runs in fp32, in at least one overload."""

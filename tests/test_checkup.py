@@ -14,10 +14,10 @@ import nandoctor
 from nandoctor.cli import main
 from nandoctor.diagnosis.ranges import find_crossings
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, FormatFit, LayerRange, ValueRange
+from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, FormatFit, LayerRange
 from nandoctor.evidence.codec import from_plain, to_plain
 from nandoctor.evidence.formats import BF16, FP8_E4M3, FP16
-from nandoctor.renderers.checkup import describe_crossing, describe_step, list_facts
+from nandoctor.renderers.checkup import describe_crossing, describe_step
 
 GAIN = 3000.0
 
@@ -43,10 +43,6 @@ class Net(nn.Module):
         return self.head(self.attention(self.enter(x)))
 
 
-def loss(output, batch):
-    return output.square().mean()
-
-
 def save(folder, *, gain=1.0, step=None, name="step.pth", **arrays):
     torch.manual_seed(0)
     state = Net().state_dict()
@@ -67,7 +63,7 @@ def layer(checked, name):
 
 def test_values_between_modules_are_measured(tmp_path, x):
     (checked,) = nandoctor.checkup(save(tmp_path, gain=GAIN, x=x), Net).steps
-    values = layer(checked, "attention").values
+    values = layer(checked, "attention")
     net = Net()
     net.load_state_dict(torch.load(tmp_path / "step.pth")["state_dict"])
     with torch.no_grad():
@@ -82,30 +78,18 @@ def test_values_between_modules_are_measured(tmp_path, x):
 def test_what_autocast_keeps_in_fp32_has_room(tmp_path, x):
     """The scores times 1e6 are past fp16, and never in it."""
     (checked,) = nandoctor.checkup(save(tmp_path, x=x), Net).steps
-    assert layer(checked, "attention").values.fit_in(FP16).fit == "fits"
+    assert layer(checked, "attention").fit_in(FP16).fit == "fits"
 
 
 def test_an_overflow_to_come_is_told(tmp_path, x):
     (checked,) = nandoctor.checkup(save(tmp_path, gain=1e6, x=x), Net).steps
-    values = layer(checked, "attention").values
+    values = layer(checked, "attention")
     assert (values.fit_in(FP16).fit, values.fit_in(BF16).fit, values.fit_in(FP8_E4M3).fit) == (
         "overflows",
         "fits",
         "overflows",
     )
     assert not checked.run_finite
-
-
-def test_loss_scales_that_gradients_leave_room_for(tmp_path, x):
-    found = nandoctor.checkup(save(tmp_path, x=x), Net, loss=loss)
-    scales = found.steps[0].loss_scale
-    net = Net()
-    net.load_state_dict(torch.load(tmp_path / "step.pth")["state_dict"])
-    loss(net(x), {}).backward()
-    largest = max(float(parameter.grad.abs().max()) for parameter in net.parameters())
-    assert 65504 / scales.largest >= largest
-    assert scales.smallest <= scales.largest
-    assert layer(found.steps[0], "head").gradients.absmax >= float(net.head.weight.grad.abs().max()) * 0.999
 
 
 class Masked(Net):
@@ -119,60 +103,7 @@ class Masked(Net):
 
 def test_a_mask_of_the_format_is_no_overflow(tmp_path, x):
     (checked,) = nandoctor.checkup(save(tmp_path, x=x), Masked).steps
-    assert all(found.values.fit_in(FP16).fit == "fits" for found in checked.layers)
-
-
-class WideEnd(nn.Module):
-    """Ends in fp32, in a weight whose gradient is large."""
-
-    def __init__(self):
-        super().__init__()
-        self.head, self.gain = nn.Linear(8, 2, bias=False), nn.Parameter(torch.full((2,), 1e-3))
-
-    def forward(self, x):
-        return self.head(x).float() * self.gain
-
-
-class NarrowEnd(WideEnd):
-    """Takes tiny inputs, so that the gradients of the output are the largest."""
-
-    def forward(self, x):
-        return self.head(x / 1000)
-
-
-def steep(output, batch):
-    return 3000 * output.float().sum()
-
-
-@pytest.mark.parametrize(("model", "at_least"), [(WideEnd, 1024), (NarrowEnd, 16)])
-def test_the_largest_loss_scale_is_what_fp16_bears(tmp_path, x, model, at_least):
-    net, x = model(), x[0]
-    torch.save({"state_dict": net.state_dict(), "x": x}, tmp_path / "step.pth")
-    largest = nandoctor.checkup(tmp_path / "step.pth", model, loss=steep).steps[0].loss_scale.largest
-    assert largest >= at_least
-    for factor in (1, 2):
-        with nandoctor.cuda_autocast(torch.float16):
-            output = net(x)
-        gradient = torch.autograd.grad(steep(output, {}) * largest * factor, net.head.weight)[0]
-        assert bool(gradient.isfinite().all()) == (factor == 1)
-
-
-def pick(output, batch):
-    return output.float()[0, 5]
-
-
-def test_a_gradient_that_the_sample_misses_is_known_by_its_end(tmp_path):
-    """One row in 400,000 of the weights has a gradient."""
-    net = nn.Linear(8, 400_000)
-    torch.save({"state_dict": net.state_dict(), "x": torch.ones(2, 8)}, tmp_path / "step.pth")
-    scale = nandoctor.checkup(tmp_path / "step.pth", net, loss=pick).steps[0].loss_scale
-    assert scale.smallest == 1.0 < scale.largest
-
-
-def test_gradients_that_need_a_scale_below_one_have_one(tmp_path, x):
-    found = nandoctor.checkup(save(tmp_path, x=x), Net, loss=lambda output, batch: 1e7 * loss(output, batch))
-    assert found.steps[0].loss_scale.smallest == found.steps[0].loss_scale.largest < 1
-    assert list_facts(found.steps[0])[-1].text.startswith("fit fp16 at loss scales up to 0.")
+    assert all(found.fit_in(FP16).fit == "fits" for found in checked.layers)
 
 
 def test_a_directory_of_weights_is_checked_with_a_batch(tmp_path, x):
@@ -185,33 +116,13 @@ def test_a_directory_of_weights_is_checked_with_a_batch(tmp_path, x):
     assert checked.layers == same.layers
 
 
-def test_a_loss_scale_that_is_too_large_is_said_to_be(tmp_path, x):
-    found = nandoctor.checkup(save(tmp_path, x=x), Net, loss=loss, loss_scale=2.0**24)
-    facts = {fact.label: fact.text for fact in list_facts(found.steps[0])}
-    assert facts["gradients"].endswith(", at which they overflow")
-
-
-def test_without_a_loss_gradients_are_not_checked(tmp_path, x):
-    assert nandoctor.checkup(save(tmp_path, x=x), Net).steps[0].loss_scale is None
-
-
-def test_the_loss_is_given_the_batch_of_the_other_file(tmp_path, x):
-    torch.save({"x": x, "target": torch.zeros(2)}, tmp_path / "batch.pth")
-
-    def distance(output, batch):
-        return (output - batch["target"]).square().mean()
-
-    found = nandoctor.checkup(save(tmp_path, step=7), Net, batch=tmp_path / "batch.pth", loss=distance)
-    assert (found.steps[0].step, found.steps[0].loss_scale is not None) == (7, True)
-
-
 def test_a_run_is_followed_to_the_end_of_fp16(tmp_path, x):
     torch.save({"x": x}, tmp_path / "batch.pth")
     files = [save(tmp_path, gain=2.0**bits, step=1000 * bits, name=f"{bits}.pth") for bits in (8, 6, 7)]
     found = nandoctor.checkup(files, Net, batch=tmp_path / "batch.pth")
     assert [checked.step for checked in found.steps] == [6000, 7000, 8000]
     crossing = next(crossing for crossing in found.crossings if crossing.module == "attention")
-    last = layer(found.steps[-1], "attention").values
+    last = layer(found.steps[-1], "attention")
     assert crossing.doublings == pytest.approx(1.0, abs=0.01)
     assert crossing.step == pytest.approx(8000 + 1000 * last.fit_in(FP16).headroom_bits, rel=0.01)
 
@@ -223,13 +134,11 @@ def made_step(step, absmax):
             headroom_bits=kind.headroom_bits(absmax),
             fit="fits",
             flushed_share=0.0,
-            flushed_share_scaled=0.0,
         )
         for kind in CHECKED_FORMATS
     )
-    values = ValueRange(absmax=absmax, small=None, formats=fits)
-    layers = (LayerRange(module="a", type="A", values=values, gradients=None),)
-    return CheckedStep(path="x", step=step, layers=layers, loss_scale=None, run="under fp16 autocast", run_finite=True)
+    layers = (LayerRange(module="a", type="A", absmax=absmax, formats=fits),)
+    return CheckedStep(path="x", step=step, layers=layers, run="under fp16 autocast", run_finite=True)
 
 
 @pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 4, 2), (8, 512, 9)], ids=["level", "falling", "noise"])
@@ -277,16 +186,16 @@ def test_weights_alone_ask_for_a_batch(tmp_path):
 
 
 def test_the_record_survives_json(tmp_path, x):
-    found = nandoctor.checkup(save(tmp_path, x=x), Net, loss=loss)
+    found = nandoctor.checkup(save(tmp_path, x=x), Net)
     assert from_plain(Checkup, json.loads(json.dumps(to_plain(found)))) == found
 
 
 def test_the_command_prints_and_writes(tmp_path, x, monkeypatch):
     save(tmp_path, x=x)
-    (tmp_path / "net_of_the_test.py").write_text("from test_checkup import Net, loss\n")
+    (tmp_path / "net_of_the_test.py").write_text("from test_checkup import Net\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(__file__).rpartition("/")[0])
-    arguments = ["checkup", "step.pth", "--model", "net_of_the_test.py:Net", "--loss", "net_of_the_test.py:loss"]
+    arguments = ["checkup", "step.pth", "--model", "net_of_the_test.py:Net"]
     shown = CliRunner().invoke(main, [*arguments, "-o", "checkup.html"])
     assert shown.exit_code == 0
     assert "fp16 holds every value" in shown.stdout

@@ -259,9 +259,9 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["repro", "sick.pth", "--no-fixes"], "No such option '--no-fixes'"),
         (["fix", "sick.pth", "--no-fixes"], "No such option '--no-fixes'"),
         (["repro", "sick.pth", "-o", "nowhere/repro.py"], "there is no folder nowhere"),
-        (["eps", "--model", "models_of_the_test.py:healthy", "--mode", "eval"], "--mode needs --dump"),
+        (["eps", "1e-8", "--mode", "eval"], "--mode needs a dump"),
         (["eps", "0"], "0.0 is not an eps"),
-        (["eps"], "Give a VALUE, --model SPEC or --dump DUMP"),
+        (["eps"], "Give a VALUE or --dump DUMP"),
         (["replay", *WELL, "--model-arg", "width"], "'width' is not K=V"),
         (["replay", *WELL, "--model-arg", "=3"], "'=3' is not K=V"),
         (

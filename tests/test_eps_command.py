@@ -1,4 +1,4 @@
-"""`nandoctor eps`: numbers, models and dumps, as tables and as JSON; and the audit that every report carries."""
+"""`nandoctor eps`: numbers and dumps, as tables and as JSON; and the audit that every report carries."""
 
 from __future__ import annotations
 
@@ -63,42 +63,6 @@ def test_what_is_no_eps_is_refused(value):
 
 def test_without_anything_to_look_at_the_usage_is_wrong():
     assert invoke().exit_code == 2
-
-
-def test_a_model_alone_is_told_what_half_and_mixed_precision_do(tmp_path):
-    (tmp_path / "net.py").write_text(
-        "from torch import nn\n"
-        "class Norm(nn.Module):\n"
-        "    variance_epsilon = 1e-8\n"
-        "def make():\n"
-        "    return nn.Sequential(nn.LayerNorm(4, eps=1e-12), nn.CosineSimilarity(eps=1e-8), Norm())\n"
-    )
-    rows = invoke("--model", f"{tmp_path}/net.py:make").stdout.splitlines()[1:4]
-    assert [" ".join(row.split()) for row in rows] == [
-        "0.eps LayerNorm 1e-12 fine: fp32 fine: fp32",
-        "1.eps CosineSimilarity 1e-8 zero fine: fp32",
-        "2.variance_epsilon Norm 1e-8 zero see --dump",
-    ]
-
-
-def test_layers_alike_are_one_row_of_the_eps_table(tmp_path):
-    (tmp_path / "net.py").write_text(
-        "from torch import nn\n"
-        "def make():\n"
-        "    norms = [nn.GroupNorm(2, 4, eps=eps) for eps in (1e-5, 1e-5, 1e-12)]\n"
-        "    return nn.Sequential(*norms)\n"
-    )
-    rows = invoke("--model", f"{tmp_path}/net.py:make").stdout.splitlines()[1:3]
-    assert [" ".join(row.split()) for row in rows] == [
-        "0.eps x2 GroupNorm 1e-5 fine: fp32 fine: fp32",
-        "2.eps GroupNorm 1e-12 1/root overflows fine: fp32",
-    ]
-
-
-def test_a_model_without_an_eps_is_told_so():
-    result = invoke("--model", "sample_dumps/residual_stream.py:ResidualNetwork")
-    assert "eps" in result.stdout
-    assert result.exit_code == 0
 
 
 def test_a_dump_shows_the_format_that_the_constant_was_used_in():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,7 +33,7 @@ from nandoctor.renderers.save import ENDINGS, PICTURE_ENDINGS
 from nandoctor.text import printable
 
 if TYPE_CHECKING:
-    from nandoctor.evidence.report import EpsUse, Report
+    from nandoctor.evidence.report import Report
 
 EXIT_NOT_REPRODUCED = 3
 OUTPUT_FORMATS = ("full", "concise", "github", "json")
@@ -244,7 +244,7 @@ def _check_constants(_: click.Context, __: click.Parameter, values: tuple[float,
 
 @click.command(
     cls=GroupedCommand,
-    examples=["eps 1e-8 1e-5", "eps --model train.py:make_model", "eps --model train.py:make_model --dump nan.pth"],
+    examples=["eps 1e-8 1e-5", "eps --dump nan.pth --model train.py:make_model"],
 )
 @click.argument("values", metavar="[VALUE]...", type=float, nargs=-1, callback=_check_constants)
 @click.option(
@@ -257,48 +257,35 @@ def _check_constants(_: click.Context, __: click.Parameter, values: tuple[float,
 @trust_option
 @settings_options(*MODEL_AND_STEP)
 def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: Any) -> None:
-    """Show how formats round small constants: a VALUE in each format, or every eps of a model."""
-    if not values and dump is None and options["model"] is None:
-        raise click.UsageError("Give a VALUE, --model SPEC or --dump DUMP.")
+    """Show how formats round small constants: a VALUE in each format, or every eps of a replay."""
+    if not values and dump is None:
+        raise click.UsageError("Give a VALUE or --dump DUMP.")
     if dump is None:
-        # Without a dump the model is not run, so options for running it would be ignored.
-        from nandoctor.replaying.settings import OPTIONS
-
-        for name, value in options.items():
-            if value is not None and name in OPTIONS and name not in ("model", "model_args"):
-                raise click.UsageError(f"{OPTIONS[name].flag} needs --dump.")
+        _refuse_idle(options)
     from nandoctor.evidence.formats import SHOWN_FORMATS, round_constant
     from nandoctor.renderers.eps import EpsAnswer, dumps_eps
 
+    uses = None
+    if dump is not None:
+        with opened_dump(dump, options) as (opened, settings):
+            from nandoctor.case import list_eps
+
+            uses = list_eps(opened, **settings)
     rounded_constants = [round_constant(value, shown) for value in values for shown in SHOWN_FORMATS]
-    asks: Literal["values", "model", "dump"] = (
-        "dump" if dump is not None else "values" if options["model"] is None else "model"
-    )
-    answer = EpsAnswer(values=rounded_constants, uses=_list_eps(dump, options), asks=asks)
+    answer = EpsAnswer(values=rounded_constants, uses=uses)
     if as_json:
         click.echo(dumps_eps(answer))
     else:
         show(answer)
 
 
-def _list_eps(dump: Path | None, options: dict[str, Any]) -> tuple[EpsUse, ...]:
-    if dump is None and options["model"] is None:
-        return ()
-    from nandoctor.case import list_eps
-
-    if dump is None:
-        return list_eps(model=options["model"], model_args=options["model_args"])
-    with opened_dump(dump, options) as (opened, settings):
-        return list_eps(opened, **settings)
-
-
 def _refuse_idle(options: dict[str, Any], *sources: Path) -> None:
-    """Refuse options of a replay if all sources are saved reports."""
+    """Refuse options of a replay if nothing is replayed: all sources, if any, are saved reports."""
     from nandoctor.replaying.settings import OPTIONS
 
     flags = [OPTIONS[name].flag for name, value in options.items() if name in OPTIONS and value is not None]
     if flags and all(source.suffix.lower() == ".json" for source in sources):
-        raise click.UsageError(f"{flags[0]} needs a dump: a saved report is not replayed.")
+        raise click.UsageError(f"{flags[0]} needs a dump: nothing else is replayed.")
 
 
 def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:

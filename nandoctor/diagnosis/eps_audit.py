@@ -1,7 +1,4 @@
-"""Audits the small constants of a run: their values in the format where they were used, and whether they had an effect.
-
-For a module's eps without a replay: its value in half and mixed precision, as far as the layer's type tells.
-"""
+"""Audits the small constants of a run: their values in the format they were used in, and whether they had an effect."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from numpy.typing import NDArray
 from nandoctor.causes.base import is_written
 from nandoctor.changes.places import ancestors, singular_inputs
 from nandoctor.evidence.dump_summary import OptimizerSlot
-from nandoctor.evidence.formats import FP16, FP32, LARGEST_EPS, FloatFormat, RoundedConstant, round_constant
+from nandoctor.evidence.formats import FP32, LARGEST_EPS, FloatFormat, RoundedConstant, round_constant
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import (
@@ -25,8 +22,6 @@ from nandoctor.ops import (
     FILLS,
     MAXIMA,
     PRODUCTS,
-    ROOT_IN_INPUT,
-    RUN_IN_FP32,
     SCALINGS,
     SUMS,
 )
@@ -34,11 +29,6 @@ from nandoctor.text import percent
 
 _FILLINGS = ("fill_value", "value", "self", "other")
 _DEPTH = 6
-OUTLOOK = (
-    "Half precision (model.half()) computes all but torch's own norms in fp16, so each constant is rounded to "
-    "fp16. Mixed precision (autocast) runs norms, softmax, log, pow and sums in fp32; additions, divisions and roots "
-    "keep the format of their inputs, which depends on the line: a replay shows it (--dump DUMP)."
-)
 
 
 def audit(
@@ -199,20 +189,6 @@ def fold(uses: Iterable[EpsUse]) -> tuple[EpsUse, ...]:
 def _mean(shares: Iterable[float | None]) -> float | None:
     known = [share for share in shares if share is not None]
     return sum(known) / len(known) if known else None
-
-
-def in_half_precision(use: EpsUse) -> str:
-    """Describe an eps after `model.half()`: CUDA's norms add theirs in fp32 even then, and no other op does."""
-    if use.op in ROOT_IN_INPUT and use.value**-0.5 >= FP16.overflow_threshold:
-        return "1/root overflows"
-    return "fine: fp32" if use.op in EPS_IN_FP32 else describe_rounding(round_constant(use.value, FP16))
-
-
-def in_mixed_precision(use: EpsUse) -> str:
-    """Describe an eps under fp16 autocast, whose op lists decide for torch's layers; for others its line decides."""
-    if use.op in EPS_IN_FP32 | RUN_IN_FP32:
-        return "fine: fp32"
-    return "as .half()" if use.op in EPS_IN_INPUT else "see --dump"
 
 
 def describe_rounding(rounded: RoundedConstant) -> str:

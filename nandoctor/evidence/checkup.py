@@ -18,61 +18,32 @@ class FormatFit:
     """How values fit a format.
 
     `headroom_bits` is log2(max / absmax): the doublings left, negative past the limit; `fit` is "near" with less than
-    one. `flushed_share` of the non-zero elements, 0 to 1, round to zero; `flushed_share_scaled` do after scaling each
-    tensor's largest magnitude to the format's maximum, as fp8 training does. Both are estimated from a sample.
+    one. `flushed_share` of the non-zero elements, 0 to 1, round to zero, estimated from a sample.
     """
 
     format: FloatFormat
     headroom_bits: float
     fit: Fit
     flushed_share: float
-    flushed_share_scaled: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueRange:
-    """The magnitudes of one kind of value in one module.
-
-    `absmax` is the largest. The values up to `small` make up 1 % of the sum of all magnitudes, estimated from a sample.
-    """
-
-    absmax: float
-    small: float | None
-    formats: tuple[FormatFit, ...]
-
-    def fit_in(self, format: FloatFormat) -> FormatFit:  # noqa: A002 - the field's own name
-        """Return how the values fit this format."""
-        return next(fit for fit in self.formats if fit.format is format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRange:
-    """The numbers that one module computes with: forward `values`, and `gradients` at loss scale 1.
+    """The numbers that one module computes with in low precision.
 
-    `values` are the operands and results of the ops in its own forward that autocast runs in low precision, computed
-    in fp32. `largest_at` is the line with the largest value.
+    They are the operands and results of the ops in its own forward that autocast runs in low precision, computed in
+    fp32: `absmax` is the largest magnitude, `largest_at` its line.
     """
 
     module: str
     type: str
-    values: ValueRange | None
-    gradients: ValueRange | None
+    absmax: float
+    formats: tuple[FormatFit, ...]
     largest_at: str = ""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossScaleRange:
-    """The loss scales at which no fp16 gradient overflows, and no module loses more than 1 % of its gradients' sum.
-
-    `largest` and `smallest` are powers of two; `current` is the step's own, None if it has none. `largest_by` and
-    `smallest_by` are the modules that determine them. If `smallest` exceeds `largest`, there is no such scale.
-    """
-
-    current: float | None
-    largest: float
-    largest_by: str
-    smallest: float
-    smallest_by: str
+    def fit_in(self, format: FloatFormat) -> FormatFit:  # noqa: A002 - the field's own name
+        """Return how the values fit this format."""
+        return next(fit for fit in self.formats if fit.format is format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +53,6 @@ class CheckedStep:
     path: str
     step: int | None
     layers: tuple[LayerRange, ...]
-    loss_scale: LossScaleRange | None
     run: str
     run_finite: bool
     notes: tuple[str, ...] = ()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from nandoctor.diagnosis.ranges import by_headroom
-from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, Crossing, LayerRange, ValueRange
-from nandoctor.evidence.formats import FP8_E4M3, FP16, FloatFormat
+from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, Checkup, Crossing, LayerRange
+from nandoctor.evidence.formats import FP16, FloatFormat
 from nandoctor.renderers.blocks import Block, Cell, Column, Fact, Facts, Headline, Level, Section, Table, Tone
 from nandoctor.renderers.layer_table import common_path
 from nandoctor.text import bits_text, number, percent, plural
@@ -38,14 +38,14 @@ def checkup_document(checkup: Checkup, level: Level) -> Iterator[Block]:
 def describe_step(checked: CheckedStep) -> str:
     """Return the step in one sentence: which layer comes nearest to fp16's limit."""
     order = by_headroom(checked.layers)
-    if not order or order[0].values is None:
+    if not order:
         return f"{checked.path}: nothing in it runs in low precision"
-    first, values = order[0], order[0].values
-    over = [layer for layer in order if layer.values is not None and layer.values.fit_in(FP16).fit == "overflows"]
-    if over:
-        return f"{plural(len(over), 'module')} cannot run in fp16: {_name(first)} reaches {number(values.absmax)}"
-    bits = values.fit_in(FP16).headroom_bits
-    nearest = f"{_name(first)} comes nearest: it reaches {number(values.absmax)}, {bits:.1f} doublings below the limit"
+    first, fits = order[0], [layer.fit_in(FP16) for layer in order]
+    largest = number(first.absmax)
+    if num_over := sum(fit.fit == "overflows" for fit in fits):
+        return f"{plural(num_over, 'module')} cannot run in fp16: {_name(first)} reaches {largest}"
+    bits = fits[0].headroom_bits
+    nearest = f"{_name(first)} comes nearest: it reaches {largest}, {bits:.1f} doublings below the limit"
     if not checked.run_finite:
         return f"The step is non-finite {checked.run}, though fp16 holds every value that fp32 has: {nearest}"
     return f"fp16 holds every value; {nearest}"
@@ -57,34 +57,17 @@ def _step_section(checked: CheckedStep) -> Section:
 
 
 def list_facts(checked: CheckedStep) -> list[Fact]:
-    """Return how many modules each format can hold, and the loss scales that the gradients allow."""
+    """Return how many modules each format can hold."""
     facts = [Fact("file", checked.path if checked.step is None else f"{checked.path} (step {checked.step:,})")]
     for format in CHECKED_FORMATS:  # noqa: A001
-        fits = [layer.values.fit_in(format).fit for layer in checked.layers if layer.values is not None]
+        fits = [layer.fit_in(format).fit for layer in checked.layers]
         overflow, near = fits.count("overflows"), fits.count("near")
         worst = [f"{overflow:,} cannot run in it"] * bool(overflow)
         worst += [f"{near:,} with less than one doubling left"] * bool(near)
         facts.append(Fact(format.label, f"of {plural(len(fits), 'module')}, {', '.join(worst) or 'none overflows'}"))
     if not checked.run_finite:
         facts.append(Fact("replay", f"the step is already non-finite {checked.run}: nandoctor replay {checked.path}"))
-    return [*facts, Fact("gradients", _describe_scales(checked))]
-
-
-def _describe_scales(checked: CheckedStep) -> str:
-    scales = checked.loss_scale
-    if scales is None:
-        return "not checked (pass --loss)"
-    low, high = number(scales.smallest), number(scales.largest)
-    least, most = scales.smallest_by or "the model", scales.largest_by or "the model"
-    text = f"fit fp16 at loss scales from {low} ({least}) to {high} ({most})"
-    if scales.smallest <= 1:
-        text = f"fit fp16 at loss scales up to {high} ({most})"
-    if scales.smallest > scales.largest:
-        text = f"no loss scale suits fp16: {most} overflows above {high}, {least} loses 1 % or more below {low}"
-    if scales.current is None:
-        return text
-    over = ", at which they overflow" if scales.current > scales.largest else ""
-    return f"{text}; this step has {number(scales.current)}{over}"
+    return facts
 
 
 def _trend_facts(checkup: Checkup) -> Iterator[Fact]:
@@ -116,33 +99,28 @@ def _table(layers: Sequence[LayerRange]) -> Table:
     """Return the doublings left in each format; in a narrow window the last columns are left out."""
     common = common_path(layer.module for layer in layers)
     names = [_name(layer) for layer in layers]
-    values = [layer.values for layer in layers if layer.values is not None]
     short = (f"in {common[:-1]}", [name.removeprefix(common) for name in names]) if common else None
-    largest = [number(layer.gradients.absmax) if layer.gradients else "-" for layer in layers]
-    fp8 = [percent(found.fit_in(FP8_E4M3).flushed_share_scaled) for found in values]
     columns = [
         Column("module", names, short=short, least=_MIN_NAME_WIDTH),
-        Column("largest", [number(found.absmax) for found in values], right=True),
+        Column("largest", [number(layer.absmax) for layer in layers], right=True),
         *(
-            Column(shown.label, [_headroom(found, shown) for found in values], right=True, spare=place)
+            Column(shown.label, [_headroom(layer, shown) for layer in layers], right=True, spare=place)
             for place, shown in enumerate(CHECKED_FORMATS)
         ),
-        Column("to 0 in fp16", [_flushed(found) for found in values], right=True, spare=9),
-        Column("to 0 in fp8-e4m3, scaled", fp8, right=True, spare=10),
-        Column("largest gradient", largest, right=True, spare=11),
+        Column("to 0 in fp16", [_flushed(layer) for layer in layers], right=True, spare=9),
         Column("class", [layer.type for layer in layers], spare=12),
         Column("largest at", [layer.largest_at for layer in layers], spare=13),
     ]
     return Table(title="Doublings left before each format overflows, the nearest first", columns=columns)
 
 
-def _headroom(values: ValueRange, shown: FloatFormat) -> Cell:
-    fit = values.fit_in(shown)
+def _headroom(layer: LayerRange, shown: FloatFormat) -> Cell:
+    fit = layer.fit_in(shown)
     return Cell(bits_text(fit.headroom_bits), tone=_TONES[fit.fit])
 
 
-def _flushed(values: ValueRange) -> str:
-    share = values.fit_in(FP16).flushed_share
+def _flushed(layer: LayerRange) -> str:
+    share = layer.fit_in(FP16).flushed_share
     return percent(share) if share else "-"
 
 

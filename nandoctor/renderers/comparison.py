@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from nandoctor.evidence.report_diff import ChangedFact, Comparison, LayerChange
 from nandoctor.renderers.blocks import Block, Column, Fact, Facts, Headline, Section, Table, Tone
-from nandoctor.renderers.evidence import GRADES
 from nandoctor.text import bits_text, brief, join_first, number, part_of, plural
 
 _MAX_NAMED = 3
@@ -19,6 +18,14 @@ _TONES: dict[str, Tone] = {
     "broken": "failed",
     "moved": "failed",
 }
+_GRADES = {
+    "exact": "reproduces the saved output",
+    "same-mask": "the same values are non-finite",
+    "elsewhere": "other values are non-finite",
+    "finite": "finite",
+    "no-reference": "nothing to compare with",
+}
+"""The meaning of a replay's grade against the saved output."""
 _TURNS: dict[tuple[bool, bool], Tone] = {(False, True): "good", (True, False): "failed"}
 
 
@@ -34,7 +41,7 @@ def comparison_document(comparison: Comparison) -> Iterator[Block]:
 
 def _describe_change(change: ChangedFact) -> str:
     """Return the fact before and after; a replay's grade in words."""
-    words = GRADES if change.name == "replay" else {}
+    words = _GRADES if change.name == "replay" else {}
     return " -> ".join(words.get(value, brief(value)) if value else "none" for value in (change.before, change.after))
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from nandoctor.causes.sentences import find_operand, place_of_operand
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Origin, Report, Reproduction
-from nandoctor.evidence.trace import INTERRUPTED, Grid, NonfiniteCounts, Place, TensorStats
+from nandoctor.evidence.trace import INTERRUPTED, Grid, Place, TensorStats
 from nandoctor.renderers.blocks import Fact
 from nandoctor.renderers.layers import select_layers
 from nandoctor.text import (
@@ -18,7 +18,6 @@ from nandoctor.text import (
     excess,
     file_line,
     join_first,
-    mode_text,
     nonfinite_part,
     number,
     part_of,
@@ -32,16 +31,7 @@ from nandoctor.text import (
 _NAME_WIDTH = 64
 _MESSAGE_WIDTH = 160
 _MAX_LISTED = 3
-_MAX_STOPS = 4
-
-GRADES: Mapping[str, str] = {
-    "exact": "reproduces the saved output",
-    "same-mask": "the same values are non-finite",
-    "elsewhere": "other values are non-finite",
-    "finite": "finite",
-    "no-reference": "nothing to compare with",
-}
-"""The meaning of a replay's grade against the saved output."""
+_MAX_STOPS = 6
 
 _CLOSE = 0.02
 """Share of the largest saved value: fp16 results differ by about this on hardware that sums in another order."""
@@ -59,18 +49,10 @@ def evidence_facts(report: Report) -> list[Fact]:
     return [*facts, *_spread_facts(report), *_run_facts(report)]
 
 
-def detail_facts(report: Report) -> list[Fact]:
-    """Return details to look up: the extent of the damage, and which replays were tried."""
-    facts = []
-    if report.first_nonfinite is not None:
-        facts.append(Fact("extent", describe_extent(report.first_nonfinite)))
-    if report.reproduction.attempts and report.reproduction.grade in ("elsewhere", "finite"):
-        attempts = (
-            f"{mode_text(attempt.seed, attempt.training)}: {GRADES[attempt.grade]}"
-            for attempt in report.reproduction.attempts
-        )
-        facts.append(Fact("replays", "; ".join(attempts)))
-    return facts
+def extent_facts(report: Report) -> list[Fact]:
+    """Return the extent of the damage."""
+    first = report.first_nonfinite
+    return [Fact("extent", describe_extent(first))] if first is not None else []
 
 
 def note_facts(report: Report) -> list[Fact]:
@@ -86,41 +68,29 @@ def describe_fp32_error(error: float) -> str:
 
 def describe_reproduction(reproduction: Reproduction) -> str:
     """Return how well the replay reproduces the saved output, and so how far the rest can be trusted."""
-    output = short_name(reproduction.output or "the output")
+    output, num_bad = short_name(reproduction.output or "the output"), reproduction.num_bad_saved or 0
     if reproduction.grade == "no-reference":
-        if reproduction.output:
-            return f"unchecked: none of the outputs is known to be the saved {output}"
-        return "unchecked: there is no saved output to compare with"
-    values = "? values" if reproduction.numel is None else plural(reproduction.numel, "value")
-    saved = f"{_count(reproduction.num_bad_saved)} of {values} of {output}"
-    saved_are = f"{saved} {are(reproduction.num_bad_saved or 0)}"
+        known = f"none of the outputs is known to be the saved {output}"
+        return f"unchecked: {known if reproduction.output else 'there is no saved output to compare with'}"
+    count = f"{num_bad:,}" if num_bad else "none"
+    saved = f"{count} of {plural(reproduction.numel or 0, 'value')} of {output} {are(num_bad)} non-finite"
     if reproduction.grade in ("exact", "same-mask"):
-        same = f"the same {saved_are} non-finite" if reproduction.num_bad_saved else f"{output} is finite in both"
-        error = reproduction.max_rel_err or 0.0
-        whole = reproduction.grade == "exact" or error <= _CLOSE
-        return f"reproduces your run{'' if whole else ' in part'}: {same}, {_closeness(reproduction)}"
-    replayed = f"{_count(reproduction.num_bad_replayed)} in the replay"
-    return f"does not reproduce your run: {saved_are} non-finite in the file, {replayed}"
-
-
-def _count(count: int | None) -> str:
-    return "?" if count is None else f"{count:,}" if count else "none"
-
-
-def _closeness(reproduction: Reproduction) -> str:
-    if reproduction.grade == "exact" or reproduction.max_rel_err == 0:
-        return "all others identical" if reproduction.num_bad_saved else "and identical"
-    if reproduction.max_rel_err is None:
-        return "no others to compare"
-    others = "all others" if reproduction.num_bad_saved else "its values"
-    return f"{others} {within(reproduction.max_rel_err)} of the largest"
+        error = 0.0 if reproduction.grade == "exact" else reproduction.max_rel_err
+        part = " in part" if (error or 0.0) > _CLOSE else ""
+        same = f"the same {saved}, all others" if num_bad else f"{output} is finite in both, and"
+        if error is None:
+            return f"reproduces your run: the same {saved}, no others to compare"
+        return f"reproduces your run{part}: {same} {f'{within(error)} of the largest' if error else 'identical'}"
+    in_replay = f"{reproduction.num_bad_replayed:,}" if reproduction.num_bad_replayed else "none"
+    return f"does not reproduce your run: {saved} in the file, {in_replay} in the replay"
 
 
 def _first_facts(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
     yield Fact("layers", _describe_place(first, report))
     if first.inputs:
         yield Fact("input", describe_inputs(first.inputs))
-    if reference := _describe_reference(first, report):
+    fp32_is_finite = report.runs is not None and report.runs.fp32.finite
+    if fp32_is_finite and (reference := _describe_reference(first)):
         doubt = "" if report.fp32_error is None else f" (whose output is {percent(report.fp32_error)} off float64)"
         yield Fact("in fp32", f"{reference}{doubt}")
 
@@ -227,11 +197,8 @@ def _describe_range(stats: TensorStats) -> str:
     return f"{'finite' if stats.finite else 'non-finite'}, {limit} ({stats.dtype})"
 
 
-def _describe_reference(first: FirstNonfinite, report: Report) -> str | None:
+def _describe_reference(first: FirstNonfinite) -> str | None:
     """Return fp32's values in the first non-finite tensor, compared with what its format can hold, or None."""
-    reference = _find_reference(first, report)
-    if reference is not None and not reference.finite:
-        return "non-finite at this place as well"
     if first.would_be is None:
         return None
     low, finite = first.value.dtype, f"finite, up to {number(first.would_be)}"
@@ -243,20 +210,6 @@ def _describe_reference(first: FirstNonfinite, report: Report) -> str | None:
         return f"{finite}, which {low} can hold ({number(low.max)})"
     value = number(first.would_be, unlike=low.max)
     return f"computes {value} here: {excess(first.would_be, low.max)} what {low} can hold ({number(low.max)})"
-
-
-def _find_reference(first: FirstNonfinite, report: Report) -> TensorStats | None:
-    """Return the same tensor in the fp32 run, as an output of its call or an input of the call that first saw it."""
-    for row in report.runs.fp32.modules if report.runs else ():
-        if first.where == "output" and row.place.key == first.place.key:
-            return _at_path(row.outputs, first.value.path)
-        if first.seen_in is not None and row.place.key == first.seen_in.key:
-            return _at_path(row.inputs, first.value.path)
-    return None
-
-
-def _at_path(tensors: Sequence[TensorStats], path: str) -> TensorStats | None:
-    return next((stats for stats in tensors if stats.path == path), None)
 
 
 def _run_facts(report: Report) -> Iterator[Fact]:
@@ -306,7 +259,7 @@ def describe_tensor(stats: TensorStats) -> str:
     name = f"{stats.path}: " if stats.path else ""
     parts = [f"{name}{stats.dtype} {shape_text(stats.shape)}", *_range_of(stats)]
     if stats.counts is not None and stats.counts.num_bad:
-        parts.append(_describe_nonfinite(stats.counts, stats))
+        parts.append(nonfinite_part(stats.counts.kinds, stats.counts.num_bad, stats.numel))
     elif not stats.finite:
         parts.append("not all finite")
     if stats.counts is not None and stats.counts.num_zero:
@@ -321,11 +274,3 @@ def _range_of(stats: TensorStats) -> list[str]:
         return [f"absmax {number(stats.absmax)}"]
     median = f", median magnitude {number(stats.median)}" if stats.median is not None else ""
     return [f"{number(stats.min)} to {number(stats.max)}{median}"]
-
-
-def _describe_nonfinite(counts: NonfiniteCounts, stats: TensorStats) -> str:
-    text = nonfinite_part(counts.kinds, counts.num_bad, stats.numel)
-    if not counts.samples or len(stats.shape) < 2 or len(counts.samples) == stats.shape[0]:
-        return text
-    noun = "indexes" if len(counts.samples) > 1 else "index"
-    return f"{text} ({noun} {join_first([str(index) for index in counts.samples], 3)} of dimension 0)"

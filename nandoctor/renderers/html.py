@@ -30,23 +30,22 @@ def card_of(thing: Any) -> str:
 
 def _draw_plot(plot: Plot) -> dict[str, Any] | None:
     """Return heading, finding in a sentence, and drawing; None if the report does not have the numbers for it."""
-    from nandoctor.renderers.plots.affected_sample import caption, view_html  # noqa: PLC0415  (imports matplotlib)
-    from nandoctor.renderers.plots.figures import figure_svg, for_page_and_phone  # noqa: PLC0415
+    from nandoctor.renderers.plots.affected_sample import as_element, caption, view_html  # noqa: PLC0415
+    from nandoctor.renderers.plots.figures import image_of  # noqa: PLC0415  (imports matplotlib)
     from nandoctor.renderers.plots.kinds import PLOTS, draw  # noqa: PLC0415
 
-    kind, view = plot.kind, plot.report.sample
-    if kind == "sample" and view is not None:
+    view = plot.report.sample
+    if plot.kind == "sample" and view is not None:
         finding = f"Sample {view.sample} of `{view.name}`{caption(view)}"
         return {"heading": "", "finding": finding, "drawing": view_html(view)}
     try:
-        figures = {kind: draw(plot.report, kind), f"{kind}-narrow": draw(plot.report, kind, narrow=True)}
+        figure = draw(plot.report, plot.kind)
     except NanDoctorError:
         return None
-    finding = " ".join(figures[kind].get_suptitle().split())
-    for figure in figures.values():
-        figure.suptitle("")  # the page shows the finding as text that wraps
-    drawings = (figure_svg(figure, prefix=prefix, title=finding) for prefix, figure in figures.items())
-    return {"heading": PLOTS[kind].title, "finding": finding, "drawing": for_page_and_phone(*drawings)}
+    finding = " ".join(figure.get_suptitle().split())
+    figure.suptitle("")  # the page shows the finding as text that wraps
+    drawing = as_element(image_of(figure, "svg"), "svg+xml", finding)
+    return {"heading": PLOTS[plot.kind].title, "finding": finding, "drawing": drawing}
 
 
 @cache

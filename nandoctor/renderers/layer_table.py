@@ -8,7 +8,7 @@ from itertools import accumulate, takewhile
 from nandoctor.evidence.report import LayerRow, Report, Runs
 from nandoctor.evidence.trace import Place, head_run
 from nandoctor.renderers.blocks import Cell, Column, Table, Tone
-from nandoctor.renderers.layers import LayerPair, Layers, align_calls, select_layers
+from nandoctor.renderers.layers import LayerPair, align_calls, select_layers
 from nandoctor.text import bits_text, number, part_of, percent
 
 _MIN_NAME_WIDTH, _MIN_TYPE_WIDTH = 14, 10
@@ -24,20 +24,16 @@ def layers_near(report: Report, *, before: int = 5, after: int = 2) -> Table | N
     shown = layers.window(center, before, after)
     pairs = [layers.pairs[index] for index in shown]
     first = None if layers.first_nonfinite is None else layers.pairs[layers.first_nonfinite].place
-    marks = [_mark(pair, first, report.runs) for pair in pairs]
     common = common_path(pair.place.module for pair in pairs)
-    marked = list(zip(marks, pairs, strict=True))
-    names = [f"{mark} {pair.label}" for mark, pair in marked]
-    shorter = [f"{mark} {pair.label.removeprefix(common)}" for mark, pair in marked]
+    marked = [("> " if pair.place == first else "  ", pair.label) for pair in pairs]
+    names, shorter = ([f"{mark}{name.removeprefix(owner)}" for mark, name in marked] for owner in ("", common))
     short = (f"  in {common[:-1]}", shorter) if common else None
     part = part_of(shown.stop, len(layers.pairs))
+    meaning = "first that receives a non-finite input" if layers.before_nonfinite else "first non-finite"
     return Table(
         title=f"Largest magnitudes, layers {shown.start + 1:,} to {part} in execution order",
-        columns=(
-            Column("  layer", names, short=short, least=_MIN_NAME_WIDTH),
-            *_number_columns(pairs, report.runs),
-        ),
-        legend=_legend(marks, layers, report.runs),
+        columns=(Column("  layer", names, short=short, least=_MIN_NAME_WIDTH), *_number_columns(pairs, report.runs)),
+        legend="" if first is None else f"> {meaning}",
         tones=[_tone(pair, first) for pair in pairs],
     )
 
@@ -93,19 +89,6 @@ def _tone(pair: LayerPair, first: Place | None) -> Tone:
     if pair.place == first:
         return "first"
     return "" if all(row.finite for row in pair.rows) else "failed"
-
-
-def _mark(pair: LayerPair, first: Place | None, runs: Runs) -> str:
-    """Return one letter: ">" first non-finite, "!" first that does not fit, "*" both at once."""
-    marks = {(True, True): "*", (True, False): ">", (False, True): "!"}
-    return marks.get((pair.place == first, pair.place == runs.first_unholdable), " ")
-
-
-def _legend(marks: Sequence[str], layers: Layers, runs: Runs) -> str:
-    first = "first that receives a non-finite input" if layers.before_nonfinite else "first non-finite"
-    too_large = f"first whose fp32 value {runs.autocast.dtype} cannot hold"
-    meanings = {">": first, "!": too_large, "*": f"{first}, and {too_large}"}
-    return "; ".join(f"{mark} {meaning}" for mark, meaning in meanings.items() if mark in marks)
 
 
 def every_layer(report: Report) -> Table | None:

@@ -24,8 +24,8 @@ from nandoctor.renderers.evidence import (
     describe_fp32_error,
     describe_reproduction,
     describe_spread,
-    detail_facts,
     evidence_facts,
+    extent_facts,
     list_operands,
     note_facts,
     short_name,
@@ -45,7 +45,6 @@ from nandoctor.text import (
 )
 
 _MAX_NOTES = 4
-_MAX_LINKS = 12
 _MAX_CONSTANTS = 200
 _HIDDEN_BESIDE_FIXES = frozenset({"input", "in fp32", "path"})  # all has to fit on one screen
 _HIDDEN_BESIDE_VERIFIED = _HIDDEN_BESIDE_FIXES | {"cause", "extent"}
@@ -104,22 +103,8 @@ def describe_verdict(report: Report) -> str:
     run = report.runs.autocast if report.runs is not None else None
     under = "in the replay" if run is None or run.dtype == FP32 else describe_run(run.policy, run.dtype)
     kinds = kinds_text(report.origin.elements.kinds) if report.origin is not None else ""
-    if report.verdict == "numerics" and _overflows_low_format(report):
-        return f"{kinds} here {under} only; fp32 is non-finite as well, at another place"
     meaning = MEANINGS[report.verdict].format(under=under, kinds=kinds or "non-finite")
     return f"{meaning}; {describe_fp32_error(report.fp32_error)}" if report.fp32_error is not None else meaning
-
-
-def _overflows_low_format(report: Report) -> bool:
-    """Return True if the cause overflows a format narrower than fp32, although fp32 fails as well."""
-    if report.origin is None or report.cause is None:
-        return False
-    made, exact = report.origin.output, report.origin.would_be
-    if report.cause.code == "gradient-overflow" or made is None or exact is None:
-        return report.cause.code == "gradient-overflow"
-    casts = (read.absmax or 0.0 for read in report.origin.inputs)  # an input's cast may be what overflows
-    largest = max((abs(exact), *casts))
-    return report.cause.code.endswith("-overflow") and abs(exact) <= FP32.max and made.dtype.max < largest <= FP32.max
 
 
 def _describe_where(report: Report) -> str:
@@ -164,13 +149,11 @@ def _rest_of_screen(report: Report, following: list[Fact]) -> Iterator[Section |
         table, left_out = layers_near(report), frozenset()
     if _names_the_layer(report):
         left_out |= {"layers"}
-    if table is not None and any(str(name)[:1] in "!*" for name in table.columns[0].cells):
-        left_out |= {"too large"}
     notes = note_facts(report)
     if len(notes) > _MAX_NOTES:
         notes[_MAX_NOTES:] = [Fact("note", f"{len(notes) - _MAX_NOTES} more in the report (-o report.json)")]
     evidence = [*evidence_facts(report), *trial_facts(report)]
-    last = [*detail_facts(report), *notes, *following]
+    last = [*extent_facts(report), *notes, *following]
     evidence, last = ([fact for fact in facts if fact.label not in left_out] for facts in (evidence, last))
     if table is None:
         yield _facts_section([*evidence, *last])
@@ -204,17 +187,16 @@ def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Section | N
         yield Section(title, [Facts(constants)], name="Eps constants", folded=True)
     yield Section("In the file", file_blocks(report.dump), name="In the file", folded=True)
     versions = Facts([Fact(name, text) for name, text in asdict(report.environment).items()])
-    notes = Facts([*detail_facts(report), *note_facts(report), *following])
+    notes = Facts([*extent_facts(report), *note_facts(report), *following])
     yield Section("Notes", [notes, Section("Versions", [versions], folded=True)], name="Notes")
 
 
 def _evidence_of_page(report: Report) -> Section | None:
     """Return the facts, the operands, how the values spread, and the sample and the tensor where it began."""
-    facts = [fact for fact in evidence_facts(report) if fact.label != "path"]  # told link by link
+    facts = evidence_facts(report)
     origin, found = report.origin, report.cause.evidence if report.cause is not None else ()
     facts += [Fact("evidence", text) for text in dict.fromkeys(item.text for item in found)]
     facts += list_operands(origin) if origin is not None else []
-    facts += _chain_facts(report)
     plots: list[Block] = [_plot("sample", report)] if report.sample is not None else []
     if origin is not None and origin.grid is not None:
         facts.append(Fact("in the tensor", describe_spread(origin.grid)))
@@ -227,14 +209,3 @@ def _evidence_of_page(report: Report) -> Section | None:
 def _plot(kind: str, report: Report) -> Plot:
     command = None if kind == "sample" else command_for("plot", report, f"--kind {kind}")
     return Plot(kind, report, f"{kind}: {command or 'on the page (report.html)'}")
-
-
-def _chain_facts(report: Report) -> list[Fact]:
-    """Return how the non-finite values spread, link by link."""
-    events = {"created": "created by", "propagated": "passed on by", "absorbed": "removed by"}
-    facts = []
-    for link in report.chain[:_MAX_LINKS] if len(report.chain) > 1 else ():
-        largest = f", largest input {link.text[3:]}" if link.text.startswith("of ") else ""
-        facts.append(Fact(events[link.event], f"`{link.op}` in {link.place.in_words}{largest}"))
-    left = len(report.chain) - _MAX_LINKS
-    return [*facts, *([Fact("passed on by", f"{left:,} more")] if left > 0 else [])]

@@ -1,4 +1,4 @@
-"""Draw a document on a terminal, or into a pipe: rich renderables that fit the window."""
+"""Draw a document on a terminal, or into a pipe: styled lines that fit the window."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
-from rich.constrain import Constrain
-from rich.padding import Padding
-from rich.segment import Segment
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
-from rich.table import Table as Grid
 from rich.text import Text as Letters
 
 from nandoctor.renderers.blocks import (
@@ -33,7 +29,7 @@ from nandoctor.renderers.excerpt import excerpt_lines
 from nandoctor.text import diff_kind, printable, printable_code, shorten
 
 _INDENT = "  "
-_GAP = 2
+_GAP = "  "
 _LABEL_WIDTH = 12
 """The longest label of a report, so that the sentences of all its parts are aligned."""
 _TEXT_WIDTH = 88  # longer lines are hard to read
@@ -50,9 +46,9 @@ def print_document(blocks: Iterable[Block], console: Console, *, goes_on: bool =
     for place, block in enumerate(blocks):
         if place or goes_on:
             console.print()
-        for part in _draw(block, console.width):
+        for line in _draw(block, console):
             # Lines to be copied never wrap, and may go past the edge.
-            console.print(_Encodable(part), highlight=False, crop=False)
+            console.print(_Line(line), highlight=False, crop=False)
 
 
 def plain_text(blocks: Iterable[Block], width: int = 100) -> str:
@@ -63,92 +59,96 @@ def plain_text(blocks: Iterable[Block], width: int = 100) -> str:
     return captured.get()
 
 
-def _draw(block: Block, width: int) -> Iterator[RenderableType]:
-    return _DRAWN_BY[type(block)](block, width)
+class _Line:
+    """A whole line, with its tabs, limited to what the console can write: Windows pipes a report in cp1252."""
+
+    def __init__(self, letters: Letters) -> None:
+        self._letters = letters
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.ascii_only:  # any encoding but Unicode's; one letter for one keeps columns aligned
+            text = self._letters.plain.translate(_ASCII_FALLBACKS)
+            self._letters.plain = text.encode(options.encoding, "replace").decode(options.encoding)
+        yield from self._letters.render(console, end="\n")
 
 
-def _draw_headline(block: Headline, _: int) -> Iterator[RenderableType]:
+def _draw(block: Block, console: Console) -> Iterator[Letters]:
+    return _DRAWN_BY[type(block)](block, console)
+
+
+def _draw_headline(block: Headline, console: Console) -> Iterator[Letters]:
     style = f"bold {_TONES[block.tone]}"
     if block.word:
-        yield Letters.assemble((block.word, style), " ", printable(block.text))
+        yield from _wrapped(Letters.assemble((block.word, style), " ", printable(block.text)), console)
     else:
-        yield _literal(block.text, style)
+        yield from _wrapped(_literal(block.text, style), console)
 
 
-def _draw_section(block: Section, width: int) -> Iterator[RenderableType]:
+def _draw_section(block: Section, console: Console) -> Iterator[Letters]:
     if block.title:
-        yield _literal(block.title, "bold")
+        yield from _wrapped(_literal(block.title, "bold"), console)
     for place, inner in enumerate(block.blocks):
         if place and isinstance(inner, Table | Section):
             yield Letters()
-        yield from _draw(inner, width)
+        yield from _draw(inner, console)
 
 
-def _draw_excerpt(block: Excerpt, width: int) -> Iterator[RenderableType]:
+def _draw_excerpt(block: Excerpt, console: Console) -> Iterator[Letters]:
     if block.place or block.where:
         place = Letters(printable(block.place), style=Style(link=block.link or None, bold=True))
         comma = ", " if block.place and block.where else ""
-        yield _indented(Letters.assemble(place, comma, printable(block.where)))
-    for line in excerpt_lines(block, width - len(_INDENT)):
-        text = _unbroken(f"{_INDENT}{line.whole}", _CODE_STYLES[line.kind])
+        yield from _wrapped(Letters.assemble(place, comma, printable(block.where)), console, _INDENT)
+    for line in excerpt_lines(block, console.width - len(_INDENT)):
+        text = Letters(f"{_INDENT}{line.whole}", _CODE_STYLES[line.kind])
         if line.kind == "caret":
             text.stylize("not bold dim default", 0, text.plain.index("|") + 1)
         yield text
 
 
-def _draw_facts(block: Facts, _: int) -> Iterator[RenderableType]:
+def _draw_facts(block: Facts, console: Console) -> Iterator[Letters]:
     """Yield labels and sentences, aligned; a command is never wrapped."""
     width = max((_LABEL_WIDTH, *(cell_len(printable(fact.label)) for fact in block.facts)))
     before = ""
     for fact in block.facts:
         label = "" if fact.label == before else printable(fact.label)
         before = fact.label
-        if fact.is_command:
-            row = _unbroken(f"{_INDENT}{label:<{width}}  {printable(fact.text)}")
-            row.stylize("dim", 0, width + len(_INDENT))
-            yield row
-            continue
-        grid = Grid.grid(padding=(0, _GAP, 0, 0))
-        grid.add_column(no_wrap=True)
-        grid.add_column(overflow="fold")
-        grid.add_row(_literal(f"{label:<{width}}", "dim"), _literal(fact.text))
-        yield _indented(grid)
+        start = f"{_INDENT}{label:<{width}}{_GAP}"
+        text = _literal(fact.text)
+        for line in [text] if fact.is_command else _lines(text, console, console.width - len(start)):
+            yield Letters.assemble((start, "dim"), line)
+            start = " " * len(start)
 
 
-def _draw_patch(block: Patch, _: int) -> Iterator[RenderableType]:
+def _draw_patch(block: Patch, _: Console) -> Iterator[Letters]:
     for line in block.lines:
-        yield _CodeLine(line, _DIFF_STYLES.get(diff_kind(line), "") if block.is_diff else "")
+        yield Letters(printable_code(line), _DIFF_STYLES.get(diff_kind(line), "") if block.is_diff else "")
 
 
-def _draw_table(block: Table, width: int) -> Iterator[RenderableType]:
+def _draw_table(block: Table, console: Console) -> Iterator[Letters]:
     """Yield a table without lines that fits the window, by shorter names and, if need be, fewer columns."""
     shown = block.near_first(_MAX_ROWS)
     if block.title:
-        yield _literal(block.title, "dim")
+        yield from _wrapped(_literal(block.title, "dim"), console)
     if block.columns:
-        columns, widths = _fit(shown.columns, width)
-        grid = Grid(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
-        for column, most in zip(columns, widths, strict=True):
-            justify: JustifyMethod = "right" if column.right else "left"
-            grid.add_column(_fit_cell(column.heading, most), justify=justify, no_wrap=True)
+        columns, widths = _fit(shown.columns, console.width)
+        yield _row([column.heading for column in columns], columns, widths, "dim")
         for tone, row in replace(shown, columns=columns).rows():
-            grid.add_row(*map(_fit_cell, row, widths), style=_TONES[tone])
-        yield grid
+            yield _row(row, columns, widths, _TONES[tone])
     if shown.legend:
-        yield _literal(shown.legend, "dim")
+        yield from _wrapped(_literal(shown.legend, "dim"), console)
 
 
-def _draw_plot(block: Plot, _: int) -> Iterator[RenderableType]:
-    yield _literal(f"{_INDENT}{block.hint}", "dim")
+def _draw_plot(block: Plot, console: Console) -> Iterator[Letters]:
+    yield from _wrapped(_literal(block.hint, "dim"), console, _INDENT)
 
 
-def _draw_text(block: Text, _: int) -> Iterator[RenderableType]:
+def _draw_text(block: Text, console: Console) -> Iterator[Letters]:
     text = _literal(block.text)
     text.highlight_regex(r"`[^`]+`", "cyan")
-    yield Constrain(_indented(text), _TEXT_WIDTH)
+    yield from _wrapped(text, console, _INDENT)
 
 
-_DRAWN_BY: Mapping[type, Callable[[Any, int], Iterator[RenderableType]]] = {
+_DRAWN_BY: Mapping[type, Callable[[Any, Console], Iterator[Letters]]] = {
     Headline: _draw_headline,
     Section: _draw_section,
     Excerpt: _draw_excerpt,
@@ -160,67 +160,37 @@ _DRAWN_BY: Mapping[type, Callable[[Any, int], Iterator[RenderableType]]] = {
 }
 
 
-def _indented(part: RenderableType) -> Padding:
-    return Padding(part, (0, 0, 0, len(_INDENT)), expand=False)
-
-
 def _literal(text: str, style: str = "") -> Letters:
     """Return text to show as is: without markup, and unable to move the cursor or start a new line."""
     return Letters(printable(text), style=style)
 
 
-def _unbroken(line: str, style: str = "") -> Letters:
-    """Return a line that never wraps, and may go past the edge."""
-    return Letters(printable(line), style, no_wrap=True, overflow="ignore")
+def _wrapped(text: Letters, console: Console, indent: str = "") -> Iterator[Letters]:
+    """Yield the lines of a paragraph."""
+    most = min(console.width, _TEXT_WIDTH) if indent else console.width
+    yield from (Letters.assemble(indent, line) for line in _lines(text, console, most - len(indent)))
 
 
-class _Encodable:
-    """A renderable limited to what the console's encoding can write: Windows pipes a report in cp1252, for example.
-
-    Characters are replaced one by one after the layout, so that columns stay aligned. The blanks that rich pads lines
-    with are dropped.
-    """
-
-    def __init__(self, content: RenderableType) -> None:
-        self._content = content
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in Segment.split_lines(console.render(self._content, options)):
-            kept = line if isinstance(self._content, _CodeLine) else _unpadded(line)
-            yield from (_to_encoding(segment, options.encoding) for segment in kept) if options.ascii_only else kept
-            yield Segment.line()
+def _lines(text: Letters, console: Console, width: int) -> Iterator[Letters]:
+    for line in text.wrap(console, max(width, 1)):
+        line.rstrip()
+        yield line
 
 
-class _CodeLine:
-    """A line of a diff or of code to be copied as is: never wrapped, with its tabs and trailing blanks."""
-
-    def __init__(self, line: str, style: str = "") -> None:
-        self._line, self._style = printable_code(line), style
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Segment(self._line, console.get_style(self._style))
-        yield Segment.line()
-
-
-def _unpadded(line: list[Segment]) -> list[Segment]:
-    """Return the segments of a line without its trailing blanks; a control code ends them."""
-    kept = list(line)
-    while kept and not kept[-1].is_control:
-        last = kept.pop()
-        if text := last.text.rstrip(" "):
-            return [*kept, Segment(text, last.style)]
-    return kept
-
-
-def _to_encoding(segment: Segment, encoding: str) -> Segment:
-    text = segment.text.translate(_ASCII_FALLBACKS).encode(encoding, "replace").decode(encoding)
-    return Segment(text, segment.style, segment.control)
+def _row(cells: Sequence[str | Cell], columns: Sequence[Column], widths: Sequence[int], style: str) -> Letters:
+    line = Letters(style=style)
+    for cell, column, width in zip(cells, columns, widths, strict=True):
+        letters = _fit_cell(cell, width)
+        letters.align("right" if column.right else "left", width)
+        line.append(_GAP if line else "").append_text(letters)
+    line.rstrip()
+    return line
 
 
 def _fit(columns: Sequence[Column], window: int) -> tuple[list[Column], list[int]]:
     """Return the columns to show and their widths."""
     shown = list(columns)
-    if _excess([_width(column) for column in shown], window) > 0:
+    if _excess(list(map(_width, shown)), window) > 0:
         shown = [replace(it, heading=it.short[0], cells=it.short[1]) if it.short else it for it in shown]
     while _excess(list(map(_least_width, shown)), window) > 0 and any(column.spare for column in shown):
         shown.remove(max(shown, key=lambda column: column.spare))
@@ -241,7 +211,7 @@ def _least_width(column: Column) -> int:
 
 
 def _excess(widths: Sequence[int], window: int) -> int:
-    return sum(widths) + _GAP * (len(widths) - 1) - window
+    return sum(widths) + len(_GAP) * (len(widths) - 1) - window
 
 
 def _letters(cell: str | Cell) -> Letters:

@@ -7,9 +7,6 @@ from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from unittest.mock import patch
 
-from markupsafe import Markup
-from matplotlib.figure import Figure
-
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.keep_fp32 import KeepModule
@@ -45,25 +42,13 @@ from nandoctor.evidence.report import (
 )
 from nandoctor.evidence.trace import Grid, NonfiniteCounts, Place, SampleStats, SourceLine, TensorStats
 from nandoctor.renderers.html import page_of
-from nandoctor.renderers.plots.kinds import draw
 
 
 @lru_cache
 def sketch_of(report):
-    """The page of a report, its wide figures made for their titles, and none written: a second for each page."""
-    with (
-        patch("nandoctor.renderers.plots.figures.figure_svg", _frame),
-        patch("nandoctor.renderers.plots.kinds.draw", _draw_wide),
-    ):
+    """The page of a report, its figures made for their titles, and none written: a second for each page."""
+    with patch("nandoctor.renderers.plots.figures.image_of", lambda *_: b""):
         return page_of(report)
-
-
-def _draw_wide(report, kind, *, narrow=False):
-    return Figure() if narrow else draw(report, kind)
-
-
-def _frame(figure, *, prefix, title):
-    return Markup('<svg role="img" aria-label="{}"></svg>').format(title)
 
 
 BATCH = 4

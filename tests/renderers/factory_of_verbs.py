@@ -11,8 +11,6 @@ from nandoctor.evidence.checkup import (
     Crossing,
     FormatFit,
     LayerRange,
-    LossScaleRange,
-    ValueRange,
 )
 from nandoctor.evidence.report import Check, TrialOutcome
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, GroupFix, Triage
@@ -70,39 +68,31 @@ def triage():
     )
 
 
-def _values(absmax):
-    fits = tuple(
+def _formats(absmax):
+    return tuple(
         FormatFit(
             format=format,
             headroom_bits=format.headroom_bits(absmax),
             fit="overflows" if absmax > format.max else "fits",
             flushed_share=0.031,
-            flushed_share_scaled=0.0,
         )
         for format in CHECKED_FORMATS  # noqa: A001
     )
-    return ValueRange(absmax=absmax, small=1e-7, formats=fits)
 
 
 def checkup():
     """Two checkpoints of a model with long names, of which one layer overflows fp16 and two grow."""
     layers = tuple(
-        LayerRange(module=LONG_MODULE.format(number), type="ChannelNorm", values=_values(10.0**number), gradients=None)
+        LayerRange(
+            module=LONG_MODULE.format(number), type="ChannelNorm", absmax=10.0**number, formats=_formats(10.0**number)
+        )
         for number in range(14)
-    )
-    scales = LossScaleRange(
-        current=65_536.0,
-        largest=1_024.0,
-        largest_by=LONG_MODULE.format(3),
-        smallest=2.0,
-        smallest_by=LONG_MODULE.format(7),
     )
     steps = tuple(
         CheckedStep(
             path=f"checkpoints/a-run-with-a-long-name/epoch-{step}/healthy-step{step:06}.pth",
             step=step,
             layers=layers,
-            loss_scale=scales,
             run="under fp16 autocast",
             run_finite=False,
         )

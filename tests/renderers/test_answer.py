@@ -110,21 +110,3 @@ def test_without_columns_the_line_alone_is_marked(excerpt):
 )
 def test_the_verdict_names_the_formats(make, text):
     assert describe_verdict(make()) == text
-
-
-@pytest.mark.parametrize(
-    ("read", "exact", "place"),
-    [
-        (2.0, 2.7e9, "at another place"),
-        (2.0, 5e40, "half precision is not to blame"),
-        (7e4, 3.4e4, "at another place"),  # the result would fit
-        (7e4, 5e40, "half precision is not to blame"),
-        (2.0, 3.4e4, "half precision is not to blame"),
-    ],
-)
-def test_what_overflows_fp16_alone_is_no_matter_of_fp32(read, exact, place):
-    made = factory.numerics()
-    origin = factory.origin(made, would_be=exact)
-    origin = replace(origin, inputs=(replace(origin.output, finite=True, absmax=read),))
-    cause = replace(factory.fixable().cause, code="input-cast-overflow")
-    assert describe_verdict(replace(made, origin=origin, cause=cause)).endswith(place)

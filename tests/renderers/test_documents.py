@@ -24,9 +24,7 @@ from nandoctor.renderers.eps import EpsAnswer
 
 GOLDEN = Path(__file__).parent / "golden"
 CHOICE = FixChoice(dump="NaN.pth", headline="It divides by 0", pick=1, num_verified=3, fix=factory.fixable().fixes[0])
-EPS = EpsAnswer(
-    values=tuple(round_constant(1e-8, shown) for shown in SHOWN_FORMATS), uses=factory.fixable().eps_audit, asks="dump"
-)
+EPS = EpsAnswer(values=tuple(round_constant(1e-8, shown) for shown in SHOWN_FORMATS), uses=factory.fixable().eps_audit)
 VERBS = {
     "verify fixed": factory_of_verbs.verification("fixed"),
     "verify still-fails": factory_of_verbs.verification("still-fails"),
@@ -35,7 +33,6 @@ VERBS = {
     "diff": compare_reports(factory.fixable(), factory.healthy()),
     "inspect": factory.state().dump,
     "eps": EPS,
-    "outlook": replace(EPS, values=(), asks="model"),
     "explain": find_page("eps-underflow"),
     "causes": list_pages(),
     "a fix alone": factory.fixable().fixes[0],

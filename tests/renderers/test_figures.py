@@ -101,65 +101,31 @@ def test_a_nonfinite_batch_is_marked_before_all_layers():
     assert [-0.5, -0.5] in [list(line.get_xdata()) for line in axes.lines]
 
 
-def test_four_hundred_layers_get_an_overview_and_a_closer_look():
-    figure = draw_ranges(factory.precision(400, nonfinite_from=250))
-    whole, part = figure.axes
-    assert figure.get_figwidth() == 8
-    assert whole.get_ylim() == part.get_ylim()
-    assert "encoder.blocks.62.project" in names(whole)
-    assert "encoder.blocks.0" in names(whole)
-    assert 20 <= len(names(whole)) <= 70
-    assert "encoder.blocks.62.attention" in names(part)
-    assert "encoder.blocks.62.mlp" in names(part)
-    assert len(names(part)) == 40
-    assert any("first non-finite" in text and "encoder.blocks.62.project" in text for text in texts(whole))
-    assert "first non-finite" in texts(part)
+FLAT = [(factory.tensor(1.0 + i), factory.tensor(1.0 + i, dtype=FP32)) for i in range(300)]
 
 
-@pytest.mark.parametrize("num_layers", [4, 12, 400])
-def test_a_narrow_figure_has_the_layers_around_the_first(num_layers):
-    report = factory.precision(num_layers, nonfinite_from=num_layers // 2)
-    figure = draw_ranges(report, narrow=True)
-    (axes,) = figure.axes
-    assert figure.get_figwidth() < 4
-    assert len(names(axes)) == min(10, len(select_layers(report).pairs))
-    assert report.first_nonfinite.place.label in names(axes)
-    assert figure.legends[0].get_title().get_text().count("\n")  # wrapped
-
-
-@pytest.mark.parametrize("num_layers", [pytest.param(400, marks=pytest.mark.slow), MAX_BARS])
-def test_names_do_not_run_into_each_other(num_layers):
-    figure = draw_ranges(factory.precision(num_layers, nonfinite_from=num_layers // 2))
+@pytest.mark.parametrize(
+    "make", [lambda: factory.precision(400, nonfinite_from=250), lambda: report_on(*FLAT)], ids=["blocks", "flat"]
+)
+def test_of_many_layers_as_many_are_named_as_have_room(make):
+    report = make()
+    figure = draw_ranges(report)
     figure.canvas.draw()
-    for axes in figure.axes:
-        boxes = sorted((label.get_window_extent().x0, label.get_window_extent().x1) for label in axes.get_xticklabels())
-        assert all(left[1] <= right[0] for left, right in itertools.pairwise(boxes))
-
-
-def test_a_model_of_one_flat_list_is_thinned_too():
-    flat = [(factory.tensor(1.0 + i), factory.tensor(1.0 + i, dtype=FP32)) for i in range(300)]
-    whole, _ = draw_ranges(report_on(*flat)).axes
-    assert 20 <= len(names(whole)) <= 70
-
-
-def test_healthy_and_long_looks_closer_at_the_tightest_layer():
-    runs = factory.network(400)
-    _, part = draw_ranges(factory.report(runs)).axes
-    tightest = max(runs.fp32.modules, key=lambda row: row.absmax)
-    assert tightest.place.label in names(part)
+    (axes,) = figure.axes
+    assert len(bars(axes)) == 2 * len(select_layers(report).pairs)
+    assert 30 <= len(names(axes)) <= MAX_BARS
+    first = report.first_nonfinite
+    assert first is None or first.place.label in names(axes)
+    boxes = sorted((label.get_window_extent().x0, label.get_window_extent().x1) for label in axes.get_xticklabels())
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(boxes))
 
 
 def test_a_layer_without_a_finite_value_has_a_mark_and_no_bar():
-    (axes,) = draw_ranges(report_on((factory.tensor(None, nonfinite=factory.counts(9)), factory.tensor(2.0)))).axes
-    assert len(bars(axes)) == 1
-    assert marks(axes, "non-finite, fp16 autocast") == [0]
-
-
-def test_nothing_but_nan_can_be_drawn():
     nonfinite = factory.tensor(None, nonfinite=factory.counts(9))
-    figure = draw_ranges(report_on((nonfinite, nonfinite)))
-    figure.canvas.draw()
-    assert bars(figure.axes[0]) == []
+    for reference, num_bars in ((factory.tensor(2.0), 1), (nonfinite, 0)):
+        (axes,) = draw_ranges(report_on((nonfinite, reference))).axes
+        assert len(bars(axes)) == num_bars
+        assert marks(axes, "non-finite, fp16 autocast") == [0]
 
 
 def test_layers_of_zeros_have_circles():
@@ -180,7 +146,6 @@ def test_a_wide_format_is_not_drawn_to_its_limits():
     bottom, top = axes.get_ylim()
     assert bottom > 1e-6
     assert top < 1e6
-    assert any("bf16 overflows\nfar above, at\n3.39e38" in text for text in texts(axes))
 
 
 def test_a_huge_fp32_value_does_not_flatten_the_rest():
@@ -188,14 +153,12 @@ def test_a_huge_fp32_value_does_not_flatten_the_rest():
     assert axes.get_ylim()[1] <= 65504 * 1e8
 
 
-@pytest.mark.parametrize("size", [1e-300, 1e-30, 1e30, 1e300])
+@pytest.mark.parametrize("size", [1e-300, 1e300])
 @pytest.mark.parametrize("low", [FP16, BF16])
 def test_any_magnitude_leaves_an_axis(size, low):
     report = report_on((factory.tensor(size, dtype=low), factory.tensor(size, dtype=FP32)))
     runs = replace(report.runs, autocast=replace(report.runs.autocast, dtype=low))
-    figure = draw_ranges(replace(report, runs=runs))
-    figure.canvas.draw()
-    bottom, top = figure.axes[0].get_ylim()
+    bottom, top = draw_ranges(replace(report, runs=runs)).axes[0].get_ylim()
     assert 0 < bottom < top < float("inf")
 
 
@@ -258,20 +221,6 @@ def test_other_suffixes_are_refused(name, tmp_path):
 def test_a_missing_folder_says_so(tmp_path):
     with pytest.raises(NanDoctorError, match=r"cannot be written to .* No such file"):
         save_figure(draw_ranges(factory.healthy(3)), tmp_path / "missing" / "ranges.png")
-
-
-def test_hostile_names_are_drawn_as_they_are(tmp_path):
-    hostile = "$\\frac{$x^\x1b\n_{"
-    made = factory.precision()
-    rows = tuple(factory.put(row, module=hostile) for row in made.runs.autocast.modules[9:10])
-    runs = replace(made.runs, autocast=replace(made.runs.autocast, modules=rows))
-    report = replace(
-        made, runs=runs, headline=hostile, dump=factory.dump(path=hostile),
-        first_nonfinite=factory.put(made.first_nonfinite, module=hostile),
-    )  # fmt: skip
-    save_figure(draw_ranges(report), tmp_path / "ranges.svg")
-    text = (tmp_path / "ranges.svg").read_text()
-    assert text.count(r"$\frac{$x^\x1b\n_{") >= 4
 
 
 def test_a_long_headline_and_long_names_leave_room_for_the_panel(tmp_path):

@@ -39,11 +39,10 @@ def test_every_kind_is_drawn(kind, tmp_path):
     assert (tmp_path / "x.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PLOTS if kind != "origin"])
-def test_many_layers_get_a_closer_look(kind):
-    figure = draw(surveyed(400, nonfinite_from=250), kind)
-    assert len(figure.axes) == 2
-    assert max(figure.get_size_inches()) <= 16
+@pytest.mark.parametrize("kind", ["divergence", "exponents", "samples"])
+def test_many_layers_are_drawn(kind):
+    (axes,) = draw(surveyed(400, nonfinite_from=250), kind).axes
+    assert [*map(round, axes.get_xlim())] in ([0, 400], [-1, 400])
 
 
 @pytest.mark.parametrize("kind", PLOTS)

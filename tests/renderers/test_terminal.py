@@ -91,16 +91,6 @@ def test_names_lose_the_path_they_share_where_room_is_scarce():
     )
 
 
-def test_the_first_layer_that_does_not_fit_is_marked():
-    made = factory.precision()
-    before = replace(made, runs=replace(made.runs, first_unholdable=made.runs.fp32.modules[8].place))
-    assert "! encoder.blocks.1.mlp" in terminal(before, width=120)
-    assert "! first whose fp32 value fp16 cannot hold" in terminal(before)
-    same = replace(made, runs=replace(made.runs, first_unholdable=made.first_nonfinite.place))
-    assert "* encoder.blocks.2.attention" in terminal(same, width=120)
-    assert "* first non-finite, and first whose fp32 value fp16 cannot hold" in terminal(same)
-
-
 def test_the_kinds_of_a_nonfinite_layer_stand_in_its_cell():
     made = factory.precision()
     both = replace(factory.counts(3), num_posinf=1, num_neginf=2)

@@ -10,10 +10,11 @@ import matplotlib.style
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from nandoctor.evidence.exhibits import Picture, SampleView, Signal, TokenIds
-from nandoctor.renderers.plots.figures import NONFINITE_COLOR, figure_svg, for_page_and_phone, new_figure
+from nandoctor.renderers.plots.figures import NONFINITE_COLOR, image_of, new_figure
 from nandoctor.renderers.plots.origin import picture_levels
 from nandoctor.text import are, number, plural
 
@@ -59,19 +60,23 @@ def view_html(view: SampleView) -> Markup:
     if isinstance(view, TokenIds):
         more = " ..." if len(view.ids) < view.length else ""
         return Markup("<pre>{}{}</pre>").format(" ".join(map(str, view.ids)), more)
+    title = f"Sample {view.sample} of {view.name}"
     if isinstance(view, Signal):
-        return for_page_and_phone(_signal_svg(view, narrow=False), _signal_svg(view, narrow=True))
+        return as_element(image_of(_curves(view), "svg"), "svg+xml", title)
     image = io.BytesIO()
     matplotlib.image.imsave(image, picture_levels(view), cmap="gray", vmin=0, vmax=255, format="png")
-    png = base64.b64encode(image.getvalue()).decode()
-    return Markup('<img src="data:image/png;base64,{}" width="192" alt="Sample {} of {}">').format(
-        png, view.sample, view.name
-    )
+    return as_element(image.getvalue(), "png", title)
 
 
-def _signal_svg(view: Signal, *, narrow: bool) -> Markup:
+def as_element(image: bytes, kind: str, title: str) -> Markup:
+    """Return an image of a MIME type as an element of a page."""
+    data = base64.b64encode(image).decode()
+    return Markup('<img src="data:image/{};base64,{}" alt="{}">').format(kind, data, title)
+
+
+def _curves(view: Signal) -> Figure:
     with matplotlib.style.context("default"):
-        figure = new_figure(_HEIGHT_IN, narrow=narrow)
+        figure = new_figure(_HEIGHT_IN)
         axes = figure.subplots()
         for curve in range(len(view.lows)):
             _draw_curve(axes, view, curve)
@@ -79,10 +84,8 @@ def _signal_svg(view: Signal, *, narrow: bool) -> Markup:
         axes.tick_params(labelsize=8)
         axes.set_xlabel(f"dimension {view.dim}", size=8)
         if legend := _make_legend(view):
-            figure.legend(
-                handles=legend, loc="outside lower left", ncols=2 if narrow else len(legend), frameon=False, fontsize=8
-            )
-        return figure_svg(figure, prefix=f"sample{'-narrow' * narrow}", title=f"Sample {view.sample} of {view.name}")
+            figure.legend(handles=legend, loc="outside lower left", ncols=len(legend), frameon=False, fontsize=8)
+        return figure
 
 
 def _make_legend(view: Signal) -> list[Patch]:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from nandoctor.diagnosis.run_summary import LARGE_ERROR, makes_error
-from nandoctor.evidence.report import LayerRow, Report
+from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import describe_run
 from nandoctor.renderers.layers import Layers, select_layers
-from nandoctor.renderers.plots.figures import BLUE, GREY, MAX_BARS, NONFINITE_COLOR, ORANGE, SKY, draw_by_layer
-from nandoctor.renderers.plots.ranges import draw_edges, fill_bars, scale_panel
+from nandoctor.renderers.plots.figures import BLUE, GREY, MAX_BARS, ORANGE, SKY, draw_by_layer
+from nandoctor.renderers.plots.ranges import draw_edges, fill_bars, mark_layers, scale_panel
 from nandoctor.text import percent, within
 
 _FLOOR, _CEILING = 1e-8, 10.0
 _MARKS_AT = 0.97
 
 
-def draw_divergence(report: Report, *, narrow: bool = False) -> Figure:
+def draw_divergence(report: Report) -> Figure:
     """Draw the relative error of each call against fp32: the inherited part, and on top the part made here.
 
     Raises:
@@ -32,10 +31,9 @@ def draw_divergence(report: Report, *, narrow: bool = False) -> Figure:
     rounding = report.runs.autocast.dtype.eps / 2 if report.runs else 0.0
     return draw_by_layer(
         report,
-        lambda axes, layers, shown: _draw_panel(axes, layers, shown, rounding),
+        lambda axes, layers: _draw_panel(axes, layers, rounding),
         finding=_write_finding(report),
         what="relative error of the sampled output elements that are finite, against fp32",
-        narrow=narrow,
     )
 
 
@@ -59,10 +57,10 @@ def _write_finding(report: Report) -> str:
     return f"No layer makes a large error: the largest is {percent(errors[worst])}, {carried} {worst}.{ending}"
 
 
-def _draw_panel(axes: Axes, layers: Layers, shown: range, rounding: float) -> Sequence[Artist]:
-    scale_panel(axes, shown, _find_limits(layers, rounding), "relative error")
-    rows = [(index, row) for index in shown if (row := layers.pairs[index].autocast) is not None]
-    wide, narrow = (1.0, 0.0) if len(shown) > MAX_BARS else (0.86, 0.4)  # inner bars would get too thin to see
+def _draw_panel(axes: Axes, layers: Layers, rounding: float) -> Sequence[Artist]:
+    scale_panel(axes, layers, _find_limits(layers, rounding), "relative error")
+    rows = [(index, pair.autocast) for index, pair in enumerate(layers.pairs) if pair.autocast is not None]
+    wide, narrow = (1.0, 0.0) if len(layers.pairs) > MAX_BARS else (0.86, 0.4)
     kinds = (
         ("inherited from its inputs", SKY, [(x, row.inherited_err) for x, row in rows], wide),
         ("in its output", BLUE, [(x, row.rel_err) for x, row in rows if not makes_error(row)], narrow),
@@ -74,7 +72,9 @@ def _draw_panel(axes: Axes, layers: Layers, shown: range, rounding: float) -> Se
         if height:
             axes.axhline(height, color=GREY, linewidth=0.9, linestyle=":", zorder=1)
             axes.text(1.008, height, name, transform=axes.get_yaxis_transform(), va="center", size=8)
-    return [*legend, *_mark_nonfinite(axes, rows)]
+    if nonfinite := [x for x, row in rows if not row.finite]:
+        legend.append(mark_layers(axes, nonfinite, _MARKS_AT, "non-finite"))
+    return legend
 
 
 def _find_limits(layers: Layers, rounding: float) -> tuple[float, float]:
@@ -92,13 +92,3 @@ def _draw_bars(axes: Axes, label: str, color: str, errors: Sequence[tuple[int, f
         fill_bars(axes, bars, width=width, color=color)
     draw_edges(axes, [(x, height) for x, _, height in bars], width or 1.0, color)
     return Patch(color=color, label=label)
-
-
-def _mark_nonfinite(axes: Axes, rows: Sequence[tuple[int, LayerRow]]) -> Iterator[Artist]:
-    places = [x for x, row in rows if not row.finite]
-    if places:
-        heights = [_MARKS_AT] * len(places)
-        axes.scatter(
-            places, heights, s=22, marker="v", color=NONFINITE_COLOR, transform=axes.get_xaxis_transform(), zorder=5
-        )
-        yield Line2D([], [], color=NONFINITE_COLOR, marker="v", linestyle="", label="non-finite")

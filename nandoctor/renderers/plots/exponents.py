@@ -28,7 +28,7 @@ _SMALLEST_SHARE = 1e-4
 Histogram = Mapping[int, int]
 
 
-def draw_exponents(report: Report, *, narrow: bool = False) -> Figure:
+def draw_exponents(report: Report) -> Figure:
     """Draw the share of each layer's non-zero elements by exponent, from the fp32 run if it has counts.
 
     fp32 shows what the low-precision format would have to hold.
@@ -47,10 +47,9 @@ def draw_exponents(report: Report, *, narrow: bool = False) -> Figure:
     limits = _find_limits(histograms, low)
     return draw_by_layer(
         report,
-        lambda axes, _, shown: _draw_panel(axes, [histograms[index] for index in shown], shown, limits, low),
+        lambda axes, _: _draw_panel(axes, histograms, limits, low),
         finding=_write_finding(layers, histograms, low),
         what="share of the non-zero elements of its fp32 output that have each exponent",
-        narrow=narrow,
     )
 
 
@@ -101,9 +100,7 @@ def _share(counts: Histogram, wanted: Callable[[int], bool]) -> float:
     return sum(count for exponent, count in counts.items() if wanted(exponent)) / max(sum(counts.values()), 1)
 
 
-def _draw_panel(
-    axes: Axes, histograms: Sequence[Histogram], shown: range, limits: tuple[int, int], low: FloatFormat
-) -> list[Artist]:
+def _draw_panel(axes: Axes, histograms: Sequence[Histogram], limits: tuple[int, int], low: FloatFormat) -> list[Artist]:
     bottom, top = limits
     image = np.full((top - bottom + 1, len(histograms)), np.nan)
     for column, counts in enumerate(histograms):
@@ -113,7 +110,7 @@ def _draw_panel(
         np.log10(np.maximum(image, _SMALLEST_SHARE)),
         origin="lower",
         aspect="auto",
-        extent=(shown.start - 0.5, shown.stop - 0.5, bottom - 0.5, top + 0.5),
+        extent=(-0.5, len(histograms) - 0.5, bottom - 0.5, top + 0.5),
         cmap=_COLORS,
         vmin=math.log10(_SMALLEST_SHARE),
         vmax=0,

@@ -38,8 +38,8 @@ PLOTS: Mapping[str, PlotKind] = {
 }
 
 
-def draw(report: Report, kind: str, *, narrow: bool = False) -> Figure:
-    """Return the plot of this kind; a `narrow` one, for a phone, has a few layers around the first non-finite one.
+def draw(report: Report, kind: str) -> Figure:
+    """Return the plot of this kind.
 
     Raises:
         NanDoctorError: there is no such kind, or the report lacks the numbers that it shows.
@@ -47,5 +47,5 @@ def draw(report: Report, kind: str, *, narrow: bool = False) -> Figure:
     if kind not in PLOTS:
         raise NanDoctorError(f"There is no plot {kind!r}.", remedy=f"The kinds are: {', '.join(PLOTS)}.")
     module = import_module(f"nandoctor.renderers.plots.{kind}")
-    figure: Figure = getattr(module, f"draw_{kind}")(report, narrow=narrow)
+    figure: Figure = getattr(module, f"draw_{kind}")(report)
     return figure

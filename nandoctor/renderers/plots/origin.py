@@ -23,7 +23,7 @@ from nandoctor.renderers.plots.figures import NONFINITE_COLOR, new_figure, write
 from nandoctor.text import brief, percent, shape_text
 
 _SHARES = LinearSegmentedColormap.from_list("shares", ["#FBE3D5", NONFINITE_COLOR, "#7A3300"])
-_HEIGHT_IN, _NARROW_HEIGHT_IN, _LINE_HEIGHT_IN = 4.6, 3.0, 1.9
+_HEIGHT_IN, _LINE_HEIGHT_IN = 4.6, 1.9
 _NUM_SAMPLES = 64
 _NAME_WIDTH = 48
 _BLACK = -255
@@ -32,8 +32,8 @@ _MAX_ASPECT_RATIO = 3.0
 """A map with a larger aspect ratio is stretched to be visible."""
 
 
-def draw_origin(report: Report, *, narrow: bool = False) -> Figure:
-    """Draw the share of non-finite elements over two dimensions of the origin's tensor, and the samples beside it.
+def draw_origin(report: Report) -> Figure:
+    """Draw the share of non-finite elements over two dimensions of the origin's tensor.
 
     Raises:
         NanDoctorError: the report has no origin, or not the places of the non-finite elements in its tensor.
@@ -45,16 +45,13 @@ def draw_origin(report: Report, *, narrow: bool = False) -> Figure:
             remedy="That is known only if an operation or a saved array is to blame; `nandoctor replay` names it.",
         )
     with matplotlib.style.context("default"):
-        height = _LINE_HEIGHT_IN if len(grid.dims) == 1 else _NARROW_HEIGHT_IN if narrow else _HEIGHT_IN
-        figure = new_figure(height, narrow=narrow)
-        place, samples = figure.subplots(1, 2, width_ratios=(5 if narrow else 8, 1))
+        figure = new_figure(_LINE_HEIGHT_IN if len(grid.dims) == 1 else _HEIGHT_IN)
         sample = report.sample
         picture = sample if isinstance(sample, Picture) and _overlays(sample, origin, grid) else None
-        _draw_map(place, origin, grid, picture)
-        _draw_samples(samples, origin, grid)
+        _draw_map(figure.subplots(), origin, grid, picture)
         write_finding(figure, f"{describe_origin(origin)}, {describe_spread(grid)}.")
         legend = [Patch(color=_SHARES(share), label=f"{percent(share)} non-finite") for share in (0.01, 0.5, 1.0)]
-        write_legend(figure, legend, _describe_source(report, origin, grid, picture), narrow=narrow)
+        write_legend(figure, legend, _describe_source(report, origin, grid, picture))
     return figure
 
 
@@ -113,24 +110,6 @@ def picture_levels(picture: Picture) -> NDArray[np.uint8]:
             "The saved report is damaged: its picture does not have the size that it states.",
             remedy="Replay the dump again: nandoctor replay DUMP --per-sample -o report.json.",
         ) from error
-
-
-def _draw_samples(axes: Axes, origin: Origin, grid: Grid) -> None:
-    """Draw a column of the samples with the affected ones filled; nothing if none is known, or the map shows them."""
-    shape = origin.output.shape if origin.output is not None else ()
-    samples = origin.elements.samples
-    if not samples or len(shape) < 2 or 0 in grid.dims:
-        axes.set_axis_off()
-        return
-    shown = min(shape[0], _NUM_SAMPLES)
-    nonfinite = np.isin(np.arange(shown), samples).astype(float)[:, None]
-    axes.imshow(np.ma.masked_equal(nonfinite, 0), cmap=_SHARES, vmin=0, vmax=2, aspect="auto", interpolation="nearest")
-    axes.set_ylim(shown - 0.5, -0.5)
-    axes.set_xticks([])
-    inside = [sample for sample in samples if sample < shown]
-    axes.set_yticks(inside if len(inside) <= 12 else list(range(0, shown, max(shown // 8, 1))))
-    axes.tick_params(labelsize=8)
-    axes.set_title("samples" if shown == shape[0] else f"first {shown} samples", size=8, loc="right")
 
 
 def _describe_source(report: Report, origin: Origin, grid: Grid, picture: Picture | None) -> str:

@@ -31,7 +31,7 @@ from nandoctor.text import bits_text, number, plural
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NEARBY = 1e9
-"""A limit of the format further than this factor from every value is named beside the panel, not drawn in it."""
+"""A limit of the format further than this factor from every value is left out of the panel."""
 _BEYOND = 1e3
 """The factor by which the panel extends past a limit of the format."""
 _CLIP = 1e8
@@ -50,24 +50,21 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStyle:
-    """The look of one run. `marks_at` has the heights of its marks, as shares of the panel's: non-finite, zero."""
+    """The look of one run: `mark_at` is the height of its marks as a share of the panel's."""
 
     name: str
     color: str
     alpha: float
     width: float
     median_color: str
-    marks_at: tuple[float, float]
-    filled: bool
+    mark_at: float
 
 
-_FP32 = RunStyle(name="fp32", color=SKY, alpha=0.5, width=0.86, median_color=BLUE, marks_at=(0.92, 0.06), filled=False)
-_AUTOCAST = RunStyle(
-    name="autocast", color=BLUE, alpha=1, width=0.4, median_color="white", marks_at=(0.97, 0.03), filled=True
-)
+_FP32 = RunStyle(name="fp32", color=SKY, alpha=0.5, width=0.86, median_color=BLUE, mark_at=0.92)
+_AUTOCAST = RunStyle(name="autocast", color=BLUE, alpha=1, width=0.4, median_color="white", mark_at=0.97)
 
 
-def draw_ranges(report: Report, *, narrow: bool = False) -> Figure:
+def draw_ranges(report: Report) -> Figure:
     """Draw the absolute values of every layer's output in execution order, autocast over fp32.
 
     A bar reaches from the 5 % quantile of the non-zero magnitudes to the largest finite one, with a tick at the
@@ -78,10 +75,9 @@ def draw_ranges(report: Report, *, narrow: bool = False) -> Figure:
     """
     return draw_by_layer(
         report,
-        lambda axes, layers, shown: _draw_panel(axes, report.runs, layers, shown) if report.runs else [],
+        lambda axes, layers: _draw_panel(axes, report.runs, layers) if report.runs else [],
         finding=describe_ranges(report),
         what="5 % quantile, median and maximum of the non-zero magnitudes",
-        narrow=narrow,
     )
 
 
@@ -102,34 +98,33 @@ def describe_ranges(report: Report) -> str:
     return f"{pair.label} is closest to {low}'s limit of {total}: {bits_text(pair.headroom_bits)} bits of headroom"
 
 
-def scale_panel(axes: Axes, shown: range, limits: tuple[float, float], label: str) -> None:
+def scale_panel(axes: Axes, layers: Layers, limits: tuple[float, float], label: str) -> None:
     """Set the limits of a panel, and make its y axis logarithmic.
 
     Its labels are plain text: matplotlib's formulas take as long as the rest of a plot.
     """
     axes.set_yscale("log")
     axes.set_ylim(*limits)
-    axes.set_xlim(shown.start - 0.7, shown.stop - 0.3)
+    axes.set_xlim(-0.7, len(layers.pairs) - 0.3)
     axes.set_ylabel(label)
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: "10" + str(round(math.log10(value))).translate(_SUPERSCRIPTS))
     )
 
 
-def _draw_panel(axes: Axes, runs: Runs, layers: Layers, shown: range) -> list[Artist]:
-    """Draw the layers at the indices `shown`, and return the artists for the legend.
+def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
+    """Draw the bars of both runs, and return the artists for the legend.
 
-    The vertical limits are those of all layers, so that two panels are comparable. With more than MAX_BARS layers inner
-    bars would be too thin to see: fp32 becomes a solid background and autocast two lines on it, maximum and median.
+    Of many layers fp32 is a solid background, and autocast two lines on it: maximum and median.
     """
     low = runs.autocast.dtype
-    scale_panel(axes, shown, _find_limits(low, layers), "absolute value")
+    scale_panel(axes, layers, _find_limits(low, layers), "absolute value")
     _draw_bands(axes, low)
     fp32, autocast = _FP32, replace(_AUTOCAST, name=name_run(runs.autocast.policy, low))
-    if len(shown) > MAX_BARS:
+    if len(layers.pairs) > MAX_BARS:
         fp32 = replace(fp32, width=1.0)
         autocast = replace(autocast, width=1.0, alpha=0.0, median_color=BLUE)
-    pairs = [(index, layers.pairs[index]) for index in shown]
+    pairs = list(enumerate(layers.pairs))
     legend: list[Artist] = []
     for style, rows in ((fp32, [(x, p.fp32) for x, p in pairs]), (autocast, [(x, p.autocast) for x, p in pairs])):
         spreads = [(x, spread_of(row)) for x, row in rows if row is not None and row.outputs]
@@ -180,9 +175,6 @@ def _draw_bands(axes: Axes, low: FloatFormat) -> None:
         if start < stop:
             axes.axhspan(start, stop, color=color, alpha=alpha, linewidth=0, zorder=0)
             axes.text(1.008, (start * stop) ** 0.5, name, transform=axes.get_yaxis_transform(), va="center", size=8)
-    if low.max >= top:
-        far = f"{low} overflows\nfar above, at\n{number(low.max)}"
-        axes.text(1.008, 1.0, far, transform=axes.transAxes, va="top", size=8)
 
 
 def _draw_bars(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Artist:
@@ -216,24 +208,28 @@ def draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, co
 
 
 def _draw_marks(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Iterator[Artist]:
-    """Mark layers that a bar cannot show: triangles at the top for non-finite outputs, circles below for all zeros."""
+    """Mark layers that a bar cannot show: those with non-finite outputs at the top, those of zeros below."""
     nonfinite = [x for x, spread in spreads if not spread.finite]
     zero = [x for x, spread in spreads if spread.finite and spread.high is None]
-    kinds = ((nonfinite, "v", NONFINITE_COLOR, "non-finite"), (zero, "o", style.color, "all zero"))
-    for (places, marker, color, meaning), height in zip(kinds, style.marks_at, strict=True):
-        if not places:
-            continue
-        marks = axes.scatter(
-            places,
-            [height] * len(places),
-            s=22,
-            marker=marker,
-            facecolors=color if style.filled else "white",
-            edgecolors=color,
-            linewidths=0.9,
-            transform=axes.get_xaxis_transform(),
-            label=f"{meaning}, {style.name}",
-            zorder=5,
-        )
-        marks.set_rasterized(len(places) > MAX_VECTORS)
-        yield marks
+    if nonfinite:
+        yield mark_layers(axes, nonfinite, style.mark_at, f"non-finite, {style.name}")
+    if zero:
+        yield mark_layers(axes, zero, 1 - style.mark_at, f"all zero, {style.name}", marker="o", color=style.color)
+
+
+def mark_layers(
+    axes: Axes, places: Sequence[int], height: float, label: str, *, marker: str = "v", color: str = NONFINITE_COLOR
+) -> Artist:
+    """Draw a mark for each place, at a height that is a share of the panel's."""
+    marks = axes.scatter(
+        places,
+        [height] * len(places),
+        s=22,
+        marker=marker,
+        color=color,
+        transform=axes.get_xaxis_transform(),
+        label=label,
+        zorder=5,
+    )
+    marks.set_rasterized(len(places) > MAX_VECTORS)
+    return marks

@@ -39,7 +39,7 @@ _CLASSES = (
 """Label and colour of each class."""
 
 
-def draw_samples(report: Report, *, narrow: bool = False) -> Figure:
+def draw_samples(report: Report) -> Figure:
     """Draw samples by layers.
 
     The distance of a finite sample from the limit needs per-sample statistics. Layers without the batch as dimension 0
@@ -62,10 +62,9 @@ def draw_samples(report: Report, *, narrow: bool = False) -> Figure:
     cut = f", the first {MAX_SAMPLES} samples" if num_samples == MAX_SAMPLES else ""
     return draw_by_layer(
         report,
-        lambda axes, _, shown: _draw_panel(axes, image[:, shown.start : shown.stop], shown, set(image.flat)),
+        lambda axes, _: _draw_panel(axes, image),
         finding=_write_finding(layers, image, under),
         what=f"{under}{cut}",
-        narrow=narrow,
     )
 
 
@@ -122,11 +121,11 @@ def _list(samples: Sequence[int], num_samples: int) -> str:
     return f"{samples_text(samples, num_samples)} {'is' if len(samples) in (1, num_samples) else 'are'}"
 
 
-def _draw_panel(axes: Axes, image: NDArray[np.int64], shown: range, classes: set[int]) -> Sequence[Artist]:
+def _draw_panel(axes: Axes, image: NDArray[np.int64]) -> Sequence[Artist]:
     axes.imshow(
         image,
         aspect="auto",
-        extent=(shown.start - 0.5, shown.stop - 0.5, image.shape[0] - 0.5, -0.5),
+        extent=(-0.5, image.shape[1] - 0.5, image.shape[0] - 0.5, -0.5),
         cmap=ListedColormap([color for _, color in _CLASSES]),
         vmin=-0.5,
         vmax=len(_CLASSES) - 0.5,
@@ -134,5 +133,5 @@ def _draw_panel(axes: Axes, image: NDArray[np.int64], shown: range, classes: set
     )
     axes.set_ylabel("sample")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=9))
-    named = [_CLASSES[kind] for kind in sorted(classes)]
+    named = [_CLASSES[kind] for kind in sorted(set(image.flat))]
     return [Patch(facecolor=color, edgecolor="#999999", linewidth=0.5, label=name) for name, color in named]

@@ -24,7 +24,7 @@
     });
   }
 
-  // Scroll boxes wider than the screen to what matters: the expression at fault, the first non-finite layer.
+  // Scroll boxes wider than the screen to what matters: the expression at fault.
   function reveal(box, mark) {
     const from = box.getBoundingClientRect(), to = mark.getBoundingClientRect();
     if (to.right > from.right) box.scrollLeft += to.left - from.left - box.clientWidth / 4;
@@ -36,10 +36,6 @@
     range.setStart(text, start);
     range.setEnd(text, text.data.lastIndexOf("^") + 1);
     reveal(source, range);
-  }
-  for (const plot of document.querySelectorAll(".plot")) {
-    const mark = [...plot.querySelectorAll("text")].find(text => text.textContent.startsWith("first non-finite:"));
-    if (mark) reveal(plot, mark);
   }
 
   const table = document.getElementById("layers");
