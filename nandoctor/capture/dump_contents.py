@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nandoctor.capture.deepspeed import DeepSpeedEngine
 from nandoctor.capture.environment import read_backends, read_rank, read_versions
 from nandoctor.capture.model_rebuild import ModelArguments, describe_model
 from nandoctor.capture.observer import Observer
@@ -62,11 +61,9 @@ def describe(
     event: str,
     *,
     history: StepHistory,
-    optimizers: Sequence[Optimizer | DeepSpeedEngine],
+    optimizers: Sequence[Optimizer],
 ) -> dict[str, Any]:
     """Return the contents of a dump of `step`."""
-    num_hidden = step.leave_hidden_calls()
-    hidden = [f"calls: {num_hidden} inside torch.func.vmap, whose inputs cannot be kept"] if num_hidden else []
     assert step.before is not None
     model = training.observer.model
     before, lost = training.observer.describe(step.before, step.undo or {})
@@ -92,7 +89,7 @@ def describe(
         "history": history.to_plain(),
         "versions": read_versions([reference["module"], *(["transformers"] if reference.get("config") else [])]),
         "left_out": [
-            *(*lost, *hidden, *dropped, *unfit, *unsaved),
+            *(*lost, *dropped, *unfit, *unsaved),
             *_describe_writes(step, training.observer, has_optimizer=bool(optimizers)),
         ],
     }
@@ -107,7 +104,7 @@ def _describe_scaler(scaler: Any, step: RecordedStep) -> dict[str, Any]:
 
 
 def _describe_optimizer(
-    spoiled: Update | None, optimizers: Iterable[Optimizer | DeepSpeedEngine], *, with_state: bool
+    spoiled: Update | None, optimizers: Iterable[Optimizer], *, with_state: bool
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Return the state dict of the model's first optimizer (lr, eps, betas), without state unless asked, and notes.
 
@@ -115,7 +112,7 @@ def _describe_optimizer(
     Only the settings are saved, with a note, if `state_dict` raises, as in wrappers (Lookahead) that never called
     `Optimizer.__init__`, or if the state is sharded, since a reader would lack the other ranks' parts.
     """
-    optimizer = spoiled.trained.optimizer if spoiled else next(iter(optimizers), None)
+    optimizer = spoiled.optimizer if spoiled else next(iter(optimizers), None)
     if optimizer is None:
         return None, []
     try:
@@ -165,8 +162,6 @@ def _describe_writes(step: RecordedStep, observer: Observer, *, has_optimizer: b
     number = 0 if step.undo is not None else step.updates_since
     if number:
         return [f"the weights of the step: those in the file are {number} update{'s' * (number > 1)} newer"]
-    if step.weights is not None:
-        return []
     if step.was_rewritten or (not step.num_updates and observer.was_written(step.stamp)):
         return ["the weights of the step: the loop has overwritten them since the forward, without an optimizer"]
     if not step.num_updates and not has_optimizer and step.gradients_nonfinite:

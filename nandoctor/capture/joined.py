@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import nn
 
-from nandoctor.torch_compat import flatten, passing_autograd
+from nandoctor.capture.sharding import local_part
+from nandoctor.torch_compat import flatten, infinity_norms, passing_autograd, sparse_values
 
 _SMALL = 1 << 16
 """Number of elements above which a tensor is measured in place, since joining it would copy it."""
@@ -35,9 +36,7 @@ class JoinOrder:
         ends = [0, *accumulate(map(len, self._shapes))]
         self._slices = [slice(start, end) for start, end in pairwise(ends)]
         # Flattening a few small tensors is faster than another call of torch.
-        is_few = len(tensors) <= 8 * len(kinds) and all(tensor.numel() <= _SMALL for tensor in tensors)
-        self._measured = [slice(None)] if is_few else self._slices
-        self._measure: Callable[[Sequence[torch.Tensor]], torch.Tensor] = flatten if is_few else _join
+        self._is_few = len(tensors) <= 8 * len(kinds) and all(tensor.numel() <= _SMALL for tensor in tensors)
 
     def copy(self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Join the tensors in new memory, or in `into`, the result of an earlier call."""
@@ -56,9 +55,10 @@ class JoinOrder:
         """Return the largest magnitude of all elements, NaN if one is NaN; None if all tensors are None."""
         bounds: list[float] = []
         with passing_autograd():
-            for part in self._measured:
+            for part in [slice(None)] if self._is_few else self._slices:
                 if present := [tensor for tensor in tensors[part] if tensor is not None]:
-                    low, high = torch.aminmax(present[0] if len(present) == 1 else self._measure(present))
+                    join = flatten if self._is_few else _join
+                    low, high = torch.aminmax(present[0] if len(present) == 1 else join(present))
                     bounds += (-low.item(), high.item())
         return math.nan if any(map(math.isnan, bounds)) else max(bounds, default=None)
 
@@ -77,3 +77,35 @@ def _join(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> t
         if out is not None:
             raise
         return join(tensors, out=tensors[0].new_empty(0))  # type: ignore[arg-type]
+
+
+def plain_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a gradient or weight: the values of a sparse one, this rank's part of a sharded one."""
+    if can_join(tensor):
+        return tensor
+    local = local_part(tensor)
+    return sparse_values(local) if local.is_sparse else local
+
+
+def largest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """Return the largest magnitude of all elements as a scalar on the device, NaN if one is NaN; None without any."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for plain in map(plain_part, tensors):
+        if plain.numel():
+            groups.setdefault((plain.device, plain.dtype), []).append(plain)
+    if not groups:
+        return None
+    with torch.no_grad():
+        found = [bound for group in groups.values() for bound in _bounds_of(group)]
+        wide = torch.float64 if any(bound.dtype == torch.float64 for bound in found) else torch.float32
+        bounds = [bound.to(found[0].device, wide) for bound in found]
+        return bounds[0] if len(bounds) == 1 else torch.stack(bounds).abs().amax()
+
+
+def _bounds_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return scalars, one of which has the largest magnitude; if there is one scalar only, it is the magnitude."""
+    if tensors[0].is_complex():
+        tensors = [torch.view_as_real(tensor) for tensor in tensors]
+    if tensors[0].is_cuda:
+        return [torch.stack(infinity_norms(tensors)).amax()]
+    return [bound for tensor in tensors for bound in torch.aminmax(tensor)]

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.capture.deepspeed import DeepSpeedEngine, find_engine
 from nandoctor.capture.dump_contents import describe, leave_weights
 from nandoctor.capture.dump_folder import DumpFolder
 from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, scout_autocast
 from nandoctor.capture.joined import can_join
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.recorder_settings import RecorderSettings
-from nandoctor.capture.sharding import refuse_flat_weights
+from nandoctor.capture.sharding import refuse_unknown
 from nandoctor.capture.source_info import unwrap_model
 from nandoctor.capture.step import RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import StepHistory, StepPolicy, StepResult, StopRule
@@ -62,7 +61,6 @@ class Recorder(RecorderSettings):
         keep: number of this run's files to keep; the oldest is deleted.
         max_nbytes: most bytes of a file (default: 8 GiB). Parts that do not fit are left out, and the file lists them.
         keep_optimizer: True to save the optimizer's state as well.
-        spike: also save a step whose finite loss is more than this many times the median of the last `window`.
         on_save: called with (path, event) after each file.
         weights: the checkpoint of weights that do not fit into a file: a path, or a function that returns one.
         undo_nbytes: copy the weights before each update if they have at most this many bytes (default: 1 GiB), so that
@@ -72,19 +70,17 @@ class Recorder(RecorderSettings):
         from_output: for integrations: True if the loss is in the model's output.
 
     Raises:
-        NanDoctorError: a setting is invalid, or the model keeps its weights in flat pieces (FSDP1, ZeRO-3).
+        NanDoctorError: a setting is invalid, or the model keeps its weights in flat pieces (FSDP1).
     """
 
     def __post_init__(self) -> None:
         stop_import()
         super().__post_init__()
         self._handles = ExitStack()
-        self._engine: DeepSpeedEngine | None = None
         self._policy = StepPolicy(
             StepHistory(StopRule(threshold=self.threshold, window=self.window, in_a_row=self.in_a_row)),
             DumpFolder(Path(self.folder), keep=self.keep, max_nbytes=self.max_nbytes),
             self._make_contents,
-            spike=self.spike,
             on_save=self.on_save,
             replay_flags=self._find_flags,
         )
@@ -97,40 +93,27 @@ class Recorder(RecorderSettings):
         except Exception as error:  # the user's objects may raise anything
             self._warn(f"this training is not recorded ({type(error).__name__}: {error}). Training goes on.")
             self._handles.close()
-            self._is_idle, self._engine = True, None
+            self._is_idle = True
             self._track(Observer(nn.Module(), self.undo_nbytes), None)
         atexit.register(self._at_exit)  # for a script that ends in an error before it calls close
         self._handles.callback(atexit.unregister, self._at_exit)
 
     def _follow_model(self) -> None:
-        refuse_flat_weights(self.model)
-        self._engine = find_engine(self.model)
-        observer = Observer(unwrap_model(self._called), self.undo_nbytes)
+        refuse_unknown(self.model)
+        observer = Observer(unwrap_model(self.model), self.undo_nbytes)
         self._training, self._flags = describe_training(self, observer, self._find_scaler())
         self._track(observer, self._training.scaler)
         self._attach()
 
     def _track(self, observer: Observer, scaler: Any) -> None:
         self._observer = observer
-        self._tracker = StepTracker(
-            observer,
-            self._policy,
-            scaler,
-            on_stop=self._handles.close,
-            count=None if self._engine is None else self._engine.count,
-        )
-        hooked = (self._tracker.start_step, self._tracker.watch, self._tracker.on_exception)
-        self._start_step, self._look_at, self._on_exception = [Hook(function) for function in hooked]
-
-    @property
-    def _called(self) -> nn.Module:
-        """The module that gets the hooks; for an engine it is the inner one, which gets the inputs after casting."""
-        return self.model if self._engine is None else self._engine.model
+        self._tracker = StepTracker(observer, self._policy, scaler, on_stop=self._handles.close)
+        tracker = self._tracker
+        hooked = (tracker.start_step, tracker.watch, tracker.decide_known, tracker.on_exception)
+        self._start_step, self._look_at, self._decide_known, self._on_exception = map(Hook, hooked)
 
     def _find_scaler(self) -> Any:
-        """Return the object that scales the loss, or None; a disabled scaler neither scales nor skips."""
-        if self._engine is not None:
-            return self._engine if self._engine.scales else None
+        """Return the scaler, or None: a disabled one neither scales nor skips."""
         return self.scaler if getattr(self.scaler, "is_enabled", lambda: True)() else None
 
     @property
@@ -229,6 +212,7 @@ class Recorder(RecorderSettings):
             )
         elif loss is not None and not self.method:
             self._advise_loss(step)
+        self._decide_known(step)
 
     def _as_tensor(self, loss: Any) -> torch.Tensor | None:
         """Return the loss as a tensor; None, with a warning in the log, if it is not a number."""
@@ -281,7 +265,7 @@ class Recorder(RecorderSettings):
             NonFiniteTrainingError: as for `step`.
         """
         step = self._tracker.current
-        if step is not None and not step.flags and step.returned and not step.passed:
+        if step is not None and not step.flags and step.returned:
             self.watch()
         self._start_step(None)
 
@@ -310,21 +294,17 @@ class Recorder(RecorderSettings):
     def call_method(self, *args: Any, **kwargs: Any) -> None:
         """Note that `method` is about to be called with these arguments; for integrations, after `begin`."""
         assert self._tracker.current is not None, "begin comes first"
-        step = self._tracker.end_last(self._tracker.current)
+        step = self._tracker.current
         with self.ambient():
             step.before = self._observer.look()
         step.calls.append(pack_call(args, kwargs))
 
     def _attach(self) -> None:
         tracker = self._tracker
-        if self._engine is not None:
-            before, after = Hook(tracker.before_update), Hook(tracker.after_engine_step)
-            self._handles.callback(self._engine.wrap_step(before, after))
-        else:
-            self._handles.callback(BEFORE_UPDATE.add(Hook(tracker.before_step)))
-            self._handles.callback(AFTER_UPDATE.add(Hook(tracker.after_step)))
+        self._handles.callback(BEFORE_UPDATE.add(Hook(tracker.before_step)))
+        self._handles.callback(AFTER_UPDATE.add(Hook(tracker.after_step)))
         if not self.method:
-            attach(self._called, self._before_forward, self._after_forward, self._handles)
+            attach(self.model, self._before_forward, self._after_forward, self._handles)
             return
         for name, child in self._observer.model.named_children():
             attach(child, None, functools.partial(self._keep_inside, name), self._handles)
@@ -356,6 +336,7 @@ class Recorder(RecorderSettings):
             return
         self._look_at(step, step.own_loss(), ask_all=True)
         self._advise_loss(step)
+        self._decide_known(step)
 
     def _advise_loss(self, step: RecordedStep) -> None:
         """Log how to give a replay the loss, if it is computed outside of the model."""

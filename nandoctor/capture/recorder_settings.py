@@ -34,7 +34,6 @@ class RecorderSettings:
     keep: int = 5
     max_nbytes: int = 8 << 30
     keep_optimizer: bool = False
-    spike: float | None = None
     on_save: OnSave | None = None
     weights: WeightsSource | None = None
     undo_nbytes: int = UNDO_NBYTES
@@ -43,11 +42,6 @@ class RecorderSettings:
     from_output: bool = False
 
     def __post_init__(self) -> None:
-        if self.spike is not None and not self.spike > 1:
-            raise NanDoctorError(
-                f"spike={self.spike} is not above 1.",
-                remedy="It is a factor: 10 saves the steps whose loss is over 10 times the median.",
-            )
         if not isinstance(self.arguments, Mapping | None):
             raise NanDoctorError(
                 f"Recorder does not accept a {type(self.arguments).__name__} as arguments.",

@@ -31,12 +31,15 @@ def has_gradient(parameter: nn.Parameter | None, model: nn.Module) -> bool:
     return is_sharded(parameter) and any(map(holds_gradients, model.modules()))
 
 
-def refuse_flat_weights(model: nn.Module) -> None:
-    """Raise for FSDP1, which keeps the weights of many layers in one flat tensor on each rank.
+def refuse_unknown(model: nn.Module) -> None:
+    """Raise for wrappers whose weights or steps a recorder cannot follow.
 
     Raises:
-        NanDoctorError: a part of the model is wrapped in FSDP1.
+        NanDoctorError: a part of the model is wrapped in FSDP1, which keeps the weights of many layers in one tensor.
+        TypeError: the model is an engine of DeepSpeed, which has its own gradients, weights and steps.
     """
+    if type(model).__module__.partition(".")[0] == "deepspeed":
+        raise TypeError("DeepSpeed's engine has its own gradients and updates, which the recorder does not know")
     package = sys.modules.get("torch.distributed.fsdp")
     if package is not None and any(isinstance(module, package.FullyShardedDataParallel) for module in model.modules()):
         raise NanDoctorError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import isfinite
@@ -14,19 +14,16 @@ import torch
 
 from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.environment import RandomStates
-from nandoctor.capture.observer import StateBefore, WeightStamp
+from nandoctor.capture.observer import StateBefore
 from nandoctor.capture.updates import Update
-from nandoctor.dumps.packing import Packed, copied, pack
-from nandoctor.dumps.recorded_format import MAX_CALLS
+from nandoctor.dumps.packing import Packed, pack
 from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.machine import memory_of
 from nandoctor.text import plural
-from nandoctor.torch_compat import version_of
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 _IS_RAISED, _IS_NONFINITE, _IS_READY = map(attrgetter, ("is_raised", "nonfinite", "ready"))
-_FEW_CALLS, _MAX_NBYTES_OF_CALLS = 16, 1 << 28
-"""A step that the loop does not mark holds up to 16 calls of any size, and more while they fit into 256 MiB."""
+MAX_UNMARKED_CALLS = 16
+"""Most calls of a step whose beginning the loop does not mark: forwards without `watch` may go on forever."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,18 +31,14 @@ class RecordedStep:
     """A step: the batch and the calls by reference, the state before the forward, and flags that may still arrive.
 
     `step` counts optimizer updates, `micro_batch` the forwards that share one. `explicit`: the loop marked where the
-    step begins. `between` has the generators' states before each call but the first. `has_lent_weights`: a call got
-    its weights from `torch.func.functional_call`. `without_grad`: the calls ran
-    under `torch.no_grad`. `inside` has the children's outputs if the step is a method other than forward. `passed`:
-    another model's optimizer has stepped since a forward without `watch`, so the next forward begins a new step.
-    `loss_value` is the loss itself, if a rule asks for it. `scale` is the loss scale before the step; `scale_version`
-    shows whether the scaler was updated since. `skip` is a fused optimizer's own flag, `skipped` what is known without
-    it. `accumulated` is the largest gradient after a micro-batch without an update, and `seen_gradient` identifies the
-    first gradient then. `num_updates` counts the optimizer updates since. `stamp` is taken after the first forward and
-    after each update; `was_rewritten`: it showed a write by the loop itself before the first. `weights` is a copy that
-    was made when the loss was seen to be non-finite.
-    `nbytes` is the size of the held calls and outputs. `num_dropped` counts earlier forwards without `watch` that were
-    too many to hold. `running` has the indices of the calls that have not returned, `ended` those of the others.
+    step begins. `between` has the generators' states before each call but the first; `running` is the number of calls
+    that have not returned. `has_lent_weights`: a call got its weights from `torch.func.functional_call`.
+    `without_grad`: the calls ran under `torch.no_grad`. `inside` has the children's outputs if the step is a method
+    other than forward. `scale` is the loss scale before the step; `scale_version` shows whether the scaler was updated
+    since. `skip` is a fused optimizer's own flag, `skipped` what is known without it. `accumulated` is the largest
+    gradient after a micro-batch without an update. `num_updates` counts the optimizer updates since. `stamp` is taken
+    after the first forward and after each update; `was_rewritten`: it showed a write by the loop itself before the
+    first. `num_dropped` counts earlier forwards without `watch` that were too many to hold.
     """
 
     step: int
@@ -53,7 +46,6 @@ class RecordedStep:
     epoch: int | None = None
     explicit: bool = False
     batch: Any = None
-    kept_batch: Packed | None = None
     before: StateBefore | None = None
     calls: list[Packed] = field(default_factory=list)
     between: list[RandomStates] = field(default_factory=list)
@@ -61,25 +53,19 @@ class RecordedStep:
     without_grad: bool = False
     returned: list[Packed] = field(default_factory=list)
     inside: dict[str, Packed] = field(default_factory=dict)
-    running: list[int] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-    passed: bool = False
+    running: int = 0
     loss: torch.Tensor | None = None
     loss_place: str | None = None
     flags: list[Flag] = field(default_factory=list)
-    loss_value: Flag | None = None
     skip: Flag | None = None
     skipped: bool = False
     accumulated: Flag | None = None
-    seen_gradient: tuple[int, int | None] | None = None
     updates: list[Update] = field(default_factory=list)
     num_updates: int = 0
-    stamp: WeightStamp | None = None
+    stamp: list[int] | None = None
     was_rewritten: bool = False
-    weights: Mapping[str, torch.Tensor] | None = None
     scale: Flag | None = None
     scale_version: int | None = None
-    nbytes: int = 0
     num_dropped: int = 0
     decided: bool = False
 
@@ -120,16 +106,8 @@ class RecordedStep:
 
     @property
     def is_full(self) -> bool:
-        """True if no more forwards can be held: forwards in train mode without `watch` may go on forever."""
-        num_calls = len(self.calls)
-        return num_calls >= MAX_CALLS or (num_calls >= _FEW_CALLS and self.nbytes > _MAX_NBYTES_OF_CALLS)
-
-    def add_call(self, call: Packed) -> None:
-        """Hold one more call and add its size and that of the last output: sequences grow from call to call."""
-        if self.calls:
-            outputs = self.returned[-1].tensors if self.returned else ()
-            self.nbytes += memory_of(tensor for tensor, _ in (*call.tensors, *outputs))
-        self.calls.append(call)
+        """True if no more forwards can be held."""
+        return len(self.calls) >= MAX_UNMARKED_CALLS
 
     def compare_scale(self, scale: Flag | None, version: int | None, *, num_optimizers: int) -> None:
         """Note that the scaler skipped the step if its scale is lower now.
@@ -145,25 +123,15 @@ class RecordedStep:
         """Return True if an optimizer may still update after the block that marks the step."""
         return not self.without_grad and len(self.updates) < max(1, num_optimizers)
 
-    def wants_gradients(self, first: torch.Tensor | None) -> bool:
-        """Return True if the gradients were not yet measured, by an update or since the gradient `first` was written.
-
-        The backward pass may come after the block that marks the step.
-        """
-        if self.updates or self.decided or self.without_grad or self.skipped:
-            return False
-        seen, self.seen_gradient = self.seen_gradient, None if first is None else (id(first), version_of(first))
-        return self.accumulated is None or self.seen_gradient not in (None, seen)
-
     @property
-    def has_failed(self) -> bool:
-        """True if the step is known to have failed; waits for the loss only."""
-        return self.loss_nonfinite or (self.ready and self.gradients_nonfinite)
+    def wants_gradients(self) -> bool:
+        """True if no update has measured the gradients, and none will."""
+        return not (self.updates or self.decided or self.without_grad or self.skipped)
 
     @property
     def is_sound(self) -> bool:
-        """True if the step went well, and neither a scaler nor a rule needs its numbers."""
-        if self.scale is not None or self.loss_value is not None or self.skip is not None or self.skipped:
+        """True if the step went well, and no scaler needs its numbers."""
+        if self.scale is not None or self.skip is not None or self.skipped:
             return False
         return self.is_known_sound or not (self.loss_nonfinite or any(map(_IS_NONFINITE, self._magnitudes)))
 
@@ -204,40 +172,9 @@ class RecordedStep:
     @property
     def undo(self) -> Mapping[str, torch.Tensor] | None:
         """The weights from before this step's updates; None if they were not copied, or not written."""
-        if self.weights is not None:
-            return self.weights
         if not self.num_updates or not self.updates or any(update.undo is None for update in self.updates):
             return None
         return {name: tensor for update in self.updates for name, tensor in (update.undo or {}).items()}
-
-    def leave_hidden_calls(self) -> int:
-        """Drop the calls inside `torch.func.vmap` if others can be replayed; return how many were dropped.
-
-        Calls that raised are dropped too if a later call returned: a retry with half of the batch, for lack of memory.
-        """
-        self._leave_calls({index for index in self.running if index < max(self.ended, default=0)})
-        hidden = {index for index, packed in enumerate(self.calls) if packed.hidden}
-        if not hidden or len(hidden) == len(self.calls) or len(self.returned) != len(self.calls):
-            return 0
-        self.returned = [packed for index, packed in enumerate(self.returned) if index not in hidden]
-        self._leave_calls(hidden)
-        return len(hidden)
-
-    def _leave_calls(self, left: Set[int]) -> None:
-        kept = [index for index in range(len(self.calls)) if index not in left]
-        if not left or self.before is None:
-            return
-        first, *further = [(self.before.random, *self.between)[index] for index in kept]
-        self.before, self.between = self.before._replace(random=first), further
-        self.calls = [self.calls[index] for index in kept]
-        self.running, self.ended = [], []
-
-    def copy_tensors(self) -> None:
-        """Copy everything held by reference: the loop may write its next batch to the same memory."""
-        self.kept_batch = copied(pack(self.batch, "batch", kinds=True))
-        for kept in (self.calls, self.returned):
-            kept[:] = map(copied, kept)
-        self.inside = {name: copied(packed) for name, packed in self.inside.items()}
 
     def make_next(self) -> RecordedStep:
         """Return the next micro-batch of this step, which the loop has marked."""
@@ -253,8 +190,8 @@ class RecordedStep:
 
     def forget_calls(self) -> None:
         """Drop the calls so far, which are not part of the step: it begins with the next call."""
-        self.before, self.passed, self.without_grad, self.nbytes = None, False, False, 0
-        for kept in (self.calls, self.between, self.returned, self.running, self.ended):
+        self.before, self.without_grad, self.running = None, False, 0
+        for kept in (self.calls, self.between, self.returned):
             kept.clear()
         self.inside.clear()
 
@@ -291,7 +228,7 @@ class RecordedStep:
 
         A method that is a whole step returns the loss; the output is then the loss and the children's outputs.
         """
-        batch = self.kept_batch or pack(self.batch, "batch", kinds=True)
+        batch = pack(self.batch, "batch", kinds=True)
         names, outputs = _parameter_names(function), [packed.tree for packed in self.returned]
         place = self._find_loss() if self.loss_place is None else self.loss_place
         contents = {

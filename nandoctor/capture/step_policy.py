@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from nandoctor.capture.async_flags import all_finite
 from nandoctor.capture.dump_folder import DumpFolder, say_next
 from nandoctor.capture.environment import read_rank
 from nandoctor.capture.step import RecordedStep
-from nandoctor.dumps.recorded_format import MAX_CALLS
 from nandoctor.errors import NonFiniteTrainingError
 from nandoctor.text import join_first, number
 
@@ -33,8 +30,8 @@ class StepResult:
     `loss_nonfinite`: the loss (the output, if no loss was given) is non-finite. `gradients_nonfinite`: the gradients
     are, and no GradScaler skips the step. `weights_nonfinite`: the optimizer's update left a non-finite weight.
     `skipped`: GradScaler skipped the step; `skip_expected` if that is how it finds its scale. None of these implies
-    another. `loss_scale` is the scale of this step, None without a scaler. `spike` is the ratio of the loss to the
-    median of the losses before it, None unless it is too high. `requested` is the loop's own reason to save the step.
+    another. `loss_scale` is the scale of this step, None without a scaler. `requested` is the loop's own reason
+    to save the step.
     """
 
     step: int
@@ -44,7 +41,6 @@ class StepResult:
     skipped: bool = False
     skip_expected: bool = True
     loss_scale: float | None = None
-    spike: float | None = None
     requested: str = ""
 
     @property
@@ -64,8 +60,8 @@ class StepResult:
 
     @property
     def worth_saving(self) -> bool:
-        """True if the step failed, was skipped at a scale that had worked before, or has far too large a loss."""
-        return self.failed or (self.skipped and not self.skip_expected) or self.spike is not None
+        """True if the step failed, or was skipped at a scale that had worked before."""
+        return self.failed or (self.skipped and not self.skip_expected)
 
     @property
     def reason(self) -> str:
@@ -76,16 +72,12 @@ class StepResult:
             return "gradients"
         if self.weights_nonfinite:
             return "update"
-        if self.requested:
-            return self.requested
-        return "spike" if self.spike is not None else "skipped"
+        return self.requested or "skipped"
 
     @property
     def kind(self) -> str:
         """The beginning of the file's name."""
-        if self.failed or self.skipped:
-            return "nan"
-        return "spike" if self.spike is not None else "step"
+        return "nan" if self.failed or self.skipped else "step"
 
 
 SOUND = StepResult(step=-1)  # shared by all steps with nothing to report
@@ -117,27 +109,6 @@ class ScaleSearch:
         """Settle the last scale if this one is higher: GradScaler grows only after many updates without a skip."""
         if self._last is not None and scale > self._last:
             self._settled = self._last
-
-
-_FEWEST_LOSSES = 20
-"""A median of fewer losses says little: they fall steepest in a training's first steps."""
-
-
-class SpikeRule:
-    """A rule that finds losses above `factor` times the median of the last `window`, and none if `factor` is None."""
-
-    def __init__(self, factor: float | None, window: int) -> None:
-        self.factor = factor
-        self._losses: deque[float] = deque(maxlen=window)
-
-    def measure(self, loss: float) -> float | None:
-        """Return the ratio of the loss to the median; None if it is not above the factor, or the median not above 0."""
-        before = self._losses
-        usual = median(before) if len(before) >= min(_FEWEST_LOSSES, before.maxlen or 0) else 0.0
-        if math.isfinite(loss):
-            before.append(loss)
-        assert self.factor is not None
-        return loss / usual if usual > 0 and loss > self.factor * usual else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,23 +206,16 @@ class StepPolicy:
         folder: DumpFolder,
         make_contents: MakeContents,
         *,
-        spike: float | None = None,
         on_save: OnSave | None = None,
         replay_flags: Callable[[], str | None] = str,
     ) -> None:
         self.history = history
         self.folder = folder
-        self._spikes = SpikeRule(spike, history.rule.window)
         self._on_save = on_save
         self._replay_flags = replay_flags
         self._make_contents = make_contents
         self._scale_search = ScaleSearch()
         self._last_saved = 0
-
-    @property
-    def reads_losses(self) -> bool:
-        """True if a rule needs the losses themselves."""
-        return self._spikes.factor is not None
 
     def decide(self, step: RecordedStep, *, may_stop: bool) -> None:
         """Count the step, and save it if it begins an episode or ends the training.
@@ -288,7 +252,6 @@ class StepPolicy:
         if step.is_sound:
             return SOUND
         skipped, scale = step.was_skipped, step.loss_scale
-        loss = None if step.loss_value is None else step.loss_value.values()[0]
         expected = not skipped or scale is None or self._scale_search.expects_skip(scale)
         if scale is not None and not skipped and step.updates:
             self._scale_search.add_success(scale)
@@ -300,7 +263,6 @@ class StepPolicy:
             skipped=skipped,
             skip_expected=expected,
             loss_scale=scale,
-            spike=None if loss is None else self._spikes.measure(loss),
         )
 
     def _save(self, step: RecordedStep, result: StepResult, event: str) -> tuple[Path | None, str]:
@@ -331,11 +293,6 @@ class StepPolicy:
                 f"Saved to {path}, which cannot be replayed: the model was called inside torch.func.vmap, so its "
                 "inputs are not in the file. Call the model on this batch outside of vmap, under the recorder."
             )
-        if len(step.calls) > MAX_CALLS:
-            return path, (
-                f"Saved to {path}, which cannot be replayed: the model was called {len(step.calls):,} times in this "
-                f"step, and a replay makes at most {MAX_CALLS:,} calls. Mark shorter steps."
-            )
         flags = self._replay_flags()
         return path, say_next(path, written, None if flags is None else flags + _flags_for(step, result, contents))
 
@@ -361,10 +318,6 @@ def _describe(result: StepResult, step: RecordedStep) -> str:
         return f"the {what} is non-finite{elsewhere}"
     if result.reason == "gradients":
         return f"the {what} is finite, but its gradients are not"
-    if result.reason == "spike":
-        assert step.loss_value is not None
-        loss = number(step.loss_value.values()[0])
-        return f"the loss of {loss} is {number(result.spike)} times the median of the losses before it"
     if result.reason == "update":
         assert step.spoiled is not None
         writer = step.spoiled.writer or "the training loop itself"

@@ -13,18 +13,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nandoctor.capture.async_flags import Flag, flag_nonfinite, largest_over_ranks
-from nandoctor.capture.deepspeed import DeepSpeedEngine, read_scale
 from nandoctor.capture.hooks import Hook, with_closure
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.raised import is_for_nonfinite
 from nandoctor.capture.sharding import has_gradient
 from nandoctor.capture.step import RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import StepPolicy
-from nandoctor.capture.trainers import Trainers
-from nandoctor.capture.updates import Update
+from nandoctor.capture.updates import Trainers, Update
 from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.errors import NonFiniteTrainingError
-from nandoctor.torch_compat import backward_under_way
+from nandoctor.torch_compat import backward_under_way, read_loss_scale
 
 LOG = logging.getLogger("nandoctor")
 _ANOMALY = "returned nan values in its"  # what `torch.autograd.detect_anomaly` raises
@@ -34,27 +32,18 @@ class StepTracker:
     """A tracker of the step in progress, `current`, and of finished steps whose flags are still on the device.
 
     Methods that end or decide a step raise `NonFiniteTrainingError` if the policy stops the training, after they called
-    `on_stop`. `epoch` and `next_step` are those of the next step, unless `count` returns an engine's own numbers of
-    update and micro-batch. `unwatched_eval`: the last forward was in eval mode, and not a step.
+    `on_stop`. `epoch` and `next_step` are those of the next step. `unwatched_eval`: the last forward was in eval mode,
+    and not a step.
     """
 
-    def __init__(
-        self,
-        observer: Observer,
-        policy: StepPolicy,
-        scaler: Any,
-        *,
-        on_stop: Callable[[], None],
-        count: Callable[[], tuple[int, int]] | None,
-    ) -> None:
+    def __init__(self, observer: Observer, policy: StepPolicy, scaler: Any, *, on_stop: Callable[[], None]) -> None:
         self.current: RecordedStep | None = None
         self._ended: RecordedStep | None = None  # its update may follow after the block that marked it
         self.epoch: int | None = None
         self.next_step, self.unwatched_eval = 0, False
         self._observer, self._policy, self._scaler, self._on_stop = observer, policy, scaler, on_stop
-        self._count = count
         self._pending: list[RecordedStep] = []
-        self.trainers = Trainers(observer)
+        self.trainers = Trainers(observer.model, observer.undo_nbytes)
         self._sharded = observer.sharded
         self._last = (-1, 0)
         self._last_inputs = Packed(tree=None)
@@ -64,20 +53,14 @@ class StepTracker:
 
     @property
     def _latest(self) -> RecordedStep | None:
-        """The step whose update comes next: the current one, or the one whose block has just ended.
-
-        A block that has not called the model yet, or is an evaluation, may begin with the update of the step before it.
-        """
-        step, ended = self.current, self._ended
-        return ended if step is None or (ended is not None and (step.without_grad or not step.calls)) else step
+        """The step whose update comes next: the current one, or the one whose block has just ended."""
+        return self.current or self._ended
 
     def make_step(self, batch: Any = None, *, explicit: bool) -> RecordedStep:
         """Return a new step with the next number, or the next micro-batch of the last, and the current loss scale."""
-        scale, version = read_scale(self._scaler)
+        scale, version = self._read_scale()
         number, micro_batch = self._last
-        if self._count is not None:
-            number, micro_batch = self._count()
-        elif self.current is not None and not self.current.flags:
+        if self.current is not None and not self.current.flags:
             pass  # `watch` was not called, so it does not count as a step, and its number is free
         elif self._is_accumulating(version):
             micro_batch += 1
@@ -97,42 +80,36 @@ class StepTracker:
         )
 
     def _is_accumulating(self, version: int | None) -> bool:
-        """Return True if there are gradients and the weights were not written since the last step."""
-        step, may_accumulate = self._latest, self._accumulates and self._scale_version == version
-        if not (may_accumulate and has_gradient(self.trainers.probe, self._observer.model)):
-            return False
-        if self.trainers.optimizers or step is None:
-            return True
-        return not self._observer.was_written(step.stamp)
+        """Return True if there are gradients, and no optimizer or scaler was updated since the last step."""
+        may_accumulate = self._accumulates and self._scale_version == version
+        return may_accumulate and has_gradient(self.trainers.probe, self._observer.model)
+
+    def _read_scale(self) -> tuple[Flag | None, int | None]:
+        """Return the loss scale as a flag, and how often the scaler was updated; None without a scaler."""
+        scale, version = read_loss_scale(self._scaler)
+        return None if scale is None else Flag(scale), version
 
     def start_step(self, following: RecordedStep | None, *, final: bool = False) -> None:
         """End the current step and make `following` the current one; then decide on the steps that are ready."""
         self._forget_if_forked()
-        step, self.current = self.current, following
-        if step is None and self._ended is not None and following is not None and following.explicit:
-            if self._scaler is None:
-                self._look_at_gradients(self._ended, over_ranks=self._sharded)
-            return  # the first forward shows whether it is an evaluation, which may come before the update
-        if step is not None and step.without_grad and following is None and not final:
-            self._finish(step)
+        step, ended = self.current, self._ended
+        self.current, self._ended = following, None
+        self._finish(ended, final=final)
+        is_open = step is not None and following is None and not final
+        if step is not None and is_open and step.awaits_update(len(self.trainers.optimizers)):
+            self._ended = step
         else:
-            ended, self._ended = self._ended, None
-            self._finish(ended, final=final)
-            if following is None and not final and step is not None:
-                self._ended = step if step.awaits_update(len(self.trainers.optimizers)) else None
-            self._finish(step, final=final, is_open=self._ended is not None)
+            self._finish(step, final=final)
         self.flush_pending(wait=final)
 
-    def _finish(self, step: RecordedStep | None, *, final: bool = False, is_open: bool = False) -> None:
-        """Measure what the step left, and queue it for its decision unless its update may still come."""
+    def _finish(self, step: RecordedStep | None, *, final: bool = False) -> None:
+        """Measure what the step left, and queue it for its decision."""
         if step is None or not step.flags:
             return
-        if self._scaler is None and not step.updates:
+        if self._scaler is None:
             self._look_at_gradients(step, over_ranks=self._sharded and not final)
-        if is_open and not step.has_failed:
-            return
-        if self._scaler is not None:
-            step.compare_scale(*read_scale(self._scaler), num_optimizers=len(self.trainers.optimizers))
+        else:
+            step.compare_scale(*self._read_scale(), num_optimizers=len(self.trainers.optimizers))
         self._note_write(step, is_written=not step.num_updates and self._observer.was_written(step.stamp))
         self._pending.append(step)
 
@@ -147,16 +124,10 @@ class StepTracker:
                 "forward; its file then says so."
             )
 
-    def _was_moved(self, step: RecordedStep) -> bool:
-        """Return True if weights were written since the step's forward, or since its last update."""
-        return step.stamp is not None and step.stamp.was_moved
-
     def _look_at_gradients(self, step: RecordedStep, *, over_ranks: bool) -> None:
         """Flag the gradients of a step without an update."""
-        probe = self.trainers.probe
-        if step.wants_gradients(None if probe is None or self._sharded else probe.grad):
-            trained = self.trainers.find_all()
-            step.accumulated = self._flag_of(trained.gradients(), over_ranks=over_ranks)
+        if step.wants_gradients:
+            step.accumulated = self._flag_of(self.trainers.find_all().gradients(), over_ranks=over_ranks)
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Note a call of the model; return True if it is the first of its step."""
@@ -166,79 +137,65 @@ class StepTracker:
         if step is not None and step.explicit:
             if not with_grad and (step.flags or (step.calls and not step.without_grad)):
                 return False  # a validation inside the step
-            step = self.end_last(step) if with_grad else step
             step = self._continue_explicit(step, with_grad=with_grad)
         elif not with_grad or not module.training:
             self.unwatched_eval = True
             return False
-        elif step is None or step.flags or step.passed or step.is_full:
-            num_dropped = 0 if step is None or step.flags or step.passed else step.num_dropped + len(step.calls)
+        elif step is None or step.flags or step.is_full:
+            num_dropped = 0 if step is None or step.flags else step.num_dropped + len(step.calls)
             step = self.make_step(explicit=False)
             step.num_dropped = num_dropped
             self.start_step(step)
-        is_first = step.before is None
-        if is_first:
-            if self._observer.follow_modules() or self._observer.was_replaced(self.trainers.held):
-                self.trainers.forget()
+        self._add_call(step, pack_call(args, kwargs), with_grad=with_grad)
+        return len(step.calls) == 1
+
+    def _continue_explicit(self, step: RecordedStep, *, with_grad: bool) -> RecordedStep:
+        """Return the step that another forward inside an explicit step belongs to: after an update, a new one."""
+        if step.updates:
+            step = step.make_next()
+            self._last = (step.step, step.micro_batch)
+            self.start_step(step)
+        elif with_grad and step.without_grad:
+            step.forget_calls()
+        return step
+
+    def _add_call(self, step: RecordedStep, inputs: Packed, *, with_grad: bool) -> None:
+        if step.before is None:
             step.before = self._observer.look()
         else:
             step.between.append(self._observer.generators.read())
         step.without_grad = not with_grad
-        step.has_lent_weights = step.has_lent_weights or self._observer.has_borrowed_weights
-        self._last_inputs = pack_call(args, kwargs)
-        step.add_call(copied(self._last_inputs) if self._copies_inputs else self._last_inputs)
-        step.running.append(len(step.calls) - 1)
-        return is_first
-
-    def end_last(self, step: RecordedStep) -> RecordedStep:
-        """End the step before the explicit one: its update could come until the model's first call, which is now."""
-        if (ended := self._ended) is not None:
-            self._ended = None
-            self._finish(ended)
-            self.flush_pending()
-            if step.step == ended.step and not self._is_accumulating(read_scale(self._scaler)[1]):
-                self.current = None
-                self.current = step = self.make_step(step.batch, explicit=True)  # the update came in the new block
-        return step
-
-    def _continue_explicit(self, step: RecordedStep, *, with_grad: bool) -> RecordedStep:
-        """Return the step that another forward inside an explicit step belongs to.
-
-        After a write to the weights, it is a new micro-batch: the second forward of SAM, or of a closure.
-        """
-        if step.updates or (step.flags and self._was_moved(step)):
-            step = step.make_next()
-            self._last = (step.step, step.micro_batch)
-            self.start_step(step)
-        elif (step.passed and not step.flags) or (with_grad and step.without_grad):
-            step.forget_calls()
-        return step
+        step.has_lent_weights = step.has_lent_weights or self._observer.has_lent_weights
+        self._last_inputs = inputs
+        step.calls.append(copied(inputs) if self._copies_inputs else inputs)
+        step.running += 1
 
     def after_forward(self, output: Any) -> RecordedStep | None:
         """Note what a call of the model returned; return its step, or None."""
         step = self.current
         if step is None or not step.running:
             return None
-        step.ended.append(step.running.pop())
+        step.running -= 1
         self._copies_inputs = (self._copies_inputs and not self._is_first_call) or self._last_inputs.overwritten
         self._is_first_call = False
         step.returned.append(pack(output, "output"))
         if len(step.returned) == 1 and step.before is not None:
             step.before.kept.compare()
-            step.stamp = self._observer.stamp(self.trainers.held)
+            step.stamp = self._observer.stamp()
         return step
 
     def watch(self, step: RecordedStep, loss: torch.Tensor | None, *, ask_all: bool) -> None:
         """Flag a non-finite loss; without a loss, a non-finite output."""
         if loss is not None:
             step.take_loss(loss.detach())
-            step.loss_value = Flag(loss.detach().float().mean()) if self._policy.reads_losses else None
         checked = step.outputs() if loss is None or step.loss is None else iter([step.loss])
-        step.flags.append(flag := flag_nonfinite(checked, self._observer.device, ask_all=ask_all))
-        if not flag.on_device and flag.is_raised:
-            step.copy_tensors()
-            if step.weights is None and not self._sharded and not self._was_moved(step):
-                step.weights = self.trainers.copy_all()  # the loop may go back to a checkpoint
+        step.flags.append(flag_nonfinite(checked, self._observer.device, ask_all=ask_all))
+
+    def decide_known(self, step: RecordedStep) -> None:
+        """Decide on a step whose loss is known to be non-finite, before the loop overwrites what it is made of."""
+        if not step.decided and not step.flags[-1].on_device and step.loss_nonfinite:
+            self._note_write(step, is_written=self._observer.was_written(step.stamp))
+            self._decide(step)
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -255,38 +212,34 @@ class StepTracker:
 
         def evaluate() -> Any:
             nonlocal was_called
-            step, was_called, is_repeated = self._latest, True, was_called
-            if step is None or not (is_repeated or (step.flags and not step.updates)):
-                loss = closure()
-            else:
-                if is_repeated:
-                    self._after_step(optimizer)
-                following, self.next_step = self.next_step, step.step  # one more micro-batch of the same step
-                loss = closure()
+            step, is_repeated, was_called = self._latest, was_called, True
+            following = self.next_step
+            if step is not None and is_repeated:
+                self._after_step(optimizer)
+                self.next_step = step.step  # one more micro-batch of the same step
+            loss = closure()
+            if step is not None and is_repeated:
                 self.next_step = following
             self._before_update(optimizer)
             return loss
 
         return evaluate
 
-    def before_update(self, optimizer: Optimizer | DeepSpeedEngine) -> None:
+    def before_update(self, optimizer: Optimizer) -> None:
         """Read the flags and copy the weights before an optimizer spoils the weights that the dump needs.
 
         With a scaler, a plain optimizer gets here after the scaler has waited for the gradients, and not if the step is
         skipped. A fused one always gets here, with the scaler's `found_inf`, and skips the update itself.
         """
         step, trained = self._latest, self.trainers.find(optimizer)
-        if step is None:
-            return
-        if not trained.names:
-            step.passed = True
+        if step is None or not trained.names:
             return
         if not step.flags and step.returned:
             self.watch(step, None, ask_all=True)
         found = getattr(optimizer, "found_inf", None)
         step.skip = Flag(found) if isinstance(found, torch.Tensor) else None
         self.flush_pending(wait=True)
-        self._note_write(step, is_written=self._was_moved(step))
+        self._note_write(step, is_written=self._observer.was_written(step.stamp))
         if all(update.trained is not trained for update in step.updates):
             measures = self._scaler is None
             gradients = self._flag_of(trained.gradients(), over_ranks=trained.sharded) if measures else None
@@ -313,7 +266,7 @@ class StepTracker:
         if step.loss_nonfinite or step.was_skipped or (known and step.gradients_nonfinite):
             self._decide(step)
 
-    def after_step(self, optimizer: Optimizer | DeepSpeedEngine, *_: Any) -> None:
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Hook after any optimizer's `step`: flag weights that it left non-finite."""
         step = self._latest
         updates = [] if step is None or step.decided else step.updates
@@ -321,21 +274,11 @@ class StepTracker:
         if step is None or update is None:
             return
         update.weights = self._flag_of(update.trained.weights(), over_ranks=update.trained.sharded)
-        step.stamp = self._observer.stamp(self.trainers.held)
+        step.stamp = self._observer.stamp()
         if update.weights is not None and not update.weights.on_device and update.weights.nonfinite:
             if update.gradients is None:  # the scaler skips one of several optimizers, but clipping spreads its NaN
                 update.gradients = self._flag_of(update.trained.gradients(), over_ranks=False)
             self._decide(step)
-
-    def after_engine_step(self, engine: DeepSpeedEngine) -> None:
-        """Note the engine's own gradient norm and skip, since it hides the gradients; then do as `after_step` does."""
-        step = self._latest
-        update = None if step is None else next((u for u in step.updates if u.optimizer is engine), None)
-        if step is not None and update is not None:
-            step.skipped = engine.scales and engine.skipped
-            norm = None if engine.scales else engine.gradient_norm
-            update.gradients = update.gradients if norm is None else Flag(norm)
-        self.after_step(engine)
 
     def flush_pending(self, *, wait: bool = False, may_stop: bool = True) -> None:
         """Decide on finished steps; on those whose flags are still on the device only with `wait`."""
@@ -350,16 +293,14 @@ class StepTracker:
     def on_exception(self, error: BaseException | None = None) -> None:
         """Decide on all steps left: the loop may have raised an error because of gradients, before their update."""
         self._forget_if_forked()
-        ended = self._ended if self.current is not None else None
-        step, self.current, self._ended = self.current or self._ended, None, None
+        step, self.current, self._ended = self._latest, None, None
         try:
-            self._finish(ended, final=True)
             if step is not None and step.running and Hook(is_for_nonfinite)(error):
                 step.flags.append(Flag(1.0))
-            elif step is not None and not step.flags and step.returned and not step.passed:
+            elif step is not None and not step.flags and step.returned:
                 self.watch(step, None, ask_all=False)  # the other ranks do not take part
             if step is not None and step.flags:
-                step.compare_scale(*read_scale(self._scaler), num_optimizers=len(self.trainers.optimizers))
+                step.compare_scale(*self._read_scale(), num_optimizers=len(self.trainers.optimizers))
                 if self._scaler is None or isinstance(error, Exception):
                     self._look_at_gradients(step, over_ranks=False)
                 if isinstance(error, RuntimeError) and _ANOMALY in str(error):

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 from weakref import ref
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nandoctor.capture.async_flags import Flag, all_finite
-from nandoctor.capture.deepspeed import DeepSpeedEngine
-from nandoctor.capture.joined import JoinOrder, can_join
+from nandoctor.capture.joined import JoinOrder, can_join, largest_magnitude, plain_part
 from nandoctor.capture.sharding import is_sharded, local_part
 from nandoctor.machine import memory_of
-from nandoctor.torch_compat import copy_tensors, infinity_norms, sparse_values
+from nandoctor.torch_compat import copy_tensors
 
 _GRAD = attrgetter("grad")
 UNDO_NBYTES = 1 << 30
@@ -36,7 +36,7 @@ class Update:
     """
 
     trained: TrainedParameters
-    optimizer: Any
+    optimizer: Optimizer
     gradients: Flag | None
     undo: Mapping[str, torch.Tensor] | None
     groups: Sequence[Mapping[str, Any]] = ()
@@ -63,39 +63,21 @@ class Update:
         return found
 
 
-class TrainingLoop:
-    """A stand-in for the optimizer of a loop that writes the weights itself; it is never reported as the writer."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.param_groups = [{"params": list(parameters)}]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a state dict without settings and state, which only the loop knows."""
-        return {"state": {}, "param_groups": [{"params": list(range(len(self.param_groups[0]["params"])))}]}
-
-
 class TrainedParameters:
-    """The parameters of a model that one optimizer trains.
+    """Some parameters of a model, to be copied and measured together.
 
-    Those that are non-finite before its first update are left out: the infinity is intended, or came with a checkpoint,
-    so no update is to blame for it. If `sharded`, each rank holds and measures its own part of them.
+    Those that are non-finite at first are left out: the infinity is intended, or came with a checkpoint, so no update
+    is to blame for it. If `sharded`, each rank holds and measures its own part of them.
     """
 
-    def __init__(self, optimizer: Any, names: Mapping[int, str], undo_nbytes: int) -> None:
-        self._optimizer = ref(optimizer) if isinstance(optimizer, Optimizer) else lambda: optimizer
-        self._known_outline = _outline(optimizer)
-        trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        # No update writes lazy parameters that are not initialized yet, nor one-byte floats.
-        written = (p for p in trained if not is_lazy(p) and not (p.is_floating_point() and p.element_size() == 1))
-        owned = [(names[id(p)], p) for p in written if id(p) in names]
-        found = largest_magnitude([parameter for _, parameter in owned])
+    def __init__(self, parameters: Mapping[str, torch.Tensor], undo_nbytes: int) -> None:
+        owned = {name: parameter for name, parameter in parameters.items() if _can_be_written(parameter)}
+        found = largest_magnitude(owned.values())
         if found is not None and not bool(found.isfinite()):
-            owned = [(name, p) for name, p in owned if not _num_nonfinite(p)]
-        self.names = tuple(name for name, _ in owned)
-        self.parameters: list[torch.Tensor] = [parameter for _, parameter in owned]
+            owned = {name: parameter for name, parameter in owned.items() if not _num_nonfinite(parameter)}
+        self.names, self.parameters = tuple(owned), list(owned.values())
         self.sharded = any(map(is_sharded, self.parameters))
         self._joint = self._join() if all(map(_is_on_cpu, self.parameters)) else None
-        self._format = self._read_format()
         self._copies = self._make_copies(undo_nbytes)
         split = self._copies if self._joint is None or self._copies is None else self._joint.split(self._copies)
         self._undo = None if split is None else dict(zip(self.names, split, strict=True))
@@ -106,19 +88,6 @@ class TrainedParameters:
         self.names = tuple(self.names[place] for place in joint.places)
         self.parameters = [self.parameters[place] for place in joint.places]
         return joint
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer, None once the loop has dropped it: a meta-learner makes one for each task."""
-        return self._optimizer()
-
-    @property
-    def is_current(self) -> bool:
-        """False once the optimizer has other parameters, or the model was moved or cast."""
-        return self._known_outline == _outline(self.optimizer) and self._format == self._read_format()
-
-    def _read_format(self) -> tuple[torch.device, torch.dtype] | None:
-        return (self.parameters[0].device, self.parameters[0].dtype) if self.parameters else None
 
     def gradients(self) -> torch.Tensor | float | None:
         """Return the largest magnitude among the gradients, NaN if one is NaN; None without gradients."""
@@ -134,7 +103,7 @@ class TrainedParameters:
                 return self._joint.largest(tensors)
             except RuntimeError:  # sparse gradients cannot be joined
                 pass
-        return largest_magnitude([tensor for tensor in tensors if tensor is not None])
+        return largest_magnitude(tensor for tensor in tensors if tensor is not None)
 
     def keep(self) -> Mapping[str, torch.Tensor] | None:
         """Copy the weights, so that the dump can have those from before an update; None if there is no room."""
@@ -162,6 +131,62 @@ class TrainedParameters:
         return {name: numbers for name, numbers in counts.items() if numbers[0]}
 
 
+class Trainers:
+    """The parameters of the model that each optimizer trains, found at the optimizer's first step.
+
+    `probe` is the first parameter that requires gradients.
+    """
+
+    def __init__(self, model: nn.Module, undo_nbytes: int) -> None:
+        self._model, self._undo_nbytes = model, undo_nbytes
+        self._trained: dict[int, tuple[ref[Optimizer], object, TrainedParameters]] = {}
+        self._name_parameters()
+
+    def _name_parameters(self) -> None:
+        self._parameters = dict(self._model.named_parameters())
+        self.probe = next((parameter for parameter in self._parameters.values() if parameter.requires_grad), None)
+        self._all: TrainedParameters | None = None
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that train a parameter of the model, in the order of their first steps."""
+        held = [(owner(), trained) for owner, _, trained in self._trained.values()]
+        return [optimizer for optimizer, trained in held if trained.names and optimizer is not None]
+
+    def find(self, optimizer: Optimizer) -> TrainedParameters:
+        """Return the parameters of this model that the optimizer trains; cached until its parameters change."""
+        owner, outline, trained = self._trained.get(id(optimizer), (None, None, None))
+        now = [_outline(group["params"]) for group in optimizer.param_groups]
+        if trained is not None and owner is not None and owner() is optimizer and outline == now:
+            return trained
+        self._name_parameters()
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = {name: parameter for name, parameter in self._parameters.items() if id(parameter) in own}
+        trained = TrainedParameters(found, self._undo_nbytes)
+        # An optimizer that the loop has dropped is forgotten: a meta-learner makes one for each task.
+        others = {key: other for key, other in self._trained.items() if other[0]() is not None}
+        self._trained = {**others, id(optimizer): (ref(optimizer), now, trained)}
+        return trained
+
+    def find_all(self) -> TrainedParameters:
+        """Return all parameters that require gradients: a micro-batch may end before any optimizer was seen."""
+        if self._all is None:
+            trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+            self._all = TrainedParameters(trained, undo_nbytes=0)
+        return self._all
+
+
+def _outline(parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """Return what differs after a group was given other parameters, or the model was moved or cast."""
+    first = parameters[0] if parameters else None
+    return len(parameters), id(first), getattr(first, "device", None), getattr(first, "dtype", None)
+
+
+def _can_be_written(parameter: torch.Tensor) -> bool:
+    """Return False for what no update writes: lazy parameters without a shape, and one-byte floats."""
+    return not is_lazy(parameter) and not (parameter.is_floating_point() and parameter.element_size() == 1)
+
+
 def has_room(tensors: Sequence[torch.Tensor], undo_nbytes: int) -> bool:
     """Return True if copies of the tensors are small enough to be kept all the time."""
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}  # a CPU's memory is less scarce
@@ -169,47 +194,10 @@ def has_room(tensors: Sequence[torch.Tensor], undo_nbytes: int) -> bool:
     return memory_of(tensors) <= min([undo_nbytes, *bounds])
 
 
-def largest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """Return the largest magnitude of all elements as a scalar on the device, NaN if one is NaN; None without any."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        plain = tensor if can_join(tensor) else _plain(tensor)
-        if plain.numel():
-            groups.setdefault((plain.device, plain.dtype), []).append(plain)
-    if not groups:
-        return None
-    with torch.no_grad():
-        found = [bound for group in groups.values() for bound in _bounds_of(group)]
-        wide = torch.float64 if any(bound.dtype == torch.float64 for bound in found) else torch.float32
-        bounds = [bound.to(found[0].device, wide) for bound in found]
-        return bounds[0] if len(bounds) == 1 else torch.stack(bounds).abs().amax()
-
-
-def _bounds_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return scalars, one of which has the largest magnitude; if there is one scalar only, it is the magnitude."""
-    if tensors[0].is_complex():
-        tensors = [torch.view_as_real(tensor) for tensor in tensors]
-    if tensors[0].is_cuda:
-        return [torch.stack(infinity_norms(tensors)).amax()]
-    return [bound for tensor in tensors for bound in torch.aminmax(tensor)]
-
-
 def _is_on_cpu(tensor: torch.Tensor) -> bool:
     """Return True for dense real tensors on a CPU, which are put into groups once and not at each step."""
     return tensor.device.type == "cpu" and can_join(tensor) and tensor.is_floating_point()
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a gradient or weight: the values of a sparse one, this rank's part of a sharded one."""
-    local = local_part(tensor)
-    return sparse_values(local) if local.is_sparse else local
-
-
 def _num_nonfinite(tensor: torch.Tensor) -> int:
-    return int((~_plain(tensor).isfinite()).sum())
-
-
-def _outline(optimizer: Optimizer | DeepSpeedEngine) -> list[tuple[int, int]]:
-    """Return each group's number of parameters and the id of its first: pruning Gaussian splats makes new ones."""
-    groups = [group["params"] for group in optimizer.param_groups]
-    return [(len(group), id(group[0]) if group else 0) for group in groups]
+    return int((~plain_part(tensor).isfinite()).sum())

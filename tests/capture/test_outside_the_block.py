@@ -82,43 +82,6 @@ def one_of_two_optimizers(recorder, model):
         model.zero_grad()
 
 
-def an_evaluation_before_the_update(recorder, model):
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    for number, x in enumerate(batches(failing=None)):
-        optimizer.param_groups[0]["lr"] = float("inf") if number == FAILING else 1e-3
-        optimizer.zero_grad()
-        forward(recorder, model, x).backward()
-        with torch.no_grad():
-            forward(recorder, model.eval(), x)
-        model.train()
-        optimizer.step()
-
-
-def at_the_start_of_the_next_block(recorder, model):
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    for number, x in enumerate(batches(failing=None)):
-        with recorder.step(x):
-            if number:
-                optimizer.param_groups[0]["lr"] = float("inf") if number == FAILING + 1 else 1e-3
-                optimizer.step()
-                optimizer.zero_grad()
-            loss = model(x).mean()
-            recorder.watch(loss)
-            loss.backward()
-
-
-def in_the_block_of_an_evaluation(recorder, model):
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    for number, x in enumerate(batches(failing=None)):
-        optimizer.param_groups[0]["lr"] = float("inf") if number == FAILING else 1e-3
-        forward(recorder, model, x).backward()
-        with recorder.step(x):
-            with torch.no_grad():
-                model(x)
-            optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.mark.parametrize(
     ("loop", "name", "reason"),
     [
@@ -126,9 +89,6 @@ def in_the_block_of_an_evaluation(recorder, model):
         (an_assertion, "nan-step000003.pth", "gradients"),
         (in_a_closure, "nan-step000003.pth", "update"),
         (one_of_two_optimizers, "nan-step000003.pth", "update"),
-        (an_evaluation_before_the_update, "nan-step000003.pth", "update"),
-        (at_the_start_of_the_next_block, "nan-step000003.pth", "update"),
-        (in_the_block_of_an_evaluation, "nan-step000003.pth", "update"),
     ],
 )
 def test_what_follows_the_block_is_its_step_s(tmp_path, loop, name, reason):

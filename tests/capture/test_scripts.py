@@ -134,19 +134,3 @@ def test_a_loss_that_cannot_be_replayed_becomes_a_note(tmp_path, monkeypatch):
     assert report.reproduction.grade == "exact"
     assert report.reproduction.output == "output.1"
     assert any("The loss function raised AttributeError" in note for note in report.notes)
-
-
-def test_a_forward_for_another_optimizer_is_no_call_of_the_step(tmp_path):
-    """A discriminator is called for the generator's step as well, where nobody watches it."""
-    judge, maker = Gambler(), Gambler()
-    optimizer = torch.optim.SGD(maker.parameters(), 1e-3)
-    with Recorder(judge, folder=tmp_path) as recorder:
-        for loudness in (1.0, 1e5):
-            with cuda_autocast():
-                judge(torch.randn(4, 4))
-                output = judge(loudness * torch.randn(4, 4))
-            recorder.watch(output.float().mean())
-            judge(maker(torch.randn(4, 4))).mean().backward()
-            optimizer.step()
-    (dump,) = recorder.written
-    assert len(torch.load(dump, weights_only=True)["calls"]) == 2

@@ -337,6 +337,10 @@ class Unlisted(nn.Linear):
         raise RuntimeError("not here")
 
 
+class EngineLike(nn.Linear):
+    __module__ = "deepspeed.runtime.engine"
+
+
 class Unsure:
     def is_enabled(self):
         raise RuntimeError("not yet")
@@ -353,10 +357,11 @@ def lose_the_folder(tmp_path, monkeypatch):
     "prepare",
     [
         lambda *_: (Unlisted(3, 2), {}),
+        lambda *_: (EngineLike(3, 2), {}),
         lambda *_: (nn.Linear(3, 2), {"scaler": Unsure()}),
         lose_the_folder,
     ],
-    ids=["model", "scaler", "folder"],
+    ids=["model", "engine of DeepSpeed", "scaler", "folder"],
 )
 def test_a_training_that_cannot_be_described_goes_on(tmp_path, monkeypatch, caplog, prepare):
     model, options = prepare(tmp_path, monkeypatch)
