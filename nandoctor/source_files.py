@@ -24,7 +24,6 @@ _MAX_HASHED_NBYTES = 1 << 20
 _MAX_OWN_NBYTES = 16 << 20
 
 ASSIGNED: tuple[type[ast.stmt], ...] = (ast.Assign, ast.AnnAssign)
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
@@ -70,26 +69,6 @@ def defines_code(path: Path, name: str, *, own: bool) -> bool:
     """
     has_function = own and name.isidentifier()
     return defines(path, name, (ast.ClassDef, ast.FunctionDef) if has_function else (ast.ClassDef,))
-
-
-def binds_at_top_level(path: Path, name: str) -> bool:
-    """Return True if the file binds the name only in top-level statements, so that every import gives the same value.
-
-    Below `if __name__ == "__main__":`, or by `global` in a function, it could have another value in the script than in
-    an import.
-    """
-    tree = _try_to_parse(path)
-    if tree is None or any(isinstance(node, ast.Global) and name in node.names for node in ast.walk(tree)):
-        return False
-    bound = [node for node in _walk_scope(tree) if isinstance(node, ast.stmt) and name in _names_of(node)]
-    return all(node in tree.body for node in bound)
-
-
-def _walk_scope(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        yield child
-        if not isinstance(child, _SCOPES):
-            yield from _walk_scope(child)
 
 
 def _parse_file(path: Path) -> ast.Module | None:

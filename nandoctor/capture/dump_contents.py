@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,10 @@ import torch
 from torch.optim import Optimizer
 
 from nandoctor.capture.environment import read_backends, read_rank, read_versions
-from nandoctor.capture.model_rebuild import ModelArguments, describe_model
+from nandoctor.capture.model_rebuild import Training, describe_model
 from nandoctor.capture.observer import Observer
+from nandoctor.capture.recorder_settings import WeightsSource
 from nandoctor.capture.sharding import is_sharded, places_in_whole
-from nandoctor.capture.source_info import ProjectSources
 from nandoctor.capture.step import RecordedStep
 from nandoctor.capture.step_policy import StepHistory, StepResult
 from nandoctor.capture.updates import Update
@@ -30,28 +28,6 @@ from nandoctor.text import relative_path
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 LOG = logging.getLogger("nandoctor")
-
-WeightsSource = str | os.PathLike[str] | Callable[[], str | os.PathLike[str] | None]
-"""The path of a checkpoint, or a function that returns the last one's when a file is written."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """Facts common to all steps of a run: how model and loss are built, and their sources as the run began.
-
-    If `built`, `model` is the source of a builder, not of the model's class. `files` are the project's files. With
-    `keep_optimizer`, each file gets the optimizer's full state.
-    """
-
-    observer: Observer
-    model: Mapping[str, str]
-    loss: Mapping[str, str] | None
-    arguments: ModelArguments
-    built: bool
-    method: str
-    files: ProjectSources
-    scaler: Any
-    keep_optimizer: bool
 
 
 def describe(
@@ -65,32 +41,32 @@ def describe(
 ) -> dict[str, Any]:
     """Return the contents of a dump of `step`."""
     assert step.before is not None
-    model = training.observer.model
-    before, lost = training.observer.describe(step.before, step.undo or {})
-    function = getattr(model, training.method or "forward")
-    calls, dropped = step.describe(function, is_method=bool(training.method))
+    settings, observer = training.settings, training.observer
+    before, lost = observer.describe(step.before, step.undo or {})
+    function = getattr(observer.model, settings.method or "forward")
+    calls, dropped = step.describe(function, is_method=bool(settings.method))
     spoiled = step.spoiled if result.reason == "update" else None
-    reference, unfit = describe_model(model, training.model, training.arguments, built=training.built)
-    optimizer, unsaved = _describe_optimizer(spoiled, optimizers, with_state=training.keep_optimizer)
+    model = describe_model(training)
+    optimizer, unsaved = _describe_optimizer(spoiled, optimizers, with_state=settings.keep_optimizer)
     return {
         "format": FORMAT,
         "event": _describe_event(step, result, event),
-        "model": reference,
+        "model": model,
         **before,
         **calls,
-        "method": training.method,
+        "method": settings.method,
         "loss_function": training.loss,
         "sources": training.files.describe(),
-        "scaler": _describe_scaler(training.scaler, step),
+        "scaler": _describe_scaler(settings.scaler, step),
         "optimizer": optimizer,
         "update": _describe_update(spoiled) if spoiled else {},
         "argv": [str(argument) for argument in sys.argv[1:]],
         "backends": read_backends(),
         "history": history.to_plain(),
-        "versions": read_versions([reference["module"], *(["transformers"] if reference.get("config") else [])]),
+        "versions": read_versions([model["module"], *(["transformers"] if model.get("config") else [])]),
         "left_out": [
-            *(*lost, *dropped, *unfit, *unsaved),
-            *_describe_writes(step, training.observer, has_optimizer=bool(optimizers)),
+            *(*lost, *dropped, *training.arguments.notes, *unsaved),
+            *_describe_writes(step, observer, has_optimizer=bool(optimizers)),
         ],
     }
 

@@ -1,16 +1,23 @@
-"""Describe how a model was built, and find out whether a replay can build it again without flags."""
+"""Describe how a model was built and its loss is computed, and find out whether a replay can do so without flags."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from nandoctor.capture.observer import Observer
+from nandoctor.capture.recorder_settings import RecorderSettings
 from nandoctor.capture.source_info import (
+    ProjectSources,
     class_of,
+    describe_loss,
     describe_source,
     is_elsewhere,
     is_found,
@@ -18,7 +25,6 @@ from nandoctor.capture.source_info import (
     is_typed,
     read_attribute,
     source_file,
-    why_refused,
 )
 from nandoctor.dumps.code_request import argument_options, is_transformers_config
 from nandoctor.dumps.packing import pack
@@ -27,6 +33,7 @@ from nandoctor.source_files import PACKAGE_FOLDERS, defines_code, find_typed, is
 from nandoctor.torch_compat import fsdp_policy
 from nandoctor.trees import PLAIN
 
+LOG = logging.getLogger("nandoctor")
 _CONTAINERS = (nn.Sequential.__init__, nn.ModuleList.__init__, nn.ModuleDict.__init__)
 """Constructors that are given the modules themselves, of which a model does not tell the code."""
 
@@ -40,6 +47,51 @@ class ModelArguments(NamedTuple):
     plain: dict[str, Any]
     odd: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Facts common to all steps of a run: how model and loss are built, and their sources as the run began.
+
+    If `built`, `model` is the source of a builder, not of the model's class. `files` are the project's files. `flags`
+    are those that a replay needs, None if only this notebook can replay the steps.
+    """
+
+    settings: RecorderSettings
+    observer: Observer
+    model: Mapping[str, str]
+    loss: Mapping[str, str] | None
+    arguments: ModelArguments
+    built: bool
+    files: ProjectSources
+    flags: str | None
+
+
+def describe_training(settings: RecorderSettings, observer: Observer) -> Training:
+    """Return what all files of a run have in common; log how to do without the flags that a replay needs."""
+    model, builder, arguments = observer.model, settings.builder, settings.arguments or {}
+    if isinstance(builder, functools.partial) and not builder.args:
+        arguments = {**builder.keywords, **arguments}
+        builder = builder.func
+    source = describe_source(builder or class_of(model))
+    built = builder is not None and not isinstance(builder, type)
+    loss = None if settings.loss is None else describe_loss(settings.loss)
+    described = describe_arguments(arguments) if arguments or built else find_config(model)
+    flags, advice = plan_rebuild(model, source, described, built=built)
+    if flags is not None and loss is not None and _is_named_elsewhere(loss):
+        flags += f" --loss {shlex.quote('{file}:{name}'.format(**loss))}"
+    for line in (*advice, *advise_loss(settings.loss, loss)):
+        LOG.warning("nandoctor.Recorder: %s", line)
+    return Training(
+        settings=settings,
+        observer=observer,
+        model=source,
+        loss=loss,
+        arguments=described,
+        built=built,
+        files=ProjectSources(model, source, loss),
+        flags=flags,
+    )
 
 
 def describe_arguments(arguments: Mapping[str, Any]) -> ModelArguments:
@@ -99,12 +151,11 @@ def _describe_importable(thing: Any) -> dict[str, str]:
     return source
 
 
-def describe_model(
-    model: nn.Module, source: Mapping[str, str], arguments: ModelArguments, *, built: bool
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the `source` of the model's class or builder with arguments and structure, and notes on what is lost."""
-    plain = {**source, "arguments": arguments.plain, "structure": _print(model)}
-    return {**plain, **({} if arguments.plain or built else _describe_config(model))}, arguments.notes
+def describe_model(training: Training) -> dict[str, Any]:
+    """Return the source of the model's class or builder, with arguments and structure."""
+    model, arguments = training.observer.model, training.arguments.plain
+    config = {} if arguments or training.built else _describe_config(model)
+    return {**training.model, "arguments": arguments, "structure": _print(model), **config}
 
 
 def _print(model: nn.Module) -> str:
@@ -184,3 +235,44 @@ def _find_problem(model: nn.Module, arguments: ModelArguments, *, from_config: b
         return f"{called}: it would be empty"
     refused = why_refused(kind, (), plain)
     return f"{called} ({refused})" if refused else ""
+
+
+def why_refused(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return why the signature of a class or function refuses the arguments; "" if it shows no reason.
+
+    The function is not called.
+    """
+    try:
+        signature = inspect.signature(function)
+    except Exception:  # it has no signature, or a user's own one
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _is_named_elsewhere(loss: Mapping[str, str]) -> bool:
+    """Return True for a function in a file outside of the working directory, which a flag has to name."""
+    return is_elsewhere(loss) and loss["name"].isidentifier()
+
+
+def advise_loss(loss: Callable[..., Any] | str | None, source: Mapping[str, str] | None) -> Iterator[str]:
+    """Yield what to change if a replay cannot import the loss, or cannot call it with an output and a batch."""
+    if loss is None or source is None:
+        return
+    name = source["name"].rpartition(".")[2] or source["name"]
+    if not (is_own_function(source) or _is_named_elsewhere(source) or is_typed(source)):
+        yield (
+            f"a replay cannot import the loss ({name}), and cannot check gradients without it. Give Recorder a "
+            "function at the top level of a file of this project: loss=loss_of, with def loss_of(output, batch): "
+            "return ..."
+        )
+    if isinstance(loss, str):
+        return
+    if refused := why_refused(loss.forward if isinstance(loss, nn.Module) else loss, (None, None), {}):
+        yield (
+            f"a replay calls the loss as {name}(output, batch), which fails ({refused}). Give Recorder a function at "
+            f"the top level of a file: loss=loss_of, with def loss_of(output, batch): return {name}(...)"
+        )

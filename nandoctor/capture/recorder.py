@@ -18,6 +18,7 @@ from nandoctor.capture.dump_contents import describe, leave_weights
 from nandoctor.capture.dump_folder import DumpFolder
 from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, scout_autocast
 from nandoctor.capture.joined import can_join
+from nandoctor.capture.model_rebuild import describe_training
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.recorder_settings import RecorderSettings
 from nandoctor.capture.sharding import refuse_unknown
@@ -25,7 +26,6 @@ from nandoctor.capture.source_info import unwrap_model
 from nandoctor.capture.step import RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import StepHistory, StepPolicy, StepResult, StopRule
 from nandoctor.capture.step_tracker import StepTracker
-from nandoctor.capture.training import describe_training
 from nandoctor.dumps.packing import pack
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
@@ -101,8 +101,9 @@ class Recorder(RecorderSettings):
     def _follow_model(self) -> None:
         refuse_unknown(self.model)
         observer = Observer(unwrap_model(self.model), self.undo_nbytes)
-        self._training, self._flags = describe_training(self, observer, self._find_scaler())
-        self._track(observer, self._training.scaler)
+        scaler = self._find_scaler()
+        self._training = describe_training(self, observer)
+        self._track(observer, scaler)
         self._attach()
 
     def _track(self, observer: Observer, scaler: Any) -> None:
@@ -110,7 +111,9 @@ class Recorder(RecorderSettings):
         self._tracker = StepTracker(observer, self._policy, scaler, on_stop=self._handles.close)
         tracker = self._tracker
         hooked = (tracker.start_step, tracker.watch, tracker.decide_known, tracker.on_exception)
-        self._start_step, self._look_at, self._decide_known, self._on_exception = map(Hook, hooked)
+        self._start_step, self._look_at, self._decide_known, self._on_exception = [
+            Hook(function) for function in hooked
+        ]
 
     def _find_scaler(self) -> Any:
         """Return the scaler, or None: a disabled one neither scales nor skips."""
@@ -350,7 +353,7 @@ class Recorder(RecorderSettings):
         """Return the flags for `nandoctor replay FILE`: --model if the model's parameters have changed."""
         reshaped = self._observer.find_reshaped()
         if not reshaped:
-            return self._flags
+            return self._training.flags
         self._warn(
             f"the model's parameters have changed since training began ({join_first(reshaped, 3)}), so a replay cannot "
             "build the model by itself. Write a function that returns the model as it is now for --model."

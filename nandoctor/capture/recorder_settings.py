@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.capture.dump_contents import WeightsSource
 from nandoctor.capture.step_policy import OnSave
 from nandoctor.capture.updates import UNDO_NBYTES
 from nandoctor.errors import NanDoctorError
+
+WeightsSource = str | os.PathLike[str] | Callable[[], str | os.PathLike[str] | None]
+"""The path of a checkpoint, or a function that returns the last one's when a file is written."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -1,32 +1,20 @@
-"""Find where a model and a loss are defined, and whether a replay can build them again without flags."""
+"""Find where a class or function is defined, and hash the project's files as they were when the training began."""
 
 from __future__ import annotations
 
 import inspect
 import os
-import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from nandoctor.source_files import (
-    ASSIGNED,
-    SourceHash,
-    binds_at_top_level,
-    defines,
-    find_typed,
-    hash_of,
-    hash_source,
-    is_installed,
-    shown_path,
-)
+from nandoctor.source_files import SourceHash, find_typed, hash_of, hash_source, is_installed, shown_path
 
 _MAX_SOURCES = 500
 
@@ -37,22 +25,6 @@ def read_attribute(thing: Any, name: str, default: Any = None) -> Any:
         return getattr(thing, name, default)
     except Exception:
         return default
-
-
-def why_refused(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return why the signature of a class or function refuses the arguments; "" if it shows no reason.
-
-    The function is not called.
-    """
-    try:
-        signature = inspect.signature(function)
-    except Exception:  # it has no signature, or a user's own one
-        return ""
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        return str(error)
-    return ""
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -75,19 +47,14 @@ def class_of(model: nn.Module) -> type[nn.Module]:
     return next((kind for kind in type(model).__mro__ if issubclass(kind, nn.Module) and is_found(kind)), type(model))
 
 
-def is_found(kind: Any) -> bool:
+def is_found(thing: Any) -> bool:
     """Return True if a class or function is what its module has under its name; a class in a function counts too."""
-    if "<locals>" in kind.__qualname__:
+    if "<locals>" in thing.__qualname__:
         return True  # a class inside a function cannot be looked up: take its word
-    return find_loaded(kind.__module__, kind.__qualname__) is kind
-
-
-def find_loaded(module: str, name: str) -> Any:
-    """Return what a loaded module has under a dotted name; None if there is nothing."""
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
+    found: Any = sys.modules.get(thing.__module__)
+    for part in thing.__qualname__.split("."):
         found = read_attribute(found, part)
-    return found
+    return found is thing
 
 
 def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
@@ -112,29 +79,17 @@ def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
 
 
 def describe_loss(loss: Callable[..., Any] | str) -> dict[str, str]:
-    """Return the same as `describe_source`, with the top-level name in a project file that is bound to this object.
+    """Return the same as `describe_source` of the function that `torch.compile` was given.
 
-    A function's own name may not be that name: `functools.wraps` gives it the name of another function.
+    `functools.wraps` gives a function the name of another one, which a replay must not call in its place.
     """
-    inner = read_attribute(loss, "_torchdynamo_orig_callable", loss)  # the function that torch.compile was given
+    inner = read_attribute(loss, "_torchdynamo_orig_callable", loss)
     described = describe_source(inner)
-    if isinstance(loss, str) or ("<" not in described["name"] and _is_bound((loss, inner), described)):
+    module = sys.modules.get(described["module"])
+    if isinstance(loss, str) or not described["name"].isidentifier() or module is None:
         return described
-    for module, file in _loaded_files():
-        if _name_of_python(file, str(Path.cwd())) and not is_installed(path := Path(_resolve(file))):
-            for name, value in list(vars(module).items()):
-                if value is loss and defines(path, name, ASSIGNED) and binds_at_top_level(path, name):
-                    return {"module": module.__name__, "name": name, "file": shown_path(path), "sha256": _hash(path)}
-    return described if "<" in described["name"] else {**described, "name": f"<wrapped {described['name']}>"}
-
-
-def _is_bound(same: tuple[Any, ...], described: Mapping[str, str]) -> bool:
-    """Return True if the name is bound to one of these objects, also on import; a dotted name is refused later."""
-    module, name = sys.modules.get(described["module"]), described["name"]
-    if module is None or "." in name or not described["file"]:
-        return True
-    is_bound = any(vars(module).get(name) is loss for loss in same)
-    return is_bound and binds_at_top_level(Path.cwd() / described["file"], name)
+    is_bound = any(vars(module).get(described["name"]) is own for own in (loss, inner))
+    return described if is_bound else {**described, "name": f"<wrapped {described['name']}>"}
 
 
 class ProjectSources:
@@ -154,7 +109,7 @@ class ProjectSources:
         self._add_new()
 
     def _add_new(self) -> None:
-        loaded = {file for _, file in _loaded_files()} - self._seen
+        loaded = _loaded_files() - self._seen
         self._seen |= loaded
         here = str(Path.cwd())
         names = {_name_of_python(file, here): _resolve(file) for file in loaded | self._of_model}
@@ -179,10 +134,10 @@ def source_file(thing: Any) -> Path | None:
     return Path(path).resolve() if path and Path(path).is_file() else None
 
 
-def _loaded_files() -> list[tuple[ModuleType, str]]:
-    """Return the loaded modules with their files, read from their dicts: an attribute access might import more."""
-    named = [(module, getattr(module, "__dict__", {}).get("__file__")) for module in list(sys.modules.values())]
-    return [(module, file) for module, file in named if isinstance(file, str)]
+def _loaded_files() -> set[str]:
+    """Return the files of the loaded modules, read from their dicts: an attribute access might import more."""
+    files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
+    return {file for file in files if isinstance(file, str)}
 
 
 @cache
@@ -218,34 +173,3 @@ def is_elsewhere(source: Mapping[str, str]) -> bool:
 def is_own_function(source: Mapping[str, str]) -> bool:
     """Return True if it is at the top level of a file in the working directory, so that a replay can import it."""
     return bool(source["file"]) and not is_elsewhere(source) and source["name"].isidentifier()
-
-
-def flags_for_loss(source: Mapping[str, str] | None) -> str:
-    """Return the flags after `nandoctor replay FILE` for a loss in a file outside of the working directory."""
-    is_named = source is not None and is_elsewhere(source) and source["name"].isidentifier()
-    return f" --loss {shlex.quote('{file}:{name}'.format(**source))}" if source is not None and is_named else ""
-
-
-def advise_loss(loss: Callable[..., Any] | str | None, source: Mapping[str, str] | None) -> Iterator[str]:
-    """Yield what to change if a replay cannot import the loss, or cannot call it with an output and a batch."""
-    if loss is None or source is None:
-        return
-    name = source["name"].rpartition(".")[2] or source["name"]
-    if not (is_own_function(source) or flags_for_loss(source) or is_typed(source)):
-        yield (
-            f"a replay cannot import the loss ({name}), and cannot check gradients without it. Give Recorder a "
-            "function at the top level of a file of this project: loss=loss_of, with def loss_of(output, batch): "
-            "return ..."
-        )
-    if isinstance(loss, str):
-        return
-    if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
-        yield (
-            f"the loss ({name}) has weights of its own, which are not in the files: a replay uses the initial ones "
-            "that its code makes. Record a module that holds the model and the loss, and returns the loss."
-        )
-    if refused := why_refused(loss.forward if isinstance(loss, nn.Module) else loss, (None, None), {}):
-        yield (
-            f"a replay calls the loss as {name}(output, batch), which fails ({refused}). Give Recorder a function at "
-            f"the top level of a file: loss=loss_of, with def loss_of(output, batch): return {name}(...)"
-        )

@@ -342,26 +342,6 @@ def test_a_loss_that_has_no_memory_of_its_own_ends_no_training(tmp_path, caplog)
     assert caplog.text.count("outside of the model") == 1
 
 
-class Weighted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, output, batch):
-        return (output * self.weight).mean()
-
-
-def test_a_loss_with_weights_of_its_own_is_told(tmp_path, caplog):
-    model, loss = Norm(), Weighted()
-    with Recorder(model, folder=tmp_path, loss=loss) as recorder:
-        loss.weight.data.fill_(torch.nan)
-        recorder.watch(loss(model(torch.ones(3, 4)), None))
-    assert caplog.text.count("has weights of its own") == 1
-    report = nandoctor.replay(recorder.written[0], model=Norm, loss=Weighted(), fixes=False).report
-    assert (report.verdict, report.reproduction.grade) == ("not-reproduced", "exact")
-    assert report.next_steps[0].startswith("The output is that of your run")
-
-
 def test_an_argument_that_no_file_can_hold_is_told_at_once(tmp_path, caplog):
     class Rows(Norm):
         def forward(self, rows):

@@ -407,17 +407,6 @@ class Unprintable(nn.Linear):
         raise RuntimeError("not yet")
 
 
-class Weighted(nn.Module):
-    """A loss with a learned weight for each of two tasks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_variance = nn.Parameter(torch.zeros(2))
-
-    def forward(self, output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        return (output.abs() * torch.exp(-self.log_variance)).sum()
-
-
 class RaisingLoss(Raises):
     def __call__(self, output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
         return output.mean()
@@ -428,8 +417,6 @@ ODD = {
     "attributes": (Closed(), None),
     "signature": (Signed(3, 2), None),
     "printing": (Unprintable(3, 2), None),
-    "loss with weights": (nn.Linear(3, 2), Weighted()),
-    "loss that holds one": (nn.Linear(3, 2), nn.Sequential(Weighted())),
     "loss that raises": (nn.Linear(3, 2), RaisingLoss()),
     "mock": (nn.Linear(3, 2), MagicMock()),
 }
@@ -443,6 +430,5 @@ def test_what_cannot_be_looked_at_is_recorded(tmp_path, monkeypatch, caplog, mod
         recorder.watch(model(torch.full((4, 3), float("nan"))).sum(), torch.ones(3))
     assert "is not recorded" not in caplog.text
     assert ("cannot import the loss" in caplog.text) == (loss is not None)
-    assert ("has weights of its own" in caplog.text) == isinstance(loss, nn.Module)
     report = nandoctor.replay(recorder.written[0], lambda: model, fixes=False).report
     assert report.reproduction.grade == "exact"
