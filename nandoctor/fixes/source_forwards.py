@@ -66,8 +66,9 @@ def _parameter(path: str, in_order: Sequence[str]) -> str:
 
 
 def _forward_of(module: nn.Module | None) -> FunctionType | None:
-    """Return the class's forward function without its decorators; None if the module itself overrides it."""
+    """Return the class's forward function without its decorators; None if the module overrides it, or has no source."""
     if module is None or "forward" in vars(module):
         return None
-    forward = inspect.unwrap(type(module).forward)
+    # A scripted class has a descriptor that raises in place of the function.
+    forward = inspect.unwrap(inspect.getattr_static(type(module), "forward"))
     return forward if type(forward) is FunctionType else None
