@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nandoctor.evidence.trace import OpCall
+    pass
 
 _ALIASES = {
     "arccos": "acos",
@@ -217,35 +217,6 @@ MOVES = _names(
     repeat_interleave alias dropout as_strided lift_fresh pad constant_pad_nd unfold broadcast_tensors broadcast_to"""
 )
 """Ops that pass values on unchanged."""
-RESHAPES = _names("view reshape _unsafe_view flatten unflatten")
-TRANSPOSES = _names("transpose permute t mT numpy_T movedim")
-_ROWS_ANEW = _names("take masked_select masked_scatter repeat repeat_interleave unfold rot90")
-"""Ops that may move rows along a dimension that is not recorded."""
-_REORDERED = _names("flip roll")
-_ALONG_DIM = _names(
-    """gather take_along_dim sort topk index_select index_add index_copy index_fill index_reduce scatter scatter_add
-    scatter_reduce cat stack select"""
-)
-_INDEXED = _names("index index_put _unsafe_index")
-
-
-def dims_of(op: OpCall, rank: int) -> tuple[int, ...]:
-    """Return the dimensions, out of `rank`, that the op was called with; () if it takes none or used the default."""
-    given = (value for name, value in op.scalars if name.partition("[")[0] in ("dim", "dims"))
-    return tuple(int(value) % max(rank, 1) for value in given)
-
-
-def moves_rows(op: OpCall, dim: int) -> bool:
-    """Return True if the op may move rows along a dimension."""
-    if op.op in _INDEXED:
-        return any(tensor.name == f"indices[{dim}]" for tensor in op.inputs)
-    num_dims = len(op.outputs[0].shape) + (op.op == "select")
-    if op.op in _REORDERED:
-        return dim in (dims_of(op, num_dims) or (dim,))
-    along = int(dict(op.scalars).get("dim", num_dims - 1 if op.op in ("sort", "topk") else 0))
-    return op.op in _ROWS_ANEW or (op.op in _ALONG_DIM and along % max(num_dims, 1) == dim)
-
-
 FILLS = _names("full full_like new_full fill masked_fill where scalar_tensor pad constant_pad_nd")
 """Ops that write a given number to some elements."""
 CHECKED_FILLS = _names("full full_like new_full fill masked_fill pad constant_pad_nd")

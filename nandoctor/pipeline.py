@@ -16,9 +16,11 @@ from nandoctor.diagnosis.backward import UNSCALED, conclude_backward, describe_r
 from nandoctor.diagnosis.conclusion import (
     Conclusion,
     Findings,
+    blame,
     conclude,
     conclude_optimizer,
     find_so_far,
+    flagged_rows,
     without_backward,
 )
 from nandoctor.diagnosis.eps_audit import audit
@@ -65,6 +67,7 @@ from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Progress, listener_of
 from nandoctor.replaying.reproduction import Preparation, Replayed, replay_plainly, reproduce, run_or, run_whole
 from nandoctor.replaying.runner import CLOSELY, FailingStep, Outcome, RunInterrupted, Watch
+from nandoctor.replaying.samples import Symptom, describe_difference, find_guilty
 from nandoctor.replaying.saved_arrays import choose_policies, view_sample
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import prepare
@@ -195,6 +198,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
     verdict, trace, reference, step = findings.verdict, findings.trace, findings.reference, replayed.step
     shown = Conclusion() if verdict in NOTHING_FOUND else findings.conclusion
     first, *others = shown.diagnoses or (None,)
+    place = shown.first_nonfinite
     failing = reference if shown.in_fp32 else trace
     runs = summarize_runs(trace, reference, step.low)
     known, same = step.loss is not None, replayed.reproduction.grade == "exact"
@@ -204,7 +208,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
         verdict=verdict,
         headline=write_headline(verdict, failing, shown, findings.gaps),
         reproduction=replayed.reproduction,
-        first_nonfinite=describe_first(shown.first_nonfinite, failing, reference) if shown.first_nonfinite else None,
+        first_nonfinite=None if place is None else describe_first(place, failing, reference, findings.guilty),
         origin=first.origin if first else None,
         cause=first.cause if first else None,
         also=tuple(others),
@@ -225,6 +229,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
             *(() if findings.random else describe_error_source(runs.autocast.modules)),  # each format draws others
         ),
         next_steps=advise(verdict, summary, findings.gaps, has_loss=known, same_output=same, built=trace.built),
+        difference=findings.difference,
         excerpt=read_excerpt(source) if source else None,
     )
 
@@ -273,12 +278,29 @@ def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
             findings = replace(findings, gaps=(describe_no_graph(error.message),))
     if forward.verdict == "healthy" and findings.trace.finite:
         findings = look_for_hidden(step, findings)
+    findings = _name_samples(findings.exposed or step, findings)
     slots = measure_slots(step.second_moments, step.model, step.low)
     findings = conclude_optimizer(replace(findings, slots=slots), step.recorded.update)
     reproduction, seeded = replayed.reproduction, replayed.random and step.seed is not None
     draws = tuple(doubt_draws(reproduction, has_state=bool(step.rng_states))) if seeded else ()
     has_loss, device_type, findings = step.loss is not None, step.device.type, with_growth(findings)
     return with_gaps(findings, reproduction, step.saved_flags, draws, has_loss=has_loss, device_type=device_type)
+
+
+def _name_samples(step: FailingStep, findings: Findings) -> Findings:
+    """Add the samples to blame, which runs of the step without the others show, and how they differ from those."""
+    first = next(iter(findings.conclusion.diagnoses), None)
+    if first is None or findings.trace.num_samples is None or first.origin.phase == "optimizer":
+        return findings
+    policy = REFERENCE if findings.conclusion.in_fp32 else None
+    symptom = Symptom(origin=first.origin, policy=policy, finite=findings.trace.finite)
+    try:
+        guilty = find_guilty(step, flagged_rows(findings), symptom)
+    except KeyboardInterrupt:
+        if not step.progress.stop():
+            raise
+        guilty = None
+    return blame(findings, guilty, describe_difference(step, guilty or ()))
 
 
 def _diagnose_forward(replayed: Replayed, *, for_fixes: bool) -> Findings:

@@ -307,7 +307,7 @@ def test_a_dump_is_run_no_more_often_than_it_takes(make, arrays, stages):
     model, told = make(), []
     dump = dump_of(model, image=IMAGE, **arrays)
     replay_dump(dump, model, Settings(mode="train"), progress=lambda stage, *_: told.append(stage))
-    assert list(dict.fromkeys(told)) == stages
+    assert list(dict.fromkeys(stage for stage in told if not stage.startswith("samples"))) == stages
 
 
 def mean_square(output, batch):
@@ -331,7 +331,7 @@ def test_the_backward_pass_follows_the_forward_at_once(loss, runs):
     model, told = nn.Linear(4, 4), []
     settings = Settings(mode="train", loss=loss)
     replay_dump(dump_of(model, image=IMAGE), model, settings, progress=lambda *step: told.append(step))
-    begun = [stage for stage, done, _ in told if not done]
+    begun = [stage for stage, done, _ in told if not done and not stage.startswith("samples")]
     assert len(begun) == len(runs)
     assert all(stage.startswith(run) for stage, run in zip(begun, runs, strict=True))
 

@@ -14,7 +14,6 @@ from nandoctor.causes.base import Candidate, Finding, GradientFinding, OutsideTe
 from nandoctor.causes.mask_constant_overflow import fitting_constants
 from nandoctor.causes.registry import find_cause, suggest_changes
 from nandoctor.changes.places import site_of
-from nandoctor.diagnosis.batch_rows import as_samples, is_weight_gradient
 from nandoctor.diagnosis.origin import (
     NonfinitePlace,
     NonfiniteSource,
@@ -98,11 +97,7 @@ def suspect(op: OpCall, finding: Finding | GradientFinding, cause: Cause | None)
 def origin_at(op: OpCall, analysis: OpAnalysis, trace: Trace) -> Origin:
     """Return an origin at an op that made non-finite values; that of a derivative is the op that it belongs to."""
     is_backward = op.phase == "backward"
-    made_by = op.forward if is_backward else op.order
     made = next((stats for stats in op.outputs if not stats.finite), op.outputs[0])
-    samples = as_samples(trace, analysis.counts.samples, made.shape, made_by)
-    if is_backward and op.forward is not None and is_weight_gradient(made, trace.ops[op.forward]):
-        samples = None
     named = op if is_backward or op.forward is None else trace.ops[op.forward]
     return Origin(
         phase=op.phase,
@@ -110,7 +105,7 @@ def origin_at(op: OpCall, analysis: OpAnalysis, trace: Trace) -> Origin:
         op=named.op,
         source=named.own_line,
         called_from=named.called_from,
-        elements=list_elements(analysis.counts, analysis.numel, samples),
+        elements=list_elements(analysis.counts, made, trace),
         would_be=analysis.exact,
         inputs=tuple(tensor.stats for tensor in op.inputs if tensor.stats is not None),
         output=op.outputs[0],
@@ -150,7 +145,8 @@ class Findings:
     `ops` are the traced ops, those of the run with the backward pass if there was one; `bad_gradients` the parameters'
     non-finite gradients; `slots` the optimizer's state. `random` is True if the step draws random numbers. `gaps` are
     parts that could not be checked. `fp32` is the reference's outcome, with gradients, for the search for fixes.
-    `exposed` is the step changed to return the non-finite values too, if its own output is finite.
+    `exposed` is the step changed to return the non-finite values too, if its own output is finite. `guilty` are the
+    samples to blame, None if unknown, and `difference` what sets them apart in the batch.
     """
 
     trace: Trace
@@ -166,6 +162,8 @@ class Findings:
     gaps: tuple[Gap, ...] = ()
     fp32: Any = None
     exposed: Any = None
+    guilty: tuple[int, ...] | None = None
+    difference: str = ""
 
     @property
     def sound_in_fp32(self) -> bool:
@@ -196,6 +194,29 @@ def conclude_optimizer(findings: Findings, update: OptimizerUpdate | None) -> Fi
         conclusion = replace(findings.conclusion, diagnoses=(*diagnoses, *findings.conclusion.diagnoses))
         return replace(findings, conclusion=conclusion)
     return findings
+
+
+def flagged_rows(findings: Findings) -> tuple[int, ...]:
+    """Return the non-finite rows at the origin or the first non-finite place, if they have one for each sample."""
+    origin, first = findings.conclusion.diagnoses[0].origin, findings.conclusion.first_nonfinite
+    if origin.phase != "state" and origin.elements.samples:
+        return origin.elements.samples
+    return (first and nonfinite_elements(first.value, findings.trace).samples) or ()
+
+
+def blame(findings: Findings, guilty: tuple[int, ...] | None, difference: str) -> Findings:
+    """Return the findings with the samples to blame; if they are not known, no tensor's rows are taken for samples."""
+    first, *others = findings.conclusion.diagnoses
+    later = others if guilty is not None else [_of_samples(diagnosis, None) for diagnosis in others]
+    conclusion = replace(findings.conclusion, diagnoses=(_of_samples(first, guilty), *later))
+    return replace(findings, conclusion=conclusion, guilty=guilty, difference=difference)
+
+
+def _of_samples(diagnosis: Diagnosis, samples: tuple[int, ...] | None) -> Diagnosis:
+    """Return the diagnosis with these samples to blame; those of a weight or a buffer are none."""
+    is_state = diagnosis.origin.phase == "state"
+    elements = replace(diagnosis.origin.elements, samples=None if is_state else samples)
+    return replace(diagnosis, origin=replace(diagnosis.origin, elements=elements))
 
 
 def find_so_far(trace: Trace, reference: Trace | None) -> Findings:

@@ -11,7 +11,6 @@ import numpy as np
 from nandoctor.causes.base import OutsideTensor, feeds_product, is_constant, is_log_of_mask, writes_infinity
 from nandoctor.causes.mask_constant_overflow import constant_in_fp32
 from nandoctor.causes.registry import find_cause
-from nandoctor.diagnosis.batch_rows import as_samples
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.evidence.dump_summary import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.formats import FloatFormat
@@ -94,14 +93,20 @@ def nonfinite_elements(stats: TensorStats, trace: Trace | None) -> NonfiniteElem
     """Return a tensor's non-finite elements as far as they were counted; without a trace, no samples are named."""
     if stats.counts is None:
         return NonfiniteElements(kinds=(), num_bad=0, numel=stats.numel, first_index=None, samples=None)
-    samples = as_samples(trace, stats.counts.samples, stats.shape, stats.producer) if trace is not None else None
-    return list_elements(stats.counts, stats.numel, samples)
+    return list_elements(stats.counts, stats, trace)
 
 
-def list_elements(counts: NonfiniteCounts, numel: int, samples: tuple[int, ...] | None) -> NonfiniteElements:
-    """Return the non-finite elements of a tensor with `numel` elements, and the samples of the batch that have them."""
+def list_elements(counts: NonfiniteCounts, stats: TensorStats, trace: Trace | None) -> NonfiniteElements:
+    """Return the non-finite elements of a tensor, and in which of its rows they are if it has one for each sample."""
+    has_rows = trace is not None and trace.num_samples is not None and stats.shape[:1] == (trace.num_samples,)
+    samples = counts.samples if has_rows and counts.samples else None
     return NonfiniteElements(
-        kinds=counts.kinds, num_bad=counts.num_bad, numel=numel, first_index=counts.first_bad_index, samples=samples
+        kinds=counts.kinds,
+        num_bad=counts.num_bad,
+        numel=stats.numel,
+        first_index=counts.first_bad_index,
+        samples=samples,
+        batch_size=None if trace is None else trace.num_samples,
     )
 
 
@@ -111,16 +116,24 @@ def needs_counts(trace: Trace, low: FloatFormat) -> bool:
     return any(stats.counts is None and stats.needs_counts(low) for stats in tensors)
 
 
-def describe_first(first: NonfinitePlace, trace: Trace, reference: Trace) -> FirstNonfinite:
-    """Return the first non-finite place for the report, with fp32's largest magnitude at the same place."""
+def describe_first(
+    first: NonfinitePlace, trace: Trace, reference: Trace, guilty: tuple[int, ...] | None = None
+) -> FirstNonfinite:
+    """Return the first non-finite place for the report, with fp32's largest magnitude at the same place.
+
+    Its rows are samples if those to blame are among them.
+    """
     owner, seen_in = first.owner, first.seen_in
+    elements = nonfinite_elements(first.value, trace)
+    if guilty is None or not set(guilty) <= set(elements.samples or ()):
+        elements = replace(elements, samples=None)
     return FirstNonfinite(
         run="fp32" if trace is reference else "autocast",
         phase=_PHASES.get(first.where, "forward"),
         place=owner.place if owner else Place(module=LOSS if first.where == "loss" else "", type="", call=0),
         where=first.where,
         seen_in=seen_in.place if seen_in else None,
-        elements=nonfinite_elements(first.value, trace),
+        elements=elements,
         inputs=owner.inputs if owner else (),
         value=first.value,
         would_be=_would_be(first, reference),

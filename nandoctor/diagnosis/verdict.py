@@ -16,7 +16,7 @@ from nandoctor.evidence.report import Diagnosis, Reproduction
 from nandoctor.evidence.trace import SourceLine, TensorStats, Trace, describe_run
 from nandoctor.evidence.verdicts import NOTHING_FOUND, Verdict
 from nandoctor.ops import BACKWARD_HOOK
-from nandoctor.text import file_line, join_first, nonfinite_part, part_of, percent, plural, samples_text
+from nandoctor.text import file_line, join_first, nonfinite_part, part_of, percent, plural
 
 
 def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, has_loss: bool) -> Iterator[Gap]:
@@ -281,7 +281,7 @@ def _headline_of_place(trace: Trace, first: Diagnosis | None, place: NonfinitePl
         return f"The forward is finite; the gradient of {where} is the first non-finite one {_under(trace)}"
     if place is None:
         return f"The output is non-finite {_under(trace)}, and no traced operation made it so"
-    what = describe_nonfinite(place.value, trace)
+    what = describe_nonfinite(place.value)
     return f"{_describe_place(place)} is the first to go non-finite {_under(trace)}: {what}"
 
 
@@ -300,13 +300,10 @@ def _under(trace: Trace) -> str:
     return describe_run(trace.policy, trace.format)
 
 
-def describe_nonfinite(stats: TensorStats, trace: Trace) -> str:
-    """Return the non-finite values and their samples: "NaN in 512 of 4096 elements (sample 2)"."""
-    found = nonfinite_elements(stats, trace)
-    text = nonfinite_part(found.kinds, found.num_bad, found.numel, "element")
-    if found.samples and len(found.samples) <= 4 and len(stats.shape) > 1 and len(found.samples) < stats.shape[0]:
-        text += f" ({samples_text(found.samples, stats.shape[0])})"
-    return text
+def describe_nonfinite(stats: TensorStats) -> str:
+    """Return the non-finite values: "NaN in 512 of 4096 elements"."""
+    found = nonfinite_elements(stats, None)
+    return nonfinite_part(found.kinds, found.num_bad, found.numel, "element")
 
 
 def _describe_place(nonfinite_place: NonfinitePlace) -> str:

@@ -52,8 +52,8 @@ class NonfiniteElements:
     """The number and places of a tensor's non-finite elements.
 
     `num_bad` of the `numel` elements are non-finite, of the `kinds` "nan", "+inf" and "-inf"; `first_index` is the
-    first of them in row-major order, None if unknown. `samples` are the first 64 of their indexes into the batch; None
-    if dimension 0 is not known to be the batch.
+    first of them in row-major order, None if unknown. `samples` are the samples of the batch with which they appear and
+    without which they do not, of many the first 64; None if that is not known. `batch_size` is the number of samples.
     """
 
     kinds: tuple[str, ...]
@@ -61,6 +61,7 @@ class NonfiniteElements:
     numel: int
     first_index: tuple[int, ...] | None
     samples: tuple[int, ...] | None
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,6 +390,7 @@ class Report:
     `arguments` replay it again on the command line; they are empty if the model or a function was passed as an object.
     `search_notes` say why the search found no fix, or what it left untried. `fp32_error` is the error of fp32's finite
     output against float64's, as a share of the largest magnitude in the worst sample; None if at most 0.1, or unknown.
+    `difference` says what sets the samples to blame apart in the batch, "" if nothing does at sight.
     """
 
     schema: str = SCHEMA
@@ -415,5 +417,6 @@ class Report:
     headroom: tuple[NearMiss, ...] = ()
     eps_audit: tuple[EpsUse, ...] = ()
     sample: SampleView | None = None
+    difference: str = ""
     excerpt: Excerpt | None = None
     arguments: tuple[str, ...] = ()

@@ -332,8 +332,7 @@ class OpCall:
 class Trace:
     """One run: its policy and every module call, in the order of entry.
 
-    `num_samples` is the batch size, None if unknown. `time_first` says if it may be a number of time steps instead:
-    "possible" if the batch has only sequences, "unlikely" if another array has as many rows.
+    `num_samples` is the batch size, or the number of time steps if these come first; None if unknown.
 
     `buffers` names the model's buffers, `built` the state that its own code makes non-finite, with True if that is only
     -inf, `spoilt_buffers` the buffers that have NaN or Inf only after the forward. `loss`, `backward` (the ops of the
@@ -367,7 +366,6 @@ class Trace:
     function_ops: tuple[OpCall, ...] = ()
     bad_gradients: tuple[TensorStats, ...] = ()
     num_samples: int | None = None
-    time_first: Literal["never", "unlikely", "possible"] = "never"
     unread: tuple[str, ...] = ()
 
     @property

@@ -18,7 +18,6 @@ from nandoctor.changes.places import ancestors, site_of
 from nandoctor.changes.setting import SetLossScale, UseFormat
 from nandoctor.changes.state import ResetBuffers, ZeroWeights
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
-from nandoctor.diagnosis.origin import nonfinite_elements
 from nandoctor.evidence.edits import Edit, OpSite, Together, flatten
 from nandoctor.evidence.formats import BF16, FP16, FP32, FP64
 from nandoctor.evidence.report import Counterfactual, StepSetting
@@ -275,10 +274,7 @@ def without_guilty(guilty: tuple[int, ...], num_samples: int | None) -> Iterator
 
 def guilty_samples(findings: Findings) -> tuple[int, ...]:
     """Return the samples of the batch that are to blame, () if they are not known."""
-    places = [diagnosis.origin.elements.samples for diagnosis in findings.conclusion.diagnoses[:1]]
-    if findings.conclusion.first_nonfinite is not None:
-        places.append(nonfinite_elements(findings.conclusion.first_nonfinite.value, findings.trace).samples)
-    return next((samples for samples in places if samples), ())
+    return findings.guilty or ()
 
 
 def rows_hit(findings: Findings) -> tuple[int, ...]:

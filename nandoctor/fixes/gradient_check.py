@@ -50,6 +50,8 @@ GROWTH = 4.0
 _USUAL_SCALES = (65536.0, 4096.0, 256.0, 16.0, 1.0)
 _LOWERED = (256.0, 16.0)
 """On another batch GradScaler may have to lower its scale: to these, but not above the training's scale."""
+_HALVINGS = 16.0
+"""It may halve a scale that is low already a few times too: the mean over fewer samples has larger gradients."""
 _LEAST_SCALE = 256.0
 """The lowest scale if none is known: GradScaler gets there in eight steps, and small gradients are not yet lost."""
 _MOST_NOISE = 0.5
@@ -289,7 +291,8 @@ def run_lowered(trials: Trials, change: Change, scale: float | None) -> tuple[Re
     """Run another batch at the loss scale, or where its gradients need it at a lower one, which is returned as well."""
     highest = scale or 1.0
     known = trials.step.loss_scale or highest
-    for lowered in dict.fromkeys((highest, *(min(highest, least, known) for least in _LOWERED))):
+    first, second = _LOWERED
+    for lowered in dict.fromkeys((highest, min(highest, first, known), min(highest / _HALVINGS, second, known))):
         made = trials.run(*at_scale(change, lowered))
         if made.gradients_finite or not made.values_finite:
             break

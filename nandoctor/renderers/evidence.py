@@ -44,6 +44,9 @@ def evidence_facts(report: Report) -> list[Fact]:
         facts.append(Fact("cause", f"{report.cause.code}: {report.cause.explanation}"))
     if report.origin is not None and report.excerpt is None and report.origin.op is not None:
         facts.append(Fact("origin", describe_origin(report.origin)))
+    if report.difference and report.origin is not None:
+        samples = samples_text(report.origin.elements.samples or ())
+        facts.append(Fact("sample", f"{samples}: {report.difference}"))
     if report.first_nonfinite is not None:
         facts += _first_facts(report.first_nonfinite, report)
     return [*facts, *_spread_facts(report), *_run_facts(report)]

@@ -113,8 +113,9 @@ def _describe_where(report: Report) -> str:
     if origin is None:
         return ""
     function = report.excerpt.function if report.excerpt is not None else ""
-    samples, count = origin.elements.samples, origin.output.shape[0] if origin.output and origin.output.shape else None
-    notes = (_describe_module(origin) if function else "", samples_text(samples, count) if samples else "")
+    samples = origin.elements.samples
+    told = samples_text(samples, origin.elements.batch_size) if samples else ""
+    notes = (_describe_module(origin) if function else "", told)
     details = ", ".join(filter(None, notes))
     owner = function or ("the batch" if origin.phase == "input" else short_place(origin.place).with_type)
     return f"{owner} ({details})" if details else owner

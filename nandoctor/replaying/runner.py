@@ -331,7 +331,6 @@ class _RecordedRun:
             function_ops=self._functions.ops.calls() if self._functions else (),
             bad_gradients=self._bad_gradients,
             num_samples=interventions.sample_count(self._batch, step.used),
-            time_first=interventions.may_have_time_first(self._batch, step.used),
         )
 
     def _execute(self) -> None:

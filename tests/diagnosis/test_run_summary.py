@@ -36,7 +36,7 @@ def test_the_output_of_a_module_comes_with_what_fp32_has_there():
         "output",
     )
     assert (found.elements.kinds, found.elements.num_bad, found.elements.numel) == (("nan", "+inf"), 2, 3)
-    assert (found.elements.first_index, found.elements.samples) == ((1,), (1, 2))
+    assert (found.elements.first_index, found.elements.samples) == ((1,), None)  # no run has shown what rows are
     assert (found.inputs, found.value, found.state, found.would_be) == ((IN,), NONFINITE, (NONFINITE,), 1e6)
 
 

@@ -1,4 +1,4 @@
-"""Samples are indexes into the batch or unknown: rows that were moved, flattened, or are no samples are none."""
+"""Samples are those with which the step fails and without which it does not, wherever their rows go; else unknown."""
 
 from __future__ import annotations
 
@@ -69,18 +69,7 @@ UNKNOWN = {
     ),
     "tokens": (lambda self, x: self.end(self.entry(x.reshape(-1, 8))), SERIES),
     "tokens in groups": (lambda self, x: self.end(self.entry(x.transpose(0, 1).reshape(4, 6, 8))), SERIES),
-    "packed rows": (packed, {"x": hot(4, 6, 8), "lengths": torch.ones(4, dtype=torch.int64)}),
     "steps in time": (lambda self, x: self.end(self.steps(x)[0] * 1e6), {"x": normal(5, 3, 8)}),
-    "pairs": (lambda self, a, b: self.end(self.entry(torch.cat([a, b]))), {"a": hot(4, 8), "b": normal(4, 8)}),
-    "other half": (
-        lambda self, a, b: self.end(self.entry(torch.cat([a, b])))[4:],
-        {"a": normal(4, 8), "b": hot(4, 8)},
-    ),
-    "sorted": (lambda self, x: self.end(self.entry(x[x[:, 0].argsort()])), FLAT),
-    "reversed": (lambda self, x: self.end(self.entry(x.flip(0))), FLAT),
-    "shifted": (lambda self, x: self.end(self.entry(x.roll(1, 0))), FLAT),
-    "mixed up": (lambda self, x: self.end(self.entry(x + x[torch.tensor([1, 2, 3, 0])])), FLAT),
-    "columns": (lambda self, x: self.end(self.entry(x.T)), {"x": hot(8, 8)}),
     "nothing but a sequence": (lambda self, x: self.end(self.entry(x)), SERIES),
     "attention along the first": (attended(steps_first=True), SERIES),
     "average over the first": (lambda self, x: self.end(self.entry(x)).mean(0), SERIES),
@@ -89,10 +78,6 @@ UNKNOWN = {
         SERIES,
     ),
     "added up over the batch": (lambda self, x: self.end(self.entry(x).half().amax(dim=(0, 2))), {"x": hot(6, 6, 8)}),
-    "spread over the columns": (
-        lambda self, x, y: self.end(self.entry.weight[:4, :4].half() + y.half()),
-        {**FLAT, "y": hot(4).abs()},
-    ),
     "positions": (lambda self, x: x + self.end(torch.arange(4.0)[:, None].half() * 1e3), FLAT),
 }
 KNOWN = {
@@ -111,6 +96,21 @@ KNOWN = {
     "first token": (lambda self, x: self.end(self.entry(x)[:, 0]), SERIES),
     "pairs apart": (lambda self, a, b: self.end(self.entry(a)) + self.entry(b), {"a": hot(4, 8), "b": normal(4, 8)}),
     "similarities": (lambda self, a, b: self.end(a @ b.T), {"a": hot(4, 8) / 8, "b": normal(4, 8)}),
+    "packed rows": (packed, {"x": hot(4, 6, 8), "lengths": torch.ones(4, dtype=torch.int64)}),
+    "pairs": (lambda self, a, b: self.end(self.entry(torch.cat([a, b]))), {"a": hot(4, 8), "b": normal(4, 8)}),
+    "other half": (
+        lambda self, a, b: self.end(self.entry(torch.cat([a, b])))[4:],
+        {"a": normal(4, 8), "b": hot(4, 8)},
+    ),
+    "sorted": (lambda self, x: self.end(self.entry(x[x[:, 0].argsort()])), FLAT),
+    "reversed": (lambda self, x: self.end(self.entry(x.flip(0))), FLAT),
+    "shifted": (lambda self, x: self.end(self.entry(x.roll(1, 0))), FLAT),
+    "mixed up": (lambda self, x: self.end(self.entry(x + x[torch.tensor([1, 2, 3, 0])])), FLAT),
+    "columns": (lambda self, x: self.end(self.entry(x.T)), {"x": hot(8, 8)}),
+    "spread over the columns": (
+        lambda self, x, y: self.end(self.entry.weight[:4, :4].half() + y.half()),
+        {**FLAT, "y": hot(4).abs()},
+    ),
 }
 
 
