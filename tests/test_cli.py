@@ -135,17 +135,18 @@ def test_the_diagnosis_is_printed_before_a_fix_is_tried(monkeypatch):
 @pytest.mark.parametrize(
     ("form", "start"),
     [
-        ("concise", "tiny_models.py:94: matmul-overflow: `self.scale(image)` reaches 120,000"),
-        ("github", "::error file="),
-        ("json", "{"),
+        ("--quiet", "tiny_models.py:94: matmul-overflow: `self.scale(image)` reaches 120,000"),
+        ("--output-format=concise", "tiny_models.py:94: matmul-overflow: `self.scale(image)` reaches 120,000"),
+        ("--output-format=github", "::error file="),
+        ("--output-format=json", "{"),
     ],
 )
 def test_forms_of_the_output(form, start):
-    result = run("replay", *SICK, "--no-fixes", "--output-format", form)
+    result = run("replay", *SICK, "--no-fixes", form)
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert start in lines[0]
-    assert form == "json" or len(lines) == 1
+    assert form.endswith("json") or len(lines) == 1
 
 
 def test_a_missing_file_names_the_nearest_one():
@@ -208,16 +209,6 @@ def test_every_setting_can_be_given_by_its_flag(monkeypatch):
 def test_a_check_that_fails_by_itself_judges_nothing(monkeypatch):
     monkeypatch.setattr("nandoctor.verification.replay_dump", lambda *_, **__: 1 / 0)
     assert run("replay", *SICK, "--check").exit_code == 125
-
-
-def test_a_replay_names_the_layer():
-    assert "`self.scale(image)` reaches 120,000; fp16 stops at 65,504" in " ".join(run("replay", *SICK).stdout.split())
-
-
-def test_quiet_is_one_line():
-    lines = run("replay", *SICK, "--quiet").stdout.splitlines()
-    assert len(lines) == 1
-    assert "scale" in lines[0]
 
 
 def test_quiet_tries_no_fix_that_it_would_not_tell(monkeypatch):
@@ -319,24 +310,6 @@ def test_an_error_is_one_message_and_what_to_do(arguments, message):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kept"),
-    [
-        (["--amp-dtype", "bfloat16"], {"dtype": "bfloat16"}),
-        (["--policy", "native"], {"policy": "native"}),
-        (["--mode", "eval"], {"training": False}),
-        (["--seed", "5"], {"seed": 5}),
-    ],
-)
-def test_flags_reach_the_replay(arguments, kept):
-    report = json.loads(run("replay", *SICK, *arguments, "--json").stdout)
-    assert {name: report["runs"]["autocast"][name] for name in kept} == kept
-
-
-def test_values_of_model_arguments_are_literals():
-    assert run("replay", *WELL, "--model-arg", "width=4", "--quiet").exit_code == 0
-
-
 def test_no_strict_loads_what_fits():
     torch.save({"state_dict": {"weight": torch.ones(4, 4)}, "image": IMAGE}, "part.pth")
     part = ("part.pth", *WELL[1:])
@@ -356,18 +329,12 @@ def test_inspect_runs_no_code_and_lists_the_arrays():
 
 
 def test_plot_draws_a_dump_and_a_report(workplace):
-    assert run("plot", *SICK).exit_code == 0
-    assert (workplace / "sick.ranges.png").exists()
+    assert run("plot", *SICK, "--kind", "samples").stderr == "Wrote sick.samples.png\n"
+    assert (workplace / "sick.samples.png").read_bytes().startswith(b"\x89PNG")
     run("replay", *SICK, "-o", "report.json")
     assert run("plot", "report.json", "-o", "ranges.svg").stderr == "Wrote ranges.svg\n"
     assert run("plot", "report.json", "-o", "r\u202e.svg").stderr == "Wrote r\\u202e.svg\n"
     assert "<svg" in (workplace / "ranges.svg").read_text()
-
-
-@pytest.mark.parametrize("kind", ["exponents", "divergence", "samples", "origin"])
-def test_every_kind_of_plot_is_drawn_from_a_dump(kind, workplace):
-    assert run("plot", *SICK, "--kind", kind).stderr == f"Wrote sick.{kind}.png\n"
-    assert (workplace / f"sick.{kind}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plot_that_needs_a_per_sample_says_so():

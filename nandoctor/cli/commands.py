@@ -55,7 +55,7 @@ OUTPUT_FORMATS = ("full", "concise", "github", "json")
 @click.option(
     "--check", is_flag=True, help="For git bisect run: exit 0 fixed or healthy, 1 still fails, 125 cannot tell."
 )
-@click.option("--quiet", is_flag=True, help="Print one line.")
+@click.option("--quiet", is_flag=True, help="Print one line: --output-format concise.")
 @click.option(
     "--output-format",
     "form",
@@ -74,7 +74,7 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, qu
     form = options.pop("form")
     if as_json and (quiet or form not in ("full", "json")):
         raise click.UsageError("--json goes with neither --quiet nor another --output-format.")
-    form = "json" if as_json else "quiet" if quiet and form == "full" else form
+    form = "json" if as_json else "concise" if quiet and form == "full" else form
     if check or (form not in ("full", "json") and not outputs):
         options["fixes"] = False  # neither an exit code nor one line has room for a fix
     if check:

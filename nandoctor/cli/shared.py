@@ -171,13 +171,10 @@ def print_as(report: Report, form: str, *, told: bool, has_page: bool) -> None:
     """Print the report in this form, unless it is JSON; if its first part was `told` already, print the rest."""
     from nandoctor.renderers.document import document
     from nandoctor.renderers.one_line import LINES
-    from nandoctor.renderers.report import fp32_section
     from nandoctor.renderers.terminal import print_document
 
     if form in LINES:
         click.echo(LINES[form](report))
     elif form == "full":
-        blocks = document(report, has_page=has_page)
-        if told:
-            print_document(filter(None, [fp32_section(report)]), console())
-        print_document(blocks[NUM_TOLD if told else 0 :], console(), goes_on=told)
+        blocks = document(report, has_page=has_page)[NUM_TOLD if told else 0 :]
+        print_document(blocks, console(), goes_on=told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -103,12 +104,12 @@ def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: boo
         sys.exit(EXIT_NOTHING_FAILED)
     choice = _choose(case, pick)
     if only_diff:
-        from nandoctor.renderers.commands import git_flags
         from nandoctor.working_tree import encode_diff
 
-        click.echo(encode_diff(_patch_of(choice.fix)), nl=False)
-        if "-C" in (flags := git_flags(choice.fix)):
-            tell(f"Its paths do not start from this folder: {' '.join(flags)}")
+        patch = _patch_of(choice.fix)
+        click.echo(encode_diff(patch), nl=False)
+        if Path(patch.root).resolve() != Path.cwd():
+            tell(f"Its paths start from {patch.root}: git -C {shlex.quote(patch.root)} apply")
         return
     if write:
         from nandoctor.working_tree import plan_patch

@@ -8,7 +8,6 @@ from pathlib import PurePath
 from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.evidence.report_diff import ChangedFact, Comparison, ComparisonOutcome, LayerChange
 from nandoctor.evidence.verdicts import NOTHING_FOUND
-from nandoctor.text import bits_text
 
 LARGE_CHANGE_BITS = 0.5
 
@@ -38,10 +37,6 @@ def compare_reports(before: Report, after: Report) -> Comparison:
         ),
         layers=tuple(sorted(filter(_is_large, layers), key=_importance)),
         num_shared=len(shared),
-        only_before=tuple(row.place for key, row in ours.items() if key not in theirs),
-        only_after=tuple(row.place for key, row in theirs.items() if key not in ours),
-        tightest_before=_tightest(before),
-        tightest_after=_tightest(after),
     )
 
 
@@ -74,19 +69,8 @@ def _place(report: Report) -> str | None:
 
 
 def _write_headline(outcome: ComparisonOutcome, before: Report, after: Report) -> str:
-    then, now = (_tightest(report) for report in (before, after))
-    room = ""
-    if then is not None and now is not None and abs(now - then) >= LARGE_CHANGE_BITS:
-        room = f"; the layer closest to the limit has {bits_text(now)} bits of headroom; it had {bits_text(then)}"
-    cause = _cause(after) if outcome in ("broken", "moved", "same-failure") else _cause(before)
-    about = f": {cause}" if cause else ""
-    return f"{_HEADLINES[outcome]}{about}{room}."
-
-
-def _tightest(report: Report) -> float | None:
-    """Return the least headroom of any layer in the fp32 run, or None; autocast's values are lost where it failed."""
-    rows = report.runs.fp32.modules if report.runs else ()
-    return min((row.headroom_bits for row in rows if row.headroom_bits is not None), default=None)
+    cause = _cause(before if outcome in ("fixed", "both-finite") else after)
+    return f"{_HEADLINES[outcome]}{f': {cause}' if cause else ''}."
 
 
 def _list_facts(report: Report) -> dict[str, str | None]:
@@ -114,8 +98,6 @@ def _compare_layers(before: LayerRow, after: LayerRow) -> LayerChange:
         finite_after=after.finite,
         absmax_before=before.absmax,
         absmax_after=after.absmax,
-        headroom_before=before.headroom_bits,
-        headroom_after=after.headroom_bits,
         growth=after.absmax / before.absmax if before.absmax and after.absmax else None,
     )
 

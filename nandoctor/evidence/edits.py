@@ -142,7 +142,11 @@ class SourcePatch:
     @property
     def diff(self) -> str:
         """The patch as a unified diff with paths below `root`."""
-        return "".join(_unified_diff(file, Path(self.root)) for file in self.files)
+        return self.diff_with(3)
+
+    def diff_with(self, num_lines: int) -> str:
+        """Return the diff with so many unchanged lines around each change; `git apply` needs one."""
+        return "".join(_unified_diff(file, Path(self.root), num_lines) for file in self.files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +196,9 @@ class FixCost:
     more_activations: float
 
 
-def _unified_diff(file: ChangedFile, root: Path) -> str:
+def _unified_diff(file: ChangedFile, root: Path, num_lines: int) -> str:
     name = Path(os.path.normpath(file.path)).relative_to(root).as_posix()
     old, new = (io.StringIO(text, newline="\n").readlines() for text in (file.before, file.after))
-    lines = difflib.unified_diff(old, new, fromfile=f"a/{name}", tofile=f"b/{name}")
+    lines = difflib.unified_diff(old, new, fromfile=f"a/{name}", tofile=f"b/{name}", n=num_lines)
     # https://www.gnu.org/software/diffutils/manual/html_node/Incomplete-Lines.html
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)

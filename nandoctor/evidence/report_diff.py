@@ -8,7 +8,7 @@ from typing import Literal
 from nandoctor.evidence.codec import INLINED
 from nandoctor.evidence.trace import Place
 
-COMPARISON_SCHEMA = "nandoctor.comparison/2"
+COMPARISON_SCHEMA = "nandoctor.comparison/3"
 
 ComparisonOutcome = Literal["fixed", "broken", "moved", "same-failure", "both-finite"]
 
@@ -24,7 +24,7 @@ class ChangedFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerChange:
-    """One module call in both reports, under autocast; magnitudes and headroom are None if no value is finite.
+    """One module call in both reports, under autocast; magnitudes are None if no value is finite.
 
     `growth` is the later absmax over the earlier one, None if either is unknown or zero.
     """
@@ -34,8 +34,6 @@ class LayerChange:
     finite_after: bool
     absmax_before: float | None
     absmax_after: float | None
-    headroom_before: float | None
-    headroom_after: float | None
     growth: float | None
 
 
@@ -46,7 +44,7 @@ class Comparison:
     `fixed`: the first is non-finite and the second is not; `broken`: the reverse; `moved`: both are non-finite, with
     another origin or cause; `same-failure`, `both-finite`. `layers` has the calls of both runs that became finite or
     non-finite, or whose absmax changed by a factor of 1.4 or more: first the former, then the largest changes.
-    `num_shared` counts the calls of both runs; calls of only one run are listed.
+    `num_shared` counts the calls of both runs.
     """
 
     schema: str = COMPARISON_SCHEMA
@@ -57,7 +55,3 @@ class Comparison:
     changes: tuple[ChangedFact, ...]
     layers: tuple[LayerChange, ...]
     num_shared: int
-    only_before: tuple[Place, ...]
-    only_after: tuple[Place, ...]
-    tightest_before: float | None
-    tightest_after: float | None

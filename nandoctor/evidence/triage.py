@@ -37,12 +37,11 @@ class TrainingMoment:
     epoch: int | None = None
     rank: int | None = None
     fold: str | None = None
-    written: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpFinding:
-    """The part of a report that dumps are grouped by."""
+    """The part of a report that dumps are grouped by, and the title of its first verified fix, "" without one."""
 
     verdict: Verdict
     grade: Grade
@@ -50,6 +49,7 @@ class DumpFinding:
     cause: str | None
     title: str
     place: CodePlace
+    fix: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,8 @@ class SourceFile:
 class DumpResult:
     """The result of one file. `reason` says why it was not analysed; `finding` is then None.
 
-    `key` identifies the file's content and the settings of its replay. `report` is the saved report's path relative to
-    the triage folder, "" without one.
+    `key` identifies the file, as it was, and the settings of its replay. `report` is the path of the saved report
+    relative to the triage folder, "" without one.
     """
 
     kind: Literal["dump"] = "dump"
@@ -81,22 +81,12 @@ class DumpResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFix:
-    """A change that was tried on the group's representative; `patch` is that of `report.Fix`."""
-
-    title: str
-    kind: str
-    verified: bool
-    patch: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Dumps with one cause at one place in the code.
 
     `paths` are the files in the order of their steps, `modules` the dotted paths that the origin was found in. `steps`
-    and `written` are the first and the last. `fixes` were tried on `representative`, the dump that `page` reports on;
-    `fix_note` says why there are none.
+    are the first and the last. `fix` was verified on `representative`, the dump that `page` reports on; `fix_note` says
+    why there is none.
     """
 
     kind: Literal["group"] = "group"
@@ -111,9 +101,8 @@ class Group:
     ranks: tuple[int, ...]
     folds: tuple[str, ...]
     runs: tuple[str, ...]
-    written: tuple[str, str] | None
     representative: str
-    fixes: tuple[GroupFix, ...] = ()
+    fix: str = ""
     fix_note: str = ""
     page: str = ""
 

@@ -1,4 +1,4 @@
-"""The folder of a triage: one result for each content and settings, so that it can be stopped and resumed.
+"""The folder of a triage: one result for each file and settings, so that it can be stopped and resumed.
 
 Every file in it is written whole or not at all.
 """
@@ -21,13 +21,11 @@ from nandoctor.fleet.worker import JobAnswer, unchanged
 from nandoctor.renderers.jsonfile import dumps
 from nandoctor.renderers.save import is_replaceable, write_text
 from nandoctor.replaying.settings import Settings
-from nandoctor.source_files import hash_of
 
 PAGE = "index.html"
 LINES = "triage.jsonl"
 _RESULTS, _REPORTS = "results", "reports"
-_KEY_DIGITS = 16
-_END_NBYTES = 64 << 20
+_KEY_DIGITS = 32
 
 
 class Store:
@@ -35,7 +33,6 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._hashes: dict[Path, str] = {}
 
     def open(self, *, force: bool = False) -> None:
         """Create the folder, or reuse one that a triage created.
@@ -62,11 +59,19 @@ class Store:
             ) from error
 
     def key_of(self, path: Path, settings: Settings, *, trust: bool) -> str:
-        """Return the key of the result for this file's content under these settings. Raises OSError."""
-        if path not in self._hashes:
-            self._hashes[path] = identify(path)
-        parts = json.dumps([__version__, trust, to_plain(settings)], sort_keys=True, default=str)
-        return f"{self._hashes[path][:32]}-{hashlib.sha256(parts.encode()).hexdigest()[:_KEY_DIGITS]}"
+        """Return the key of the result for this file, as it is now, under these settings.
+
+        The file is told by its path, size and time: no limit applies here, so nothing of it is read.
+
+        Raises:
+            OSError: it cannot be read, or is a device or a pipe.
+        """
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is a device or a pipe, not a file")
+        file = [os.path.realpath(path), status.st_size, status.st_mtime_ns]
+        parts = json.dumps([__version__, trust, file, to_plain(settings)], sort_keys=True, default=str)
+        return hashlib.sha256(parts.encode()).hexdigest()[:_KEY_DIGITS]
 
     def find(self, key: str) -> DumpResult | None:
         """Return the result of an earlier run; None if there is none, or the code that it came from has changed."""
@@ -90,24 +95,3 @@ class Store:
     def page_of(self, key: str) -> Path:
         """Return the path for the page of a result."""
         return self.folder / _REPORTS / f"{key}.html"
-
-
-def identify(path: Path) -> str:
-    """Return the sha256 of a file, in hexadecimal; of a large one that of its size, its time and both ends.
-
-    No time limit applies here, so it must be quick. The end of an archive has the checksums of all its parts.
-
-    Raises:
-        OSError: it cannot be read, or is a device or a pipe.
-    """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is a device or a pipe, not a file")
-    if status.st_size <= 2 * _END_NBYTES:
-        return hash_of(path)
-    digest = hashlib.sha256(f"{status.st_size} {status.st_mtime_ns}\n".encode())
-    with path.open("rb") as file:
-        digest.update(file.read(_END_NBYTES))
-        file.seek(-_END_NBYTES, os.SEEK_END)
-        digest.update(file.read(_END_NBYTES))
-    return digest.hexdigest()

@@ -5,19 +5,17 @@ from __future__ import annotations
 import glob
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nandoctor.errors import NanDoctorError, ReportError
+from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.triage import (
     DumpFinding,
     DumpResult,
     Group,
-    GroupFix,
     TrainingMoment,
     Triage,
 )
@@ -26,14 +24,12 @@ from nandoctor.fleet.pool import Workers, open_workers
 from nandoctor.fleet.store import LINES, PAGE, Store
 from nandoctor.fleet.worker import Job
 from nandoctor.renderers.html import page_of
-from nandoctor.renderers.jsonfile import read_report
 from nandoctor.renderers.save import write_text
 from nandoctor.renderers.triage import triage_lines
 from nandoctor.replaying.settings import Settings, settings_for
 from nandoctor.text import are, brief, plural
 
 DUMP_ENDINGS = (".pth", ".pt")
-_MAX_FIXES_KEPT = 3
 
 TriageProgress = Callable[[str, int, int], None]
 """Called with what is being done, how many files are done, and how many there are."""
@@ -130,15 +126,13 @@ def triage(
         `groups` (`paths`, `cause`, `place`, `fixes`, ... of each), and `dumps` (the result of each file).
 
     Raises:
-        NanDoctorError: there are no files, no folder to work in or no cluster, a setting is wrong, or the weights that
-            it names cannot be read.
+        NanDoctorError: there are no files, no folder to work in or no cluster, or a setting is wrong.
         InterruptedTriageError: after Ctrl-C, with what was done.
     """
     options = options or TriageOptions()
     run = _TriageRun(options, find_dumps(patterns), progress)
     if options.jobs is not None and options.jobs < 1:
         raise NanDoctorError("There must be at least one worker.", remedy="Give --jobs 1 or more.")
-    run.check_weights()
     run.store.open(force=options.force)
     try:
         with open_workers(
@@ -163,14 +157,6 @@ class _TriageRun:
         self.fixes: dict[str, DumpResult] = {}
         self.num_reused = 0
         self._started = time.perf_counter()
-
-    def check_weights(self) -> None:
-        """Raise an error if a checkpoint that replaces the dumps' weights cannot be read: that is no dump's fault."""
-        named = (self._settings_for(path, fixes=False) for path in self.paths)
-        for path in sorted({settings.directory / settings.weights for settings in named if settings.weights}):
-            from nandoctor.dumps.weights import read_weights  # noqa: PLC0415  (imports torch, if there are such)
-
-            read_weights(path)
 
     def diagnose(self) -> None:
         """Collect one result for each file, as they come."""
@@ -208,34 +194,22 @@ class _TriageRun:
         result = self.fixes.get(group.representative)
         if result is None:
             return group
-        if result.outcome != "analysed":
+        if result.finding is None:
             return replace(group, fix_note=f"The search for fixes ended early ({result.outcome}): {result.reason}")
         page = self.store.page_of(result.key)
-        try:
-            report = read_report(self.store.folder / result.report)
-        except ReportError as error:
-            return replace(group, fix_note=error.message)
-        fixes = tuple(
-            GroupFix(title=fix.title, kind=fix.kind, verified=fix.verified, patch=fix.patch)
-            for fix in report.fixes[:_MAX_FIXES_KEPT]
+        return replace(
+            group,
+            fix=result.finding.fix,
+            fix_note="" if result.finding.fix else f"no change tried on {group.representative} was verified",
+            page=str(page.relative_to(self.store.folder)) if page.is_file() else "",
         )
-        return replace(group, fixes=fixes, page=str(page.relative_to(self.store.folder)) if page.is_file() else "")
 
     def _work(self, paths: Sequence[Path], *, fixes: bool) -> Iterator[DumpResult]:
         """Yield the results for these files, first those in the folder, then the others as they come from workers."""
         assert self.workers is not None
-        jobs: dict[str, Job] = {}
-        names: dict[str, list[str]] = defaultdict(list)
-        for path in paths:
-            job = self._make_job(path, fixes=fixes)
-            if isinstance(job, DumpResult):
-                yield job
-            else:  # several names may have the same content
-                jobs[job.key] = job
-                names[job.key].append(job.shown)
-        for answer in self.workers.run([*jobs.values()]):
-            result = self.store.keep(answer)
-            yield from (replace(result, path=name) for name in names[result.key])
+        made = [self._make_job(path, fixes=fixes) for path in paths]
+        yield from (job for job in made if isinstance(job, DumpResult))
+        yield from map(self.store.keep, self.workers.run([job for job in made if isinstance(job, Job)]))
 
     def _make_job(self, path: Path, *, fixes: bool) -> Job | DumpResult:
         """Return the job of a worker for this file, or the result if that is known."""
@@ -312,7 +286,6 @@ def _make_group(results: Sequence[DumpResult]) -> Group:
     # The choice is the same wherever and however often the dumps are replayed.
     representative, best = min(found, key=lambda pair: _GRADES.index(pair[1].grade))
     steps = [moment.step for moment in moments if moment.step is not None]
-    written = sorted(moment.written for moment in moments if moment.written is not None)
     return Group(
         verdict=best.verdict,
         cause=best.cause,
@@ -325,7 +298,6 @@ def _make_group(results: Sequence[DumpResult]) -> Group:
         ranks=tuple(sorted({moment.rank for moment in moments if moment.rank is not None})),
         folds=tuple(sorted({moment.fold for moment in moments if moment.fold is not None})),
         runs=tuple(sorted({moment.run for moment in moments})),
-        written=(written[0], written[-1]) if written else None,
         representative=representative.path,
     )
 

@@ -108,6 +108,7 @@ def _find(report: Report) -> DumpFinding:
         cause=report.cause.code if report.cause is not None else None,
         title=report.cause.title if report.cause is not None else "",
         place=_describe_place(report),
+        fix=next((fix.title for fix in report.fixes if fix.verified), ""),
     )
 
 
@@ -126,14 +127,12 @@ def _describe_moment(dump: Dump) -> TrainingMoment:
     scalars = dump.scalars_by_last_name
     run = next((str(scalars[name]) for name in _RUN_NAMES if isinstance(scalars.get(name), (str, int))), None)
     fold = scalars.get("fold")
-    written = scalars.get("written")
     return TrainingMoment(
         run=brief(run or ""),
         step=dump.step,
         epoch=dump.find_count("epoch"),
         rank=dump.find_count("rank", "global_rank"),
         fold=brief(str(fold)) if isinstance(fold, (int, str)) else None,
-        written=brief(written) if isinstance(written, str) else None,
     )
 
 

@@ -103,14 +103,14 @@ class Column:
 class Table:
     """Columns of equal length; `tones` has one for each row, or none.
 
-    With `is_tree` the first column has dotted paths, parents before children: a page can fold, search and sort them.
+    With `is_searchable` a page can search and sort it; the first two columns are names and types.
     """
 
     columns: Sequence[Column]
     title: str = ""
     legend: str = ""
     tones: Sequence[Tone] = ()
-    is_tree: bool = False
+    is_searchable: bool = False
 
     def near_first(self, limit: int) -> Table:
         """Return the table itself or, of more than `limit` rows, those around the failure to look at."""

@@ -17,7 +17,6 @@ from nandoctor.source_files import PACKAGE_FOLDERS
 from nandoctor.text import printable
 
 _COMMAND = re.compile(r"(.*?)(?:(?:^|(?<=:) )(nandoctor [a-z]+ .+))?$", re.DOTALL)
-_MAX_PARENT_STEPS = 2
 
 
 def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
@@ -81,17 +80,3 @@ def write_flags(fix: Fix) -> tuple[str, ...]:
     names = re.findall(r"^\+\+\+ b/(.*)$", fix.patch, re.MULTILINE)
     installed = any(PACKAGE_FOLDERS.intersection(Path(fix.patch_root or "", name).parts) for name in names)
     return ("--write", "--allow-installed") if installed else ("--write",)
-
-
-def git_flags(fix: Fix) -> tuple[str, ...]:
-    """Return the flags of `nandoctor fix` and the pipe with which git applies the change in the patch's own folder."""
-    folder = git_folder(fix) or "."
-    place = () if folder == "." else ("-C", shlex.quote(printable(folder)))
-    return "--diff", "| git", *place, "apply"
-
-
-def git_folder(fix: Fix) -> str:
-    """Return the folder of a fix's patch, relative to the working directory if it is near; "" if it has none."""
-    folder = fix.patch_root or ""
-    near = os.path.relpath(folder) if folder and Path(folder).is_dir() else folder
-    return folder if near.count("..") > _MAX_PARENT_STEPS else near

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 
 from nandoctor.evidence.report_diff import ChangedFact, Comparison, LayerChange
 from nandoctor.renderers.blocks import Block, Column, Fact, Facts, Headline, Section, Table, Tone
-from nandoctor.text import bits_text, brief, join_first, number, part_of, plural
+from nandoctor.text import brief, number, part_of, plural
 
-_MAX_NAMED = 3
 _MIN_NAME_WIDTH = 16
-_MAX_NAME_WIDTH = 44
 _TONES: dict[str, Tone] = {
     "fixed": "good",
     "both-finite": "good",
@@ -36,7 +34,7 @@ def comparison_document(comparison: Comparison) -> Iterator[Block]:
     yield Section("", [Facts([Fact("before", comparison.before), Fact("after", comparison.after)])])
     if comparison.changes:
         yield Section("", [Facts([Fact(change.name, _describe_change(change)) for change in comparison.changes])])
-    yield Section("", [_table(comparison), Facts(list(_only_one_made(comparison)))])
+    yield Section("", [_table(comparison)])
 
 
 def _describe_change(change: ChangedFact) -> str:
@@ -45,19 +43,13 @@ def _describe_change(change: ChangedFact) -> str:
     return " -> ".join(words.get(value, brief(value)) if value else "none" for value in (change.before, change.after))
 
 
-def _only_one_made(comparison: Comparison) -> Iterator[Fact]:
-    for label, places in (("only before", comparison.only_before), ("only after", comparison.only_after)):
-        if places:
-            yield Fact(label, join_first([brief(place.label, _MAX_NAME_WIDTH) for place in places], _MAX_NAMED))
-
-
 def _describe_layers(comparison: Comparison) -> str:
     """Return how many of the calls that both reports have changed."""
     if not comparison.layers:
         compared = plural(comparison.num_shared, "call")
         return f"No call changed by a factor of 1.4 or more ({compared} that both made)."
     changed = part_of(len(comparison.layers), comparison.num_shared, "call")
-    return f"{changed} changed (absmax in the replay, headroom in bits)"
+    return f"{changed} changed (largest magnitudes in the replay)"
 
 
 def _table(comparison: Comparison) -> Table:
@@ -66,8 +58,7 @@ def _table(comparison: Comparison) -> Table:
         Column("layer", [change.place.label for change in changes], least=_MIN_NAME_WIDTH),
         Column("before", [_size(change.absmax_before, finite=change.finite_before) for change in changes], right=True),
         Column("after", [_size(change.absmax_after, finite=change.finite_after) for change in changes], right=True),
-        Column("times", [_times(change) for change in changes], right=True, spare=2),
-        Column("headroom", [bits_text(change.headroom_after) for change in changes], right=True, spare=1),
+        Column("times", [_times(change) for change in changes], right=True, spare=1),
     )
     tones = [_TURNS.get((change.finite_before, change.finite_after), "") for change in changes]
     return Table(title=_describe_layers(comparison), columns=columns if changes else (), tones=tones)

@@ -23,12 +23,10 @@ from nandoctor.renderers.report import report_document
 from nandoctor.renderers.triage import triage_document
 from nandoctor.renderers.verification import fix_document, verification_document
 
-_BY_LEVEL: Mapping[type, Callable[..., Iterable[Block]]] = {
+_DOCUMENTS: Mapping[type, Callable[..., Iterable[Block]]] = {
     Report: report_document,
     Triage: triage_document,
     Checkup: checkup_document,
-}
-_AT_ANY_LEVEL: Mapping[type, Callable[..., Iterable[Block]]] = {
     Verification: verification_document,
     FixChoice: fix_document,
     Comparison: comparison_document,
@@ -38,6 +36,7 @@ _AT_ANY_LEVEL: Mapping[type, Callable[..., Iterable[Block]]] = {
     tuple: catalogue_document,
     Fix: fix_part,
 }
+_WITH_LEVELS = (Report, Triage, Checkup)
 
 
 def document(thing: Any, level: Level = "screen", **more: Any) -> tuple[Block, ...]:
@@ -45,8 +44,8 @@ def document(thing: Any, level: Level = "screen", **more: Any) -> tuple[Block, .
 
     Args:
         thing: a report, verification, fix, triage, checkup, comparison, dump or cause.
-        level: how much is said of it.
+        level: how much is said of a report, triage or checkup; the others have one level.
         **more: `has_page` if a report's page was made already; the `report` that a chosen fix is of.
     """
-    kind = type(thing)
-    return tuple(_BY_LEVEL[kind](thing, level, **more) if kind in _BY_LEVEL else _AT_ANY_LEVEL[kind](thing, **more))
+    levels = {"level": level} if isinstance(thing, _WITH_LEVELS) else {}
+    return tuple(_DOCUMENTS[type(thing)](thing, **levels, **more))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from dataclasses import replace
 
 from nandoctor.causes.log_space import STABLE_FORM
 from nandoctor.changes.log_space import StableLog
-from nandoctor.evidence.edits import flatten
+from nandoctor.evidence.edits import SourcePatch, flatten
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import Check, Fix, FixSettings, Report, TrialOutcome
 from nandoctor.renderers.blocks import Block, Fact, Facts, Headline, Level, Patch, Section
-from nandoctor.renderers.commands import command_for, git_folder, write_flags
+from nandoctor.renderers.commands import command_for, write_flags
 from nandoctor.text import constant, percent, plural, within
 
 VISIBLE_ERROR = 0.01
@@ -23,31 +22,62 @@ _MAX_PATCH_LINES = 40
 _SHOWN_IN_FULL = ("output", "gradients")
 """The other checks, of the loss and of variations of the batch, are only counted."""
 _MAX_REASONS = 2
-_MAX_ALTERNATIVES = 1
-_HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
 
 
 def fix_section(report: Report, level: Level) -> Section | None:
     """Return the fixes, smallest first, or why none is verified; None if there was no search."""
-    if level == "screen":
-        return _first_fix(report) or _no_fix(report)
     fixes = sort_fixes(report)
     verified = [fix for fix in fixes if fix.verified]
+    others = fixes[len(verified) :]
+    if level == "page":
+        return _all_fixes(report, verified, others)
+    return _first_fix(report, verified) if verified else _no_fix(report, others)
+
+
+def _first_fix(report: Report, verified: Sequence[Fix]) -> Section:
+    """Return the first verified fix for a screen, and what is verified besides."""
+    first, *others = verified
+    of = f" 1 of {len(verified)}" if others else ""
+    what = "Workaround" if first.kind == "data" and report.verdict == "numerics" else "Fix"
+    where = " on this batch alone" if first.kind == "data" else ""
+    patch, left = _shorten(first)
+    command = command_for("fix", report) if left else None
+    facts = [Fact("all of it", command, is_command=True)] if command else []
+    facts += [*how_to_apply(first, report), *_check_facts(first), *reason_facts(first), *_better_facts(report)]
+    if others:
+        more = f"; {len(others) - 1} more in the report" if len(others) > 1 else ""
+        facts.append(Fact("or", f"{others[0].title} ({describe_outcome(others[0].outcome)}){more}"))
+    return Section(f"{what}{of}, verified{where}: {first.title}", [patch, Facts(facts)])
+
+
+def _no_fix(report: Report, fixes: Sequence[Fix]) -> Section | None:
+    """Return for a screen what was tried, and why none of it is a fix; None if there was no search."""
+    heading = no_fix_heading(report)
+    if not heading:
+        return None
+    tried = [Fact("tried", f"{fix.title} ({describe_result(fix, report)})") for fix in fixes[:_MAX_LISTED]]
+    more = f", of {plural(len(fixes), 'change')}" if len(fixes) > _MAX_LISTED else ""
+    return Section(f"{heading}{more}", [Facts([*tried, *why_facts(report)])])
+
+
+def _all_fixes(report: Report, verified: Sequence[Fix], others: Sequence[Fix]) -> Section | None:
+    """Return all of them for a page: what was verified with its checks, the rest folded."""
     title = "Fixes, each run on this step as it is printed" if verified else no_fix_heading(report)
     if not title:
         return None
     shown = [_whole_fix(fix, number, report) for number, fix in enumerate(verified, 1)]
-    others = [Section(f"{fix.title} ({describe_result(fix, report)})", [_patch(fix)]) for fix in fixes[len(verified) :]]
+    failed = [Section(f"{fix.title} ({describe_result(fix, report)})", [_patch(fix)]) for fix in others]
     more = plural(len(shown) - _MAX_OPEN, "more verified fix", "more verified fixes")
-    rest = plural(len(others), "change that was not verified", "changes that were not verified")
-    folds = [Section(more, shown[_MAX_OPEN:], folded=True), Section(rest, others, folded=True)]
+    rest = plural(len(failed), "change that was not verified", "changes that were not verified")
+    folds = [Section(more, shown[_MAX_OPEN:], folded=True), Section(rest, failed, folded=True)]
     why: list[Block] = [] if verified else [Facts(why_facts(report))]
     return Section(title, [*why, *shown[:_MAX_OPEN], *(fold for fold in folds if fold.blocks)], name="Fixes")
 
 
 def _whole_fix(fix: Fix, number: int, report: Report) -> Section:
     """Return a verified fix with all its checks."""
-    blocks: list[Block] = [_patch(fix, f"patch-{number}"), Facts(_fix_facts(fix, report))]
+    facts = [*how_to_apply(fix, report), *_check_facts(fix), *reason_facts(fix)]
+    blocks: list[Block] = [_patch(fix, f"patch-{number}"), Facts(facts)]
     if fix.checks:
         blocks.append(Section(plural(len(fix.checks), "check"), [Facts(every_check(fix))], folded=True))
     return Section(f"{number}. {fix.title}", blocks)
@@ -58,38 +88,6 @@ def fix_part(fix: Fix) -> Iterator[Block]:
     yield Headline(fix.title)
     facts = [Fact("result", describe_outcome(fix.outcome)), *every_check(fix), *reason_facts(fix)]
     yield Section("", [code_of_fix(fix), Facts(facts)])
-
-
-def _first_fix(report: Report) -> Section | None:
-    """Return the first verified fix and facts on the others; None if none is verified."""
-    fixes = sort_fixes(report)
-    verified = [fix for fix in fixes if fix.verified]
-    if not verified:
-        return None
-    first, *others = verified
-    of = f" 1 of {len(verified)}" if others else ""
-    what = "Workaround" if first.kind == "data" and report.verdict == "numerics" else "Fix"
-    where = " on this batch alone" if first.kind == "data" else ""
-    beside = [f"{fix.title} ({describe_outcome(fix.outcome)})" for fix in others[:_MAX_ALTERNATIVES]]
-    beside += [f"{len(others) - len(beside)} more in the report"] if len(others) > len(beside) else []
-    alternatives = [Fact("or", "; ".join(beside))] if others else []
-    untaken = fixes[len(verified) :][:_MAX_ALTERNATIVES] if all(fix.kind == "data" for fix in verified) else []
-    refused = [Fact("not verified", f"{fix.title} ({describe_result(fix, report)})") for fix in untaken]
-    patch, left = _shorten(first)
-    command = command_for("fix", report) if left else None
-    rest = [Fact("all of it", command, is_command=True)] if command else []
-    facts = [*rest, *_fix_facts(first, report), *_better_facts(report), *alternatives, *refused]
-    return Section(f"{what}{of}, verified{where}: {first.title}", [patch, Facts(facts)])
-
-
-def _no_fix(report: Report) -> Section | None:
-    """Return what was tried, and why none of it is a fix; None if there was no search."""
-    heading, fixes = no_fix_heading(report), sort_fixes(report)
-    if not heading:
-        return None
-    tried = [Fact("tried", f"{fix.title} ({describe_result(fix, report)})") for fix in fixes[:_MAX_LISTED]]
-    more = f", of {plural(len(fixes), 'change')}" if len(fixes) > _MAX_LISTED else ""
-    return Section(f"{heading}{more}", [Facts([*tried, *why_facts(report)])])
 
 
 def no_fix_heading(report: Report) -> str:
@@ -137,11 +135,6 @@ def describe_result(fix: Fix, report: Report) -> str:
     return "finite when tried, but not written as code"
 
 
-def _fix_facts(fix: Fix, report: Report) -> list[Fact]:
-    """Return how to apply a fix, what was checked and what was not, why it is written so, and what it costs."""
-    return [*_how_to_apply(fix, report), *_check_facts(fix), *reason_facts(fix)]
-
-
 def _check_facts(fix: Fix) -> Iterator[Fact]:
     """Yield what was checked and what was not, one line each; `every_check` has the rest."""
     passed = [check for check in fix.checks if check.status == "passed"]
@@ -175,16 +168,15 @@ def _describe_check(check: Check, between: str = ": ") -> str:
     return check.text if check.text.startswith(name) else f"{name}{between}{check.text}"
 
 
-def _how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
-    if not fix.verified or not fix.patch:
-        return
-    if fix.kind == "source":
-        number_of = sum(other.verified and other.rank <= fix.rank for other in report.fixes)
-        pick = () if number_of == 1 else (f"--pick {number_of}",)
+def how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
+    """Yield the command that makes the change, or where its lines are to be run."""
+    if fix.kind == "source" and fix.patch:
+        verified = [other for other in report.fixes if other.verified]
+        chosen = [*verified, *(other for other in report.fixes if other.workaround is not None)].index(fix) + 1
+        pick = () if chosen == 1 and fix.verified else (f"--pick {chosen}",)
         command = command_for("fix", report, *pick, *write_flags(fix))
-        with_git = f"git apply, in {git_folder(fix) or 'your project'}"
-        yield Fact("apply it", command or with_git, is_command=command is not None)
-    elif fix.kind in WHERE_TO_RUN:
+        yield Fact("apply it", command or f"git apply, in {fix.patch_root}", is_command=command is not None)
+    elif fix.patch or fix.settings is not None:
         yield Fact("apply it", WHERE_TO_RUN[fix.kind])
 
 
@@ -259,29 +251,9 @@ def _patch(fix: Fix, name: str = "") -> Patch:
 def _shorten(fix: Fix) -> tuple[Patch, int]:
     """Return the lines of a fix that fit on a screen, and how many are left out."""
     whole = _patch(fix)
-    lines = list(_trim_context(whole.lines))
-    left = max(len(lines) - _MAX_PATCH_LINES, 0)
+    if fix.files:
+        brief = SourcePatch(root=fix.patch_root or ".", files=fix.files).diff_with(1)
+        whole = _patch(replace(fix, patch=brief))
+    left = max(len(whole.lines) - _MAX_PATCH_LINES, 0)
     more = [f"... {plural(left, 'more line')}"] if left else []
-    return Patch([*lines[:_MAX_PATCH_LINES], *more], is_diff=whole.is_diff), left
-
-
-def _trim_context(patch: Sequence[str]) -> Iterator[str]:
-    """Yield the patch with one line of context around the changes, which is all that `git apply` needs."""
-    starts = [place for place, line in enumerate(patch) if _HUNK.match(line)]
-    limits = [*starts, len(patch)]
-    yield from patch[: limits[0]]
-    for start, end in pairwise(limits):
-        yield from _trim_hunk(patch[start], patch[start + 1 : end])
-
-
-def _trim_hunk(header: str, body: Sequence[str]) -> Iterator[str]:
-    found = _HUNK.match(header)
-    changed = [place for place, line in enumerate(body) if line.startswith(("+", "-"))]
-    if found is None or not changed or any(line.startswith(("\\", "--- ", "diff ")) for line in body):
-        yield from (header, *body)
-        return
-    first = max(changed[0] - 1, 0)
-    kept = body[first : changed[-1] + 2]
-    old, new = (sum(not line.startswith(other) for line in kept) for other in "+-")
-    yield f"@@ -{int(found[1]) + first},{old} +{int(found[2]) + first},{new} @@"
-    yield from kept
+    return replace(whole, lines=[*whole.lines[:_MAX_PATCH_LINES], *more]), left

@@ -1,9 +1,9 @@
-"""Tables of layers, both runs side by side: those around the first non-finite one, or all as a tree."""
+"""Tables of layers, both runs side by side: those around the first non-finite one, or all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, takewhile
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from nandoctor.evidence.report import LayerRow, Report, Runs
 from nandoctor.evidence.trace import Place, head_run
@@ -92,12 +92,12 @@ def _tone(pair: LayerPair, first: Place | None) -> Tone:
 
 
 def every_layer(report: Report) -> Table | None:
-    """Return all calls, parents first."""
+    """Return all calls in execution order: a container returns after what is inside it."""
     if report.runs is None:
         return None
     layers = select_layers(report)
     first = None if layers.first_nonfinite is None else layers.pairs[layers.first_nonfinite].place
-    pairs = _sort(align_calls(report.runs))
+    pairs = align_calls(report.runs)
     inherited = [_error(pair.autocast.inherited_err if pair.autocast else None) for pair in pairs]
     *numbers, headroom = _number_columns(pairs, report.runs)
     low = report.runs.autocast.dtype
@@ -113,25 +113,5 @@ def every_layer(report: Report) -> Table | None:
         f"{some_in_fp32}. rel err: relative error against fp32; inherited: that of the inputs. headroom: doublings "
         f"left before {low} overflows, by the fp32 value where there is one.",
         tones=[_tone(pair, first) for pair in pairs],
-        is_tree=True,
+        is_searchable=True,
     )
-
-
-def _sort(pairs: Sequence[LayerPair]) -> list[LayerPair]:
-    """Sort modules before their children, and siblings by the first return of any call inside them."""
-    first_seen: dict[str, int] = {}
-    for place, pair in enumerate(pairs):
-        for path in _ancestry(pair.place.module):
-            first_seen.setdefault(path, place)
-
-    def key(pair: LayerPair) -> tuple[list[int], int]:
-        return [first_seen[path] for path in _ancestry(pair.place.module)], pair.place.call
-
-    return sorted(pairs, key=key)
-
-
-def _ancestry(module: str) -> Iterator[str]:
-    """Yield the paths from the root down to the module itself."""
-    yield ""
-    if module:
-        yield from accumulate(module.split("."), "{}.{}".format)

@@ -10,11 +10,6 @@ from nandoctor.text import printable
 
 
 def one_line(report: Report) -> str:
-    """Return the dump, the verdict and the headline, for `--quiet` and for scripts that read many."""
-    return printable(f"{report.dump.path}: {report.verdict}: {report.headline}")
-
-
-def concise_line(report: Report) -> str:
     """Return one line as compilers print them: "train.py:45: eps-underflow: 1e-8 rounds to 0 in fp16, ...".
 
     It starts with the dump if no line is to blame.
@@ -43,5 +38,5 @@ def _message(text: str) -> str:
     return printable(text).replace("%", "%25")
 
 
-LINES: Mapping[str, Callable[[Report], str]] = {"quiet": one_line, "concise": concise_line, "github": github_line}
+LINES: Mapping[str, Callable[[Report], str]] = {"concise": one_line, "github": github_line}
 """The one-line formats, by their names on the command line."""

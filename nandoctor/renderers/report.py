@@ -34,7 +34,7 @@ from nandoctor.renderers.evidence import (
 from nandoctor.renderers.fixes import fix_section
 from nandoctor.renderers.inspect_dump import file_blocks
 from nandoctor.renderers.layer_table import every_layer, layers_near
-from nandoctor.renderers.trials import constant_facts, trial_facts, trial_section
+from nandoctor.renderers.trials import constant_facts, trial_facts
 from nandoctor.renderers.verdicts import MEANINGS, tone_of
 from nandoctor.source_files import PACKAGE_FOLDERS
 from nandoctor.text import (
@@ -58,6 +58,8 @@ def report_document(report: Report, level: Level, *, has_page: bool = False) -> 
     """
     yield Headline(report.headline, tone=tone_of(report.verdict))
     yield answer_section(report, level)
+    if report.fp32_error is not None:
+        yield Section("", [Facts([Fact("fp32", describe_fp32_error(report.fp32_error))])])
     if (fixes := fix_section(report, level)) is not None:
         yield fixes
     following = next_facts(report, page=not has_page)
@@ -84,13 +86,6 @@ def answer_section(report: Report, level: Level) -> Section:
     return Section("", [source, Facts(facts)])
 
 
-def fp32_section(report: Report) -> Section | None:
-    """Return what the search for fixes found out of fp32, for a screen that has the answer already."""
-    if report.fp32_error is None:
-        return None
-    return Section("", [Facts([Fact("fp32", describe_fp32_error(report.fp32_error))])])
-
-
 def _in_package(path: str) -> str:
     """Return the path from an installed package on, since the whole does not fit into a line; other paths as is."""
     names = path.replace("\\", "/").split("/")
@@ -103,8 +98,7 @@ def describe_verdict(report: Report) -> str:
     run = report.runs.autocast if report.runs is not None else None
     under = "in the replay" if run is None or run.dtype == FP32 else describe_run(run.policy, run.dtype)
     kinds = kinds_text(report.origin.elements.kinds) if report.origin is not None else ""
-    meaning = MEANINGS[report.verdict].format(under=under, kinds=kinds or "non-finite")
-    return f"{meaning}; {describe_fp32_error(report.fp32_error)}" if report.fp32_error is not None else meaning
+    return MEANINGS[report.verdict].format(under=under, kinds=kinds or "non-finite")
 
 
 def _describe_where(report: Report) -> str:
@@ -141,27 +135,21 @@ def _remark(report: Report) -> str:
 
 def _rest_of_screen(report: Report, following: list[Fact]) -> Iterator[Section | None]:
     """Yield evidence and what to do next, without what a fix makes superfluous; the layers if no fix was verified."""
-    if any(fix.verified for fix in report.fixes):
-        is_of_code = any(fix.verified and fix.kind != "data" for fix in report.fixes)
-        table, left_out = None, _HIDDEN_BESIDE_VERIFIED if is_of_code else _HIDDEN_BESIDE_VERIFIED - {"cause"}
-    elif report.fixes:
-        table, left_out = layers_near(report, before=2, after=1), _HIDDEN_BESIDE_FIXES
-    else:
-        table, left_out = layers_near(report), frozenset()
+    solved = any(fix.verified for fix in report.fixes)
+    left_out = _HIDDEN_BESIDE_VERIFIED if solved else _HIDDEN_BESIDE_FIXES if report.fixes else frozenset()
     if _names_the_layer(report):
         left_out |= {"layers"}
     notes = note_facts(report)
     if len(notes) > _MAX_NOTES:
         notes[_MAX_NOTES:] = [Fact("note", f"{len(notes) - _MAX_NOTES} more in the report (-o report.json)")]
-    evidence = [*evidence_facts(report), *trial_facts(report)]
-    last = [*extent_facts(report), *notes, *following]
-    evidence, last = ([fact for fact in facts if fact.label not in left_out] for facts in (evidence, last))
+    evidence = [fact for fact in (*evidence_facts(report), *trial_facts(report)) if fact.label not in left_out]
+    last = [fact for fact in (*extent_facts(report), *notes, *following) if fact.label not in left_out]
+    around = {"before": 2, "after": 1} if report.fixes else {}
+    table = None if solved else layers_near(report, **around)
     if table is None:
         yield _facts_section([*evidence, *last])
-        return
-    yield _facts_section(evidence)
-    yield Section("", [table])
-    yield _facts_section(last)
+    else:
+        yield from (_facts_section(evidence), Section("", [table]), _facts_section(last))
 
 
 def _facts_section(facts: list[Fact]) -> Section | None:
@@ -179,7 +167,8 @@ def _names_the_layer(report: Report) -> bool:
 
 def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Section | None]:
     yield _evidence_of_page(report)
-    yield trial_section(report)
+    if trials := trial_facts(report):
+        yield Section("What else was tried", [Facts(trials)], name="What else was tried", folded=True)
     if (layers := every_layer(report)) is not None:
         yield Section("Every layer, in both precisions", [layers], name="Every layer", folded=True)
         yield Section("Plots", [_plot(kind, report) for kind in _PLOTS], name="Plots", folded=True)

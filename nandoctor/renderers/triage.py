@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nandoctor.evidence.codec import to_plain
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
-from nandoctor.renderers.blocks import Block, Column, Fact, Facts, Headline, Level, Patch, Section, Table, Text
+from nandoctor.renderers.blocks import Block, Column, Fact, Facts, Headline, Level, Section, Table, Text
 from nandoctor.renderers.save import MARK
 from nandoctor.renderers.verdicts import MEANINGS
 from nandoctor.text import brief, file_line, join_first, plural, relative_path
@@ -42,11 +42,12 @@ def triage_document(triage: Triage, level: Level) -> Iterator[Block]:
     if level == "page":
         reports = {result.path: result.report for result in triage.dumps}
         yield from (_group_section(place, group, reports) for place, group in enumerate(triage.groups, 1))
-        yield from [Section("Not analysed", list(map(_missing_section, missing)))] if missing else []
+        if missing:
+            yield Section("Not analysed", [Facts(list(_missing_facts(missing, len(missing))))])
         return
     fixes = [Fact(f"group {place}", text) for place, group in enumerate(triage.groups, 1) if (text := _fix_of(group))]
     page = [Fact("page", os.path.join(triage.folder, "index.html"))]  # noqa: PTH118  (as the user wrote it)
-    for facts in filter(None, (fixes, list(_missing_facts(missing)), page)):
+    for facts in filter(None, (fixes, list(_missing_facts(missing, _MAX_LISTED)), page)):
         yield Section("", [Facts(facts)])
 
 
@@ -103,14 +104,11 @@ def _listed(values: Sequence[object]) -> str:
 
 def _fix_of(group: Group) -> str:
     """Return what fixes a group, or why nothing does; "" if no fix was looked for."""
-    verified = [fix for fix in group.fixes if fix.verified]
-    if verified:
-        return f"{verified[0].title} (verified on {group.representative})"
-    return f"no change tried on {group.representative} was verified" if group.fixes else group.fix_note
+    return f"{group.fix} (verified on {group.representative})" if group.fix else group.fix_note
 
 
 def _group_section(place: int, group: Group, reports: dict[str, str]) -> Section:
-    """Return what is known of one group: its headline, where and when it occurred, its fixes and its dumps."""
+    """Return what is known of one group: its headline, where and when it occurred, and its dumps."""
     meaning = MEANINGS[group.verdict].format(kinds="non-finite", under="under autocast")
     known = {
         group.verdict: meaning,
@@ -121,21 +119,15 @@ def _group_section(place: int, group: Group, reports: dict[str, str]) -> Section
         "ranks": ", ".join(map(str, group.ranks)),
         "folds": ", ".join(group.folds),
         "runs": ", ".join(group.runs),
-        "written": " to ".join(group.written or ()),
-        "fixes": group.fix_note,
+        "fix": _fix_of(group),
     }
     facts = [Fact(label, text) for label, text in known.items() if text not in ("", "-")]
     if group.page:
         facts.append(Fact("report", f"the report on {group.representative}", link=group.page))
-    fixes = []
-    for fix in group.fixes:
-        state = f"verified on {group.representative}" if fix.verified else "not verified"
-        patch = Patch(fix.patch.splitlines(), is_diff=fix.kind == "source")
-        fixes.append(Section(f"{fix.title} ({'advice' if fix.kind == 'advice' else state})", [patch]))
     files = [Fact("dump", path, link=reports.get(path, "")) for path in group.paths]
     dumps = Section(plural(len(group.paths), "dump"), [Facts(files)], folded=True)
     title = f"Group {place}: {group.cause or group.verdict} at {_describe_place(group.place)}"
-    return Section(title, [Text(group.headline), Facts(facts), *fixes, dumps], name=f"Group {place}")
+    return Section(title, [Text(group.headline), Facts(facts), dumps], name=f"Group {place}")
 
 
 def _fold_reasons(results: Iterable[DumpResult]) -> list[tuple[str, str, list[str]]]:
@@ -151,15 +143,8 @@ def _fold_reasons(results: Iterable[DumpResult]) -> list[tuple[str, str, list[st
     return sorted(listed, key=lambda row: (-len(row[2]), row[2]))
 
 
-def _missing_facts(rows: Sequence[tuple[str, str, list[str]]]) -> Iterator[Fact]:
-    for outcome, reason, paths in rows[:_MAX_LISTED]:
+def _missing_facts(rows: Sequence[tuple[str, str, list[str]]], limit: int) -> Iterator[Fact]:
+    for outcome, reason, paths in rows[:limit]:
         yield Fact(outcome, f"{join_first(paths, 1)}: {reason}")
-    if len(rows) > _MAX_LISTED:
-        left = sum(len(paths) for _, _, paths in rows[_MAX_LISTED:])
+    if left := sum(len(paths) for _, _, paths in rows[limit:]):
         yield Fact("", f"{left:,} more, with other reasons, on the page")
-
-
-def _missing_section(row: tuple[str, str, list[str]]) -> Section:
-    outcome, reason, paths = row
-    title = f"{plural(len(paths), 'file')} {outcome}: {reason}"
-    return Section(title, [Facts([Fact("file", path) for path in paths])], folded=True)

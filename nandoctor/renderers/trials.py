@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import EpsUse, Fp32Module, Report, StepSetting
-from nandoctor.renderers.blocks import Fact, Facts, Section
+from nandoctor.renderers.blocks import Fact
 from nandoctor.renderers.evidence import short_name
-from nandoctor.renderers.fixes import VISIBLE_ERROR, describe_outcome
+from nandoctor.renderers.fixes import VISIBLE_ERROR
 from nandoctor.text import constant, file_line, join_first, number, percent, samples_text
 
 _MAX_LISTED = 3
@@ -22,15 +22,6 @@ def trial_facts(report: Report) -> list[Fact]:
     if lost and not is_cause:
         facts.append(Fact("eps", join_first(lost, 1)))
     return facts
-
-
-def trial_section(report: Report) -> Section | None:
-    """Return everything that was tried besides fixes, with its outcome, or None."""
-    trials = report.counterfactuals
-    outcomes = [Fact(describe_setting(trial.setting), describe_outcome(trial.outcome)) for trial in trials]
-    name = "What else was tried"
-    facts = [*fp32_facts(report), *outcomes]
-    return Section(name, [Facts(facts)], name=name, folded=True) if facts else None
 
 
 def fp32_facts(report: Report) -> Iterator[Fact]:

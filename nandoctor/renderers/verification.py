@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.verification import CodeState, FixChoice, Verification, VerificationOutcome
 from nandoctor.renderers.blocks import Block, Fact, Facts, Headline, Section, Tone
-from nandoctor.renderers.commands import command_for, git_flags, step_facts, write_flags
-from nandoctor.renderers.fixes import WHERE_TO_RUN, code_of_fix, describe_outcome, every_check, reason_facts
+from nandoctor.renderers.commands import step_facts
+from nandoctor.renderers.fixes import code_of_fix, describe_outcome, every_check, how_to_apply, reason_facts
 from nandoctor.text import brief, file_line, join_first, percent
 
 _SHOWN: dict[VerificationOutcome, tuple[str, Tone]] = {
@@ -81,18 +81,12 @@ def fix_document(choice: FixChoice, report: Report) -> Iterator[Block]:
 
 def _fix_facts(choice: FixChoice, report: Report) -> Iterator[Fact]:
     chosen = choice.fix
-    yield Fact("result", describe_outcome(chosen.outcome))
     if chosen.workaround is not None:
         yield Fact("replaces", chosen.workaround)
     yield from every_check(chosen)
     yield from reason_facts(chosen)
-    if chosen.kind != "source":
-        yield Fact("where", WHERE_TO_RUN[chosen.kind])
-    elif choice.verification is None:
-        pick = () if choice.pick == 1 else (f"--pick {choice.pick}",)
-        for label, flags in (("apply it", write_flags(chosen)), ("or", git_flags(chosen))):
-            if command := command_for("fix", report, *pick, *flags):
-                yield Fact(label, command, is_command=True)
+    if choice.verification is None:
+        yield from how_to_apply(chosen, report)
     verified = (item for item in report.fixes if item.verified)
     for place, other in list(enumerate(verified, 1))[:_MAX_OTHERS]:
         if other is not chosen:

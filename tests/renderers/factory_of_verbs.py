@@ -13,7 +13,7 @@ from nandoctor.evidence.checkup import (
     LayerRange,
 )
 from nandoctor.evidence.report import Check, TrialOutcome
-from nandoctor.evidence.triage import CodePlace, DumpResult, Group, GroupFix, Triage
+from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
 from nandoctor.evidence.verification import CodeChange, CodeState, Verification
 
 LONG_MODULE = "backbone.encoder.layers.{}.self_attention.output_projection.norm"
@@ -35,11 +35,8 @@ def _group(number):
         ranks=(0, 1, 2, 3),
         folds=("0", "1"),
         runs=tuple(map(str, range(7))),
-        written=None,
         representative="runs/0/nan-step000012.pth",
-        fixes=(
-            GroupFix(title=f"Use an eps of 1e-4 in line 45 of {LONG_FILE}", kind="source", verified=True, patch=""),
-        ),
+        fix=f"Use an eps of 1e-4 in line 45 of {LONG_FILE}",
     )
 
 

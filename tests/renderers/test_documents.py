@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import subprocess
@@ -17,6 +16,7 @@ from surfaces import LEVELS, SURFACES, letters, markdown, terminal, texts
 
 from nandoctor.causes.registry import find_page, list_pages
 from nandoctor.diagnosis.compare_reports import compare_reports
+from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.evidence.formats import SHOWN_FORMATS, round_constant
 from nandoctor.evidence.verification import FixChoice
 from nandoctor.renderers.document import document
@@ -174,23 +174,16 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("show", ["report", "fix"])
 @pytest.mark.parametrize(("before", "after"), FILES.values(), ids=FILES)
-def test_a_diff_on_the_screen_can_be_pasted(show, before, after, tmp_path):
+def test_a_diff_on_the_screen_can_be_pasted(before, after, tmp_path):
     (tmp_path / "net.py").write_text(before)
-    patch = "".join(unified(before, after))
+    file = ChangedFile(path=str(tmp_path / "net.py"), before=before, after=after)
+    patch = SourcePatch(root=str(tmp_path), files=(file,))
     made = factory.fixable()
-    made = replace(made, fixes=(replace(made.fixes[0], patch=patch),))
-    choice = replace(CHOICE, fix=made.fixes[0])
-    screen = terminal(made) if show == "report" else terminal(choice, more={"report": made})
+    fix = replace(made.fixes[0], patch=patch.diff, patch_root=patch.root, files=patch.files)
+    screen = terminal(replace(made, fixes=(fix,)))
     subprocess.run(["git", "apply", "-"], input=screen, text=True, cwd=tmp_path, check=True)
     assert (tmp_path / "net.py").read_text() == after
-
-
-def unified(before, after):
-    """The lines of a diff, with git's mark where a file ends without a newline."""
-    for line in difflib.unified_diff(before.splitlines(True), after.splitlines(True), "a/net.py", "b/net.py"):
-        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
 def test_a_command_to_type_is_never_broken():

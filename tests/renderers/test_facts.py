@@ -1,11 +1,17 @@
+"""The evidence of a report in sentences."""
+
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import get_args
 
 import factory
-import pytest
+from one_test import for_each
 
 from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import Diagnosis, Reproduction
 from nandoctor.evidence.trace import Place
+from nandoctor.evidence.verdicts import Verdict
 from nandoctor.renderers.evidence import describe_reproduction, evidence_facts, extent_facts, list_operands
 from nandoctor.renderers.verdicts import MEANINGS
 
@@ -28,41 +34,74 @@ def test_the_first_nonfinite_layer_in_full():
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"grade": "exact", "num_bad_saved": 0}, "reproduces your run: logit is finite in both, and identical"),
-        (
-            {"grade": "same-mask", "max_rel_err": 0.0123},
-            "reproduces your run: the same 512 of 4,096 values of logit are non-finite, "
-            "all others within 1.2 % of the largest",
-        ),
-        (
-            {"grade": "same-mask", "num_bad_saved": 4096, "max_rel_err": None},
-            "reproduces your run: the same 4,096 of 4,096 values of logit are non-finite, no others to compare",
-        ),
-        (
-            {"grade": "elsewhere", "num_bad_replayed": 300},
-            "does not reproduce your run: 512 of 4,096 values of logit are non-finite in the file, 300 in the replay",
-        ),
-        (
-            {"grade": "finite", "num_bad_replayed": 0},
-            "does not reproduce your run: 512 of 4,096 values of logit are non-finite in the file, none in the replay",
-        ),
-        (
-            {"grade": "same-mask", "num_bad_saved": 0, "max_rel_err": 0.8},
-            "reproduces your run in part: logit is finite in both, and within 80 % of the largest",
-        ),
-        ({"grade": "no-reference"}, "unchecked: none of the outputs is known to be the saved logit"),
-        (
-            {"grade": "no-reference", "output": None},
-            "unchecked: there is no saved output to compare with",
-        ),
-    ],
-)
+REPRODUCES, BAD = "reproduces your run", "512 of 4,096 values of logit are non-finite"
+GRADES = [
+    ({"grade": "exact", "num_bad_saved": 0}, f"{REPRODUCES}: logit is finite in both, and identical"),
+    ({"grade": "exact"}, f"{REPRODUCES}: the same {BAD}, all others identical"),
+    (
+        {"grade": "same-mask", "max_rel_err": 0.0123},
+        f"{REPRODUCES}: the same {BAD}, all others within 1.2 % of the largest",
+    ),
+    (
+        {"grade": "same-mask", "num_bad_saved": 4096, "max_rel_err": None},
+        f"{REPRODUCES}: the same 4,096 of 4,096 values of logit are non-finite, no others to compare",
+    ),
+    (
+        {"grade": "same-mask", "num_bad_saved": 0, "max_rel_err": 0.8},
+        f"{REPRODUCES} in part: logit is finite in both, and within 80 % of the largest",
+    ),
+    (
+        {"grade": "elsewhere", "num_bad_replayed": 300},
+        f"does not reproduce your run: {BAD} in the file, 300 in the replay",
+    ),
+    ({"grade": "finite", "num_bad_replayed": 0}, f"does not reproduce your run: {BAD} in the file, none in the replay"),
+    ({"grade": "no-reference"}, "unchecked: none of the outputs is known to be the saved logit"),
+    ({"grade": "no-reference", "output": None}, "unchecked: there is no saved output to compare with"),
+]
+
+
+@for_each(GRADES, star=True)
 def test_grades_in_words(changes, text):
     whole = Reproduction(grade="exact", output="logit", num_bad_saved=512, num_bad_replayed=512, numel=4096)
     assert describe_reproduction(replace(whole, **changes)) == text
+
+
+SKIP = Place(module="skip", type="Skip", call=1)
+FIRST = [
+    ("layers", {"module": "", "type": "UNet"}, "the model (UNet) is the first non-finite of 21 layers"),
+    ("extent", {"samples": (0, 3)}, "samples 0 and 3 (fp16 "),
+    ("extent", {"samples": (0, 1, 2, 3)}, ", every sample ("),
+    ("extent", {"samples": None}, "65,536 (fp16 [4, 16, 32, 32], first at"),
+    (
+        "extent",
+        {"value": factory.tensor(nonfinite=factory.counts(9), shape=(64, 8)), "samples": tuple(range(0, 18, 2))},
+        "samples 0, 2, 4 and 6 more",
+    ),
+    (
+        "input",
+        {"inputs": (factory.tensor(0.5, path="[0]"), factory.tensor(None, path=".m", nonfinite=factory.counts(4)))},
+        "[0] finite, up to 0.5 (fp16) and .m non-finite, no finite value (fp16)",
+    ),
+    (
+        "in fp32",
+        {"would_be": 12.5, "where": "between", "seen_in": SKIP},
+        "skip (2nd call) is given finite values, up to 12.5, which fp16 can hold (65,504)",
+    ),
+]
+FIRST += [
+    ("in fp32", {"would_be": value, "value": factory.tensor(nonfinite=factory.counts(8192), dtype=dtype)}, text)
+    for value, dtype, text in (
+        (65519.0, FP16, "finite, up to 65,519, which fp16 can hold (65,504)"),
+        (65520.0, FP16, "computes 65,520 here: 0.024 % above what fp16 can hold (65,504)"),
+        (1e3, BF16, "finite, up to 1,000, which bf16 can hold (3.39e38)"),
+        (12.5, FP32, "finite, up to 12.5"),
+    )
+]
+
+
+@for_each(FIRST, star=True)
+def test_the_first_nonfinite_layer_in_words(label, changes, text):
+    assert text in with_first(**changes)[label]
 
 
 def test_a_value_between_modules():
@@ -71,122 +110,51 @@ def test_a_value_between_modules():
     )
 
 
-def test_the_root_has_no_path():
-    assert with_first(module="", type="UNet")["layers"] == "the model (UNet) is the first non-finite of 21 layers"
-
-
-def test_a_nonfinite_batch():
+def test_what_fp32_gives_is_said_only_where_it_is_finite():
+    assert "in fp32" not in facts(factory.numerics())
     told = facts(factory.nonfinite_input())
     assert told["layers"] == "image is non-finite in the saved batch"
-    assert "input" not in told
-    assert "in fp32" not in told
+    assert {"input", "in fp32"}.isdisjoint(told)
 
 
-@pytest.mark.parametrize(
-    ("samples", "text"),
-    [
-        ((2,), ", sample 2 ("),
-        ((0, 3), ", samples 0 and 3 ("),
-        ((0, 1, 2, 3), ", every sample ("),
-        (None, "65,536 (fp16 [4, 16, 32, 32], first at"),
-    ],
-)
-def test_samples(samples, text):
-    assert text in with_first(samples=samples)["extent"]
-
-
-def test_many_samples_are_counted():
-    value = factory.tensor(nonfinite=factory.counts(9), shape=(64, 8))
-    told = with_first(value=value, samples=tuple(range(0, 18, 2)))
-    assert "samples 0, 2, 4 and 6 more" in told["extent"]
-
-
-@pytest.mark.parametrize(
-    ("would_be", "dtype", "text"),
-    [
-        (65519.0, FP16, "finite, up to 65,519, which fp16 can hold (65,504)"),
-        (65520.0, FP16, "computes 65,520 here: 0.024 % above what fp16 can hold (65,504)"),
-        (1e3, BF16, "finite, up to 1,000, which bf16 can hold (3.39e38)"),
-        (12.5, FP32, "finite, up to 12.5"),
-        (0.0, FP16, "finite, up to 0, which fp16 can hold (65,504)"),
-    ],
-)
-def test_what_fp32_gives(would_be, dtype, text):
-    value = factory.tensor(nonfinite=factory.counts(8192), dtype=dtype)
-    assert with_first(would_be=would_be, value=value)["in fp32"] == text
-
-
-def test_what_fp32_gives_to_a_call_inside():
-    place = replace(factory.precision().first_nonfinite.place, module="skip", call=1)
-    text = "skip (2nd call) is given finite values, up to 12.5, which fp16 can hold (65,504)"
-    assert with_first(would_be=12.5, where="between", seen_in=place)["in fp32"] == text
-
-
-def test_several_inputs_are_named():
-    inputs = (factory.tensor(0.5, path="[0][0]"), factory.tensor(None, path=".mask", nonfinite=factory.counts(4)))
-    assert with_first(inputs=inputs)["input"] == (
-        "[0][0] finite, up to 0.5 (fp16) and .mask non-finite, no finite value (fp16)"
-    )
-
-
-def test_bad_buffers_are_listed():
+def test_bad_state_is_listed():
+    assert facts(factory.weights_only()) == {"weights": "non-finite: head.weight (3 of 4,096)"}
     assert facts(factory.state())["buffers"] == (
         "non-finite: norm0.running_var (64 of 64), norm1.running_var (64 of 64), norm2.running_var (64 of 64) "
         "and 2 more"
     )
 
 
-def test_weights_alone():
-    assert facts(factory.weights_only()) == {
-        "weights": "non-finite: head.weight (3 of 4,096)",
-    }
-
-
 def test_the_first_value_too_large_and_an_early_end():
     runs = factory.network(8)
-    runs = replace(
-        runs, first_unholdable=runs.fp32.modules[5].place, autocast=replace(runs.autocast, raised="boom\n" * 99)
-    )
-    told = facts(factory.report(runs))
+    raised = replace(runs.autocast, raised="boom\n" * 99)
+    told = facts(factory.report(replace(runs, first_unholdable=runs.fp32.modules[5].place, autocast=raised)))
     assert told["too large"] == "encoder.blocks.1.norm is the first whose fp32 value fp16 cannot hold"
     assert told["raised"].startswith(r"the fp16 run stopped early: boom\nboom")
     assert len(told["raised"]) < 200
-
-
-def test_the_first_value_too_large_is_not_told_twice():
     made = factory.precision()
-    assert "too large" not in facts(replace(made, runs=replace(made.runs, first_unholdable=made.first_nonfinite.place)))
+    same = replace(made, runs=replace(made.runs, first_unholdable=made.first_nonfinite.place))
+    assert "too large" not in facts(same)  # the first non-finite layer is told already
 
 
 def test_every_verdict_has_a_meaning():
-    from typing import get_args
-
-    from nandoctor.evidence.report import Verdict
-
     assert MEANINGS.keys() == set(get_args(Verdict))
 
 
-@pytest.mark.parametrize(
-    ("module", "line", "told"),
+@for_each(
     [
         ("norm", 45, None),
         ("norm", 46, "eps-underflow (div in norm (2nd call))"),
         ("exit.norm", 45, "eps-underflow (div in exit.norm (2nd call))"),
     ],
+    star=True,
 )
 def test_the_same_line_in_a_loop_is_told_once(module, line, told):
     made = factory.fixable()
-    other = replace(
-        made.origin,
-        place=Place(module=module, type="ChannelNorm", call=1),
-        source=replace(made.origin.source, line=line),
-    )
     first = replace(made.origin, place=Place(module="norm", type="ChannelNorm", call=0))
-    found = replace(
-        made,
-        origin=replace(first, source=replace(other.source, line=45)),
-        also=(Diagnosis(origin=other, cause=made.cause),),
-    )
+    again = replace(first, place=Place(module=module, type="ChannelNorm", call=1))
+    again = replace(again, source=replace(again.source, line=line))
+    found = replace(made, origin=first, also=(Diagnosis(origin=again, cause=made.cause),))
     assert facts(found).get("also") == told
 
 

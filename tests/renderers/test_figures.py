@@ -62,8 +62,10 @@ def test_twenty_layers_all_have_names_and_bars():
     assert legend(figure) == ["fp32", "fp16 autocast", "non-finite, fp16 autocast"]
 
 
-def test_the_bands_are_those_of_the_format():
-    (axes,) = draw_ranges(factory.precision()).axes
+def test_bands_are_those_of_the_format_and_both_runs_are_marked():
+    figure = draw_ranges(factory.numerics())
+    (axes,) = figure.axes
+    assert marks(axes, "non-finite, fp32") == list(range(9, 20))
     assert "fp16 overflow\n> 65,504" in texts(axes)
     assert "subnormal\n< 6.1e-5" in texts(axes)
     assert "zero\n< 2.98e-8" in texts(axes)
@@ -80,25 +82,18 @@ def test_the_first_nonfinite_layer_and_those_after_it_are_marked():
     assert bold == ["encoder.blocks.2.attention"]
 
 
-def test_both_runs_are_marked_where_fp32_is_nonfinite_too():
-    figure = draw_ranges(factory.numerics())
-    assert marks(figure.axes[0], "non-finite, fp32") == list(range(9, 20))
-    assert "non-finite, fp32" in legend(figure)
-
-
-def test_a_value_made_between_layers_is_marked_between_them():
-    (axes,) = draw_ranges(factory.residual()).axes
-    assert "first non-finite: +Inf in the forward of encoder.blocks.1" in texts(axes)
-    assert [7.5, 7.5] in [list(line.get_xdata()) for line in axes.lines]
-
-
-@pytest.mark.slow
-def test_a_nonfinite_batch_is_marked_before_all_layers():
-    figure = draw_ranges(factory.nonfinite_input())
-    figure.canvas.draw()
-    (axes,) = figure.axes
-    assert "first non-finite: NaN in the saved batch" in texts(axes)
-    assert [-0.5, -0.5] in [list(line.get_xdata()) for line in axes.lines]
+@pytest.mark.parametrize(
+    ("make", "text", "place"),
+    [
+        (factory.residual, "+Inf in the forward of encoder.blocks.1", 7.5),
+        (factory.nonfinite_input, "NaN in the saved batch", -0.5),
+        (factory.numerics, "NaN in the output of encoder.blocks.2.attention", 9),
+    ],
+)
+def test_the_first_place_is_marked_whatever_it_is(make, text, place):
+    (axes,) = draw_ranges(make()).axes
+    assert f"first non-finite: {text}" in texts(axes)
+    assert [place, place] in [list(line.get_xdata()) for line in axes.lines]
 
 
 FLAT = [(factory.tensor(1.0 + i), factory.tensor(1.0 + i, dtype=FP32)) for i in range(300)]

@@ -27,25 +27,6 @@ def test_a_report_comes_back_as_it_was(make, tmp_path):
     assert read_report(tmp_path / "report.json") == report
 
 
-def test_names_are_those_of_the_contract():
-    data = json.loads(dumps(factory.precision()))
-    contract = {
-        "schema", "verdict", "reproduction", "first_nonfinite", "origin", "cause", "also", "chain", "fixes",
-        "headroom", "eps_audit", "runs", "dump", "environment",
-    }  # fmt: skip
-    assert contract <= data.keys()
-    assert next(iter(data)) == "schema"
-    assert data["schema"] == "nandoctor.report/2"
-    assert data["reproduction"]["grade"] == "exact"
-    assert {"run", "phase", "module", "type", "call", "kinds", "num_bad", "samples"} <= data["first_nonfinite"].keys()
-    assert {"place", "elements"}.isdisjoint(data["first_nonfinite"])
-    assert {"dtype", "policy", "modules"} <= data["runs"]["autocast"].keys()
-    assert data["runs"]["autocast"]["dtype"] == "float16"
-    assert data["runs"]["fp32"]["dtype"] == "float32"
-    assert data["origin"] is None
-    assert data["cause"] is None
-
-
 def test_hostile_names_are_ascii_in_the_file_and_come_back(tmp_path):
     hostile = factory.report(dump=factory.dump(path="\x1b[31m\ud800\n层"))
     assert dumps(hostile).isascii()
@@ -106,43 +87,18 @@ def test_a_missing_file_and_a_folder_say_so(tmp_path):
         read_report(tmp_path)
 
 
-@pytest.mark.parametrize("data", [[], None, 3, {}, {"schema": None}, {"schema": "other/1"}, {"schema": ["x"]}])
-def test_json_that_is_no_report_says_so(data, tmp_path):
+OTHERS = [[], None, 3, {}, {"schema": None}, {"schema": ["x"]}, {"schema": "nandoctor.report/1"}]
+
+
+@pytest.mark.parametrize("data", OTHERS)
+def test_json_that_is_no_report_of_this_version_says_so(data, tmp_path):
     path = tmp_path / "report.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(ReportError, match="is not a nandoctor report"):
+    with pytest.raises(ReportError, match=r"no report that this nandoctor reads: .*, not 'nandoctor\.report/2'"):
         read_report(path)
-
-
-def test_an_older_report_asks_for_another_replay(saved):
-    change(saved, schema="nandoctor.report/1")
-    with pytest.raises(
-        ReportError, match=r"written by an older nandoctor: its schema is nandoctor\.report/1"
-    ) as caught:
-        read_report(saved)
-    assert "Replay the dump again" in caught.value.remedy
-
-
-def test_a_newer_report_asks_for_an_upgrade(saved):
-    change(saved, schema="nandoctor.report/3")
-    with pytest.raises(ReportError, match="newer nandoctor") as caught:
-        read_report(saved)
-    assert "Upgrade" in caught.value.remedy
 
 
 def test_a_damaged_report_names_file_and_place(saved):
     change(saved, verdict="unwell")
     with pytest.raises(ReportError, match=r"report\.json is damaged: Report\.verdict should be one of precision, "):
         read_report(saved)
-
-
-def test_a_report_without_any_one_key_is_refused_or_filled(saved):
-    whole = json.loads(saved.read_text())
-    required = {"verdict", "headline", "reproduction", "first_nonfinite", "runs", "dump", "environment"}
-    for key in whole.keys() - {"schema"}:
-        saved.write_text(json.dumps({name: value for name, value in whole.items() if name != key}))
-        if key in required:
-            with pytest.raises(ReportError, match=rf"Report\.{key} is missing"):
-                read_report(saved)
-        else:
-            assert read_report(saved).verdict == "precision"

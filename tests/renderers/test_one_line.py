@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import factory
 
-from nandoctor.renderers.one_line import concise_line, github_line
+from nandoctor.renderers.one_line import github_line, one_line
 
 
 def test_the_line_stands_before_the_code_and_the_message():
-    assert concise_line(factory.fixable()) == (
+    assert one_line(factory.fixable()) == (
         "net.py:45: eps-underflow: 1e-8 rounds to 0 in fp16, so MultiheadAttention divides 0 by 0"
     )
-    assert concise_line(factory.healthy()).startswith("NaN.pth: healthy: The output is finite")
+    assert one_line(factory.healthy()).startswith("NaN.pth: healthy: The output is finite")
 
 
 def test_github_marks_the_line():
@@ -29,4 +29,4 @@ def test_no_name_can_begin_another_command():
     assert len(github_line(hostile).splitlines()) == 1
     assert "file=x%2Cline=1%3A\\n%3A%3Ay,line=45" in github_line(hostile)
     assert github_line(hostile).endswith("b%25")
-    assert len(concise_line(hostile).splitlines()) == 1
+    assert len(one_line(hostile).splitlines()) == 1

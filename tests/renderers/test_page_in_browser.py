@@ -81,7 +81,7 @@ def test_a_page_of_400_layers_has_every_call(browser, pages):
     assert browser.run("document.querySelectorAll('#layers tbody tr').length") == 501
 
 
-def test_sorting_goes_down_up_and_back_to_the_tree(opened):
+def test_sorting_goes_down_up_and_back(opened):
     tree = opened.run(NAMES)
     assert sort_by(opened, 3) == "descending"
     down = [float(text) for text in opened.run(CELLS.format(3))]
@@ -106,8 +106,6 @@ def test_names_sort_as_text_and_are_shown_in_full(opened):
     sort_by(opened, 0)
     names = opened.run(NAMES)
     assert names == sorted(names)
-    shown = opened.run("getComputedStyle(document.querySelector('#layers .path')).display")
-    assert shown != "none"
 
 
 def test_searching_filters_by_name_and_type(opened):
@@ -118,7 +116,6 @@ def test_searching_filters_by_name_and_type(opened):
     assert opened.run("said.textContent") == "5 of 26 calls shown"
     opened.run("search.value = ''; search.dispatchEvent(new Event('input'))")
     opened.run(CLICK.format("#only-nonfinite"))
-    assert opened.run(NAMES)[0] == "(UNet)"
     assert all(cell == "NaN" for cell in opened.run(CELLS.format(2)))
 
 
@@ -133,29 +130,9 @@ def test_the_slash_key_leads_to_the_search_and_escape_clears_it(opened):
     assert len(opened.run(NAMES)) == 26
 
 
-def test_folding_hides_what_is_inside(opened):
-    assert len(opened.run(NAMES)) == 26
-    opened.run("document.querySelector('[aria-label=\"encoder.blocks.1\"].fold').click()")
-    names = opened.run(NAMES)
-    assert len(names) == 22
-    assert "encoder.blocks.1" in names
-    opened.run(CLICK.format("#fold"))
-    assert opened.run(NAMES) == ["(UNet)"]
-    opened.run(CLICK.format("#unfold"))
-    assert len(opened.run(NAMES)) == 26
-
-
-def test_a_fold_is_worked_from_the_keyboard(opened):
-    opened.run("document.querySelector('.fold').focus()")
-    opened.press("Enter")
-    assert opened.run(NAMES) == ["(UNet)"]
-    assert opened.run("document.activeElement.ariaExpanded") == "false"
-
-
 def test_a_large_model_opens_on_its_first_nonfinite_layer(browser, pages):
     browser.look()
     browser.open(pages["large"])
-    assert len(browser.run(NAMES)) == 105
     inside = """(() => {
         const row = document.querySelector("tr.row-first").getBoundingClientRect();
         const frame = document.querySelector("#layers").parentElement.getBoundingClientRect();

@@ -8,7 +8,6 @@ from rich.console import Console
 from surfaces import terminal
 
 from nandoctor.renderers.document import document
-from nandoctor.renderers.one_line import one_line
 from nandoctor.renderers.terminal import print_document
 
 
@@ -130,8 +129,3 @@ def test_any_encoding_can_take_the_report(encoding):
     text = file.buffer.getvalue().decode(encoding)
     assert "? is first" in text
     assert "11.5 ####." in text
-
-
-def test_one_line_is_one_line():
-    assert one_line(factory.healthy()) == ("NaN.pth: healthy: The output is finite under fp16 autocast and in fp32")
-    assert one_line(replace(factory.healthy(), headline="a\x1b[31m\nb\u202e")).isprintable()

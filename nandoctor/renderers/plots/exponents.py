@@ -18,7 +18,7 @@ from nandoctor.evidence.report import Report
 from nandoctor.renderers.commands import PER_SAMPLE, command_for
 from nandoctor.renderers.layers import LayerPair, Layers, select_layers
 from nandoctor.renderers.plots.figures import NONFINITE_COLOR, ORANGE, draw_by_layer
-from nandoctor.text import percent, plural
+from nandoctor.text import percent
 
 _COLORS = "cividis"
 _MARGIN = 2
@@ -90,10 +90,7 @@ def _write_finding(layers: Layers, histograms: Sequence[Histogram], low: FloatFo
         worst = max(range(len(beyond)), key=beyond.__getitem__)
         share = "every value" if beyond[worst] == 1 else f"{percent(beyond[worst])} of the values"
         return f"{layers.pairs[worst].label}: {share} would overflow {low}; {ending}."
-    highest = max(range(len(histograms)), key=lambda index: max(histograms[index], default=-math.inf))
-    room = low.max_exponent - max(histograms[highest])
-    near = "in its last power of two" if room == 0 else f"{plural(room, 'power')} of two below its limit"
-    return f"Every layer's output fits {low}: the largest value is {near}, in {layers.pairs[highest].label}; {ending}."
+    return f"Every layer's output fits {low}; {ending}."
 
 
 def _share(counts: Histogram, wanted: Callable[[int], bool]) -> float:

@@ -1,8 +1,7 @@
-"""The origin plot: where in the tensor the non-finite elements are, drawn over the input if it is an image."""
+"""The origin plot: where in the tensor the non-finite elements are."""
 
 from __future__ import annotations
 
-import base64
 from pathlib import Path
 
 import matplotlib.style
@@ -12,10 +11,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 
-from nandoctor.errors import NanDoctorError, ReportError
-from nandoctor.evidence.exhibits import Picture
+from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import Grid
 from nandoctor.renderers.evidence import describe_origin, describe_spread
@@ -26,8 +23,6 @@ _SHARES = LinearSegmentedColormap.from_list("shares", ["#FBE3D5", NONFINITE_COLO
 _HEIGHT_IN, _LINE_HEIGHT_IN = 4.6, 1.9
 _NUM_SAMPLES = 64
 _NAME_WIDTH = 48
-_BLACK = -255
-"""The start of the grey scale: a black image must not hide the colour over it."""
 _MAX_ASPECT_RATIO = 3.0
 """A map with a larger aspect ratio is stretched to be visible."""
 
@@ -46,24 +41,14 @@ def draw_origin(report: Report) -> Figure:
         )
     with matplotlib.style.context("default"):
         figure = new_figure(_LINE_HEIGHT_IN if len(grid.dims) == 1 else _HEIGHT_IN)
-        sample = report.sample
-        picture = sample if isinstance(sample, Picture) and _overlays(sample, origin, grid) else None
-        _draw_map(figure.subplots(), origin, grid, picture)
+        _draw_map(figure.subplots(), origin, grid)
         write_finding(figure, f"{describe_origin(origin)}, {describe_spread(grid)}.")
         legend = [Patch(color=_SHARES(share), label=f"{percent(share)} non-finite") for share in (0.01, 0.5, 1.0)]
-        write_legend(figure, legend, _describe_source(report, origin, grid, picture))
+        write_legend(figure, legend, _describe_source(report, origin, grid))
     return figure
 
 
-def _overlays(picture: Picture, origin: Origin, grid: Grid) -> bool:
-    """Return True if the map is over height and width of a 4-D tensor with about the picture's aspect ratio."""
-    if origin.output is None or len(origin.output.shape) != 4 or grid.dims != (2, 3):
-        return False
-    ratio = picture.width / picture.height
-    return abs(grid.sizes[1] / grid.sizes[0] - ratio) < 0.1 * ratio
-
-
-def _draw_map(axes: Axes, origin: Origin, grid: Grid, picture: Picture | None) -> None:
+def _draw_map(axes: Axes, origin: Origin, grid: Grid) -> None:
     counts = np.array(grid.counts, dtype=np.float64)
     height, width = (1, *grid.sizes) if len(grid.sizes) == 1 else grid.sizes
     cells_of = zip((height, width), counts.shape, strict=True)
@@ -71,15 +56,12 @@ def _draw_map(axes: Axes, origin: Origin, grid: Grid, picture: Picture | None) -
     depth = _share_of_samples(origin, grid) * grid.numel / max(height * width, 1)
     shares = counts / (np.outer(*lengths) * depth)  # of all elements of a cell in the affected samples
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
-    if picture is not None:
-        axes.imshow(picture_levels(picture), cmap="gray", vmin=_BLACK, vmax=255, extent=extent, aspect="equal")
     axes.imshow(
         np.ma.masked_equal(shares, 0),
         cmap=_SHARES,
         vmin=0,
         vmax=1,
         extent=extent,
-        alpha=0.5 if picture is not None else 1.0,
         interpolation="nearest",
         aspect="equal" if 1 / _MAX_ASPECT_RATIO < width / height < _MAX_ASPECT_RATIO else "auto",
     )
@@ -101,22 +83,10 @@ def _share_of_samples(origin: Origin, grid: Grid) -> float:
     return len(samples) / shape[0] if is_known else 1.0
 
 
-def picture_levels(picture: Picture) -> NDArray[np.uint8]:
-    """Return the grey levels, height x width; raise ReportError if there are not as many."""
-    try:
-        return np.frombuffer(base64.b64decode(picture.pixels), dtype=np.uint8).reshape(picture.height, picture.width)
-    except ValueError as error:
-        raise ReportError(
-            "The saved report is damaged: its picture does not have the size that it states.",
-            remedy="Replay the dump again: nandoctor replay DUMP --per-sample -o report.json.",
-        ) from error
-
-
-def _describe_source(report: Report, origin: Origin, grid: Grid, picture: Picture | None) -> str:
+def _describe_source(report: Report, origin: Origin, grid: Grid) -> str:
     source = brief(Path(report.dump.path).name, _NAME_WIDTH)
     tensor = f"{origin.output.dtype} {shape_text(origin.output.shape)}" if origin.output is not None else "the tensor"
-    over = f", over {brief(picture.name, _NAME_WIDTH)}[{picture.sample}]" if picture is not None else ""
     shape = origin.output.shape if origin.output is not None else ()
     affected = ", only affected samples" if _share_of_samples(origin, grid) < 1 else ""
     summed = ", other dimensions summed up" if len(shape) > len(grid.dims) else ""
-    return f"{source}: share of non-finite elements in {tensor}{affected}{summed}{over}"
+    return f"{source}: share of non-finite elements in {tensor}{affected}{summed}"

@@ -102,23 +102,14 @@ def _class_of(sample: SampleStats, low: FloatFormat) -> int:
 
 def _write_finding(layers: Layers, image: NDArray[np.int64], under: str) -> str:
     """Return which samples go non-finite and where, and which come near the limit."""
-    num_samples = image.shape[0]
-    nonfinite = [sample for sample in range(num_samples) if _NONFINITE in image[sample]]
-    near = [sample for sample in range(num_samples) if sample not in nonfinite and _NEAR in image[sample]]
-    close = f"; {_list(near, num_samples)} near the limit" if near else ""
+    bad = image == _NONFINITE
+    nonfinite = np.flatnonzero(bad.any(axis=1)).tolist()
+    near = np.flatnonzero((image == _NEAR).any(axis=1) & ~bad.any(axis=1)).tolist()
+    close = f"; near the limit: {samples_text(near, len(image))}" if near else ""
     if not nonfinite:
         return f"No sample goes non-finite {under}{close}."
-    start = min(int(np.argmax(image[sample] == _NONFINITE)) for sample in nonfinite)
-    first = [sample for sample in nonfinite if image[sample, start] == _NONFINITE]
-    others = [sample for sample in nonfinite if sample not in first]
-    later = f", {_list(others, num_samples)} later" if others else ""
-    rest = "" if len(nonfinite) == num_samples else "; the others stay finite"
-    finding = f"{_list(first, num_samples)} non-finite from {layers.pairs[start].label} on{later}{rest}{close}."
-    return finding[:1].upper() + finding[1:]
-
-
-def _list(samples: Sequence[int], num_samples: int) -> str:
-    return f"{samples_text(samples, num_samples)} {'is' if len(samples) in (1, num_samples) else 'are'}"
+    start = layers.pairs[int(np.argmax(bad.any(axis=0)))].label
+    return f"Non-finite from {start} on: {samples_text(nonfinite, len(image))}{close}."
 
 
 def _draw_panel(axes: Axes, image: NDArray[np.int64]) -> Sequence[Artist]:

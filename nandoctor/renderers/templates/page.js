@@ -41,56 +41,19 @@
   const table = document.getElementById("layers");
   if (!table) return;
   const body = table.tBodies[0];
-  const rows = [...body.rows];               // in the page's original order: parents before children
+  const rows = [...body.rows];               // in the page's original order, that of execution
   const texts = rows.map(row => `${row.cells[0].textContent} ${row.cells[1].textContent}`.toLowerCase());
   const search = document.getElementById("search");
   const onlyNonfinite = document.getElementById("only-nonfinite");
-  let sorted = null;                         // the sorted column; null for the tree
-
-  // The tree is made of the rows' dotted paths: a call lies in the first call of the nearest module around it.
-  const paths = rows.map(row => row.cells[0].textContent.replace(/ ?\([^.]*\)$/, ""));
-  const firstCalls = new Map(), parents = [], depths = [];
-  paths.forEach((path, place) => {
-    let around = path, parent = null;
-    while (around && parent === null) {
-      around = around.slice(0, Math.max(around.lastIndexOf("."), 0));
-      parent = firstCalls.get(around) ?? null;
-    }
-    parents.push(parent);
-    depths.push(parent === null ? 0 : depths[parent] + 1);
-    if (!firstCalls.has(path)) firstCalls.set(path, place);
-  });
-  const first = body.querySelector("tr.row-first");
-  const unfolded = new Set();                // of a large model, only the way to the first non-finite layer
-  for (let place = rows.indexOf(first); place >= 0; place = parents[place] ?? -1) unfolded.add(place);
-  const holders = new Set(parents);
-  const folds = rows.map((row, place) => {
-    const cell = row.cells[0], name = cell.textContent, owner = parents[place] === null ? "" : paths[parents[place]];
-    const path = Object.assign(document.createElement("span"), { className: "path" });
-    path.textContent = owner && name.startsWith(`${owner}.`) ? `${owner}.` : "";
-    const mark = document.createElement(holders.has(place) ? "button" : "span");
-    mark.className = holders.has(place) ? "fold" : "leaf";
-    cell.style.setProperty("--depth", depths[place]);
-    cell.replaceChildren(mark, path, name.slice(path.textContent.length));
-    if (!holders.has(place)) return null;
-    mark.ariaLabel = name;
-    mark.ariaExpanded = String(rows.length <= 60 || parents[place] === null || unfolded.has(place));
-    return mark;
-  });
 
   function show() {
     const wanted = search.value.trim().toLowerCase();
-    const flat = Boolean(wanted) || onlyNonfinite.checked || sorted !== null;
-    const open = [];
     let count = 0;
     rows.forEach((row, place) => {
-      const parent = parents[place];
-      open[place] = parent === null || (open[parent] && folds[parent].ariaExpanded === "true");
       const found = texts[place].includes(wanted) && (!onlyNonfinite.checked || /row-(failed|first)/.test(row.className));
-      row.hidden = flat ? !found : !open[place];
-      count += !row.hidden;
+      row.hidden = !found;
+      count += found;
     });
-    table.classList.toggle("flat", flat);
     say(`${count} of ${rows.length} calls shown`);
   }
 
@@ -120,22 +83,12 @@
       const now = was === "none" ? "descending" : was === "descending" ? "ascending" : "none";
       headings.forEach(other => other.setAttribute("aria-sort", "none"));
       heading.setAttribute("aria-sort", now);
-      sorted = now === "none" ? null : column;
-      if (sorted === null) body.append(...rows); else sort(column, now === "ascending" ? 1 : -1);
-      show();
+      if (now === "none") body.append(...rows); else sort(column, now === "ascending" ? 1 : -1);
     });
   });
 
-  const fold = (button, expanded) => { if (button) button.setAttribute("aria-expanded", String(expanded)); };
-  body.addEventListener("click", event => {
-    const button = event.target.closest(".fold");
-    if (!button) return;
-    fold(button, button.ariaExpanded !== "true");
-    show();
-  });
-  document.getElementById("unfold").addEventListener("click", () => { folds.forEach(one => fold(one, true)); show(); });
-  document.getElementById("fold").addEventListener("click", () => { folds.forEach(one => fold(one, false)); show(); });
   show();
+  const first = body.querySelector("tr.row-first");
   if (first) {
     const frame = table.parentElement;
     frame.scrollTop = first.offsetTop - frame.clientHeight / 2;
