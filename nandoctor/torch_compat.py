@@ -241,11 +241,6 @@ def sparse_values(tensor: Tensor) -> Tensor:
     return tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
 
 
-def rebuild_function(name: str) -> Callable[..., Any]:
-    """Return the function of that name that pickles of torch.save call to rebuild a tensor from a storage."""
-    return cast(Callable[..., Any], _find(f"torch._utils.{name}"))
-
-
 def tree_tensors(tree: Any) -> list[Tensor]:
     """Return every tensor in a nested container."""
     return [tree] if isinstance(tree, Tensor) else [part for _, part in walk(tree) if isinstance(part, Tensor)]

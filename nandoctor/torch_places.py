@@ -50,10 +50,6 @@ NEEDED: dict[str, str] = {
     # `torch._C.DisableTorchFunctionSubclass`, which is documented, leaves function modes such as DeviceContext on.
     "torch._C.DisableTorchFunctionSubclass": "keeping the state of models with tensors of a subclass",
     "torch._C.DisableTorchFunction": "reading tensors while a function mode is active",
-    # `torch.load` looks up an archive's members by its own rules, so it might read others than those checked.
-    "torch._utils._rebuild_tensor_v2": "reading dumps from the bytes that were checked",
-    "torch._utils._rebuild_tensor_v3": "reading dumps from the bytes that were checked",
-    "torch._utils._rebuild_qtensor": "reading dumps from the bytes that were checked",
     # `torch.set_printoptions` has no getter.
     "torch._tensor_str.PRINT_OPTS": "putting back the print options that a model's code has changed",
     # `TorchFunctionMode`, its public counterpart, misses the ops that C++ calls.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +13,28 @@ from nandoctor.dumps.array_roles import is_bookkeeping, is_extra_state, is_rando
 from nandoctor.dumps.directories import stub_error
 from nandoctor.dumps.module_records import is_module, state_of
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
-from nandoctor.dumps.recorded_format import Recorded, get, read_recorded
-from nandoctor.dumps.stored_tensor import COMPUTED_DTYPES, PickledArray, is_array, is_bytes, is_tensor, types_of
+from nandoctor.dumps.recorded_format import Recorded, get, no_state, read_recorded
+from nandoctor.dumps.stored_tensor import (
+    PickledArray,
+    StoredTensor,
+    TorchName,
+    claimed_nbytes,
+    is_array,
+    is_bytes,
+    is_dense,
+    is_generator_state,
+    is_tensor,
+    numbers_of,
+    types_of,
+    why_unread,
+)
 from nandoctor.dumps.trees import AS_WRITTEN, KIND, MAX_NAME, Slot, name_tensors
 from nandoctor.errors import DumpError
-from nandoctor.text import brief, brief_list, byte_size, dtype_name
+from nandoctor.text import brief, brief_list, byte_size
 from nandoctor.trees import MAX_DEPTH, PLAIN
 
 if TYPE_CHECKING:
     import torch
-
-    from nandoctor.dumps.stored_tensor import Values
 
 # Prefixes that DataParallel and torch.compile add to every name.
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.")
@@ -40,11 +51,9 @@ _PARAMETER_NAMES = frozenset({"weight", "bias", "running_mean", "running_var", "
 _OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
 
 _MAX_VALUES = 100_000
-_MAX_DIMS = 32  # supported by every numpy
 # An expanded tensor claims more elements than were saved; beyond this, counting them could take forever.
 _MAX_CLAIM_PER_BYTE = 16
 _CLAIM_FLOOR = 1 << 28
-_QUANTIZED_DTYPES = {"qint8", "quint8", "qint32"}  # those of 4 and 2 bits cannot even be copied
 
 _NOTHING = object()
 
@@ -53,11 +62,13 @@ _NOTHING = object()
 class Contents:
     """The contents of a file of `nbytes` bytes, by dotted name; `left_out` names what no replay uses.
 
+    Dense tensors are torch's only if `as_torch` is set.
+
     `tree` has plain values, and a `Slot` for each array, in the containers that they were saved in.
     """
 
     nbytes: int
-    values: Values
+    as_torch: bool
     states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
@@ -70,7 +81,7 @@ class Contents:
     claimed_nbytes: int = 0
 
 
-def sort_contents(saved: object, nbytes: int, values: Values) -> Contents:
+def sort_contents(saved: object, nbytes: int, *, as_torch: bool) -> Contents:
     """Sort the saved object; a list such as [state, image, logit] is taken as a dict with its indices as keys.
 
     Raises:
@@ -83,18 +94,18 @@ def sort_contents(saved: object, nbytes: int, values: Values) -> Contents:
             f"it holds {_describe(saved)}, not a dict.",
             remedy='Save torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).',
         )
-    contents = Contents(nbytes=nbytes, values=values)
+    contents = Contents(nbytes=nbytes, as_torch=as_torch)
     contents.tree = _sort(contents, "", saved, depth=0)
     return contents
 
 
-def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Values) -> tuple[Contents, Recorded]:
+def sort_recorded(saved: Mapping[str, Any], nbytes: int, *, as_torch: bool) -> tuple[Contents, Recorded]:
     """Sort the contents of a recorder's file: nothing is guessed, everything is checked.
 
     Raises:
         DumpError: a part of it does not match the format, or it has no weights and does not say why.
     """
-    contents = Contents(nbytes=nbytes, values=values)
+    contents = Contents(nbytes=nbytes, as_torch=as_torch)
     contents.left_out += [brief(text, 200) for text in get(saved, "left_out", list, []) if isinstance(text, str)]
     # Weights that did not fit into the file are named in `left_out`.
     state = get(saved, "state_dict", Mapping[str, Any], {})
@@ -102,7 +113,7 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Values) -> tupl
         raise DumpError("it has no state dict.", remedy=AS_WRITTEN)
     contents.states["state_dict"] = _take_state(contents, "state_dict", state)
     take = partial(_take_unique, contents, {})
-    recorded = read_recorded(saved, take, values.check_state)
+    recorded = read_recorded(saved, take, partial(_take_tensor, contents))
     name_tensors(saved.get("output"), "output", take)
     for part, prefix in (("event", ""), ("scaler", "scaler")):
         for name, value in get(saved, part, Mapping[str, Any], {}).items():
@@ -114,13 +125,13 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, values: Values) -> tupl
     return contents, recorded
 
 
-def check_weights(state: Mapping[str, torch.Tensor], nbytes: int, values: Values) -> dict[str, torch.Tensor]:
+def check_weights(state: Mapping[str, torch.Tensor], nbytes: int) -> dict[str, torch.Tensor]:
     """Return the state dict, its names and tensors checked as those of a file of `nbytes` bytes.
 
     Raises:
         DumpError: a name or tensor in it is invalid, or its weights are the empty ones that ZeRO leaves.
     """
-    checked = _take_state(Contents(nbytes=nbytes, values=values), "weights", state)
+    checked = _take_state(Contents(nbytes=nbytes, as_torch=True), "weights", state)
     if is_stub(checked):
         raise stub_error()
     return checked
@@ -141,8 +152,8 @@ def _take_unique(contents: Contents, names: dict[tuple[Any, ...], str], name: st
         found = _describe(value)
         raise DumpError(f"{brief(name)!r} is {found}, which is neither a tensor nor plain data.", remedy=AS_WRITTEN)
     tensor = _take_tensor(contents, _check_name(name), value)
-    is_plain = str(tensor.layout) == "torch.strided" and tensor.numel() > 0
-    place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) if is_plain else (name,)
+    is_plain = is_dense(value) and value.numel() > 0
+    place = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype) if is_plain else (name,)
     first = names.setdefault(place, name)
     contents.arrays.setdefault(first, tensor)
     return first
@@ -195,7 +206,9 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
     if isinstance(value, Mapping):
         return _sort_mapping(contents, name, dict(value), depth)
     if is_random_state(name) and is_bytes(value):
-        contents.rng_states[name] = contents.values.check_state(value)
+        if not is_generator_state(value):
+            raise no_state("torch")
+        contents.rng_states[name] = _take_tensor(contents, name, value)
     elif is_bookkeeping(name):
         contents.left_out.append(name)
     elif isinstance(value, (list, tuple, set, frozenset)) and not all(isinstance(item, PLAIN) for item in value):
@@ -278,8 +291,10 @@ def _take_moments(contents: Contents, name: str, optimizer: Mapping[object, obje
     """Keep the second moments of the first adaptive optimizer; a second one trains another model."""
     moments = () if contents.moments else read_second_moments(optimizer)
     for moment in moments:
-        _take_tensor(contents, f"{name}.state.{moment.index}", moment.values)
-        contents.moments.append(moment)
+        place = f"{name}.state.{moment.index}"
+        values = _take_tensor(contents, place, moment.values)
+        first = None if moment.first is None else _take_tensor(contents, place, moment.first)
+        contents.moments.append(replace(moment, values=values, first=first))
     contents.optimizer_eps = contents.optimizer_eps or read_eps(optimizer)
 
 
@@ -297,7 +312,7 @@ def _sort_leaf(contents: Contents, name: str, value: object) -> Any:
         contents.scalars[name] = value
     elif isinstance(value, (list, tuple, set, frozenset)):
         contents.scalars[name] = list(value)
-    elif isinstance(value, types_of("dtype", "device")):
+    elif isinstance(value, (TorchName, *types_of("dtype", "device"))):
         contents.scalars[name] = str(value)
     else:
         contents.left_out.append(f"{name} ({_describe(value)})")
@@ -305,31 +320,36 @@ def _sort_leaf(contents: Contents, name: str, value: object) -> Any:
     return contents.scalars[name]
 
 
-def _take_tensor(contents: Contents, name: str, value: object) -> torch.Tensor:
-    tensor: torch.Tensor = contents.values.adopt(value)
-    if tensor.is_meta:
+def _take_tensor(contents: Contents, name: str, value: Any) -> Any:
+    """Return the tensor, or the array as one, if it is read and claims no more than the file may hold."""
+    if is_tensor(value) and (kind := why_unread(value)):
         raise DumpError(
-            f"{name!r} is on the meta device: it has a shape but no values.",
-            remedy="Save the model after its weights were loaded.",
+            f"{name!r} is {kind}, which is not read.",
+            remedy="Save dense tensors in the format that the model computes in (tensor.dequantize(), "
+            "tensor.to_padded_tensor(0.0), tensor.resolve_conj()), and weights after they were loaded.",
         )
-    if tensor.dim() > _MAX_DIMS:
-        raise DumpError(
-            f"{name!r} has {tensor.dim()} dimensions, more than the {_MAX_DIMS} that every numpy supports.",
-            remedy="Save it in fewer dimensions.",
-        )
-    if dtype_name(tensor.dtype) not in COMPUTED_DTYPES | _QUANTIZED_DTYPES:
-        raise DumpError(
-            f"{name!r} is of {tensor.dtype}, which torch stores but does not compute with.",
-            remedy="Save it in the format that the model computes in.",
-        )
-    contents.claimed_nbytes += contents.values.num_stored(tensor) * tensor.element_size()
+    contents.claimed_nbytes += claimed_nbytes(value)
     if contents.claimed_nbytes > max(_CLAIM_FLOOR, _MAX_CLAIM_PER_BYTE * contents.nbytes):
         raise DumpError(
             f"its tensors claim {byte_size(contents.claimed_nbytes)}, up to {name!r}, but the file has "
             f"{byte_size(contents.nbytes)}.",
             remedy="Save expanded tensors with .contiguous(); do not open the file if you do not know who wrote it.",
         )
-    return tensor
+    try:
+        return _adopt(value if is_tensor(value) else numbers_of(value), as_torch=contents.as_torch)
+    except (RuntimeError, TypeError, ValueError) as error:  # of torch, for the parts of a sparse tensor
+        raise DumpError(
+            f"{name!r} cannot be rebuilt ({brief(str(error))}).", remedy="If it is damaged, copy the file again."
+        ) from error
+
+
+def _adopt(tensor: Any, *, as_torch: bool) -> Any:
+    """Return the tensor as torch's, if that is wanted or only torch can read it."""
+    if isinstance(tensor, StoredTensor) and not (as_torch or tensor.needs_torch):
+        return tensor
+    from nandoctor.dumps.tensors import to_torch  # noqa: PLC0415 (`inspect` imports no torch)
+
+    return to_torch(tensor)
 
 
 def _join(name: str, part: str) -> str:

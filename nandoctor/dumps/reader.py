@@ -20,7 +20,7 @@ from nandoctor.dumps.file_type import Container, open_container
 from nandoctor.dumps.recorded_format import Recorded, is_recorded
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
 from nandoctor.dumps.stand_ins import UnknownNamesError
-from nandoctor.dumps.stored_tensor import NeedsTorchError, StoredValues, is_dense
+from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.trees import KIND
 from nandoctor.dumps.unpickle import load_pickle
 from nandoctor.errors import DumpError
@@ -30,18 +30,12 @@ from nandoctor.text import brief, brief_list, byte_size
 if TYPE_CHECKING:
     import torch
 
-    from nandoctor.dumps.stored_tensor import Values
-    from nandoctor.dumps.tensors import TorchValues
-
-_MODULE_PREFIXES = ("torch.nn.modules.", "__main__.")
-_NESTED = frozenset({"torch._utils._rebuild_nested_tensor", "torch.nested._internal.nested_tensor.NestedTensor"})
-
 
 def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
     """Read the file at `path`; no code that it names is run unless `trust` is given.
 
-    Writes to its tensors do not reach the file. Those of a zip archive of 256 MB or more are mapped from it: the file
-    must not change while they are in use.
+    Writes to its tensors do not reach the file. Those of a file of 256 MB or more are mapped from it: the file must not
+    change while they are in use.
 
     `trust` unpickles whatever the file asks for, which can do anything that this user can: use it only if you know who
     wrote the file.
@@ -50,31 +44,25 @@ def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
         DumpError: the file is missing, damaged or hostile, is of another kind, needs code that was not trusted, or
             has neither weights nor arrays.
     """
-    location = Path(path)
-    with named(location):
-        refuse_part(location)
-        container = open_container(location)
-        return _make_dump(container, _torch_values(container), trust=trust)
+    import torch  # noqa: F401 (so that dtypes and devices are torch's)
+
+    return _read(Path(path), trust=trust, as_torch=True)
 
 
 def look_at_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
-    """Read the file for `summarize` alone, without importing torch as long as all of its tensors are dense.
+    """Read the file for `summarize` alone, without importing torch if all of its tensors are dense.
 
     Raises:
         DumpError: as `read_dump`.
     """
-    location = Path(path)
-    with named(location):
-        refuse_part(location)
-        container = open_container(location)
-        try:
-            if not trust:
-                return _make_dump(container, StoredValues(container.data))
-        except _UnknownCodeError:
-            raise
-        except DumpError:
-            pass  # torch may read it, or say better what is wrong
-        return _make_dump(container, _torch_values(container), trust=trust)
+    return _read(Path(path), trust=trust, as_torch=False)
+
+
+def _read(path: Path, *, trust: bool, as_torch: bool) -> Dump:
+    with named(path):
+        refuse_part(path)
+        container = open_container(path)
+        return _make_dump(container, _load(container, trust=trust), as_torch=as_torch)
 
 
 @contextmanager
@@ -94,7 +82,7 @@ def read_state(path: Path) -> Mapping[str, torch.Tensor]:
         DumpError: as `read_dump`, or it holds none.
     """
     container = open_container(path)
-    dump = _make_dump(container, _torch_values(container))
+    dump = _make_dump(container, _load(container), as_torch=True)
     if not (dump.holds_weights and dump.state):
         raise DumpError("it has no weights.", remedy="Name a file of weights.")
     return dump.state
@@ -109,8 +97,7 @@ def add_batch(dump: Dump, path: str | os.PathLike[str]) -> Dump:
     location = Path(path)
     with named(location):
         container = open_container(location)
-        values = _torch_values(container)
-        contents = sort_contents(_load(container, values), container.nbytes, values)
+        contents = sort_contents(_load(container), container.nbytes, as_torch=True)
         if not contents.arrays:
             raise DumpError("it has no arrays.", remedy='Save the batch: torch.save({"image": image}, path).')
     scalars = {**contents.scalars, **dump.scalars}
@@ -119,21 +106,12 @@ def add_batch(dump: Dump, path: str | os.PathLike[str]) -> Dump:
     )
 
 
-def _torch_values(container: Container) -> TorchValues:
-    from nandoctor.dumps.tensors import TorchValues
-
-    return TorchValues(container.data)
-
-
-def _make_dump(container: Container, values: Values, *, trust: bool = False) -> Dump:
-    saved = _load(container, values, trust=trust)
+def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:
     if is_recorded(saved):
-        return _make_recorded(container, saved, values)
-    contents = sort_contents(saved, container.nbytes, values)
+        return _make_recorded(container, saved, as_torch=as_torch)
+    contents = sort_contents(saved, container.nbytes, as_torch=as_torch)
     if not (contents.states or contents.arrays):
-        names = [*contents.scalars, *contents.left_out]
-        if objects := _list_objects(saved):
-            raise _whole_objects(objects)
+        names = [*contents.scalars, *contents.left_out, *_list_objects(saved)]
         raise DumpError(
             f"it holds neither a state dict nor arrays, only: {brief_list(names) or 'nothing'}.",
             remedy='Save the weights with the batch: torch.save({"state_dict": model.state_dict(), ...}, path).',
@@ -161,15 +139,20 @@ def _make_dump(container: Container, values: Values, *, trust: bool = False) -> 
     )
 
 
-def _make_recorded(container: Container, saved: Mapping[str, Any], values: Values) -> Dump:
+def _list_objects(saved: Any) -> list[str]:
+    """Return the classes of the objects at the top level of the contents."""
+    items = (saved, *saved.values()) if isinstance(saved, Mapping) else ()
+    return sorted({f"an object of {item[KIND]}" for item in items if isinstance(item, Mapping) and KIND in item})
+
+
+def _make_recorded(container: Container, saved: Mapping[str, Any], *, as_torch: bool) -> Dump:
     whole = saved
     if saved.get("shards") is not None:
-        if isinstance(values, StoredValues):
-            raise NeedsTorchError("whole weights of parts")
         from nandoctor.dumps.shards import join_shards
 
         whole = join_shards(saved, container.path, _load_recorded)
-    contents, recorded = sort_recorded(whole, container.nbytes + _num_bytes(whole) - _num_bytes(saved), values)
+    nbytes = container.nbytes + _num_bytes(whole) - _num_bytes(saved)
+    contents, recorded = sort_recorded(whole, nbytes, as_torch=as_torch)
     return Dump(
         path=container.path,
         nbytes=container.nbytes,
@@ -205,8 +188,7 @@ def _num_bytes(saved: Mapping[str, Any]) -> int:
 
 def _load_recorded(path: Path) -> Mapping[str, Any]:
     """Return what another rank recorded of the step; nothing in it is run, so its signature does not matter."""
-    container = open_container(path)
-    saved = _load(container, _torch_values(container))
+    saved = _load(open_container(path))
     if not is_recorded(saved):
         raise DumpError(
             f"{brief(path.name)} beside it was not written by the recorder.",
@@ -215,23 +197,18 @@ def _load_recorded(path: Path) -> Mapping[str, Any]:
     return saved
 
 
-class _UnknownCodeError(DumpError):
-    """The file names code that reading weights and arrays does not need."""
-
-
-def _load(container: Container, values: Values, *, trust: bool = False) -> object:
+def _load(container: Container, *, trust: bool = False) -> object:
     """Return what the file holds; nothing that it names is run, unless it is trusted."""
     try:
         if not trust:
-            return load_pickle(container, values)
+            return load_pickle(container)
         import torch
 
         return torch.load(container.path, map_location="cpu", mmap=True, weights_only=False)
     except DumpError:
         raise
     except UnknownNamesError as error:
-        refused = _refuse(error.names)
-        raise _UnknownCodeError(refused.message, remedy=refused.remedy) from None
+        raise _refuse(error.names) from None
     except Exception as error:  # torch and the classes of a trusted file may raise anything
         detail = brief(": ".join([type(error).__name__, *str(error).splitlines()[:1]]))
         if is_out_of_memory(error):
@@ -259,30 +236,10 @@ def _refuse(unknown: Sequence[str]) -> DumpError:
         return DumpError(
             f"it holds one rank's part of sharded weights: {listed}.",
             remedy="Save whole weights: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
-            "torch.distributed.checkpoint.state_dict; or save with torch.distributed.checkpoint, and give the "
-            "directory: --weights DIRECTORY.",
+            "torch.distributed.checkpoint.state_dict.",
         )
-    if any(name in _NESTED for name in unknown):
-        return DumpError(
-            "it holds a nested tensor, which is not read: a few bytes of it can claim any amount of memory.",
-            remedy="Save its parts, list(tensor.unbind()), or tensor.to_padded_tensor(0.0) and the lengths.",
-        )
-    if any(name.startswith(_MODULE_PREFIXES) for name in unknown):
-        return _whole_objects(unknown)
     return DumpError(
         f"it would run code that reading weights and arrays does not need: {listed}.",
-        remedy="Save tensors, arrays and plain values only; or pass --trust, only if you know who wrote the file.",
-    )
-
-
-def _list_objects(saved: object) -> list[str]:
-    """Return the classes of the objects at the top level of the contents."""
-    items = (saved, *saved.values()) if isinstance(saved, Mapping) else ()
-    return sorted({str(item[KIND]) for item in items if isinstance(item, Mapping) and KIND in item})
-
-
-def _whole_objects(names: Sequence[str]) -> DumpError:
-    return DumpError(
-        f"it holds whole objects, perhaps the model itself, and would run code to rebuild them: {brief_list(names)}.",
-        remedy="Save model.state_dict(), not the model; or pass --trust, only if you know who wrote the file.",
+        remedy="Save model.state_dict(), tensors, arrays and plain values only; or pass --trust, only if you know who "
+        "wrote the file.",
     )

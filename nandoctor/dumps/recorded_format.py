@@ -9,12 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NewType, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nandoctor.dumps.stored_tensor import is_bytes, is_dense
+from nandoctor.dumps.stored_tensor import is_dense, is_generator_state
 from nandoctor.dumps.trees import AS_WRITTEN, name_tensors, slots
 from nandoctor.errors import DumpError
 from nandoctor.evidence.codec import Hook, MisfitError, from_plain
@@ -35,7 +36,7 @@ _MAX_VALUES = 2_000_000
 """Of names, flags and numbers: a model of 10,000 modules has 50,000."""
 
 Take = Callable[[str, Any], str]
-CheckState = Callable[[Tensor], Tensor]
+Keep = Callable[[str, Any], Tensor]
 GeneratorState = NewType("GeneratorState", Tensor)
 NumpyState = NewType("NumpyState", tuple[Any, ...])
 """What `numpy.random.set_state` takes."""
@@ -222,10 +223,10 @@ def is_recorded(saved: object) -> TypeGuard[dict[str, Any]]:
     return True
 
 
-def read_recorded(saved: Mapping[str, Any], take: Take, check_state: CheckState) -> Recorded:
+def read_recorded(saved: Mapping[str, Any], take: Take, keep: Keep) -> Recorded:
     """Return the recorded calls and their environment; `take(name, tensor)` keeps an array and returns its name.
 
-    `check_state` refuses an invalid state of a generator.
+    `keep(place, tensor)` returns the tensor that the record holds.
 
     Raises:
         DumpError: a part of it does not match the format.
@@ -236,11 +237,11 @@ def read_recorded(saved: Mapping[str, Any], take: Take, check_state: CheckState)
             f"it holds {len(calls):,} calls of the model, and every run would repeat them all.",
             remedy=f"Record steps of at most {MAX_CALLS:,} calls.",
         )
-    hooks = {
-        GeneratorState: lambda state, _: _read_torch(state, check_state),
+    hooks: dict[Any, Hook] = {
+        GeneratorState: partial(_read_torch, keep),
         NumpyState: _read_numpy,
         PythonState: _read_python,
-        WeightSample: _read_sample,
+        WeightSample: partial(_read_sample, keep),
     }
     recorded: Recorded = _decode(Recorded, _without_empty(saved), "dump", hooks)
     if recorded.model is not None:  # only for its checks: tensors stay where they are
@@ -289,20 +290,20 @@ def _named_in_brief(update: OptimizerUpdate) -> OptimizerUpdate:
     return replace(update, optimizer=brief(update.optimizer), parameters=parameters, settings=settings)
 
 
-def _read_sample(fields: Any, place: str) -> WeightSample:
+def _read_sample(keep: Keep, fields: Any, place: str) -> WeightSample:
     sample = _decode(Mapping[str, Any], fields, place)
     at, values = sample.get("at"), sample.get("values")
     if not (is_dense(at) and is_dense(values) and dtype_name(at.dtype) == "int64" and at.dim() == 1):
         raise DumpError("a sample of a weight in it is invalid.", remedy=AS_WRITTEN)
     if at.shape != values.shape or at.numel() > MAX_SAMPLED:
         raise DumpError("a sample of a weight in it has more values than places, or too many.", remedy=AS_WRITTEN)
-    return WeightSample(at=at, values=values)
+    return WeightSample(at=keep(place, at), values=keep(place, values))
 
 
-def _read_torch(state: Any, check_state: CheckState) -> Tensor:
-    if not is_bytes(state):
+def _read_torch(keep: Keep, state: Any, place: str) -> Tensor:
+    if not is_generator_state(state):
         raise no_state("torch")
-    return check_state(state)
+    return keep(place, state)
 
 
 def _read_numpy(data: Any, place: str) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import torch
 
 from nandoctor.dumps.recorded_format import get
 from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.dumps.tensors import to_torch
 from nandoctor.errors import DumpError
 from nandoctor.text import brief
 
@@ -61,7 +62,7 @@ class _Ranks:
         self._nbytes_left[rank] -= part.numel() * part.element_size()
         if self._nbytes_left[rank] < 0:
             raise DumpError(f"{brief(path.name)} claims more weights than it holds.", remedy=_TAKE_ALL)
-        return part
+        return to_torch(part)
 
     def _add(self, rank: int, path: Path, saved: Mapping[str, Any]) -> None:
         self._states[rank], self._nbytes_left[rank] = (

@@ -5,26 +5,30 @@ from __future__ import annotations
 import pickle
 import re
 import sys
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, Self
 
 from nandoctor.dumps.module_records import is_module
-from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype, is_tensor
+from nandoctor.dumps.stored_tensor import (
+    META,
+    NESTED,
+    PickledArray,
+    PickledDtype,
+    StorageKind,
+    is_tensor,
+    make_device,
+    rebuild,
+    rebuild_sparse,
+    rebuild_v3,
+    torch_value,
+    unread,
+)
 from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE
 
-# The functions of torch's own allow-list that make tensors, without those that let a few bytes claim gigabytes (nested
-# tensors, conversions of expanded ones): https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
-_TENSOR_GLOBALS = frozenset(
-    """
-    torch.Size torch.device torch.serialization._get_layout torch.storage.UntypedStorage
-    torch._utils._rebuild_tensor torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3
-    torch._utils._rebuild_qtensor torch._utils._rebuild_sparse_tensor torch._utils._rebuild_meta_tensor_no_storage
-    """.split()
-)
-STORAGE_DTYPES = {
+_STORAGE_DTYPES = {
     **{"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"},
     **{"LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8"},
     **{"ByteStorage": "uint8", "BoolStorage": "bool", "UntypedStorage": "uint8"},
@@ -142,6 +146,18 @@ def _make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
     return OrderedDict(pairs)
 
 
+def _make_counter(counts: Any = None) -> dict[Any, Any]:
+    """Return the counts as a dict. Raises pickle.UnpicklingError: they are none, and counting them could take hours."""
+    if type(counts) is not dict:
+        raise pickle.UnpicklingError("no counts by key")
+    return dict(counts)
+
+
+def _layout_name(name: object) -> object:
+    """Stand in for the function that finds a layout by its name."""
+    return name
+
+
 def _encode(text: str, codec: str) -> bytes:
     """Stand in for `_codecs.encode`, which pickle calls for bytes; the unpickler has counted one byte per letter.
 
@@ -210,7 +226,7 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "builtins.bytes": lambda: b"",
     "_codecs.encode": _encode,
     "collections.OrderedDict": _make_ordered,
-    "collections.Counter": Counter,
+    "collections.Counter": _make_counter,
     "collections.defaultdict": lambda *_: {},  # the items come after the call
     "collections.deque": lambda *_: [],
     **dict.fromkeys(("builtins.range", "builtins.xrange", "builtins.slice"), lambda *bounds: bounds),
@@ -239,6 +255,18 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "torch._utils._rebuild_parameter": _make_plain,
     "torch._utils._rebuild_parameter_with_state": _make_plain,
     REBUILD_ANY: _rebuild_by,
+    # What makes tensors, but conversions of expanded ones, of which a few bytes claim gigabytes:
+    # https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
+    "torch._utils._rebuild_tensor": rebuild,
+    "torch._utils._rebuild_tensor_v2": rebuild,
+    "torch._utils._rebuild_tensor_v3": rebuild_v3,
+    "torch._utils._rebuild_sparse_tensor": rebuild_sparse,
+    "torch._utils._rebuild_qtensor": unread("a quantized tensor"),
+    "torch._utils._rebuild_meta_tensor_no_storage": unread(META),
+    "torch._utils._rebuild_nested_tensor": unread(NESTED),
+    "torch.serialization._get_layout": _layout_name,
+    "torch.device": make_device,
+    "torch.Size": tuple,
     "UserDict.IterableUserDict": _of_kind(_UserDict, "collections.UserDict"),  # as protocol 2 writes it
     "collections.UserDict": _of_kind(_UserDict, "collections.UserDict"),
     "transformers.tokenization_utils_base.BatchEncoding": _of_kind(_UserDict, "transformers.BatchEncoding"),
@@ -252,21 +280,26 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
 }
 
 
-def find_stand_in(name: str) -> Callable[..., object] | None:
-    """Return the stand-in that is called for the class or function of this name; None if it is unknown.
+_PATTERNS = ((_PLAIN_TYPE, _Kind), (_TORCH_FUNCTION, _Kind), (_TORCH_OPTIMIZER, _Opaque), (_MODEL_OUTPUT, _Output))
+
+
+def find_stand_in(name: str) -> object:
+    """Return the stand-in for the class, function or value of this name; None if it is unknown.
 
     The classes of models' outputs are known. Any other class of a project or library, such as a configuration, becomes
     a record of its attributes and items, as do torch's modules. Of the rest of torch, and of the standard library, only
     the names in the table are known: anything else may be code.
     """
+    module, _, attribute = name.rpartition(".")
     if name in _STAND_INS:
         return _STAND_INS[name]
-    if _PLAIN_TYPE.fullmatch(name) or _TORCH_FUNCTION.fullmatch(name):
-        return _Kind
-    if _TORCH_OPTIMIZER.fullmatch(name):
-        return _Opaque
-    if _MODEL_OUTPUT.fullmatch(name):
-        return _Output
+    if module in ("torch", "torch.cuda", "torch.storage") and attribute in _STORAGE_DTYPES:
+        return StorageKind(dtype=_STORAGE_DTYPES[attribute])
+    if _TORCH_VALUE.fullmatch(name):
+        return torch_value(name)
+    for pattern, stand_in in _PATTERNS:
+        if pattern.fullmatch(name):
+            return stand_in
     return _of_kind(Record, name) if _TORCH_OBJECT.fullmatch(name) or _is_of_others(name) else None
 
 
@@ -275,14 +308,6 @@ def _is_of_others(name: str) -> bool:
     module, _, attribute = name.rpartition(".")
     is_class = attribute.lstrip("_")[:1].isupper()
     return is_class and module.partition(".")[0] not in _RESERVED
-
-
-def is_known(name: str) -> bool:
-    """Return True if the class, function or value of this name can be made here."""
-    module, _, attribute = name.rpartition(".")
-    is_storage = module in ("torch", "torch.cuda") and attribute in STORAGE_DTYPES
-    is_value = name in _TENSOR_GLOBALS or _TORCH_VALUE.fullmatch(name) is not None
-    return is_storage or is_value or find_stand_in(name) is not None
 
 
 def join_name(module: str, name: str) -> str:

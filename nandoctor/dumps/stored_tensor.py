@@ -1,33 +1,31 @@
-"""Stand-ins for numpy's arrays in a pickle, and for torch's values if a file is only looked at, without torch.
+"""Stand-ins for the arrays and tensors that a pickle describes: their numbers stay in the file, as numpy sees them.
 
 numpy's own unpickling trusts the file: `dtype.__setstate__` takes any layout and flags, and with them an array's bytes
 become Python objects at addresses that the file chooses, also under `torch.load(weights_only=True)` with numpy allowed.
-So these records only store what numpy's functions would be given, and check it at the end.
+torch's grows a storage to what a tensor claims. So these records only store what such functions would be given, and
+numpy checks that a tensor lies in its data. `tensors.to_torch` makes torch's of them.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import struct
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nandoctor.dumps.file_type import Member, damaged
+from nandoctor.dumps.file_type import damaged
 from nandoctor.errors import DumpError
 from nandoctor.text import dtype_name
 
 if TYPE_CHECKING:
     import torch
-
-    from nandoctor.dumps.tensors import TorchValues
-
-    # What makes the torch values that a pickle describes, and converts its arrays.
-    Values: TypeAlias = "TorchValues | StoredValues"
 
 # Booleans, integers, floats and complex numbers of the sizes that torch has too.
 _NUMERIC_CODES = frozenset({"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"})
@@ -38,11 +36,14 @@ _NUMPY_CODES = {
     **{"int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8"},
     **{"uint8": "u1", "uint16": "u2", "uint32": "u4", "uint64": "u8"},
     **{"bfloat16": "u2", "float8_e5m2": "u1"},
+    **{"complex32": "u4", "float8_e4m3fn": "u1", "float8_e4m3fnuz": "u1", "float8_e5m2fnuz": "u1"},
 }
+_ONLY_TORCH = frozenset({"complex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz"})
 _CHUNK = 1 << 18
 _GENERATOR_NBYTES, _MERSENNE_N = 5056, 624
 
-COMPUTED_DTYPES = frozenset({*_NUMPY_CODES, "complex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz"})
+META, NESTED = "a tensor on the meta device, without values", "a nested tensor"
+COMPUTED_DTYPES = frozenset(_NUMPY_CODES)
 """The dtypes that torch can compute with: not the 4-bit types, the `bits` types and the bare exponents."""
 
 
@@ -110,21 +111,36 @@ def _contradiction() -> DumpError:
     return damaged("the shape, the type and the bytes of an array contradict each other")
 
 
-class NeedsTorchError(DumpError):
-    """The file holds something that only torch can make, or check."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(f"torch is needed to make {what}.", remedy="")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredDtype:
-    """A stand-in for a `torch.dtype`."""
+class TorchName:
+    """A stand-in for a dtype, device or quantization scheme of torch, if torch is not imported."""
 
     name: str
 
     def __str__(self) -> str:
-        return f"torch.{self.name}"
+        return self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageKind:
+    """A stand-in for the class of a storage, which says of what dtype its elements are."""
+
+    dtype: str
+
+    @property
+    def item_nbytes(self) -> int:
+        """The bytes of an element, by the bits in the dtype's name; 1 for a bool, and for two or four in a byte."""
+        bits = re.search(r"\d+", self.dtype)
+        return max(int(bits[0]) // 8, 1) if bits else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredStorage:
+    """A stand-in for a storage: its bytes in the file, where these begin, and the name of its dtype."""
+
+    data: memoryview
+    offset: int
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,12 +151,10 @@ class StoredTensor:
     """
 
     raw: NDArray[Any]
-    dtype: StoredDtype
+    dtype: TorchName
     address: int
 
     layout: ClassVar[str] = "torch.strided"
-    is_meta: ClassVar[bool] = False
-    is_nested: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -151,6 +165,11 @@ class StoredTensor:
     def nbytes(self) -> int:
         """The bytes of all elements that it claims to have."""
         return self.raw.nbytes
+
+    @property
+    def needs_torch(self) -> bool:
+        """True if only torch knows what the bits stand for."""
+        return dtype_name(self.dtype) in _ONLY_TORCH
 
     def dim(self) -> int:
         """Return the number of dimensions."""
@@ -178,7 +197,7 @@ class StoredTensor:
 
     def is_complex(self) -> bool:
         """Return True if the elements are complex."""
-        return self.raw.dtype.kind == "c"
+        return "complex" in self.dtype.name
 
     def numpy(self) -> NDArray[Any]:
         """Return the numbers, those of bf16 in fp32 and those of fp8 in fp16."""
@@ -204,24 +223,45 @@ class StoredTensor:
 
     def _widen(self, raw: NDArray[Any]) -> NDArray[Any]:
         """Return bf16 in fp32 and fp8 (e5m2) in fp16: either format is the upper half of the wider one."""
-        if self.dtype.name == "bfloat16":
+        if self.dtype.name == "torch.bfloat16":
             return (raw.astype("u4") << 16).view("f4")
-        return (raw.astype("u2") << 8).view("f2") if self.dtype.name == "float8_e5m2" else raw
+        return (raw.astype("u2") << 8).view("f2") if self.dtype.name == "torch.float8_e5m2" else raw
 
 
-StoredDtype.__name__, StoredTensor.__name__ = "dtype", "Tensor"  # for messages about them
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredSparse:
+    """A stand-in for a sparse tensor: its layout, its indices and values, and what else torch's constructors take."""
+
+    layout: str
+    parts: tuple[StoredTensor, ...]
+    others: tuple[Any, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements that its parts claim to have."""
+        return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UnreadTensor:
+    """A stand-in for a tensor that is not read; `kind` says why: "a quantized tensor"."""
+
+    kind: str
+
+
+for _stand_in, _name in ((StoredStorage, "TypedStorage"), (StoredTensor, "Tensor"), (StoredSparse, "Tensor")):
+    _stand_in.__name__ = _name  # for messages about them
 
 
 def types_of(*names: str) -> tuple[type[Any], ...]:
-    """Return the classes of these names: those of torch if it is imported, and their stand-ins."""
+    """Return torch's classes of these names; none if it is not imported."""
     torch = sys.modules.get("torch")
-    own = tuple(kind for kind in (StoredDtype, StoredTensor) if kind.__name__ in names)
-    return (*own, *(attrgetter(name)(torch) for name in names if torch))
+    return tuple(attrgetter(name)(torch) for name in names if torch)
 
 
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     """Return True for a tensor, or a stand-in for one."""
-    return isinstance(value, types_of("Tensor"))
+    return isinstance(value, (StoredTensor, StoredSparse, UnreadTensor, *types_of("Tensor")))
 
 
 def is_array(value: object) -> bool:
@@ -233,12 +273,7 @@ def is_array(value: object) -> bool:
 
 def is_dense(value: object) -> TypeGuard[torch.Tensor]:
     """Return True for a tensor with one number in memory per element: neither sparse, nested, quantized nor meta."""
-    return (
-        is_tensor(value)
-        and str(value.layout) == "torch.strided"
-        and not (value.is_meta or value.is_nested)
-        and dtype_name(value.dtype) in COMPUTED_DTYPES
-    )
+    return is_tensor(value) and not why_unread(value) and str(value.layout) == "torch.strided"
 
 
 def is_bytes(value: object) -> TypeGuard[torch.Tensor]:
@@ -246,92 +281,107 @@ def is_bytes(value: object) -> TypeGuard[torch.Tensor]:
     return is_dense(value) and dtype_name(value.dtype) == "uint8"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Storage:
-    data: memoryview
-    offset: int
-    dtype: StoredDtype
+def why_unread(tensor: Any) -> str:
+    """Return what a tensor is if it is not read, such as "a quantized tensor"; "" if it is."""
+    if isinstance(tensor, (StoredTensor, StoredSparse)):
+        return ""
+    if isinstance(tensor, UnreadTensor):
+        return tensor.kind
+    if tensor.is_meta or tensor.is_nested:
+        return META if tensor.is_meta else NESTED
+    return "" if dtype_name(tensor.dtype) in COMPUTED_DTYPES else f"a tensor of {tensor.dtype}"
 
 
-_Storage.__name__ = "TypedStorage"  # for messages about it
+def numbers_of(array: Any) -> StoredTensor:
+    """Return an array of numpy, or the stand-in for one, as a tensor in this machine's byte order.
+
+    Raises:
+        DumpError: the file contradicts itself about it.
+    """
+    found = array.to_numpy() if isinstance(array, PickledArray) else np.asarray(array)
+    # torch accepts neither big-endian arrays nor negative strides, and must not write to the bytes of a pickle.
+    native = np.array(found, found.dtype.newbyteorder("="), order="C")
+    return StoredTensor(raw=native, dtype=TorchName(name=f"torch.{native.dtype}"), address=-id(array))
 
 
-class StoredValues:
-    """Makes stand-ins for the torch values that a pickle describes; the data stays in the file."""
-
-    def __init__(self, data: Any) -> None:
-        self._data = memoryview(data)
-        self.places: dict[int, Member] = {}  # by the address of their data
-
-    def storage(self, member: Member, dtype: str) -> _Storage:
-        """Return the storage with the data of this member."""
-        data = member.of(self._data)
-        self.places[member.offset] = member
-        return _Storage(data=data, offset=member.offset, dtype=StoredDtype(name=dtype))
-
-    def find(self, name: str) -> object:
-        """Return the stand-in for the function or dtype of that name.
-
-        Raises:
-            NeedsTorchError: there is none.
-        """
-        if name in ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2"):
-            return _rebuild
-        if name == "torch._utils._rebuild_tensor_v3":
-            return _rebuild_v3
-        if dtype_name(name) in COMPUTED_DTYPES:
-            return StoredDtype(name=dtype_name(name))
-        raise NeedsTorchError(name)
-
-    @staticmethod
-    def adopt(value: Any) -> Any:
-        """Return the tensor, or an array as one.
-
-        Raises:
-            DumpError: the file contradicts itself about an array.
-        """
-        if not isinstance(value, PickledArray):
-            return value
-        array = value.to_numpy()
-        return StoredTensor(raw=array, dtype=StoredDtype(name=str(array.dtype)), address=-id(value))
-
-    @staticmethod
-    def num_stored(tensor: Any) -> int:
-        """Return how many numbers are stored for its elements."""
-        return math.prod(tensor.shape)
-
-    @staticmethod
-    def check_state(state: Any) -> Any:
-        """Return the state of a torch generator; if it has the size of a CPU generator's, torch must accept it."""
-        if not state.raw.flags.c_contiguous:
-            raise NeedsTorchError("a state of it")
-        if state.numel() == _GENERATOR_NBYTES:
-            # ATen/CPUGeneratorImpl.cpp and MT19937RNGEngine.h: after the seed of 8 bytes.
-            left, seeded, after = struct.unpack_from("<iiQ", state.raw, 8)
-            if not (seeded == 1 and 0 < left <= _MERSENNE_N and after <= _MERSENNE_N):
-                raise NeedsTorchError("sure of this state")
-        return state
+def claimed_nbytes(value: Any) -> int:
+    """Return the bytes of all elements that an array or tensor claims to have."""
+    if isinstance(value, PickledArray):
+        return len(value.data) if isinstance(value.data, bytes) else 0
+    if isinstance(value, types_of("Tensor")):
+        return value.numel() * value.element_size() if str(value.layout) == "torch.strided" else 0
+    return int(value.nbytes)
 
 
-def _rebuild(*arguments: Any) -> StoredTensor:
-    storage, offset, size, stride, *further = arguments
-    return _place(storage.dtype, storage, [offset, *size, *stride], len(size), further[2:])
+def is_generator_state(state: Any) -> bool:
+    """Return False for what torch would refuse as the state of a generator; only a CPU's has a form that is known."""
+    if not is_bytes(state) or state.stride() != (1,):
+        return False
+    if state.numel() != _GENERATOR_NBYTES:
+        return True
+    # ATen/CPUGeneratorImpl.cpp and MT19937RNGEngine.h: after the seed of 8 bytes.
+    left, seeded, after = struct.unpack_from("<iiQ", state.numpy().tobytes(), 8)
+    return bool(seeded == 1 and 0 < left <= _MERSENNE_N and after <= _MERSENNE_N)
 
 
-def _rebuild_v3(*arguments: Any) -> StoredTensor:
-    storage, offset, size, stride, _, _, dtype, *metadata = arguments
-    return _place(dtype, storage, [offset, *size, *stride], len(size), metadata)
+def torch_value(name: str) -> object:
+    """Return torch's dtype or quantization scheme of this name, or the stand-in for it."""
+    torch = sys.modules.get("torch")
+    return attrgetter(name.removeprefix("torch."))(torch) if torch else TorchName(name=name)
 
 
-def _place(dtype: StoredDtype, storage: _Storage, numbers: list[int], dim: int, metadata: list[Any]) -> StoredTensor:
+def make_device(*place: Any) -> object:
+    """Return torch's device, or the stand-in for it; `place` is its kind and perhaps its index."""
+    torch = sys.modules.get("torch")
+    return torch.device(*place) if torch else TorchName(name=":".join(map(str, place)))
+
+
+def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> object:
+    """Return the tensor of these elements of a storage: `torch._utils._rebuild_tensor` and the second version of it.
+
+    It requires no gradient and has no hooks, whatever the file says. Raises like `rebuild_v3`.
+    """
+    if not isinstance(storage, StoredStorage):
+        raise TypeError("no storage of its own")
+    return _place(storage.dtype, storage, (offset, size, stride), others[2:])
+
+
+def rebuild_v3(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> object:
+    """Return the tensor of a dtype that the call names.
+
+    Raises:
+        TypeError, ValueError, OverflowError: it does not lie in its storage.
+    """
+    return _place(dtype_name(others[2]), storage, (offset, size, stride), others[3:])
+
+
+def _place(dtype: str, storage: Any, place: tuple[Any, Any, Any], metadata: tuple[Any, ...]) -> object:
     """Return the tensor of this offset, sizes and strides; numpy checks that all of it lies in the data."""
-    if (
-        metadata not in ([], [None], [{}])
-        or dtype.name not in _NUMPY_CODES
-        or not all(type(n) is int and n >= 0 for n in numbers)
-    ):
-        raise NeedsTorchError(f"such a tensor of {dtype}")
-    kind = np.dtype(_NUMPY_CODES[dtype.name])
-    offset, *strides = (number * kind.itemsize for number in (numbers[0], *numbers[1 + dim :]))
-    raw: NDArray[Any] = np.ndarray(tuple(numbers[1 : 1 + dim]), kind, storage.data, offset, tuple(strides))
-    return StoredTensor(raw=raw, dtype=dtype, address=storage.offset + offset)
+    if dtype not in _NUMPY_CODES:
+        return UnreadTensor(kind=f"a tensor of torch.{dtype}")
+    if metadata not in ((), (None,), ({},)):
+        return UnreadTensor(kind="a tensor whose conjugation or sign was put off")
+    offset, size, stride = place
+    if not isinstance(storage, StoredStorage) or not (isinstance(size, tuple) and isinstance(stride, tuple)):
+        raise TypeError("no storage, sizes and strides")
+    if not all(type(number) is int and number >= 0 for number in (offset, *size, *stride)):
+        raise TypeError("sizes that are no numbers")
+    kind = np.dtype(_NUMPY_CODES[dtype])
+    begin, strides = offset * kind.itemsize, tuple(number * kind.itemsize for number in stride)
+    raw: NDArray[Any] = np.ndarray(tuple(size), kind, storage.data, begin, strides)
+    return StoredTensor(raw=raw, dtype=TorchName(name=f"torch.{dtype}"), address=storage.offset + begin)
+
+
+def rebuild_sparse(layout: Any, data: Any) -> StoredSparse:
+    """Return the sparse tensor, whose indices are compared with its sizes when torch's is made of it."""
+    if type(layout) is not str or type(data) is not tuple:
+        raise damaged("a sparse tensor has no parts")
+    parts = [item for item in data if isinstance(item, StoredTensor)]
+    if len(parts) != (2 if layout == "torch.sparse_coo" else 3):
+        raise damaged("a sparse tensor has no parts")
+    return StoredSparse(layout=layout, parts=tuple(parts), others=data[len(parts) :])
+
+
+def unread(kind: str) -> Callable[..., UnreadTensor]:
+    """Return a function that makes a tensor of a kind that is not read, whatever it is called with."""
+    return lambda *_: UnreadTensor(kind=kind)

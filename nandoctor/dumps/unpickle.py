@@ -1,34 +1,21 @@
 """Builds what the pickle of a dump describes, within plain bounds, and runs nothing that it names.
 
-A name in the pickle is looked up in a table here, and nowhere else: it gives records, plain containers, and either
-tensors or, to look at a file without torch, their stand-ins. `torch.load` would find the members by rules of its own.
+A name in the pickle is looked up in a table here, and nowhere else: it gives records, plain containers, and stand-ins
+for tensors. `torch.load` would find the members by rules of its own.
 """
 
 from __future__ import annotations
 
 import pickle
-import re
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from nandoctor.dumps.file_type import Container, damaged
-from nandoctor.dumps.stand_ins import (
-    REBUILD_ANY,
-    STORAGE_DTYPES,
-    Record,
-    UnknownNamesError,
-    find_stand_in,
-    is_known,
-    join_name,
-)
-from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype
+from nandoctor.dumps.stand_ins import REBUILD_ANY, Record, UnknownNamesError, find_stand_in, join_name
+from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype, StorageKind, StoredStorage
 from nandoctor.errors import DumpError
-
-if TYPE_CHECKING:
-    from nandoctor.dumps.stored_tensor import Values
 
 # torch.save's default, and what torch.load(weights_only=True) reads.
 _PROTOCOL = b"\x80\x02"
@@ -55,8 +42,8 @@ _MAX_CHOSEN_KEYS = 10_000
 _MAX_KEY_LENGTH, _MAX_KEY_BITS = 16, 64  # of a tuple, and of an integer: eight of 64 bits share a hash
 _MAX_INTEGER_BITS = 1023  # what a double can hold; the states of numpy's generators have 128 bits
 
-_MAPPINGS = (dict, OrderedDict, Counter)
-_HASHING = (set, frozenset, Counter)
+_MAPPINGS = (dict, OrderedDict)
+_HASHING = (set, frozenset)
 _MADE_OF_ITEMS = (*_HASHING, tuple)
 _ITEMS = (list, tuple, dict)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
@@ -64,14 +51,16 @@ _SCALARS = (str, bytes, bool, int, float, complex, type(None))
 _REBUILDS = "torch._utils._rebuild_"
 
 
-def load_pickle(container: Container, values: Values) -> object:
-    """Build the object; if the file contradicts itself, raise `DumpError` or whatever its parts raise.
+def load_pickle(container: Container) -> object:
+    """Build the object, with torch's dtypes and devices if torch is imported.
+
+    If the file contradicts itself, raise `DumpError` or whatever its parts raise.
 
     Raises:
         UnknownNamesError: it names a class or function without a stand-in.
         DumpError: it is damaged, of another protocol, or built to exhaust memory or time.
     """
-    unpickler = _Unpickler(container, values)
+    unpickler = _Unpickler(container)
     try:
         _check_protocol(container.pickle)
         made = unpickler.load()
@@ -124,17 +113,6 @@ def _parts_of(item: Any) -> Collection[Any]:
     if isinstance(item, dict):
         return item.values()
     return item if isinstance(item, _CONTAINERS) else ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StorageKind:
-    dtype: str
-
-    @property
-    def item_nbytes(self) -> int:
-        """The bytes of an element, by the bits in the dtype's name; 1 for a bool, and for two or four in a byte."""
-        bits = re.search(r"\d+", self.dtype)
-        return max(int(bits[0]) // 8, 1) if bits else 1
 
 
 _HANDLERS: Mapping[int, Callable[[Any], None]] = pickle._Unpickler.dispatch
@@ -193,13 +171,13 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
 
     stack: list[Any]
 
-    def __init__(self, container: Container, values: Values) -> None:
+    def __init__(self, container: Container) -> None:
         stream = BytesIO(container.pickle)
         stream.seek(len(_PROTOCOL))
         super().__init__(stream, encoding="utf-8")
         self.dispatch = _Instructions(self.dispatch)  # type: ignore[misc] # each pickle has its own count
         self.unknown: set[str] = set()
-        self._values, self._members = values, container.storages
+        self._data, self._members = memoryview(container.data), container.storages
         self._found: dict[str, Any] = {}
         self._storages: dict[str, object] = {}
         self._num_chosen_left = _MAX_CHOSEN_KEYS
@@ -209,7 +187,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
         """Return the stand-in for the class or function."""
         name = join_name(module, name)
         if name not in self._found:
-            found = self._find_known(name)
+            found = find_stand_in(name)
             if found is None:
                 self.unknown.add(name)
             self._found[name] = Record if found is None else found
@@ -217,27 +195,17 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
                 raise _hostile(f"it names more than {_MAX_NAMES:,} classes and functions")
         return self._found[name]
 
-    def _find_known(self, name: str) -> Any:
-        """Return the stand-in for what has this name, None if there is none."""
-        module, _, attribute = name.rpartition(".")
-        if not is_known(name):
-            return None
-        if found := find_stand_in(name):
-            return found
-        if module.startswith("torch") and attribute in STORAGE_DTYPES:
-            return _StorageKind(dtype=STORAGE_DTYPES[attribute])
-        return self._values.find(name)
-
     def persistent_load(self, reference: Any) -> object:
         """Return the storage that is referred to; each is made once, and must be as long as its tensors say."""
         parts = reference if type(reference) is tuple else ()
-        if [*map(type, parts[:5])] != [str, _StorageKind, str, str, int] or any(parts[5:]) or parts[4] < 0:
+        if [*map(type, parts[:5])] != [str, StorageKind, str, str, int] or any(parts[5:]) or parts[4] < 0:
             raise pickle.UnpicklingError("no storage of its own")
         _, kind, key, _, numel = parts[:5]
         if key not in self._members or self._members[key].nbytes != numel * kind.item_nbytes:
             raise damaged("the data of a tensor is missing or has the wrong size")
         if key not in self._storages:
-            self._storages[key] = self._values.storage(self._members[key], kind.dtype)
+            member = self._members[key]
+            self._storages[key] = StoredStorage(data=member.of(self._data), offset=member.offset, dtype=kind.dtype)
         return self._storages[key]
 
     def load_build(self) -> None:

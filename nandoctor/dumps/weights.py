@@ -17,7 +17,6 @@ from nandoctor.dumps.directories import INDEX, describe_directory, holds_pretrai
 from nandoctor.dumps.file_type import damaged, regular_size
 from nandoctor.dumps.reader import named, read_state
 from nandoctor.dumps.recorded_format import MAX_SAMPLED, WeightSample
-from nandoctor.dumps.tensors import TorchValues
 from nandoctor.errors import DumpError
 from nandoctor.text import brief, brief_list
 
@@ -131,14 +130,12 @@ def _read_safetensors(path: Path) -> State:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
     except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise damaged(f"safetensors cannot read it ({brief(str(error))})") from error
-    return check_weights(state, nbytes, TorchValues())
+    return check_weights(state, nbytes)
 
 
 def sample_weights(state: Mapping[str, torch.Tensor]) -> dict[str, WeightSample]:
     """Return up to 64 values of each dense tensor, spread over it, on the CPU."""
-    plain = {
-        name: tensor for name, tensor in state.items() if tensor.layout is torch.strided and not tensor.is_quantized
-    }
+    plain = {name: tensor for name, tensor in state.items() if tensor.layout is torch.strided}
     return {name: _sample(tensor.detach()) for name, tensor in plain.items()}
 
 

@@ -168,8 +168,8 @@ class _HostCopies:
         """
         if tensor.is_nested:
             raise TypeError("no torch reads a nested tensor without running code that the file names")
-        if dtype_name(tensor.dtype) not in COMPUTED_DTYPES and not tensor.is_quantized:
-            raise TypeError("no reader takes what torch only stores")
+        if dtype_name(tensor.dtype) not in COMPUTED_DTYPES:
+            raise TypeError("no reader takes quantized tensors, or what torch only stores")
         if tensor.is_mkldnn:
             tensor = tensor.to_dense()
         if tensor.layout is not torch.strided:
@@ -187,7 +187,7 @@ class _HostCopies:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().as_subclass(torch.Tensor).cpu()
+    plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu()
     layouts = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
     layout = next((layout for layout in layouts if plain.is_contiguous(memory_format=layout)), None)
     if layout is None or plain.untyped_storage().nbytes() > plain.numel() * plain.element_size():

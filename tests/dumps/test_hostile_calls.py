@@ -56,7 +56,7 @@ CALLS = {
     "a set of a tensor": (forge.call(SET, EXPANDED), NO_ITEMS),
     "a size of a tensor": (forge.call(SIZE, EXPANDED), NO_ITEMS),
     "a set of a text": (forge.call(SET, forge.text("ab" * 500)), NO_ITEMS),
-    "a counter of a text": (forge.call(COUNTER, forge.text("ab" * 500)), NO_ITEMS),
+    "a counter of a text": (forge.call(COUNTER, forge.text("ab" * 500)), "no counts by key"),
     "a key of many numbers": (b"}" + forge.tuple_of(*[forge.integer(1)] * 17) + b"Ns", "nor a short tuple of these"),
     "a set of a set of a set": (
         forge.call(SET, forge.tuple_of(forge.call(FROZEN, forge.tuple_of(forge.call(FROZEN, forge.tuple_of()))))),
@@ -88,7 +88,7 @@ CALLS = {
         forge.call(
             forge.name("torch._utils", "_rebuild_tensor_v3"), *forge.tensor_parts(), forge.name("torch", "qint8")
         ),
-        "a quantized tensor has no scale",
+        "'image' is a tensor of torch.qint8, which is not read",
     ),
     "a part of what is no class": (forge.call(GETATTR, forge.name("torch", "Size"), forge.text("count")), "getattr"),
     "a part of a set": (forge.call(GETATTR, SET, forge.text("pop")), "getattr"),

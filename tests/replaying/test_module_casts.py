@@ -67,7 +67,7 @@ def test_a_weight_that_the_cast_overflows_is_told():
 @pytest.mark.parametrize("dtype", ["int8", "load", 3, ["float16"]])
 def test_a_format_that_is_none_is_refused(dtype):
     with pytest.raises(DumpError):
-        read_recorded({"mixed_precision": {"parameters": {"a": dtype}}}, lambda name, _: name, check_state=None)
+        read_recorded({"mixed_precision": {"parameters": {"a": dtype}}}, lambda name, _: name, keep=None)
 
 
 def test_a_narrow_sum_over_ranks_is_told():

@@ -170,9 +170,19 @@ def test_an_odd_switch_is_left_as_it_is(value):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["nested", "jagged", "masked"])
-def test_an_honest_class_is_refused_as_what_it_is(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("nested", "'x' is a nested tensor, which is not read"),
+        ("quantized", "'x' is a quantized tensor, which is not read"),
+        ("meta", "'x' is a tensor on the meta device, without values, which is not read"),
+        ("bits", "'x' is a tensor of torch.bits8, which is not read"),
+        ("conjugated", "'x' is a tensor whose conjugation or sign was put off, which is not read"),
+        ("masked", "it would run code that reading weights and arrays does not need: torch"),
+        ("jagged", "it would run code that reading weights and arrays does not need: torch"),
+    ],
+)
+def test_an_honest_tensor_is_refused_as_what_it_is(kind, message, tmp_path):
     torch.save({"state_dict": {}, "x": KINDS[kind](torch.ones(2, 2))}, tmp_path / "case.pth")
-    needed = "it would run code that reading weights and arrays does not need: torch"
-    with pytest.raises(DumpError, match=needed if kind == "masked" else "it holds a nested tensor"):
+    with pytest.raises(DumpError, match=message):
         read_dump(tmp_path / "case.pth")
