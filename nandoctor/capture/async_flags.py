@@ -16,20 +16,17 @@ from nandoctor.capture.environment import read_rank
 class Flag:
     """Numbers on a device, with an asynchronous copy to the host that starts when the flag is made.
 
-    `values` waits for that copy only, not for work queued after it. `known` is the number itself if the flag was made
-    from a Python number, else None.
+    `values` waits for that copy only, not for work queued after it.
     """
 
-    __slots__ = ("_event", "_host", "_values", "known")
+    __slots__ = ("_event", "_host", "_values")
 
     def __init__(self, numbers: torch.Tensor | float) -> None:
         self._event: Any = None
         self._host: torch.Tensor | None = None
         self._values: list[float] = []
-        self.known: float | None = None
         if not isinstance(numbers, torch.Tensor):
-            self.known = float(numbers)
-            self._values = [self.known]
+            self._values = [float(numbers)]
         elif numbers.is_cuda:
             self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._host.copy_(numbers.detach(), non_blocking=True)

@@ -6,17 +6,14 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from nandoctor.capture.environment import read_backends, read_rank, read_versions
 from nandoctor.capture.model_rebuild import Training, describe_model
 from nandoctor.capture.observer import Observer
-from nandoctor.capture.recorder_settings import WeightsSource
-from nandoctor.capture.sharding import is_sharded, places_in_whole
+from nandoctor.capture.sharding import is_sharded
 from nandoctor.capture.step import RecordedStep
 from nandoctor.capture.step_policy import StepHistory, StepResult
 from nandoctor.capture.updates import Update
@@ -24,7 +21,6 @@ from nandoctor.dumps.recorded_format import FORMAT
 from nandoctor.dumps.weights import sample_weights
 from nandoctor.dumps.writer import fit_into
 from nandoctor.machine import memory_of
-from nandoctor.text import relative_path
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 LOG = logging.getLogger("nandoctor")
@@ -85,8 +81,7 @@ def _describe_optimizer(
     """Return the state dict of the model's first optimizer (lr, eps, betas), without state unless asked, and notes.
 
     An optimizer whose update left non-finite weights is saved instead, with its state, which it may have divided by.
-    Only the settings are saved, with a note, if `state_dict` raises, as in wrappers (Lookahead) that never called
-    `Optimizer.__init__`, or if the state is sharded, since a reader would lack the other ranks' parts.
+    Only the settings are saved, with a note, if the state is sharded, since a reader would lack the other ranks' parts.
     """
     optimizer = spoiled.optimizer if spoiled else next(iter(optimizers), None)
     if optimizer is None:
@@ -94,9 +89,7 @@ def _describe_optimizer(
     try:
         saved = optimizer.state_dict()
     except Exception as error:
-        groups = [{**group, "params": list(range(len(group["params"])))} for group in optimizer.param_groups]
-        note = f"optimizer: its state, as state_dict raised {type(error).__name__}: {error}"
-        return {"state": {}, "param_groups": groups}, [note]
+        return None, [f"optimizer: its state_dict raised {type(error).__name__}: {error}"]
     bare = {**saved, "state": {}}
     if not with_state and spoiled is None:
         return bare, []
@@ -107,12 +100,11 @@ def _describe_optimizer(
 
 def _describe_update(spoiled: Update) -> dict[str, Any]:
     """Return which optimizer turned finite gradients into non-finite weights, which weights, and its settings."""
-    writer, gradients = spoiled.writer, spoiled.gradients if spoiled.writer else None
     return {
-        "optimizer": writer,
+        "optimizer": type(spoiled.optimizer).__name__,
         "parameters": spoiled.trained.nonfinite(),
         "settings": spoiled.settings(),
-        "largest_gradient": None if gradients is None else gradients.values()[0],
+        "largest_gradient": None if spoiled.gradients is None else spoiled.gradients.values()[0],
     }
 
 
@@ -145,45 +137,26 @@ def _describe_writes(step: RecordedStep, observer: Observer, *, has_optimizer: b
     return []
 
 
-def leave_weights(contents: Mapping[str, Any], source: WeightsSource | None, max_nbytes: int) -> Mapping[str, Any]:
-    """Return the contents, with a reference to a checkpoint in place of weights that do not fit into `max_nbytes`.
+def leave_weights(contents: Mapping[str, Any], max_nbytes: int) -> Mapping[str, Any]:
+    """Return the contents without the weights, which a replay takes from a checkpoint, if they exceed `max_nbytes`.
 
-    Buffers stay: the forward writes to them, so no checkpoint has them as they were. A few values of each weight stay,
-    so that a replay can check whether a checkpoint is of this step; of sharded weights they are from this rank's part.
+    Buffers stay: the forward writes to them, so no checkpoint has them as they were. So do a few values of each weight,
+    unless it is sharded, so that a replay can check whether a checkpoint is of this step.
     """
-    state = contents["state_dict"]
+    state, shards = contents["state_dict"], contents["shards"]
     if "state_dict" in fit_into(contents, max_nbytes) or not state:
         return contents
     buffers = {name: state[name] for name in contents["buffers"]}
     weights = {name: tensor for name, tensor in state.items() if name not in buffers}
+    samples = sample_weights({name: tensor for name, tensor in weights.items() if name not in shards})
     size = memory_of(weights.values())
     return {
         **contents,
         "state_dict": buffers,
-        "shards": {name: shard for name, shard in contents["shards"].items() if name in buffers},
-        "checkpoint": {"path": _find_path(source), "samples": _sample(weights, contents["shards"])},
+        "shards": {name: shard for name, shard in shards.items() if name in buffers},
+        "checkpoint": {
+            "path": "",
+            "samples": {name: {"at": sample.at, "values": sample.values} for name, sample in samples.items()},
+        },
         "left_out": [*contents["left_out"], f"state_dict: the weights, {size} bytes, beyond the cap of {max_nbytes}"],
     }
-
-
-def _sample(weights: Mapping[str, torch.Tensor], shards: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    """Return a few values of each weight, with their flat indices in the full weight."""
-    found = {}
-    for name, sample in sample_weights(weights).items():
-        shape, shard = weights[name].shape, shards.get(name)
-        at = sample.at if shard is None else places_in_whole(sample.at, shape, shard, read_rank()[0])
-        if at is not None:
-            found[name] = {"at": at, "values": sample.values}
-    return found
-
-
-def _find_path(source: WeightsSource | None) -> str:
-    """Return the checkpoint's path, relative to the working directory if it is inside it; "" for none."""
-    try:
-        path = source() if callable(source) else source
-        return "" if path is None else relative_path(str(Path(path).absolute()))
-    except Exception as error:
-        LOG.warning(
-            "Recorder(weights=...) failed, so the file names no checkpoint (%s: %s).", type(error).__name__, error
-        )
-        return ""

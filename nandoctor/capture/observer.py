@@ -42,7 +42,6 @@ class Observer:
         self.generators = Generators(self.device)
         self.autocast_inside: dict[str, Any] | None = None
         self._follow_device()
-        self._first_shapes = self._read_shapes()
 
     def _find_weights(self) -> None:
         weights = [place for place in places_of(self.model, parameters_of) if place[1][place[2]] is not None]
@@ -56,9 +55,6 @@ class Observer:
             first = registry.get(name)
             if first is not None and first.device != self.device and not first.is_meta:
                 self.device, self.generators = first.device, Generators(first.device)
-
-    def _read_shapes(self) -> dict[str, torch.Size | None]:
-        return {name: None if is_lazy(p) else p.shape for name, p in self.model.named_parameters()}
 
     def look(self) -> StateBefore:
         """Return the current state."""
@@ -96,13 +92,6 @@ class Observer:
         """Return True if the weights were written since, as far as the stamp shows."""
         now = self.stamp()
         return stamp is not None and now is not None and stamp != now
-
-    def find_reshaped(self) -> list[str]:
-        """Return the names of parameters that were added, removed or reshaped since training began."""
-        now = self._read_shapes()
-        known = self._first_shapes.items()  # None for lazy parameters
-        first = {name: now.get(name) if shape is None else shape for name, shape in known}
-        return [name for name in {**first, **now} if first.get(name) != now.get(name)]
 
     def describe(self, before: StateBefore, weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], list[str]]:
         """Return a dump's entries for the state before the forward, and notes on what could not be kept.

@@ -24,14 +24,13 @@ from nandoctor.capture.recorder_settings import RecorderSettings
 from nandoctor.capture.sharding import refuse_unknown
 from nandoctor.capture.source_info import unwrap_model
 from nandoctor.capture.step import RecordedStep, held, pack_call
-from nandoctor.capture.step_policy import StepHistory, StepPolicy, StepResult, StopRule
+from nandoctor.capture.step_policy import StepHistory, StepPolicy, StepResult
 from nandoctor.capture.step_tracker import StepTracker
 from nandoctor.dumps.packing import pack
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
 from nandoctor.replaying.project import stop_import
 from nandoctor.source_files import is_interactive
-from nandoctor.text import join_first
 from nandoctor.torch_compat import unwrap
 
 LOG = logging.getLogger("nandoctor")
@@ -62,7 +61,6 @@ class Recorder(RecorderSettings):
         max_nbytes: most bytes of a file (default: 8 GiB). Parts that do not fit are left out, and the file lists them.
         keep_optimizer: True to save the optimizer's state as well.
         on_save: called with (path, event) after each file.
-        weights: the checkpoint of weights that do not fit into a file: a path, or a function that returns one.
         undo_nbytes: copy the weights before each update if they have at most this many bytes (default: 1 GiB), so that
             a step whose update spoils them can be saved.
         method: for integrations: the method of the model that is the step, if it is not forward.
@@ -78,11 +76,11 @@ class Recorder(RecorderSettings):
         super().__post_init__()
         self._handles = ExitStack()
         self._policy = StepPolicy(
-            StepHistory(StopRule(threshold=self.threshold, window=self.window, in_a_row=self.in_a_row)),
+            StepHistory(threshold=self.threshold, window=self.window, in_a_row=self.in_a_row),
             DumpFolder(Path(self.folder), keep=self.keep, max_nbytes=self.max_nbytes),
             self._make_contents,
             on_save=self.on_save,
-            replay_flags=self._find_flags,
+            replay_flags=lambda: self._training.flags,
         )
         self._scouted = self._is_idle = False
         self._warned: set[str] = set()
@@ -207,13 +205,7 @@ class Recorder(RecorderSettings):
             return
         step.batch = step.batch if batch is None else held(batch)
         self._look_at(step, self._as_tensor(loss), ask_all=True)
-        if step.has_lent_weights:
-            self._warn(
-                "torch.func.functional_call gives the model other weights than its own, which no file will have. "
-                "Write the step up to the loss as the forward of a module that holds the model, record that module, "
-                "and give loss=loss_of, with def loss_of(output, batch): return output"
-            )
-        elif loss is not None and not self.method:
+        if loss is not None and not self.method:
             self._advise_loss(step)
         self._decide_known(step)
 
@@ -349,21 +341,10 @@ class Recorder(RecorderSettings):
                 "recorder a function at a file's top level: loss=loss_of, with def loss_of(output, batch): return ..."
             )
 
-    def _find_flags(self) -> str | None:
-        """Return the flags for `nandoctor replay FILE`: --model if the model's parameters have changed."""
-        reshaped = self._observer.find_reshaped()
-        if not reshaped:
-            return self._training.flags
-        self._warn(
-            f"the model's parameters have changed since training began ({join_first(reshaped, 3)}), so a replay cannot "
-            "build the model by itself. Write a function that returns the model as it is now for --model."
-        )
-        return " --model FILE.py:NAME"
-
     def _make_contents(self, step: RecordedStep, result: StepResult, event: str) -> Mapping[str, Any]:
         optimizers = self._tracker.trainers.optimizers
         contents = describe(self._training, step, result, event, history=self.history, optimizers=optimizers)
         for note in contents["left_out"]:
             if note.startswith(_NOT_PROVED):
                 self._warn(f"{note}. A replay may not be of the step that failed.")
-        return leave_weights(contents, self.weights, self.max_nbytes)
+        return leave_weights(contents, self.max_nbytes)

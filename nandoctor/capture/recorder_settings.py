@@ -15,9 +15,6 @@ from nandoctor.capture.step_policy import OnSave
 from nandoctor.capture.updates import UNDO_NBYTES
 from nandoctor.errors import NanDoctorError
 
-WeightsSource = str | os.PathLike[str] | Callable[[], str | os.PathLike[str] | None]
-"""The path of a checkpoint, or a function that returns the last one's when a file is written."""
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RecorderSettings:
@@ -37,7 +34,6 @@ class RecorderSettings:
     max_nbytes: int = 8 << 30
     keep_optimizer: bool = False
     on_save: OnSave | None = None
-    weights: WeightsSource | None = None
     undo_nbytes: int = UNDO_NBYTES
     method: str = ""
     ambient: Callable[[], AbstractContextManager[Any]] = nullcontext

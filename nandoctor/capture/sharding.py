@@ -83,31 +83,6 @@ def _describe_placement(placement: Any) -> int | list[int] | str | None:
     return int(placement.dim) if type(placement).__name__ == "Shard" else str(placement)
 
 
-def places_in_whole(at: torch.Tensor, shape: torch.Size, shard: Mapping[str, Any], rank: int) -> torch.Tensor | None:
-    """Convert flat indices into a rank's part, which has this shape, to flat indices into the full tensor.
-
-    Return None if the part is not a single block of it. Ranks hold what `torch.chunk` gives along each dimension.
-    """
-    whole, first = list(shard["shape"]), [0] * len(shard["shape"])
-    sizes = list(whole)
-    coordinates = (torch.tensor(shard["ranks"]) == rank).nonzero()
-    if not len(coordinates) or any(not isinstance(placement, (int, type(None))) for placement in shard["placements"]):
-        return None
-    num_parts = torch.tensor(shard["ranks"]).shape
-    for placement, part, parts in zip(shard["placements"], coordinates[0].tolist(), num_parts, strict=True):
-        if placement is not None:
-            most = -(-sizes[placement] // parts)
-            start = min(part * most, sizes[placement])
-            first[placement] += start
-            sizes[placement] = min(most, sizes[placement] - start)
-    if sizes != list(shape):
-        return None
-    places = torch.zeros_like(at)
-    for size, start, place in zip(whole, first, torch.unravel_index(at, shape), strict=True):
-        places = places * size + start + place
-    return places
-
-
 def describe_mixed_precision(model: nn.Module) -> dict[str, dict[str, str]]:
     """Return the dtypes that FSDP2's policies cast to: of weights by name, of the rest by module path.
 

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from math import isfinite
 from operator import attrgetter
 from typing import Any
 
@@ -133,26 +132,12 @@ class RecordedStep:
         """True if the step went well, and no scaler needs its numbers."""
         if self.scale is not None or self.skip is not None or self.skipped:
             return False
-        return self.is_known_sound or not (self.loss_nonfinite or any(map(_IS_NONFINITE, self._magnitudes)))
-
-    @property
-    def is_known_sound(self) -> bool:
-        """True if all numbers are on the host and none shows a failure, as at nearly all steps on a CPU."""
-        if self.skip is not None or self.skipped or self.accumulated is not None:
-            return False
-        for flag in self.flags:
-            if flag.known != 0:
-                return False
-        for update in self.updates:
-            for magnitude in (update.gradients, update.weights):
-                if magnitude is not None and (magnitude.known is None or not isfinite(magnitude.known)):
-                    return False
-        return True
+        return not (self.loss_nonfinite or any(map(_IS_NONFINITE, self._magnitudes)))
 
     @property
     def ready(self) -> bool:
         """True once every flag except the loss's has arrived."""
-        return self.is_known_sound or ((self.skip is None or self.skip.ready) and all(map(_IS_READY, self._magnitudes)))
+        return (self.skip is None or self.skip.ready) and all(map(_IS_READY, self._magnitudes))
 
     @property
     def was_skipped(self) -> bool:
@@ -257,7 +242,10 @@ class RecordedStep:
                 "they belong to the step, put it into `with recorder.step(batch):`"
             )
         if self.has_lent_weights:
-            notes.append("the weights of the step: torch.func.functional_call gave the model others than its own")
+            notes.append(
+                "the weights of the step: torch.func.functional_call gave the model others than its own (record a "
+                "module that holds the model, and whose forward is the step up to the loss)"
+            )
         return contents, [*notes, *self._overwritten()]
 
     def _overwritten(self) -> Iterator[str]:

@@ -111,28 +111,17 @@ class ScaleSearch:
             self._settled = self._last
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopRule:
-    """When to stop: if more than a share `threshold` of the last `window` steps failed, or `in_a_row` consecutive ones.
-
-    The share is of the full window, even while fewer steps were seen. Non-finite losses, updates that spoil the weights
-    and skipped steps are counted separately.
-    """
-
-    threshold: float = 0.1
-    window: int = 100
-    in_a_row: int | None = None
-
-
 class StepHistory:
     """Counts over the whole run, and the results of its last steps.
 
     `begins_episode`: the last step is worth saving, but neither the step before it nor another micro-batch of the same
-    update is.
+    update is. The training is to stop if more than a share `threshold` of the last `window` steps failed, or `in_a_row`
+    consecutive ones. The share is of the full window, even while fewer steps were seen. Non-finite losses, updates that
+    spoil the weights and skipped steps are counted separately.
     """
 
-    def __init__(self, rule: StopRule) -> None:
-        self.rule = rule
+    def __init__(self, *, threshold: float = 0.1, window: int = 100, in_a_row: int | None = None) -> None:
+        self.threshold, self.window, self.in_a_row = threshold, window, in_a_row
         self.num_steps = 0
         self.num_bad_losses = 0
         self.num_spoiled = 0
@@ -140,7 +129,7 @@ class StepHistory:
         self._in_episode = False
         self._last_worth_saving: int | None = None
         self.begins_episode = False
-        self._recent: deque[StepResult] = deque(maxlen=rule.window)
+        self._recent: deque[StepResult] = deque(maxlen=window)
         self._num_in_a_row = 0
 
     def add(self, result: StepResult) -> None:
@@ -163,10 +152,9 @@ class StepHistory:
 
     def why_stop(self) -> str | None:
         """Return the reason to stop after the last step; None to go on."""
-        rule = self.rule
-        if rule.in_a_row is not None and self._num_in_a_row >= rule.in_a_row:
-            return f"{self._num_in_a_row} non-finite step{'s in a row' if rule.in_a_row > 1 else ''}"
-        most = rule.threshold * rule.window
+        if self.in_a_row is not None and self._num_in_a_row >= self.in_a_row:
+            return f"{self._num_in_a_row} non-finite step{'s in a row' if self.in_a_row > 1 else ''}"
+        most = self.threshold * self.window
         of = f"of the last {len(self._recent)} steps"
         if (losses := sum(result.loss_nonfinite for result in self._recent)) > most:
             return f"the loss was non-finite in {losses} {of}"
@@ -246,7 +234,7 @@ class StepPolicy:
 
     def _is_due(self) -> bool:
         waited = self.history.num_steps - self._last_saved
-        return self.history.begins_episode and (not self.folder.is_full or waited >= self.history.rule.window)
+        return self.history.begins_episode and (not self.folder.is_full or waited >= self.history.window)
 
     def _sum_up(self, step: RecordedStep) -> StepResult:
         if step.is_sound:
@@ -288,11 +276,6 @@ class StepPolicy:
                 self._on_save(path, contents["event"])
             except Exception as error:
                 LOG.warning("on_save failed for %s (%s: %s).", path, type(error).__name__, error)
-        if any(packed.hidden for packed in step.calls):
-            return path, (
-                f"Saved to {path}, which cannot be replayed: the model was called inside torch.func.vmap, so its "
-                "inputs are not in the file. Call the model on this batch outside of vmap, under the recorder."
-            )
         flags = self._replay_flags()
         return path, say_next(path, written, None if flags is None else flags + _flags_for(step, result, contents))
 
@@ -320,7 +303,7 @@ def _describe(result: StepResult, step: RecordedStep) -> str:
         return f"the {what} is finite, but its gradients are not"
     if result.reason == "update":
         assert step.spoiled is not None
-        writer = step.spoiled.writer or "the training loop itself"
+        writer = type(step.spoiled.optimizer).__name__
         finite = "the loss is" if step.spoiled.gradients is None else "loss and gradients are"
         return f"{finite} finite, but the update by {writer} left non-finite weights"
     known = "" if result.skip_counts else ", at which earlier steps succeeded"

@@ -48,7 +48,7 @@ class StepTracker:
         self._last = (-1, 0)
         self._last_inputs = Packed(tree=None)
         self._copies_inputs = self._is_first_call = True  # until a forward has left its inputs unchanged
-        self._accumulates, self._process, self._writes_told = False, os.getpid(), False
+        self._accumulates, self._process = False, os.getpid()
         self._before_update, self._after_step = Hook(self.before_update), Hook(self.after_step)
 
     @property
@@ -110,19 +110,13 @@ class StepTracker:
             self._look_at_gradients(step, over_ranks=self._sharded and not final)
         else:
             step.compare_scale(*self._read_scale(), num_optimizers=len(self.trainers.optimizers))
-        self._note_write(step, is_written=not step.num_updates and self._observer.was_written(step.stamp))
+        self._note_write(step)
         self._pending.append(step)
 
-    def _note_write(self, step: RecordedStep, *, is_written: bool) -> None:
-        """Note that the loop has written weights itself since the step's forward, and log that once."""
-        step.was_rewritten = step.was_rewritten or (is_written and not step.updates)
-        if step.was_rewritten and not self._writes_told:
-            self._writes_told = True
-            LOG.warning(
-                "nandoctor.Recorder: the loop writes weights without one of torch's optimizers. If that or its "
-                "gradients spoil them, the next forward shows it. A step may be saved with weights from after its "
-                "forward; its file then says so."
-            )
+    def _note_write(self, step: RecordedStep) -> None:
+        """Note that the loop itself has written weights between the step's forward and its first update."""
+        if not step.updates and self._observer.was_written(step.stamp):
+            step.was_rewritten = True
 
     def _look_at_gradients(self, step: RecordedStep, *, over_ranks: bool) -> None:
         """Flag the gradients of a step without an update."""
@@ -194,7 +188,6 @@ class StepTracker:
     def decide_known(self, step: RecordedStep) -> None:
         """Decide on a step whose loss is known to be non-finite, before the loop overwrites what it is made of."""
         if not step.decided and not step.flags[-1].on_device and step.loss_nonfinite:
-            self._note_write(step, is_written=self._observer.was_written(step.stamp))
             self._decide(step)
 
     def before_step(
@@ -239,7 +232,7 @@ class StepTracker:
         found = getattr(optimizer, "found_inf", None)
         step.skip = Flag(found) if isinstance(found, torch.Tensor) else None
         self.flush_pending(wait=True)
-        self._note_write(step, is_written=self._observer.was_written(step.stamp))
+        self._note_write(step)
         if all(update.trained is not trained for update in step.updates):
             measures = self._scaler is None
             gradients = self._flag_of(trained.gradients(), over_ranks=trained.sharded) if measures else None
@@ -252,8 +245,7 @@ class StepTracker:
                     groups=list(map(dict, optimizer.param_groups)),
                 )
             )
-            if not step.is_known_sound:
-                self._decide_before_update(step, step.updates[-1])
+            self._decide_before_update(step, step.updates[-1])
         self._accumulates = False
         for waiting in (*self._pending, step):
             waiting.num_updates += 1

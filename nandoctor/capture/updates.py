@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from nandoctor.capture.async_flags import Flag, all_finite
+from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.joined import JoinOrder, can_join, largest_magnitude, plain_part
 from nandoctor.capture.sharding import is_sharded, local_part
 from nandoctor.machine import memory_of
@@ -42,24 +42,13 @@ class Update:
     groups: Sequence[Mapping[str, Any]] = ()
     weights: Flag | None = None
 
-    @property
-    def writer(self) -> str:
-        """The optimizer's class name; "" if the loop itself had spoiled weights before the update."""
-        return type(self.optimizer).__name__ if all_finite((self.undo or {}).values()) else ""
-
     def settings(self) -> dict[str, float]:
-        """Return the numeric settings of the groups: for each name the first non-finite value, else the last.
-
-        Settings in tensors are left out if the flag of the weights arrives late (from a GPU): by then a schedule may
-        have written the next value into them.
-        """
+        """Return the numeric settings of the groups: for each name the first non-finite value, else the last."""
         found: dict[str, float] = {}
-        late = self.weights is None or self.weights.on_device
         for group in self.groups:
             for name, value in group.items():
-                plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 and not late else value
-                if type(plain) in (int, float) and math.isfinite(found.get(name, 0.0)):
-                    found[name] = float(plain)
+                if type(value) in (int, float) and math.isfinite(found.get(name, 0.0)):
+                    found[name] = float(value)
         return found
 
 

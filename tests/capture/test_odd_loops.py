@@ -60,45 +60,6 @@ def make_batches(num=NUM_STEPS, failing=FAILING):
     return batches
 
 
-def several_optimizers(folder):
-    """One scaler for two optimizers, of which only one has non-finite gradients, and two micro-batches a step."""
-    model = Norm()
-    optimizers = [torch.optim.AdamW(part.parameters(), 1e-3) for part in (model.enter, model.leave)]
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    with Recorder(model, folder=folder, scaler=scaler) as recorder:
-        for number, batch in enumerate(make_batches(2 * NUM_STEPS, 2 * FAILING + 1)):
-            loss = loss_of(model(batch[0]), batch)
-            recorder.watch(loss, batch)
-            scaler.scale(loss).backward()
-            if number % 2:
-                for optimizer in optimizers:
-                    scaler.unscale_(optimizer)
-                    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
-                    scaler.step(optimizer)
-                    optimizer.zero_grad()
-                scaler.update()
-    return Norm, recorder
-
-
-def one_buffer(folder):
-    """Each batch is written over the one before it, and a loss that is NaN is left out by the loop itself."""
-    model = Norm(divides=True)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    buffer = torch.empty(5, 4), torch.empty(5, 1)
-    with Recorder(model, folder=folder) as recorder:
-        for batch in make_batches():
-            for target, source in zip(buffer, batch, strict=True):
-                target.copy_(source)
-            loss = loss_of(model(buffer[0]), buffer)
-            recorder.watch(loss, buffer)
-            if not loss.isfinite():
-                continue
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return lambda: Norm(divides=True), recorder
-
-
 def train_plainly(factory, folder):
     model = factory()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
@@ -148,9 +109,7 @@ def inputs_with_gradients(folder):
 @pytest.mark.parametrize(
     ("train", "expected"),
     [
-        (several_optimizers, ("skipped", FAILING, 1, "backward", "sqrt")),
         (inputs_written_by_the_model, ("loss", FAILING, 0, "forward", "div")),
-        (one_buffer, ("loss", FAILING, 0, "forward", "div")),
         (lazy_modules, ("loss", FAILING, 0, "forward", "div")),
         (inputs_with_gradients, ("gradients", FAILING, 0, "backward", "sqrt")),
     ],
@@ -164,6 +123,13 @@ def test_the_failing_step_is_saved_and_replayed(tmp_path, train, expected):
     report = nandoctor.replay(path, model=make_model, loss=loss_of, fixes=False).report
     assert report.reproduction.grade == "exact"
     assert (report.origin.phase, report.origin.op) == expected[3:]
+
+
+def test_buffers_of_torchscript_are_told(tmp_path):
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(4)), nn.Linear(4, 1))
+    with Recorder(model, folder=tmp_path) as recorder:
+        recorder.watch(model(torch.full((2, 4), torch.inf)).sum())
+    assert "state_dict.0.running_mean: the file has its value from after" in str(read_dump(recorder.written[0]).missing)
 
 
 class Critic(nn.Module):
@@ -368,8 +334,6 @@ def test_what_a_transform_hides_is_named(tmp_path, caplog):
         recorder.watch(found["leave.weight"].mean(), torch.zeros(3, 4))
     left_out = torch.load(recorder.written[0], weights_only=True)["left_out"]
     assert any("torch.func.vmap" in line for line in left_out)
-    assert "cannot be replayed" in caplog.text
-    assert "nandoctor replay" not in caplog.text
     with pytest.raises(ModelError, match=r"is not in the file: input\.args\.0") as caught:
         nandoctor.replay(recorder.written[0], Norm(divides=True))
     assert "--inputs" in caught.value.remedy
@@ -393,8 +357,8 @@ def test_weights_from_functional_call_are_told(tmp_path, caplog):
         fast = {name: own[name] - gradient for name, gradient in zip(own, gradients, strict=True)}
         recorder.watch(torch.func.functional_call(model, fast, (x,)).mean())
     told = "the weights of the step: torch.func.functional_call gave the model others than its own"
-    assert told in torch.load(recorder.written[0], weights_only=True)["left_out"]
-    assert "record that module" in caplog.text
+    assert told in "".join(torch.load(recorder.written[0], weights_only=True)["left_out"])
+    assert "record a module that holds the model" in caplog.text
 
 
 def test_weights_in_fp64_are_not_rounded(tmp_path):

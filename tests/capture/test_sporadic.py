@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from contextlib import nullcontext
 
@@ -14,8 +13,6 @@ from trainings import loss_of, make_batch, make_model
 import nandoctor
 from nandoctor import Recorder
 from nandoctor.dumps.reader import read_dump
-from tests.capture.test_odd_loops import FAILING, Norm, make_batches
-from tests.capture.test_odd_loops import loss_of as squared
 
 
 @pytest.mark.slow
@@ -93,42 +90,6 @@ def test_an_evaluation_within_a_step_is_no_call_of_it(tmp_path):
     assert len(read_dump(recorder.written[0]).recorded.calls) == 1
 
 
-def test_steps_are_updates_and_micro_batches_stand_beside(tmp_path):
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Recorder(model, folder=tmp_path) as recorder:
-        for number in range(12):
-            loss = model(torch.full((1, 4), float("nan") if number == 10 else 1.0)).sum()
-            recorder.watch(loss)
-            if number != 10:
-                loss.backward()
-            if number % 4 == 3:
-                optimizer.step()
-                optimizer.zero_grad()
-    (path,) = recorder.written
-    dump = read_dump(path)
-    assert path.name == "nan-step000002-micro2.pth"
-    assert (dump.scalars["step"], dump.scalars["micro_batch"]) == (2, 2)
-
-
-def test_an_update_after_the_marked_micro_batches_is_theirs(tmp_path):
-    """The loop marks each micro-batch, and the optimizer steps outside: per-sample gradients, accumulation."""
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Recorder(model, folder=tmp_path) as recorder:
-        for number in range(12):
-            with recorder.step():
-                loss = model(torch.ones(1, 4)).sum()
-                recorder.watch(loss)
-                loss.backward()
-            if number % 4 == 3:
-                optimizer.param_groups[0]["lr"] = float("inf") if number == 11 else 0.1
-                optimizer.step()
-                optimizer.zero_grad()
-    (path,) = recorder.written
-    assert (path.name, read_dump(path).scalars["reason"]) == ("nan-step000002-micro3.pth", "update")
-
-
 @pytest.mark.parametrize(("is_marked", "kept"), [(True, 25), (False, 9)])
 def test_a_step_of_many_calls(tmp_path, is_marked, kept):
     """A text that is read letter by letter, an episode of a policy: the state of the first call is NaN in all later."""
@@ -141,26 +102,3 @@ def test_a_step_of_many_calls(tmp_path, is_marked, kept):
     dump = read_dump(recorder.written[0])
     assert len(dump.recorded.calls) == kept
     assert ("16 forwards" in str(dump.missing)) == (not is_marked)
-
-
-def test_weights_of_a_step_after_which_the_loop_goes_back(tmp_path):
-    """A loss that is NaN, and a checkpoint of some steps before is loaded in place of an update."""
-    torch.manual_seed(0)
-    model = Norm(divides=True)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    before = []
-    with Recorder(model, folder=tmp_path, arguments={"divides": True}) as recorder:
-        for batch in make_batches():
-            before.append(copy.deepcopy(model.state_dict()))
-            loss = squared(model(batch[0]), batch)
-            recorder.watch(loss, batch)
-            if not loss.isfinite():
-                model.load_state_dict(before[0])
-                continue
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    (path,) = recorder.written
-    dump = read_dump(path)
-    assert dump.missing == ()
-    assert all(torch.equal(dump.state[name], value) for name, value in before[FAILING].items())

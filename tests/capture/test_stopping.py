@@ -8,7 +8,7 @@ from torch import nn
 
 from nandoctor import NonFiniteTrainingError, Recorder, cuda_autocast
 from nandoctor.capture.async_flags import Flag
-from nandoctor.capture.step_policy import ScaleSearch, StepHistory, StepResult, StopRule
+from nandoctor.capture.step_policy import ScaleSearch, StepHistory, StepResult
 from nandoctor.dumps.reader import read_dump
 
 each_optimizer = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -16,7 +16,7 @@ each_optimizer = pytest.mark.parametrize("fused", [False, True], ids=["plain", "
 
 def feed(rule, pattern):
     """The history after steps told by letters: "." good, "L" non-finite loss, "S" skipped at scale 1/2, "s" at 1024."""
-    history = StepHistory(rule)
+    history = StepHistory(**rule)
     for step, letter in enumerate(pattern):
         scale = {"S": 0.5, "s": 1024.0}.get(letter)
         history.add(StepResult(step=step, loss_nonfinite=letter == "L", skipped=scale is not None, loss_scale=scale))
@@ -39,24 +39,24 @@ def feed(rule, pattern):
     ],
 )
 def test_the_share_in_the_window_decides(pattern, stops):
-    assert (feed(StopRule(threshold=0.2, window=10), pattern).why_stop() is not None) is stops
+    assert (feed({"threshold": 0.2, "window": 10}, pattern).why_stop() is not None) is stops
 
 
 def test_so_many_in_a_row():
-    rule = StopRule(threshold=1.0, in_a_row=3)
+    rule = {"threshold": 1.0, "in_a_row": 3}
     assert feed(rule, "LL.LL").why_stop() is None
     assert feed(rule, "LLSL.LLL").why_stop() == "3 non-finite steps in a row"
-    assert feed(StopRule(in_a_row=1), "..L").why_stop() == "1 non-finite step"
+    assert feed({"in_a_row": 1}, "..L").why_stop() == "1 non-finite step"
 
 
 def test_an_episode_begins_once():
-    rule = StopRule(threshold=1.0, window=4)
+    rule = {"threshold": 1.0, "window": 4}
     begun = [feed(rule, ".LL...L....L"[:end]).begins_episode for end in range(1, 13)]
     assert [step for step, begins in enumerate(begun) if begins] == [1, 6, 11]
 
 
 def test_the_counts_are_those_of_the_whole_run():
-    plain = feed(StopRule(threshold=1.0, window=4), "sL.s....S").to_plain()
+    plain = feed({"threshold": 1.0, "window": 4}, "sL.s....S").to_plain()
     assert (plain["num_steps"], plain["num_bad_losses"], plain["num_skipped"]) == (9, 1, 3)
     assert (plain["recent_bad_losses"], plain["recent_skipped"]) == ([], [8])
 

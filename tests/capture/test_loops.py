@@ -1,0 +1,277 @@
+"""Loops x what fails in them: the file has the step that caused it, from before its update."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from loops import LOOPS, Run, adam, loss_of
+from torch import nn
+
+import nandoctor
+from nandoctor.capture.async_flags import Flag
+from nandoctor.dumps.reader import read_dump
+
+CAUSES = {"loss": "division-by-zero", "gradients": "gradient-singularity", "update": "nonfinite-update"}
+NAMES = {
+    ("accumulation", "loss"): "step000001-micro1",
+    ("accumulation", "gradients"): "step000001-micro1",
+    ("accumulation", "update"): "step000001-micro3",
+    ("accumulation, scaler", "gradients"): "step000001-micro3",  # where the scaler is updated
+}
+NOT_THERE = {("LBFGS", "update"), ("LBFGS, marked", "update")}  # see below
+EACH = [(loop, what) for loop in LOOPS for what in CAUSES if (loop, what) not in NOT_THERE]
+
+
+@pytest.fixture(autouse=True)
+def _in_the_folder_of_this_file(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent)
+
+
+def train(loop, what, folder, **more):
+    function, settings = LOOPS[loop]
+    run = Run(what=what, folder=folder, **{**settings, **more})
+    function(run)
+    if run.recorder is not None:
+        run.recorder.close()
+    return run
+
+
+def is_same(one, other):
+    """Equal in every bit, NaNs too."""
+    if not isinstance(one, torch.Tensor):
+        return one == other
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def check(run, name, reason, *, number=None):
+    """The first file is of this name and reason, with batch and state as they were; return its path."""
+    number = run.failing if number is None else number
+    path = run.recorder.written[0]
+    dump = read_dump(path)
+    assert (path.name, dump.scalars["reason"], dump.missing) == (f"nan-{name}.pth", reason, ())
+    assert torch.equal(dump.arrays["input.x"], run.batches[number][0])
+    assert all(is_same(dump.state[name], tensor) for name, tensor in run.states[number].items())
+    return path
+
+
+@pytest.mark.parametrize(("loop", "what"), EACH)
+def test_the_step_that_caused_it_is_saved(tmp_path, loop, what):
+    run = train(loop, what, tmp_path)
+    name = NAMES.get((loop.replace(", marked", ""), what), NAMES.get((loop.replace(", scaler", ""), what)))
+    reason = "skipped" if run.scales and what == "gradients" else what
+    number = 7 if name is not None and name.endswith("micro3") else None
+    path = check(run, name or "step000003", reason, number=number)
+    is_another_batch = number is not None and what == "gradients"
+    is_its_turn = loop == "plain" or list(CAUSES)[list(LOOPS).index(loop) % 3] == what  # a replay takes a second
+    if is_another_batch or not is_its_turn:
+        return
+    report = nandoctor.replay(path, fixes=False).report
+    assert (report.reproduction.grade, report.cause.code) == ("exact", CAUSES[what])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_training_is_bit_identical_with_a_recorder(tmp_path, loop):
+    ends = []
+    for folder in (None, tmp_path):
+        run = train(loop, "loss" if "LBFGS" in loop else "gradients", folder)
+        state = [tensor for entry in run.optimizer.state.values() for tensor in entry.values()]
+        tensors = [*run.net.state_dict().values(), *state, torch.rand(3)]
+        ends.append([tensor for tensor in tensors if isinstance(tensor, torch.Tensor)])
+    assert len(ends[0]) == len(ends[1]) > 5
+    assert all(map(is_same, *ends))
+    assert list(tmp_path.glob("*.pth"))
+
+
+@pytest.mark.parametrize("what", CAUSES)
+@pytest.mark.parametrize("copies", [True, False])
+def test_flags_that_arrive_late(tmp_path, monkeypatch, what, copies):
+    """As those of a device do, with or without room for a copy of the weights."""
+    monkeypatch.setattr(Flag, "on_device", property(lambda _: True))
+    run = train("plain", what, tmp_path, make_optimizer=adam, options={} if copies else {"undo_nbytes": 0})
+    if what == "update" and not copies:
+        missing = read_dump(run.recorder.written[0]).missing
+        assert missing == ("the weights of the step: those in the file are 1 update newer",)
+    else:
+        check(run, "step000003", what)
+
+
+@pytest.mark.parametrize("loop", ["LBFGS", "LBFGS, marked"])
+def test_lbfgs_that_spoils_the_weights_between_two_calls(tmp_path, loop):
+    """An infinite learning rate: the next call of the closure meets weights that are NaN."""
+    path = check(train(loop, "update", tmp_path), "step000003", "update")
+    assert nandoctor.replay(path, fixes=False).report.cause.code == "nonfinite-update"
+
+
+class UnprintableError(AssertionError):
+    """An error that raises another where it is read."""
+
+    def __str__(self):
+        raise ValueError
+
+
+def insist(model):
+    """What loops do that would rather die than train on."""
+    if not all(parameter.grad.isfinite().all() for parameter in model.parameters()):
+        raise UnprintableError
+
+
+CHECKS = {
+    "assertion": insist,
+    "clipping": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True),
+    "anomaly": id,
+}
+
+
+@pytest.mark.parametrize("watched", ["with", "step", "exit"])
+@pytest.mark.parametrize("way", CHECKS)
+def test_a_loop_that_dies_of_its_gradients(tmp_path, monkeypatch, way, watched):
+    run = Run(what="gradients", folder=tmp_path)
+
+    def loop():
+        with run.recorder if watched == "with" else nullcontext(), torch.autograd.set_detect_anomaly(way == "anomaly"):
+            for number, batch in run:
+                with run.step(batch) if watched == "step" else nullcontext():
+                    run.backward(run.loss(batch))
+                    CHECKS[way](run.net)
+                    run.update(number)
+
+    with pytest.raises((AssertionError, RuntimeError)) as caught, warnings.catch_warnings(action="ignore"):
+        loop()
+    if watched == "exit":
+        monkeypatch.setattr(sys, "last_value", caught.value, raising=False)
+        run.recorder._at_exit()
+    run.recorder.close()
+    check(run, "step000003", "gradients")
+
+
+class Raising(nn.Module):
+    def __init__(self, check="logits"):
+        super().__init__()
+        self.linear = nn.Linear(4, 3, bias=False)
+        self.check = check
+
+    def forward(self, x):
+        logits = self.linear(x)
+        if self.check == "name":
+            raise ValueError("norm must be one of 'inf', 'l2'")
+        if self.check == "temporary":
+            return torch.multinomial(logits / logits.norm(), 1)
+        if self.check == "filled":
+            return torch.full((3,), float("inf")).minimum(logits) @ torch.ones(2)
+        ratios = logits / logits.norm(dim=1, keepdim=True)
+        assert self.check != "bare" or ratios.isfinite().all()
+        return torch.distributions.Categorical(logits=ratios, validate_args=True).probs
+
+
+@pytest.mark.parametrize(
+    ("check", "saved"), [("logits", True), ("bare", True), ("temporary", True), ("name", False), ("filled", False)]
+)
+def test_a_forward_that_raises_for_its_own_nan(tmp_path, caplog, check, saved):
+    """What its variables hold of the weights' products tells, not a word in the message alone."""
+    model, batch = Raising(check), torch.zeros(2, 4)
+    recorder = nandoctor.Recorder(model, folder=tmp_path)
+    with pytest.raises((ValueError, AssertionError, RuntimeError)), recorder, recorder.step(batch):
+        model(batch)
+    assert len(recorder.written) == saved
+    assert ("the forward raised an error, and a value in it is non-finite" in caplog.text) == saved
+    for path in recorder.written:
+        report = nandoctor.replay(path, model=partial(Raising, check), fixes=False).report
+        assert (report.origin.phase, report.origin.op) == ("forward", "div")
+
+
+def test_the_error_of_another_cell_is_none_of_the_training(tmp_path, monkeypatch):
+    run = Run(folder=tmp_path)
+    run.loss(run.batches[0])
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    monkeypatch.setattr(sys, "last_value", RuntimeError("'Sqrt' returned nan values in its 0th output"), raising=False)
+    run.recorder._at_exit()
+    assert run.recorder.written == ()
+
+
+@pytest.mark.parametrize("ends", [KeyboardInterrupt, FileNotFoundError])
+def test_a_loop_that_is_stopped_while_the_scaler_searches(tmp_path, ends):
+    """The skip of its step is how the scaler finds its scale; the error has nothing to do with it."""
+    run = Run(folder=tmp_path, scales=True)
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    recorder = nandoctor.Recorder(run.net, folder=tmp_path, scaler=run.scaler, loss=loss_of)
+    with suppress(ends), recorder:
+        recorder.watch(loss := 1e30 * loss_of(run.net(run.batches[0][0]), run.batches[0]))
+        run.backward(loss)
+        if ends is FileNotFoundError:
+            run.update(0)
+        raise ends
+    assert recorder.written == run.recorder.written == ()
+
+
+def test_clipping_by_nan_spoils_what_no_scaler_skips(tmp_path):
+    """The scaler skips one of two optimizers; the NaN of the other's gradients came by the clipping."""
+    run = Run(what="gradients", folder=tmp_path, scales=True)
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in (run.net.enter, run.net.leave)]
+    for number, batch in run:
+        run.backward(run.loss(batch))
+        list(map(run.scaler.unscale_, optimizers))
+        nn.utils.clip_grad_norm_(run.net.parameters(), 1.0)
+        run.update(number, *optimizers)
+    run.recorder.close()
+    assert read_dump(run.recorder.written[0]).scalars["reason"] == "gradients"
+
+
+class Normalised(torch.optim.Optimizer):
+    """Steps of unit length: 0/0 where a parameter has no gradient at all."""
+
+    def __init__(self, parameters, lr=0.01):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] * parameter.grad / parameter.grad.norm())
+
+
+def test_an_optimizer_that_divides_by_a_norm_of_zero(tmp_path):
+    run = Run(folder=tmp_path, make_optimizer=Normalised)
+    run.net.enter.weight.register_hook(lambda gradient: gradient * (run.recorder.history.num_steps != run.failing))
+    LOOPS["plain"][0](run)
+    run.recorder.close()
+    report = nandoctor.replay(check(run, "step000003", "update"), fixes=False).report
+    assert (report.reproduction.grade, report.cause.code) == ("exact", "nonfinite-update")
+    assert (report.origin.place.module, report.origin.elements.num_bad) == ("enter", 32)
+    assert report.headline == "Normalised makes enter.weight non-finite, from finite gradients"
+
+
+class Words(nn.Module):
+    """A mean of word vectors; words that no batch has get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 1)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(words).mean(dim=1))
+
+
+def squared(output, batch):
+    return output.float().square().mean()
+
+
+def test_adam_in_half_precision(tmp_path):
+    torch.manual_seed(0)
+    model = Words().half()
+    optimizer = torch.optim.Adam(model.parameters())
+    with nandoctor.Recorder(model, folder=tmp_path, loss=squared) as recorder:
+        words = torch.randint(5, (4, 3))  # 5, 6 and 7 have no gradient
+        recorder.watch(loss := squared(model(words), words), words)
+        loss.backward()
+        optimizer.step()
+    dump = read_dump(recorder.written[0])
+    assert (dump.path.name, dump.scalars["reason"]) == ("nan-step000000.pth", "update")
+    report = nandoctor.replay(dump.path, fixes=False).report
+    assert (report.reproduction.grade, report.cause.code) == ("exact", "optimizer-eps-underflow")
+    assert (report.origin.phase, report.origin.place.module) == ("optimizer", "embed")
