@@ -216,14 +216,6 @@ def test_quiet_tries_no_fix_that_it_would_not_tell(monkeypatch):
     assert run("replay", *SICK, "--quiet").exit_code == 0
 
 
-def test_json_is_all_there_is_on_standard_output():
-    result = run("replay", *SICK, "--json")
-    report = json.loads(result.stdout)
-    assert report["schema"] == "nandoctor.report/2"
-    assert (report["verdict"], report["first_nonfinite"]["module"]) == ("precision", "scale")
-    assert result.stderr == ""
-
-
 def test_several_files_are_written_and_named_on_standard_error(workplace):
     result = run("replay", *SICK, "--json", "-o", "report.json", "-o", "ranges.png")
     assert json.loads(result.stdout) == json.loads((workplace / "report.json").read_text())
@@ -317,17 +309,6 @@ def test_no_strict_loads_what_fits():
     assert run("replay", *part, "--no-strict").exit_code == 0
 
 
-def test_the_project_names_the_model(workplace):
-    (workplace / "pyproject.toml").write_text("[tool.nandoctor]\nmodel = 'models_of_the_test.py:Overflowing'\n")
-    assert "scale" in run("replay", "sick.pth", "--quiet").stdout
-
-
-def test_inspect_runs_no_code_and_lists_the_arrays():
-    result = run("inspect", "sick.pth")
-    assert result.exit_code == 0
-    assert all(name in result.stdout for name in ("image", "logit", "8 NaN"))
-
-
 def test_plot_draws_a_dump_and_a_report(workplace):
     assert run("plot", *SICK, "--kind", "samples").stderr == "Wrote sick.samples.png\n"
     assert (workplace / "sick.samples.png").read_bytes().startswith(b"\x89PNG")
@@ -344,13 +325,6 @@ def test_a_plot_that_needs_a_per_sample_says_so():
     assert "nandoctor plot sick.pth --model models_of_the_test.py:Overflowing --kind exponents" in result.stderr
     run("replay", *SICK, "--per-sample", "-o", "report.json")
     assert run("plot", "report.json", "--kind", "exponents").exit_code == 0
-
-
-def test_a_page_and_markdown_are_written(workplace):
-    result = run("replay", *SICK, "--quiet", "-o", "report.html", "-o", "report.md")
-    assert result.stderr.splitlines() == ["Wrote report.html", "Wrote report.md"]
-    assert (workplace / "report.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-    assert (workplace / "report.md").read_text(encoding="utf-8").startswith("### `self.scale(image)` reaches")
 
 
 def test_a_difference_takes_dumps_and_reports(workplace):

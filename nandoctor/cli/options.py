@@ -14,7 +14,6 @@ from click.shell_completion import CompletionItem
 from nandoctor.errors import NanDoctorError
 from nandoctor.renderers.save import check_ending, is_replaceable
 from nandoctor.replaying.settings import OPTIONS, Option, OptionGroup, check_setting
-from nandoctor.text import parse_size
 
 Verb = Callable[..., None]
 
@@ -108,14 +107,6 @@ def _parse_argument(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return name, value
-
-
-def read_size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
-    """Return a size in bytes: 8GB, 512 MiB, 1e9."""
-    try:
-        return None if text is None else parse_size(text)
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is not a size: write 8GB or 512MiB.") from None
 
 
 force_option = click.option(

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nandoctor.cli.options import GroupedCommand, read_size, settings_options
+from nandoctor.cli.options import GroupedCommand, settings_options
 from nandoctor.cli.shared import show
+from nandoctor.text import parse_size
 
 if TYPE_CHECKING:
     from nandoctor.evidence.triage import Triage
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 @click.option("--scheduler", metavar="ADDRESS", help="Use the workers of this Dask cluster: tcp://HOST:8786.")
 @click.option(
     "--memory",
-    callback=read_size,
+    type=parse_size,
     metavar="SIZE",
     help="What one worker may allocate, such as 8GB (default: its share).",
 )

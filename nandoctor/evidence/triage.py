@@ -53,19 +53,12 @@ class DumpFinding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceFile:
-    """A file of the user's code that a result depends on, and its sha256."""
-
-    path: str
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DumpResult:
     """The result of one file. `reason` says why it was not analysed; `finding` is then None.
 
     `key` identifies the file, as it was, and the settings of its replay. `report` is the path of the saved report
-    relative to the triage folder, "" without one.
+    relative to the triage folder, "" without one. `sources` are the user's files that the result depends on,
+    each with its sha256.
     """
 
     kind: Literal["dump"] = "dump"
@@ -77,7 +70,7 @@ class DumpResult:
     when: TrainingMoment | None = None
     report: str = ""
     elapsed_s: float = 0.0
-    sources: tuple[SourceFile, ...] = ()
+    sources: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,6 @@ from concurrent.futures import (
 )
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import Protocol
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.triage import DumpResult
@@ -31,15 +30,6 @@ from nandoctor.machine import available_memory, count_cores, limit_memory
 _LEAST_NBYTES = 1 << 30
 """The memory that a worker needs for torch and a small model: no more workers are started than fit."""
 _SHARE = 0.9
-
-
-class Workers(Protocol):
-    """What replays the files of a triage; `size` is the number of files at a time, 0 if it is not known."""
-
-    size: int
-
-    def run(self, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
-        """Yield one answer for each job, as they come."""
 
 
 class Processes:
@@ -109,6 +99,10 @@ class Given:
                 yield future.result()
             except (Exception, CancelledError) as error:  # the executor's own: `run_job` answers for those of a replay
                 yield _died(futures[future], error)
+
+
+Workers = Processes | Given
+"""What replays the files of a triage; `size` is the number of files at a time, 0 if it is not known."""
 
 
 @contextmanager

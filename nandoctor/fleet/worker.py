@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nandoctor.errors import DumpError, NanDoctorError
-from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult, SourceFile, TrainingMoment
+from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult, TrainingMoment
 from nandoctor.hidden_warnings import warnings_hidden
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.settings import Settings
@@ -136,13 +136,13 @@ def _describe_moment(dump: Dump) -> TrainingMoment:
     )
 
 
-def _list_sources(found: Diagnosed) -> Iterator[SourceFile]:
+def _list_sources(found: Diagnosed) -> Iterator[tuple[str, str]]:
     """Yield the user's own files that the result depends on, so that a later run can tell whether it still holds."""
     if found.step is None:
         return
     for path in sorted(found.step.project.files(found.step.model)):
         with contextlib.suppress(OSError):
-            yield SourceFile(path=str(path), sha256=hash_of(path))
+            yield str(path), hash_of(path)
 
 
 def _describe_error(job: Job, error: BaseException) -> DumpResult:
@@ -150,9 +150,7 @@ def _describe_error(job: Job, error: BaseException) -> DumpResult:
     if is_out_of_memory(error):
         outcome = "out-of-memory"
     if isinstance(error, NanDoctorError):
-        lines = [line.strip() for line in f"{error.message}\n{error.remedy}".splitlines()]
-        text = " ".join(line if line.endswith((".", ":", ",")) else f"{line};" for line in lines if line)
-        text = text.removesuffix(";")
+        text = f"{error.message} {error.remedy}"
     elif is_out_of_memory(error):
         text = "There was not enough memory to replay it."
     else:
@@ -174,9 +172,9 @@ def _deadline(seconds: float | None) -> Iterator[None]:
             faulthandler.cancel_dump_traceback_later()
 
 
-def unchanged(sources: Iterable[SourceFile]) -> bool:
+def unchanged(sources: Iterable[tuple[str, str]]) -> bool:
     """Return True if all these files are as they were."""
     try:
-        return all(hash_of(Path(source.path)) == source.sha256 for source in sources)
+        return all(hash_of(Path(path)) == sha256 for path, sha256 in sources)
     except OSError:
         return False

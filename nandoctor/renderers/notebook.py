@@ -6,45 +6,28 @@ import io
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 
-from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin, Report
+from nandoctor.evidence.report import Fix, Report
 from nandoctor.evidence.report_diff import Comparison
-from nandoctor.evidence.trace import TensorStats
 from nandoctor.evidence.verification import Verification
-from nandoctor.renderers.evidence import describe_origin, describe_tensor
 from nandoctor.renderers.html import card_of
 from nandoctor.renderers.progress import ReplayBar
 from nandoctor.replaying.progress import Listener
-from nandoctor.text import printable
 
 _WIDTH = 100
 _UPDATE_S = 0.2
 
-_LINES: Mapping[type, Callable[[Any], str]] = {
-    TensorStats: describe_tensor,
-    FirstNonfinite: lambda first: f"{first.place.with_type}: {describe_tensor(first.value)}",
-    Origin: describe_origin,
-    Cause: lambda cause: f"{cause.code}: {cause.explanation}",
-    Fix: lambda fix: fix.title,
-    Comparison: lambda comparison: comparison.headline,
-}
-"""The line of a record among others, and for front ends without HTML."""
-
 
 def show_records() -> None:
-    """Let IPython show records in a line, and as cards those that have a document; do nothing outside of IPython."""
+    """Let IPython show records that have a document as cards; do nothing outside of IPython."""
     shell = _find_shell()
-    if shell is None:
-        return
-    html, plain = (shell.display_formatter.formatters[kind] for kind in ("text/html", "text/plain"))
-    for cls, line_of in _LINES.items():
-        plain.for_type(cls, lambda record, printer, _, line_of=line_of: printer.text(printable(line_of(record))))
-    for cls in (Fix, Comparison, Verification):
-        html.for_type(cls, card_of)
+    if shell is not None:
+        for cls in (Fix, Comparison, Verification):
+            shell.display_formatter.formatters["text/html"].for_type(cls, card_of)
 
 
 def is_notebook() -> bool:

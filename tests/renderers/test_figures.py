@@ -123,29 +123,11 @@ def test_a_layer_without_a_finite_value_has_a_mark_and_no_bar():
         assert marks(axes, "non-finite, fp16 autocast") == [0]
 
 
-def test_layers_of_zeros_have_circles():
-    figure = draw_ranges(report_on((factory.tensor(0.0), factory.tensor(1e-9)), (factory.tensor(), factory.tensor())))
-    assert marks(figure.axes[0], "all zero, fp16 autocast") == [0]
-    assert marks(figure.axes[0], "all zero, fp32") == []
-
-
-def test_a_constant_layer_still_shows():
-    constant = replace(factory.tensor(1.0), p05=1.0, median=1.0)
-    (axes,) = draw_ranges(report_on((constant, constant))).axes
-    edges = [segment for lines in axes.collections for segment in getattr(lines, "get_segments", list)()]
-    assert any(segment[0][1] == 1.0 for segment in edges)
-
-
 def test_a_wide_format_is_not_drawn_to_its_limits():
     (axes,) = draw_ranges(factory.precision(low=BF16, would_be=1.0)).axes
     bottom, top = axes.get_ylim()
     assert bottom > 1e-6
     assert top < 1e6
-
-
-def test_a_huge_fp32_value_does_not_flatten_the_rest():
-    (axes,) = draw_ranges(report_on((factory.tensor(1.0), factory.tensor(1e30, dtype=FP32)))).axes
-    assert axes.get_ylim()[1] <= 65504 * 1e8
 
 
 @pytest.mark.parametrize("size", [1e-300, 1e300])
@@ -192,30 +174,12 @@ def test_svg_text_stays_text(figure, tmp_path):
     assert ">fp16 autocast</text>" in text
 
 
-@pytest.mark.slow
-def test_a_pdf_is_written(figure, tmp_path):
-    save_figure(figure, tmp_path / "ranges.pdf")
-    assert (tmp_path / "ranges.pdf").read_bytes().startswith(b"%PDF")
-
-
 @pytest.mark.parametrize("suffix", [".png", ".PNG"])
 def test_png_has_the_size_of_the_figure(suffix, figure, tmp_path):
     save_figure(figure, tmp_path / f"ranges{suffix}")
     data = (tmp_path / f"ranges{suffix}").read_bytes()
     assert data.startswith(b"\x89PNG")
     assert struct.unpack(">II", data[16:24])[0] == round(figure.get_figwidth() * 150)
-
-
-@pytest.mark.parametrize("name", ["ranges.jpg", "ranges", "ranges.png.exe"])
-def test_other_suffixes_are_refused(name, tmp_path):
-    with pytest.raises(NanDoctorError, match=r"unknown ending; use \.png, \.svg or \.pdf"):
-        save_figure(draw_ranges(factory.healthy(3)), tmp_path / name)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_missing_folder_says_so(tmp_path):
-    with pytest.raises(NanDoctorError, match=r"cannot be written to .* No such file"):
-        save_figure(draw_ranges(factory.healthy(3)), tmp_path / "missing" / "ranges.png")
 
 
 def test_a_long_headline_and_long_names_leave_room_for_the_panel(tmp_path):

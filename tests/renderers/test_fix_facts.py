@@ -121,18 +121,6 @@ def test_a_lost_constant_is_told_where_it_is_not_the_cause():
     assert dict(facts(other))["eps"].startswith("1e-8 in encoder.blocks.2.attention (net.py:45), used by add, is zero")
 
 
-def test_variations_tell_what_is_finite_and_what_is_not():
-    assert facts(factory.fixable())[-1] == (
-        "variations",
-        "forward finite: bf16, without sample 2",
-    )  # in either mode it fails
-    made = replace(factory.fixable(), counterfactuals=factory.fixable().counterfactuals[-1:])
-    assert facts(made)[-1] == ("variations", "the step fails in all of them")
-    made = factory.fixable()
-    runs = replace(made.runs, autocast=replace(made.runs.autocast, finite=True))  # its gradients alone fail
-    assert facts(replace(made, runs=runs))[-1] == ("variations", "step finite: bf16, without sample 2")
-
-
 def test_a_variation_far_from_fp32_says_how_far():
     made = factory.fixable()
     far = replace(

@@ -59,11 +59,6 @@ def test_a_nonfinite_container_is_shown_even_if_it_passes_on():
     assert not layers.before_nonfinite
 
 
-def test_calls_without_numbers_are_left_out():
-    rows = (factory.row("embed", "Lookup", None, depth=1), factory.row("head", "Linear", factory.tensor(), depth=1))
-    assert labels(select_layers(factory.report(runs_of(*rows)))) == ["head"]
-
-
 def test_repeated_calls_are_told_apart():
     rows = [factory.row("act", "GELU", factory.tensor(1.0 + call), call=call) for call in range(3)]
     layers = select_layers(factory.report(runs_of(*rows)))
@@ -90,11 +85,6 @@ def test_a_value_going_into_a_container_marks_its_first_layer():
     assert layers.before_nonfinite
 
 
-def test_a_nonfinite_batch_is_marked_before_the_first_layer():
-    layers = select_layers(factory.nonfinite_input())
-    assert (layers.first_nonfinite, layers.before_nonfinite) == (0, True)
-
-
 def test_a_first_nonfinite_call_that_the_runs_lack_is_not_marked():
     report = factory.precision()
     lost = factory.put(report.first_nonfinite, module="gone")
@@ -112,10 +102,6 @@ def test_nothing_was_run():
 )
 def test_windows_stay_inside_and_full(center, expected):
     assert select_layers(factory.healthy(20)).window(center, 5, 2) == expected
-
-
-def test_a_window_on_few_layers_shows_them_all():
-    assert select_layers(factory.healthy(3)).window(1, 5, 2) == range(3)
 
 
 def test_the_tightest_layer_has_the_largest_value():

@@ -9,7 +9,6 @@ import factory
 import pytest
 from surfaces import markdown
 
-from nandoctor.renderers.markdown import escape
 from nandoctor.renderers.save import save
 
 HOSTILE = "<script>x</script> @someone #12 |a|b| `c` [d](e) *f*\x1b\nnew\u202e"
@@ -50,11 +49,6 @@ def test_hostile_names_are_text():
     assert "\u202e" not in text
     assert "@someone" not in text
     assert not re.search(r"(?<!\\)<(?!/?(details|summary)>)", text)
-
-
-def test_escaping_keeps_what_is_read():
-    assert escape("a_b*c") == r"a\_b\*c"
-    assert escape("plain text, 3.5e-4 (2nd call).") == "plain text, 3.5e-4 (2nd call)."
 
 
 def test_the_file_is_utf8(tmp_path):

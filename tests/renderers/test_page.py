@@ -11,9 +11,7 @@ import factory
 import pytest
 from test_notebook import Balanced as Fragment
 
-from nandoctor.evidence.formats import FP16
 from nandoctor.renderers.html import page_of
-from nandoctor.renderers.save import save
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>'\"&{{ 7 * 7 }}{% x %}]]>\x1b\n\ud800\u202e"
 
@@ -58,32 +56,12 @@ def test_the_story_comes_first_and_in_order(page):
     assert page.index("<h1") < page.index("h-fixes")
 
 
-def test_nonfinite_state_is_listed():
-    text = Page(factory.sketch_of(factory.state())).text
-    assert text[text.index("norm4.running_var") :][:4] == ["norm4.running_var", "[64]", "float32", "64 NaN"]
-
-
-def test_a_layer_of_zeros_has_all_the_room_there_is():
-    runs = factory.network(4)
-    zeros = tuple(
-        replace(row, outputs=(factory.tensor(0.0),), headroom_bits=FP16.headroom_bits(0.0)) for row in runs.fp32.modules
-    )
-    text = Page(factory.sketch_of(factory.report(replace(runs, fp32=replace(runs.fp32, modules=zeros))))).text
-    assert text.count("Inf") == len(zeros)
-
-
 def test_a_uniform_map_is_a_sentence():
     made = factory.fixable()
     whole = replace(made.origin.grid, counts=tuple((8,) * 32 for _ in range(32)))
     text = factory.sketch_of(replace(made, origin=replace(made.origin, grid=whole)))
     assert 'id="h-origin"' not in text
     assert "<dt>in the tensor</dt><dd>everywhere</dd>" in text
-
-
-def test_failed_changes_are_folded_and_cannot_be_copied(page):
-    folded = page[page.index("change that was not verified") : page.index("</section>", page.index("h-fixes"))]
-    assert "failed: still non-finite" in folded
-    assert "data-copy" not in folded
 
 
 def test_nothing_is_loaded_from_anywhere(page):
@@ -104,14 +82,6 @@ def test_no_id_stands_twice(page):
         value[1:] for _, name, value in Page(page).attributes if name.endswith("href") and value.startswith("#")
     }
     assert referred <= set(ids)
-
-
-def test_patches_keep_their_lines(page):
-    shown = re.search(r'id="patch-1">(.*?)</code>', page, re.DOTALL)[1]
-    assert re.sub(r"<[^>]+>", "", shown).split("\n")[:2] == [
-        "- return x / torch.sqrt(variance + 1e-8)",
-        "+ return x / torch.sqrt(variance + 1e-5)",
-    ]
 
 
 def hostile():
@@ -161,9 +131,3 @@ def test_a_drawing_stands_on_the_page_with_its_finding(page):
     for data, _ in drawn:
         assert ET.fromstring(base64.b64decode(data)).tag.endswith("svg")
     assert b">fp16 autocast</" in base64.b64decode(drawn[1][0])
-
-
-def test_the_file_is_written_whole(tmp_path):
-    save(factory.weights_only(), tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text(encoding="utf-8").endswith("</html>")
-    assert len(list(tmp_path.iterdir())) == 1

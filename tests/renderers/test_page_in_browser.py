@@ -17,7 +17,6 @@ LIMIT = 2_000_000  # bytes
 NAMES = "[...document.querySelectorAll('#layers tbody tr:not([hidden])')].map(row => row.cells[0].title)"
 CELLS = "[...document.querySelectorAll('#layers tbody tr:not([hidden])')].map(row => row.cells[{}].textContent)"
 CLICK = "document.querySelector({!r}).click()"
-GROUND = "getComputedStyle(document.body).backgroundColor"
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +75,6 @@ def test_a_page_of_4000_layers_is_still_a_page(pages):
     assert len(text.encode()) < 4 * LIMIT
 
 
-def test_a_page_of_400_layers_has_every_call(browser, pages):
-    browser.open(pages["large"])
-    assert browser.run("document.querySelectorAll('#layers tbody tr').length") == 501
-
-
 def test_sorting_goes_down_up_and_back(opened):
     tree = opened.run(NAMES)
     assert sort_by(opened, 3) == "descending"
@@ -99,13 +93,6 @@ def test_nonfinite_sorts_above_numbers_and_missing_below(opened):
     sort_by(opened, 4)
     errors = opened.run(CELLS.format(4))
     assert errors[-errors.count("-") :] == ["-"] * errors.count("-")
-
-
-def test_names_sort_as_text_and_are_shown_in_full(opened):
-    sort_by(opened, 0)
-    sort_by(opened, 0)
-    names = opened.run(NAMES)
-    assert names == sorted(names)
 
 
 def test_searching_filters_by_name_and_type(opened):
@@ -150,16 +137,6 @@ def test_a_patch_is_copied(opened):
         "- return x / torch.sqrt(variance + 1e-8)\n+ return x / torch.sqrt(variance + 1e-5)\n"
     )
     assert opened.run("document.querySelector('[data-copy=patch-1]').textContent") == "Copied"
-
-
-def test_light_and_dark(browser, pages):
-    browser.look(dark=False)
-    browser.open(pages["fixable"])
-    light = browser.run(GROUND)
-    browser.look(dark=True)
-    dark = browser.run(GROUND)
-    assert light == "rgb(255, 255, 255)"
-    assert dark == "rgb(21, 23, 26)"
 
 
 CONTRAST = """(() => {

@@ -15,7 +15,7 @@ from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import describe_run
 from nandoctor.renderers.layers import Layers, select_layers
 from nandoctor.renderers.plots.figures import BLUE, GREY, MAX_BARS, ORANGE, SKY, draw_by_layer
-from nandoctor.renderers.plots.ranges import draw_edges, fill_bars, mark_layers, scale_panel
+from nandoctor.renderers.plots.ranges import draw_edges, fill_bars, mark_nonfinite, scale_panel
 from nandoctor.text import percent, within
 
 _FLOOR, _CEILING = 1e-8, 10.0
@@ -72,9 +72,8 @@ def _draw_panel(axes: Axes, layers: Layers, rounding: float) -> Sequence[Artist]
         if height:
             axes.axhline(height, color=GREY, linewidth=0.9, linestyle=":", zorder=1)
             axes.text(1.008, height, name, transform=axes.get_yaxis_transform(), va="center", size=8)
-    if nonfinite := [x for x, row in rows if not row.finite]:
-        legend.append(mark_layers(axes, nonfinite, _MARKS_AT, "non-finite"))
-    return legend
+    nonfinite = [x for x, row in rows if not row.finite]
+    return [*legend, *mark_nonfinite(axes, nonfinite, _MARKS_AT, "non-finite")]
 
 
 def _find_limits(layers: Layers, rounding: float) -> tuple[float, float]:

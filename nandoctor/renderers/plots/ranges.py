@@ -128,7 +128,9 @@ def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
     legend: list[Artist] = []
     for style, rows in ((fp32, [(x, p.fp32) for x, p in pairs]), (autocast, [(x, p.autocast) for x, p in pairs])):
         spreads = [(x, spread_of(row)) for x, row in rows if row is not None and row.outputs]
-        legend += [_draw_bars(axes, spreads, style), *_draw_marks(axes, spreads, style)]
+        nonfinite = [x for x, spread in spreads if not spread.finite]
+        marks = mark_nonfinite(axes, nonfinite, style.mark_at, f"non-finite, {style.name}")
+        legend += [_draw_bars(axes, spreads, style), *marks]
     return legend
 
 
@@ -207,29 +209,13 @@ def draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, co
     lines.set_rasterized(len(places) > MAX_VECTORS)
 
 
-def _draw_marks(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Iterator[Artist]:
-    """Mark layers that a bar cannot show: those with non-finite outputs at the top, those of zeros below."""
-    nonfinite = [x for x, spread in spreads if not spread.finite]
-    zero = [x for x, spread in spreads if spread.finite and spread.high is None]
-    if nonfinite:
-        yield mark_layers(axes, nonfinite, style.mark_at, f"non-finite, {style.name}")
-    if zero:
-        yield mark_layers(axes, zero, 1 - style.mark_at, f"all zero, {style.name}", marker="o", color=style.color)
-
-
-def mark_layers(
-    axes: Axes, places: Sequence[int], height: float, label: str, *, marker: str = "v", color: str = NONFINITE_COLOR
-) -> Artist:
-    """Draw a mark for each place, at a height that is a share of the panel's."""
+def mark_nonfinite(axes: Axes, places: Sequence[int], height: float, label: str) -> list[Artist]:
+    """Mark layers with non-finite outputs, at a height that is a share of the panel's; return the marks, if any."""
+    if not places:
+        return []
+    heights, transform = [height] * len(places), axes.get_xaxis_transform()
     marks = axes.scatter(
-        places,
-        [height] * len(places),
-        s=22,
-        marker=marker,
-        color=color,
-        transform=axes.get_xaxis_transform(),
-        label=label,
-        zorder=5,
+        places, heights, s=22, marker="v", color=NONFINITE_COLOR, transform=transform, label=label, zorder=5
     )
     marks.set_rasterized(len(places) > MAX_VECTORS)
-    return marks
+    return [marks]
