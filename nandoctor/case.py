@@ -18,13 +18,12 @@ from nandoctor.evidence.report import Cause, EpsUse, FirstNonfinite, Fix, Origin
 from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.evidence.verification import Verification
-from nandoctor.keywords import takes_options
 from nandoctor.pipeline import add_fixes, audit_dump, replay_dump
 from nandoctor.renderers.commands import command_arguments
 from nandoctor.renderers.save import save
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Listener, Progress, listener_of
-from nandoctor.replaying.settings import MEANINGS, ReplayOptions, Settings, StepOptions, anchor, override, settings_for
+from nandoctor.replaying.settings import ReplayOptions, Settings, StepOptions, anchor, override, settings_for
 from nandoctor.replaying.weights import take_weights
 from nandoctor.repro_scripts.build import make_script
 from nandoctor.source_files import find_typed
@@ -53,7 +52,6 @@ def load(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
     return read_dump(path, trust=trust)
 
 
-@takes_options(ReplayOptions, meanings=MEANINGS)
 def replay(
     dump: Dump | str | os.PathLike[str],
     model: ModelSource | None = None,
@@ -70,7 +68,7 @@ def replay(
         dump: a path, or what `load` returns.
         model: a Module (copied, never written to), a class or function that builds one, or the SPEC of such:
             "package.module:attr" or "file.py:attr".
-        **options: the settings.
+        **options: the settings, such as `loss` and `amp_dtype`; `nandoctor.replaying.settings.Settings` has them all.
         progress: called with (stage, module calls done, module calls in all or None). Left out, a notebook shows a
             bar, and an interrupt gives the report with what is known by then.
 
@@ -115,7 +113,6 @@ def _listener(progress: Progress | None) -> Listener:
     return Listener()
 
 
-@takes_options(StepOptions)
 def verify(
     dump: Dump | str | os.PathLike[str],
     model: ModelSource | None = None,
@@ -161,7 +158,6 @@ def _as_paths(changed: bool | Sequence[str | os.PathLike[str]]) -> bool | Sequen
     return changed if isinstance(changed, bool) else [Path(file) for file in changed]
 
 
-@takes_options(StepOptions)
 def repro(
     dump: Dump | str | os.PathLike[str],
     model: ModelSource | None = None,
@@ -188,7 +184,6 @@ def repro(
     return make_script(found.report, found.step, dump.state)
 
 
-@takes_options(StepOptions)
 def list_eps(
     dump: Dump | str | os.PathLike[str],
     model: ModelSource | None = None,

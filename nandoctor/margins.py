@@ -15,7 +15,6 @@ from nandoctor.dumps.reader import add_batch, read_dump
 from nandoctor.errors import DumpError, ModelError, NanDoctorError
 from nandoctor.evidence.checkup import CheckedStep, Checkup
 from nandoctor.evidence.trace import describe_run
-from nandoctor.keywords import takes_options
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Listener, Progress, listener_of
 from nandoctor.replaying.runner import FailingStep, Outcome, Watch
@@ -27,7 +26,6 @@ from nandoctor.text import part_of
 CheckpointFile = Dump | str | os.PathLike[str]
 
 
-@takes_options(StepOptions)
 def checkup(
     checkpoints: CheckpointFile | Sequence[CheckpointFile],
     model: ModelSource | None = None,

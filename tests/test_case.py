@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 
@@ -12,12 +11,8 @@ import torch
 from tiny_models import Overflowing
 
 import nandoctor
-from nandoctor.case import list_eps
 from nandoctor.dumps.dump import Dump
-from nandoctor.replaying.settings import OPTIONS
 
-RUN = {"model", "step", "machine"}
-ALL = {*RUN, "statistics", "fixes"}
 IMAGE = np.ones((2, 4), np.float32)
 
 
@@ -68,28 +63,6 @@ def test_options_are_those_of_the_settings(path):
 def test_a_wrong_option_is_refused(path, options, message):
     with pytest.raises(nandoctor.NanDoctorError, match=message):
         nandoctor.replay(path, Overflowing(), **options)
-
-
-@pytest.mark.parametrize(("function", "groups"), [(nandoctor.replay, ALL), (nandoctor.repro, RUN), (list_eps, RUN)])
-def test_keywords_are_the_settings(function, groups):
-    parameters = inspect.signature(function).parameters.values()
-    keywords = [item for item in parameters if item.kind is item.KEYWORD_ONLY and item.name != "progress"]
-    wanted = [name for name, option in OPTIONS.items() if option.group in groups and name != "model"]
-    assert [item.name for item in keywords] == wanted
-    assert {item.default for item in keywords} == {None}
-    assert all(item.kind is not item.VAR_KEYWORD for item in parameters)
-
-
-@pytest.mark.parametrize("function", [nandoctor.repro, list_eps])
-def test_a_setting_that_is_not_acted_on_is_refused(function, path):
-    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) .*per_sample"):
-        function(path, Overflowing(), per_sample=True)
-
-
-def test_every_setting_is_explained_to_a_notebook():
-    assert all(
-        f"\n        {name}: " in inspect.getdoc(nandoctor.replay).replace("\n    ", "\n        ") for name in OPTIONS
-    )
 
 
 def test_no_limit_is_infinite(path):

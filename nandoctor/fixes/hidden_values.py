@@ -202,8 +202,7 @@ def _doubt_held(step: FailingStep) -> Iterator[Gap]:
     if (site := find_held(step)) is not None:
         yield Gap(
             text=f"The output is finite, but NaN that {name_op(site.op, site.source)} makes is still held after the "
-            "step, and not by the model: by a closure, a default argument or another file's variable. A later step may "
-            "read it.",
+            "step, and not by the model: by a closure, a class or a file's variable. A later step may read it.",
             remedy="Guard that operation, or give --call FILE.py:NAME, a function (model, batch) that returns what is "
             "kept as well.",
         )

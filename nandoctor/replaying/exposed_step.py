@@ -1,17 +1,15 @@
 """A step that also returns other tensors in which a NaN can hide, so that they are examined like its output.
 
-These are what the forward leaves in the model's weights and attributes, in containers and in the files that define its
-classes, and the arguments of ops that returned integers, booleans or only finite numbers.
+These are what the forward leaves in the model's weights, attributes and containers, and the arguments of ops that
+returned integers, booleans or only finite numbers.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +23,6 @@ from nandoctor.torch_compat import count_storage_users, plain_torch, storage_of,
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, intercepting, to_source
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
 
-_NOT_THE_MODELS = ("torch", "numpy", "nandoctor", "builtins", "threading", "logging")
 _PASS_THROUGH = MOVES | SELECTIONS | UNFILLED
 
 
@@ -107,9 +104,9 @@ class Exposing:
 
 
 def find_held(step: FailingStep) -> Taken | None:
-    """Return the first op whose NaN outlives the step out of sight: in a closure, or in another file's variable.
+    """Return the first op whose NaN outlives the step out of sight: in a closure, a class or a file's variable.
 
-    What the model and its files hold was restored by then. A NaN that the code writes is meant.
+    What the model holds was restored by then. A NaN that the code writes is meant.
     """
     shown = (*step.model.parameters(), *step.model.buffers(), *(tensor for _, tensor in _list_state(step.model)))
     known = {storage_of(tensor) for tensor in (*shown, *step.batch.values()) if tensor.layout is torch.strided}
@@ -177,21 +174,11 @@ def _is_new(tensor: torch.Tensor, before: torch.Tensor | None, version: int | No
     return not is_same and (before is tensor or not torch.allclose(before, tensor, 0, 0, equal_nan=True))
 
 
-def _scopes_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the model's classes that are not torch's, and the files that define them, but no interactive session."""
-    of_model = (kind for module in model.modules() for kind in type(module).__mro__)
-    kinds = {kind for kind in of_model if str(kind.__module__).partition(".")[0] not in _NOT_THE_MODELS}
-    yield from kinds
-    files = {str(kind.__module__) for kind in kinds} - {"__main__"}
-    yield from (sys.modules[name] for name in sorted(files) if isinstance(sys.modules.get(name), ModuleType))
-
-
 def _list_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the floating-point tensors that the model holds besides weights and buffers, each once, by place."""
     seen = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    scopes = ((str(scope.__name__), scope) for scope in _scopes_of(model))
     with plain_torch():
-        for place, tensor in tensors_in((*model.named_modules(), *scopes), attributes=True):
+        for place, tensor in tensors_in(model, attributes=True):
             if id(tensor) not in seen and format_of(tensor.dtype) is not None:
                 seen.add(id(tensor))
                 yield place, tensor

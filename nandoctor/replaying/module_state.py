@@ -144,22 +144,21 @@ def list_nonfinite_state(model: nn.Module) -> dict[str, bool]:
     mask's.
     """
     weights = ((name, weight) for name, weight in model.named_parameters() if type(weight) is nn.Parameter)
-    held = (*model.named_buffers(), *weights, *tensors_in(model.named_modules(), attributes=False))
+    held = (*model.named_buffers(), *weights, *tensors_in(model, attributes=False))
     found = ((name, numbers_in(tensor)) for name, tensor in held if not tensor.is_meta and not all_finite(tensor))
     return {name: not bool((values < math.inf).all()) for name, values in found if values is not None}
 
 
-def tensors_in(owners: Iterable[tuple[str, Any]], *, attributes: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that modules, classes and files hold by names of their own, with their places.
+def tensors_in(model: nn.Module, *, attributes: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that the model's modules hold by names of their own, with their places.
 
     Weights, buffers and what functions hold are left out; `attributes` is as for `walk_tensors`.
     """
-    for path, owner in owners:
+    for path, module in model.named_modules():
         values = {
             name: value
-            for name, value in list(vars(owner).items())
+            for name, value in list(vars(module).items())
             if not (name in _OF_EVERY_MODULE or type(value) in _HOLDS_NOTHING)
-            and (isinstance(owner, nn.Module) or not name.startswith("__"))
         }
         for name, tensor in walk_tensors(values, attributes=attributes) if values else ():
             yield f"{path}.{name}".removeprefix("."), tensor

@@ -222,11 +222,6 @@ class ReplayOptions(StepOptions, total=False):
 OPTIONS: Mapping[str, Option] = {
     item.name: item.metadata["option"] for item in dataclasses.fields(Settings) if "option" in item.metadata
 }
-MEANINGS = {
-    name: f"False to {option.help[0].lower()}{option.help[1:]}" if option.flag.startswith("--no-") else option.help
-    for name, option in OPTIONS.items()
-}
-"""What each setting means in Python, where a switch that is on by default has no `--no-` flag."""
 _HINTS = get_type_hints(Settings)
 
 

@@ -7,8 +7,6 @@ import random
 import sys
 import sysconfig
 import textwrap
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -166,17 +164,6 @@ def test_a_sibling_is_imported_once_until_it_changes(write):
         del builtins.num_imports
 
 
-def test_a_submodule_of_what_was_loaded_stays(write, monkeypatch):
-    write("half_loaded/__init__.py", "")
-    path = write("half_loaded/late.py", "class Late: ...").parent.parent
-    monkeypatch.syspath_prepend(path)
-    __import__("half_loaded")
-    late = find_attribute("half_loaded.late:Late", directory=path)
-    assert sys.modules["half_loaded.late"].Late is late
-    for name in ("half_loaded", "half_loaded.late"):
-        del sys.modules[name]
-
-
 SETTINGS = {
     "default_dtype": "torch.set_default_dtype(torch.float64)",
     "default_device": "torch.set_default_device('meta')",
@@ -248,28 +235,6 @@ def test_anomaly_detection_and_no_grad_end_no_replay(write):
     assert not torch.is_anomaly_enabled()
 
 
-@pytest.fixture
-def in_float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def test_a_default_dtype_that_the_user_set_is_kept(in_float64, dump, lazy_project):
-    replay(dump, lazy_project("project", 1e5))
-    assert torch.get_default_dtype() is torch.float64
-
-
-def test_a_default_device_that_the_user_set_is_kept(write):
-    path = write("project/train.py", "import torch\ntorch.set_default_device('cpu')\nmade = torch.zeros(1)")
-    torch.set_default_device("meta")
-    try:
-        assert find_attribute(f"{path}:made").device.type == "cpu"
-        assert torch.zeros(1).device.type == "meta"
-    finally:
-        torch.set_default_device(None)
-
-
 def generator_states():
     return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
@@ -282,25 +247,6 @@ def test_replays_in_threads_restore_the_generators(dump, lazy_project):
         verdicts = [case.report.verdict for case in pool.map(lambda folder: replay(dump, folder), folders)]
     assert (process_state(), generator_states()) == before
     assert [verdict == "precision" for verdict in verdicts] == [False, True, False, True]
-
-
-def test_one_project_is_open_at_a_time():
-    num_open, most = 0, 0
-
-    def stay_a_while():
-        nonlocal num_open, most
-        with Project().running():
-            num_open += 1
-            most = max(most, num_open)
-            time.sleep(0.01)
-            num_open -= 1
-
-    threads = [threading.Thread(target=stay_a_while) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (num_open, most) == (0, 1)
 
 
 def test_a_project_may_be_opened_inside_itself_and_another():
