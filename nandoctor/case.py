@@ -70,7 +70,7 @@ def replay(
             "package.module:attr" or "file.py:attr".
         **options: the settings, such as `loss` and `amp_dtype`; `nandoctor.replaying.settings.Settings` has them all.
         progress: called with (stage, module calls done, module calls in all or None). Left out, a notebook shows a
-            bar, and an interrupt gives the report with what is known by then.
+            bar, and an interrupt of the search for fixes gives the report with those that were found.
 
     Returns:
         The report, and ways to look at it.

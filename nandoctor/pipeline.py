@@ -19,9 +19,7 @@ from nandoctor.diagnosis.conclusion import (
     blame,
     conclude,
     conclude_optimizer,
-    find_so_far,
     flagged_rows,
-    without_backward,
 )
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.diagnosis.growth import with_growth
@@ -66,7 +64,7 @@ from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Progress, listener_of
 from nandoctor.replaying.reproduction import Preparation, Replayed, replay_plainly, reproduce, run_or, run_whole
-from nandoctor.replaying.runner import CLOSELY, FailingStep, Outcome, RunInterrupted, Watch
+from nandoctor.replaying.runner import CLOSELY, FailingStep, Outcome, Watch
 from nandoctor.replaying.samples import Symptom, describe_difference, find_guilty
 from nandoctor.replaying.saved_arrays import choose_policies, view_sample
 from nandoctor.replaying.settings import Settings
@@ -82,8 +80,7 @@ T = TypeVar("T")
 class Diagnosed:
     """A report without fixes, with the step and the findings that the search for fixes takes.
 
-    Both are None if nothing was run; `step` also after an interrupt, as nothing more is to be run then. `random` is
-    True if the step drew random numbers in any of the modes that were tried.
+    Both are None if nothing was run. `random` is True if the step drew random numbers in any mode that was tried.
     """
 
     report: Report
@@ -168,15 +165,14 @@ def _with_or_without_loss(preparation: Preparation, settings: Settings, use: Cal
 def _diagnose_step(preparation: Preparation, *, for_fixes: bool) -> Diagnosed:
     summary = summarize(preparation.dump)  # of the file as it was written: a forward may write to what it holds
     replayed = reproduce(preparation)
-    findings = _find(replayed, for_fixes=for_fixes)
+    findings = _diagnose(replayed, for_fixes=for_fixes)
     if findings.conclusion.in_fp32 and (plain := replay_plainly(replayed, preparation)) is not None:
-        replayed, findings = plain, _find(plain, for_fixes=for_fixes)
+        replayed, findings = plain, _diagnose(plain, for_fixes=for_fixes)
     step = replayed.step
     called = f"Replayed as {step.description} in {mode_text(step.seed, step.training)}."
     notes = (called, *dict.fromkeys((*replayed.notes, *preparation.notes)))
     report = _write_report(replayed, findings, summary, notes)
-    rerun = None if step.progress.interrupted else findings.exposed or step
-    return Diagnosed(report=report, step=rerun, findings=findings, random=replayed.any_random)
+    return Diagnosed(report=report, step=findings.exposed or step, findings=findings, random=replayed.any_random)
 
 
 def audit_dump(
@@ -245,33 +241,13 @@ def describe_environment(device: torch.device) -> Environment:
     )
 
 
-def _find(replayed: Replayed, *, for_fixes: bool) -> Findings:
-    """Diagnose the step; after an interrupt that the progress listener handles, return what is known by then."""
-    progress = replayed.step.progress
-    if progress.interrupted:
-        return find_so_far(replayed.trace, None)
-    try:
-        return _diagnose(replayed, for_fixes=for_fixes)
-    except KeyboardInterrupt as stop:
-        if not progress.stop():
-            raise
-        partial = stop.outcome.trace if isinstance(stop, RunInterrupted) else None
-        return find_so_far(replayed.trace, partial if partial and partial.policy == REFERENCE.label else None)
-
-
 def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
     """Diagnose forward and loss, then the backward pass if there is a loss, then the optimizer's next update."""
     step, forward = replayed.step, _diagnose_forward(replayed, for_fixes=for_fixes)
     findings = forward
-    if step.progress.interrupted:
-        return without_backward(findings)
     if step.loss is not None:
         try:
             findings = _diagnose_backward(step, findings)
-        except KeyboardInterrupt:
-            if not step.progress.stop():
-                raise
-            return without_backward(findings)
         except ModelError as error:  # the forward ran without a graph
             if isinstance(error, LossError) or is_out_of_memory(error.__cause__):
                 raise
@@ -294,12 +270,7 @@ def _name_samples(step: FailingStep, findings: Findings) -> Findings:
         return findings
     policy = REFERENCE if findings.conclusion.in_fp32 else None
     symptom = Symptom(origin=first.origin, policy=policy, finite=findings.trace.finite)
-    try:
-        guilty = find_guilty(step, flagged_rows(findings), symptom)
-    except KeyboardInterrupt:
-        if not step.progress.stop():
-            raise
-        guilty = None
+    guilty = find_guilty(step, flagged_rows(findings), symptom)
     return blame(findings, guilty, describe_difference(step, guilty or ()))
 
 

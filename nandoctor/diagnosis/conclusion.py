@@ -1,7 +1,4 @@
-"""Leads from non-finite values to diagnoses: what made them, the causes that explain them, the ops to change.
-
-Also says what is known and what is missing if the user interrupts the diagnosis.
-"""
+"""Leads from non-finite values to diagnoses: what made them, the causes that explain them, the ops to change."""
 
 from __future__ import annotations
 
@@ -33,8 +30,8 @@ from nandoctor.evidence.dump_summary import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis, Growth, Link, Origin
-from nandoctor.evidence.trace import INTERRUPTED, OpAnalysis, OpCall, OpTensor, TensorStats, Trace, describe_run
-from nandoctor.evidence.verdicts import NOTHING_FOUND, Verdict
+from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, TensorStats, Trace
+from nandoctor.evidence.verdicts import Verdict
 from nandoctor.ops import CASTS, MOVES, PRODUCTS
 from nandoctor.text import number
 
@@ -219,39 +216,6 @@ def _of_samples(diagnosis: Diagnosis, samples: tuple[int, ...] | None) -> Diagno
     return replace(diagnosis, origin=replace(diagnosis.origin, elements=elements))
 
 
-def find_so_far(trace: Trace, reference: Trace | None) -> Findings:
-    """Return the findings of an interrupted diagnosis; `reference` is the unfinished fp32 run, or None if not begun.
-
-    Without the whole fp32 run a failure cannot be told from an intended infinity, so nothing is diagnosed.
-    """
-    if reference is None:
-        reference = replace(trace, policy="none", format=FP32, calls=(), ops=(), output=(), loss=None)
-        reference = replace(reference, raised=INTERRUPTED)
-    first = next(iter(find_nonfinite_places(trace, reference)), None)
-    missing = "what fp32 gives, the cause, the gradients, fixes"
-    if trace.raised == INTERRUPTED and not trace.output:
-        missing = f"whether it reproduces your run, {missing}"
-    stopped = describe_run(trace.policy, trace.format) if trace.raised == INTERRUPTED else "after the replay"
-    notes = [f"Interrupted {stopped}. Not known: {missing}. Run it again to find out."]
-    if first is not None:
-        notes.append("Without the fp32 run, an intended infinity, such as a mask's, cannot be told from a failure.")
-    return Findings(
-        trace=trace,
-        reference=reference,
-        verdict="interrupted",
-        conclusion=Conclusion(first_nonfinite=first, complete=False),
-        ops=trace.ops,
-        notes=tuple(notes),
-    )
-
-
-def without_backward(findings: Findings) -> Findings:
-    """Return the forward's findings after an interrupt in the backward pass; none of them counts as healthy."""
-    verdict = "interrupted" if findings.verdict in NOTHING_FOUND else findings.verdict
-    note = "Interrupted in the backward pass. Not known: the gradients, fixes. Run it again to find out."
-    return replace(findings, verdict=verdict, notes=(*findings.notes, note))
-
-
 MASK = "mask-constant-overflow"
 
 _Found = tuple[int, Diagnosis, Suspect | None]
@@ -264,7 +228,7 @@ def conclude(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
     If the step fails in fp32 too, precision is not the story: that failure comes first, and then what `low` adds.
     """
     found = _conclude_run(trace, reference, low)
-    if reference is trace or trace.finite or reference.finite or reference.raised == INTERRUPTED:
+    if reference is trace or trace.finite or reference.finite:
         return found
     in_fp32 = _conclude_run(reference, reference, FP32)
     if not in_fp32.diagnoses or _is_of_a_weight(found, in_fp32):

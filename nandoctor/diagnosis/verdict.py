@@ -251,22 +251,12 @@ def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion, gaps:
         return _headline_of_healthy(trace)
     if verdict == "cannot-tell":
         return gaps[0].text
-    if verdict == "interrupted":
-        return _headline_of_interrupted(trace, conclusion.first_nonfinite)
     if verdict == "not-reproduced":
         return "The replay is finite, and the saved step is not"
     first = next(iter(conclusion.diagnoses), None)
     if first is not None and first.cause is not None:
         return first.cause.headline or first.cause.explanation.rstrip(".")
     return _headline_of_place(trace, first, conclusion.first_nonfinite)
-
-
-def _headline_of_interrupted(trace: Trace, place: NonfinitePlace | None) -> str:
-    if place is None:
-        returned = sum(call.leave is not None for call in trace.calls)
-        calls = plural(returned, "module call")
-        return f"Interrupted: nothing was non-finite {_under(trace)} in the {calls} until then"
-    return f"Interrupted: {_headline_of_place(trace, None, place)}"
 
 
 def _headline_of_place(trace: Trace, first: Diagnosis | None, place: NonfinitePlace | None) -> str:

@@ -14,8 +14,6 @@ from nandoctor.text import call_label
 
 LOSS = "<loss>"
 """The module path of the loss function."""
-INTERRUPTED = "interrupted"
-"""The exception message of a run that the user interrupted."""
 Phase = Literal["forward", "loss", "backward"]
 
 _NO_AUTOCAST = {"none": " without autocast", "fp32": "", "fp64": ""}

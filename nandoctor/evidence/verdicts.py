@@ -15,7 +15,6 @@ Verdict = Literal[
     "not-reproduced",
     "cannot-tell",
     "fixed",
-    "interrupted",
 ]
 NOTHING_FOUND: frozenset[Verdict] = frozenset({"healthy", "not-reproduced", "cannot-tell", "fixed"})
 """The replay saw nothing non-finite: "healthy" although all was checked, "not-reproduced" although the dump has some,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from nandoctor.causes.sentences import find_operand, place_of_operand
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Origin, Report, Reproduction
-from nandoctor.evidence.trace import INTERRUPTED, Grid, Place, TensorStats
+from nandoctor.evidence.trace import Grid, Place, TensorStats
 from nandoctor.renderers.blocks import Fact
 from nandoctor.renderers.layers import select_layers
 from nandoctor.text import (
@@ -223,7 +223,7 @@ def _run_facts(report: Report) -> Iterator[Fact]:
         text = f"{short_place(too_large).label} is the first whose fp32 value {report.runs.autocast.dtype} cannot hold"
         yield Fact("too large", text)
     for run in (report.runs.autocast, report.runs.fp32):
-        if run.raised not in (None, INTERRUPTED):
+        if run.raised is not None:
             yield Fact("raised", f"the {run.dtype} run stopped early: {brief(run.raised, _MESSAGE_WIDTH)}")
 
 

@@ -80,9 +80,10 @@ def answer_section(report: Report, level: Level) -> Section:
         remark=_remark(report),
         context=1 if level == "screen" else 3,
     )
-    facts = [Fact(report.verdict, describe_verdict(report))]
-    if report.verdict != "interrupted" or report.reproduction.grade != "no-reference":
-        facts.append(Fact("replay", describe_reproduction(report.reproduction)))
+    facts = [
+        Fact(report.verdict, describe_verdict(report)),
+        Fact("replay", describe_reproduction(report.reproduction)),
+    ]
     return Section("", [source, Facts(facts)])
 
 

@@ -18,7 +18,6 @@ MEANINGS: Mapping[Verdict, str] = {
     "not-reproduced": "the saved failure was not reproduced",
     "cannot-tell": "no certain failure in what could be checked",
     "fixed": "the step failed, and passes with the current code",
-    "interrupted": "the diagnosis was stopped before it was complete",
 }
 """A verdict as people read it, with fields for what is non-finite, `kinds`, and in which run, `under`."""
 
@@ -27,4 +26,4 @@ def tone_of(verdict: Verdict) -> Tone:
     """Return how good the news is."""
     if verdict in ("healthy", "fixed"):
         return "good"
-    return "unclear" if verdict in ("loss-scale", "not-reproduced", "cannot-tell", "interrupted") else "failed"
+    return "unclear" if verdict in ("loss-scale", "not-reproduced", "cannot-tell") else "failed"

@@ -16,7 +16,7 @@ class Listener:
     """A listener to a replay that reports to a `Progress`; each run is a stage.
 
     A subclass can also take the diagnosis, and the progress of the search for fixes. With `stops_gently` an interrupt
-    ends the replay with a report of what was found until then; `interrupted` is True if that happened.
+    ends that search with the fixes that were found until then; `interrupted` is True if that happened.
     """
 
     stops_gently = False

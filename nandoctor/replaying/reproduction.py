@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from nandoctor.evidence.formats import BF16, EDGE, FP16, FP32
 from nandoctor.evidence.report import Grade, ReplayAttempt, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.machine import is_out_of_memory
-from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Outcome, RunInterrupted, Watch
+from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Outcome, Watch
 from nandoctor.replaying.saved_arrays import SavedOutputs, are_round, is_finite_array
 from nandoctor.replaying.user_code import WRONG_CALL
 from nandoctor.text import brief, join_first
@@ -171,27 +171,15 @@ class Replayed:
 def reproduce(preparation: Preparation) -> Replayed:
     """Replay until the failing step is reproduced, else as nearly as possible; all settings tried are named.
 
-    If the progress listener handles an interrupt (its `interrupted` is True then), the best replay so far is returned.
-
     Raises:
         ModelError: the model cannot be called with the batch.
     """
-    try:
-        best, others = _search_first(preparation)
-    except RunInterrupted as stop:
-        made = stop.outcome
-        if not made.trace.calls or not stop.step.progress.stop():
-            raise
-        reproduction = Reproduction(grade="no-reference")
-        if made.trace.output:  # only the loss or the backward pass was cut short
-            reproduction = _grade_all(preparation, made.output, made.loss)
-        return Replayed(step=stop.step, trace=made.trace, random=made.random, reproduction=reproduction)
+    best, others = _search_first(preparation)
     for policy in others:
-        is_best = best.reproduction.grade in ("exact", "no-reference") and not _is_unsettled(best, preparation)
-        if best.step.progress.interrupted or is_best:
+        if best.reproduction.grade in ("exact", "no-reference") and not _is_unsettled(best, preparation):
             break
         steps = tuple(replace(step, policy=policy) for step in (best.step, *preparation.steps))
-        with suppress(ModelError), _leaving(best):  # without autocast the model may not run at all
+        with suppress(ModelError):  # without autocast the model may not run at all
             other = _search(steps, preparation)
             best = other if _agrees_better(other, best) else best
     if _is_assumed(best, preparation):
@@ -224,10 +212,10 @@ def _is_guess(policy: Policy, preparation: Preparation) -> bool:
 def replay_plainly(found: Replayed, preparation: Preparation) -> Replayed | None:
     """Return a replay without autocast that agrees as well, if autocast was only a guess; else None."""
     step = found.step
-    if not (_is_guess(step.policy, preparation) and _agrees(found.reproduction)) or step.progress.interrupted:
+    if not (_is_guess(step.policy, preparation) and _agrees(found.reproduction)):
         return None
     same = replace(preparation, modes=(step.training,), seeds=(step.seed,))
-    with suppress(ModelError), _leaving(found):
+    with suppress(ModelError):
         plain = _search((replace(step, policy=preparation.policies[-1]),), same)
         if _agrees(plain.reproduction):
             tried = replace(plain.reproduction, attempts=found.reproduction.attempts)
@@ -256,16 +244,6 @@ def _search_first(preparation: Preparation) -> tuple[Replayed, tuple[Policy, ...
         raise
 
 
-@contextmanager
-def _leaving(best: Replayed | None) -> Iterator[None]:
-    """Let an interrupt that the progress listener handles end the block, if there is a replay to return."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if best is None or not best.step.progress.stop():
-            raise
-
-
 def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replayed:
     """Return the best replay under one policy."""
     tried: list[Replayed] = []
@@ -275,12 +253,10 @@ def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replaye
     for training, seed in (*likeliest, *((preparation.modes[0], seed) for seed in more)):
         if seed != first and not any(replayed.random for replayed in tried):
             break
-        with _leaving(tried[0] if tried else None):
-            set_up = [replace(step, training=training, seed=seed) for step in calls]
-            tried.append(_replay(set_up, preparation, is_first=not tried))
+        set_up = [replace(step, training=training, seed=seed) for step in calls]
+        tried.append(_replay(set_up, preparation, is_first=not tried))
         calls = (tried[0].step,)
-        is_found = tried[-1].accepted and not _is_unsettled(tried[-1], preparation)
-        if is_found or calls[0].progress.interrupted:
+        if tried[-1].accepted and not _is_unsettled(tried[-1], preparation):
             break
     best = min(tried, key=lambda replayed: replayed.rank)
     others = [replayed for replayed in tried if replayed is not best]

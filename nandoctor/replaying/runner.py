@@ -17,7 +17,7 @@ from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.evidence.dump_summary import SavedFlags
 from nandoctor.evidence.edits import Change, PrintedChange, SingleEdit, Snippet, SourcePatch, flatten
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import INTERRUPTED, ModuleCall, TensorStats, Trace
+from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import collection_paused
@@ -97,14 +97,6 @@ class Outcome:
     refused: bool = False
 
 
-class RunInterrupted(KeyboardInterrupt):
-    """The user interrupted a run of `step`; `outcome` is what it had made until then."""
-
-    def __init__(self, step: FailingStep, outcome: Outcome) -> None:
-        super().__init__()
-        self.step, self.outcome = step, outcome
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailingStep:
     """A model with the dump's weights, and everything that it takes to run the step that failed.
@@ -171,7 +163,6 @@ class FailingStep:
         Raises:
             ModelError: the forward raised while everything was still finite, so the call itself is wrong.
             LossError: the loss that the dump names raised.
-            RunInterrupted: the user interrupted the run.
         """
         policy, changes = policy or self.policy, (*self.changes, *changes)
         singles = flatten(changes)
@@ -245,7 +236,7 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model, step.low)
     error, before = recording.raised, list_nonfinite_state(step.model) if recording.kept else ()
     kept = {name: is_spoilt for name, is_spoilt in recording.kept.items() if name not in before}
-    made = Outcome(
+    return Outcome(
         trace=recording.trace(calls, kept),
         output=recording.output,
         random=random,
@@ -255,10 +246,7 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
         kept=kept,
         out_of_memory=is_out_of_memory(error),
         refused=error is not None and user_code.is_refusal(error),
-    )
-    if isinstance(error, KeyboardInterrupt):
-        raise RunInterrupted(step, made) from error
-    return made, error
+    ), error
 
 
 class _RecordedRun:
@@ -284,7 +272,7 @@ class _RecordedRun:
         self.output: Any = None
         self.loss: torch.Tensor | None = None
         self.gradients: Mapping[str, torch.Tensor] | None = None
-        self.raised: Exception | KeyboardInterrupt | None = None
+        self.raised: Exception | None = None
         self._bad_gradients: tuple[TensorStats, ...] = ()
 
     def make(self) -> None:
@@ -322,7 +310,7 @@ class _RecordedRun:
             loss=losses[0] if losses else None,
             unread=self._unread,
             elapsed_s=self._elapsed_s,
-            raised=INTERRUPTED if isinstance(self.raised, KeyboardInterrupt) else end,
+            raised=end,
             ops=ops,
             buffers=(buffers := frozenset(name for name, _ in step.model.named_buffers())),
             spoilt_buffers=tuple(name for name, is_spoilt in kept.items() if is_spoilt and name in buffers),
@@ -344,7 +332,7 @@ class _RecordedRun:
                 self._bad_gradients, self.gradients = self._run_backward(loss, keep=watch.keep)
             elif watch.stand_in is not None:
                 self.gradients = self._take_gradients(watch.stand_in)
-        except (Exception, KeyboardInterrupt) as error:
+        except Exception as error:
             self.raised = error
         finally:
             if self._backward is not None:
@@ -383,7 +371,5 @@ class _RecordedRun:
                 return None
             nonfinite, gradients = self._run_backward(loss, keep=True)
             return None if nonfinite else gradients
-        except (Exception, KeyboardInterrupt) as error:  # of any kind: the forward stands without them
-            if isinstance(error, KeyboardInterrupt) and not step.progress.stop():
-                raise
+        except Exception:  # of any kind: the forward stands without them
             return None
