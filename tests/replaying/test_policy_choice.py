@@ -65,7 +65,6 @@ def in_training(model, x, dtype):
         return model(x).detach()
 
 
-@pytest.mark.parametrize("widen", [torch.Tensor.clone, torch.Tensor.float], ids=["as it is", "float()"])
 @pytest.mark.parametrize(
     ("dtype", "scale", "expected"),
     [
@@ -76,16 +75,17 @@ def in_training(model, x, dtype):
         (None, 1e6, ("healthy", "none", "fp32", "exact")),
     ],
 )
-def test_the_policy_is_the_one_that_agrees(replay, dtype, scale, widen, expected):
+def test_the_policy_is_the_one_that_agrees(replay, dtype, scale, expected):
     model = Stretched(scale)
-    report = replay(model, {"x": X, "logit": widen(in_training(model, X, dtype))})
+    report = replay(model, {"x": X, "logit": in_training(model, X, dtype).float()})  # as a loop saves it
     assert under(report) == expected
     if dtype is None:
         assert "autocast" not in report.headline.replace("without autocast", "")
 
 
-@pytest.mark.parametrize("name", ["depth", "energy", "image", "boxes", "target", "batch.y"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("depth", None), ("image", torch.bfloat16), ("target", None), ("batch.y", torch.bfloat16)]
+)
 def test_the_output_may_have_any_name(replay, name, dtype):
     report = replay(Stretched(1e6), {"x": X, name: in_training(Stretched(1e6), X, dtype), "weights": torch.ones(3)})
     assert under(report)[2:] == ("bf16" if dtype else "fp32", "exact")
@@ -94,19 +94,17 @@ def test_the_output_may_have_any_name(replay, name, dtype):
 
 
 def test_a_precision_that_nothing_shows_is_said_to_be_assumed(replay):
-    for saved, output in (({}, None), ({"depth": torch.ones(3)}, "depth"), ({"labels": torch.ones(3)}, None)):
+    for saved, output in (({}, None), ({"depth": torch.ones(3)}, "depth")):
         report = replay(Stretched(1e6), {"x": X, **saved})
         assert (report.reproduction.grade, report.reproduction.output) == ("no-reference", output)
         assert any("fp16 autocast was assumed (--amp-dtype)" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("given", ["half", "float"])
 @pytest.mark.parametrize(
-    ("low", "scale", "expected"),
+    ("low", "given", "scale", "expected"),
     [
-        (torch.float16, 1e6, ("precision", "none", "fp16", "exact")),
-        (torch.float16, 1.0, ("healthy", "none", "fp16", "exact")),
-        (torch.bfloat16, 1.0, ("healthy", "none", "bf16", "exact")),
+        (torch.float16, "half", 1e6, ("precision", "none", "fp16", "exact")),
+        (torch.bfloat16, "float", 1.0, ("healthy", "none", "bf16", "exact")),
     ],
 )
 def test_pure_half_precision_has_an_fp32_reference(replay, low, given, scale, expected):
@@ -130,15 +128,14 @@ def test_half_weights_in_a_model_that_is_built_in_fp32_are_told(replay):
     assert "The dump's weights are fp16, the model is built in fp32: it was replayed in fp16." in report.notes
 
 
-@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
-def test_weights_a_half_model_cannot_hold_stay_in_fp32(replay, low):
+def test_weights_a_half_model_cannot_hold_stay_in_fp32(replay):
     """The training kept them in fp32: 1e5 is not an infinity that it had."""
     model = nn.Linear(8, 8)
     with torch.no_grad():
         model.weight[0, 0] = 1e5
     with cuda_autocast(torch.float16), torch.no_grad():
         logit = model(X)
-    report = replay(model, {"x": X, "logit": logit}, builds=nn.Linear(8, 8).to(low))
+    report = replay(model, {"x": X, "logit": logit}, builds=nn.Linear(8, 8).half())
     assert report.reproduction.grade == "exact"
     assert report.headline.startswith("The weight `weight` reaches 100,000; fp16 holds at most 65,504")
     assert any("the dump's weights are fp32: it was replayed in fp32" in note for note in report.notes)
@@ -195,12 +192,11 @@ def test_a_cast_of_the_models_own_is_left_out_of_the_reference(replay):
     assert report.runs.fp32.finite
 
 
-@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr], ids=["coo", "csr"])
-def test_a_saved_output_may_be_sparse(tmp_path, sparse):
+def test_a_saved_output_may_be_sparse(tmp_path):
     """The precision is guessed from its values, which other layouts keep elsewhere."""
     model = nn.Linear(4, 4)
     x = torch.randn(4, 4)
-    saved = sparse(model(x).detach())
+    saved = model(x).detach().to_sparse_csr()
     torch.save({"state_dict": model.state_dict(), "input": x, "output": saved}, tmp_path / "dump.pth")
     assert nandoctor.replay(tmp_path / "dump.pth", model=model, fixes=False).verdict == "healthy"
 
@@ -222,46 +218,28 @@ def test_autocast_is_tried_where_the_dump_contradicts_its_output(tmp_path):
 
 
 class Axes(nn.Module):
-    """Decompositions that no half precision has a kernel for, of a product that autocast computes in it."""
+    """A decomposition that no half precision has a kernel for, of a product that autocast computes in it."""
 
-    def __init__(self, decompose):
+    def __init__(self):
         super().__init__()
-        self.scale, self.decompose = nn.Parameter(torch.ones(())), decompose
+        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
-        return self.decompose(self.scale * x.mT @ x)
+        return torch.linalg.eigh(self.scale * x.mT @ x)[1]
 
 
-@pytest.mark.parametrize(
-    "decompose",
-    [
-        lambda m: torch.linalg.eigh(m)[1],
-        lambda m: torch.linalg.svd(m)[0],
-        lambda m: torch.linalg.inv(m + m.new_ones(3).diag()),
-    ],
-    ids=["eigh", "svd", "inv"],
-)
-def test_a_model_that_runs_without_autocast_alone(replay, decompose):
+def test_a_model_that_runs_without_autocast_alone(replay):
     x = torch.cat([torch.eye(3), torch.zeros(1, 3)])
-    report = replay(Axes(decompose), {"x": x, "output": Axes(decompose)(x).detach()})
+    report = replay(Axes(), {"x": x, "output": Axes()(x).detach()})
     assert under(report)[1:] == ("none", "fp32", "exact")
 
 
-@pytest.mark.parametrize(
-    "after",
-    [
-        lambda hidden: torch.zeros(2, 8).index_add(0, torch.tensor([0, 0, 1, 1]), hidden),
-        lambda hidden: torch.linalg.svd(hidden)[0],
-        lambda hidden: torch.linalg.qr(hidden)[0],
-    ],
-    ids=["index_add", "svd", "qr"],
-)
-def test_a_model_that_raises_under_autocast_after_an_overflow(replay, after):
+def test_a_model_that_raises_under_autocast_after_an_overflow(replay):
     """What fp16 makes infinite explains an error, and does not show that this was the training's precision."""
 
     class Mixed(nn.Linear):
         def forward(self, x):
-            return 1e30 * (1e6 * after(super().forward(x)))
+            return 1e30 * (1e6 * torch.linalg.qr(super().forward(x))[0])
 
     torch.manual_seed(0)
     model = Mixed(8, 8)
