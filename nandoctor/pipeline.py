@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -54,17 +53,15 @@ from nandoctor.evidence.formats import FP16, FloatFormat
 from nandoctor.evidence.report import EpsUse, Report, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
-from nandoctor.fixes.agreement import keep
 from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.hidden_values import look_for_hidden
 from nandoctor.fixes.search import search_fixes
-from nandoctor.fixes.variations import surrogate_loss, takes_gradients
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Progress, listener_of
-from nandoctor.replaying.reproduction import Preparation, Replayed, replay_plainly, reproduce, run_or, run_whole
-from nandoctor.replaying.runner import CLOSELY, FailingStep, Outcome, Watch
+from nandoctor.replaying.reproduction import Preparation, Replayed, replay_plainly, reproduce, run_whole
+from nandoctor.replaying.runner import CLOSELY, FailingStep, Watch
 from nandoctor.replaying.samples import Symptom, describe_difference, find_guilty
 from nandoctor.replaying.saved_arrays import choose_policies, view_sample
 from nandoctor.replaying.settings import Settings
@@ -106,7 +103,7 @@ def replay_dump(
         return Diagnosed(report=_report_weights(nonfinite_state(dump), choose_policies(dump, settings)[0].format))
     preparation = prepare(dump, model, settings, listener_of(progress))
     with preparation.steps[0].kept_ready():
-        found = _with_or_without_loss(preparation, settings, partial(_diagnose_step, for_fixes=settings.fixes))
+        found = _with_or_without_loss(preparation, settings, _diagnose_step)
     if settings.per_sample and found.step is not None:
         samples = found.report.origin.elements.samples if found.report.origin is not None else None
         used = {name: array for name, array in found.step.batch.items() if name in found.step.used}
@@ -162,12 +159,12 @@ def _with_or_without_loss(preparation: Preparation, settings: Settings, use: Cal
         return use(preparation.without_loss(f"{error.message} {error.remedy}"))
 
 
-def _diagnose_step(preparation: Preparation, *, for_fixes: bool) -> Diagnosed:
+def _diagnose_step(preparation: Preparation) -> Diagnosed:
     summary = summarize(preparation.dump)  # of the file as it was written: a forward may write to what it holds
     replayed = reproduce(preparation)
-    findings = _diagnose(replayed, for_fixes=for_fixes)
+    findings = _diagnose(replayed)
     if findings.conclusion.in_fp32 and (plain := replay_plainly(replayed, preparation)) is not None:
-        replayed, findings = plain, _diagnose(plain, for_fixes=for_fixes)
+        replayed, findings = plain, _diagnose(plain)
     step = replayed.step
     called = f"Replayed as {step.description} in {mode_text(step.seed, step.training)}."
     notes = (called, *dict.fromkeys((*replayed.notes, *preparation.notes)))
@@ -241,9 +238,9 @@ def describe_environment(device: torch.device) -> Environment:
     )
 
 
-def _diagnose(replayed: Replayed, *, for_fixes: bool) -> Findings:
+def _diagnose(replayed: Replayed) -> Findings:
     """Diagnose forward and loss, then the backward pass if there is a loss, then the optimizer's next update."""
-    step, forward = replayed.step, _diagnose_forward(replayed, for_fixes=for_fixes)
+    step, forward = replayed.step, _diagnose_forward(replayed)
     findings = forward
     if step.loss is not None:
         try:
@@ -274,13 +271,12 @@ def _name_samples(step: FailingStep, findings: Findings) -> Findings:
     return blame(findings, guilty, describe_difference(step, guilty or ()))
 
 
-def _diagnose_forward(replayed: Replayed, *, for_fixes: bool) -> Findings:
+def _diagnose_forward(replayed: Replayed) -> Findings:
     """Compare the replay with a run in fp32, op by op if something went wrong."""
     step, trace = replayed.step, replayed.trace
     if trace.unread and not trace.ops:
         trace = step.run(watch=CLOSELY).trace  # only the ops show what goes into an unread output
-    in_fp32 = _run_reference(step, trace, for_fixes=for_fixes and takes_gradients(step))
-    reference, conclusion = in_fp32.trace, Conclusion()
+    reference, conclusion = _run_reference(step, trace), Conclusion()
     if trace.finite and reference.finite and not outputs_differ(trace.output, reference.output):
         trace, reference = _counted(step, trace, step.policy), _counted(step, reference, REFERENCE)
     else:
@@ -294,18 +290,15 @@ def _diagnose_forward(replayed: Replayed, *, for_fixes: bool) -> Findings:
         conclusion=conclusion,
         random=replayed.random,
         ops=trace.ops,
-        fp32=keep(in_fp32) if in_fp32.gradients else None,
     )
 
 
-def _run_reference(step: FailingStep, trace: Trace, *, for_fixes: bool) -> Outcome:
-    """Run the step in fp32, watched as closely as its replay's failure asks for; `for_fixes` keeps the gradients."""
-    closely = replace(CLOSELY, stage="replay", keep=for_fixes)
-    if trace.finite and not trace.unread:
-        return run_whole(step, REFERENCE, closely) if trace.bad_gradients else step.run(REFERENCE)
-    if for_fixes:  # the step may not run with a graph
-        return run_or(step, REFERENCE, replace(closely, stand_in=surrogate_loss), simpler=closely)
-    return step.run(REFERENCE, closely)
+def _run_reference(step: FailingStep, trace: Trace) -> Trace:
+    """Run the step in fp32, watched as closely as its replay's failure asks for."""
+    closely = replace(CLOSELY, stage="replay")
+    if not trace.finite or trace.unread:
+        return step.run(REFERENCE, closely).trace
+    return (run_whole(step, REFERENCE, closely) if trace.bad_gradients else step.run(REFERENCE)).trace
 
 
 def _counted(step: FailingStep, trace: Trace, policy: Policy) -> Trace:

@@ -320,8 +320,6 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffe
 """The dict of a module's own buffers; unlike `named_buffers` it includes those that are None, and can be written."""
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 """The dict of a module's own parameters."""
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-"""The dict of a module's own children."""
 
 
 def loads_plainly(module: nn.Module) -> bool:

@@ -24,25 +24,21 @@ class Net(nn.Linear):
 """
 
 
-@pytest.mark.parametrize(("asked", "shown"), [("", False), ("default", True)])
-@pytest.mark.parametrize("verb", ["replay", "triage"])
+@pytest.mark.parametrize(
+    ("verb", "asked", "shown"),
+    [
+        ("replay", "", False),
+        pytest.param("replay", "default", True, marks=pytest.mark.slow),
+        pytest.param("triage", "", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_command_shows_no_warnings_of_the_code(tmp_path, verb, asked, shown):
     (tmp_path / "net.py").write_text(NET)
     torch.save(
         {"state_dict": {"weight": torch.ones(2, 2), "bias": torch.ones(2)}, "x": torch.ones(2)}, tmp_path / "d.pth"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "nandoctor",
-        verb,
-        "d.pth",
-        "--model",
-        "net.py:Net",
-        "--model-arg",
-        "in_features=2",
-    ]
-    command += ["--model-arg", "out_features=2", "--no-fixes"]
+    command = [sys.executable, "-m", "nandoctor", verb, "d.pth", "--model", "net.py:Net"]
+    command += ["--model-arg", "in_features=2", "--model-arg", "out_features=2", "--no-fixes"]
     environment = {**os.environ, "PYTHONWARNINGS": asked}
     done = subprocess.run(command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode in (0, 3)

@@ -16,8 +16,6 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.errors import DumpError, ModelError
 from nandoctor.evidence.codec import from_plain, to_plain
 from nandoctor.evidence.report import Report
-from nandoctor.fixes.budget import TrialBudget
-from nandoctor.fixes.verify import Trials
 from nandoctor.pipeline import add_fixes, replay_dump
 from nandoctor.replaying.settings import Settings
 
@@ -334,49 +332,6 @@ def test_the_backward_pass_follows_the_forward_at_once(loss, runs):
     begun = [stage for stage, done, _ in told if not done and not stage.startswith("samples")]
     assert len(begun) == len(runs)
     assert all(stage.startswith(run) for stage, run in zip(begun, runs, strict=True))
-
-
-class Loud(Overflowing):
-    """Overflows in fp16, behind dropout; `refuse` keeps it from running with a graph, or its backward pass."""
-
-    def __init__(self, refuse=""):
-        super().__init__()
-        self.refuse = refuse
-
-    def forward(self, image):
-        if self.refuse == "graph":
-            self.scale.weight.mul_(1.0)
-        output = super().forward(nn.functional.dropout(image, 0.1, self.training))
-        if self.refuse == "backward" and output["logit"].requires_grad:
-            output["logit"].register_hook(lambda _: 1 / 0)
-        return output
-
-
-@pytest.mark.parametrize("loss", [None, lambda output, batch: mean_square(output["logit"], batch)])
-def test_the_search_compares_with_the_fp32_run_of_the_diagnosis(loss):
-    """Its output, loss and gradients are those of a run that is made for them alone."""
-    model = Loud()
-    found = replay_dump(dump_of(model, image=IMAGE, logit=NONFINITE), model, Settings(mode="train", loss=loss))
-    alone = Trials(found.step, TrialBudget(), numerics=False).with_gradients.reference()
-    known = found.findings.fp32
-    assert known.values.keys() == alone.values.keys() == {"output.logit"} | ({"loss"} if loss else set())
-    assert known.gradients.keys() == alone.gradients.keys() == dict(model.named_parameters()).keys()
-    for ours, theirs in ((known.values, alone.values), (known.gradients, alone.gradients)):
-        assert all(torch.equal(ours[name], theirs[name]) and not ours[name].requires_grad for name in ours)
-
-
-@pytest.mark.parametrize("refuse", ["graph", "backward"])
-def test_the_diagnosis_stands_without_gradients_of_fp32(refuse):
-    model = Loud(refuse)
-    reports = []
-    for fixes in (True, False):
-        settings = Settings(mode="train", fixes=fixes)
-        found = replay_dump(dump_of(model, image=IMAGE, logit=NONFINITE), model, settings)
-        assert found.findings.fp32 is None
-        reports.append(found.report)
-    assert reports[0].verdict == reports[1].verdict == "precision"
-    assert reports[0].origin == reports[1].origin
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_the_live_model_is_as_it_was():

@@ -141,9 +141,9 @@ class Findings:
 
     `ops` are the traced ops, those of the run with the backward pass if there was one; `bad_gradients` the parameters'
     non-finite gradients; `slots` the optimizer's state. `random` is True if the step draws random numbers. `gaps` are
-    parts that could not be checked. `fp32` is the reference's outcome, with gradients, for the search for fixes.
-    `exposed` is the step changed to return the non-finite values too, if its own output is finite. `guilty` are the
-    samples to blame, None if unknown, and `difference` what sets them apart in the batch.
+    parts that could not be checked. `exposed` is the step changed to return the non-finite values too, if its own
+    output is finite. `guilty` are the samples to blame, None if unknown, and `difference` what sets them apart in the
+    batch.
     """
 
     trace: Trace
@@ -157,7 +157,6 @@ class Findings:
     notes: tuple[str, ...] = ()
     growth: tuple[Growth, ...] = ()
     gaps: tuple[Gap, ...] = ()
-    fp32: Any = None
     exposed: Any = None
     guilty: tuple[int, ...] | None = None
     difference: str = ""

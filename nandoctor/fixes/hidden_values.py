@@ -126,7 +126,6 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
         conclusion=conclusion.followed_by(findings.conclusion),
         ops=shown.ops,
         notes=(*findings.notes, _describe(kept, [taken[path] for path in decided])),
-        fp32=None,
         exposed=Exposing(step=step, only=chosen).exposed,
     )
 

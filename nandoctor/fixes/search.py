@@ -166,7 +166,6 @@ class _Search:
         numerics = not (findings.sound_in_fp32 or findings.verdict == "loss-scale")
         known = Known(
             fails=findings.trace.raised is None and not findings.trace.finite and findings.reference.finite,
-            fp32=None if numerics else findings.fp32,
         )
         # If the forward fails, the search looks at it alone.
         self._trials = Trials(step, budget, numerics=numerics, backward=findings.trace.finite, known=known)

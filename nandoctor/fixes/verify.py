@@ -64,13 +64,11 @@ class Judgement:
 class Known:
     """What is known of a step before it is tried.
 
-    `fails`: it gives NaN or Inf, and fp32 does not. `fp32` is its run in fp32. `is_another`: its batch, loss, mode or
-    seed is not that of the failing step. `writes_infinities`: infinities in its output are intended; None if only a run
-    shows that.
+    `fails`: it gives NaN or Inf, and fp32 does not. `is_another`: its batch, loss, mode or seed is not that of the
+    failing step. `writes_infinities`: infinities in its output are intended; None if only a run shows that.
     """
 
     fails: bool = False
-    fp32: Result | None = None
     is_another: bool = False
     writes_infinities: bool | None = None
 
@@ -102,8 +100,6 @@ class Trials:
         failed = TrialOutcome(finite=False, max_rel_err=None)
         self._looks: dict[frozenset[Change], TrialOutcome | None] = {frozenset(): failed} if known.fails else {}
         self._references: dict[frozenset[Change], Result] = {}
-        if self._backward and known.fp32 is not None and known.fp32.gradients and known.fp32.finite:
-            self._references[frozenset()] = known.fp32
         self.drew = True
         """True if the last run drew random numbers."""
 

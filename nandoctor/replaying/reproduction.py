@@ -321,23 +321,15 @@ def _run(step: FailingStep, preparation: Preparation, *, backward: bool) -> Outc
 
 
 def run_whole(step: FailingStep, policy: Policy | None, watch: Watch) -> Outcome:
-    """Run forward, loss and backward pass op by op in one run, or as `watch` says if the backward pass cannot be run.
-
-    Raises as `FailingStep.run` does.
-    """
-    return run_or(step, policy, replace(watch, statistics="counts", ops=True, backward=True), simpler=watch)
-
-
-def run_or(step: FailingStep, policy: Policy | None, watch: Watch, *, simpler: Watch) -> Outcome:
-    """Run the step under `watch`, or under the `simpler` one if that raises or does not reach the end.
+    """Run forward, loss and backward pass op by op in one run, or as `watch` says if that does not reach the end.
 
     Raises as `FailingStep.run` does.
     """
     with suppress(ModelError):
-        outcome = step.run(policy, watch)
+        outcome = step.run(policy, replace(watch, statistics="counts", ops=True, backward=True))
         if outcome.trace.raised is None and outcome.trace.blinded is None:
             return outcome
-    return step.run(policy, simpler)
+    return step.run(policy, watch)
 
 
 def _grade_all(preparation: Preparation, output: Any, loss: torch.Tensor | None) -> Reproduction:

@@ -44,7 +44,7 @@ from nandoctor.tracing.dispatch_hook import classes_observed, is_unobserved, obs
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Statistics, Tracer
 from nandoctor.tracing.op_tracer import OnOp, OpTracer
-from nandoctor.tracing.tensor_stats import all_finite, collect_all
+from nandoctor.tracing.tensor_stats import collect_all
 from nandoctor.tracing.tensor_tree import list_unread
 
 Batch = Mapping[str, torch.Tensor]
@@ -57,8 +57,7 @@ class Watch:
 
     `statistics` are read of the tensors that modules take and return. `ops` records every op, and `on_op` gets each
     with its tensors. `backward` runs the backward pass of loss x the step's loss scale, if `worth_backward` accepts
-    output and loss; it is recorded if `ops` is set, and `keep` leaves the gradients in the outcome. So does `stand_in`,
-    from a pass that is not recorded: of the step's loss, else of `stand_in`, if that is finite.
+    output and loss; it is recorded if `ops` is set, and `keep` leaves the gradients in the outcome.
     """
 
     stage: str = "replay"
@@ -66,7 +65,6 @@ class Watch:
     ops: bool = False
     backward: bool = False
     keep: bool = False
-    stand_in: Loss | None = None
     worth_backward: Callable[[Any, torch.Tensor], bool] = lambda *_: True
     on_op: OnOp | None = None
 
@@ -195,7 +193,7 @@ class _RunPlan:
 
 def _run(run: _RunPlan) -> Outcome:
     # If it raises without a graph, try again with one: the forward may take gradients or hook them.
-    for grad in sorted({run.watch.backward or run.watch.stand_in is not None, True}):
+    for grad in sorted({run.watch.backward, True}):
         outcome, error = _record(run := replace(run, grad=grad))
         if error is None or user_code.explains(outcome.trace, error):
             return outcome
@@ -330,8 +328,6 @@ class _RecordedRun:
             loss = self.loss if watch.backward else None
             if loss is not None and watch.worth_backward(self.output, loss):
                 self._bad_gradients, self.gradients = self._run_backward(loss, keep=watch.keep)
-            elif watch.stand_in is not None:
-                self.gradients = self._take_gradients(watch.stand_in)
         except Exception as error:
             self.raised = error
         finally:
@@ -360,16 +356,3 @@ class _RecordedRun:
         step = self._run.step
         with user_code.kept_running(), torch.autocast(step.device.type, enabled=False):
             return run_backward(step.model, loss, loss_scale=step.loss_factor, keep=keep)
-
-    def _take_gradients(self, stand_in: Loss) -> Mapping[str, torch.Tensor] | None:
-        """Return the gradients, unrecorded; None if the loss or a gradient is non-finite, or anything raises."""
-        step, loss = self._run.step, self.loss
-        try:
-            if step.loss is None:
-                loss = user_code.compute_loss(stand_in, self.output, self._batch, device=step.device)
-            if loss is None or not all_finite(loss):
-                return None
-            nonfinite, gradients = self._run_backward(loss, keep=True)
-            return None if nonfinite else gradients
-        except Exception:  # of any kind: the forward stands without them
-            return None

@@ -19,7 +19,7 @@ from nandoctor.replaying import setup as replay_setup
 from nandoctor.replaying.memory import Unfilled
 from nandoctor.replaying.model_loading import load_state
 
-BACKWARD = [case for case in all_cases() if case.phase == "backward"][::4]
+BACKWARD = [case for case in all_cases() if case.phase == "backward"][::8]
 
 
 @pytest.fixture

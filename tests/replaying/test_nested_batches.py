@@ -80,18 +80,6 @@ def test_a_call_gets_the_containers(replay):
     assert replay(Detector(), NESTED, call=lambda model, batch: model(**batch)).origin.op == "mul"
 
 
-def test_inputs_names_a_container(replay):
-    assert replay(Detector(), FLAT, inputs=("images", "labels")).origin.op == "mul"
-
-
-def test_the_samples_of_a_list_are_replayed(replay):
-    class PerImage(nn.Linear):
-        def forward(self, images):
-            return [super(PerImage, self).forward(image) for image in images]
-
-    assert replay(PerImage(8, 8), {"images": [IMAGES, IMAGES[:2]]}).notes[0].startswith("Replayed as model(images)")
-
-
 def wants_a_mask(output, batch):
     """Asks for what is not there."""
     return output.mean() * batch["mask"]
