@@ -85,13 +85,6 @@ def test_the_first_layer_comes_with_inputs_and_fp32_values():
     assert first.inputs[0].absmax == 1.0
 
 
-def test_both_runs_are_there_row_by_row():
-    runs = replay(Overflowing()).runs
-    assert [row.place.module for row in runs.autocast.modules] == [row.place.module for row in runs.fp32.modules]
-    assert (runs.autocast.finite, runs.fp32.finite, runs.first_unholdable.module) == (False, True, "scale")
-    assert runs.autocast.dtype.name == "float16"
-
-
 def test_a_healthy_dump_is_healthy():
     model = nn.Linear(4, 4)
     with torch.no_grad():
@@ -162,12 +155,6 @@ def test_poisoned_buffers_are_not_blamed_in_train_mode():
     report = replay(model, image=torch.rand(4, 4), logit=NONFINITE)
     assert (report.verdict, report.first_nonfinite.place.module) == ("precision", "net.scale")
     assert report.runs.autocast.training is True
-
-
-def test_the_mode_that_the_user_names_is_the_only_one_tried():
-    report = replay(poisoned_norm(), Settings(mode="train"), image=torch.rand(4, 4), logit=NONFINITE)
-    assert report.verdict == "not-reproduced"
-    assert attempts(report) == [(True, 0, "finite")]
 
 
 class LogOfDropout(nn.Module):

@@ -32,7 +32,7 @@ from nandoctor.replaying.memory import Unfilled
 from nandoctor.replaying.project import Project, folder_of, importing, in_project, program_arguments, stopped
 from nandoctor.replaying.user_code import explain_import, explain_memory, kept_running, raised_at
 from nandoctor.source_files import package_of
-from nandoctor.text import are, brief, join_first, plural, relative_path
+from nandoctor.text import brief, relative_path
 from nandoctor.torch_compat import loads_plainly, storage_of
 
 _CUT_SHORT = (
@@ -133,8 +133,7 @@ def load_state(
     own = {name: tensor for name, tensor in own.items() if name in state or not is_extra_state(name)}
     state, notes = fit_prefix(state, own)
     state = {**state, **_tied(state, own)}
-    left_out, problems, changed = _compare(own, state)
-    notes = [*notes, *changed]
+    left_out, problems = _compare(own, state)
     num_fitting = len(own) - len(left_out)
     if problems and (strict or not num_fitting):
         raise ModelError(
@@ -157,14 +156,12 @@ def load_state(
     return notes + [f"--no-strict: {problem}" for problem in problems]
 
 
-def _compare(own: _State, state: _State) -> tuple[set[str], list[str], list[str]]:
-    """Return the model's names that `state` does not fit, the problems in words, and notes on what is adapted."""
+def _compare(own: _State, state: _State) -> tuple[set[str], list[str]]:
+    """Return the model's names that `state` does not fit, and the problems in words."""
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     known = [name for name in own if name in state and not is_lazy(own[name])]
     reshaped = [name for name in known if own[name].shape != state[name].shape]
-    # torch drops the imaginary part when it copies a complex tensor into a real one.
-    halved = [name for name in known if state[name].is_complex() and not own[name].is_complex()]
     problems = [
         *_describe("missing from the weights", missing, lambda name: name + _suggest(name, unexpected)),
         *_describe("not in the model", unexpected, lambda name: name + _suggest(name, missing)),
@@ -173,10 +170,8 @@ def _compare(own: _State, state: _State) -> tuple[set[str], list[str], list[str]
             reshaped,
             lambda name: f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}",
         ),
-        *_describe("complex, where the model has real numbers", halved, str),
     ]
-    notes = [*_describe_integers([name for name in known if name not in reshaped], own, state)]
-    return {*missing, *reshaped, *halved}, problems, notes
+    return {*missing, *reshaped}, problems
 
 
 def _tied(state: _State, own: _State) -> dict[str, torch.Tensor]:
@@ -357,15 +352,6 @@ def _describe(what: str, names: Sequence[str], show: Callable[[str], str]) -> It
         shown = [show(name) for name in names[:_MAX_NAMES_SHOWN]]
         rest = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
         yield f"  {len(names)} {what}: {', '.join(shown)}{rest}"
-
-
-def _describe_integers(names: Sequence[str], own: _State, state: _State) -> Iterator[str]:
-    """Yield a note on integer weights where the model has floating-point ones, as in quantized checkpoints."""
-    fractions = [name for name in names if own[name].is_floating_point()]
-    whole = [name for name in fractions if not (state[name].is_floating_point() or state[name].is_complex())]
-    if whole:
-        tensors = f"{plural(len(whole), 'tensor')} of the weights {are(len(whole))}"
-        yield f"{tensors} of integers, where the model has fractions: {join_first(whole, _MAX_NAMES_SHOWN)}."
 
 
 def _suggest(name: str, names: Sequence[str]) -> str:

@@ -5,8 +5,7 @@ No code below this reads a `Dump`.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,14 +56,12 @@ from nandoctor.replaying.saved_arrays import (
 )
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.weights import add_casts, cast_weights, fit_state, nonfinite_in, registered_state
-from nandoctor.text import join_first
 from nandoctor.tracing.tensor_stats import format_of
 
 NUM_EXTRA_SEEDS = 3
 _UNFILLED_NBYTES = 16 << 20
 """The size of weights from which on it pays not to draw initial values that the dump replaces."""
 _WIDE = (torch.float32, torch.float64)
-_FP8_CLASS = re.compile(r"float8|fp8", re.IGNORECASE)
 
 
 def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress: Listener | None = None) -> Preparation:
@@ -178,7 +175,7 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
     with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device
         code.model.to(device)
     add_casts(code.model, dump.recorded)
-    return [*notes, *_take_dtypes(code.model, dump), *_describe_fp8(code.model)]
+    return [*notes, *_take_dtypes(code.model, dump)]
 
 
 def _widen_weights(net: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
@@ -198,16 +195,6 @@ def _widen_weights(net: nn.Module, state: Mapping[str, torch.Tensor]) -> list[st
     return [
         f"The model is built in {formats[0]}, the dump's weights are {formats[1]}: it was replayed in {formats[1]}."
     ]
-
-
-def _describe_fp8(net: nn.Module) -> Iterator[str]:
-    """Yield a note on modules that compute in fp8 by themselves, as torchao's do: no policy reaches inside these."""
-    found = [name for name, module in net.named_modules() if _FP8_CLASS.search(type(module).__name__)]
-    if found:
-        yield (
-            f"In fp8 by the model's own code: {join_first(found, 3)}. The replay runs that as it is, in the fp32 "
-            "reference too, so a failure of fp8 alone counts as one of fp32 as well."
-        )
 
 
 def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[nn.Module, list[str]]:

@@ -325,16 +325,6 @@ def test_a_state_of_another_model_is_refused(strict):
     assert "another model" in caught.value.remedy
 
 
-def test_integers_in_place_of_fractions_are_told():
-    state = nn.Linear(2, 1).state_dict()
-    assert load_state(nn.Linear(2, 1), {**state, "weight": torch.ones(1, 2, dtype=torch.int64)}) == [
-        "1 tensor of the weights is of integers, where the model has fractions: weight."
-    ]
-    counted = nn.BatchNorm1d(2)  # its number of batches is an integer in both
-    assert load_state(counted, nn.BatchNorm1d(2).state_dict()) == []
-    assert load_state(nn.Linear(2, 1), {name: tensor.half() for name, tensor in state.items()}) == []
-
-
 def test_what_fits_is_loaded_if_asked_for():
     model, state = Net(3), state_of(Net(3))
     state["head.weight"] = torch.ones(7, 7)
@@ -381,14 +371,3 @@ def test_a_weight_that_is_not_tied_is_missing_all_the_same():
     model.head.weight = nn.Parameter(torch.ones(4, 3))
     with pytest.raises(ModelError, match="1 missing from the weights: head"):
         load_state(model, {"embed.weight": torch.ones(4, 3)})
-
-
-def test_complex_weights_are_not_halved():
-    state = state_of(Net(3))
-    state["encoder.weight"] = state["encoder.weight"] + 1j
-    with pytest.raises(ModelError, match=r"1 complex, where the model has real numbers: encoder\.weight"):
-        load_state(Net(3), state)
-    net = Net(3)
-    before = net.encoder.weight.clone()
-    assert any("complex" in note for note in load_state(net, state, strict=False))
-    assert torch.equal(net.encoder.weight, before)

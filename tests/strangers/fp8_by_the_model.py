@@ -39,7 +39,7 @@ class Float8Linear(nn.Linear):
         return nn.functional.linear(x8, self.weight.to(torch.float8_e5m2).float(), self.bias)
 
 
-TOLD = {"says": ("In fp8 by the model's own code: first.",), "never": ("INTERNAL ASSERT",)}
+TOLD = {"never": ("INTERNAL ASSERT",)}
 
 
 @rows("healthy", BATCH, 1.0, **TOLD)
