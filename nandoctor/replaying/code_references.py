@@ -32,7 +32,7 @@ from nandoctor.errors import ModelError, UnapprovedCodeError
 from nandoctor.replaying.argument_objects import Source, find_standard, make_argument, make_config
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute
 from nandoctor.replaying.settings import Settings
-from nandoctor.source_files import ASSIGNED, defines, defines_code, find_typed, hash_of, installed_path, own_source
+from nandoctor.source_files import defines, defines_code, find_typed, hash_of, installed_path, own_source
 from nandoctor.text import brief, first_difference, plural
 
 _NOT_HERE = "this is not the folder that the dump was recorded in"
@@ -149,12 +149,9 @@ def _why_no_loss(reference: Reference, source: Path | None, provenance: Provenan
     """Return why the loss is not imported; "" if it is."""
     if not provenance.own:
         return f"The loss that the file names was not run, for {provenance.detail}"
-    if "<" in reference.name:
-        return f"The loss {brief(reference.name)} has no name that it could be imported by"
-    if source is None or not reference.file or not reference.name.isidentifier():
-        return "The loss function is not in the working directory"
-    if not defines(source, reference.name, (ast.FunctionDef, ast.ClassDef, *ASSIGNED)):
-        return f"{brief(reference.file)} defines no function {brief(reference.name)}"
+    is_named = bool(reference.file) and reference.name.isidentifier()
+    if not is_named or source is None or not defines(source, reference.name, (ast.FunctionDef, ast.ClassDef)):
+        return f"The loss {brief(reference.name)} is not at the top level of a file in the working directory"
     return "" if provenance.here else f"{brief(reference.file)} holds the loss, and {_NOT_HERE}"
 
 
