@@ -24,7 +24,6 @@ from nandoctor.trees import walk
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload  # noqa: PLC0414 - exported
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
 
 TESTED = "2.13"  # the release that the test suite is run on
 
@@ -73,9 +72,6 @@ def _unsupported(places: Sequence[str]) -> UnsupportedTorchError:
         remedy=f"nandoctor is tested with torch {TESTED}: install that, or a nandoctor that supports your torch.",
     )
 
-
-if not TYPE_CHECKING:
-    TorchDispatchMode = _find("torch.utils._python_dispatch.TorchDispatchMode")
 
 # Watching operations
 

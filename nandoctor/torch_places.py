@@ -52,8 +52,6 @@ NEEDED: dict[str, str] = {
     "torch._C.DisableTorchFunction": "reading tensors while a function mode is active",
     # `torch.set_printoptions` has no getter.
     "torch._tensor_str.PRINT_OPTS": "putting back the print options that a model's code has changed",
-    # `TorchFunctionMode`, its public counterpart, misses the ops that C++ calls.
-    "torch.utils._python_dispatch.TorchDispatchMode": "copying large weights before the first write to them",
     # Python counts only its own references.
     "torch._C._storage_Use_Count": "building models without filling them",
     "torch.UntypedStorage._cdata": "building models without filling them",

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from nandoctor.file_memory import map_empty
-from nandoctor.torch_compat import TorchDispatchMode, no_subclass_methods, schema_of, storage_of, tree_tensors
+from nandoctor.torch_compat import no_subclass_methods, schema_of, storage_of, tree_tensors
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _SMALL_NBYTES = 1 << 16
 
 
 @contextmanager
-def tensors_kept(tensors: Sequence[torch.Tensor], *, traced: bool) -> Iterator[None]:
+def tensors_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Restore every tensor's class, memory, shape and content after the context.
 
     Small tensors are copied before the run. Large ones, whose memory may be a mapped file, are copied just before the
@@ -39,7 +39,7 @@ def tensors_kept(tensors: Sequence[torch.Tensor], *, traced: bool) -> Iterator[N
     with ExitStack() as stack:
         if memory.nbytes >= _WATCHED_NBYTES:
             memory.keep_all(below=_SMALL_NBYTES)
-            stack.enter_context(intercepting(memory.keep_written) if traced else _CopyOnWrite(memory))
+            stack.enter_context(intercepting(memory.keep_written))
         else:
             memory.keep_all()
         try:
@@ -122,23 +122,3 @@ def written_by(op: OpOverload) -> frozenset[str]:
     """Return the names of the arguments that an op writes to; a batch norm's schema does not mark its statistics."""
     aliases = ((argument.name, argument.alias_info) for argument in schema_of(op).arguments)
     return frozenset(name for name, it in aliases if (it is not None and it.is_write) or name.startswith("running_"))
-
-
-class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that copies memory before the first op that writes to it."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Leave out torch's wrapper around each call, which imports the compiler and takes as long as all else here."""
-        return False
-
-    def __init__(self, memory: _Memory) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._memory = memory
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not written_by(func):  # as for nearly all ops
-            return func(*args, **(kwargs or {}))
-        return self._memory.keep_written(Invocation(op=func, args=args, kwargs=kwargs or {}), Invocation.run)

@@ -26,16 +26,16 @@ _CONTAINERS = (dict, OrderedDict, list, deque, set)
 
 
 @contextmanager
-def restored(model: nn.Module, *, traced: bool = False) -> Iterator[Sequence[torch.Tensor]]:
+def restored(model: nn.Module) -> Iterator[Sequence[torch.Tensor]]:
     """Restore weights and buffers, written in place or replaced, and the other state that a forward changes.
 
     It yields the tensors that the model holds. State in files' globals, in closures, in caches of functions and deeper
-    in objects is not covered. `traced` says that the run's ops are intercepted, so that no dispatch mode can be open.
+    in objects is not covered.
     """
     with collection_paused:
         found = _State(model)
     with ExitStack() as stack:
-        stack.enter_context(tensors_kept(found.tensors, traced=traced))
+        stack.enter_context(tensors_kept(found.tensors))
         for undo in found.undo:
             stack.callback(undo)
         yield found.tensors

@@ -223,7 +223,7 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
     batch = {name: copied_input(tensor, run.policy) for name, tensor in chosen.items()}
     with in_mode(step.model, step.training, step.recorded.training):
         with (
-            restored(step.model, traced=run.watch.ops) as state,
+            restored(step.model) as state,
             printed_changes(run.printed, step.model, step.loss),
             state_widened(state, run.policy),
             seeded(step.seed, step.device, step.rng_states, step.recorded) as draws,
