@@ -147,23 +147,6 @@ def test_what_code_puts_on_the_path_is_there_when_it_runs(write):
     assert "extra" not in sys.modules
 
 
-def test_a_sibling_is_imported_once_until_it_changes(write):
-    helper = write("project/registry.py", "import builtins\nbuiltins.num_imports = builtins.num_imports + 1")
-    path = write("project/train.py", "import registry\nwidth = 1")
-    import builtins
-
-    builtins.num_imports = 0
-    try:
-        for _ in range(3):
-            find_attribute(f"{path}:width")
-        assert builtins.num_imports == 1
-        helper.write_text(helper.read_text() + "\nchanged = True")
-        find_attribute(f"{path}:width")
-        assert builtins.num_imports == 2
-    finally:
-        del builtins.num_imports
-
-
 SETTINGS = {
     "default_dtype": "torch.set_default_dtype(torch.float64)",
     "default_device": "torch.set_default_device('meta')",

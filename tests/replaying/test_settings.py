@@ -169,12 +169,6 @@ def test_a_file_without_sense_is_refused(project, text):
         read_settings(Path("dump.pth"), start=folder)
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / "pyproject.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(NanDoctorError, match="cannot be read as TOML"):
-        read_settings(Path("dump.pth"), start=tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "kept"),
     [
@@ -188,11 +182,6 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
 )
 def test_what_a_notebook_gives_is_taken(name, value, kept):
     assert getattr(override(Settings(), {name: value}), name) == kept
-
-
-def test_an_option_overrides_and_leaves_the_rest():
-    settings = override(Settings(model="train.py:f", seed=4), {"seed": 0})
-    assert (settings.model, settings.seed) == ("train.py:f", 0)
 
 
 def test_the_folder_is_no_option():

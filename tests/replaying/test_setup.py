@@ -86,19 +86,6 @@ def test_float64_arrays_go_in_as_what_the_model_computes_in(dtype, expected):
     assert [note.partition(" ")[0] for note in preparation.notes] == ["image"] * (expected is torch.float32)
 
 
-def test_notes_tell_what_was_adapted():
-    model = nn.Linear(3, 2)
-    dump = dump_of(nn.ModuleDict({"net": model}), image=IMAGE)
-    assert prepare(dump, model, Settings()).notes == ("The prefix 'net.' was taken off the weights' names.",)
-
-
-def test_the_live_model_is_not_written_to():
-    model = nn.Linear(3, 2)
-    before = model.weight.clone()
-    prepare(dump_of(nn.Linear(3, 2), image=IMAGE), model, Settings())
-    assert torch.equal(model.weight, before)
-
-
 @pytest.fixture
 def functions(tmp_path, monkeypatch):
     """A folder with a file of functions, on nobody's import path afterwards."""
@@ -116,20 +103,10 @@ def test_a_call_and_a_loss_are_found_by_their_specs(functions):
     assert float(preparation.steps[0].loss(output["out"], preparation.steps[0].batch)) == 6.0
 
 
-def test_a_call_may_be_a_function():
-    settings = Settings(call=lambda model, batch: model(batch["mask"]))
-    assert run_first(prepare(dump_of(nn.Identity(), image=IMAGE, mask=IMAGE + 1), nn.Identity(), settings))[0, 0] == 2
-
-
 def test_code_for_cuda_is_built_on_the_replays_device(functions):
     settings = Settings(model="functions_of_the_test.py:Net", directory=functions)
     dump = replace(dump_of(nn.Identity(), image=IMAGE), state={"weight": torch.full((3,), 2.0)})
     assert next(prepare(dump, None, settings).steps[0].model.parameters()).device.type == "cpu"
-
-
-def test_the_model_given_overrides_the_settings():
-    preparation = prepare(dump_of(nn.Identity(), image=IMAGE), nn.Identity(), Settings(model="nowhere.py:f"))
-    assert isinstance(preparation.steps[0].model, nn.Identity)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import nandoctor
 from nandoctor.errors import LossError, ModelError
@@ -27,7 +26,6 @@ class Net(nn.Module):
         {line}
         return self.head(x)
 """
-EXITS = ["sys.exit()", "sys.exit(0)", "sys.exit('no device')", "os._exit(0)", "exit(3)"]
 
 
 @pytest.fixture
@@ -47,29 +45,17 @@ def replay(spec, **options):
     return nandoctor.replay(Path(spec).with_name("dump.pth"), model=spec, fixes=False, **options).report
 
 
-def test_a_batch_is_not_blamed_for_a_call_that_does_not_fit(tmp_path):
-    path = tmp_path / "dump.pth"
-    torch.save({"state_dict": {}, "x": torch.ones(2, 4), "output": torch.full((2, 4), torch.nan)}, path)
-    with pytest.raises(ModelError, match="unexpected keyword argument 'output'"):
-        nandoctor.replay(path, model=nn.Tanh(), call=lambda model, batch: model(batch["x"], output=batch["output"]))
-
-
-@pytest.mark.parametrize("line", EXITS)
-def test_an_exit_in_the_forward_is_an_error(project, line):
+@pytest.mark.parametrize("line", ["sys.exit('no device')", "os._exit(0)"])
+def test_an_exit_of_the_model_is_an_error(project, line):
     with pytest.raises(ModelError, match=r"train\.py:12: the code ended the process"):
         replay(project(NET.format(line=line)))
-
-
-@pytest.mark.parametrize("line", EXITS[-2:])
-def test_an_exit_in_the_constructor_is_an_error(project, line):
-    text = NET.format(line="pass").replace("super().__init__()", f"super().__init__(); {line}")
+    built = NET.format(line="pass").replace("super().__init__()", f"super().__init__(); {line}")
     with pytest.raises(ModelError, match="the code ended the process"):
-        replay(project(text))
+        replay(project(built))
 
 
-@pytest.mark.parametrize("line", EXITS[-2:])
-def test_an_exit_in_the_loss_is_an_error(project, line):
-    spec = project(NET.format(line="pass") + f"\n\ndef loss(output, batch):\n    {line}\n")
+def test_an_exit_in_the_loss_is_an_error(project):
+    spec = project(NET.format(line="pass") + "\n\ndef loss(output, batch):\n    os._exit(0)\n")
     with pytest.raises(LossError, match="the code ended the process"):
         replay(spec, loss=spec.replace(":Net", ":loss"))
 
