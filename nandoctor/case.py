@@ -35,12 +35,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def load(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
+def load(path: str | os.PathLike[str]) -> Dump:
     """Read a dump file, without running any code from it.
 
     Args:
         path: a file that `torch.save` or a `Recorder` wrote.
-        trust: True to unpickle whatever the file holds, which runs any code that its author put there.
 
     Returns:
         The file's content, on the CPU: `state` (weights and buffers by name), `arrays` (tensors of one dimension or
@@ -49,7 +48,7 @@ def load(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
     Raises:
         DumpError: the file is missing, broken, unsafe, or no dump.
     """
-    return read_dump(path, trust=trust)
+    return read_dump(path)
 
 
 def replay(

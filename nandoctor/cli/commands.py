@@ -26,7 +26,6 @@ from nandoctor.cli.shared import (
     opened_dump,
     print_as,
     show,
-    trust_option,
 )
 from nandoctor.renderers.plots.kinds import PLOTS
 from nandoctor.renderers.save import ENDINGS, PICTURE_ENDINGS
@@ -64,7 +63,6 @@ OUTPUT_FORMATS = ("full", "concise", "github", "json")
     show_default=True,
     help="concise: file:line: code: message. github: an annotation for Actions.",
 )
-@trust_option
 @settings_options(*MODEL_AND_STEP, "statistics", "fixes")
 def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, quiet: bool, **options: Any) -> None:
     """Replay DUMP under CUDA's autocast and in fp32, name what makes the first NaN or Inf, and find a fix.
@@ -114,7 +112,6 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
 @force_option
 @file_option("file", PICTURE_ENDINGS, "Default: the source's name with .KIND.png, in the working directory.")
 @click.option("--kind", type=click.Choice(tuple(PLOTS)), default="ranges", show_default=True)
-@trust_option
 @settings_options(*MODEL_AND_STEP)
 def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
     """Plot a dump, which is replayed, or a saved report, which needs neither model nor torch."""
@@ -142,7 +139,6 @@ plot.epilog = "\b\n" + "\n".join(f"{kind:<11} {about.shows}" for kind, about in 
 @click.argument("before", metavar="A", type=DumpPath)
 @click.argument("after", metavar="B", type=DumpPath)
 @json_option
-@trust_option
 @settings_options(*MODEL_AND_STEP)
 def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
     """Show what changed from A to B: verdict, origin, headroom, ranges.
@@ -158,13 +154,12 @@ def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
 
 @click.command(cls=GroupedCommand, examples=["inspect nan.pth"])
 @click.argument("dump", type=DumpPath)
-@trust_option
-def inspect(dump: Path, trust: bool) -> None:
-    """Show what is in DUMP, without running any code of it unless --trust is given."""
+def inspect(dump: Path) -> None:
+    """Show what is in DUMP, without running any code of it."""
     from nandoctor.dumps.dump import summarize
     from nandoctor.dumps.reader import look_at_dump
 
-    show(summarize(look_at_dump(dump, trust=trust)))
+    show(summarize(look_at_dump(dump)))
 
 
 @click.command(
@@ -215,7 +210,6 @@ def explain(code: str | None) -> None:
 @click.argument("dump", type=DumpPath, is_eager=True)
 @force_option
 @file_option("file", (".py",), "Write the script there instead of printing it.")
-@trust_option
 @settings_options(*MODEL_AND_STEP)
 def repro(dump: Path, file: Path | None, **options: Any) -> None:
     """Write a script with the smallest tensors that still fail as DUMP does; it needs only torch.
@@ -254,7 +248,6 @@ def _check_constants(_: click.Context, __: click.Parameter, values: tuple[float,
     help="Replay this dump, and show the format that every small constant was used in.",
 )
 @json_option
-@trust_option
 @settings_options(*MODEL_AND_STEP)
 def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: Any) -> None:
     """Show how formats round small constants: a VALUE in each format, or every eps of a replay."""

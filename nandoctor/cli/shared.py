@@ -24,9 +24,6 @@ DumpPath = click.Path(path_type=Path)
 NUM_TOLD = 2
 """So many blocks of a report are known before any search for fixes: the headline and the answer."""
 
-trust_option = click.option(
-    "--trust", is_flag=True, help="Unpickle whatever the file holds: only if you know who wrote it."
-)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
 
 
@@ -34,8 +31,7 @@ def load_dump(path: Path, options: dict[str, Any]) -> tuple[Dump, dict[str, Any]
     """Return the dump, and the options that are settings of its replay."""
     from nandoctor.case import load
 
-    settings = dict(options)
-    return load(path, trust=settings.pop("trust")), settings
+    return load(path), dict(options)
 
 
 def console(file: TextIO | None = None) -> Console:

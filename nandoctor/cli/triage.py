@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 @click.option("--retry", is_flag=True, help="Retry what could not be analysed in an earlier run.")
 @click.option("--force", is_flag=True, help="Work in a folder that holds other files.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines: one for each dump, one for each group.")
-@click.option("--trust", is_flag=True, help="Unpickle whatever the files hold: only if you know who wrote them.")
 @settings_options("model", "step", "statistics", "fixes")
 @click.pass_context
 def triage(context: click.Context, /, patterns: tuple[str, ...], as_json: bool, **options: Any) -> None:

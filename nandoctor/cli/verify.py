@@ -15,7 +15,7 @@ import click
 
 from nandoctor.cli.failures import exit_code_answers, tell
 from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, settings_options
-from nandoctor.cli.shared import DumpPath, json_option, opened_dump, show, trust_option
+from nandoctor.cli.shared import DumpPath, json_option, opened_dump, show
 from nandoctor.errors import NanDoctorError
 from nandoctor.text import plural, printable
 
@@ -41,7 +41,6 @@ EXIT_NOTHING_FAILED = 3
     help="A file that was changed, if the dump cannot tell.",
 )
 @click.option("--written-fix", is_flag=True, hidden=True, help="A fix that was verified in this replay was written.")
-@trust_option
 @settings_options(*MODEL_AND_STEP)
 def verify(dump: Path, as_json: bool, **options: Any) -> None:
     """Check whether the failing step of DUMP passes under the code as it is now.
@@ -85,7 +84,6 @@ def _verify(dump: Path, options: dict[str, Any]) -> Verification:
 @click.option("--write", is_flag=True, help="Make the change, and verify it from the disk; undo it if that fails.")
 @click.option("--allow-installed", is_flag=True, help="With --write: also to a package in site-packages.")
 @json_option
-@trust_option
 @settings_options(*MODEL_AND_STEP, "fixes", without="fixes")
 def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: bool, **options: Any) -> None:
     """Print the smallest change that was verified on the failing step of DUMP, as a diff; or make it.
@@ -226,4 +224,4 @@ def _same_replay(dump: Path, case: Case, options: Mapping[str, Any]) -> list[str
         given["mode"] = "train" if runs.autocast.training else "eval"
         given["seed"] = runs.autocast.seed if runs.autocast.seed is not None else given.get("seed")
     path, *flags = command_arguments(dump, given)
-    return ["--written-fix", *(["--trust"] if options.get("trust") else []), *flags, "--", path]
+    return ["--written-fix", *flags, "--", path]

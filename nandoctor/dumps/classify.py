@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from nandoctor.dumps.array_roles import is_bookkeeping, is_extra_state, is_random_state
 from nandoctor.dumps.directories import stub_error
 from nandoctor.dumps.module_records import is_module, state_of
@@ -89,7 +87,7 @@ def sort_contents(saved: object, nbytes: int, *, as_torch: bool) -> Contents:
     """
     if isinstance(saved, list | tuple) and any(is_array(item) or isinstance(item, Mapping) for item in saved):
         saved = dict(enumerate(saved))
-    if not isinstance(saved, (Mapping, *types_of("nn.Module"))):
+    if not isinstance(saved, Mapping):
         raise DumpError(
             f"it holds {_describe(saved)}, not a dict.",
             remedy='Save torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).',
@@ -199,8 +197,6 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
             "it is nested too deeply, or holds more values than any training step does.",
             remedy="Save the tensors of the failing step in one flat dict.",
         )
-    if isinstance(value, types_of("nn.Module")):
-        return _sort_module(contents, name, value.state_dict())
     if is_module(value):
         return _sort_module(contents, name, state_of(value))
     if isinstance(value, Mapping):
@@ -254,10 +250,11 @@ def _is_state(name: str, mapping: Mapping[object, object]) -> bool:
     """Return True if this maps parameter names to tensors, by its own name, else by the names in it."""
     others = [key for key, item in mapping.items() if not is_array(item) and not is_extra_state(key)]
     if name in _STATE_NAMES[:2] and 0 < len(others) < len(mapping):
-        texts = [key if isinstance(key, str) else _describe(key) for key in others]
+        texts = [f"{key if isinstance(key, str) else _describe(key)} ({_describe(mapping[key])})" for key in others]
         raise DumpError(
             f"{name!r} holds values that are not tensors: {brief_list(texts)}.",
-            remedy="Save what model.state_dict() returns, and other values beside it.",
+            remedy="Save what model.state_dict() returns, and other values beside it; of sharded weights "
+            "the whole ones: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)).",
         )
     if others:
         return False
@@ -372,8 +369,6 @@ def _check_name(name: object) -> str:
 def _describe(value: object) -> str:
     if isinstance(value, PickledArray):
         return f"an array of {brief(str(value.code))}"
-    if isinstance(value, np.ndarray):
-        return f"an array of {value.dtype}"
     if is_tensor(value):
         return "one tensor"
     kind = brief(getattr(value, "kind", "") or type(value).__name__)

@@ -7,7 +7,7 @@ unpickler that takes what is built from a table of stand-ins for each name, and 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, open_container
 from nandoctor.dumps.recorded_format import Recorded, is_recorded
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
-from nandoctor.dumps.stand_ins import UnknownNamesError
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.trees import KIND
 from nandoctor.dumps.unpickle import load_pickle
@@ -31,38 +30,34 @@ if TYPE_CHECKING:
     import torch
 
 
-def read_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
-    """Read the file at `path`; no code that it names is run unless `trust` is given.
+def read_dump(path: str | os.PathLike[str]) -> Dump:
+    """Read the file at `path`; no code that it names is run.
 
     Writes to its tensors do not reach the file. Those of a file of 256 MB or more are mapped from it: the file must not
     change while they are in use.
 
-    `trust` unpickles whatever the file asks for, which can do anything that this user can: use it only if you know who
-    wrote the file.
-
     Raises:
-        DumpError: the file is missing, damaged or hostile, is of another kind, needs code that was not trusted, or
-            has neither weights nor arrays.
+        DumpError: the file is missing, damaged or hostile, is of another kind, or has neither weights nor arrays.
     """
     import torch  # noqa: F401 (so that dtypes and devices are torch's)
 
-    return _read(Path(path), trust=trust, as_torch=True)
+    return _read(Path(path), as_torch=True)
 
 
-def look_at_dump(path: str | os.PathLike[str], *, trust: bool = False) -> Dump:
+def look_at_dump(path: str | os.PathLike[str]) -> Dump:
     """Read the file for `summarize` alone, without importing torch if all of its tensors are dense.
 
     Raises:
         DumpError: as `read_dump`.
     """
-    return _read(Path(path), trust=trust, as_torch=False)
+    return _read(Path(path), as_torch=False)
 
 
-def _read(path: Path, *, trust: bool, as_torch: bool) -> Dump:
+def _read(path: Path, *, as_torch: bool) -> Dump:
     with named(path):
         refuse_part(path)
         container = open_container(path)
-        return _make_dump(container, _load(container, trust=trust), as_torch=as_torch)
+        return _make_dump(container, _load(container), as_torch=as_torch)
 
 
 @contextmanager
@@ -197,49 +192,20 @@ def _load_recorded(path: Path) -> Mapping[str, Any]:
     return saved
 
 
-def _load(container: Container, *, trust: bool = False) -> object:
-    """Return what the file holds; nothing that it names is run, unless it is trusted."""
+def _load(container: Container) -> object:
+    """Return what the file holds; nothing that it names is run."""
     try:
-        if not trust:
-            return load_pickle(container)
-        import torch
-
-        return torch.load(container.path, map_location="cpu", mmap=True, weights_only=False)
+        return load_pickle(container)
     except DumpError:
         raise
-    except UnknownNamesError as error:
-        raise _refuse(error.names) from None
-    except Exception as error:  # torch and the classes of a trusted file may raise anything
+    except Exception as error:  # the parts of a damaged file may raise anything
         detail = brief(": ".join([type(error).__name__, *str(error).splitlines()[:1]]))
         if is_out_of_memory(error):
             raise DumpError(
                 f"there is not enough memory to read its {byte_size(container.nbytes)} ({detail}).",
                 remedy="Read it on a machine with more memory, or stop other programs.",
             ) from error
-        if trust:
-            raise DumpError(
-                f"torch.load failed, although the file was trusted ({detail}).",
-                remedy="Run where the file's own classes can be imported, with the versions that wrote it; or leave "
-                "out --trust: weights, arrays and the parameters of whole models are read without these classes.",
-            ) from error
-        from importlib.metadata import version
-
         raise DumpError(
             f"its contents cannot be rebuilt ({detail}).",
-            remedy=f"If it is damaged, copy it again. It may also come from a torch newer than {version('torch')}.",
+            remedy="If it is damaged, copy it again. It may also come from a newer torch.",
         ) from error
-
-
-def _refuse(unknown: Sequence[str]) -> DumpError:
-    listed = brief_list(unknown)
-    if any(name.startswith("torch.distributed.") for name in unknown):
-        return DumpError(
-            f"it holds one rank's part of sharded weights: {listed}.",
-            remedy="Save whole weights: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
-            "torch.distributed.checkpoint.state_dict.",
-        )
-    return DumpError(
-        f"it would run code that reading weights and arrays does not need: {listed}.",
-        remedy="Save model.state_dict(), tensors, arrays and plain values only; or pass --trust, only if you know who "
-        "wrote the file.",
-    )

@@ -266,8 +266,6 @@ def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
 
 def is_array(value: object) -> bool:
     """Return True for a tensor, or an array of numbers that torch has: no objects, text, dates or records."""
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.dtype.str[1:] in _NUMERIC_CODES
     return value.code in _NUMERIC_CODES if isinstance(value, PickledArray) else is_tensor(value)
 
 
@@ -292,13 +290,13 @@ def why_unread(tensor: Any) -> str:
     return "" if dtype_name(tensor.dtype) in COMPUTED_DTYPES else f"a tensor of {tensor.dtype}"
 
 
-def numbers_of(array: Any) -> StoredTensor:
-    """Return an array of numpy, or the stand-in for one, as a tensor in this machine's byte order.
+def numbers_of(array: PickledArray) -> StoredTensor:
+    """Return an array as a tensor in this machine's byte order.
 
     Raises:
         DumpError: the file contradicts itself about it.
     """
-    found = array.to_numpy() if isinstance(array, PickledArray) else np.asarray(array)
+    found = array.to_numpy()
     # torch accepts neither big-endian arrays nor negative strides, and must not write to the bytes of a pickle.
     native = np.array(found, found.dtype.newbyteorder("="), order="C")
     return StoredTensor(raw=native, dtype=TorchName(name=f"torch.{native.dtype}"), address=-id(array))

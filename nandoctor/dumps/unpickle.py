@@ -13,7 +13,7 @@ from io import BytesIO
 from typing import Any, ClassVar
 
 from nandoctor.dumps.file_type import Container, damaged
-from nandoctor.dumps.stand_ins import REBUILD_ANY, Record, UnknownNamesError, find_stand_in, join_name
+from nandoctor.dumps.stand_ins import REBUILD_ANY, Record, find_stand_in, join_name
 from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype, StorageKind, StoredStorage
 from nandoctor.errors import DumpError
 
@@ -57,7 +57,6 @@ def load_pickle(container: Container) -> object:
     If the file contradicts itself, raise `DumpError` or whatever its parts raise.
 
     Raises:
-        UnknownNamesError: it names a class or function without a stand-in.
         DumpError: it is damaged, of another protocol, or built to exhaust memory or time.
     """
     unpickler = _Unpickler(container)
@@ -66,12 +65,6 @@ def load_pickle(container: Container) -> object:
         made = unpickler.load()
     except EOFError as error:
         raise damaged("its table of contents is incomplete") from error
-    except Exception:
-        if unpickler.unknown:  # tell that, whatever else is wrong
-            raise UnknownNamesError(unpickler.unknown) from None
-        raise
-    if unpickler.unknown:
-        raise UnknownNamesError(unpickler.unknown)
     _check_size(made)
     return made
 
@@ -84,8 +77,9 @@ def _check_protocol(pickled: bytes) -> None:
     if begin != _PROTOCOL:
         protocol = begin[1] if begin[0] == _PROTOCOL[0] else 0
         raise DumpError(
-            f"it was saved with pickle protocol {protocol}, which cannot be read without trusting the file.",
-            remedy="Save it without pickle_protocol, or pass --trust, only if you know who wrote it.",
+            f"it was saved with pickle protocol {protocol}, which torch.save does not write unless it is asked to.",
+            remedy="Save it without pickle_protocol. If you know who wrote it: "
+            "torch.save(torch.load(path, weights_only=False), path).",
         )
 
 
@@ -163,11 +157,7 @@ class _Instructions(dict[int, Callable[..., None]]):
 
 
 class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes every instruction
-    """An unpickler that executes the instructions of torch.save alone, and sets the state of stand-ins alone.
-
-    `unknown` are the classes and functions that the pickle names and that have no stand-in: records that do nothing
-    take their place until all are known.
-    """
+    """An unpickler that executes the instructions of torch.save alone, and sets the state of stand-ins alone."""
 
     stack: list[Any]
 
@@ -176,7 +166,6 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
         stream.seek(len(_PROTOCOL))
         super().__init__(stream, encoding="utf-8")
         self.dispatch = _Instructions(self.dispatch)  # type: ignore[misc] # each pickle has its own count
-        self.unknown: set[str] = set()
         self._data, self._members = memoryview(container.data), container.storages
         self._found: dict[str, Any] = {}
         self._storages: dict[str, object] = {}
@@ -187,10 +176,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
         """Return the stand-in for the class or function."""
         name = join_name(module, name)
         if name not in self._found:
-            found = find_stand_in(name)
-            if found is None:
-                self.unknown.add(name)
-            self._found[name] = Record if found is None else found
+            self._found[name] = find_stand_in(name)
             if len(self._found) > _MAX_NAMES:
                 raise _hostile(f"it names more than {_MAX_NAMES:,} classes and functions")
         return self._found[name]
@@ -240,15 +226,15 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
         if is_class and issubclass(callee, _HASHING):
             for items in arguments:
                 self.check_keys(items)
-        if callee is self._found.get(REBUILD_ANY) and not self._begins_with_re_build(arguments):
+        if callee is self._found.get(REBUILD_ANY) and not (arguments and self._rebuilds(arguments[0])):
             raise _hostile("it calls something other than a function for tensors by way of torch")
         self._count_copied(sum(len(item) for item in arguments if isinstance(item, (str, bytes, *_ITEMS))))
 
-    def _begins_with_re_build(self, arguments: tuple[Any, ...]) -> bool:
-        """Return True if the first is a function that rebuilds a tensor, or one that is refused as unknown."""
-        rebuilds = [found for name, found in self._found.items() if name.startswith(_REBUILDS) or name in self.unknown]
-        first = arguments[0] if arguments else None
-        return any(first is found for found in rebuilds)
+    def _rebuilds(self, function: Any) -> bool:
+        """Return True for a function that rebuilds a tensor, and for a record, which does nothing."""
+        if isinstance(function, type) and issubclass(function, Record):
+            return True
+        return any(function is found for name, found in self._found.items() if name.startswith(_REBUILDS))
 
     def check_keys(self, keys: Iterable[Any]) -> None:
         """Refuse keys that take long to hash, and thousands of those whose hashes a file can choose."""

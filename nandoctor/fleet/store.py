@@ -58,7 +58,7 @@ class Store:
                 remedy="Name another one with -o.",
             ) from error
 
-    def key_of(self, path: Path, settings: Settings, *, trust: bool) -> str:
+    def key_of(self, path: Path, settings: Settings) -> str:
         """Return the key of the result for this file, as it is now, under these settings.
 
         The file is told by its path, size and time: no limit applies here, so nothing of it is read.
@@ -70,7 +70,7 @@ class Store:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is a device or a pipe, not a file")
         file = [os.path.realpath(path), status.st_size, status.st_mtime_ns]
-        parts = json.dumps([__version__, trust, file, to_plain(settings)], sort_keys=True, default=str)
+        parts = json.dumps([__version__, file, to_plain(settings)], sort_keys=True, default=str)
         return hashlib.sha256(parts.encode()).hexdigest()[:_KEY_DIGITS]
 
     def find(self, key: str) -> DumpResult | None:

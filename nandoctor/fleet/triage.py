@@ -43,7 +43,6 @@ class TriageOptions:
         folder: where the page, the reports and the results go; results of an earlier run in it are reused.
         settings: `model` and keywords of `replay`, which override those of each file's project. SPECs and paths only:
             the files are replayed in other processes.
-        trust: as for `load`.
         executor: what runs the jobs in place of processes: any executor of `concurrent.futures`.
         scheduler: address of a Dask cluster to use in place of processes.
         jobs: number of processes; None to choose it by cores and memory.
@@ -55,7 +54,6 @@ class TriageOptions:
 
     folder: Path = Path("nandoctor-triage")
     settings: Mapping[str, Any] = field(default_factory=dict)
-    trust: bool = False
     executor: Executor | None = None
     scheduler: str | None = None
     jobs: int | None = None
@@ -216,7 +214,7 @@ class _TriageRun:
         shown = str(path)
         try:
             settings = self._settings_for(path, fixes=fixes)
-            key = self.store.key_of(path, settings, trust=self.options.trust)
+            key = self.store.key_of(path, settings)
         except OSError as error:
             reason = f"The file cannot be read: {error.strerror or error}."
             return DumpResult(path=shown, key="", outcome="unreadable", reason=reason)
@@ -231,7 +229,6 @@ class _TriageRun:
             shown=shown,
             key=key,
             settings=settings,
-            trust=self.options.trust,
             cwd=Path.cwd(),
             page=fixes,
             timeout_s=self.options.timeout_s,

@@ -44,7 +44,6 @@ class Job:
     shown: str
     key: str
     settings: Settings
-    trust: bool
     cwd: Path
     page: bool = False
     timeout_s: float | None = None
@@ -84,7 +83,7 @@ def _replay(job: Job) -> JobAnswer:
     from nandoctor.replaying.weights import take_weights
     from nandoctor.verification import tell_if_changed
 
-    dump = take_weights(read_dump(job.path, trust=job.trust), job.settings)
+    dump = take_weights(read_dump(job.path), job.settings)
     found = replay_dump(dump, None, job.settings)
     if found.report.verdict == "not-reproduced":
         found = replace(found, report=tell_if_changed(found, dump, job.settings))

@@ -79,13 +79,6 @@ def test_a_neighbour_that_is_no_recorders_file(tmp_path):
         read_dump(path)
 
 
-def test_a_neighbour_that_would_run_code(tmp_path):
-    path = write(tmp_path, ROWS, ONE_MESH)[0]
-    torch.save({"format": "nandoctor.dump/1", "state_dict": print}, tmp_path / "nan-step000004-rank1.pth")
-    with pytest.raises(DumpError, match=r"builtins\.print"):
-        read_dump(path)
-
-
 @pytest.mark.parametrize(
     "shard",
     [

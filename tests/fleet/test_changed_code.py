@@ -36,7 +36,7 @@ def test_a_step_that_passes_since_a_change_is_fixed(tmp_path, monkeypatch):
     with Recorder(model, folder=tmp_path / "dumps", loss=net.loss_of, arguments=arguments) as recorder:
         recorder.watch(net.loss_of(model(torch.ones(3, 2)), None), torch.ones(3))
     del sys.modules[file.stem]
-    job = Job(path=recorder.written[0], shown="a", key="", settings=Settings(fixes=False), trust=False, cwd=tmp_path)
+    job = Job(path=recorder.written[0], shown="a", key="", settings=Settings(fixes=False), cwd=tmp_path)
     assert run_job(job).result.finding.verdict == "numerics"
     file.write_text(CODE.replace(".sqrt()", ".abs().sqrt()"))
     assert run_job(job).result.finding.verdict == "fixed"

@@ -192,7 +192,7 @@ CALLS = {
 def test_no_pickle_reaches_code(project, kind):
     text = "train.execute()" if "eval" in kind else "touch canary"
     (project / "dump.pth").write_bytes(archive(pickle_of(calling(*CALLS[kind], text))))
-    with pytest.raises(DumpError, match="would run code"):
+    with pytest.raises(DumpError, match=r"neither a state dict nor arrays|it holds a type, not a dict"):
         read_dump(project / "dump.pth")
     assert canaries(project) == ""
 

@@ -178,8 +178,6 @@ def test_an_odd_switch_is_left_as_it_is(value):
         ("meta", "'x' is a tensor on the meta device, without values, which is not read"),
         ("bits", "'x' is a tensor of torch.bits8, which is not read"),
         ("conjugated", "'x' is a tensor whose conjugation or sign was put off, which is not read"),
-        ("masked", "it would run code that reading weights and arrays does not need: torch"),
-        ("jagged", "it would run code that reading weights and arrays does not need: torch"),
     ],
 )
 def test_an_honest_tensor_is_refused_as_what_it_is(kind, message, tmp_path):

@@ -145,7 +145,7 @@ def test_a_worker_imports_nothing_beside_a_dump(tmp_path, monkeypatch):
     for name in ("multiprocessing", "random", "signal", "struct"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(open('canary', 'a').write(__name__))")
     resource_tracker._resource_tracker._stop()
-    job = Job(path=tmp_path / "none.pth", shown="none.pth", key="", settings=Settings(), trust=False, cwd=tmp_path)
+    job = Job(path=tmp_path / "none.pth", shown="none.pth", key="", settings=Settings(), cwd=tmp_path)
     (answer,) = Processes(1, memory=None).run([job])
     assert "no such file" in answer.result.reason
     assert not (tmp_path / "canary").exists()
