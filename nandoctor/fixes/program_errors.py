@@ -35,8 +35,8 @@ def find_program_error(findings: Findings, trials: Trials) -> str | None:
     name = DOMAINS[exact.op].argument
     taken = operand(exact, name) or f"the argument of {exact.op}"
     return (
-        f"The program is wrong here: {taken} is outside the domain of {subject(exact)} by {number(_outside(exact))} in "
-        f"float64 too, so no rounding made it. {_describe_terms(exact, ops)}A clamp would only hide that."
+        f"The program is wrong here: {taken} is outside the domain of {subject(exact)} by {_describe_distance(exact)} "
+        f"in float64 too, so no rounding made it. {_describe_terms(exact, ops)}A clamp would only hide that."
     )
 
 
@@ -48,12 +48,24 @@ def _op_at(op: str | None, source: object, ops: Iterable[OpCall]) -> OpCall | No
 
 def _outside(op: OpCall) -> float:
     """Return how far the op's argument is outside its domain, 0 if it is inside or on the edge."""
+    return max(_distances(op))
+
+
+def _distances(op: OpCall) -> tuple[float, float]:
+    """Return how far the nearest and the furthest element of the op's argument are outside its domain."""
     domain = DOMAINS.get(op.op)
     taken = op.find_input(domain.argument) if domain is not None else None
     stats = taken.stats if taken is not None else None
     if domain is None or stats is None or stats.min is None or stats.max is None:
-        return 0.0
-    return max(domain.low - stats.min, stats.max - domain.high, 0.0)
+        return 0.0, 0.0
+    below, above = (domain.low - stats.max, domain.low - stats.min), (stats.min - domain.high, stats.max - domain.high)
+    nearest, furthest = max(below, above, key=max)
+    return max(nearest, 0.0), max(furthest, 0.0)
+
+
+def _describe_distance(op: OpCall) -> str:
+    nearest, furthest = map(number, _distances(op))
+    return furthest if nearest in ("0", furthest) else f"{nearest} to {furthest}"
 
 
 def _describe_terms(op: OpCall, ops: Iterable[OpCall]) -> str:

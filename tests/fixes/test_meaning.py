@@ -107,7 +107,7 @@ def test_an_argument_far_outside_its_domain_is_an_error(forward, amount, terms, 
     assert of_code(report) == []
     (note, *_) = report.search_notes
     assert note.startswith("The program is wrong here")
-    assert f"by {amount} in float64 too" in note
+    assert f"{amount} in float64 too" in note
     assert terms in note
 
 
