@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.expression import Expression
-from nandoctor.changes.places import place_of
+from nandoctor.changes.places import cell_name, place_of
 from nandoctor.changes.running_op import RunningOp
 from nandoctor.changes.source_tree import CannotWriteError, SourceTree
 from nandoctor.changes.source_writer import SourceWriter
@@ -17,6 +17,7 @@ from nandoctor.changes.text_lines import on_one_line
 from nandoctor.evidence.edits import OpSite, SingleEdit, Snippet, kind_of_change
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.ops import CASTS, PRODUCTS
+from nandoctor.text import join_words
 
 OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
 """Turns autocast off for the ops inside, for the type of device that the training runs on."""
@@ -144,22 +145,65 @@ class KeepOp(SingleEdit):
         change.replace(expression.node, name, (before,))
 
 
-def _write_line(source: SourceWriter, line: SourceLine) -> None:
-    """Put the whole statement outside autocast, and cast its tensors where their names are read."""
-    change = source.file(line.file)
-    tree = change.tree
-    statement = tree.statement_at(line.line)
+@kind_of_change
+class KeepLines(SingleEdit):
+    """Run lines in fp32, and cast the result of the last one back: without autocast, wide values widen what follows."""
+
+    size: ClassVar[int] = 3
+    only_widens: ClassVar[bool] = True
+    is_text_alone: ClassVar[bool] = True
+
+    kind: Literal["keep-lines"] = "keep-lines"
+    lines: tuple[SourceLine, ...]
+
+    @property
+    def title(self) -> str:
+        """The lines."""
+        numbers = join_words([str(line.line) for line in self.lines])
+        where = f"line{'s' * (len(self.lines) > 1)} {numbers} of {cell_name(self.lines[0].file)}"
+        return f"Compute {where} in fp32, and cast the result back"
+
+    def write(self, source: SourceWriter) -> None:
+        """Cast the tensors of each line where their names are read, and what the last one returns or assigns."""
+        for line in self.lines:
+            change, statement = source.file(line.file), _statement_at(source, line)
+            names = _widen_names(source, line, statement)
+            if line is self.lines[-1]:
+                value = statement.value if isinstance(statement, ast.Assign | ast.Return) else None
+                if value is None or not names:
+                    raise CannotWriteError
+                kept = change.tree.code(min(names, key=lambda name: (name.lineno, name.col_offset)))
+                change.replace(value, f"{change.operand(value)}.to({kept}.dtype)")
+
+
+def _statement_at(source: SourceWriter, line: SourceLine) -> ast.stmt:
+    statement = source.file(line.file).tree.statement_at(line.line)
     if statement is None:
         raise CannotWriteError
+    return statement
+
+
+def _write_line(source: SourceWriter, line: SourceLine) -> None:
+    """Put the whole statement outside autocast, and cast its tensors where their names are read."""
+    statement = _statement_at(source, line)
+    _widen_names(source, line, statement)
+    source.file(line.file).wrap(statement, OUT_OF_AUTOCAST)
+
+
+def _widen_names(source: SourceWriter, line: SourceLine, statement: ast.stmt) -> set[ast.expr]:
+    """Cast the tensors of a statement to fp32 where their names are read, and return these."""
+    change = source.file(line.file)
+    tree = change.tree
     sources = ((op, op.source) for op in source.ops if op.source is not None and op.source.whole == line)
     called = [Expression(change, node, op) for op, place in sources if (node := tree.find(place)) is not None]
-    for name in _tensor_names(tree, called) | set(_module_arguments(statement)):
+    names = _tensor_names(tree, called) | set(_module_arguments(statement))
+    for name in names:
         if not change.is_replaced(name):
             change.replace(name, f"{change.operand(name)}.float()")
     for made in {item.node: item for item in called if item.op_name in CASTS}.values():
         with suppress(CannotWriteError):  # a cast to another tensor's dtype stays
             made.cast_to_fp32()
-    change.wrap(statement, OUT_OF_AUTOCAST)
+    return names
 
 
 def _tensor_names(tree: SourceTree, called: Iterable[Expression]) -> set[ast.expr]:

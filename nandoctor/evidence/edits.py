@@ -74,6 +74,11 @@ class SingleEdit:
         """The largest exponent that the change allows, None if it bounds none."""
         return None
 
+    @property
+    def replaces(self) -> str:
+        """What the change replaces although the formula gives it, "" if it is to leave all such values."""
+        return ""
+
     def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
         """Yield the sites of the ops that a run changes, each with what returns the op's result instead."""
         yield from ()

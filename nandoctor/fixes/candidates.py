@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -13,7 +14,7 @@ from nandoctor.causes.base import Candidate
 from nandoctor.changes.batch import FillMasked, KeepSamples
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.constant import SetArgument, SetAttribute
-from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
+from nandoctor.changes.keep_fp32 import KeepLines, KeepModule, KeepOp
 from nandoctor.changes.places import ancestors, site_of
 from nandoctor.changes.setting import SetLossScale, UseFormat
 from nandoctor.changes.state import ResetBuffers, ZeroWeights
@@ -25,7 +26,7 @@ from nandoctor.evidence.trace import LOSS, OpCall, Trace
 from nandoctor.fixes.agreement import compare_runs
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.widening import is_below, is_low
-from nandoctor.ops import CASTS, MOVES
+from nandoctor.ops import CASTS, EXPONENTIALS, MOVES
 from nandoctor.text import MAX_SAMPLES_LISTED
 
 MAX_LEADS = 5
@@ -33,6 +34,12 @@ MAX_LEADS = 5
 
 _CASTS_WITHIN = 4
 """How many ops before the failing one are searched for a cast."""
+
+_LARGEST_EXPONENT = math.log(100)
+"""The bound of a learned scale's logarithm in CLIP (https://arxiv.org/abs/2103.00020, section 2.5)."""
+
+_MOST_LINES = 3
+"""A variance, its root and the quotient by it: after that a value that did not fit is mostly gone."""
 
 _OTHER_FILL = 1000.0
 """A second replacement for NaN besides 0, to see that it makes no difference."""
@@ -72,6 +79,9 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
             yield from together(in_code)
         yield from together([specific(lead, trials.step.model) for lead in leads[:MAX_LEADS]])
     if findings.verdict in ("precision", "silent"):
+        yield from _bounded_weights(findings)
+        if findings.trace.policy == "none":
+            yield from _lines_in_fp32(leads, findings)
         if len(leads) == 1:
             yield from specific(leads[0], trials.step.model)
             yield from _in_fp32(leads[0], findings, trials)
@@ -120,6 +130,25 @@ def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Cand
     if site.module:
         block, model = KeepModule(module=site.module), trials.step.model
         yield (*_call_in_fp32(site, findings, model), *by_lines((block,), findings, model), block)
+
+
+def _bounded_weights(findings: Findings) -> Iterator[Candidate]:
+    """Yield a bound on a weight whose exponential is one of the steps in which the value grew."""
+    grown = {step.source for step in findings.growth if step.op in EXPONENTIALS}
+    for op in (op for op in findings.ops if op.own_line in grown and op.op in EXPONENTIALS):
+        if op.own_line is not None and op.inputs[0].origin == "weight":
+            name = op.inputs[0].path
+            yield (ClampArgument(site=site_of(op), argument="self", high=_LARGEST_EXPONENT, weight=name),)
+
+
+def _lines_in_fp32(leads: Sequence[Suspect], findings: Findings) -> Iterator[Candidate]:
+    """Yield the lines of a model in half precision from its first origin on, as far as a value may not fit again."""
+    lead = next((lead for lead in leads if lead.site.source is not None), None)
+    ops = [op for op in findings.ops if op.phase != "backward" and lead is not None and op.type == lead.site.type]
+    lines = list(dict.fromkeys(op.source.whole for op in ops if op.source is not None))
+    if lead is not None and lead.site.source is not None and lead.site.source.whole in lines:
+        start = lines.index(lead.site.source.whole)
+        yield tuple(KeepLines(lines=tuple(lines[start:end])) for end in range(start + 1, start + 1 + _MOST_LINES))
 
 
 def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module) -> Iterator[Edit]:

@@ -143,10 +143,12 @@ def _judge_output(proof: Proof) -> Said:
     besides = " except for infinities that fp32 has there too" if made.meant else ""
     told = f"finite{besides}, {percent(outcome.max_rel_err)} off fp32"
     if not proof.judgement.passes:
-        return Said("failed", told)
-    off = _error_of_smaller(proof)
-    if off is not None:
-        return Said("failed", f"{told}, but {off}", replaces=f"it replaces values that the formula gives: {off}")
+        replaced = next((single.replaces for single in flatten((proof.edit,)) if single.replaces), "")
+        off = f", so the output is {percent(outcome.max_rel_err)} off what the formula gives"
+        return Said("failed", told, replaces=f"{replaced}{off}" if replaced else "")
+    beside = _error_of_smaller(proof)
+    if beside is not None:
+        return Said("failed", f"{told}, but {beside}", replaces=f"it replaces values that the formula gives: {beside}")
     return Said("passed", told + _describe_rounding(proof))
 
 

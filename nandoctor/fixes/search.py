@@ -278,7 +278,7 @@ class _Search:
                 *self._later.notes,
                 *describe_search(self._findings, ranked, left, out_of_memory=self._budget.out_of_memory),
                 *([describe_none(self._findings, self._step.model)] if self._found_none(ranked, left) else []),
-                *describe_coupling(self._varied, self._step),
+                *(() if self._findings.verdict == "silent" else describe_coupling(self._varied, self._step)),
             ),
         )
 

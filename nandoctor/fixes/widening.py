@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
+from nandoctor.changes.keep_fp32 import KeepLines, KeepModule, KeepOp
 from nandoctor.evidence.edits import Edit, FixCost, SingleEdit, flatten
 from nandoctor.evidence.formats import BF16, FP16, FP64
 from nandoctor.evidence.trace import OpCall
@@ -16,6 +16,8 @@ def widens(edit: SingleEdit, op: OpCall) -> bool:
     """Return True if a change keeps an op in fp32."""
     if isinstance(edit, KeepModule):
         return op.module == edit.module or (edit.children and is_below(op.module, edit.module))
+    if isinstance(edit, KeepLines):
+        return op.source is not None and op.source.whole in edit.lines
     if not isinstance(edit, KeepOp) or edit.site.source is None or op.source is None:
         return False
     is_there = op.source.whole == edit.site.source.whole if not edit.site.op else op.source == edit.site.source

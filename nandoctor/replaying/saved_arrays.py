@@ -320,6 +320,10 @@ def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None =
         recorded = Autocast(enabled=False, device="cuda", dtype="float32")
     dtype = weight_dtype(dump.state)
     weights = format_of(dtype) if dtype in LOW_DTYPES else None
+    # With fp32 weights, its format is that of the model's own autocast regions until a run shows that it has none.
+    without = Policy(name=settings.policy or "cuda", format=weights or FP16, ambient=False)
+    if settings.amp_dtype == "none":
+        return (without,)
     if settings.amp_dtype is not None or settings.policy is not None:
         told = FORMATS[settings.amp_dtype] if settings.amp_dtype else _recorded_format(recorded) or weights or FP16
         ambient = recorded is None or recorded.enabled or settings.amp_dtype is not None
@@ -333,8 +337,6 @@ def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None =
         return (Policy(name=_op_lists(recorded), format=_recorded_format(recorded) or weights or FP16),)
     low = weights or (None if saved is None else _computed_in(saved)) or FP16
     autocast = [Policy(name="cuda", format=format_) for format_ in (low, BF16 if low is FP16 else FP16)]
-    # With fp32 weights, this is the format of the model's own autocast regions until a run shows that it has none.
-    without = Policy(name="cuda", format=weights or FP16, ambient=False)
     return (without, *autocast) if dtype is not None else (*autocast, without)
 
 

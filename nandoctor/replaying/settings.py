@@ -123,8 +123,8 @@ class Settings:
         accepts=lambda value: 0 < value < math.inf,
     )
     output: str | None = _setting("step", "--output", "The saved output to compare the replay with.", metavar="KEY")
-    amp_dtype: Literal["float16", "bfloat16"] | None = _choice(
-        "--amp-dtype", "What autocast computed in (default: the dump's, else float16).", "float16", "bfloat16"
+    amp_dtype: Literal["float16", "bfloat16", "none"] | None = _choice(
+        "--amp-dtype", "What autocast computed in (default: the dump's, else float16).", "float16", "bfloat16", "none"
     )
     policy: Literal["cuda", "native"] | None = _choice(
         "--policy", "CUDA's op lists (default), or torch's for the device.", "cuda", "native"

@@ -61,6 +61,22 @@ FIXES = {
 }
 """What is right for some of them, in words."""
 
+OFFERED = {
+    "half_model": ("Compute line 14 of half_model.py in fp32, and cast the result back", True),
+    "scale_of_twelve": ("Bound log_scale to at most 4.60517 before exp in line 15 of scale_of_twelve.py", False),
+    "ratio_at_zero": (
+        "Give div the value 1 and no gradient where its divisor is 0 in line 23 of ratio_at_zero.py",
+        True,
+    ),
+    "inf_set_to_zero": (
+        "Give pow the value 0 and no gradient where its argument is not above 0 in line 14 of inf_set_to_zero.py",
+        True,
+    ),
+    "softmax_dim_1": ("Unmask the fully masked rows, and set their result to 0", True),
+    "vae_kl": ("Clamp the argument of exp to at most 20 in line 24 of vae_kl.py", False),
+}
+"""Changes that are offered for some of them, verified or as a workaround."""
+
 WRONG_TODAY = {
     *("normed_step", "running_center"),
 }
@@ -71,13 +87,31 @@ FAILS = pytest.mark.xfail(strict=True, raises=(AssertionError, nandoctor.NanDoct
 NAMES = [pytest.param(name, marks=FAILS if name in WRONG_TODAY else ()) for name in ANSWERS]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_a_strangers_script_gets_its_answer(name, tmp_path, ready_python):
+def examine(name, tmp_path, ready_python, **options):
+    """Run a script in a folder of its own, and return the report of the file that it leaves."""
     script = INPUTS / f"{name.removesuffix('_healthy')}.py"
     ready_python.run(script, cwd=tmp_path)
     (dump,) = (path for path in tmp_path.rglob("*.pth") if script.stem != "output_called_depth" or path.stem == name)
     loss = f"{script}:loss" if "def loss(" in script.read_text(encoding="utf-8") else None
-    report = nandoctor.replay(dump, model=f"{script}:build", loss=loss, fixes=False).report
-    assert faults(ANSWERS[name], report) == []
+    return nandoctor.replay(dump, model=f"{script}:build", loss=loss, **options).report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_strangers_script_gets_its_answer(name, tmp_path, ready_python):
+    assert faults(ANSWERS[name], examine(name, tmp_path, ready_python, fixes=False)) == []
     assert {path.stem for path in INPUTS.glob("*.py")} == {name.removesuffix("_healthy") for name in ANSWERS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OFFERED)
+def test_it_is_offered_a_change_that_keeps_what_it_means_or_a_workaround(name, tmp_path, ready_python):
+    title, is_verified = OFFERED[name]
+    (fix,) = (fix for fix in examine(name, tmp_path, ready_python).fixes if fix.title == title)
+    assert (fix.verified, fix.workaround is None) == (is_verified, is_verified)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["log_of_wrong_sign", "where_selects_it"])
+def test_no_fix_is_an_answer(name, tmp_path, ready_python):
+    assert not any(fix.verified for fix in examine(name, tmp_path, ready_python).fixes)
