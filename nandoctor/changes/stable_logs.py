@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from nandoctor.changes.definitions import Definitions, calls_in
 from nandoctor.changes.editor import HAS_EFFECTS, Editor
 from nandoctor.changes.expression import Expression, number_in
-from nandoctor.changes.given_probabilities import GivenProbabilities
 from nandoctor.changes.shares import sides_of_quotient
 from nandoctor.changes.source_tree import CannotWriteError, names_in
 from nandoctor.changes.text_lines import grouped, negated, on_one_line, parse_expression
@@ -70,7 +69,6 @@ class LogSpace:
         self._hoisted: dict[ast.AST, tuple[str, str]] = {}
         self._through: dict[ast.Assign, None] = {}
         self._sources: set[ast.AST] = set()
-        self._probabilities = GivenProbabilities(change)
         self._functional = "F" if any(line in tree.text for line in _FUNCTIONAL) else "torch.nn.functional"
 
     def write_logs(self, node: ast.AST, *, everywhere: bool) -> None:
@@ -130,7 +128,6 @@ class LogSpace:
         for node, text in texts.items():
             if not self._change.is_replaced(node):
                 self._change.replace(node, text)
-        self._probabilities.provide(texts)
         for statement in self._definitions.unread(self._through, texts, read):
             self._change.remove(statement)
 
@@ -152,7 +149,7 @@ class LogSpace:
 
     def _log_of(self, node: ast.expr) -> _Log | None:
         """Return the logarithm of an expression, None if no better form of it is known."""
-        node = self._probability_or(self._resolved(node))
+        node = self._resolved(node)
         name, expression = self._named_op(node)
         if name in _MOVES_AND_CASTS:
             return self._moved(node, name, expression, self._log_of)
@@ -187,7 +184,7 @@ class LogSpace:
 
     def _log_of_rest(self, node: ast.expr) -> _Log | None:
         """Return the logarithm of 1 minus an expression."""
-        node = self._probability_or(self._resolved(node))
+        node = self._resolved(node)
         name, expression = self._named_op(node)
         if name in _MOVES_AND_CASTS:
             return self._moved(node, name, expression, self._log_of_rest)
@@ -257,8 +254,6 @@ class LogSpace:
 
     def _leaf(self, node: ast.expr) -> _Log:
         """Return the text of an expression as it can be read at the logarithm; a call in it is made only once."""
-        if self._tree.scope_of(node) is not self._function:
-            return _Log(text=self._probabilities.name_of(node), is_low=self._is_low(node))
         self._sources.add(node)
         has_effects = any(isinstance(below, HAS_EFFECTS) for below in ast.walk(node))
         if not (self._place in self._tree.ancestors(node) if has_effects else self._is_known_here(node)):
@@ -296,14 +291,6 @@ class LogSpace:
             self._through[next(item for item in self._tree.ancestors(value) if isinstance(item, ast.Assign))] = None
             node = value
         return node
-
-    def _probability_or(self, node: ast.expr) -> ast.expr:
-        """Return the probability that the function's only call passes for a parameter; else the node itself."""
-        given = self._probabilities.value_of(node, self._ops) if isinstance(node, ast.Name) else None
-        if given is None:
-            return node
-        self._calls[given[0]] = given[1]
-        return given[0]
 
     def _named_op(self, node: ast.expr) -> tuple[str, Expression]:
         """Return the op of an expression, from the trace or, if it called none there, from its spelling."""

@@ -6,7 +6,6 @@ import textwrap
 import pytest
 
 from nandoctor.changes.editor import Editor
-from nandoctor.changes.given_probabilities import only_call
 from nandoctor.changes.shares import check_shares
 from nandoctor.changes.source_tree import CannotWriteError, parse_source
 
@@ -56,58 +55,3 @@ def test_shares_of_a_sum(name, tmp_path):
 def test_powers_that_go_elsewhere(name, tmp_path):
     with pytest.raises(CannotWriteError):
         check_shares(*write(OTHERS[name], tmp_path / "net.py"))
-
-
-MODULES = """
-class Entropy(nn.Module):
-    def forward(self, p):
-        return p.log()
-
-class Net(nn.Module):
-    def __init__(self):
-        self.doubt = Entropy()
-
-    def forward(self, x):
-        return {"doubt": self.doubt(x.softmax(-1))}
-"""
-
-
-def find_only_call(text, file):
-    """The only call of the first function of a text."""
-    file.write_text(text)
-    tree = parse_source(text)
-    functions = (node for node in ast.walk(tree.module) if isinstance(node, ast.FunctionDef))
-    return tree.code(only_call(tree, min(functions, key=tree.span), file))
-
-
-def test_the_only_call_of_a_module(tmp_path):
-    assert find_only_call(MODULES, tmp_path / "net.py") == "self.doubt(x.softmax(-1))"
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        "class Sharp(Entropy):\n    pass\n",
-        "others = [Entropy]\n",
-        "def run(net, p):\n    return net.doubt(p)\n",
-        "run = getattr(Net(), 'doubt')\n",
-        "def run(net, name):\n    return getattr(net, name)\n",
-    ],
-)
-def test_there_may_be_another_call_of_a_module(more, tmp_path):
-    with pytest.raises(CannotWriteError):
-        find_only_call(MODULES + more, tmp_path / "net.py")
-
-
-def test_another_file_of_the_project_may_call_a_module(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("def run(net, p):\n    return net.doubt(p)\n")
-    (tmp_path / "models").mkdir()
-    with pytest.raises(CannotWriteError):
-        find_only_call(MODULES, tmp_path / "models" / "net.py")
-
-
-def test_a_forward_that_nothing_calls_has_no_call(tmp_path):
-    text = "class Net(nn.Module):\n    def forward(self, p):\n        return p.log()\n\nmade()(x.softmax(-1))\n"
-    with pytest.raises(CannotWriteError):
-        find_only_call(text, tmp_path / "net.py")

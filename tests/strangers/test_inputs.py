@@ -105,7 +105,7 @@ def test_a_strangers_script_gets_its_answer(name, tmp_path, ready_python):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OFFERED)
-def test_it_is_offered_a_change_that_keeps_what_it_means_or_a_workaround(name, tmp_path, ready_python):
+def test_a_change_keeps_the_meaning_or_is_a_workaround(name, tmp_path, ready_python):
     title, is_verified = OFFERED[name]
     (fix,) = (fix for fix in examine(name, tmp_path, ready_python).fixes if fix.title == title)
     assert (fix.verified, fix.workaround is None) == (is_verified, is_verified)
