@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 import nandoctor
-from nandoctor.renderers.document import document
-from nandoctor.renderers.terminal import print_document
+from nandoctor.views.document import document
+from nandoctor.views.terminal import print_document
 
 SAMPLE = "sample_dumps/unet_blank_tile.pth"
 WIDTH = 84

@@ -19,8 +19,6 @@ from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.evidence.verification import Verification
 from nandoctor.pipeline import add_fixes, audit_dump, replay_dump
-from nandoctor.renderers.commands import command_arguments
-from nandoctor.renderers.save import save
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Listener, Progress, listener_of
 from nandoctor.replaying.settings import ReplayOptions, Settings, StepOptions, anchor, override, settings_for
@@ -29,6 +27,8 @@ from nandoctor.repro_scripts.build import make_script
 from nandoctor.source_files import find_typed
 from nandoctor.text import dtype_name
 from nandoctor.verification import Before, tell_if_changed, verify_dump
+from nandoctor.views.commands import command_arguments
+from nandoctor.views.save import save
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +106,7 @@ def _listener(progress: Progress | None) -> Listener:
     if progress is not None:
         return listener_of(progress)
     if "IPython" in sys.modules:
-        from nandoctor.renderers.notebook import NotebookProgress, is_notebook
+        from nandoctor.views.notebook import NotebookProgress, is_notebook
 
         return NotebookProgress() if is_notebook() else Listener()
     return Listener()
@@ -217,8 +217,8 @@ def describe(tensor: torch.Tensor) -> str:
     Returns:
         Such as "fp16 [4, 8], -3.2 to 4.8, median magnitude 0.7, NaN in 8 of 32".
     """
-    from nandoctor.renderers.evidence import describe_tensor
     from nandoctor.tracing.tensor_stats import measure_all
+    from nandoctor.views.evidence import describe_tensor
 
     measured = measure_all([("", tensor)], counts_for=FP16)
     if not measured:
@@ -242,7 +242,7 @@ class Case:
         self.report = report
         self._asked = asked
         if "IPython" in sys.modules:
-            from nandoctor.renderers.notebook import show_records
+            from nandoctor.views.notebook import show_records
 
             show_records()
 
@@ -295,7 +295,7 @@ class Case:
         Raises:
             NanDoctorError: there is no such kind, or only a replay with `per_sample=True` has the numbers for it.
         """
-        from nandoctor.renderers.plots.kinds import draw
+        from nandoctor.views.plots.kinds import draw
 
         return draw(self.report, kind)
 
@@ -353,6 +353,6 @@ class Case:
         return f"Case({self.report.verdict}: {self.report.headline})"
 
     def _repr_html_(self) -> str:
-        from nandoctor.renderers.html import card_of
+        from nandoctor.views.html import card_of
 
         return card_of(self.report)

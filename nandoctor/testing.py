@@ -29,8 +29,8 @@ def assert_step_passes(dump: Dump | str | os.PathLike[str], model: ModelSource |
     """
     __tracebackhide__ = True
     from nandoctor.case import verify  # noqa: PLC0415  (torch is imported when a test asks)
-    from nandoctor.renderers.document import document  # noqa: PLC0415
-    from nandoctor.renderers.terminal import plain_text  # noqa: PLC0415
+    from nandoctor.views.document import document  # noqa: PLC0415
+    from nandoctor.views.terminal import plain_text  # noqa: PLC0415
 
     verification = verify(dump, model, changed=True, **settings)
     code = verification.code

@@ -29,14 +29,14 @@ from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.pipeline import Diagnosed, replay_dump
-from nandoctor.renderers.commands import command_for
-from nandoctor.renderers.verification import describe_changes
 from nandoctor.replaying.code_changes import find_changes
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Progress
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.settings import Settings
 from nandoctor.text import are, join_first, mode_text, part_of, percent
+from nandoctor.views.commands import command_for
+from nandoctor.views.verification import describe_changes
 
 Changed = bool | Sequence[Path]
 """Files that were changed; True for files that are not named."""

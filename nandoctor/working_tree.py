@@ -10,8 +10,8 @@ from pathlib import Path
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
-from nandoctor.renderers.save import write_bytes
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
+from nandoctor.views.save import write_bytes
 
 
 class PatchError(NanDoctorError):

@@ -154,7 +154,7 @@ def torch_is_restored():
 @pytest.fixture(scope="session")
 def ready_python(own_configuration):
     """Start programs in their own processes, which have already imported what a replay, a page and FSDP2 need."""
-    with ReadyPython("nandoctor.pipeline", "nandoctor.renderers.html", "torch._dynamo") as python:
+    with ReadyPython("nandoctor.pipeline", "nandoctor.views.html", "torch._dynamo") as python:
         yield python
 
 

@@ -53,12 +53,11 @@ MAX_LINES_OF_ROOMS = {
     "fleet": 903,
     "recorder": 2_400,
     "records": 1_700,
-    "renderers": 4_449,
     "replaying": 6_743,
     "repro_scripts": 1_378,
     "step": 2_200,
     "tracing": 1_942,
-    "views": 2_900,
+    "views": 4_449,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 
@@ -171,7 +170,7 @@ def test_help_imports_no_verb_and_no_room():
         "evidence.codec",
         "causes.registry",
         "diagnosis.verdict",
-        "renderers.jsonfile",
+        "views.jsonfile",
         "errors",
     ],
 )

@@ -16,7 +16,7 @@ from nandoctor.diagnosis.ranges import find_crossings
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, FormatFit, LayerRange
 from nandoctor.evidence.formats import BF16, FP8_E4M3, FP16
-from nandoctor.renderers.checkup import describe_crossing, describe_step
+from nandoctor.views.checkup import describe_crossing, describe_step
 
 GAIN = 3000.0
 

@@ -20,9 +20,9 @@ from wording import words
 
 from nandoctor.evidence.codec import to_plain
 from nandoctor.evidence.report import SCHEMA, Grade, Report
-from nandoctor.renderers.document import document
-from nandoctor.renderers.markdown import draw_markdown
-from nandoctor.renderers.terminal import plain_text
+from nandoctor.views.document import document
+from nandoctor.views.markdown import draw_markdown
+from nandoctor.views.terminal import plain_text
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from click.testing import CliRunner
 
 from nandoctor.cli import main
-from nandoctor.renderers.save import is_replaceable
+from nandoctor.views.save import is_replaceable
 
 SAMPLE = "sample_dumps/unet_blank_tile.pth"
 

@@ -27,9 +27,9 @@ from nandoctor.cli.shared import (
     print_as,
     show,
 )
-from nandoctor.renderers.plots.kinds import PLOTS
-from nandoctor.renderers.save import ENDINGS, PICTURE_ENDINGS
 from nandoctor.text import printable
+from nandoctor.views.plots.kinds import PLOTS
+from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS
 
 if TYPE_CHECKING:
     from nandoctor.evidence.report import Report
@@ -115,8 +115,8 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
 @settings_options(*MODEL_AND_STEP)
 def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
     """Plot a dump, which is replayed, or a saved report, which needs neither model nor torch."""
-    from nandoctor.renderers.plots.figures import save_figure
-    from nandoctor.renderers.plots.kinds import draw
+    from nandoctor.views.plots.figures import save_figure
+    from nandoctor.views.plots.kinds import draw
 
     _refuse_idle(options, source)
     if PLOTS[kind].per_sample:
@@ -182,7 +182,7 @@ def checkup(
 ) -> None:
     """Show how close a healthy step comes to overflow and underflow, and with several checkpoints when it will."""
     from nandoctor.margins import checkup as run_checkup
-    from nandoctor.renderers.save import save
+    from nandoctor.views.save import save
 
     found = run_checkup(checkpoints, options.pop("model"), batch=batch, **options)
     show(found, as_json=as_json)
@@ -223,7 +223,7 @@ def repro(dump: Path, file: Path | None, **options: Any) -> None:
     if file is None:
         click.echo(script, nl=False)
         return
-    from nandoctor.renderers.save import write_text
+    from nandoctor.views.save import write_text
 
     write_text(script, file)
     tell(f"Wrote {file}")
@@ -256,7 +256,7 @@ def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: 
     if dump is None:
         _refuse_idle(options)
     from nandoctor.evidence.formats import SHOWN_FORMATS, round_constant
-    from nandoctor.renderers.eps import EpsAnswer, dumps_eps
+    from nandoctor.views.eps import EpsAnswer, dumps_eps
 
     uses = None
     if dump is not None:
@@ -284,7 +284,7 @@ def _refuse_idle(options: dict[str, Any], *sources: Path) -> None:
 def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:
     """Return the saved report if the file ends in .json, else replay the dump."""
     if source.suffix.lower() == ".json":
-        from nandoctor.renderers.jsonfile import read_report
+        from nandoctor.views.jsonfile import read_report
 
         return read_report(source)
     with opened_dump(source, {**options, "fixes": False}) as (opened, settings):
@@ -294,7 +294,7 @@ def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:
 
 
 def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool) -> None:
-    from nandoctor.renderers.save import save
+    from nandoctor.views.save import save
 
     if as_json:
         show(report, as_json=True)

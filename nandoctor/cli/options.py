@@ -12,8 +12,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.renderers.save import check_ending, is_replaceable
 from nandoctor.replaying.settings import OPTIONS, Option, OptionGroup, check_setting
+from nandoctor.views.save import check_ending, is_replaceable
 
 Verb = Callable[..., None]
 

@@ -65,7 +65,7 @@ class ReplayDisplay(Listener):
     def __init__(self, *, quiet: bool, tells: bool) -> None:
         from rich.console import Console
 
-        from nandoctor.renderers.progress import ReplayBar
+        from nandoctor.views.progress import ReplayBar
 
         self.told = False
         self.stops_gently = tells
@@ -81,8 +81,8 @@ class ReplayDisplay(Listener):
     def tell(self, report: Report) -> None:
         """Print the answer, before any fix was tried, and go on to the bar of the search."""
         if self._tells:
-            from nandoctor.renderers.document import document
-            from nandoctor.renderers.terminal import print_document
+            from nandoctor.views.document import document
+            from nandoctor.views.terminal import print_document
 
             self._bar.display.stop()
             print_document(document(report)[:NUM_TOLD], self._output)
@@ -153,21 +153,21 @@ def opened_dump(path: Path, options: dict[str, Any], *, quiet: bool = False) -> 
 def show(thing: Any, *, as_json: bool = False, **more: Any) -> None:
     """Print the document of anything that a verb found, or the record itself as JSON."""
     if as_json:
-        from nandoctor.renderers.jsonfile import dumps
+        from nandoctor.views.jsonfile import dumps
 
         click.echo(dumps(thing))
         return
-    from nandoctor.renderers.document import document
-    from nandoctor.renderers.terminal import print_document
+    from nandoctor.views.document import document
+    from nandoctor.views.terminal import print_document
 
     print_document(document(thing, **more), console())
 
 
 def print_as(report: Report, form: str, *, told: bool, has_page: bool) -> None:
     """Print the report in this form, unless it is JSON; if its first part was `told` already, print the rest."""
-    from nandoctor.renderers.document import document
-    from nandoctor.renderers.one_line import LINES
-    from nandoctor.renderers.terminal import print_document
+    from nandoctor.views.document import document
+    from nandoctor.views.one_line import LINES
+    from nandoctor.views.terminal import print_document
 
     if form in LINES:
         click.echo(LINES[form](report))

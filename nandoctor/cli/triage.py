@@ -87,7 +87,7 @@ def triage(context: click.Context, /, patterns: tuple[str, ...], as_json: bool, 
 
 
 def _print(found: Triage, *, as_json: bool) -> None:
-    from nandoctor.renderers.triage import triage_lines
+    from nandoctor.views.triage import triage_lines
 
     if as_json:
         click.echo(triage_lines(found), nl=False)

@@ -127,8 +127,8 @@ def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: boo
 def _choose(case: Case, pick: int | None) -> FixChoice:
     """Return the fix of that number, from 1: of those that were verified, then of the workarounds if one is named."""
     from nandoctor.evidence.verification import FixChoice
-    from nandoctor.renderers.commands import command_for
-    from nandoctor.renderers.fixes import no_fix_heading
+    from nandoctor.views.commands import command_for
+    from nandoctor.views.fixes import no_fix_heading
 
     report, verified = case.report, [item for item in case.fixes if item.verified]
     workarounds = [] if pick is None else [item for item in case.fixes if item.workaround is not None]
@@ -149,7 +149,7 @@ def _choose(case: Case, pick: int | None) -> FixChoice:
 
 def _patch_of(chosen: Fix) -> SourcePatch:
     from nandoctor.evidence.edits import SourcePatch
-    from nandoctor.renderers.fixes import WHERE_TO_RUN
+    from nandoctor.views.fixes import WHERE_TO_RUN
 
     if chosen.kind != "source":
         raise NanDoctorError(
@@ -215,8 +215,8 @@ def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:
 
 def _same_replay(dump: Path, case: Case, options: Mapping[str, Any]) -> list[str]:
     """Return the arguments that replay the step as it failed here: in the same mode, with the same seed."""
-    from nandoctor.renderers.commands import command_arguments
     from nandoctor.replaying.settings import OPTIONS
+    from nandoctor.views.commands import command_arguments
 
     given = {name: value for name, value in options.items() if name in OPTIONS}
     runs = case.report.runs

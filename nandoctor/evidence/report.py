@@ -1,4 +1,4 @@
-"""The report: everything that a renderer may read, and the JSON contract `nandoctor.report/2`."""
+"""The report: everything that a view may read, and the JSON contract `nandoctor.report/2`."""
 
 from __future__ import annotations
 

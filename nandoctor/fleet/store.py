@@ -18,9 +18,9 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.codec import from_plain, to_plain
 from nandoctor.evidence.triage import DumpResult
 from nandoctor.fleet.worker import JobAnswer, unchanged
-from nandoctor.renderers.jsonfile import dumps
-from nandoctor.renderers.save import is_replaceable, write_text
 from nandoctor.replaying.settings import Settings
+from nandoctor.views.jsonfile import dumps
+from nandoctor.views.save import is_replaceable, write_text
 
 PAGE = "index.html"
 LINES = "triage.jsonl"

@@ -23,11 +23,11 @@ from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fleet.pool import Workers, open_workers
 from nandoctor.fleet.store import LINES, PAGE, Store
 from nandoctor.fleet.worker import Job
-from nandoctor.renderers.html import page_of
-from nandoctor.renderers.save import write_text
-from nandoctor.renderers.triage import triage_lines
 from nandoctor.replaying.settings import Settings, settings_for
 from nandoctor.text import are, brief, plural
+from nandoctor.views.html import page_of
+from nandoctor.views.save import write_text
+from nandoctor.views.triage import triage_lines
 
 DUMP_ENDINGS = (".pth", ".pt")
 

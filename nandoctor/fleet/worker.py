@@ -78,10 +78,10 @@ def run_job(job: Job) -> JobAnswer:
 def _replay(job: Job) -> JobAnswer:
     from nandoctor.dumps.reader import read_dump
     from nandoctor.pipeline import add_fixes, replay_dump
-    from nandoctor.renderers.html import page_of
-    from nandoctor.renderers.jsonfile import dumps
     from nandoctor.replaying.weights import take_weights
     from nandoctor.verification import tell_if_changed
+    from nandoctor.views.html import page_of
+    from nandoctor.views.jsonfile import dumps
 
     dump = take_weights(read_dump(job.path), job.settings)
     found = replay_dump(dump, None, job.settings)

@@ -13,8 +13,8 @@ from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.places import site_of
 from nandoctor.evidence.edits import Together
 from nandoctor.fixes.writing import ChangeWriter
-from nandoctor.renderers.fixes import describe_outcome
 from nandoctor.replaying.runner import CLOSELY, FailingStep
+from nandoctor.views.fixes import describe_outcome
 
 FILE = """
 import torch

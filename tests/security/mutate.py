@@ -39,9 +39,9 @@ from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import look_at_dump, read_dump
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import NanDoctorError
-from nandoctor.renderers.document import document
-from nandoctor.renderers.html import card_of
-from nandoctor.renderers.terminal import plain_text
+from nandoctor.views.document import document
+from nandoctor.views.html import card_of
+from nandoctor.views.terminal import plain_text
 
 MAX_SECONDS, MAX_NBYTES = 30, 1 << 30
 BATCH = 500

@@ -30,8 +30,8 @@ from nandoctor.dumps.stored_tensor import (
 )
 from nandoctor.dumps.tensors import count_nonfinite, to_torch
 from nandoctor.errors import DumpError
-from nandoctor.renderers.document import document
-from nandoctor.renderers.terminal import plain_text
+from nandoctor.views.document import document
+from nandoctor.views.terminal import plain_text
 
 SAMPLES = sorted((Path(__file__).parents[2] / "sample_dumps").glob("*.pth"))
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from nandoctor.cli import main\n"

@@ -1,4 +1,4 @@
-"""Names of 300 characters, null characters, surrogates and direction marks do no harm in any renderer."""
+"""Names of 300 characters, null characters, surrogates and direction marks do no harm in any view."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
-from nandoctor.renderers.document import document
-from nandoctor.renderers.html import card_of, page_of
-from nandoctor.renderers.jsonfile import dumps, read_report
-from nandoctor.renderers.markdown import draw_markdown
-from nandoctor.renderers.one_line import one_line
-from nandoctor.renderers.save import ENDINGS, save
-from nandoctor.renderers.terminal import plain_text
-from nandoctor.renderers.triage import triage_lines
+from nandoctor.views.document import document
+from nandoctor.views.html import card_of, page_of
+from nandoctor.views.jsonfile import dumps, read_report
+from nandoctor.views.markdown import draw_markdown
+from nandoctor.views.one_line import one_line
+from nandoctor.views.save import ENDINGS, save
+from nandoctor.views.terminal import plain_text
+from nandoctor.views.triage import triage_lines
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "renderers"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "views"))
 import factory
 
 NAMES = {
@@ -61,7 +61,7 @@ def renamed(record, name):
 
 
 def shown(report):
-    """What each renderer of text gives."""
+    """What each view of text gives."""
     return {
         "screen": plain_text(document(report), width=80),
         "inspection": plain_text(document(report.dump), width=80),
@@ -74,7 +74,7 @@ def shown(report):
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_a_name_does_no_harm_in_any_renderer(kind):
+def test_a_name_does_no_harm_in_any_view(kind):
     report = renamed(factory.fixable(), NAMES[kind])
     texts = shown(report)
     for where, text in texts.items():

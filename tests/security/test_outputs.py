@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from nandoctor.cli import main
 from nandoctor.cli.verify import _verify_afresh
-from nandoctor.renderers.save import is_replaceable, write_text
+from nandoctor.views.save import is_replaceable, write_text
 
 MODEL = """
 import torch

@@ -19,8 +19,8 @@ from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import DumpError
 from nandoctor.fleet.pool import Processes
 from nandoctor.fleet.worker import Job
-from nandoctor.renderers.save import write_text
 from nandoctor.replaying.settings import Settings
+from nandoctor.views.save import write_text
 
 NUM_AT_ONCE = 8
 

@@ -1,0 +1,279 @@
+"""Put the evidence of a report into sentences: how it was reproduced, where it began, how it spread, tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from nandoctor.causes.sentences import find_operand, place_of_operand
+from nandoctor.evidence.formats import FP32
+from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Origin, Report, Reproduction
+from nandoctor.evidence.trace import Grid, Place, TensorStats
+from nandoctor.text import (
+    are,
+    brief,
+    excess,
+    file_line,
+    join_first,
+    nonfinite_part,
+    number,
+    part_of,
+    percent,
+    plural,
+    samples_text,
+    shape_text,
+    within,
+)
+from nandoctor.views.blocks import Fact
+from nandoctor.views.layers import select_layers
+
+_NAME_WIDTH = 64
+_MESSAGE_WIDTH = 160
+_MAX_LISTED = 3
+_MAX_STOPS = 6
+
+_CLOSE = 0.02
+"""Share of the largest saved value: fp16 results differ by about this on hardware that sums in another order."""
+
+
+def evidence_facts(report: Report) -> list[Fact]:
+    """Return the evidence for the answer: cause, layers, how it spread, fp32's value there, other faults."""
+    facts = []
+    if report.cause is not None:
+        facts.append(Fact("cause", f"{report.cause.code}: {report.cause.explanation}"))
+    if report.origin is not None and report.excerpt is None and report.origin.op is not None:
+        facts.append(Fact("origin", describe_origin(report.origin)))
+    if report.difference and report.origin is not None:
+        samples = samples_text(report.origin.elements.samples or ())
+        facts.append(Fact("sample", f"{samples}: {report.difference}"))
+    if report.first_nonfinite is not None:
+        facts += _first_facts(report.first_nonfinite, report)
+    return [*facts, *_spread_facts(report), *_run_facts(report)]
+
+
+def extent_facts(report: Report) -> list[Fact]:
+    """Return the extent of the damage."""
+    first = report.first_nonfinite
+    return [Fact("extent", describe_extent(first))] if first is not None else []
+
+
+def note_facts(report: Report) -> list[Fact]:
+    """Return the notes; those of the search only if it found a fix, since otherwise the section of fixes has them."""
+    of_search = report.search_notes if any(fix.verified for fix in report.fixes) else ()
+    return [Fact("note", note) for note in (*report.notes, *of_search)]
+
+
+def describe_fp32_error(error: float) -> str:
+    """Return a sentence for an fp32 output that is far from float64: results close to it may be as wrong."""
+    return f"fp32's own output is wrong, {percent(error)} off float64"
+
+
+def describe_reproduction(reproduction: Reproduction) -> str:
+    """Return how well the replay reproduces the saved output, and so how far the rest can be trusted."""
+    output, num_bad = short_name(reproduction.output or "the output"), reproduction.num_bad_saved or 0
+    if reproduction.grade == "no-reference":
+        known = f"none of the outputs is known to be the saved {output}"
+        return f"unchecked: {known if reproduction.output else 'there is no saved output to compare with'}"
+    count = f"{num_bad:,}" if num_bad else "none"
+    saved = f"{count} of {plural(reproduction.numel or 0, 'value')} of {output} {are(num_bad)} non-finite"
+    if reproduction.grade in ("exact", "same-mask"):
+        error = 0.0 if reproduction.grade == "exact" else reproduction.max_rel_err
+        part = " in part" if (error or 0.0) > _CLOSE else ""
+        same = f"the same {saved}, all others" if num_bad else f"{output} is finite in both, and"
+        if error is None:
+            return f"reproduces your run: the same {saved}, no others to compare"
+        return f"reproduces your run{part}: {same} {f'{within(error)} of the largest' if error else 'identical'}"
+    in_replay = f"{reproduction.num_bad_replayed:,}" if reproduction.num_bad_replayed else "none"
+    return f"does not reproduce your run: {saved} in the file, {in_replay} in the replay"
+
+
+def _first_facts(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
+    yield Fact("layers", _describe_place(first, report))
+    if first.inputs:
+        yield Fact("input", describe_inputs(first.inputs))
+    fp32_is_finite = report.runs is not None and report.runs.fp32.finite
+    if fp32_is_finite and (reference := _describe_reference(first)):
+        doubt = "" if report.fp32_error is None else f" (whose output is {percent(report.fp32_error)} off float64)"
+        yield Fact("in fp32", f"{reference}{doubt}")
+
+
+def _spread_facts(report: Report) -> Iterator[Fact]:
+    """Yield how the damage spread, and what else is wrong."""
+    if len(report.chain) > 1:
+        stops = [f"{link.op} in {short_place(link.place).in_words}" for link in report.chain]
+        shown = stops if len(stops) <= _MAX_STOPS else [*stops[: _MAX_STOPS - 1], "...", stops[-1]]
+        yield Fact("path", " -> ".join(shown))
+    if report.bad_gradients:
+        names = [short_name(stats.path) for stats in report.bad_gradients]
+        yield Fact("gradients", f"non-finite: {join_first(names, _MAX_LISTED)}")
+    if others := _describe_others([found for found in report.also if not _is_told(found, report)]):
+        yield Fact("also", join_first(others, _MAX_LISTED))
+    for label, arrays in (("weights", report.dump.bad_weights), ("buffers", report.dump.bad_buffers)):
+        if arrays:
+            texts = [f"{short_name(array.name)} ({part_of(array.num_bad, math.prod(array.shape))})" for array in arrays]
+            yield Fact(label, f"non-finite: {join_first(texts, _MAX_LISTED)}")
+
+
+def describe_origin(origin: Origin) -> str:
+    """Return the op, the module that called it, the pass, and how much is non-finite."""
+    if origin.op is None:
+        return {"state": "the saved state", "input": "the saved batch"}.get(origin.phase, origin.phase)
+    found = origin.elements
+    damage = nonfinite_part(found.kinds, found.num_bad, found.numel)
+    what = f"the backward of {origin.op}" if origin.phase == "backward" else origin.op
+    if origin.function is not None:
+        what = f"{origin.op} in the backward of {short_name(origin.function)}"
+    at = ""
+    if origin.source is not None and origin.called_from is not None:  # the user's line is in the excerpt
+        at = f", at {file_line(origin.source.file, origin.source.line)}"
+    return f"{what} in {short_place(origin.place).in_words}{at}: {damage}"
+
+
+def _is_told(found: Diagnosis, report: Report) -> bool:
+    """Return True for another run of the line that the headline is about, as of a loop."""
+    first, origin = report.origin, found.origin
+    if first is None or first.source is None or report.cause is None or found.cause is None:
+        return False
+    told = (report.cause.code, first.place.module, first.op, first.phase, first.source)
+    return told == (found.cause.code, origin.place.module, origin.op, origin.phase, origin.source)
+
+
+def _describe_others(diagnoses: Sequence[Diagnosis]) -> list[str]:
+    """Return the other faults, with the places of each cause together."""
+    places: dict[str, list[str]] = {}
+    for diagnosis in diagnoses:
+        code = diagnosis.cause.code if diagnosis.cause else "unexplained"
+        op = f"{diagnosis.origin.op} in " if diagnosis.origin.op else ""
+        place = f"{op}{short_place(diagnosis.origin.place).in_words}"
+        if place not in places.setdefault(code, []):
+            places[code].append(place)
+    return [f"{code} ({join_first(found, _MAX_LISTED)})" for code, found in places.items()]
+
+
+def _describe_place(first: FirstNonfinite, report: Report) -> str:
+    if first.where == "batch":
+        return f"{short_name(first.value.path or 'an input')} is non-finite in the saved batch"
+    if first.where == "loss":
+        return "every layer is finite; the loss is not"
+    owner = short_place(first.place).with_type
+    if first.where == "output" or first.seen_in is None:
+        return f"{owner} is the first non-finite of {plural(len(select_layers(report).pairs), 'layer')}"
+    return f"first seen inside the forward of {owner}, before the call of {short_place(first.seen_in).label}"
+
+
+def describe_extent(first: FirstNonfinite) -> str:
+    """Return how many non-finite elements of which kind there are, in which samples, and where the first one is."""
+    found = first.elements
+    extent = nonfinite_part(found.kinds, found.num_bad, found.numel) if found.kinds else "not counted"
+    if found.samples and len(first.value.shape) > 1:
+        extent += f", {samples_text(found.samples, first.value.shape[0])}"
+    where = f", first at {shape_text(found.first_index)}" if found.first_index else ""
+    return f"{extent} ({first.value.dtype} {shape_text(first.value.shape)}{where})"
+
+
+def describe_spread(grid: Grid) -> str:
+    """Return how far the non-finite elements reach along each dimension of the map, to within a cell."""
+    columns = tuple(zip(*grid.counts, strict=True))
+    by_dim = [grid.counts, columns] if len(grid.dims) > 1 else [columns]
+    parts = []
+    for dim, size, lines in zip(grid.dims, grid.sizes, by_dim, strict=True):
+        reached = [cell for cell, line in enumerate(lines) if any(line)]
+        first, last = -(-reached[0] * size // len(lines)), -(-(reached[-1] + 1) * size // len(lines)) - 1
+        if last - first + 1 < size:
+            reach = f"{first} to {last}" if first < last else f"place {first}"
+            parts.append(f"{reach} of {size} along dimension {dim}")
+    if parts:
+        return f"at {' and '.join(parts)}"
+    return "everywhere" if all(map(all, grid.counts)) else "scattered over all of it"
+
+
+def describe_inputs(inputs: Sequence[TensorStats]) -> str:
+    """Return a call's inputs: "finite, up to 13.6 (fp16)"; several are named."""
+    if len(inputs) == 1:
+        return _describe_range(inputs[0])
+    return join_first([f"{short_name(stats.path)} {_describe_range(stats)}" for stats in inputs], _MAX_LISTED)
+
+
+def _describe_range(stats: TensorStats) -> str:
+    limit = "no finite value" if stats.absmax is None else f"up to {number(stats.absmax)}"
+    return f"{'finite' if stats.finite else 'non-finite'}, {limit} ({stats.dtype})"
+
+
+def _describe_reference(first: FirstNonfinite) -> str | None:
+    """Return fp32's values in the first non-finite tensor, compared with what its format can hold, or None."""
+    if first.would_be is None:
+        return None
+    low, finite = first.value.dtype, f"finite, up to {number(first.would_be)}"
+    if first.seen_in is not None:
+        finite = f"{short_place(first.seen_in).label} is given finite values, up to {number(first.would_be)}"
+    if low == FP32:
+        return finite
+    if low.holds(first.would_be):
+        return f"{finite}, which {low} can hold ({number(low.max)})"
+    value = number(first.would_be, unlike=low.max)
+    return f"computes {value} here: {excess(first.would_be, low.max)} what {low} can hold ({number(low.max)})"
+
+
+def _run_facts(report: Report) -> Iterator[Fact]:
+    if report.runs is None:
+        return
+    too_large, first = report.runs.first_unholdable, report.first_nonfinite
+    if too_large and (first is None or too_large.key != first.place.key):
+        text = f"{short_place(too_large).label} is the first whose fp32 value {report.runs.autocast.dtype} cannot hold"
+        yield Fact("too large", text)
+    for run in (report.runs.autocast, report.runs.fp32):
+        if run.raised is not None:
+            yield Fact("raised", f"the {run.dtype} run stopped early: {brief(run.raised, _MESSAGE_WIDTH)}")
+
+
+def short_name(name: str) -> str:
+    """Return a name from a model or a file, short enough for a sentence."""
+    return brief(name, _NAME_WIDTH)
+
+
+def short_place(place: Place) -> Place:
+    """Return a module call with names short enough for a sentence."""
+    return replace(place, module=short_name(place.module), type=short_name(place.type))
+
+
+def list_operands(origin: Origin) -> list[Fact]:
+    """Return an op's tensors, the result last; labels are the code's text or the position.
+
+    If a saved array is to blame, return only that array.
+    """
+    if origin.op is None:
+        return [] if origin.output is None else [Fact("as saved", describe_tensor(origin.output))]
+    op, alone, backward = origin.op, len(origin.inputs) == 1, origin.phase == "backward"
+    expression = origin.source.expression if origin.source is not None and not backward else ""
+    operands = []
+    for stats in origin.inputs:
+        text = find_operand(expression, op, stats.path, alone=False)
+        name = text or place_of_operand(op, stats.path, alone=alone) or "incoming gradient"
+        operands.append(Fact(name, describe_tensor(replace(stats, path=""))))
+    operands = [*dict.fromkeys(operands)]  # x * x reads one tensor
+    if origin.output is not None:
+        operands.append(Fact("outgoing gradient" if backward else "result", describe_tensor(origin.output)))
+    return operands
+
+
+def describe_tensor(stats: TensorStats) -> str:
+    """Return format, shape, range of the finite values, and the non-finite and zero elements."""
+    name = f"{stats.path}: " if stats.path else ""
+    parts = [f"{name}{stats.dtype} {shape_text(stats.shape)}", *_range_of(stats)]
+    if stats.counts is not None and stats.counts.num_bad:
+        parts.append(nonfinite_part(stats.counts.kinds, stats.counts.num_bad, stats.numel))
+    elif not stats.finite:
+        parts.append("not all finite")
+    if stats.counts is not None and stats.counts.num_zero:
+        parts.append(f"{percent(stats.counts.num_zero / stats.numel)} zeros")
+    return ", ".join(parts)
+
+
+def _range_of(stats: TensorStats) -> list[str]:
+    if stats.absmax is None:
+        return [] if stats.finite or stats.counts is None else ["no finite value"]
+    if stats.min is None or stats.max is None:
+        return [f"absmax {number(stats.absmax)}"]
+    median = f", median magnitude {number(stats.median)}" if stats.median is not None else ""
+    return [f"{number(stats.min)} to {number(stats.max)}{median}"]

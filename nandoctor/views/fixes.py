@@ -1,0 +1,259 @@
+"""The fixes that were tried: the first one for a screen, or all of them, with their checks and how to apply them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from nandoctor.causes.log_space import STABLE_FORM
+from nandoctor.changes.log_space import StableLog
+from nandoctor.evidence.edits import SourcePatch, flatten
+from nandoctor.evidence.formats import FP64
+from nandoctor.evidence.report import Check, Fix, FixSettings, Report, TrialOutcome
+from nandoctor.text import constant, percent, plural, within
+from nandoctor.views.blocks import Block, Fact, Facts, Headline, Level, Patch, Section
+from nandoctor.views.commands import command_for, write_flags
+
+VISIBLE_ERROR = 0.01
+"""A trial with a larger error against fp32 than a fix may have shows that error."""
+_MAX_LISTED = 3
+_MAX_OPEN = 2
+_MAX_PATCH_LINES = 40
+_SHOWN_IN_FULL = ("output", "gradients")
+"""The other checks, of the loss and of variations of the batch, are only counted."""
+_MAX_REASONS = 2
+
+
+def fix_section(report: Report, level: Level) -> Section | None:
+    """Return the fixes, smallest first, or why none is verified; None if there was no search."""
+    fixes = sort_fixes(report)
+    verified = [fix for fix in fixes if fix.verified]
+    others = fixes[len(verified) :]
+    if level == "page":
+        return _all_fixes(report, verified, others)
+    return _first_fix(report, verified) if verified else _no_fix(report, others)
+
+
+def _first_fix(report: Report, verified: Sequence[Fix]) -> Section:
+    """Return the first verified fix for a screen, and what is verified besides."""
+    first, *others = verified
+    of = f" 1 of {len(verified)}" if others else ""
+    what = "Workaround" if first.kind == "data" and report.verdict == "numerics" else "Fix"
+    where = " on this batch alone" if first.kind == "data" else ""
+    patch, left = _shorten(first)
+    command = command_for("fix", report) if left else None
+    facts = [Fact("all of it", command, is_command=True)] if command else []
+    facts += [*how_to_apply(first, report), *_check_facts(first), *reason_facts(first), *_better_facts(report)]
+    if others:
+        more = f"; {len(others) - 1} more in the report" if len(others) > 1 else ""
+        facts.append(Fact("or", f"{others[0].title} ({describe_outcome(others[0].outcome)}){more}"))
+    return Section(f"{what}{of}, verified{where}: {first.title}", [patch, Facts(facts)])
+
+
+def _no_fix(report: Report, fixes: Sequence[Fix]) -> Section | None:
+    """Return for a screen what was tried, and why none of it is a fix; None if there was no search."""
+    heading = no_fix_heading(report)
+    if not heading:
+        return None
+    tried = [Fact("tried", f"{fix.title} ({describe_result(fix, report)})") for fix in fixes[:_MAX_LISTED]]
+    more = f", of {plural(len(fixes), 'change')}" if len(fixes) > _MAX_LISTED else ""
+    return Section(f"{heading}{more}", [Facts([*tried, *why_facts(report)])])
+
+
+def _all_fixes(report: Report, verified: Sequence[Fix], others: Sequence[Fix]) -> Section | None:
+    """Return all of them for a page: what was verified with its checks, the rest folded."""
+    title = "Fixes, each run on this step as it is printed" if verified else no_fix_heading(report)
+    if not title:
+        return None
+    shown = [_whole_fix(fix, number, report) for number, fix in enumerate(verified, 1)]
+    failed = [Section(f"{fix.title} ({describe_result(fix, report)})", [_patch(fix)]) for fix in others]
+    more = plural(len(shown) - _MAX_OPEN, "more verified fix", "more verified fixes")
+    rest = plural(len(failed), "change that was not verified", "changes that were not verified")
+    folds = [Section(more, shown[_MAX_OPEN:], folded=True), Section(rest, failed, folded=True)]
+    why: list[Block] = [] if verified else [Facts(why_facts(report))]
+    return Section(title, [*why, *shown[:_MAX_OPEN], *(fold for fold in folds if fold.blocks)], name="Fixes")
+
+
+def _whole_fix(fix: Fix, number: int, report: Report) -> Section:
+    """Return a verified fix with all its checks."""
+    facts = [*how_to_apply(fix, report), *_check_facts(fix), *reason_facts(fix)]
+    blocks: list[Block] = [_patch(fix, f"patch-{number}"), Facts(facts)]
+    if fix.checks:
+        blocks.append(Section(plural(len(fix.checks), "check"), [Facts(every_check(fix))], folded=True))
+    return Section(f"{number}. {fix.title}", blocks)
+
+
+def fix_part(fix: Fix) -> Iterator[Block]:
+    """Yield a fix by itself: its text, what came of it, and its checks."""
+    yield Headline(fix.title)
+    facts = [Fact("result", describe_outcome(fix.outcome)), *every_check(fix), *reason_facts(fix)]
+    yield Section("", [code_of_fix(fix), Facts(facts)])
+
+
+def no_fix_heading(report: Report) -> str:
+    """Return the heading of the section of fixes if none is verified; "" if there was no search."""
+    return "No fix was verified" if report.fixes else "No fix was found" if report.search_notes else ""
+
+
+def why_facts(report: Report) -> list[Fact]:
+    """Return the reasons why there is no verified fix."""
+    return [Fact("why", note) for note in report.search_notes]
+
+
+def _better_facts(report: Report) -> Iterator[Fact]:
+    """Yield what to write by hand if no verified fix joins a logarithm with its probability."""
+    joined = any(isinstance(edit, StableLog) for fix in report.fixes if fix.verified for edit in flatten((fix.edit,)))
+    found = report.cause.evidence if report.cause is not None and not joined else ()
+    yield from (Fact("better", item.text) for item in found if item.name == STABLE_FORM)
+
+
+def sort_fixes(report: Report) -> list[Fix]:
+    """Return the fixes, smallest first: verified, workarounds, those with the right output, those off or failed."""
+
+    def key(fix: Fix) -> tuple[bool, bool, bool, bool, int]:
+        is_right = any(check.name == "output" and check.status == "passed" for check in fix.checks)
+        is_failed = describe_result(fix, report).startswith("failed")
+        return not fix.verified, fix.workaround is None, not is_right, is_failed, fix.rank
+
+    return sorted(report.fixes, key=key)
+
+
+def describe_result(fix: Fix, report: Report) -> str:
+    """Return what came of a fix, in words: "verified", "failed: still non-finite", "finite, but 4.7 % off fp32"."""
+    if fix.verified or fix.workaround is not None:
+        return "verified" if fix.verified else f"workaround: {fix.workaround}"
+    error = fix.outcome.max_rel_err
+    if not fix.outcome.finite:
+        return f"failed: {describe_outcome(fix.outcome)}"
+    failed = next((check for check in fix.checks if check.status == "failed"), None)
+    if error is not None and error > VISIBLE_ERROR and (failed is None or failed.name == "output"):
+        exact = any(trial.setting.dtype is FP64 and trial.outcome.finite for trial in report.counterfactuals)
+        reference = "float64" if exact and report.verdict == "numerics" else "fp32"
+        return f"finite, but {percent(error)} off {reference}"
+    if failed is not None:
+        return failed.text if failed.name == "output" else f"failed: {_describe_check(failed)}"
+    return "finite when tried, but not written as code"
+
+
+def _check_facts(fix: Fix) -> Iterator[Fact]:
+    """Yield what was checked and what was not, one line each; `every_check` has the rest."""
+    passed = [check for check in fix.checks if check.status == "passed"]
+    skipped = [check for check in fix.checks if check.status == "not-checked"]
+    if passed:
+        texts = [_describe_check(check, " ").partition("; ")[0] for check in passed if check.name in _SHOWN_IN_FULL]
+        others = [check for check in passed if check.name not in _SHOWN_IN_FULL]
+        more = f"{len(others)} more checks" if len(others) > 1 else "".join(map(_name_check, others))
+        yield Fact("checked", "; ".join(filter(None, [*texts, more])))
+    if skipped:
+        texts = [_describe_check(check) for check in skipped[:_MAX_REASONS]]
+        names = ", ".join(map(_name_check, skipped[_MAX_REASONS:]))
+        yield Fact("not checked", "; ".join(filter(None, [*texts, names])))
+
+
+def every_check(fix: Fix) -> list[Fact]:
+    """Return a line for each check: first the failed ones, then the passed ones, then those not made."""
+    labels = {"failed": "FAILED", "passed": "checked", "not-checked": "not checked"}
+    ordered = sorted(fix.checks, key=lambda check: [*labels].index(check.status))
+    return [Fact(labels[check.status], _describe_check(check)) for check in ordered]
+
+
+def _name_check(check: Check) -> str:
+    """Return the check's name, with the number of samples if it did not cover the whole batch."""
+    return check.name + (f" ({plural(len(check.samples), 'sample')})" if check.samples is not None else "")
+
+
+def _describe_check(check: Check, between: str = ": ") -> str:
+    """Return the check's finding, prefixed with its name unless the sentence begins with it."""
+    name = _name_check(check)
+    return check.text if check.text.startswith(name) else f"{name}{between}{check.text}"
+
+
+def how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
+    """Yield the command that makes the change, or where its lines are to be run."""
+    if fix.kind == "source" and fix.patch:
+        verified = [other for other in report.fixes if other.verified]
+        chosen = [*verified, *(other for other in report.fixes if other.workaround is not None)].index(fix) + 1
+        pick = () if chosen == 1 and fix.verified else (f"--pick {chosen}",)
+        command = command_for("fix", report, *pick, *write_flags(fix))
+        yield Fact("apply it", command or f"git apply, in {fix.patch_root}", is_command=command is not None)
+    elif fix.patch or fix.settings is not None:
+        yield Fact("apply it", WHERE_TO_RUN[fix.kind])
+
+
+_MIN_COST = 0.05
+"""A cost below this share of the step is not mentioned."""
+
+
+def reason_facts(fix: Fix) -> Iterator[Fact]:
+    """Yield why a verified fix is written as it is, and what it costs."""
+    if not fix.verified:
+        return
+    if reasons := dict.fromkeys(edit.why for edit in flatten((fix.edit,)) if edit.why):
+        yield Fact("why", " ".join(reasons))
+    if cost := _describe_cost(fix):
+        yield Fact("cost", cost)
+
+
+def _describe_cost(fix: Fix) -> str:
+    if fix.settings is not None and fix.settings.amp_dtype is not None:
+        return "8 bits of precision in place of fp16's 11, everywhere; bf16 needs a GPU from 2020 or later"
+    if fix.cost is None:
+        return ""
+    shares = (
+        (fix.cost.products_in_fp32, "of the forward's multiply-adds in fp32"),
+        (fix.cost.more_activations, "more memory for activations"),
+    )
+    return ", ".join(f"{percent(share)} {what}" for share, what in shares if share >= _MIN_COST)
+
+
+WHERE_TO_RUN = {
+    "snippet": "run these lines where your model is called `model`, once it is built and its weights are loaded",
+    "state": "run these lines once, where your model is called `model`, after its weights are loaded",
+    "data": "run these lines before the step; they were tried on this batch only, and the next may fail again",
+    "setting": "set it in the training loop",
+    "advice": "no code to run: change it by hand",
+}
+
+
+def describe_outcome(outcome: TrialOutcome) -> str:
+    """Return a trial's outcome in words: "finite, within 0.06 % of fp32"."""
+    if not outcome.finite:
+        return "still non-finite" if outcome.ran else "the step cannot be run with it"
+    if outcome.max_rel_err is None:
+        return "finite, nothing to compare with fp32"
+    if outcome.max_rel_err == 0:
+        return "finite, equal to fp32"
+    return f"finite, {within(outcome.max_rel_err)} of fp32"
+
+
+def code_of_fix(fix: Fix) -> Patch:
+    """Return the change as a diff or as code, including the code that makes a setting."""
+    if fix.patch:
+        return Patch(fix.patch.splitlines(), is_diff=fix.kind == "source")
+    return Patch(list(_settings_as_code(fix.settings or FixSettings())), is_diff=False)
+
+
+def _settings_as_code(settings: FixSettings) -> Iterator[str]:
+    if settings.amp_dtype is not None:
+        yield f'with torch.autocast("cuda", dtype=torch.{settings.amp_dtype}):'
+    if settings.loss_scale is not None:
+        yield f'scaler = torch.amp.GradScaler("cuda", init_scale={constant(settings.loss_scale)})'
+    if settings.optimizer_eps is not None:
+        yield "for group in optimizer.param_groups:"
+        yield f'    group["eps"] = {constant(settings.optimizer_eps)}'
+
+
+def _patch(fix: Fix, name: str = "") -> Patch:
+    lines = ["" if line.isspace() else line for line in fix.patch.splitlines()]
+    return Patch(lines, is_diff=fix.kind == "source", name=name)
+
+
+def _shorten(fix: Fix) -> tuple[Patch, int]:
+    """Return the lines of a fix that fit on a screen, and how many are left out."""
+    whole = _patch(fix)
+    if fix.files:
+        brief = SourcePatch(root=fix.patch_root or ".", files=fix.files).diff_with(1)
+        whole = _patch(replace(fix, patch=brief))
+    left = max(len(whole.lines) - _MAX_PATCH_LINES, 0)
+    more = [f"... {plural(left, 'more line')}"] if left else []
+    return replace(whole, lines=[*whole.lines[:_MAX_PATCH_LINES], *more]), left

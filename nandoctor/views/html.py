@@ -1,0 +1,84 @@
+"""Draw a document as HTML: a self-contained page without network or framework, or a fragment for a notebook's cell."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from markupsafe import escape as escape_html
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.text import diff_kind, printable, printable_code, split_code
+from nandoctor.views.blocks import Cell, Plot
+from nandoctor.views.document import document
+from nandoctor.views.excerpt import excerpt_lines
+from nandoctor.views.markdown import draw_markdown
+
+
+def page_of(thing: Any) -> str:
+    """Return the page of a report, a triage or a checkup."""
+    blocks = document(thing, "page")
+    return _environment().get_template("page.html.j2").render(blocks=blocks, markdown=draw_markdown(blocks))
+
+
+def card_of(thing: Any) -> str:
+    """Return one `<div>` for a notebook's cell, without scripts or external files, in the colours of its page."""
+    return _environment().get_template("card.html.j2").render(blocks=document(thing))
+
+
+def _draw_plot(plot: Plot) -> dict[str, Any] | None:
+    """Return heading, finding in a sentence, and drawing; None if the report does not have the numbers for it."""
+    from nandoctor.views.plots.affected_sample import as_element, caption, view_html  # noqa: PLC0415
+    from nandoctor.views.plots.figures import image_of  # noqa: PLC0415  (imports matplotlib)
+    from nandoctor.views.plots.kinds import PLOTS, draw  # noqa: PLC0415
+
+    view = plot.report.sample
+    if plot.kind == "sample" and view is not None:
+        finding = f"Sample {view.sample} of `{view.name}`{caption(view)}"
+        return {"heading": "", "finding": finding, "drawing": view_html(view)}
+    try:
+        figure = draw(plot.report, plot.kind)
+    except NanDoctorError:
+        return None
+    finding = " ".join(figure.get_suptitle().split())
+    figure.suptitle("")  # the page shows the finding as text that wraps
+    drawing = as_element(image_of(figure, "svg"), "svg+xml", finding)
+    return {"heading": PLOTS[plot.kind].title, "finding": finding, "drawing": drawing}
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("nandoctor.views"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        with_code=with_code, code_line=code_line, diff_kind=diff_kind, excerpt_lines=excerpt_lines, slug=_slug
+    )
+    environment.tests["cell"] = lambda value: isinstance(value, Cell)
+    environment.globals.update(kind_of=lambda block: type(block).__name__, draw_plot=_draw_plot)
+    return environment
+
+
+def with_code(text: str) -> Markup:
+    """Return an escaped sentence with its code in `<code>` elements."""
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if is_code else escape_html(part)
+        for part, is_code in split_code(printable(text))
+    )
+
+
+def code_line(line: str) -> Markup:
+    """Return an escaped line of code to be copied, with its tabs."""
+    return escape_html(printable_code(line))
+
+
+def _slug(name: str) -> str:
+    """Return an id for a section's name."""
+    return "h-" + "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())

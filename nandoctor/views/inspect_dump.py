@@ -1,0 +1,70 @@
+"""The document of `nandoctor inspect`: the contents of a dump file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
+from nandoctor.text import brief, byte_size, plural, shape_text
+from nandoctor.views.blocks import Block, Column, Fact, Facts, Headline, Section, Table
+
+_LAYOUTS = {
+    "plain": "a plain dict of arrays",
+    "weights-only": "weights alone",
+    "batch-only": "arrays without weights",
+    "nandoctor.dump/1": "nandoctor.dump/1",
+}
+_MAX_ROWS = 20
+_NAME_WIDTH = 32
+_MIN_NAME_WIDTH, _MIN_DTYPE_WIDTH = 14, 10
+
+
+def inspection_document(summary: DumpSummary) -> Iterator[Block]:
+    """Yield what the file holds, what is non-finite in it, and what a full replay would miss."""
+    yield Headline(summary.path)
+    yield from (Section("", [block]) for block in file_blocks(summary))
+    remarks = [*(Fact("note", text) for text in summary.notes), *(Fact("missing", text) for text in summary.missing)]
+    if remarks:
+        more = [Fact("", text) for text in [_and_more(remarks)] if text]
+        yield Section("", [Facts([*remarks[:_MAX_ROWS], *more])])
+
+
+def file_blocks(summary: DumpSummary) -> list[Block]:
+    """Return what the file holds, and a table of its arrays and of what is non-finite among its weights."""
+    tables = {
+        "arrays": summary.arrays,
+        "non-finite weights": summary.bad_weights,
+        "non-finite buffers": summary.bad_buffers,
+    }
+    return [Facts(list(_outline(summary))), *(_table(title, arrays) for title, arrays in tables.items() if arrays)]
+
+
+def _and_more(rows: Sequence[object]) -> str:
+    return f"and {len(rows) - _MAX_ROWS} more" if len(rows) > _MAX_ROWS else ""
+
+
+def _outline(summary: DumpSummary) -> Iterator[Fact]:
+    yield Fact("file", f"{byte_size(summary.nbytes)}, {_LAYOUTS[summary.layout]}")
+    yield Fact("weights", f"{plural(summary.num_weights, 'tensor')}, {plural(summary.num_parameters, 'value')}")
+    if summary.prefix:
+        yield Fact("prefix", f"{brief(summary.prefix)} (taken off every name)")
+    for name, value in summary.scalars[:_MAX_ROWS]:
+        yield Fact(brief(name, _NAME_WIDTH), value)
+    if more := _and_more(summary.scalars):
+        yield Fact("scalars", more)
+
+
+def _table(title: str, arrays: Sequence[ArraySummary]) -> Table:
+    columns = (
+        Column(title, [array.name for array in arrays], least=_MIN_NAME_WIDTH),
+        Column("shape", [shape_text(array.shape) for array in arrays], spare=1),
+        Column("dtype", [array.dtype for array in arrays], least=_MIN_DTYPE_WIDTH, spare=2),
+        Column("role", [array.role or "" for array in arrays], spare=3),
+        Column("non-finite", [_describe_nonfinite(array) for array in arrays]),
+    )
+    return Table(columns=columns, tones=["failed" if array.num_bad else "" for array in arrays])
+
+
+def _describe_nonfinite(array: ArraySummary) -> str:
+    counts = ((array.num_nan, "NaN"), (array.num_posinf, "+Inf"), (array.num_neginf, "-Inf"))
+    return ", ".join(f"{count:,} {kind}" for count, kind in counts if count) or "none"

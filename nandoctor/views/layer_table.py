@@ -1,0 +1,117 @@
+"""Tables of layers, both runs side by side: those around the first non-finite one, or all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+
+from nandoctor.evidence.report import LayerRow, Report, Runs
+from nandoctor.evidence.trace import Place, head_run
+from nandoctor.text import bits_text, number, part_of, percent
+from nandoctor.views.blocks import Cell, Column, Table, Tone
+from nandoctor.views.layers import LayerPair, align_calls, select_layers
+
+_MIN_NAME_WIDTH, _MIN_TYPE_WIDTH = 14, 10
+_TIGHT_BITS = 1.0
+
+
+def layers_near(report: Report, *, before: int = 5, after: int = 2) -> Table | None:
+    """Return the layers around the first non-finite one, else around the tightest; None if nothing was run."""
+    layers = select_layers(report)
+    center = layers.tightest() if layers.first_nonfinite is None else layers.first_nonfinite
+    if report.runs is None or center is None:
+        return None
+    shown = layers.window(center, before, after)
+    pairs = [layers.pairs[index] for index in shown]
+    first = None if layers.first_nonfinite is None else layers.pairs[layers.first_nonfinite].place
+    common = common_path(pair.place.module for pair in pairs)
+    marked = [("> " if pair.place == first else "  ", pair.label) for pair in pairs]
+    names, shorter = ([f"{mark}{name.removeprefix(owner)}" for mark, name in marked] for owner in ("", common))
+    short = (f"  in {common[:-1]}", shorter) if common else None
+    part = part_of(shown.stop, len(layers.pairs))
+    meaning = "first that receives a non-finite input" if layers.before_nonfinite else "first non-finite"
+    return Table(
+        title=f"Largest magnitudes, layers {shown.start + 1:,} to {part} in execution order",
+        columns=(Column("  layer", names, short=short, least=_MIN_NAME_WIDTH), *_number_columns(pairs, report.runs)),
+        legend="" if first is None else f"> {meaning}",
+        tones=[_tone(pair, first) for pair in pairs],
+    )
+
+
+def common_path(modules: Iterable[str]) -> str:
+    """Return the path, with its trailing dot, of the module that holds all of these; the root is ignored."""
+    owners = [module.split(".")[:-1] for module in modules if module]
+    shared = takewhile(lambda steps: len(set(steps)) == 1, zip(*owners, strict=False))
+    return "".join(f"{steps[0]}." for steps in shared)
+
+
+def _number_columns(pairs: Sequence[LayerPair], runs: Runs) -> tuple[Column, ...]:
+    """Return what is known of each layer: its class, the largest values of both runs, the error and the headroom."""
+    heading = head_run(runs.autocast.policy, runs.autocast.dtype)
+    errors = [_error(pair.autocast.rel_err if pair.autocast else None) for pair in pairs]
+    return (
+        Column("type", [pair.place.type for pair in pairs], least=_MIN_TYPE_WIDTH, spare=3),
+        Column(heading, [_range(pair.autocast) for pair in pairs], right=True),
+        Column("fp32", [_range(pair.fp32) for pair in pairs], right=True, spare=1),
+        Column("rel err", errors, right=True, spare=2),
+        Column("headroom", [_headroom(pair, runs) for pair in pairs]),
+    )
+
+
+def _range(row: LayerRow | None) -> str:
+    """Return the largest magnitude, or the kinds of non-finite values; "-" for a call that the run never finished."""
+    if row is None or not row.outputs:
+        return "-"
+    if row.finite:
+        return "-" if row.absmax is None else number(row.absmax)
+    kinds = {kind for stats in row.outputs if stats.counts for kind in stats.counts.kinds}
+    if not kinds:
+        return "NaN/Inf"
+    signs = "".join(sign for sign in "+-" if f"{sign}inf" in kinds).replace("+-", "±")
+    return " ".join(filter(None, ("NaN" if "nan" in kinds else "", f"{signs}Inf" if signs else "")))
+
+
+def _error(error: float | None) -> str:
+    return "-" if error is None else percent(error)
+
+
+def _headroom(pair: LayerPair, runs: Runs) -> Cell:
+    """Return the bits left before overflow, of the fp32 value if there is one, and a bar of them."""
+    known = [row.headroom_bits for row in (pair.fp32, pair.autocast) if row and row.headroom_bits is not None]
+    if not known:
+        return Cell(f"{'-':>5}")  # below the numbers
+    bits, most = known[0], runs.autocast.dtype.max_exponent + 1  # as much as values near one have
+    tone: Tone = "failed" if bits < 0 else "unclear" if bits < _TIGHT_BITS else "good"
+    return Cell(bits_text(bits), tone=tone, room=min(max(bits / most, 0.0), 1.0))
+
+
+def _tone(pair: LayerPair, first: Place | None) -> Tone:
+    if pair.place == first:
+        return "first"
+    return "" if all(row.finite for row in pair.rows) else "failed"
+
+
+def every_layer(report: Report) -> Table | None:
+    """Return all calls in execution order: a container returns after what is inside it."""
+    if report.runs is None:
+        return None
+    layers = select_layers(report)
+    first = None if layers.first_nonfinite is None else layers.pairs[layers.first_nonfinite].place
+    pairs = align_calls(report.runs)
+    inherited = [_error(pair.autocast.inherited_err if pair.autocast else None) for pair in pairs]
+    *numbers, headroom = _number_columns(pairs, report.runs)
+    low = report.runs.autocast.dtype
+    some_in_fp32 = "; autocast computes some layers in fp32" if numbers[1].heading == "autocast" else ""
+    return Table(
+        columns=(
+            Column("layer", [pair.label for pair in pairs]),
+            *numbers,
+            Column("inherited", inherited, right=True),
+            headroom,
+        ),
+        legend=f"{numbers[1].heading}, fp32: largest finite magnitudes"
+        f"{some_in_fp32}. rel err: relative error against fp32; inherited: that of the inputs. headroom: doublings "
+        f"left before {low} overflows, by the fp32 value where there is one.",
+        tones=[_tone(pair, first) for pair in pairs],
+        is_searchable=True,
+    )

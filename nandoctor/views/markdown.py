@@ -1,0 +1,137 @@
+"""Draw a document as Markdown, fit for an issue. Names from a dump or a model are escaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from nandoctor.text import printable, printable_code, split_code
+from nandoctor.views.blocks import (
+    Block,
+    Cell,
+    Excerpt,
+    Fact,
+    Facts,
+    Headline,
+    Patch,
+    Plot,
+    Section,
+    Table,
+    Text,
+)
+from nandoctor.views.excerpt import excerpt_lines
+
+_MAX_ROWS = 20
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~$])")
+_LINKS = str.maketrans({"@": "&#64;", "#": "&#35;"})  # a backslash does not stop GitHub from mentioning people
+_FENCE = re.compile(r"`{3,}")
+
+
+def draw_markdown(blocks: Iterable[Block]) -> str:
+    """Return blocks as Markdown, with a blank line between any two."""
+    return "\n\n".join(part for block in blocks for part in _draw(block)) + "\n"
+
+
+def _draw(block: Block, depth: int = 0) -> Iterator[str]:
+    return _DRAWN_BY[type(block)](block, depth)
+
+
+def _draw_headline(block: Headline, _: int) -> Iterator[str]:
+    yield f"### {_with_code(f'{block.word} {block.text}'.strip())}"
+
+
+def _draw_section(section: Section, depth: int) -> Iterator[str]:
+    title = escape(section.title)
+    if section.folded:
+        yield f"<details><summary>{title}</summary>"
+    elif title:
+        yield f"**{title}**" if depth else f"#### {title}"
+    for block in section.blocks:
+        yield from _draw(block, depth + 1)
+    if section.folded:
+        yield "</details>"
+
+
+def _draw_excerpt(block: Excerpt, _: int) -> Iterator[str]:
+    place = f"**{escape(block.place)}**" if block.place else ""
+    if where := ", ".join(filter(None, (place, escape(block.where)))):
+        yield where
+    if lines := [line.whole for line in excerpt_lines(block)]:
+        yield _fenced(lines, "text")
+
+
+def _draw_facts(block: Facts, _: int) -> Iterator[str]:
+    if block.facts:
+        yield _table([("", ""), *map(_fact_cells, block.facts)])
+
+
+def _draw_patch(block: Patch, _: int) -> Iterator[str]:
+    if block.lines:
+        yield _fenced(list(map(printable_code, block.lines)), "diff" if block.is_diff else "python")
+
+
+def _draw_table(block: Table, _: int) -> Iterator[str]:
+    shown = block.near_first(_MAX_ROWS)
+    if block.title:
+        yield escape(block.title)
+    if block.columns:
+        headings = [escape(column.heading.strip()) for column in block.columns]
+        yield _table([headings, *(list(map(_cell, row)) for _, row in shown.rows())])
+    if shown.legend:
+        yield escape(shown.legend)
+
+
+def _draw_plot(block: Plot, _: int) -> Iterator[str]:
+    yield escape(block.hint)
+
+
+def _draw_text(block: Text, _: int) -> Iterator[str]:
+    yield _with_code(block.text)
+
+
+_DRAWN_BY: Mapping[type, Callable[[Any, int], Iterator[str]]] = {
+    Headline: _draw_headline,
+    Section: _draw_section,
+    Excerpt: _draw_excerpt,
+    Facts: _draw_facts,
+    Patch: _draw_patch,
+    Table: _draw_table,
+    Plot: _draw_plot,
+    Text: _draw_text,
+}
+
+
+def _fact_cells(fact: Fact) -> tuple[str, str]:
+    return _with_code(fact.label), _command(fact.text) if fact.is_command else _with_code(fact.text)
+
+
+def _cell(cell: str | Cell) -> str:
+    return escape(cell.text if isinstance(cell, Cell) else cell)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    first, *others = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([first, f"|{'---|' * len(rows[0])}", *others])
+
+
+def escape(text: str) -> str:
+    """Return the text as is: without markup, mentions, or links to other issues."""
+    return _SPECIAL.sub(r"\\\1", printable(text).translate(_LINKS))
+
+
+def _with_code(text: str) -> str:
+    """Return an escaped sentence with its code in backticks."""
+    parts = split_code(printable(text))
+    return "".join(_command(part) if is_code else escape(part) for part, is_code in parts)
+
+
+def _command(text: str) -> str:
+    """Return a command as code for a table cell, or as text if it has a backtick or a bar, which ends the cell."""
+    return escape(text) if "`" in text or "|" in text else f"`{printable(text)}`"
+
+
+def _fenced(lines: Sequence[str], language: str) -> str:
+    """Return lines in a code fence that is longer than any run of backticks in them."""
+    fence = "`" * max([3, *(len(run) + 1 for line in lines for run in _FENCE.findall(line))])
+    return "\n".join([f"{fence}{language}", *lines, fence])

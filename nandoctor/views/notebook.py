@@ -1,0 +1,81 @@
+"""Show the records of a report in a notebook, as cards, and the progress of a replay."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+
+from nandoctor.evidence.report import Fix, Report
+from nandoctor.evidence.report_diff import Comparison
+from nandoctor.evidence.verification import Verification
+from nandoctor.replaying.progress import Listener
+from nandoctor.views.html import card_of
+from nandoctor.views.progress import ReplayBar
+
+_WIDTH = 100
+_UPDATE_S = 0.2
+
+
+def show_records() -> None:
+    """Let IPython show records that have a document as cards; do nothing outside of IPython."""
+    shell = _find_shell()
+    if shell is not None:
+        for cls in (Fix, Comparison, Verification):
+            shell.display_formatter.formatters["text/html"].for_type(cls, card_of)
+
+
+def is_notebook() -> bool:
+    """Return True if there is a front end that can replace an output, as Jupyter's."""
+    return getattr(_find_shell(), "kernel", None) is not None
+
+
+def _find_shell() -> Any:
+    get_ipython: Callable[[], Any] | None = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get_ipython() if get_ipython is not None else None
+
+
+class NotebookProgress(Listener):
+    """A listener that shows a replay below its cell: the bar, and the diagnosis once it is known."""
+
+    stops_gently = True
+
+    def __init__(self) -> None:
+        self._text = Console(file=io.StringIO(), width=_WIDTH, force_jupyter=False)
+        self._bar = ReplayBar(self._text)
+        self._card = ""
+        self._shown_s = -math.inf
+        self._output = sys.modules["IPython.display"].display({"text/plain": ""}, raw=True, display_id=True)
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        """Move the bar of the diagnosis."""
+        self._bar.run(stage, done, total)
+        self._show()
+
+    def tell(self, report: Report) -> None:
+        """Show the diagnosis above the bar of the search."""
+        self._card, self._shown_s = card_of(report), -math.inf
+        self.searched(0, None, "")
+
+    def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:
+        """Move the bar of the search."""
+        self._bar.search(num_runs, most_runs, best)
+        self._show()
+
+    def close(self) -> None:
+        """Empty the output: the cell's own result shows the whole report."""
+        self._output.update({"text/plain": ""}, raw=True)
+
+    def _show(self) -> None:
+        if time.monotonic() - self._shown_s < _UPDATE_S:
+            return
+        self._shown_s = time.monotonic()
+        with self._text.capture() as line:
+            self._text.print(self._bar.display.get_renderable())
+        text = line.get().rstrip()
+        self._output.update({"text/plain": text, "text/html": f"{self._card}<pre>{text}</pre>"}, raw=True)

@@ -1,0 +1,51 @@
+"""The kinds of plots in one table: title, content, and whether per-sample statistics are needed.
+
+The module named like the kind draws it; matplotlib is imported only when something is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from nandoctor.errors import NanDoctorError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from nandoctor.evidence.report import Report
+
+
+@dataclass(frozen=True, slots=True)
+class PlotKind:
+    """One kind. `title` is its heading on the page; `per_sample` kinds need a replay with per-sample statistics."""
+
+    title: str
+    shows: str
+    per_sample: bool = False
+
+
+PLOTS: Mapping[str, PlotKind] = {
+    "ranges": PlotKind("Ranges of every layer", "what every layer's values span, against what the format can hold"),
+    "exponents": PlotKind("Exponents", "how they spread over the exponents", per_sample=True),
+    "divergence": PlotKind("Error against fp32", "how far every layer is from fp32, and which one makes the error"),
+    "samples": PlotKind("Samples", "which samples are non-finite, or near the limit, in which layer", per_sample=True),
+    "origin": PlotKind(
+        "Where in the tensor", "which elements of the tensor are the first non-finite ones", per_sample=True
+    ),
+}
+
+
+def draw(report: Report, kind: str) -> Figure:
+    """Return the plot of this kind.
+
+    Raises:
+        NanDoctorError: there is no such kind, or the report lacks the numbers that it shows.
+    """
+    if kind not in PLOTS:
+        raise NanDoctorError(f"There is no plot {kind!r}.", remedy=f"The kinds are: {', '.join(PLOTS)}.")
+    module = import_module(f"nandoctor.views.plots.{kind}")
+    figure: Figure = getattr(module, f"draw_{kind}")(report)
+    return figure

@@ -1,0 +1,221 @@
+"""The ranges plot: bands for the format, bars for the runs, marks for non-finite values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
+
+from nandoctor.evidence.formats import FP32, FloatFormat
+from nandoctor.evidence.report import LayerRow, Report, Runs
+from nandoctor.evidence.trace import name_run
+from nandoctor.text import bits_text, number, plural
+from nandoctor.views.layers import Layers, select_layers
+from nandoctor.views.plots.figures import (
+    BLUE,
+    GREY,
+    MAX_BARS,
+    MAX_VECTORS,
+    NONFINITE_COLOR,
+    ORANGE,
+    SKY,
+    draw_by_layer,
+)
+
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_NEARBY = 1e9
+"""A limit of the format further than this factor from every value is left out of the panel."""
+_BEYOND = 1e3
+"""The factor by which the panel extends past a limit of the format."""
+_CLIP = 1e8
+"""Values further past the limits than this factor are cut off: a value of 1e30 must not squash all others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """The range of one layer's outputs in one run: non-zero finite magnitudes, None if there are none."""
+
+    low: float | None
+    median: float | None
+    high: float | None
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStyle:
+    """The look of one run: `mark_at` is the height of its marks as a share of the panel's."""
+
+    name: str
+    color: str
+    alpha: float
+    width: float
+    median_color: str
+    mark_at: float
+
+
+_FP32 = RunStyle(name="fp32", color=SKY, alpha=0.5, width=0.86, median_color=BLUE, mark_at=0.92)
+_AUTOCAST = RunStyle(name="autocast", color=BLUE, alpha=1, width=0.4, median_color="white", mark_at=0.97)
+
+
+def draw_ranges(report: Report) -> Figure:
+    """Draw the absolute values of every layer's output in execution order, autocast over fp32.
+
+    A bar reaches from the 5 % quantile of the non-zero magnitudes to the largest finite one, with a tick at the
+    median. The figure is independent of pyplot and of the user's style.
+
+    Raises:
+        NanDoctorError: the report holds no run, or no layer with a floating-point output.
+    """
+    return draw_by_layer(
+        report,
+        lambda axes, layers: _draw_panel(axes, report.runs, layers) if report.runs else [],
+        finding=describe_ranges(report),
+        what="5 % quantile, median and maximum of the non-zero magnitudes",
+    )
+
+
+def describe_ranges(report: Report) -> str:
+    """Return the finding: the first non-finite layer and the largest value before it, or the tightest layer."""
+    layers = select_layers(report)
+    low = report.runs.autocast.dtype if report.runs is not None else FP32
+    total = plural(len(layers.pairs), "layer")
+    first = layers.first_nonfinite
+    if first is not None:
+        before = [row.absmax or 0.0 for pair in layers.pairs[:first] for row in pair.rows[:1]]
+        reach = f"; values before it reach {number(max(before))}, and {low} holds {number(low.max)}" if before else ""
+        return f"{layers.pairs[first].label} is the first non-finite of {total}{reach}"
+    tightest = layers.tightest()
+    if tightest is None:
+        return f"{total}, none with a finite value"
+    pair = layers.pairs[tightest]
+    return f"{pair.label} is closest to {low}'s limit of {total}: {bits_text(pair.headroom_bits)} bits of headroom"
+
+
+def scale_panel(axes: Axes, layers: Layers, limits: tuple[float, float], label: str) -> None:
+    """Set the limits of a panel, and make its y axis logarithmic.
+
+    Its labels are plain text: matplotlib's formulas take as long as the rest of a plot.
+    """
+    axes.set_yscale("log")
+    axes.set_ylim(*limits)
+    axes.set_xlim(-0.7, len(layers.pairs) - 0.3)
+    axes.set_ylabel(label)
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: "10" + str(round(math.log10(value))).translate(_SUPERSCRIPTS))
+    )
+
+
+def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
+    """Draw the bars of both runs, and return the artists for the legend.
+
+    Of many layers fp32 is a solid background, and autocast two lines on it: maximum and median.
+    """
+    low = runs.autocast.dtype
+    scale_panel(axes, layers, _find_limits(low, layers), "absolute value")
+    _draw_bands(axes, low)
+    fp32, autocast = _FP32, replace(_AUTOCAST, name=name_run(runs.autocast.policy, low))
+    if len(layers.pairs) > MAX_BARS:
+        fp32 = replace(fp32, width=1.0)
+        autocast = replace(autocast, width=1.0, alpha=0.0, median_color=BLUE)
+    pairs = list(enumerate(layers.pairs))
+    legend: list[Artist] = []
+    for style, rows in ((fp32, [(x, p.fp32) for x, p in pairs]), (autocast, [(x, p.autocast) for x, p in pairs])):
+        spreads = [(x, spread_of(row)) for x, row in rows if row is not None and row.outputs]
+        nonfinite = [x for x, spread in spreads if not spread.finite]
+        marks = mark_nonfinite(axes, nonfinite, style.mark_at, f"non-finite, {style.name}")
+        legend += [_draw_bars(axes, spreads, style), *marks]
+    return legend
+
+
+def spread_of(row: LayerRow) -> Spread:
+    """Return the range of all outputs of a call together; the median is the largest output's.
+
+    A non-finite tensor without exact counts has quantiles of its sample but no maximum; its 95 % quantile is used.
+    """
+    largest = max(row.outputs, key=lambda stats: stats.numel)
+    tops = (stats.p95 if stats.absmax is None else stats.absmax for stats in row.outputs)
+    return Spread(
+        low=min(_positive(stats.p05 for stats in row.outputs), default=None),
+        median=next(_positive([largest.median]), None),
+        high=max(_positive(tops), default=None),
+        finite=row.finite,
+    )
+
+
+def _positive(values: Iterable[float | None]) -> Iterator[float]:
+    return (value for value in values if value is not None and value > 0)
+
+
+def _find_limits(low: FloatFormat, layers: Layers) -> tuple[float, float]:
+    """Return the smallest and largest magnitude to show: all values, and the format's limits if they are near."""
+    spreads = [spread_of(row) for pair in layers.pairs for row in pair.rows if row.outputs]
+    values = list(_positive(value for spread in spreads for value in (spread.low, spread.high))) or [1.0]
+    bottom, top = min(values) / _BEYOND**0.5, max(values) * _BEYOND**0.5
+    if low.flush_threshold > min(values) / _NEARBY:
+        bottom = max(min(bottom, low.flush_threshold / _BEYOND**0.5), low.flush_threshold / _CLIP)
+    if low.max < max(values) * _NEARBY:
+        top = min(max(top, low.max * _BEYOND), low.max * _CLIP)
+    return min(bottom, low.max), max(top, low.smallest_normal)
+
+
+def _draw_bands(axes: Axes, low: FloatFormat) -> None:
+    bottom, top = axes.get_ylim()
+    bands = (
+        (low.max, top, NONFINITE_COLOR, 0.14, f"{low} overflow\n> {number(low.max)}"),
+        (low.flush_threshold, low.smallest_normal, ORANGE, 0.16, f"subnormal\n< {number(low.smallest_normal)}"),
+        (bottom, low.flush_threshold, GREY, 0.35, f"zero\n< {number(low.flush_threshold)}"),
+    )
+    for least, most, color, alpha, name in bands:
+        start, stop = max(least, bottom), min(most, top)
+        if start < stop:
+            axes.axhspan(start, stop, color=color, alpha=alpha, linewidth=0, zorder=0)
+            axes.text(1.008, (start * stop) ** 0.5, name, transform=axes.get_yaxis_transform(), va="center", size=8)
+
+
+def _draw_bars(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Artist:
+    bars = [(x, spread.low or spread.high, spread.high) for x, spread in spreads if spread.high is not None]
+    fill_bars(axes, bars, width=style.width, color=style.color, alpha=style.alpha)
+    medians = [(x, spread.median) for x, spread in spreads if spread.median is not None]
+    draw_edges(axes, medians, style.width, style.median_color)
+    # The top edge is drawn separately and last: the bar of a layer with equal values has no height.
+    draw_edges(axes, [(x, high) for x, _, high in bars], style.width, style.color)
+    return Patch(color=style.color, alpha=style.alpha or 1, label=style.name)
+
+
+def fill_bars(
+    axes: Axes, bars: Sequence[tuple[int, float, float]], *, width: float, color: str, alpha: float = 1.0
+) -> None:
+    """Draw bars at (place, bottom, top), as one collection, since matplotlib is slow with many single bars."""
+    corners = [
+        [(x - width / 2, bottom), (x - width / 2, top), (x + width / 2, top), (x + width / 2, bottom)]
+        for x, bottom, top in bars
+    ]
+    collection = PolyCollection(corners, facecolors=color, alpha=alpha, linewidths=0, zorder=2)
+    collection.set_rasterized(len(bars) > MAX_VECTORS)
+    axes.add_collection(collection, autolim=False)
+
+
+def draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, color: str) -> None:
+    """Draw short horizontal lines, one at each place."""
+    starts, stops = [x - width / 2 for x, _ in places], [x + width / 2 for x, _ in places]
+    lines = axes.hlines([y for _, y in places], starts, stops, color=color, linewidth=1.2, zorder=3)
+    lines.set_rasterized(len(places) > MAX_VECTORS)
+
+
+def mark_nonfinite(axes: Axes, places: Sequence[int], height: float, label: str) -> list[Artist]:
+    """Mark layers with non-finite outputs, at a height that is a share of the panel's; return the marks, if any."""
+    if not places:
+        return []
+    heights, transform = [height] * len(places), axes.get_xaxis_transform()
+    marks = axes.scatter(
+        places, heights, s=22, marker="v", color=NONFINITE_COLOR, transform=transform, label=label, zorder=5
+    )
+    marks.set_rasterized(len(places) > MAX_VECTORS)
+    return [marks]

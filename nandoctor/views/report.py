@@ -1,0 +1,202 @@
+"""The document of a report: the answer, the fixes, the evidence, what else was tried, the layers, the file, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from nandoctor.evidence.formats import FP32
+from nandoctor.evidence.report import Origin, Report
+from nandoctor.evidence.trace import LOSS, describe_run
+from nandoctor.source_files import PACKAGE_FOLDERS
+from nandoctor.text import (
+    kinds_text,
+    nonfinite_part,
+    ordinal,
+    samples_text,
+)
+from nandoctor.views.blocks import (
+    Block,
+    Excerpt,
+    Fact,
+    Facts,
+    Headline,
+    Level,
+    Plot,
+    Section,
+)
+from nandoctor.views.commands import command_for, next_facts
+from nandoctor.views.evidence import (
+    describe_fp32_error,
+    describe_reproduction,
+    describe_spread,
+    evidence_facts,
+    extent_facts,
+    list_operands,
+    note_facts,
+    short_name,
+    short_place,
+)
+from nandoctor.views.fixes import fix_section
+from nandoctor.views.inspect_dump import file_blocks
+from nandoctor.views.layer_table import every_layer, layers_near
+from nandoctor.views.trials import constant_facts, trial_facts
+from nandoctor.views.verdicts import MEANINGS, tone_of
+
+_MAX_NOTES = 4
+_MAX_CONSTANTS = 200
+_HIDDEN_BESIDE_FIXES = frozenset({"input", "in fp32", "path"})  # all has to fit on one screen
+_HIDDEN_BESIDE_VERIFIED = _HIDDEN_BESIDE_FIXES | {"cause", "extent"}
+_PLOTS = ("ranges", "divergence", "exponents", "samples")
+
+
+def report_document(report: Report, level: Level, *, has_page: bool = False) -> Iterator[Block]:
+    """Yield the headline, then sections: what to read first, the fixes, and as much of the rest as the level has.
+
+    With `has_page` it does not say how to make the page.
+    """
+    yield Headline(report.headline, tone=tone_of(report.verdict))
+    yield answer_section(report, level)
+    if report.fp32_error is not None:
+        yield Section("", [Facts([Fact("fp32", describe_fp32_error(report.fp32_error))])])
+    if (fixes := fix_section(report, level)) is not None:
+        yield fixes
+    following = next_facts(report, page=not has_page)
+    rest = _rest_of_screen if level == "screen" else _rest_of_page
+    yield from filter(None, rest(report, following))
+
+
+def answer_section(report: Report, level: Level) -> Section:
+    """Return what is known before any search for fixes: the place, the verdict, and how well the replay agrees."""
+    excerpt = report.excerpt
+    place = f"{_in_package(excerpt.path)}:{excerpt.line}" if excerpt is not None else ""
+    path = Path(excerpt.file if excerpt is not None else "")
+    source = Excerpt(
+        place=place,
+        link=path.as_uri() if path.is_absolute() else "",
+        where=_describe_where(report),
+        source=excerpt,
+        remark=_remark(report),
+        context=1 if level == "screen" else 3,
+    )
+    facts = [
+        Fact(report.verdict, describe_verdict(report)),
+        Fact("replay", describe_reproduction(report.reproduction)),
+    ]
+    return Section("", [source, Facts(facts)])
+
+
+def _in_package(path: str) -> str:
+    """Return the path from an installed package on, since the whole does not fit into a line; other paths as is."""
+    names = path.replace("\\", "/").split("/")
+    places = [index for index, name in enumerate(names) if name in PACKAGE_FOLDERS]
+    return "/".join(names[places[-1] + 1 :]) if places else path
+
+
+def describe_verdict(report: Report) -> str:
+    """Return the verdict's meaning, with the formats of this replay."""
+    run = report.runs.autocast if report.runs is not None else None
+    under = "in the replay" if run is None or run.dtype == FP32 else describe_run(run.policy, run.dtype)
+    kinds = kinds_text(report.origin.elements.kinds) if report.origin is not None else ""
+    return MEANINGS[report.verdict].format(under=under, kinds=kinds or "non-finite")
+
+
+def _describe_where(report: Report) -> str:
+    """Return function, module, call and samples: "ChannelNorm.forward (2nd call of norm, sample 2)"."""
+    origin = report.origin
+    if origin is None:
+        return ""
+    function = report.excerpt.function if report.excerpt is not None else ""
+    samples = origin.elements.samples
+    told = samples_text(samples, origin.elements.batch_size) if samples else ""
+    notes = (_describe_module(origin) if function else "", told)
+    details = ", ".join(filter(None, notes))
+    owner = function or ("the batch" if origin.phase == "input" else short_place(origin.place).with_type)
+    return f"{owner} ({details})" if details else owner
+
+
+def _describe_module(origin: Origin) -> str:
+    place = origin.place
+    name = "the loss" if place.module == LOSS else short_name(place.module)
+    if not place.call:
+        return name
+    return f"{ordinal(place.call + 1)} call of {name or 'the model'}"
+
+
+def _remark(report: Report) -> str:
+    """Return the text beside the caret: the cause's own remark, else how many values are non-finite."""
+    if report.cause is not None and report.cause.source is not None:
+        return report.cause.remark
+    if report.origin is None or not report.origin.elements.kinds:
+        return ""
+    found = report.origin.elements
+    return nonfinite_part(found.kinds, found.num_bad, found.numel, "value")
+
+
+def _rest_of_screen(report: Report, following: list[Fact]) -> Iterator[Section | None]:
+    """Yield evidence and what to do next, without what a fix makes superfluous; the layers if no fix was verified."""
+    solved = any(fix.verified for fix in report.fixes)
+    left_out = _HIDDEN_BESIDE_VERIFIED if solved else _HIDDEN_BESIDE_FIXES if report.fixes else frozenset()
+    if _names_the_layer(report):
+        left_out |= {"layers"}
+    notes = note_facts(report)
+    if len(notes) > _MAX_NOTES:
+        notes[_MAX_NOTES:] = [Fact("note", f"{len(notes) - _MAX_NOTES} more in the report (-o report.json)")]
+    evidence = [fact for fact in (*evidence_facts(report), *trial_facts(report)) if fact.label not in left_out]
+    last = [fact for fact in (*extent_facts(report), *notes, *following) if fact.label not in left_out]
+    around = {"before": 2, "after": 1} if report.fixes else {}
+    table = None if solved else layers_near(report, **around)
+    if table is None:
+        yield _facts_section([*evidence, *last])
+    else:
+        yield from (_facts_section(evidence), Section("", [table]), _facts_section(last))
+
+
+def _facts_section(facts: list[Fact]) -> Section | None:
+    return Section("", [Facts(facts)]) if facts else None
+
+
+def _names_the_layer(report: Report) -> bool:
+    """Return True if the answer's place, or the marked row of the table, names the first non-finite layer."""
+    first, origin = report.first_nonfinite, report.origin
+    if first is None or first.where != "output":
+        return False
+    solved = any(fix.verified for fix in report.fixes)
+    return not solved or (origin is not None and origin.place.key == first.place.key)
+
+
+def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Section | None]:
+    yield _evidence_of_page(report)
+    if trials := trial_facts(report):
+        yield Section("What else was tried", [Facts(trials)], name="What else was tried", folded=True)
+    if (layers := every_layer(report)) is not None:
+        yield Section("Every layer, in both precisions", [layers], name="Every layer", folded=True)
+        yield Section("Plots", [_plot(kind, report) for kind in _PLOTS], name="Plots", folded=True)
+    if constants := constant_facts(report.eps_audit[:_MAX_CONSTANTS]):
+        title = "Eps constants, and what the format made of them"
+        yield Section(title, [Facts(constants)], name="Eps constants", folded=True)
+    yield Section("In the file", file_blocks(report.dump), name="In the file", folded=True)
+    versions = Facts([Fact(name, text) for name, text in asdict(report.environment).items()])
+    notes = Facts([*extent_facts(report), *note_facts(report), *following])
+    yield Section("Notes", [notes, Section("Versions", [versions], folded=True)], name="Notes")
+
+
+def _evidence_of_page(report: Report) -> Section | None:
+    """Return the facts, the operands, how the values spread, and the sample and the tensor where it began."""
+    facts = evidence_facts(report)
+    origin, found = report.origin, report.cause.evidence if report.cause is not None else ()
+    facts += [Fact("evidence", text) for text in dict.fromkeys(item.text for item in found)]
+    facts += list_operands(origin) if origin is not None else []
+    plots: list[Block] = [_plot("sample", report)] if report.sample is not None else []
+    if origin is not None and origin.grid is not None:
+        facts.append(Fact("in the tensor", describe_spread(origin.grid)))
+        is_uniform = len({count for row in origin.grid.counts for count in row}) == 1  # a sentence says as much
+        plots += [] if is_uniform else [_plot("origin", report)]
+    blocks: list[Block] = [*([Facts(facts)] if facts else []), *plots]
+    return Section("Evidence", blocks, name="Evidence") if blocks else None
+
+
+def _plot(kind: str, report: Report) -> Plot:
+    command = None if kind == "sample" else command_for("plot", report, f"--kind {kind}")
+    return Plot(kind, report, f"{kind}: {command or 'on the page (report.html)'}")

@@ -1,0 +1,102 @@
+"""Write files atomically, and a record in the format of its file's extension.
+
+Each renderer is imported only when it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.text import join_words
+
+MARK = "nandoctor"
+"""A word near the beginning or the end of every file that nandoctor writes."""
+_SCRIPT_MARK = "made by  nandoctor "
+"""Marks a script of `nandoctor repro`; users' own scripts mention nandoctor too."""
+_SCANNED_NBYTES = 1 << 14
+PICTURE_ENDINGS = (".png", ".svg", ".pdf")
+ENDINGS = (".html", ".md", ".json", *PICTURE_ENDINGS)
+
+
+def save(found: Any, path: Path) -> None:
+    """Write the page (.html), Markdown (.md), the record (.json) or a report's ranges plot (.png, .svg, .pdf).
+
+    Raises:
+        NanDoctorError: the extension is unknown, there is nothing to draw, or the file cannot be written.
+    """
+    check_ending(path, ENDINGS)
+    ending = path.suffix.lower()
+    if ending in PICTURE_ENDINGS:
+        from nandoctor.views.plots.figures import save_figure
+        from nandoctor.views.plots.kinds import draw
+
+        save_figure(draw(found, "ranges"), path)
+    else:
+        write_text(_text_of(found, ending), path)
+
+
+def _text_of(found: Any, ending: str) -> str:
+    if ending == ".json":
+        from nandoctor.views.jsonfile import dumps
+
+        return f"{dumps(found)}\n"
+    if ending == ".html":
+        from nandoctor.views.html import page_of
+
+        return page_of(found)
+    from nandoctor.views.document import document
+    from nandoctor.views.markdown import draw_markdown
+
+    return f"{draw_markdown(document(found, 'page'))}\n<!-- {MARK} -->\n"
+
+
+def check_ending(path: Path, endings: Sequence[str]) -> None:
+    """Raise NanDoctorError if the path ends in none of `endings`."""
+    if path.suffix.lower() not in endings:
+        raise NanDoctorError(
+            f"{path}: unknown ending; use {join_words(endings, 'or')}.",
+            remedy="The ending of the name decides what is written.",
+        )
+
+
+def write_text(text: str, path: str | os.PathLike[str]) -> None:
+    """Write the file atomically: readers see the old file or the whole new one. Raise NanDoctorError on failure."""
+    write_bytes(text.encode("utf-8", "backslashreplace"), path)
+
+
+def write_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
+    """Write the file atomically: readers see the old file or the whole new one. Raise NanDoctorError on failure."""
+    target = Path(os.path.realpath(path))  # a link's target is replaced, not the link
+    draft = target.with_name(f".nandoctor-{os.urandom(8).hex()}.tmp")
+    try:
+        with draft.open("xb") as file:
+            file.write(data)
+        if target.exists():
+            draft.chmod(target.stat().st_mode & 0o7777)
+        draft.replace(target)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise NanDoctorError(
+            f"The file cannot be written to {path}: {error.strerror or error}.",
+            remedy="Name a file in an existing, writable folder with free space.",
+        ) from error
+
+
+def is_replaceable(path: Path) -> bool:
+    """Return True if overwriting the file loses nothing: it does not exist, or nandoctor wrote it."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_SCANNED_NBYTES)
+            file.seek(max(file.seek(0, os.SEEK_END) - _SCANNED_NBYTES, 0))
+            ours = _SCRIPT_MARK if path.suffix.lower() == ".py" else MARK
+            return ours.encode() in head + file.read()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False

@@ -1,0 +1,71 @@
+"""What each surface makes of a document, as text to compare."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+
+import factory
+from rich.console import Console
+
+from nandoctor.views.blocks import Cell, Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text
+from nandoctor.views.document import document
+from nandoctor.views.excerpt import excerpt_lines
+from nandoctor.views.html import card_of
+from nandoctor.views.markdown import draw_markdown
+from nandoctor.views.terminal import print_document
+
+
+def terminal(thing, *, width=80, level="screen", more=None, **options):
+    console = Console(file=io.StringIO(), width=width, **options)
+    print_document(document(thing, level, **(more or {})), console)
+    return console.file.getvalue()
+
+
+def markdown(thing, **more):
+    return draw_markdown(document(thing, "page", **more))
+
+
+def visible(markup):
+    """The text of a page, without its styles and scripts, tags as line breaks."""
+    body = re.sub(r"<(style|script|title|noscript)\b.*?</\1>", "", markup, flags=re.DOTALL)
+    return "\n".join(line for line in html.unescape(re.sub(r"<[^>]+>", "", body)).splitlines() if line.strip())
+
+
+SURFACES = {
+    "terminal": terminal,
+    "markdown": markdown,
+    "page": lambda thing: visible(factory.sketch_of(thing)),
+    "card": lambda thing: visible(card_of(thing)),
+}
+LEVELS = {"terminal": "screen", "markdown": "page", "page": "page", "card": "screen"}
+
+
+def texts(blocks, limit):
+    """Every text that blocks have to say, with `limit` rows of a table."""
+    for block in blocks:
+        match block:
+            case Headline():
+                yield from (block.word, block.text)
+            case Section():
+                yield block.title
+                yield from texts(block.blocks, limit)
+            case Excerpt():
+                yield from (block.place, block.where, *(line.whole for line in excerpt_lines(block)))
+            case Facts():
+                yield from (text for fact in block.facts for text in (fact.label, fact.text))
+            case Patch():
+                yield from block.lines
+            case Table():
+                shown = block.near_first(limit)
+                yield from (shown.title, shown.legend, *(column.heading for column in shown.columns))
+                cells = [cell for column in shown.columns for cell in column.cells]
+                yield from (cell.text if isinstance(cell, Cell) else cell for cell in cells)
+            case Plot() | Text():
+                yield getattr(block, "text", "")
+
+
+def letters(text):
+    """The letters and digits alone: neither markup nor where a line breaks matters."""
+    return re.sub(r"[\W_]+", "", text.replace("&#64;", "@").replace("&#35;", "#"))

@@ -1,0 +1,112 @@
+"""The place of the answer and the lines of source around it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import factory
+import pytest
+
+from nandoctor.views.excerpt import excerpt_lines
+from nandoctor.views.report import answer_section, describe_verdict
+
+
+def answer(report):
+    return answer_section(report, "page").blocks[0]
+
+
+def shown(excerpt, context=3, width=None):
+    block = replace(answer(replace(factory.fixable(), excerpt=excerpt)), context=context)
+    return [line.whole for line in excerpt_lines(block, width)]
+
+
+@pytest.fixture
+def excerpt():
+    return factory.fixable().excerpt
+
+
+def test_the_place_is_clickable(excerpt):
+    block = answer(factory.fixable())
+    assert (block.place, block.link) == ("net.py:45", "file:///home/them/net.py")
+    assert block.where == "Attention.forward (encoder.blocks.2.attention, sample 2)"
+
+
+@pytest.mark.parametrize("root", ["/home/them/.venv/lib/python3.11/site-packages/", "C:\\env\\site-packages\\"])
+def test_a_file_of_a_package_is_named_from_the_package_on(root, excerpt):
+    made = replace(factory.fixable(), excerpt=replace(excerpt, path=f"{root}kit/nn.py", file=f"{root}kit/nn.py"))
+    assert answer(made).place == "kit/nn.py:45"
+
+
+def test_later_calls_are_counted_from_one():
+    made = factory.fixable()
+    again = replace(made, origin=factory.put(made.origin, call=1))
+    assert answer(again).where == "Attention.forward (2nd call of encoder.blocks.2.attention, sample 2)"
+
+
+def test_an_expression_over_several_lines_has_carets_below_each(excerpt):
+    lines = ("def forward(self, x):", "    return (x", "            + y", "            + 1e-8)", "", "")
+    assert shown(replace(excerpt, first=9, lines=lines, line=10, end_line=12, column=11, end_column=18), context=1) == [
+        "   9 | def forward(self, x):",
+        "> 10 |     return (x",
+        "     |            ^^",
+        "> 11 |             + y",
+        "     |             ^^^",
+        "> 12 |             + 1e-8)",
+        "     |             ^^^^^^ 1e-8 is 0 in fp16",
+    ]
+
+
+def test_a_long_expression_is_marked_by_its_lines_alone(excerpt):
+    lines = ("f(", *("    x," for _ in range(8)), ")")
+    text = shown(replace(excerpt, first=1, lines=lines, line=1, end_line=10, column=0, end_column=1))
+    assert all(line.startswith(">") for line in text)
+
+
+def test_wide_letters_take_two_columns(excerpt):
+    text = shown(replace(excerpt, first=1, lines=("层 = 归一(x)",), line=1, end_line=1, column=4, end_column=9))
+    assert text[1].index("^") == len("> 1 | ") + len("层 = ") + 1
+    assert text[1].count("^") == 7
+
+
+def test_a_narrow_screen_shows_the_expression_of_a_long_line(excerpt):
+    line = "y = " + "a + " * 40 + "torch.sqrt(z)"
+    end = len(line)
+    text = shown(
+        replace(excerpt, first=1, lines=(line,), line=1, end_line=1, column=end - 13, end_column=end), width=60
+    )
+    assert max(map(len, text)) <= 60
+    assert "torch.sqrt(z)" in text[0]
+    assert "^" * 13 in text[1]
+
+
+@pytest.mark.parametrize("width", range(40, 90))
+def test_no_letter_goes_without_a_mark(excerpt, width):
+    line = "    normalized = (values - mean) / torch.sqrt(variance + 1e-8)"
+    found = replace(excerpt, first=1, lines=(line,), line=1, end_line=1, column=len(line) - 28, end_column=len(line))
+    code = shown(found, width=width)[0].partition(" | ")[2]
+    assert code.startswith(("normalized", "…"))
+    assert len(code) <= max(width - 6, 20)
+    assert code.endswith("torch.sqrt(variance + 1e-8)"[-12:]) or code.endswith("…")
+
+
+def test_a_remark_without_room_stands_below_the_carets(excerpt):
+    text = shown(excerpt, width=50)
+    assert text[-2].endswith("^^^^")
+    assert text[-1] == "     | 1e-8 is 0 in fp16"
+
+
+def test_without_columns_the_line_alone_is_marked(excerpt):
+    assert [line[:1] for line in shown(replace(excerpt, column=None, end_column=None))] == [" ", ">"]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (factory.fixable, "NaN under fp16 autocast only; fp32 is finite"),
+        (factory.precision, "non-finite under fp16 autocast only; fp32 is finite"),
+        (factory.healthy, "nothing that was checked failed under fp16 autocast or in fp32"),
+        (factory.weights_only, "the weights or buffers in the file are to blame"),
+    ],
+)
+def test_the_verdict_names_the_formats(make, text):
+    assert describe_verdict(make()) == text

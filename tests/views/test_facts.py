@@ -1,0 +1,169 @@
+"""The evidence of a report in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import factory
+from one_test import for_each
+
+from nandoctor.evidence.formats import BF16, FP16, FP32
+from nandoctor.evidence.report import Diagnosis, Reproduction
+from nandoctor.evidence.trace import Place
+from nandoctor.evidence.verdicts import Verdict
+from nandoctor.views.evidence import describe_reproduction, evidence_facts, extent_facts, list_operands
+from nandoctor.views.verdicts import MEANINGS
+
+
+def facts(report):
+    return {fact.label: fact.text for fact in (*evidence_facts(report), *extent_facts(report))}
+
+
+def with_first(**changes):
+    report = factory.precision()
+    return facts(replace(report, first_nonfinite=factory.put(report.first_nonfinite, **changes)))
+
+
+def test_the_first_nonfinite_layer_in_full():
+    assert facts(factory.precision()) == {
+        "layers": "encoder.blocks.2.attention (MultiheadAttention) is the first non-finite of 20 layers",
+        "extent": "NaN in 8,192 of 65,536, sample 2 (fp16 [4, 16, 32, 32], first at [2, 0, 0, 0])",
+        "input": "finite, up to 0.31 (fp16)",
+        "in fp32": "computes 81,234 here: 24 % above what fp16 can hold (65,504)",
+    }
+
+
+REPRODUCES, BAD = "reproduces your run", "512 of 4,096 values of logit are non-finite"
+GRADES = [
+    ({"grade": "exact", "num_bad_saved": 0}, f"{REPRODUCES}: logit is finite in both, and identical"),
+    ({"grade": "exact"}, f"{REPRODUCES}: the same {BAD}, all others identical"),
+    (
+        {"grade": "same-mask", "max_rel_err": 0.0123},
+        f"{REPRODUCES}: the same {BAD}, all others within 1.2 % of the largest",
+    ),
+    (
+        {"grade": "same-mask", "num_bad_saved": 4096, "max_rel_err": None},
+        f"{REPRODUCES}: the same 4,096 of 4,096 values of logit are non-finite, no others to compare",
+    ),
+    (
+        {"grade": "same-mask", "num_bad_saved": 0, "max_rel_err": 0.8},
+        f"{REPRODUCES} in part: logit is finite in both, and within 80 % of the largest",
+    ),
+    (
+        {"grade": "elsewhere", "num_bad_replayed": 300},
+        f"does not reproduce your run: {BAD} in the file, 300 in the replay",
+    ),
+    ({"grade": "finite", "num_bad_replayed": 0}, f"does not reproduce your run: {BAD} in the file, none in the replay"),
+    ({"grade": "no-reference"}, "unchecked: none of the outputs is known to be the saved logit"),
+    ({"grade": "no-reference", "output": None}, "unchecked: there is no saved output to compare with"),
+]
+
+
+@for_each(GRADES, star=True)
+def test_grades_in_words(changes, text):
+    whole = Reproduction(grade="exact", output="logit", num_bad_saved=512, num_bad_replayed=512, numel=4096)
+    assert describe_reproduction(replace(whole, **changes)) == text
+
+
+SKIP = Place(module="skip", type="Skip", call=1)
+FIRST = [
+    ("layers", {"module": "", "type": "UNet"}, "the model (UNet) is the first non-finite of 21 layers"),
+    ("extent", {"samples": (0, 3)}, "samples 0 and 3 (fp16 "),
+    ("extent", {"samples": (0, 1, 2, 3)}, ", every sample ("),
+    ("extent", {"samples": None}, "65,536 (fp16 [4, 16, 32, 32], first at"),
+    (
+        "extent",
+        {"value": factory.tensor(nonfinite=factory.counts(9), shape=(64, 8)), "samples": tuple(range(0, 18, 2))},
+        "samples 0, 2, 4 and 6 more",
+    ),
+    (
+        "input",
+        {"inputs": (factory.tensor(0.5, path="[0]"), factory.tensor(None, path=".m", nonfinite=factory.counts(4)))},
+        "[0] finite, up to 0.5 (fp16) and .m non-finite, no finite value (fp16)",
+    ),
+    (
+        "in fp32",
+        {"would_be": 12.5, "where": "between", "seen_in": SKIP},
+        "skip (2nd call) is given finite values, up to 12.5, which fp16 can hold (65,504)",
+    ),
+]
+FIRST += [
+    ("in fp32", {"would_be": value, "value": factory.tensor(nonfinite=factory.counts(8192), dtype=dtype)}, text)
+    for value, dtype, text in (
+        (65519.0, FP16, "finite, up to 65,519, which fp16 can hold (65,504)"),
+        (65520.0, FP16, "computes 65,520 here: 0.024 % above what fp16 can hold (65,504)"),
+        (1e3, BF16, "finite, up to 1,000, which bf16 can hold (3.39e38)"),
+        (12.5, FP32, "finite, up to 12.5"),
+    )
+]
+
+
+@for_each(FIRST, star=True)
+def test_the_first_nonfinite_layer_in_words(label, changes, text):
+    assert text in with_first(**changes)[label]
+
+
+def test_a_value_between_modules():
+    assert facts(factory.residual())["layers"] == (
+        "first seen inside the forward of encoder.blocks.1 (Block), before the call of encoder.blocks.2.norm"
+    )
+
+
+def test_what_fp32_gives_is_said_only_where_it_is_finite():
+    assert "in fp32" not in facts(factory.numerics())
+    told = facts(factory.nonfinite_input())
+    assert told["layers"] == "image is non-finite in the saved batch"
+    assert {"input", "in fp32"}.isdisjoint(told)
+
+
+def test_bad_state_is_listed():
+    assert facts(factory.weights_only()) == {"weights": "non-finite: head.weight (3 of 4,096)"}
+    assert facts(factory.state())["buffers"] == (
+        "non-finite: norm0.running_var (64 of 64), norm1.running_var (64 of 64), norm2.running_var (64 of 64) "
+        "and 2 more"
+    )
+
+
+def test_the_first_value_too_large_and_an_early_end():
+    runs = factory.network(8)
+    raised = replace(runs.autocast, raised="boom\n" * 99)
+    told = facts(factory.report(replace(runs, first_unholdable=runs.fp32.modules[5].place, autocast=raised)))
+    assert told["too large"] == "encoder.blocks.1.norm is the first whose fp32 value fp16 cannot hold"
+    assert told["raised"].startswith(r"the fp16 run stopped early: boom\nboom")
+    assert len(told["raised"]) < 200
+    made = factory.precision()
+    same = replace(made, runs=replace(made.runs, first_unholdable=made.first_nonfinite.place))
+    assert "too large" not in facts(same)  # the first non-finite layer is told already
+
+
+def test_every_verdict_has_a_meaning():
+    assert MEANINGS.keys() == set(get_args(Verdict))
+
+
+@for_each(
+    [
+        ("norm", 45, None),
+        ("norm", 46, "eps-underflow (div in norm (2nd call))"),
+        ("exit.norm", 45, "eps-underflow (div in exit.norm (2nd call))"),
+    ],
+    star=True,
+)
+def test_the_same_line_in_a_loop_is_told_once(module, line, told):
+    made = factory.fixable()
+    first = replace(made.origin, place=Place(module="norm", type="ChannelNorm", call=0))
+    again = replace(first, place=Place(module=module, type="ChannelNorm", call=1))
+    again = replace(again, source=replace(again.source, line=line))
+    found = replace(made, origin=first, also=(Diagnosis(origin=again, cause=made.cause),))
+    assert facts(found).get("also") == told
+
+
+def test_tensors_have_the_names_of_the_code_or_a_place():
+    made = factory.fixable().origin
+    made = replace(made, source=replace(made.source, expression="x / torch.sqrt(variance + 1e-8)"))
+    assert [fact.label for fact in list_operands(made)] == ["`x`", "`torch.sqrt(variance + 1e-8)`", "result"]
+    unknown = replace(made, source=None)
+    assert [fact.label for fact in list_operands(unknown)] == ["the first operand", "the divisor", "result"]
+    backward = replace(made, phase="backward")
+    assert [fact.label for fact in list_operands(backward)][:2] == ["the first operand", "the divisor"]
+    assert not any(word in fact.text for fact in list_operands(made) for word in ("self", "other"))

@@ -1,0 +1,223 @@
+import itertools
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import factory
+import matplotlib
+import pytest
+from matplotlib.collections import PathCollection, PolyCollection
+
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.formats import BF16, FP16, FP32
+from nandoctor.evidence.report import Runs
+from nandoctor.views.layers import select_layers
+from nandoctor.views.plots.figures import MAX_BARS, save_figure
+from nandoctor.views.plots.ranges import draw_ranges, spread_of
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def names(axes):
+    return [label.get_text() for label in axes.get_xticklabels()]
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def marks(axes, marker_name):
+    """Where the marks of one kind stand."""
+    found = [c for c in axes.collections if isinstance(c, PathCollection) and c.get_label() == marker_name]
+    return [x for collection in found for x, _ in collection.get_offsets()]
+
+
+def bars(axes):
+    """Bottom and top of each bar."""
+    drawn = [one for one in axes.collections if isinstance(one, PolyCollection)]
+    return [(path.vertices[0][1], path.vertices[1][1]) for one in drawn for path in one.get_paths()]
+
+
+def report_on(*pairs, **changes):
+    """A report on layers given as (autocast tensor, fp32 tensor)."""
+    autocast = [factory.row(f"layer{i}", "Linear", a, depth=1) for i, (a, _) in enumerate(pairs)]
+    fp32 = [factory.row(f"layer{i}", "Linear", b, depth=1) for i, (_, b) in enumerate(pairs)]
+    runs = Runs(autocast=factory.run(autocast, dtype=FP16), fp32=factory.run(fp32, dtype=FP32))
+    return factory.report(runs, **changes)
+
+
+def test_twenty_layers_all_have_names_and_bars():
+    figure = draw_ranges(factory.precision())
+    (axes,) = figure.axes
+    shown = [f"encoder.blocks.{i // 4}.{('norm', 'attention', 'project', 'mlp')[i % 4]}" for i in range(20)]
+    assert names(axes) == shown
+    assert len(bars(axes)) == 40
+    first = factory.network(20).fp32.modules[0].outputs[0]
+    assert bars(axes)[0] == pytest.approx((first.p05, first.absmax))
+    assert figure.get_suptitle().startswith("encoder.blocks.2.attention is the first non-finite of 20 layers")
+    assert legend(figure) == ["fp32", "fp16 autocast", "non-finite, fp16 autocast"]
+
+
+def test_bands_are_those_of_the_format_and_both_runs_are_marked():
+    figure = draw_ranges(factory.numerics())
+    (axes,) = figure.axes
+    assert marks(axes, "non-finite, fp32") == list(range(9, 20))
+    assert "fp16 overflow\n> 65,504" in texts(axes)
+    assert "subnormal\n< 6.1e-5" in texts(axes)
+    assert "zero\n< 2.98e-8" in texts(axes)
+    edges = {round(edge, 12) for patch in axes.patches for edge in (patch.get_y(), patch.get_y() + patch.get_height())}
+    assert {65504.0, round(2.0**-14, 12), round(2.0**-25, 12)} <= edges
+
+
+def test_the_first_nonfinite_layer_and_those_after_it_are_marked():
+    (axes,) = draw_ranges(factory.precision()).axes
+    assert marks(axes, "non-finite, fp16 autocast") == list(range(9, 20))
+    assert "first non-finite: NaN in the output of encoder.blocks.2.attention" in texts(axes)
+    assert [9, 9] in [list(line.get_xdata()) for line in axes.lines]
+    bold = [label.get_text() for label in axes.get_xticklabels() if label.get_weight() == "bold"]
+    assert bold == ["encoder.blocks.2.attention"]
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "place"),
+    [
+        (factory.residual, "+Inf in the forward of encoder.blocks.1", 7.5),
+        (factory.nonfinite_input, "NaN in the saved batch", -0.5),
+        (factory.numerics, "NaN in the output of encoder.blocks.2.attention", 9),
+    ],
+)
+def test_the_first_place_is_marked_whatever_it_is(make, text, place):
+    (axes,) = draw_ranges(make()).axes
+    assert f"first non-finite: {text}" in texts(axes)
+    assert [place, place] in [list(line.get_xdata()) for line in axes.lines]
+
+
+FLAT = [(factory.tensor(1.0 + i), factory.tensor(1.0 + i, dtype=FP32)) for i in range(300)]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: factory.precision(400, nonfinite_from=250), lambda: report_on(*FLAT)], ids=["blocks", "flat"]
+)
+def test_of_many_layers_as_many_are_named_as_have_room(make):
+    report = make()
+    figure = draw_ranges(report)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    assert len(bars(axes)) == 2 * len(select_layers(report).pairs)
+    assert 30 <= len(names(axes)) <= MAX_BARS
+    first = report.first_nonfinite
+    assert first is None or first.place.label in names(axes)
+    boxes = sorted((label.get_window_extent().x0, label.get_window_extent().x1) for label in axes.get_xticklabels())
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(boxes))
+
+
+def test_a_layer_without_a_finite_value_has_a_mark_and_no_bar():
+    nonfinite = factory.tensor(None, nonfinite=factory.counts(9))
+    for reference, num_bars in ((factory.tensor(2.0), 1), (nonfinite, 0)):
+        (axes,) = draw_ranges(report_on((nonfinite, reference))).axes
+        assert len(bars(axes)) == num_bars
+        assert marks(axes, "non-finite, fp16 autocast") == [0]
+
+
+def test_a_wide_format_is_not_drawn_to_its_limits():
+    (axes,) = draw_ranges(factory.precision(low=BF16, would_be=1.0)).axes
+    bottom, top = axes.get_ylim()
+    assert bottom > 1e-6
+    assert top < 1e6
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e300])
+@pytest.mark.parametrize("low", [FP16, BF16])
+def test_any_magnitude_leaves_an_axis(size, low):
+    report = report_on((factory.tensor(size, dtype=low), factory.tensor(size, dtype=FP32)))
+    runs = replace(report.runs, autocast=replace(report.runs.autocast, dtype=low))
+    bottom, top = draw_ranges(replace(report, runs=runs)).axes[0].get_ylim()
+    assert 0 < bottom < top < float("inf")
+
+
+def test_a_layer_without_a_maximum_reaches_to_its_95_percentile():
+    sampled = replace(factory.tensor(8.0), finite=False, min=None, max=None, absmax=None)
+    (axes,) = draw_ranges(report_on((sampled, factory.tensor(8.0)))).axes
+    assert bars(axes)[1] == pytest.approx((8.0 / 300, 4.0))
+
+
+def test_all_outputs_of_a_call_count():
+    row = factory.row("a", "LSTM", factory.tensor(8.0))
+    row = replace(row, outputs=(*row.outputs, factory.tensor(100.0, shape=(1,)), factory.tensor(0.0, shape=(2,))))
+    spread = spread_of(row)
+    assert (spread.high, spread.median, spread.low) == (100.0, 8.0 / 12, 8.0 / 300)
+    assert spread.finite
+
+
+def test_nothing_was_run():
+    with pytest.raises(NanDoctorError, match="nothing was run") as caught:
+        draw_ranges(factory.weights_only())
+    assert "nandoctor inspect" in caught.value.remedy
+    with pytest.raises(NanDoctorError, match="no layer returned numbers"):
+        draw_ranges(report_on())
+
+
+@pytest.fixture(scope="module")
+def figure():
+    return draw_ranges(factory.precision(4, nonfinite_from=2))
+
+
+def test_svg_text_stays_text(figure, tmp_path):
+    save_figure(figure, tmp_path / "ranges.svg")
+    text = (tmp_path / "ranges.svg").read_text()
+    assert text.startswith("<?xml")
+    assert ">encoder.blocks.0.project</text>" in text
+    assert ">fp16 autocast</text>" in text
+
+
+@pytest.mark.parametrize("suffix", [".png", ".PNG"])
+def test_png_has_the_size_of_the_figure(suffix, figure, tmp_path):
+    save_figure(figure, tmp_path / f"ranges{suffix}")
+    data = (tmp_path / f"ranges{suffix}").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert struct.unpack(">II", data[16:24])[0] == round(figure.get_figwidth() * 150)
+
+
+def test_a_long_headline_and_long_names_leave_room_for_the_panel(tmp_path):
+    made = factory.precision()
+    name = "stage." * 60
+    rows = tuple(factory.put(row, module=name) if not row.finite else row for row in made.runs.autocast.modules)
+    runs = replace(made.runs, autocast=replace(made.runs.autocast, modules=rows))
+    seen = factory.put(made.first_nonfinite, module=name)
+    figure = draw_ranges(replace(made, headline="word " * 900, runs=runs, first_nonfinite=seen))
+    figure.canvas.draw()
+    panel = figure.axes[0].get_window_extent()
+    assert panel.width > 0.6 * figure.bbox.width
+    assert panel.height > 0.3 * figure.bbox.height
+
+
+def test_the_users_style_is_neither_used_nor_changed():
+    with matplotlib.rc_context({"text.usetex": True, "axes.facecolor": "black", "figure.dpi": 17}):
+        before = dict(matplotlib.rcParams)
+        figure = draw_ranges(factory.healthy(3))
+        assert dict(matplotlib.rcParams) == before
+    assert figure.axes[0].get_facecolor() == (1, 1, 1, 1)
+    assert not figure.axes[0].get_xticklabels()[0].get_usetex()
+
+
+DRAWS_ALONE = """
+import sys
+import matplotlib
+before = matplotlib.rcParams._get("backend")
+import factory
+from nandoctor.views.plots.figures import save_figure
+from nandoctor.views.plots.ranges import draw_ranges
+save_figure(draw_ranges(factory.healthy(3)), sys.argv[1])
+assert matplotlib.rcParams._get("backend") is before
+assert not {"matplotlib.pyplot", "torch"} & sys.modules.keys()
+"""
+
+
+@pytest.mark.slow
+def test_drawing_leaves_pyplot_and_the_backend_alone(tmp_path):
+    command = [sys.executable, "-c", DRAWS_ALONE, str(tmp_path / "ranges.png")]
+    assert subprocess.run(command, check=False, cwd=Path(factory.__file__).parent).returncode == 0

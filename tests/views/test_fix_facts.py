@@ -1,0 +1,235 @@
+"""Fixes and trials in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import factory
+import pytest
+
+from nandoctor.causes.log_space import STABLE_FORM
+from nandoctor.evidence.formats import FP16
+from nandoctor.evidence.report import (
+    Check,
+    EpsUse,
+    Evidence,
+    Fp32Module,
+    Fp32Set,
+    Fp32SetSearch,
+    StepSetting,
+    TrialOutcome,
+)
+from nandoctor.views.blocks import Facts, Patch
+from nandoctor.views.fixes import describe_outcome, describe_result, every_check, fix_section, sort_fixes
+from nandoctor.views.trials import describe_setting, describe_use, fp32_facts, trial_facts
+
+
+def facts(report):
+    return [(fact.label, fact.text) for fact in trial_facts(report)]
+
+
+class Told:
+    """The first fix on a screen: its heading, its lines, and the facts about it and the others."""
+
+    def __init__(self, report):
+        section = fix_section(report, "screen")
+        blocks = {type(block): block for block in section.blocks}
+        self.heading = section.title
+        self.patch = blocks[Patch].lines if Patch in blocks else []
+        self.facts = [(fact.label, fact.text) for fact in blocks[Facts].facts]
+
+
+def test_nothing_was_tried_and_nothing_is_said():
+    assert facts(factory.precision()) == []
+    assert fix_section(factory.precision(), "screen") is None
+    assert fix_section(factory.precision(), "page") is None
+
+
+def test_the_first_fix_is_told_in_full_and_the_others_counted():
+    told = Told(factory.fixable())
+    assert told.heading == "Fix 1 of 3, verified: An eps that fp16 holds at net.py:45"
+    made = factory.fixable()
+    alone = Told(replace(made, fixes=made.fixes[:1]))
+    assert alone.heading == "Fix, verified: An eps that fp16 holds at net.py:45"
+    data = Told(replace(made, verdict="numerics", fixes=(replace(made.fixes[0], kind="data", title="Leave it out"),)))
+    assert data.heading == "Workaround, verified on this batch alone: Leave it out"
+    assert told.patch == ["- return x / torch.sqrt(variance + 1e-8)", "+ return x / torch.sqrt(variance + 1e-5)"]
+    assert told.facts == [
+        ("apply it", "nandoctor fix NaN.pth --model net.py:Net --write"),
+        ("checked", "output finite, 0.062 % off fp32; gradients finite, of the loss; samples in another order"),
+        ("not checked", "small noise on the inputs: the budget was spent"),
+        ("or", "encoder.blocks.2.attention in fp32 (finite, within 0.062 % of fp32); 1 more in the report"),
+    ]
+
+
+def failed(name, text):
+    return Check(name=name, status="failed", text=text)
+
+
+def checks(*texts):
+    return tuple(Check(name=name, status="passed", text=text) for name, text in texts)
+
+
+def test_what_was_checked_takes_two_lines_on_a_screen():
+    long = "gradients of a stand-in loss finite at loss scale 65,536, 0.22 % off fp32; at 65,536 they overflow anyway"
+    others = [(f"variation {place}", "output and gradients finite") for place in range(6)]
+    skipped = [
+        Check(name=name, status="not-checked", text="not known") for name in ("loss", "loss scale", "other seed")
+    ]
+    made = factory.fixable()
+    passed = checks(("output", "finite, 0.44 % off fp32"), ("gradients", long), *others)
+    made = replace(made, fixes=(replace(made.fixes[0], checks=(*passed, *skipped)),))
+    brief = dict(Told(made).facts)
+    assert brief["checked"] == (
+        "output finite, 0.44 % off fp32; "
+        "gradients of a stand-in loss finite at loss scale 65,536, 0.22 % off fp32; 6 more checks"
+    )
+    assert len(brief["checked"]) < 2 * 62
+    assert brief["not checked"] == "loss: not known; loss scale: not known; other seed"
+    whole = [(fact.label, fact.text) for fact in every_check(made.fixes[0])]
+    assert ("checked", long) in whole
+    assert [("checked", f"{name}: output and gradients finite") for name, _ in others] == whole[2:8]
+    assert whole[-1] == ("not checked", "other seed: not known")
+
+
+def test_without_a_command_line_a_diff_is_applied_by_git():
+    made = factory.fixable()
+    fix = replace(made.fixes[0], patch_root="/home/them")
+    told = Told(replace(made, arguments=(), fixes=(fix,)))
+    assert ("apply it", "git apply, in /home/them") in told.facts
+
+
+@pytest.mark.parametrize(
+    ("changes", "result"),
+    [
+        ({"verified": True}, "verified"),
+        ({"outcome": TrialOutcome(finite=True, max_rel_err=0.047)}, "finite, but 4.7 % off fp32"),
+        ({"outcome": TrialOutcome(finite=True, max_rel_err=0.001)}, "finite when tried, but not written as code"),
+        ({"outcome": TrialOutcome(finite=False, max_rel_err=None)}, "failed: still non-finite"),
+        ({"checks": (failed("gradients", "not all finite"),)}, "failed: gradients: not all finite"),
+        ({"checks": (failed("output", "finite, but 80 % off float64"),)}, "finite, but 80 % off float64"),
+    ],
+)
+def test_what_came_of_a_fix(changes, result):
+    sound = replace(factory.fixable().fixes[0], verified=False, checks=())
+    assert describe_result(replace(sound, **changes), factory.fixable()) == result
+
+
+def test_a_lost_constant_is_told_where_it_is_not_the_cause():
+    assert "eps" not in dict(facts(factory.fixable()))
+    other = replace(factory.fixable(), cause=replace(factory.fixable().cause, code="matmul-overflow"))
+    assert dict(facts(other))["eps"].startswith("1e-8 in encoder.blocks.2.attention (net.py:45), used by add, is zero")
+
+
+def test_a_variation_far_from_fp32_says_how_far():
+    made = factory.fixable()
+    far = replace(
+        made.counterfactuals[0], setting=StepSetting(dtype=FP16), outcome=TrialOutcome(finite=True, max_rel_err=1.2)
+    )
+    told = [text for _, text in facts(replace(made, counterfactuals=(far, *made.counterfactuals)))]
+    assert "forward finite: fp16 (120 % off fp32), bf16, without sample 2" in told
+
+
+SETTINGS = [
+    (StepSetting(dtype=FP16), "fp16"),
+    (StepSetting(training=False), "eval mode"),
+    (StepSetting(only=(1,)), "sample 1 alone"),
+    (StepSetting(without=(0, 2, 3, 5, 6)), "without samples 0, 2, 3 and 2 more"),
+    (StepSetting(loss_scale=65536.0), "loss scale 65,536"),
+    (StepSetting(seed=3), "seed 3"),
+]
+OUTCOMES = [
+    (TrialOutcome(finite=True, max_rel_err=0.0125), "finite, within 1.2 % of fp32"),
+    (TrialOutcome(finite=True, max_rel_err=0.0), "finite, equal to fp32"),
+    (TrialOutcome(finite=True, max_rel_err=None), "finite, nothing to compare with fp32"),
+    (TrialOutcome(finite=False, max_rel_err=None), "still non-finite"),
+]
+
+
+def test_settings_and_outcomes_in_words():
+    assert [describe_setting(setting) for setting, _ in SETTINGS] == [text for _, text in SETTINGS]
+    assert [describe_outcome(outcome) for outcome, _ in OUTCOMES] == [text for _, text in OUTCOMES]
+
+
+def test_what_did_not_help_comes_last_and_says_so():
+    fixes = sort_fixes(factory.fixable())
+    assert [fix.verified for fix in fixes] == [True, True, True, False]
+    told = Told(replace(factory.fixable(), fixes=factory.fixable().fixes[-1:]))
+    assert told.heading == "No fix was verified"
+    assert told.facts == [("tried", "Clamp what add returns (failed: still non-finite)")]
+
+
+def test_a_long_patch_is_cut_on_the_screen_only():
+    made = factory.fixable()
+    long = replace(made.fixes[0], patch="\n".join(f"+ line {i}" for i in range(60)))
+    made = replace(made, fixes=(long,), arguments=("nan.pth", "--model", "net.py:Net"))
+    for kind in ("source", "snippet"):
+        shown = Told(replace(made, fixes=(replace(long, kind=kind),)))
+        assert (len(shown.patch), shown.patch[-1]) == (41, "... 20 more lines")
+        assert shown.facts[0] == ("all of it", "nandoctor fix nan.pth --model net.py:Net")
+    whole = fix_section(made, "page").blocks[0].blocks[0]
+    assert len(whole.lines) == 60
+
+
+def test_fp32_sets():
+    fp32_set = Fp32Set(modules=(Fp32Module(module="a"), Fp32Module(module="b")))
+    search = Fp32SetSearch(
+        sets=(fp32_set, replace(fp32_set, modules=(Fp32Module(module="c"),))),
+        num_modules=9,
+        num_probes=5,
+        complete=True,
+    )
+    made = factory.fixable()
+    verified = replace(made, fp32_sets=search)
+
+    def told(report, **changes):
+        return next(fp32_facts(replace(report, fp32_sets=replace(search, **changes)))).text
+
+    assert told(verified) == "enough: a and b together; or c"
+    refused = replace(made, fixes=tuple(replace(fix, verified=False) for fix in made.fixes))
+    assert told(refused) == "finite then, though not verified as a fix: a and b together; or c"
+    told_cut = told(verified, sets=(fp32_set,), complete=False)
+    assert told_cut == "enough: a and b together (the search was cut short)"
+    names = [(Fp32Module(module=name, children=False),) for name in ("", "x")]
+    own = tuple(replace(fp32_set, modules=modules) for modules in names)
+    assert told(verified, sets=own) == "enough: the model without its submodules; or x without its submodules"
+    assert list(fp32_facts(replace(made, fp32_sets=replace(search, sets=())))) == []
+
+
+USE = EpsUse(place="module", module="norm", type="Norm", name="eps", value=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "norm.eps was not seen in use"),
+        ({"dtype": FP16, "effect": "zero"}, "norm.eps is zero in fp16"),
+        ({"dtype": FP16, "effect": "normal", "absorbed_share": 0.5},
+         "norm.eps is kept in fp16, and lost in 50 % of what it is added to"),
+        ({"dtype": FP16, "effect": "subnormal", "rel_err": 0.19}, "norm.eps is subnormal in fp16 and 19 % off"),
+        ({"dtype": FP16, "effect": "normal", "bound_share": 0.25},
+         "norm.eps is kept in fp16, and 25 % of the values are clamped to it"),
+        ({"place": "op", "op": "add", "dtype": FP16, "effect": "zero"}, "norm, used by add, is zero in fp16"),
+    ],
+)  # fmt: skip
+def test_small_constants(changes, text):
+    assert describe_use(replace(USE, **changes)) == text
+
+
+def test_what_held_on_this_batch_comes_before_what_is_off():
+    made = factory.fixable()
+    far = TrialOutcome(finite=True, max_rel_err=0.8)
+    off = replace(made.fixes[0], verified=False, rank=0, title="Off", outcome=far, checks=())
+    checks = (
+        Check(name="output", status="passed", text="finite, 0.1 % off fp32"),
+        Check(name="inputs doubled", status="failed", text="output is not finite"),
+    )
+    held = replace(made.fixes[0], verified=False, rank=1, title="Held", checks=checks)
+    assert [fix.title for fix in sort_fixes(replace(made, fixes=(off, held)))] == ["Held", "Off"]
+
+
+def test_beside_a_clamp_what_is_better_is_told():
+    made = factory.fixable()
+    stable = Evidence(name=STABLE_FORM, value="F.logsigmoid", text="return the logits")
+    told = Told(replace(made, cause=replace(made.cause, evidence=(stable,))))
+    assert ("better", "return the logits") in told.facts

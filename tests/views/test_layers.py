@@ -1,0 +1,110 @@
+from dataclasses import replace
+
+import factory
+import pytest
+
+from nandoctor.evidence.formats import FP32
+from nandoctor.evidence.report import Runs
+from nandoctor.views.layers import Layers, select_layers
+
+
+def runs_of(*rows, fp32=None):
+    return Runs(
+        autocast=factory.run(rows, dtype=factory.FP16), fp32=factory.run(fp32 if fp32 is not None else rows, dtype=FP32)
+    )
+
+
+def labels(layers):
+    return [pair.label for pair in layers.pairs]
+
+
+def block(residual):
+    """A block of two layers that returns what the second made, or what it made of that itself."""
+    return (
+        factory.row("block.a", "Linear", factory.tensor(1.0), depth=2),
+        factory.row("block.b", "Linear", factory.tensor(2.0), depth=2),
+        factory.row("block", "Block", factory.tensor(3.0 if residual else 2.0), depth=1),
+        factory.row("", "Net", factory.tensor(3.0 if residual else 2.0), depth=0),
+    )
+
+
+def test_containers_that_pass_on_are_left_out():
+    assert labels(select_layers(factory.report(runs_of(*block(residual=False))))) == ["block.a", "block.b"]
+
+
+def test_a_container_that_computes_is_shown():
+    assert labels(select_layers(factory.report(runs_of(*block(residual=True))))) == ["block.a", "block.b", "block"]
+
+
+def test_a_container_that_differs_in_fp32_alone_is_shown():
+    rows = block(residual=False)
+    fp32 = (*rows[:2], *(replace(row, outputs=(factory.tensor(9.0),)) for row in rows[2:]))
+    assert labels(select_layers(factory.report(runs_of(*rows, fp32=fp32)))) == ["block.a", "block.b", "block"]
+
+
+def test_a_container_that_gathers_and_reshapes_outputs_passes_on():
+    a = factory.row("a", "Linear", factory.tensor(1.0), depth=1)
+    b = factory.row("b", "Linear", factory.tensor(2.0), depth=1)
+    flat = factory.tensor(2.0, path=".features", shape=(4 * 16 * 32 * 32,))
+    root = replace(factory.row("", "Net", flat, depth=0), outputs=(flat, factory.tensor(1.0, path=".logit")))
+    assert labels(select_layers(factory.report(runs_of(a, b, root)))) == ["a", "b"]
+
+
+def test_a_nonfinite_container_is_shown_even_if_it_passes_on():
+    rows = block(residual=False)
+    seen = factory.first(replace(rows[2], outputs=(factory.tensor(nonfinite=factory.counts(1)),)))
+    layers = select_layers(factory.report(runs_of(*rows), first_nonfinite=seen))
+    assert labels(layers) == ["block.a", "block.b", "block"]
+    assert layers.first_nonfinite == 2
+    assert not layers.before_nonfinite
+
+
+def test_repeated_calls_are_told_apart():
+    rows = [factory.row("act", "GELU", factory.tensor(1.0 + call), call=call) for call in range(3)]
+    layers = select_layers(factory.report(runs_of(*rows)))
+    assert labels(layers) == ["act", "act (2nd call)", "act (3rd call)"]
+
+
+def test_a_run_that_raised_is_filled_up_from_the_other():
+    fp32 = block(residual=True)
+    autocast = (fp32[0], replace(fp32[3], outputs=()), replace(fp32[2], outputs=()))
+    layers = select_layers(factory.report(runs_of(*autocast, fp32=fp32)))
+    assert labels(layers) == ["block.a", "block.b", "block"]
+    assert layers.pairs[1].autocast is None
+    assert layers.pairs[1].fp32 == fp32[1]
+
+
+def test_a_value_going_into_a_container_marks_its_first_layer():
+    first_block = block(residual=True)[:3]
+    second = tuple(factory.put(row, module=row.place.module.replace("block", "next")) for row in first_block)
+    made = factory.first(
+        factory.nonfinite_row(factory.network(4, nonfinite_from=0)), where="between", seen_in=second[-1].place
+    )
+    layers = select_layers(factory.report(runs_of(*first_block, *second), first_nonfinite=made))
+    assert layers.pairs[layers.first_nonfinite].label == "next.a"
+    assert layers.before_nonfinite
+
+
+def test_a_first_nonfinite_call_that_the_runs_lack_is_not_marked():
+    report = factory.precision()
+    lost = factory.put(report.first_nonfinite, module="gone")
+    assert select_layers(replace(report, first_nonfinite=lost)).first_nonfinite is None
+
+
+def test_nothing_was_run():
+    layers = select_layers(factory.weights_only())
+    assert layers == Layers(pairs=(), first_nonfinite=None, before_nonfinite=False)
+    assert layers.tightest() is None
+
+
+@pytest.mark.parametrize(
+    ("center", "expected"), [(9, range(4, 12)), (0, range(8)), (19, range(12, 20)), (2, range(8)), (17, range(12, 20))]
+)
+def test_windows_stay_inside_and_full(center, expected):
+    assert select_layers(factory.healthy(20)).window(center, 5, 2) == expected
+
+
+def test_the_tightest_layer_has_the_largest_value():
+    layers = select_layers(factory.healthy(20))
+    largest = max(range(20), key=lambda index: layers.pairs[index].fp32.absmax)
+    assert layers.tightest() == largest

@@ -1,0 +1,197 @@
+"""The plots beside the ranges: divergence, exponents, samples, origin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import factory
+import numpy as np
+import pytest
+from matplotlib.text import Text
+
+from nandoctor.errors import NanDoctorError, ReportError
+from nandoctor.evidence.exhibits import Picture
+from nandoctor.evidence.trace import Grid
+from nandoctor.views.plots.affected_sample import view_html
+from nandoctor.views.plots.figures import save_figure
+from nandoctor.views.plots.kinds import PLOTS, draw
+from nandoctor.views.plots.origin import describe_spread
+
+
+def title(figure):
+    return " ".join(figure.get_suptitle().split())
+
+
+def surveyed(num_layers=20, **options):
+    made = factory.fixable() if num_layers == 20 else factory.precision(num_layers, **options)
+    return replace(made, runs=factory.surveyed(made.runs))
+
+
+def rows_with(made, **changes):
+    """The report with the fields of one autocast row changed: `{label: {field: value}}`."""
+    rows = tuple(replace(row, **changes.get(row.place.label, {})) for row in made.runs.autocast.modules)
+    return replace(made, runs=replace(made.runs, autocast=replace(made.runs.autocast, modules=rows)))
+
+
+@pytest.mark.parametrize("kind", ["divergence", "exponents", "samples"])
+def test_many_layers_are_drawn(kind):
+    (axes,) = draw(surveyed(400, nonfinite_from=250), kind).axes
+    assert [*map(round, axes.get_xlim())] in ([0, 400], [-1, 400])
+
+
+@pytest.mark.parametrize("kind", PLOTS)
+def test_nothing_was_run(kind):
+    with pytest.raises(NanDoctorError):
+        draw(factory.weights_only(), kind)
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(NanDoctorError, match="no plot 'pie'") as caught:
+        draw(factory.healthy(), "pie")
+    assert "ranges, exponents, divergence, samples, origin" in caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", ["exponents", "samples"])
+def test_what_only_a_per_sample_counts_asks_for_one(kind):
+    with pytest.raises(NanDoctorError) as caught:
+        draw(replace(factory.healthy(), arguments=("NaN.pth",)), kind)
+    assert f"nandoctor plot NaN.pth --kind {kind}" in caught.value.remedy
+
+
+def test_divergence_names_the_layer_that_makes_the_error():
+    made = rows_with(
+        factory.healthy(),
+        **{
+            "encoder.blocks.1.norm": {"rel_err": 0.2, "inherited_err": 1e-3},
+            "encoder.blocks.1.mlp": {"rel_err": 0.4, "inherited_err": 0.2},
+        },
+    )
+    figure = draw(made, "divergence")
+    assert title(figure) == "encoder.blocks.1.norm makes an error of 20 % of inputs within 0.1 % under fp16 autocast."
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "inherited from its inputs", "in its output", "made here",
+    ]  # fmt: skip
+
+
+def test_divergence_tells_an_error_that_is_only_carried():
+    made = rows_with(factory.healthy(), **{"encoder.blocks.1.norm": {"rel_err": 0.2, "inherited_err": 0.19}})
+    assert title(draw(made, "divergence")).endswith(
+        "the largest is 20 %, carried on, not made, by encoder.blocks.1.norm."
+    )
+
+
+def test_divergence_without_anything_to_compare():
+    rows = {row.place.label: {"rel_err": None} for row in factory.healthy().runs.autocast.modules}
+    assert title(draw(rows_with(factory.healthy(), **rows), "divergence")) == "No layer can be compared with fp32."
+
+
+@pytest.mark.parametrize("growth", [1.0, 4.0])
+def test_exponents_tell_what_passes_the_format(growth):
+    made = factory.report(factory.surveyed(factory.network(8, growth=growth)))
+    finding = title(draw(made, "exponents"))
+    assert ("would overflow fp16" in finding) is (growth > 1)
+    assert finding.startswith("Every layer's output fits fp16") is (growth == 1)
+
+
+def test_exponents_have_the_shares_of_each_layer():
+    figure = draw(surveyed(), "exponents")
+    image = figure.axes[0].images[0].get_array()
+    shares = 10 ** np.where(np.isnan(image), -np.inf, np.asarray(image))
+    assert shares.sum(axis=0) == pytest.approx(np.ones(shares.shape[1]), abs=1e-2)
+
+
+def test_samples_tell_who_is_nonfinite_and_who_is_near():
+    finding = title(draw(surveyed(), "samples"))
+    assert finding.startswith("Non-finite from encoder.blocks.2.attention on: sample 2")
+    near = factory.report(factory.surveyed(factory.network(12, growth=2.3)))
+    assert title(draw(near, "samples")).startswith("No sample goes non-finite under fp16 autocast; ")
+    assert "near the limit" in title(draw(near, "samples"))
+
+
+def test_samples_of_a_failure_need_no_per_sample():
+    made = factory.precision()
+    samples = tuple(factory.SampleStats(num_bad=9 * (sample == 2), absmax=1.0) for sample in range(4))
+    rows = {
+        row.place.label: {"outputs": tuple(counted(stats, samples) for stats in row.outputs)}
+        for row in made.runs.autocast.modules
+        if not row.finite
+    }
+    figure = draw(rows_with(made, **rows), "samples")
+    assert title(figure).endswith(" on: sample 2.")
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["finite", "more than 4 bits of room", "non-finite"]
+
+
+def counted(stats, samples):
+    return replace(stats, counts=replace(stats.counts, by_sample=samples))
+
+
+def test_layers_without_a_batch_are_left_blank():
+    made = surveyed()
+    row = made.runs.autocast.modules[0]
+    other = replace(row.outputs[0], shape=(7, 3), counts=None)
+    image = draw(rows_with(made, **{row.place.label: {"outputs": (other,)}}), "samples").axes[0].images[0].get_array()
+    assert set(np.asarray(image)[:, 0]) == {0}
+    assert image.shape[0] == factory.BATCH
+
+
+def test_the_origin_is_shown_where_it_is():
+    figure = draw(factory.fixable(), "origin")
+    assert title(figure) == (
+        "div in encoder.blocks.2.attention: NaN in 288 of 65,536, at 11 to 19 of 32 along dimension 2 and 5 to 8 of 32 "
+        "along dimension 3."
+    )
+    image = figure.axes[0].images[0].get_array()
+    assert image[11, 5] == pytest.approx(8 / 16)  # of the non-finite sample's 16 channels
+    assert image.mask[0, 0]
+
+
+@pytest.mark.parametrize("damage", [{"pixels": "AAA"}, {"pixels": ""}, {"height": 10**9, "width": 10**9}])
+def test_a_picture_that_is_not_of_its_size_is_damage(damage):
+    pixels = "AAAA" * 21 + "AA=="
+    picture = Picture(name="image", sample=2, low=0.0, high=1.0, num_bad=0, height=8, width=8, pixels=pixels)
+    with pytest.raises(ReportError, match="its picture does not have the size"):
+        view_html(replace(picture, **damage))
+
+
+@pytest.mark.parametrize(
+    ("grid", "text"),
+    [
+        (Grid(dims=(0,), sizes=(4,), numel=4, counts=((0, 1, 1, 0),)), "at 1 to 2 of 4 along dimension 0"),
+        (Grid(dims=(0,), sizes=(4,), numel=4, counts=((0, 1, 0, 0),)), "at place 1 of 4 along dimension 0"),
+        (Grid(dims=(0,), sizes=(4,), numel=4, counts=((1, 0, 0, 1),)), "scattered over all of it"),
+        (Grid(dims=(1, 2), sizes=(2, 2), numel=8, counts=((1, 1), (1, 1))), "everywhere"),
+        (Grid(dims=(1, 2), sizes=(2, 9), numel=36, counts=((1,) * 9, (0,) * 9)), "at place 0 of 2 along dimension 1"),
+    ],
+)
+def test_how_far_the_damage_reaches(grid, text):
+    assert describe_spread(grid) == text
+
+
+@pytest.mark.parametrize("kind", PLOTS)
+def test_hostile_names_are_drawn_as_they_are(kind, tmp_path):
+    hostile = "$\\frac{$x^\x1b\n_{<b>"
+    made = surveyed()
+    rows = tuple(factory.put(row, module=hostile) if not row.finite else row for row in made.runs.autocast.modules[:11])
+    made = replace(
+        made,
+        headline=hostile,
+        runs=replace(made.runs, autocast=replace(made.runs.autocast, modules=rows)),
+        origin=factory.put(made.origin, module=hostile, op=hostile),
+        dump=factory.dump(path=hostile),
+    )
+    save_figure(draw(made, kind), tmp_path / "x.svg")
+    text = (tmp_path / "x.svg").read_text(encoding="utf-8")
+    assert len(text) > 5000
+    assert "\x1b" not in text
+    assert "<b>" not in text
+
+
+@pytest.mark.parametrize("kind", ["ranges", "divergence", "samples"])
+def test_a_run_without_autocast_is_told_as_such(kind):
+    made = surveyed()
+    plain = replace(made, runs=replace(made.runs, autocast=replace(made.runs.autocast, policy="none")))
+    written = [text.get_text() for text in draw(plain, kind).findobj(Text)]
+    told = [text for text in written if "autocast" in text]
+    assert all("without autocast" in text for text in told)
+    assert told or kind == "divergence"

@@ -1,0 +1,115 @@
+"""The bar of a replay, on a terminal and in a notebook, where the diagnosis stands above it until fixes are known."""
+
+from __future__ import annotations
+
+import io
+import sys
+from types import SimpleNamespace
+
+import factory
+import pytest
+import torch
+from rich.console import Console
+from tiny_models import Overflowing
+
+import nandoctor
+from nandoctor.views import notebook
+from nandoctor.views.progress import ReplayBar
+
+
+def text_of(bar):
+    console = Console(file=io.StringIO(), width=80)
+    console.print(bar.display.get_renderable())
+    return " ".join(console.file.getvalue().split())
+
+
+def test_a_run_tells_its_layers_and_the_time_that_is_left():
+    bar = ReplayBar(Console(file=io.StringIO()))
+    assert "Loading" in text_of(bar)
+    bar.run("replay under fp16", 3, None)
+    assert "Diagnosing: replay under fp16" in text_of(bar)
+    assert "3 layers" in text_of(bar)
+    bar.run("fp32", 1, 12)
+    assert "Diagnosing: fp32" in text_of(bar)
+    assert "1/12 layers --:-- left" in text_of(bar)
+
+
+@pytest.mark.parametrize(
+    ("most", "shown"), [(200, "14 of at most 200 runs"), (None, "14 runs"), (float("inf"), "14 runs")]
+)
+def test_a_search_tells_its_runs_and_the_best_fix(most, shown):
+    bar = ReplayBar(Console(file=io.StringIO()))
+    bar.run("fp32", 12, 12)
+    bar.search(14, most, "")
+    assert "Fixes" in text_of(bar)
+    assert shown in text_of(bar)
+    bar.search(14, most, "an eps of 1e-4 instead of 1e-8 in net.py:45")
+    assert f"{shown}, best: an eps" in text_of(bar)
+    assert len(text_of(bar)) <= 80
+
+
+class Output:
+    """A display of IPython that keeps what it was given."""
+
+    def __init__(self):
+        self.shown = []
+
+    def display(self, data, *, raw, display_id):
+        assert raw
+        assert display_id
+        return self
+
+    def update(self, data, *, raw):
+        self.shown.append(data)
+
+
+@pytest.fixture
+def output(monkeypatch):
+    """A notebook as far as a replay can tell."""
+    made = Output()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    monkeypatch.setitem(sys.modules, "IPython.display", made)
+    monkeypatch.setattr(notebook, "is_notebook", lambda: True)
+    monkeypatch.setattr(notebook, "_UPDATE_S", 0.0)
+    return made
+
+
+@pytest.fixture
+def dump(tmp_path):
+    path = tmp_path / "nan.pth"
+    torch.manual_seed(0)
+    model = Overflowing()
+    torch.save({"state_dict": model.state_dict(), "image": torch.ones(2, 4)}, path)
+    return path, model
+
+
+def test_a_notebook_shows_the_diagnosis_above_the_search(output):
+    progress = notebook.NotebookProgress()
+    progress("fp32", 3, 12)
+    progress.tell(factory.fixable())
+    progress.searched(5, 200, "")
+    progress.close()
+    running, diagnosed, searching, ended = output.shown
+    assert "3/12 layers" in running["text/plain"]
+    assert "divides 0 by 0" in diagnosed["text/html"]
+    assert "5 of at most 200 runs" in searching["text/plain"]
+    assert ended == {"text/plain": ""}
+
+
+def test_an_interrupt_in_a_notebook_gives_the_report_so_far(output, dump, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(notebook.NotebookProgress, "searched", interrupt)
+    monkeypatch.setattr(notebook.NotebookProgress, "tell", lambda *_: None)
+    case = nandoctor.replay(*dump)
+    assert case.cause is not None
+    assert any("interrupt" in note.lower() for note in case.report.search_notes)
+    assert output.shown[-1] == {"text/plain": ""}
+
+
+def test_progress_of_the_callers_own_is_all_that_hears(output, dump):
+    stages = set()
+    nandoctor.replay(*dump, fixes=False, progress=lambda stage, *_: stages.add(stage))
+    assert stages
+    assert output.shown == []

@@ -1,0 +1,95 @@
+import io
+import re
+from dataclasses import replace
+
+import factory
+import pytest
+from rich.console import Console
+from surfaces import terminal
+
+from nandoctor.views.document import document
+from nandoctor.views.terminal import print_document
+
+
+def table_rows(text):
+    """The lines of the table, by layer, as lists of cells."""
+    lines = text[text.index("  layer ") :].splitlines()[1:]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines[: lines.index("")] if "." in line]
+    return {row[0].removeprefix("> "): row[1:] for row in rows}
+
+
+@pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
+def test_a_report_fits_one_screen(make):
+    report = make()
+    lines = terminal(report).splitlines()
+    assert len(lines) <= (35 if report.fixes else 30)
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_wrong_fp32_is_told_before_any_fix():
+    text = terminal(replace(factory.fixable(), fp32_error=0.68), width=300)
+    assert "fp32's own output is wrong, 68 % off float64" in text.partition("Fix")[0]
+
+
+def test_long_names_are_cut_in_their_middle_and_stay_on_one_line():
+    made = factory.precision(400, nonfinite_from=250)
+    deep = "backbone.stages.3.blocks." + "x" * 80 + ".attention.project"
+    runs = made.runs
+    rows = tuple(
+        factory.put(row, module=deep, type="T" * 60) if not row.finite else row for row in runs.autocast.modules
+    )
+    report = replace(made, runs=replace(runs, autocast=replace(runs.autocast, modules=rows)))
+    lines = terminal(report).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 30
+
+
+def test_names_lose_the_path_they_share_where_room_is_scarce():
+    made = factory.precision()
+    runs = made.runs
+    rows = [
+        tuple(
+            factory.put(row, module=f"backbone.transformer.{row.place.module}")
+            for row in run.modules
+            if row.place.module
+        )
+        for run in (runs.autocast, runs.fp32)
+    ]
+    seen = factory.put(made.first_nonfinite, module=f"backbone.transformer.{made.first_nonfinite.place.module}")
+    runs = replace(runs, autocast=replace(runs.autocast, modules=rows[0]), fp32=replace(runs.fp32, modules=rows[1]))
+    text = terminal(replace(made, runs=runs, first_nonfinite=seen))
+    assert "backbone.transformer.encoder.blocks.2.attention" not in text[text.index("Largest magnitudes") :]
+    assert re.search(r"  in b\S*encoder.blocks ", text)
+    assert "> 2.attention " in text
+    assert "> backbone.transformer.encoder.blocks.2.attention " in terminal(
+        replace(made, runs=runs, first_nonfinite=seen), width=130
+    )
+
+
+def test_the_kinds_of_a_nonfinite_layer_stand_in_its_cell():
+    made = factory.precision()
+    both = replace(factory.counts(3), num_posinf=1, num_neginf=2)
+    for counts, text in ((both, "NaN ±Inf"), (factory.counts(3, kind="-inf"), "-Inf"), (None, "NaN/Inf")):
+        stats = replace(factory.tensor(1.0), finite=False, counts=counts)
+        rows = tuple(replace(row, outputs=(stats,)) if not row.finite else row for row in made.runs.autocast.modules)
+        report = replace(made, runs=replace(made.runs, autocast=replace(made.runs.autocast, modules=rows)))
+        assert table_rows(terminal(report, width=120))["encoder.blocks.2.attention"][1] == text
+
+
+def test_notes_beyond_a_few_are_counted():
+    text = terminal(factory.report(notes=tuple(f"note number {i}" for i in range(9))))
+    assert "note number 3" in text
+    assert "note number 4" not in text
+    assert "5 more in the report" in text
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "cp437", "latin-1"])
+def test_any_encoding_can_take_the_report(encoding):
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    made = factory.precision()
+    report = replace(made, headline="层 is first", notes=("Größe",))
+    print_document(document(report), Console(file=file, width=80))
+    file.flush()
+    text = file.buffer.getvalue().decode(encoding)
+    assert "? is first" in text
+    assert "11.5 ####." in text
