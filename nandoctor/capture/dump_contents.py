@@ -154,9 +154,6 @@ def leave_weights(contents: Mapping[str, Any], max_nbytes: int) -> Mapping[str, 
         **contents,
         "state_dict": buffers,
         "shards": {name: shard for name, shard in shards.items() if name in buffers},
-        "checkpoint": {
-            "path": "",
-            "samples": {name: {"at": sample.at, "values": sample.values} for name, sample in samples.items()},
-        },
+        "checkpoint": {"samples": {name: {"at": found.at, "values": found.values} for name, found in samples.items()}},
         "left_out": [*contents["left_out"], f"state_dict: the weights, {size} bytes, beyond the cap of {max_nbytes}"],
     }

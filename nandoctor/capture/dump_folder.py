@@ -56,6 +56,5 @@ def say_next(path: Path, written: Mapping[str, Any], flags: str | None) -> str:
     command = f"next: nandoctor replay {shlex.quote(str(path))}{flags}"
     if "checkpoint" not in written:
         return f"Saved to {path}; {command}"
-    checkpoint = written["checkpoint"]["path"]
-    command += f" --weights {shlex.quote(checkpoint) if checkpoint else 'CHECKPOINT'}"
+    command += " --weights CHECKPOINT"
     return f"Saved to {path}, without the weights, which would exceed max_nbytes; {command}"

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -35,18 +34,15 @@ class Broadcast:
     def __init__(self, register: Callable[[Any], Any]) -> None:
         self._register = cache(lambda: register(self))
         self.listeners: tuple[Callable[..., Any], ...] = ()
-        self._lock = Lock()
 
     def add(self, listener: Callable[..., Any]) -> Callable[[], None]:
         """Call `listener` at every step, compiled or not; return a function that removes it."""
-        with self._lock:
-            self._register()
-            self.listeners += (listener,)
+        self._register()
+        self.listeners += (listener,)
         return lambda: self._remove(listener)
 
     def _remove(self, listener: Callable[..., Any]) -> None:
-        with self._lock:
-            self.listeners = tuple(other for other in self.listeners if other is not listener)
+        self.listeners = tuple(other for other in self.listeners if other is not listener)
 
     def __call__(self, *arguments: Any) -> Any:
         """Call all listeners; return the step's changed arguments if a listener changed them, else None."""

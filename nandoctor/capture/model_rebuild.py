@@ -89,7 +89,7 @@ def describe_training(settings: RecorderSettings, observer: Observer) -> Trainin
         loss=loss,
         arguments=described,
         built=built,
-        files=ProjectSources(model, source, loss),
+        files=ProjectSources(source, loss),
         flags=flags,
     )
 

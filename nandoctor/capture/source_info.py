@@ -99,20 +99,14 @@ class ProjectSources:
     is written.
     """
 
-    def __init__(self, model: nn.Module, *described: Mapping[str, str] | None) -> None:
-        classes = {base for module in model.modules() for base in type(module).__mro__}
-        files = {source_file(cls) for cls in classes if cls.__module__.partition(".")[0] != "torch"}
-        self._of_model = {str(path) for path in files if path is not None}
-        self._of_model |= {str(Path.cwd() / source["file"]) for source in described if source and source["file"]}
+    def __init__(self, *described: Mapping[str, str] | None) -> None:
+        self._named = {str(Path.cwd() / source["file"]) for source in described if source and source["file"]}
         self._hashes: dict[str, SourceHash] = {}
-        self._seen: set[str] = set()
         self._add_new()
 
     def _add_new(self) -> None:
-        loaded = _loaded_files() - self._seen
-        self._seen |= loaded
         here = str(Path.cwd())
-        names = {_name_of_python(file, here): _resolve(file) for file in loaded | self._of_model}
+        names = {_name_of_python(file, here): _resolve(file) for file in _loaded_files() | self._named}
         for name in sorted(names.keys() - self._hashes.keys() - {""}):
             path = Path(names[name])
             if len(self._hashes) < _MAX_SOURCES and not is_installed(path):

@@ -31,15 +31,13 @@ class Packed(NamedTuple):
     """A tree of plain containers; `notes` say what was left out, or changed its type.
 
     `tensors` are its tensors, each with its version at that time: a later version means that it was overwritten.
-    `differentiable` are the indexes of those that required gradients. `hidden` is True if some were tensors inside
-    `torch.func.vmap`, which cannot be kept.
+    `differentiable` are the indexes of those that required gradients.
     """
 
     tree: Any
     notes: tuple[str, ...] = ()
     tensors: tuple[tuple[torch.Tensor, int | None], ...] = ()
     differentiable: tuple[int, ...] = ()
-    hidden: bool = False
 
     @property
     def left_out(self) -> list[str]:
@@ -83,7 +81,6 @@ def pack(value: Any, name: str, *, kinds: bool = False) -> Packed:
         notes=tuple(packer.notes),
         tensors=tuple((tensor, version_of(tensor)) for tensor in packer.tensors),
         differentiable=tuple(packer.differentiable),
-        hidden=packer.hidden,
     )
 
 
@@ -94,7 +91,6 @@ class _Packer:
     notes: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     differentiable: list[int] = field(default_factory=list)
-    hidden: bool = False
 
     def pack(self, value: Any, name: str, depth: int) -> Any:
         if type(value) in _PLAIN:
@@ -128,7 +124,6 @@ class _Packer:
         plain = unwrap(value)
         if plain is not value and plain.shape != value.shape:
             self.notes.append(f"{name}: a tensor inside torch.func.vmap, which stands for one tensor per sample")
-            self.hidden = True
             return None
         return self._take(plain, wants_gradient=value.requires_grad)
 

@@ -153,13 +153,8 @@ class WeightSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The place of weights that did not fit into the file.
+    """A few values, by name, of weights that did not fit into the file, at the failing step."""
 
-    `path` is what the training named, "" for nothing. `samples` has a few values of each weight at the failing step, by
-    name.
-    """
-
-    path: str = ""
     samples: Mapping[str, WeightSample] = field(default_factory=dict)
 
 

@@ -69,13 +69,9 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
 
 
 def _missing_weights(dump: Dump) -> DumpError:
-    path = dump.recorded.checkpoint.path if dump.recorded.checkpoint is not None else ""
     why = "they would have passed the recorder's max_nbytes" if dump.is_recorded else "a batch alone was saved"
-    file, checkpoint = (
-        shlex.quote(brief(str(dump.path), 1000)),
-        shlex.quote(brief(path, 1000)) if path else "CHECKPOINT",
-    )
-    command = f"nandoctor replay {file} --weights {checkpoint}"
+    file = shlex.quote(brief(str(dump.path), 1000))
+    command = f"nandoctor replay {file} --weights CHECKPOINT"
     return DumpError(
         f"{brief(str(dump.path), 1000)}: the file holds no state dict: {why}.",
         remedy=f"Give the checkpoint that has the weights: {command}. Or save them with the batch: "

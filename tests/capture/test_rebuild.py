@@ -24,8 +24,6 @@ import nandoctor
 from nandoctor import Recorder
 from nandoctor.capture.dump_folder import say_next
 from nandoctor.capture.source_info import describe_loss, describe_source
-from nandoctor.dumps.code_request import approving_command
-from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import ModelError, NanDoctorError
 
 HERE = Path(__file__).parent
@@ -116,20 +114,9 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-@pytest.mark.parametrize("named", [True, False], ids=["named", "found"])
-def test_a_model_with_a_config_replays_without_flags(tmp_path, caplog, config, named):
-    model = Flexible(config)
-    advice, command, path = record(tmp_path, caplog, model, **({"arguments": {"config": config}} if named else {}))
-    assert (advice, command) == ([], f"nandoctor replay {path}")
-    case = nandoctor.replay(path, fixes=False)
-    assert case.report.reproduction.grade == "exact"
-
-
 def test_a_config_of_transformers_in_an_own_class_is_built(tmp_path, caplog):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(hidden_size=3, attn_implementation="eager")
-
     advice, command, path = record(tmp_path, caplog, Hidden(config, 2), arguments={"config": config, "factor": 2})
     assert (advice, command) == ([], f"nandoctor replay {path}")
     assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
@@ -155,13 +142,6 @@ class Hidden(Wide):
     def __init__(self, config: Any, factor: int) -> None:
         assert config._attn_implementation == "eager"
         super().__init__(config.hidden_size * factor)
-
-
-def test_the_command_of_a_config_names_a_function(tmp_path, caplog):
-    _, _, path = record(tmp_path, caplog, Flexible(Config()))
-    text = approving_command(path, read_dump(path).recorded)
-    assert "--model FILE.py:NAME" in text
-    assert "--model-arg" not in text
 
 
 def build_wide() -> nn.Module:
@@ -192,29 +172,21 @@ def record(folder, caplog, model, **options):
     return advice, command, recorder.written[0]
 
 
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [
-        (lambda: Wide(3), {"arguments": {"width": 3}}),
-        (make_compiled_in_part, {"arguments": {"width": 3}}),
-        (lambda: Wide(3), {"builder": functools.partial(Wide, width=3)}),
-        (lambda: nn.Linear(4, 2), {"arguments": {"in_features": 4, "out_features": 2}}),
-        (lambda: Wide(3), {"builder": build_wide}),
-        (build_stack, {"builder": build_stack}),
-        (lambda: build_stack(5), {"builder": build_stack, "arguments": {"width": 5}}),
-        (lambda: build_stack(5), {"builder": functools.partial(build_stack, width=5)}),
-    ],
-    ids=[
-        "arguments",
-        "compiled",
-        "partial",
-        "a class of torch",
-        "builder",
-        "sequential",
-        "builder with arguments",
-        "its partial",
-    ],
-)
+REPLAYED = {
+    "arguments": (lambda: Wide(3), {"arguments": {"width": 3}}),
+    "compiled": (make_compiled_in_part, {"arguments": {"width": 3}}),
+    "partial": (lambda: Wide(3), {"builder": functools.partial(Wide, width=3)}),
+    "a class of torch": (lambda: nn.Linear(4, 2), {"arguments": {"in_features": 4, "out_features": 2}}),
+    "builder": (lambda: Wide(3), {"builder": build_wide}),
+    "sequential": (build_stack, {"builder": build_stack}),
+    "builder with arguments": (lambda: build_stack(5), {"builder": build_stack, "arguments": {"width": 5}}),
+    "its partial": (lambda: build_stack(5), {"builder": functools.partial(build_stack, width=5)}),
+    "named config": (lambda: Flexible(Config()), {"arguments": {"config": Config()}}),
+    **{name: (functools.partial(Flexible, config), {}) for name, config in CONFIGS.items()},
+}
+
+
+@pytest.mark.parametrize(("model", "options"), REPLAYED.values(), ids=REPLAYED)
 def test_replays_that_need_no_flags(tmp_path, caplog, model, options):
     advice, command, path = record(tmp_path, caplog, model(), **options)
     assert advice == []
@@ -263,37 +235,21 @@ class Local:
         return Inner(3)
 
 
+ODD_CONFIGS = [nn.ReLU(), lambda: 3, Config(width=torch.ones(3)), Path.cwd, make_ring(), Plain(3)]
+
+
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
         (lambda: Wide(3), {}, "cannot build Wide as Wide() (missing a required argument: 'width')"),
         (lambda: Wide(3), {"arguments": {"size": 3}}, "cannot build Wide as Wide(size) ("),
         (lambda: Wide(3), {"arguments": {3: 3}}, "cannot build Wide as Wide(3) ("),
-        (lambda: Flexible(Config()), {"arguments": {"config": torch.nn.ReLU()}}, "(config: not plain data)"),
-        (lambda: Flexible(Config()), {"arguments": {"config": lambda: 3}}, "(config: not plain data)"),
-        (
-            lambda: Flexible(Config()),
-            {"arguments": {"config": Config(width=torch.ones(3))}},
-            "(config: not plain data)",
+        *(
+            (lambda: Flexible(Config()), {"arguments": {"config": config}}, "(config: not plain data)")
+            for config in ODD_CONFIGS
         ),
-        (lambda: Flexible(Config()), {"arguments": {"config": Path.cwd}}, "(config: not plain data)"),
-        (lambda: Flexible(Config()), {"arguments": {"config": make_ring()}}, "(config: not plain data)"),
-        (lambda: Flexible(Config()), {"arguments": {"config": Plain(3)}}, "(config: not plain data)"),
         (build_stack, {}, "as Sequential(): it would be empty"),
         (Local.make, {}, "is defined inside a function"),
-    ],
-    ids=[
-        "no arguments",
-        "other arguments",
-        "no name",
-        "module",
-        "lambda",
-        "tensor in a config",
-        "method of Python's own",
-        "objects in a ring",
-        "object of another class",
-        "sequential",
-        "local class",
     ],
 )
 def test_what_a_replay_cannot_build_is_said_beforehand(tmp_path, caplog, model, options, said):

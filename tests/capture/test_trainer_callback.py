@@ -139,22 +139,6 @@ def test_a_loss_of_the_trainers_own_is_watched(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_autocast_of_accelerate_is_seen(tmp_path):
-    class Breaking(transformers.Trainer):
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            if self.state.global_step == 2:
-                inputs["inputs_embeds"] = model.bert.embeddings.word_embeddings(inputs.pop("input_ids")) * float("inf")
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    callback = RecorderCallback(folder=tmp_path / "dumps")
-    fit(tmp_path, callback, Breaking, bf16=True)
-    (path,) = callback.recorder.written
-    autocast = read_dump(path).recorded.autocast
-    assert (autocast.enabled, autocast.device, autocast.dtype, autocast.emulated) == (True, "cpu", "bfloat16", False)
-    assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_the_recipe_for_accelerate(tmp_path):
     import accelerate
     from trainings import loss_of, make_batch
