@@ -153,7 +153,7 @@ def _patch_of(chosen: Fix) -> SourcePatch:
 
     if chosen.kind != "source":
         raise NanDoctorError(
-            f"This fix has no diff ({chosen.title}): {WHERE_TO_RUN[chosen.kind]}.",
+            f"This fix is no diff of a file ({chosen.title}): {WHERE_TO_RUN[chosen.kind]}.",
             remedy="Leave out --diff and --write to see it, or take another one with --pick N.",
         )
     return SourcePatch(root=chosen.patch_root or ".", files=chosen.files)

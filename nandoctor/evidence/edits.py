@@ -158,14 +158,12 @@ class SourcePatch:
 class Snippet:
     """Python to run with `model` in scope before the step, or with `batch` if the kind is "data".
 
-    `takes_samples` is True if it removes samples from the batch. `source` is the change that the snippet makes to code
-    without a file, such as a notebook's: it gives the functions their code from that text.
+    `takes_samples` is True if it removes samples from the batch.
     """
 
     kind: Literal["snippet", "state", "data"]
     text: str
     takes_samples: bool = False
-    source: SourcePatch | None = None
 
 
 PrintedChange = SourcePatch | Snippet

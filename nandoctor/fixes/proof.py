@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from nandoctor.evidence.edits import Change, Edit, Snippet, SourcePatch, flatten, only_widens
+from nandoctor.evidence.edits import Change, Edit, SourcePatch, flatten, only_widens
 from nandoctor.evidence.report import Check
 from nandoctor.fixes.agreement import (
     BF16_TOLERANCE,
@@ -128,8 +128,7 @@ class Proof:
     @property
     def mended(self) -> SourcePatch | None:
         """The patch, if it changes more than formats: its statements must not make non-finite values anywhere."""
-        source = self.change.source if isinstance(self.change, Snippet) else self.change
-        return source if isinstance(source, SourcePatch) and not only_widens(self.edit) else None
+        return self.change if isinstance(self.change, SourcePatch) and not only_widens(self.edit) else None
 
 
 def _judge_output(proof: Proof) -> Said:

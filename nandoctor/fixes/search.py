@@ -348,7 +348,7 @@ class _Search:
 
 
 def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tuple[Check, ...]) -> Fix:
-    source = written.change if isinstance(written.change, SourcePatch) else None
+    source = written.change if isinstance(written.change, SourcePatch) and written.kind == "source" else None
     return Fix(
         kind=written.kind,
         edit=edit,

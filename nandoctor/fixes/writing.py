@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,12 +15,13 @@ from torch import nn
 
 from nandoctor.changes.editor import Library
 from nandoctor.changes.keep_fp32 import KeepModule, modules_in_fp32
+from nandoctor.changes.places import cell_name
 from nandoctor.changes.source_writer import Forward, PastBound, SourceWriter, Surroundings
 from nandoctor.evidence.edits import Edit, PrintedChange, SingleEdit, Snippet, SourcePatch, Together, flatten
 from nandoctor.evidence.report import ChangeKind, FixSettings
 from nandoctor.evidence.trace import LOSS, ModuleCall, OpCall
-from nandoctor.fixes.cells import known_names, write_snippet
 from nandoctor.fixes.source_forwards import find_forward
+from nandoctor.replaying.printed_changes import reachable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,7 @@ class ChangeWriter:
     def __init__(self, model: nn.Module, loss: Any, ops: Sequence[OpCall], calls: Sequence[ModuleCall] = ()) -> None:
         self._model, self._loss, self._calls = model, loss, calls
         self._low = {path for path, module in model.named_modules() if _is_low(module)}
-        names_in = partial(known_names, model=model, loss=loss)
+        names_in = partial(_known_names, model=model, loss=loss)
         self._source = SourceWriter(ops, Surroundings(library=_TORCH, names_in=names_in, forward_of=self._forward_of))
 
     def write(self, edit: Edit) -> Iterator[WrittenChange]:
@@ -55,13 +58,12 @@ class ChangeWriter:
         singles = flatten((edit,))
         title = write_title(edit)
         patch = self._source.write(singles)
-        change = patch if patch is None or patch.root else write_snippet(patch, self._model, self._loss)
-        if patch is not None and change is not None:
+        if patch is not None:
             yield WrittenChange(
-                kind="snippet" if isinstance(change, Snippet) else "source",
+                kind="source" if patch.root else "cell",
                 title=write_title(edit, self._source.places),
-                text=change.text if isinstance(change, Snippet) else patch.diff,
-                change=change,
+                text=patch.diff if patch.root else _diff_of_cells(patch),
+                change=patch,
                 at_edge=self._source.at_edge(singles),
                 past_bound=self._source.past_bound(singles),
                 in_backward=self._source.in_backward(singles),
@@ -85,6 +87,21 @@ class ChangeWriter:
         parts = [self._snippet([edit]) for edit in edits]
         texts = [part.text for part in parts if part is not None and part.kind == "snippet"]
         return Snippet(kind="snippet", text="\n".join(texts)) if len(texts) == len(edits) else None
+
+
+def _known_names(file: str, model: nn.Module, loss: Any) -> frozenset[str]:
+    """Return the names of modules and classes that code without a file can use: another cell may have imported them."""
+    space = next((function.__globals__ for function in reachable(file, model, loss)), {})
+    return frozenset(name for name, value in space.items() if isinstance(value, ModuleType | type))
+
+
+def _diff_of_cells(patch: SourcePatch) -> str:
+    """Return the change of code without a file, such as a notebook's cells, as a diff."""
+    lines = list[str]()
+    for file in patch.files:
+        before, after, name = file.before.splitlines(), file.after.splitlines(), cell_name(file.path)
+        lines += difflib.unified_diff(before, after, name, name, lineterm="")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _is_low(module: nn.Module) -> bool:

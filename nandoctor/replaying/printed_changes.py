@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import gc
-import json
 import sys
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -60,7 +59,7 @@ def swapped_code(files: Sequence[ChangedFile], model: nn.Module, loss: Any = Non
 def find_swaps(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[FunctionType, CodeType]]:
     """Return the live functions that a file changes, each with its new code; raise as `swapped_code` does."""
     changed = _changed_codes(file)
-    found = _functions_with(changed, [function for function, _ in reachable(file.path, model, loss)])
+    found = _functions_with(changed, reachable(file.path, model, loss))
     if not found:
         raise CannotRunError(f"No function that is loaded comes from the changed lines of {file.path}.")
     swaps = [(function, changed[_key(function.__code__)]) for function in found]
@@ -68,19 +67,6 @@ def find_swaps(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[Fun
         if code.co_freevars != function.__code__.co_freevars:
             raise CannotRunError(f"The change gives {function.__qualname__} other closure variables.")
     return swaps
-
-
-def find_places(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[FunctionType, CodeType, str]]:
-    """Return those that can be found from the `model`, each with its new code and an expression that gives it.
-
-    Others belong to other models that are alive; if none with some changed code is found, raise CannotRunError.
-    """
-    places = {id(function): place for function, place in reachable(file.path, model, loss) if place}
-    swaps = find_swaps(file, model, loss)
-    found = [(function, code, places[id(function)]) for function, code in swaps if id(function) in places]
-    if {code for _, code in swaps} != {code for _, code, _ in found}:
-        raise CannotRunError(f"Not every changed function of {file.path} can be found from the model.")
-    return found
 
 
 @lru_cache(maxsize=16)  # a search runs each change about ten times
@@ -125,69 +111,41 @@ def _are_the_only_holders(functions: Iterable[FunctionType], codes: Mapping[int,
     return all(count == alone + 1 + accounted[key] for key, count in zip(codes, counts, strict=True))
 
 
-def reachable(path: str, model: nn.Module, loss: Any = None) -> Iterator[tuple[FunctionType, str]]:
-    """Yield the functions of the file that the model's classes, its modules and the loss hold, also inside decorators.
-
-    Each comes with an expression that finds it if `model` is in scope, or "" if there is none.
-    """
-    modules = [
-        module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get("__file__") == path
-    ]
-    # The names are untrusted: as JSON they are string literals, whatever is in them.
-    named = ((module, json.dumps(name)) for name, module in model.named_modules())
-    places = {module: "model" if name == '""' else f"model.get_submodule({name})" for module, name in named}
-    waiting = deque(_classes_of(places))
-    waiting.extend((part, place + suffix) for module, place in places.items() for suffix, part in _attributes(module))
-    without_place = [loss, *map(vars, modules)]  # last, so that a place is found first
+def reachable(path: str, model: nn.Module, loss: Any = None) -> Iterator[FunctionType]:
+    """Yield the file's functions that the model's classes, its modules and the loss hold, also inside decorators."""
+    loaded = (getattr(module, "__dict__", {}) for module in list(sys.modules.values()))
+    of_file = [names for names in loaded if names.get("__file__") == path]
+    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    held = (part for module in model.modules() for part in _parts(dict(vars(module))).values())
+    waiting = deque[Any]((*kinds, *held, loss, *of_file))
     parts_of, seen = once(_parts), set[int]()
-    while waiting or without_place:
-        root, place = waiting.popleft() if waiting else (without_place.pop(), "")
-        for suffixes, item in walk(root, parts_of):
+    while waiting:
+        for _, item in walk(waiting.popleft(), parts_of):
             if type(item) is not FunctionType or id(item) in seen:
                 continue
             seen.add(id(item))
-            here = place and place + "".join(suffixes)
             is_of_file = item.__code__.co_filename == path
             if is_of_file:
-                yield item, here
+                yield item
             if is_of_file or "__file__" not in item.__globals__:  # code outside sys.modules, or a notebook's cells
-                waiting.append((item.__globals__, here and f"{here}.__globals__"))
-
-
-def _classes_of(places: Mapping[nn.Module, str]) -> Iterator[tuple[Any, str]]:
-    """Yield the classes of some modules, and what these have and inherit, each with the expression that gives it."""
-    first = {type(module): place for module, place in reversed([*places.items()])}
-    seen: set[type] = set()
-    for kind, place in reversed([*first.items()]):
-        yield kind, f"type({place})"
-        for number, base in enumerate(kind.__mro__):
-            for suffix, part in _attributes(base) if base not in seen else ():
-                is_hidden = any(suffix[1:] in vars(other) for other in kind.__mro__[:number])
-                yield part, f"type({place}){f'.__mro__[{number}]' * is_hidden}{suffix}"
-        seen.update(kind.__mro__)
+                waiting.append(item.__globals__)
 
 
 def _parts(item: Any) -> Parts:
-    """Return the parts of a namespace, class, descriptor or closure that may hold a function, by their suffixes."""
+    """Return what may hold a function in a namespace, class, descriptor or closure."""
+    inside: Iterable[Any] = ()
     if isinstance(item, dict):
-        return {f"[{name!r}]": value for name, value in item.items() if isinstance(value, _HOLDERS)}
-    if type(item) is FunctionType:
-        cells = enumerate(item.__closure__ or ())
-        closed = {f".__closure__[{n}].cell_contents": cell.cell_contents for n, cell in cells if cell != _EMPTY_CELL}
-        inside = {".__wrapped__": vars(item).get("__wrapped__"), **closed}
-        return {suffix: part for suffix, part in inside.items() if isinstance(part, _HOLDERS)}
-    if isinstance(item, type):
-        return dict(_attributes(item))
-    if isinstance(item, property):
-        return {".fget": item.fget, ".fset": item.fset}
-    return {".__func__": item.__func__} if isinstance(item, staticmethod | classmethod) else {}
-
-
-def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield an object's own attributes as looking them up gives them: for a static method, the function."""
-    for name, value in vars(owner).items():
-        if isinstance(value, _HOLDERS):
-            yield f".{name}", value.__func__ if isinstance(value, staticmethod) else value
+        inside = list(item.values())
+    elif isinstance(item, type):
+        inside = list(vars(item).values())
+    elif type(item) is FunctionType:
+        closed = (cell.cell_contents for cell in item.__closure__ or () if cell != _EMPTY_CELL)
+        inside = vars(item).get("__wrapped__"), *closed
+    elif isinstance(item, property):
+        inside = item.fget, item.fset
+    elif isinstance(item, staticmethod | classmethod):
+        inside = (item.__func__,)
+    return dict(enumerate(part for part in inside if isinstance(part, _HOLDERS)))
 
 
 def _key(code: CodeType) -> tuple[object, ...]:
@@ -260,23 +218,10 @@ def printed_changes(changes: Sequence[PrintedChange], model: nn.Module, loss: An
         CannotRunError: changed source cannot be run in this process, or a snippet raised.
     """
     patched = [file for change in changes if isinstance(change, SourcePatch) for file in change.files]
-    snippets = [change for change in changes if isinstance(change, Snippet)]
-    in_snippets = [file for snippet in snippets if snippet.source is not None for file in snippet.source.files]
-    with ExitStack() as undo:
-        undo.enter_context(swapped_code(patched, model, loss))
-        functions = []
-        for file in in_snippets:
-            functions += [function for function, _, _ in find_places(file, model, loss)]
-            for namespace, name in _import_names(file, functions):
-                del namespace[name]  # the snippet has to import it
-                undo.callback(namespace.pop, name, None)
-        before = [(function, "__code__", function.__code__) for function in functions]
-        undo.enter_context(held(*before))
-        for snippet in snippets:
-            if snippet.kind != "data":
-                _execute(snippet, {"model": model})
-        if any(function.__code__ is code for function, _, code in before):
-            raise CannotRunError("The snippet does not reach every function that it is to change.")
+    with swapped_code(patched, model, loss):
+        for change in changes:
+            if isinstance(change, Snippet) and change.kind != "data":
+                _execute(change, {"model": model})
         yield
 
 

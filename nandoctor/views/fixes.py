@@ -180,6 +180,7 @@ def how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
         yield Fact("apply it", WHERE_TO_RUN[fix.kind])
 
 
+_DIFFS = ("source", "cell")
 _MIN_COST = 0.05
 """A cost below this share of the step is not mentioned."""
 
@@ -207,6 +208,7 @@ def _describe_cost(fix: Fix) -> str:
 
 
 WHERE_TO_RUN = {
+    "cell": "make this change in the notebook, and run the cell and those that use it again",
     "snippet": "run these lines where your model is called `model`, once it is built and its weights are loaded",
     "state": "run these lines once, where your model is called `model`, after its weights are loaded",
     "data": "run these lines before the step; they were tried on this batch only, and the next may fail again",
@@ -229,7 +231,7 @@ def describe_outcome(outcome: TrialOutcome) -> str:
 def code_of_fix(fix: Fix) -> Patch:
     """Return the change as a diff or as code, including the code that makes a setting."""
     if fix.patch:
-        return Patch(fix.patch.splitlines(), is_diff=fix.kind == "source")
+        return Patch(fix.patch.splitlines(), is_diff=fix.kind in _DIFFS)
     return Patch(list(_settings_as_code(fix.settings or FixSettings())), is_diff=False)
 
 
@@ -245,7 +247,7 @@ def _settings_as_code(settings: FixSettings) -> Iterator[str]:
 
 def _patch(fix: Fix, name: str = "") -> Patch:
     lines = ["" if line.isspace() else line for line in fix.patch.splitlines()]
-    return Patch(lines, is_diff=fix.kind == "source", name=name)
+    return Patch(lines, is_diff=fix.kind in _DIFFS, name=name)
 
 
 def _shorten(fix: Fix) -> tuple[Patch, int]:

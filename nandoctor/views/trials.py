@@ -32,7 +32,7 @@ def fp32_facts(report: Report) -> Iterator[Fact]:
     search = report.fp32_sets
     if search is None or not search.sets:
         return
-    verified = any(fix.verified and fix.kind in ("source", "snippet") for fix in report.fixes)
+    verified = any(fix.verified and fix.kind in ("source", "cell", "snippet") for fix in report.fixes)
     enough = "enough" if verified else "finite then, though not verified as a fix"
     doubt = "" if search.complete else " (the search was cut short)"
     members = [[_describe_member(module) for module in found.modules] for found in search.sets]

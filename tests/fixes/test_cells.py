@@ -1,12 +1,12 @@
-"""A change of code without a file: the snippet gives the live functions the new code, and nothing else of theirs."""
+"""A change of code without a file, such as a notebook's cell, is run like that of any file."""
 
 import pytest
 import torch
 from torch import nn
 
+from nandoctor.changes.places import cell_name
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
-from nandoctor.fixes.cells import cell_name, write_snippet
-from nandoctor.replaying.printed_changes import CannotRunError, printed_changes
+from nandoctor.replaying.printed_changes import printed_changes
 
 CELL = """
 class Base(nn.Module):
@@ -83,69 +83,31 @@ def run_cells(cell):
     return space
 
 
-def write(cell):
-    """The cell's model, its snippet, and the names of its own."""
-    before, space = CELL + cell, run_cells(CELL + cell)
-    after = before.replace(OLD, NEW) if OLD in cell else before.replace("x * FACTOR", f"x * FACTOR * {NEW}")
-    model = space["Net"]()
-    patch = SourcePatch(root="", files=(ChangedFile(path=FILE, before=before, after=after),))
-    return model, write_snippet(patch, model, None), space
-
-
-def test_a_snippet_does_what_the_changed_cell_does():
+def test_a_patch_does_what_the_changed_cell_does():
     wrong = {}
     for name, cell in CELLS.items():
-        model, snippet, space = write(cell)
-        x, fresh = torch.ones(2), run_cells(CELL + cell)
-        wanted = run_cells(CELL + cell.replace(OLD, NEW))["Net"]()(x) * (1 if OLD in cell else 6)
-        before = model(x)
-        with printed_changes([snippet], model):
+        before = CELL + cell
+        after = before.replace(OLD, NEW) if OLD in cell else before.replace("x * FACTOR", f"x * FACTOR * {NEW}")
+        patch = SourcePatch(root="", files=(ChangedFile(path=FILE, before=before, after=after),))
+        model, x = run_cells(before)["Net"](), torch.ones(2)
+        wanted = run_cells(after)["Net"]()(x)
+        unchanged = model(x)
+        with printed_changes([patch], model):
             inside = model(x)
-        elsewhere = fresh["Net"]()
-        exec(snippet.text, {"model": elsewhere})
-        after = model(x)
-        exec(snippet.text, {**space, "model": model})
-        results = (inside, elsewhere(x), model(x), after * (2 if name != "a decorator" else 4))
-        expected = (wanted, wanted, wanted, wanted if OLD in cell else wanted / 3)
-        if before.equal(inside) or not all(map(torch.equal, results, expected)):
-            wrong[name] = results, expected
+        if unchanged.equal(wanted) or not (inside.equal(wanted) and model(x).equal(unchanged)):
+            wrong[name] = unchanged, inside, wanted
     assert wrong == {}
 
 
-def test_what_brings_a_name_is_in_the_snippet():
-    cell = "    def forward(self, x):\n        return x * 3.0"
-    model, _, space = write(cell)
+def test_what_brings_a_name_brings_it_for_the_run_alone():
+    cell = CELL + "    def forward(self, x):\n        return x * 3.0"
+    space = run_cells(cell)
+    model = space["Net"]()
     del space["torch"]
-    file = ChangedFile(path=FILE, before=CELL + cell, after="import torch\n" + (CELL + cell).replace(OLD, NEW))
-    snippet = write_snippet(SourcePatch(root="", files=(file,)), model, None)
-    with printed_changes([snippet], model):
+    file = ChangedFile(path=FILE, before=cell, after="import torch\n" + cell.replace(OLD, NEW))
+    with printed_changes([SourcePatch(root="", files=(file,))], model):
         assert model(torch.ones(1)) == 6
     assert "torch" not in space
-    without = ChangedFile(path=FILE, before=CELL + cell, after=(CELL + cell).replace(OLD, "6.0"))
-    assert "import" not in write_snippet(SourcePatch(root="", files=(without,)), model, None).text
-    assert "# -        return x * 3.0\n# +        return x * torch.tensor(6.0)\n" in snippet.text
-
-
-def test_what_cannot_be_found_or_written_alone_gets_none():
-    hidden = """    def forward(self, x):
-        return functions[0](x)
-functions = [lambda x: x * 3.0]"""
-    inside = """    pass
-def make():
-    class Inner(Base):
-        def forward(self, x):
-            return x * 3.0
-    return Inner
-Net = make()"""
-    assert [write(cell)[1] for cell in (hidden, inside)] == [None, None]
-
-
-def test_a_snippet_that_does_not_reach_its_function_is_not_run():
-    model, snippet, space = write(CELLS["a lambda"])
-    space["times"], old = (lambda x: x), space["times"]
-    model.kept = old
-    with pytest.raises(CannotRunError, match="does not reach"), printed_changes([snippet], model):
-        pass
 
 
 def test_a_cell_has_the_name_that_ipython_shows(monkeypatch):

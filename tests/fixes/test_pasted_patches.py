@@ -140,7 +140,7 @@ def test_a_library_is_patched_below_site_packages(project):
     assert torch.allclose(output.float(), in_fp32, rtol=0.01, atol=0.01)
 
 
-def test_a_fix_of_a_notebook_cell_is_pasted_in_a_new_one(project):
+def test_a_fix_of_a_notebook_cell_is_a_diff_of_it(project):
     name, cell, space = "<ipython-input-3>", f"{HEAD}        {BODIES['a function in a closure']}\n", {}
     linecache.cache[name] = len(cell), None, cell.splitlines(keepends=True), name
     exec(compile(cell, name, "exec"), space)
@@ -148,12 +148,13 @@ def test_a_fix_of_a_notebook_cell_is_pasted_in_a_new_one(project):
     torch.save(saved, project / "dump.pth")
     fix = nandoctor.replay(project / "dump.pth", model=space["Net"]).report.fixes[0]
     del linecache.cache[name]
-    assert (fix.kind, fix.verified, "of <ipython-input-3>" in fix.title) == ("snippet", True, True)
+    assert (fix.kind, fix.verified, "of <ipython-input-3>" in fix.title) == ("cell", True, True)
+    (project / name).write_text(cell)
+    subprocess.run(["git", "apply", "-p0"], input=fix.patch, text=True, check=True, cwd=project)
     fresh = {}
-    exec(cell, fresh)
+    exec((project / name).read_text(), fresh)
     fresh["model"] = fresh["Net"]()
     fresh["model"].load_state_dict(saved["state_dict"])
-    exec(fix.patch, fresh)
     with nandoctor.cuda_autocast():
         output = fresh["model"](saved["x"])
     assert torch.allclose(output.float(), fresh["model"](saved["x"]), rtol=0.01, atol=0.01)
