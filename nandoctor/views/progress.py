@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from nandoctor.text import plural, printable
@@ -13,13 +13,6 @@ from nandoctor.text import plural, printable
 _SEARCH = "Fixes"
 _BAR_WIDTH = 6
 _BEST_WIDTH = 24
-
-
-class _TimeLeft(TimeRemainingColumn):
-    """A column for the time left; empty if the total is unknown."""
-
-    def render(self, task: Task) -> Text:
-        return Text() if task.total is None else Text.assemble(super().render(task), " left")
 
 
 class ReplayBar:
@@ -30,7 +23,7 @@ class ReplayBar:
             TextColumn("{task.description}"),
             BarColumn(_BAR_WIDTH),
             TextColumn("{task.fields[done]}"),
-            _TimeLeft(compact=True),
+            TimeRemainingColumn(compact=True),
             console=console,
             transient=True,
             disable=not shown,

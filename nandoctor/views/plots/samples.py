@@ -49,7 +49,7 @@ def draw_samples(report: Report) -> Figure:
         NanDoctorError: no layer has a batch, or no layer was counted.
     """
     layers = select_layers(report)
-    num_samples = _find_batch(report, layers)
+    num_samples = _find_batch(layers)
     if report.runs is None or num_samples is None:
         raise NanDoctorError(
             f"The report on {report.dump.path} has no per-sample counts.",
@@ -68,17 +68,15 @@ def draw_samples(report: Report) -> Figure:
     )
 
 
-def _find_batch(report: Report, layers: Layers) -> int | None:
-    """Return the number of samples: that of the saved inputs, else the most frequent size of counted outputs."""
-    counted = Counter(
+def _find_batch(layers: Layers) -> int | None:
+    """Return the number of samples, the most frequent size of counted outputs."""
+    sizes = Counter(
         min(stats.shape[0], MAX_SAMPLES)
         for pair in layers.pairs
         for stats in (pair.autocast.outputs if pair.autocast else ())
         if stats.counts is not None and stats.counts.by_sample
     )
-    saved = {min(array.shape[0], MAX_SAMPLES) for array in report.dump.arrays if array.shape and array.role == "input"}
-    likely = saved & set(counted) or set(counted)
-    return max(likely, key=lambda size: counted[size], default=None)
+    return max(sizes, key=sizes.__getitem__, default=None)
 
 
 def _classify(row: LayerRow | None, num_samples: int, low: FloatFormat) -> list[int]:
