@@ -56,14 +56,6 @@ def test_the_story_comes_first_and_in_order(page):
     assert page.index("<h1") < page.index("h-fixes")
 
 
-def test_a_uniform_map_is_a_sentence():
-    made = factory.fixable()
-    whole = replace(made.origin.grid, counts=tuple((8,) * 32 for _ in range(32)))
-    text = factory.sketch_of(replace(made, origin=replace(made.origin, grid=whole)))
-    assert 'id="h-origin"' not in text
-    assert "<dt>in the tensor</dt><dd>everywhere</dd>" in text
-
-
 def test_nothing_is_loaded_from_anywhere(page):
     outside = {
         value

@@ -76,13 +76,6 @@ def test_the_kinds_of_a_nonfinite_layer_stand_in_its_cell():
         assert table_rows(terminal(report, width=120))["encoder.blocks.2.attention"][1] == text
 
 
-def test_notes_beyond_a_few_are_counted():
-    text = terminal(factory.report(notes=tuple(f"note number {i}" for i in range(9))))
-    assert "note number 3" in text
-    assert "note number 4" not in text
-    assert "5 more in the report" in text
-
-
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "cp437", "latin-1"])
 def test_any_encoding_can_take_the_report(encoding):
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
