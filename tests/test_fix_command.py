@@ -173,7 +173,7 @@ def test_what_is_no_patch_is_neither_piped_nor_written(find, fix, flag):
     find(fix)
     result = run(*ARGUMENTS, flag)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "This fix has no diff (" in result.stderr
+    assert "This fix is no diff of a file (" in result.stderr
 
 
 def test_flags_that_contradict_each_other_are_wrong_usage(workplace):
