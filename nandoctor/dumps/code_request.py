@@ -16,7 +16,7 @@ from typing import Any
 from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.trees import KIND, holds_objects
 from nandoctor.source_files import ASSIGNED, defines, hash_of, installed_path, own_source
-from nandoctor.text import brief
+from nandoctor.text import brief, printable
 from nandoctor.trees import PLAIN
 
 _MAX_SHOWN = 20
@@ -116,19 +116,8 @@ def _shown(value: Any) -> str:
 
 
 def _quote(word: str) -> str:
-    """Return the word quoted for a shell, with unprintable characters as escapes that bash and zsh read."""
-    if word.isprintable():
-        return shlex.quote(word)
-    escaped = (c if c.isprintable() and c not in "'\\" else _escape(c) for c in word)
-    return f"$'{''.join(escaped)}'"
-
-
-def _escape(letter: str) -> str:
-    try:
-        data = letter.encode("utf-8", "surrogateescape")  # a byte of a file's name that is not UTF-8
-    except UnicodeEncodeError:
-        data = letter.encode("utf-8", "surrogatepass")
-    return "".join(f"\\x{byte:02x}" for byte in data)
+    """Return the word quoted for a shell; what no terminal should get of a path is written as escapes."""
+    return shlex.quote(printable(word))
 
 
 def is_transformers_config(kind: Any) -> bool:

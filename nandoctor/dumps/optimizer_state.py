@@ -91,7 +91,7 @@ def _is_real(value: object) -> TypeGuard[torch.Tensor]:
 def _step(slots: Mapping[str, object]) -> int:
     step = slots.get("step")
     if is_tensor(step):
-        step = step.item() if is_dense(step) and step.numel() == 1 and not step.is_complex() else 1
+        step = step.item() if is_dense(step) and step.numel() == 1 else 1
     return max(int(step), 1) if isinstance(step, (int, float)) and math.isfinite(step) else 1
 
 

@@ -59,7 +59,7 @@ class _Ranks:
         part = self._states[rank].get(name)
         if not is_dense(part):
             raise DumpError(f"{brief(path.name)} does not hold a part of {brief(name)}.", remedy=_TAKE_ALL)
-        self._nbytes_left[rank] -= part.numel() * part.element_size()
+        self._nbytes_left[rank] -= part.nbytes
         if self._nbytes_left[rank] < 0:
             raise DumpError(f"{brief(path.name)} claims more weights than it holds.", remedy=_TAKE_ALL)
         return to_torch(part)

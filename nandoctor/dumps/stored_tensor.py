@@ -39,6 +39,7 @@ _NUMPY_CODES = {
     **{"complex32": "u4", "float8_e4m3fn": "u1", "float8_e4m3fnuz": "u1", "float8_e5m2fnuz": "u1"},
 }
 _ONLY_TORCH = frozenset({"complex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz"})
+_NUM_SPARSE_PARTS = {"torch.sparse_coo": 2, **{f"torch.sparse_{kind}": 3 for kind in ("csr", "csc", "bsr", "bsc")}}
 _CHUNK = 1 << 18
 _GENERATOR_NBYTES, _MERSENNE_N = 5056, 624
 
@@ -179,10 +180,6 @@ class StoredTensor:
         """Return the number of elements."""
         return self.raw.size
 
-    def element_size(self) -> int:
-        """Return the bytes of an element."""
-        return self.raw.itemsize
-
     def stride(self) -> tuple[int, ...]:
         """Return the strides in memory, in bytes."""
         return self.raw.strides
@@ -195,10 +192,6 @@ class StoredTensor:
         """Return True if the elements are real floats."""
         return "float" in self.dtype.name
 
-    def is_complex(self) -> bool:
-        """Return True if the elements are complex."""
-        return "complex" in self.dtype.name
-
     def numpy(self) -> NDArray[Any]:
         """Return the numbers, those of bf16 in fp32 and those of fp8 in fp16."""
         return self._widen(self.raw)
@@ -209,7 +202,8 @@ class StoredTensor:
 
     def count_nonfinite(self) -> tuple[int, int, int]:
         """Return how many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
-        parts = [self.raw.real, self.raw.imag] if self.is_complex() else [self.raw] * self.is_floating_point()
+        is_complex = self.raw.dtype.kind == "c"
+        parts = [self.raw.real, self.raw.imag] if is_complex else [self.raw] * self.is_floating_point()
         num_nan = num_posinf = num_neginf = 0
         flags: Any = ["external_loop", "buffered", "zerosize_ok"]
         for part in parts:
@@ -329,7 +323,9 @@ def torch_value(name: str) -> object:
 
 
 def make_device(*place: Any) -> object:
-    """Return torch's device, or the stand-in for it; `place` is its kind and perhaps its index."""
+    """Return torch's device, or the stand-in for it; `place` is its kind and perhaps its index. Raises TypeError."""
+    if not all(type(part) in (str, int) for part in place):  # the text of a container may be endless
+        raise TypeError("no place of a device")
     torch = sys.modules.get("torch")
     return torch.device(*place) if torch else TorchName(name=":".join(map(str, place)))
 
@@ -350,7 +346,10 @@ def rebuild_v3(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) 
     Raises:
         TypeError, ValueError, OverflowError: it does not lie in its storage.
     """
-    return _place(dtype_name(others[2]), storage, (offset, size, stride), others[3:])
+    dtype = others[2]
+    if not isinstance(dtype, (TorchName, *types_of("dtype"))):  # the text of a container may be endless
+        raise TypeError("no dtype")
+    return _place(dtype_name(dtype), storage, (offset, size, stride), others[3:])
 
 
 def _place(dtype: str, storage: Any, place: tuple[Any, Any, Any], metadata: tuple[Any, ...]) -> object:
@@ -372,10 +371,8 @@ def _place(dtype: str, storage: Any, place: tuple[Any, Any, Any], metadata: tupl
 
 def rebuild_sparse(layout: Any, data: Any) -> StoredSparse:
     """Return the sparse tensor, whose indices are compared with its sizes when torch's is made of it."""
-    if type(layout) is not str or type(data) is not tuple:
-        raise damaged("a sparse tensor has no parts")
-    parts = [item for item in data if isinstance(item, StoredTensor)]
-    if len(parts) != (2 if layout == "torch.sparse_coo" else 3):
+    parts = [item for item in data if isinstance(item, StoredTensor)] if type(data) is tuple else []
+    if type(layout) is not str or len(parts) != _NUM_SPARSE_PARTS.get(layout):
         raise damaged("a sparse tensor has no parts")
     return StoredSparse(layout=layout, parts=tuple(parts), others=data[len(parts) :])
 

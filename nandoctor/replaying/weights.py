@@ -31,7 +31,7 @@ from nandoctor.file_memory import cast_to_file
 from nandoctor.replaying.memory import Unfilled
 from nandoctor.replaying.model_loading import fit_prefix
 from nandoctor.replaying.settings import Settings
-from nandoctor.text import brief, dtype_name, join_first, number, plural
+from nandoctor.text import brief, dtype_name, join_first, plural
 from nandoctor.tracing.tensor_stats import all_finite
 from nandoctor.trees import tree_map
 
@@ -70,11 +70,11 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
 
 def _missing_weights(dump: Dump) -> DumpError:
     why = "they would have passed the recorder's max_nbytes" if dump.is_recorded else "a batch alone was saved"
-    file = shlex.quote(brief(str(dump.path), 1000))
-    command = f"nandoctor replay {file} --weights CHECKPOINT"
+    file = brief(str(dump.path), 1000)
     return DumpError(
-        f"{brief(str(dump.path), 1000)}: the file holds no state dict: {why}.",
-        remedy=f"Give the checkpoint that has the weights: {command}. Or save them with the batch: "
+        f"{file}: the file holds no state dict: {why}.",
+        remedy="Give the checkpoint that has the weights: nandoctor replay "
+        f"{shlex.quote(file)} --weights CHECKPOINT. Or save them with the batch: "
         'torch.save({"state_dict": model.state_dict(), ...}, path).',
     )
 
@@ -88,32 +88,26 @@ def _in_format(tensor: torch.Tensor, sample: WeightSample | None) -> torch.Tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Match:
-    """The numbers of weights that were compared and that differ, and the distance between the values.
+    """The numbers of weights that were compared and that differ.
 
-    `rounded_to` is the format that the checkpoint rounded the values to, "" if it did not. `distance` is
-    ||checkpoint - dump|| / ||dump|| over all values that the dump has; inf if that is not a number.
+    `rounded_to` is the format that the checkpoint rounded the values to, "" if it did not.
     """
 
-    num_compared: int
-    num_other: int
-    rounded_to: str
-    distance: float
+    num_compared: int = 0
+    num_other: int = 0
+    rounded_to: str = ""
 
 
 def _compare(state: State, known: Mapping[str, WeightSample]) -> _Match:
-    num_compared, num_other, rounded_to, off, size = 0, 0, "", 0.0, 0.0
+    num_compared, num_other, rounded_to = 0, 0, ""
     for name, sample in known.items():
         values = _take(state[name], sample.at) if name in state else None
-        if values is None or not sample.at.numel():
-            continue
-        num_compared += 1
-        values, saved, rounded = _in_common_format(values, sample.values)
-        rounded_to = rounded or rounded_to
-        num_other += not bool(((values == saved) | (values.isnan() & saved.isnan())).all())
-        off += float((values - saved).abs().square().sum())
-        size += float(saved.abs().square().sum())
-    distance = (off / size) ** 0.5 if 0 < size < float("inf") and off < float("inf") else float("inf")
-    return _Match(num_compared=num_compared, num_other=num_other, rounded_to=rounded_to, distance=distance)
+        if values is not None:
+            values, saved, rounded = _in_common_format(values, sample.values)
+            rounded_to = rounded or rounded_to
+            num_compared += 1
+            num_other += not torch.allclose(values, saved, rtol=0, atol=0, equal_nan=True)
+    return _Match(num_compared=num_compared, num_other=num_other, rounded_to=rounded_to)
 
 
 def _take(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor | None:
@@ -126,13 +120,12 @@ def _take(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor | None:
 
 
 def _in_common_format(found: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Return both rounded to the narrower of their formats, and its name if it is the checkpoint's, else ""."""
-    exact = torch.complex128 if found.is_complex() else torch.float64
-    if found.dtype == saved.dtype or not (found.is_floating_point() and saved.is_floating_point()):
-        return found.to(exact), saved.to(exact), ""
-    if found.element_size() > saved.element_size():
-        return found.to(saved.dtype).to(exact), saved.to(exact), ""
-    return found.to(exact), saved.to(found.dtype).to(exact), dtype_name(found.dtype)
+    """Return both in the narrower of their formats, and its name if it is the checkpoint's, else ""."""
+    if not (found.is_floating_point() and saved.is_floating_point()):
+        return found.to(torch.complex128), saved.to(torch.complex128), ""
+    is_rounded = found.element_size() < saved.element_size()
+    narrow = found.dtype if is_rounded else saved.dtype
+    return found.to(narrow).double(), saved.to(narrow).double(), dtype_name(narrow) if is_rounded else ""
 
 
 def _describe_match(match: _Match, path: str) -> str:
@@ -144,10 +137,9 @@ def _describe_match(match: _Match, path: str) -> str:
             f"The weights are those of {path}: the values that the dump has of {plural(match.num_compared, 'tensor')} "
             f"are the same there{rounded}."
         )
-    far = f", by {number(100 * match.distance)} % in norm" if match.distance < float("inf") else ""
     return (
         f"The weights in {path} are not those of the failing step: {match.num_other} of "
-        f"{plural(match.num_compared, 'tensor')} compared differ from the dump's{far}. What is replayed is this "
+        f"{plural(match.num_compared, 'tensor')} compared differ from the dump's. What is replayed is this "
         "batch with those weights."
     )
 

@@ -95,17 +95,6 @@ def indirect_codec():
     return forge.call(rebuild, forge.name("_codecs", "encode"), forge.name("torch", "Tensor"), arguments, b"}")
 
 
-def shadowed():
-    """An OrderedDict and a tensor whose methods are hidden by attributes that the pickle gives them."""
-    ordered = forge.call(forge.name("collections", "OrderedDict"))
-    attributes = forge.mapping(keys=b"N", items=b"N", values=b"N")
-    arguments = forge.tuple_of(*forge.tensor_parts())
-    rebuild = forge.name("torch._tensor", "_rebuild_from_type_v2")
-    plain, tensor = forge.name("torch._utils", "_rebuild_tensor_v2"), forge.name("torch", "Tensor")
-    hidden = forge.call(rebuild, plain, tensor, arguments, forge.mapping(detach=b"N", dim=b"N", numel=b"N"))
-    return ordered + attributes + b"b" + forge.text("image") + hidden + b"s"
-
-
 def endless_sparse():
     """Index and value of one element, each expanded to as many as one likes."""
     indices = forge.tensor(size=(1, HUGE), stride=(0, 0), storage=("torch", "LongStorage"), numel=1)
@@ -136,9 +125,7 @@ FILES = {
     "empty": (lambda: b"", "the file is empty", "Copy it again"),
     "png": (lambda: b"\x89PNG\r\n\x1a\n" + bytes(64), "a PNG image", "torch.save"),
     "text": (lambda: b"epoch 3 loss nan\n", "a text file", "torch.save"),
-    "web page": (lambda: b"\n<!DOCTYPE html><html></html>", "a web page", "Download"),
     "lfs pointer": (lambda: b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer", "git lfs pull"),
-    "hdf5": (lambda: b"\x89HDF\r\n\x1a\n" + bytes(64), "HDF5", "torch.save"),
     "npz": (npz, "torch.save did not write: it holds image.npy", "torch.save"),
     "other zip": (lambda: zip_with("word/document.xml"), "it holds word/document.xml", "torch.save"),
     "gzip": (lambda: b"\x1f\x8b\x08" + bytes(64), "compressed with gzip", "gunzip"),
@@ -163,28 +150,19 @@ FILES = {
         "parts are compressed",
         "without compression",
     ),
-    "zip bomb": (
-        lambda: forge.archive(forge.weights(), storages=[bytes(1 << 24)], compression=zipfile.ZIP_DEFLATED),
-        "parts are compressed",
-        "without compression",
-    ),
     "encrypted zip": (encrypted, "encrypted", "password"),
     "member beyond the end": (reaching_beyond, "reaches beyond its end", "Copy it again"),
     "member twice": (twice, "occurs twice", "Copy it again"),
-    "storage missing": (lambda: forge.archive(forge.weights(key="7")), "data of a tensor is missing", "Copy it again"),
     "storage too short": (
         lambda: forge.archive(forge.weights(size=(64,), numel=64)),
         "has the wrong size",
         "Copy it again",
     ),
     "size beyond storage": (lambda: forge.archive(forge.weights(size=(HUGE,))), "cannot be rebuilt", "copy it again"),
-    "empty stack": (lambda: forge.archive(b"R"), "cannot be rebuilt", "copy it again"),
-    "unknown memo": (lambda: forge.archive(b"h\x05"), "cannot be rebuilt", "copy it again"),
     "unknown opcode": (lambda: forge.archive(b"\xff"), "which torch.save never writes", "copy it again"),
     "array of too many bytes": (lambda: array_file((2,), "f4", bytes(12)), "contradict each other", "Copy it again"),
     "array of huge shape": (lambda: array_file((HUGE, HUGE), "f4", bytes(8)), "contradict each other", "Copy it again"),
     "array of negative shape": (lambda: array_file((-2, -1), "f4", bytes(8)), "contradict each other", "Copy it again"),
-    "array of shapeless shape": (lambda: array_file(b"N", "f4", bytes(8)), "contradict each other", "Copy it again"),
     "array of odd byte order": (lambda: array_file((2,), "f4", bytes(8), byte_order="O"), "contradict", "Copy it"),
     # Wants code, and holds nothing else
     "os.system": (
@@ -200,7 +178,6 @@ FILES = {
     "protocol 4": (lambda: saved_state() and forge.saved({"a": 1}, pickle_protocol=4), "protocol 4", "pickle_protocol"),
     # Bombs
     "hex codec": (lambda: forge.archive(doubling("hex")), "another codec than latin1", "copy it again"),
-    "utf-32 codec": (lambda: forge.archive(doubling("utf-32")), "another codec than latin1", "copy it again"),
     "codec by way of torch": (
         lambda: forge.archive(indirect_codec()),
         "exhaust memory.*by way of torch",
@@ -237,7 +214,6 @@ FILES = {
         "claim 13.2 TB, up to 'weight'",
         "contiguous",
     ),
-    "protocol 0, later on": (lambda: forge.archive(b"\x80\x00" + forge.weights()), "never writes", "copy it again"),
     "tensor from a number": (
         lambda: forge.archive(forge.mapping(weight=forge.call(forge.name("torch", "Tensor"), forge.integer(HUGE)))),
         "only: an object of torch.Tensor",
@@ -247,7 +223,6 @@ FILES = {
     "list": (lambda: forge.saved([1.0, "a"]), "holds a list, not a dict", "torch.save"),
     "tensor": (lambda: forge.saved(torch.zeros(2)), "holds one tensor, not", "torch.save"),
     "array": (lambda: forge.saved(np.zeros(2)), "holds an array of f8, not", "torch.save"),
-    "number": (lambda: forge.saved(3), "holds an int, not", "torch.save"),
     "empty dict": (lambda: forge.saved({}), "neither a state dict nor arrays, only: nothing", "state_dict"),
     "no state dict": (
         lambda: forge.saved({"step": 3, "optimizer": {"state": {}, "param_groups": []}}),
@@ -286,13 +261,6 @@ FILES = {
 @pytest.fixture(autouse=True)
 def _in_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def test_methods_that_a_pickle_hides_are_not_missed(tmp_path):
-    path = tmp_path / "dump.pth"
-    path.write_bytes(forge.archive(shadowed()))
-    dump = read_dump(path)
-    assert (list(dump.arrays), dump.layout) == (["image"], "batch-only")
 
 
 def test_code_that_a_file_names_is_not_run_beside_what_is_read(tmp_path):

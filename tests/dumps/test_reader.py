@@ -237,6 +237,8 @@ def test_arrays_that_are_no_numbers_are_named_and_left_out(read):
         ({"model": {k: v.numpy() for k, v in WEIGHTS.items()}}, "model", ""),
         ({"model": {k: nn.Parameter(v) for k, v in WEIGHTS.items()}}, "model", ""),
         ({"ema": {"module": WEIGHTS, "updates": 3}}, "ema.module", ""),
+        # D-FINE adds the names without `module.` to those with: https://github.com/Peterande/D-FINE/issues/43
+        ({"model": {f"module.{name}": tensor for name, tensor in WEIGHTS.items()} | WEIGHTS}, "model", "module."),
     ],
 )
 def test_weights_alone(saved, state_name, prefix, read):
@@ -245,20 +247,6 @@ def test_weights_alone(saved, state_name, prefix, read):
     assert (dump.state_name, dump.prefix) == (state_name, prefix)
     assert not dump.arrays
     assert_same_state(dump.state)
-
-
-def test_names_that_only_partly_carry_a_prefix_are_kept(read):
-    state = {"module.weight": torch.ones(2), "head.weight": torch.ones(2)}
-    dump = read(state)
-    assert (list(dump.state), dump.prefix) == (list(state), "")
-
-
-def test_the_nan_file_of_d_fine_holds_every_name_twice(read):
-    # Its script adds the names without `module.` to those with: https://github.com/Peterande/D-FINE/issues/43
-    twice = {f"module.{name}": tensor for name, tensor in WEIGHTS.items()} | WEIGHTS
-    dump = read({"model": twice})
-    assert_same_state(dump.state)
-    assert dump.prefix == "module."
 
 
 def test_a_lightning_checkpoint_keeps_its_model_prefix(read):
@@ -291,6 +279,11 @@ def test_a_lightning_checkpoint_keeps_its_model_prefix(read):
     }
 
 
+def test_names_that_only_partly_carry_a_prefix_are_kept(read):
+    dump = read({"module.weight": torch.ones(2), "head.weight": torch.ones(2)})
+    assert (list(dump.state), dump.prefix) == (["module.weight", "head.weight"], "")
+
+
 def test_trained_weights_come_before_averages_and_other_nets(read):
     average = {name: tensor * 0 for name, tensor in WEIGHTS.items()}
     dump = read(
@@ -308,16 +301,17 @@ def test_an_optimizer_is_known_by_its_state_under_any_name(read):
     assert [state.numel() for state in dump.rng_states] == [torch.get_rng_state().numel()]
 
 
-def test_a_batch_is_not_taken_for_weights(read):
-    batch = {"image": torch.ones(1, 3), "weight": torch.ones(1), "x": torch.ones(2)}
-    dump = read({"model": WEIGHTS, "batch": batch})
-    assert list(dump.arrays) == ["batch.image", "batch.weight", "batch.x"]
-
-
-def test_other_things_with_a_state_dict_of_their_own(read):
-    dump = read({"model": WEIGHTS, "meter_state_dict": {"sum": torch.ones(2), "count": 3}})
-    assert list(dump.arrays) == ["meter_state_dict.sum"]
-    assert dump.scalars == {"meter_state_dict.count": 3}
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"batch": {"image": torch.ones(1, 3), "weight": torch.ones(1), "x": torch.ones(2)}},
+        {"meter_state_dict": {"sum": torch.ones(2), "count": 3}},
+    ],
+)
+def test_what_is_no_state_dict_is_a_batch(saved, read):
+    ((name, held),) = saved.items()
+    dump = read({"model": WEIGHTS, **saved})
+    assert [*dump.arrays, *dump.scalars] == [f"{name}.{key}" for key in held]
 
 
 def test_a_model_without_weights_and_extra_state(read):

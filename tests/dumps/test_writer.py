@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
@@ -27,22 +24,6 @@ def test_a_name_that_is_taken_is_not_taken_again(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
 
 
-def test_nor_where_there_are_no_hard_links(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError("no hard links here")
-
-    monkeypatch.setattr(os, "link", refuse)
-    assert [write(tmp_path)[0].name for _ in range(2)] == ["dump.pth", "dump-2.pth"]
-
-
-def test_others_may_read_it(tmp_path):
-    mask = os.umask(0o022)
-    try:
-        assert write(tmp_path)[0].stat().st_mode & 0o777 == 0o644
-    finally:
-        os.umask(mask)
-
-
 def test_a_view_does_not_bring_its_whole_storage(tmp_path):
     path, saved = write(tmp_path, view=torch.zeros(1000, 1000)[3, :5], wide=torch.ones(1).expand(2000))
     assert path.stat().st_size < 20_000
@@ -61,18 +42,6 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
     with pytest.raises(AttributeError):
         write_dump({"function": lambda: None}, tmp_path, "dump", max_nbytes=CAP)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_ranks_that_save_together_all_keep_theirs(tmp_path):
-    """Each writer first deletes what killed ones left: never the file that another is about to lock or to name."""
-
-    def save(rank):
-        return [write_dump({}, tmp_path, f"nan-step{step}-rank{rank}", max_nbytes=CAP).name for step in range(40)]
-
-    with ThreadPoolExecutor(4) as ranks:
-        saved = [name for names in ranks.map(save, range(4)) for name in names]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(saved)
-    assert len(set(saved)) == 160
 
 
 def test_trees_come_back_as_they_went_in():

@@ -46,16 +46,12 @@ def named(folder, part, **fields):
 FIELDS = {
     # Where the model is said to be
     "model": contents,
-    "model of a module": lambda f: named(f, "model", module="train", file=""),
     "model of a package": lambda f: named(f, "model", module="package.train", file="package/train.py"),
     "model by a path": lambda f: named(f, "model", file=str(f / "train.py")),
-    "model by a way around": lambda f: named(f, "model", file="package/../train.py"),
     "model of a virtual environment": lambda f: named(f, "model", file=TOOLS, sha256=hash_of(f / TOOLS)),
-    "model that is a function": lambda f: named(f, "model", name="execute"),
     "model of an attribute": lambda f: named(f, "model", name="Net.save_pretrained"),
     "model that is installed": lambda f: named(f, "model", module="torch.hub", name="load", file=""),
     "model of the command line": lambda f: named(f, "model", module="nandoctor.cli", name="main", file=""),
-    "model in a dotted module": lambda f: named(f, "model", module="os.path;train", file=""),
     "model without a hash": lambda f: named(f, "model", sha256=""),
     "model with a config": lambda f: named(f, "model", config="train:Net", arguments={"config": {"width": 3}}),
     "model with an attention": lambda f: named(f, "model", attention="evil/kernel", config="train:Net"),
@@ -64,16 +60,12 @@ FIELDS = {
     # The loss
     "loss": lambda f: named(f, "loss_function", name="execute"),
     "loss of a virtual environment": lambda f: named(f, "loss_function", file=TOOLS, sha256=hash_of(f / TOOLS)),
-    "loss of a module": lambda f: named(f, "loss_function", module="train", file=""),
     "loss that is installed": lambda f: named(f, "loss_function", module="os", name="system", file=""),
     "loss of an attribute": lambda f: named(f, "loss_function", name="loss_of.__globals__"),
-    "loss by a path": lambda f: named(f, "loss_function", file=str(f / "train.py")),
     "loss in the output": lambda f: {**contents(f), "loss_function": None, "loss_field": "train.execute"},
     # The call
     "method": lambda f: {**contents(f), "method": "save_pretrained"},
-    "method of Module": lambda f: {**contents(f), "method": "register_forward_hook"},
     "method that is private": lambda f: {**contents(f), "method": "__init__"},
-    "method of the state": lambda f: {**contents(f), "method": "set_extra_state"},
     "watched": lambda f: {**contents(f), "watched": ["linear", "train.execute", "__class__"]},
     "arguments by name": lambda f: {
         **contents(f),
@@ -95,8 +87,6 @@ FIELDS = {
         **contents(f),
         "state_dict": {**contents(f)["state_dict"], "_extra_state": torch.ones(1)},
     },
-    "event": lambda f: {**contents(f), "event": {"step": "train.execute()", "reason": "{train}", "epoch": 0}},
-    "scaler": lambda f: {**contents(f), "scaler": {"scale": "train.execute()"}},
     "optimizer": lambda f: {
         **contents(f),
         "optimizer": {"state": {0: {"train": 1}}, "param_groups": [{"params": [0]}]},
@@ -165,26 +155,15 @@ def sound():
 EVIL = pickle_of(calling("posix", "system"))
 CALLS = {
     "os.system": ("posix", "system"),
-    "nt.system": ("nt", "system"),
     "a file of the folder": ("train", "execute"),
-    "a package of the folder": ("package", "execute"),
     "eval": ("builtins", "eval"),
-    "eval by Python 2's name": ("__builtin__", "eval"),
-    "exec of numpy's tests": ("numpy.testing._private.utils", "runstring"),
     "getattr": ("builtins", "getattr"),
-    "import": ("builtins", "__import__"),
     "pickle": ("pickle", "loads"),
-    "torch.load": ("torch", "load"),
     "torch.hub": ("torch.hub", "load"),
-    "torch.ops": ("torch.ops", "load_library"),
     "a dotted name": ("torch", "_utils.os.system"),
     "nandoctor itself": ("nandoctor.replaying.model_loading", "find_attribute"),
-    "the command line": ("nandoctor.cli", "main"),
     "a name with an escape": ("posix\\x2e", "system"),
-    "subprocess": ("subprocess", "Popen"),
     "a layer of torch": ("torch.nn", "Linear"),
-    "a number of numpy": ("numpy", "Inf"),
-    "a class of nandoctor": ("nandoctor", "Case"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import struct
 import subprocess
@@ -207,12 +206,3 @@ def test_instructions_that_no_dump_needs_are_refused(kind, project):
     assert "case.pth: " in assert_same("case.pth")
     assert before == [vars(value) for value in (rebuild, StoredTensor, pickle._Unpickler)]
     assert rebuild.__defaults__ is None
-
-
-def test_attributes_in_a_file_hide_no_method(project):
-    state = KINDS["with attributes in place of methods"](torch.ones(2))
-    buffer = io.BytesIO()
-    torch.save({"state_dict": {"a.weight": state}, "x": torch.nn.Parameter(torch.ones(3))}, buffer)
-    Path("case.pth").write_bytes(buffer.getvalue())
-    assert assert_same("case.pth").num_parameters == 2
-    assert vars(read_dump("case.pth").state["a.weight"]) == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -115,27 +114,6 @@ def test_a_file_that_is_replaced_or_gone_is_read_to_its_end(tmp_path, monkeypatc
     dump = read_dump(path)
     assert dump.provenance.own
     assert dump.state["weight"].tolist() == [3.0] * 4
-
-
-def _sign_and_write(folder, barrier, number):
-    barrier.wait(timeout=120)
-    for _ in range(10):
-        write_dump(record(number), folder, "nan-step1", max_nbytes=1 << 20)
-
-
-@pytest.mark.slow
-def test_processes_that_record_at_once_share_a_key(tmp_path, monkeypatch):
-    monkeypatch.setenv("NANDOCTOR_CONFIG_DIR", str(tmp_path / "config"))
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(3)
-    writers = [context.Process(target=_sign_and_write, args=(tmp_path / "dumps", barrier, n)) for n in range(3)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(240)
-    files = sorted((tmp_path / "dumps").iterdir())
-    assert len(files) == 30
-    assert all(read_dump(file).provenance.own for file in files)
 
 
 @pytest.mark.slow
