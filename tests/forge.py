@@ -106,19 +106,6 @@ def without_checksums():
         torch.serialization.set_crc32_options(True)
 
 
-def with_numpy1_names(data):
-    """The same file as numpy 1 would have saved it: its private module was not yet private."""
-    source = zipfile.ZipFile(io.BytesIO(data))
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as target:
-        for member in source.infolist():
-            content = source.read(member)
-            if member.filename.endswith("data.pkl"):
-                content = content.replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
-            target.writestr(member.filename, content)
-    return buffer.getvalue()
-
-
 def step(arrays=True):
     """What the training script of the first dump saves."""
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
