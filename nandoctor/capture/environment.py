@@ -47,22 +47,19 @@ class RandomStates(NamedTuple):
         return plain if self.cuda is None else {**plain, "cuda": self.cuda}
 
 
-class Generators:
-    """The process's random generators; on CUDA that of `device`, whose state is on the host, so reading never waits."""
+def read_generators(device: torch.device) -> RandomStates:
+    """Return the states of the process's random generators; on CUDA that of the device, which is kept on the host.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def read(self) -> RandomStates:
-        """Return the current states; for numpy None if its generator was exchanged for one that a replay cannot set."""
-        numpy_random: Any = np.random
-        is_usual = isinstance(numpy_random.get_bit_generator(), np.random.MT19937)
-        return RandomStates(
-            cpu=torch.default_generator.get_state(),
-            cuda=torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
-            numpy=np.random.get_state() if is_usual else None,
-            python=random.getstate(),
-        )
+    For numpy None if its generator was exchanged for one that a replay cannot set.
+    """
+    numpy_random: Any = np.random
+    is_usual = isinstance(numpy_random.get_bit_generator(), np.random.MT19937)
+    return RandomStates(
+        cpu=torch.default_generator.get_state(),
+        cuda=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        numpy=np.random.get_state() if is_usual else None,
+        python=random.getstate(),
+    )
 
 
 def read_autocast(device_type: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from nandoctor.capture.environment import Generators, RandomStates, read_autocast
+from nandoctor.capture.environment import RandomStates, read_autocast, read_generators
 from nandoctor.capture.joined import can_join
 from nandoctor.capture.sharding import describe_mixed_precision, describe_shards, is_sharded, local_part
 from nandoctor.capture.snapshots import Place, Snapshot, StateKeeper, places_of
@@ -39,7 +39,6 @@ class Observer:
         self._keeper = StateKeeper(model, undo_nbytes)
         self._find_weights()
         self.device = torch.device("cpu")
-        self.generators = Generators(self.device)
         self.autocast_inside: dict[str, Any] | None = None
         self._follow_device()
 
@@ -54,13 +53,13 @@ class Observer:
         for _, registry, name in self._first:
             first = registry.get(name)
             if first is not None and first.device != self.device and not first.is_meta:
-                self.device, self.generators = first.device, Generators(first.device)
+                self.device = first.device
 
     def look(self) -> StateBefore:
         """Return the current state."""
         self._follow_device()
         return StateBefore(
-            random=self.generators.read(),
+            random=read_generators(self.device),
             kept=self._keeper.keep(),
             training=self._read_flags(),
             autocast=read_autocast(self.device.type),

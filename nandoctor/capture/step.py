@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.text import plural
 from nandoctor.tracing.tensor_tree import walk_tensors
 
-_IS_RAISED, _IS_NONFINITE, _IS_READY = map(attrgetter, ("is_raised", "nonfinite", "ready"))
 MAX_UNMARKED_CALLS = 16
 """Most calls of a step whose beginning the loop does not mark: forwards without `watch` may go on forever."""
 
@@ -71,7 +69,7 @@ class RecordedStep:
     @property
     def loss_nonfinite(self) -> bool:
         """True if the watched loss or output is non-finite, on this rank or another."""
-        return any(map(_IS_RAISED, self.flags))
+        return any(flag.is_raised for flag in self.flags)
 
     @property
     def nonfinite_here(self) -> bool:
@@ -132,12 +130,12 @@ class RecordedStep:
         """True if the step went well, and no scaler needs its numbers."""
         if self.scale is not None or self.skip is not None or self.skipped:
             return False
-        return not (self.loss_nonfinite or any(map(_IS_NONFINITE, self._magnitudes)))
+        return not (self.loss_nonfinite or any(flag.nonfinite for flag in self._magnitudes))
 
     @property
     def ready(self) -> bool:
         """True once every flag except the loss's has arrived."""
-        return (self.skip is None or self.skip.ready) and all(map(_IS_READY, self._magnitudes))
+        return (self.skip is None or self.skip.ready) and all(flag.ready for flag in self._magnitudes)
 
     @property
     def was_skipped(self) -> bool:

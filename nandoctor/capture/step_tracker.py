@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nandoctor.capture.async_flags import Flag, flag_nonfinite, largest_over_ranks
+from nandoctor.capture.environment import read_generators
 from nandoctor.capture.hooks import Hook, with_closure
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.raised import is_for_nonfinite
@@ -157,7 +158,7 @@ class StepTracker:
         if step.before is None:
             step.before = self._observer.look()
         else:
-            step.between.append(self._observer.generators.read())
+            step.between.append(read_generators(self._observer.device))
         step.without_grad = not with_grad
         step.has_lent_weights = step.has_lent_weights or self._observer.has_lent_weights
         self._last_inputs = inputs

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -116,9 +115,3 @@ def test_inspect_tells_what_it_is_without_the_code(folder, tmp_path, run_nandoct
     for text in ("model: train.py:Net", "arguments: dropout=0.4", "method: forward", "loss: train.py:loss_of"):
         assert text in told
     assert "missing" not in done.stdout
-
-
-def test_plain_torch_reads_the_same_file(folder):
-    saved = torch.load(folder / "dumps" / "nan-step000004.pth", weights_only=True)
-    assert (saved["model"]["file"], saved["model"]["arguments"]) == ("train.py", {"dropout": 0.4})
-    assert saved["history"]["recent_bad_losses"] == [4]

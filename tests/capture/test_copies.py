@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 import zipfile
@@ -37,17 +36,6 @@ def test_the_forward_of_a_copy_is_no_call_of_the_model(tmp_path):
     (dump,) = recorder.written
     assert len(torch.load(dump, weights_only=True)["calls"]) == 1
     assert nandoctor.replay(dump, model=make_model, fixes=False).report.reproduction.grade == "exact"
-
-
-def test_a_whole_model_comes_back_without_its_recorder(tmp_path):
-    model, file = make_model(), io.BytesIO()
-    image, _ = make_batch()
-    with Recorder(model, folder=tmp_path):
-        model(image)
-        torch.save(model, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
-        assert torch.equal(loaded.eval()(image)["logit"], model.eval()(image)["logit"])
 
 
 def test_a_whole_model_loads_where_nandoctor_is_not_installed(tmp_path):

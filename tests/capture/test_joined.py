@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nandoctor.capture.environment import Generators
+from nandoctor.capture.environment import read_generators
 from nandoctor.capture.joined import JoinOrder
 from nandoctor.capture.snapshots import StateKeeper
 
@@ -90,9 +90,8 @@ def test_buffers_are_those_from_before_the_forward():
 
 @pytest.mark.parametrize("draw", [np.random.rand, np.random.randn, lambda: np.random.shuffle([1, 2, 3]), random.random])
 def test_generators_are_read_after_every_draw(draw):
-    generators = Generators(torch.device("cpu"))
     for _ in range(5):
-        kept = generators.read()
+        kept = read_generators(torch.device("cpu"))
         expected = np.random.randn(3).tolist(), random.random()
         np.random.set_state(kept.numpy)
         random.setstate(kept.python)
@@ -104,7 +103,7 @@ def test_a_generator_of_another_kind_is_left_out():
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(0))
     try:
-        states = Generators(torch.device("cpu")).read()
+        states = read_generators(torch.device("cpu"))
     finally:
         np.random.set_bit_generator(before)
     assert states.numpy is None

@@ -108,6 +108,19 @@ def test_lbfgs_that_spoils_the_weights_between_two_calls(tmp_path, loop):
     assert nandoctor.replay(path, fixes=False).report.cause.code == "nonfinite-update"
 
 
+def test_a_step_saved_as_asked_replays_exactly(tmp_path):
+    run = Run(folder=tmp_path)
+    for number, batch in run:
+        run.backward(run.loss(batch))
+        run.update(number)
+        if number == 1:
+            path = run.recorder.save("odd images")
+    run.recorder.close()
+    assert run.recorder.written == (path,) == (tmp_path / "step-step000001.pth",)
+    assert all(is_same(read_dump(path).state[name], tensor) for name, tensor in run.states[1].items())
+    assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
+
+
 class UnprintableError(AssertionError):
     """An error that raises another where it is read."""
 

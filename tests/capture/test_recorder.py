@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -247,3 +248,100 @@ def test_of_a_compiled_update_no_more_is_compiled(tmp_path):
 
     assert count_graphs(recorded=True) == count_graphs(recorded=False)
     assert [path.name for path in tmp_path.iterdir()] == ["nan-step000002.pth"]
+
+
+def test_nothing_to_save_outside_of_a_step(tmp_path):
+    recorder = Recorder(nn.Linear(2, 2), folder=tmp_path)
+    with pytest.raises(NanDoctorError, match="no step to save"):
+        recorder.save()
+    recorder.close()
+
+
+def test_the_loops_own_rule_for_spikes(tmp_path):
+    model, told = nn.Linear(1, 1), []
+    with Recorder(model, folder=tmp_path, on_save=lambda path, event: told.append((path, event))) as recorder:
+        for step in range(60):
+            loss = model(torch.ones(1, 1)).sum() * 0 + (50.0 if step == 40 else 1.0 + step % 3)
+            recorder.watch(loss)
+            if loss > 10:
+                recorder.save("spike")
+    [(path, event)] = told
+    assert path.name == "step-step000040.pth"
+    assert (event["reason"], event["step"], event["loss"]) == ("spike", 40, 50.0)
+
+
+def test_a_failing_on_save_does_not_end_the_training(tmp_path, caplog):
+    def upload(path, event):
+        raise ConnectionError("no route")
+
+    model = nn.Linear(1, 1)
+    with Recorder(model, folder=tmp_path, on_save=upload) as recorder:
+        recorder.watch(model(torch.full((1, 1), float("nan"))).sum())
+    assert len(recorder.written) == 1
+    assert "on_save failed" in caplog.text
+
+
+def test_a_failure_at_every_other_step_does_not_write_on(tmp_path):
+    model = nn.Linear(4, 1)
+    with Recorder(model, folder=tmp_path, keep=2, threshold=1.0) as recorder:
+        for number in range(90):
+            recorder.watch(model(torch.full((1, 4), float("nan") if number % 2 else 1.0)).sum())
+            recorder.end()
+    assert [path.name for path in recorder.written] == ["nan-step000001.pth", "nan-step000003.pth"]
+
+
+def test_watch_in_an_evaluation_blames_no_step(tmp_path, caplog):
+    model = make_model()
+    with Recorder(model, folder=tmp_path) as recorder:
+        batch = make_batch()
+        recorder.watch(loss_of(model(batch[0]), batch), batch)
+        model.eval()
+        with torch.no_grad(), caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                recorder.watch(loss_of(model(batch[0] * float("nan")), batch))
+    assert recorder.written == ()
+    assert recorder.history.num_bad_losses == 0
+    assert [message for message in caplog.messages if "eval mode" in message] == [
+        "nandoctor.Recorder: watch was called after a forward in eval mode, which is not a training step, so "
+        "nothing was checked. To record an evaluation, put each of its steps into `with recorder.step(batch):`."
+    ]
+
+
+def test_an_explicit_evaluation_is_recorded_and_replayed(tmp_path):
+    model = make_model().eval()
+    with Recorder(model, folder=tmp_path) as recorder, torch.no_grad():
+        for loud in (False, True):
+            batch = make_batch(loud)
+            with recorder.step(batch), nandoctor.cuda_autocast():
+                recorder.watch(loss_of(model(batch[0]), batch))
+    (path,) = recorder.written
+    report = nandoctor.replay(path, fixes=False).report
+    assert (path.name, report.reproduction.grade) == ("nan-step000001.pth", "exact")
+    assert report.first_nonfinite.place.module == "middle"
+
+
+def test_an_evaluation_within_a_step_is_no_call_of_it(tmp_path):
+    model = make_model()
+    with Recorder(model, folder=tmp_path) as recorder:
+        batch = make_batch(loud=True)
+        with recorder.step(batch):
+            with nandoctor.cuda_autocast():
+                loss = loss_of(model(batch[0]), batch)
+            with torch.no_grad():
+                model(batch[0])
+            recorder.watch(loss)
+    assert len(read_dump(recorder.written[0]).recorded.calls) == 1
+
+
+@pytest.mark.parametrize(("is_marked", "kept"), [(True, 25), (False, 9)])
+def test_a_step_of_many_calls(tmp_path, is_marked, kept):
+    """A text that is read letter by letter, an episode of a policy: the state of the first call is NaN in all later."""
+    model = nn.RNNCell(3, 2)
+    with Recorder(model, folder=tmp_path) as recorder, recorder.step() if is_marked else nullcontext():
+        state = torch.full((1, 2), float("nan"))
+        for _ in range(25):
+            state = model(torch.ones(1, 3), state)
+        recorder.watch(state.sum())
+    dump = read_dump(recorder.written[0])
+    assert len(dump.recorded.calls) == kept
+    assert ("16 forwards" in str(dump.missing)) == (not is_marked)
