@@ -156,9 +156,10 @@ def test_nothing_changed_is_no_fix(project):
     """The loop saw a NaN that a replay of the same code does not show: whatever that is, nobody has fixed it."""
     edit(project)
     dump = record_dump(project, spoil=float("nan"))
-    for verb in (("verify", dump), ("replay", dump, "--check")):
-        assert run(*verb).exit_code == 125
-    assert "nothing has changed since the dump was written (net.py)" in words(run("verify", dump).stdout)
+    assert run("replay", dump, "--check").exit_code == 125
+    result = run("verify", dump)
+    assert result.exit_code == 125
+    assert "nothing has changed since the dump was written (net.py)" in words(result.stdout)
     with pytest.raises(AssertionError, match="nothing has changed"):
         assert_step_passes(dump)
 
@@ -167,13 +168,11 @@ def test_a_plain_dump_that_nothing_explains_cannot_be_told(project):
     dump = write_dump(project, "Plain")
     edit(project, seconds=-3600)
     assert "pyproject.toml. Judging by the names of the weights" in words(run("verify", dump).stdout)
-    assert repr(nandoctor.verify(dump, "net.py:Plain")).startswith("Verification(cannot-tell: ")
     result = run("verify", dump, "--model", "net.py:Plain")
     assert (result.exit_code, result.stdout.partition(":")[0]) == (125, "CANNOT TELL")
     assert "next --model" not in words(result.stdout)
     assert "--changed FILE" in result.stdout
     assert run("verify", dump, "--model", "net.py:Plain", "--changed", "net.py").exit_code == 0
-    assert run("replay", dump, "--model", "net.py:Plain", "--check").exit_code == 125
 
 
 RATIO = """
