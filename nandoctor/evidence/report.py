@@ -333,12 +333,11 @@ class EpsUse:
     """A small constant as it was actually used.
 
     `name` is the attribute of the module, the argument of the op, or the optimizer's eps; "1 - max" stands for a clamp
-    just below one. `op` is the op that used it, or that torch's own layer will use it in. `dtype` is the format that it
-    was used in, None if no op was seen to use it; `rounded` is its value there. `effect` says what is left of it:
-    "zero", "subnormal" (with its relative error), "normal". `absorbed_share` is the share, 0 to 1, of the elements
-    unchanged by adding it; None if it was not added, or not seen. `bound_share` is the share of the elements that a
-    clamp to it replaced. One row stands for `num_uses` calls from the same line, parameters of the optimizer, or equal
-    modules; `module` is the first.
+    just below one. `op` is the op that used it, and `dtype` the format, None if no op was seen to use it; `rounded` is
+    its value there. `effect` says what is left of it: "zero", "subnormal" (with its relative error), "normal".
+    `absorbed_share` is the share, 0 to 1, of the elements unchanged by adding it; None if it was not added, or not
+    seen. `bound_share` is the share of the elements that a clamp to it replaced. One row stands for `num_uses` calls
+    from the same line, parameters of the optimizer, or equal modules; `module` is the first.
     """
 
     place: Literal["module", "op", "optimizer"]

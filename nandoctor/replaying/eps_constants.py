@@ -23,17 +23,6 @@ _LEAST_GRADIENT = 2e-6
 """Smaller gradients hardly train a weight in half precision: a rate of 1e-3 changes it by less than its rounding."""
 _IS_EPS = re.compile(r"(^|[^a-z])eps(ilon)?([^a-z]|$)", re.IGNORECASE)  # not the "eps" of "steps"
 
-# Torch's own layers, and the op that takes their eps.
-_OPS: tuple[tuple[type[nn.Module], str], ...] = (
-    (nn.LayerNorm, "layer_norm"),
-    (nn.GroupNorm, "group_norm"),
-    (nn.RMSNorm, "rms_norm"),
-    *((kind, "batch_norm") for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)),
-    *((kind, "instance_norm") for kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)),
-    (nn.CosineSimilarity, "cosine_similarity"),
-    (nn.PairwiseDistance, "pairwise_distance"),
-)
-
 
 def measure_slots(moments: Sequence[SecondMoment], model: nn.Module, low: FloatFormat) -> tuple[OptimizerSlot, ...]:
     """Measure every second moment with exact counts, counting as flushed what `low` flushes to zero."""
@@ -74,7 +63,7 @@ def _parameter_names(moments: Sequence[SecondMoment], model: nn.Module) -> Mappi
 def list_constants(model: nn.Module) -> tuple[EpsUse, ...]:
     """Return every small float whose name says eps among the attributes of modules and their classes."""
     return tuple(
-        EpsUse(place="module", module=path, type=type(module).__name__, name=name, value=value, op=_op_of(module))
+        EpsUse(place="module", module=path, type=type(module).__name__, name=name, value=value)
         for path, module in model.named_modules()
         for name, value in _constants_of(module)
     )
@@ -87,11 +76,3 @@ def _constants_of(module: nn.Module) -> Iterator[tuple[str, float]]:
     for name, value in attributes.items():
         if isinstance(value, float) and 0 < value <= LARGEST_EPS and _IS_EPS.search(name):
             yield name, value
-
-
-def _op_of(module: nn.Module) -> str | None:
-    """Return the op of torch's own layer; None for a subclass, whose forward may do anything."""
-    for kind, op in _OPS:
-        if isinstance(module, kind) and type(module).__module__.startswith("torch."):
-            return op
-    return None
