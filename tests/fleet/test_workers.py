@@ -41,7 +41,7 @@ class Greedy(Overflowing):
         return super().forward(x)
 """
 NUMBER = 5
-MORE = 15
+MORE = 60
 ANALYSED = ["analysed"] * (NUMBER - 1)
 
 
@@ -169,6 +169,7 @@ def open_cluster():
     """The address of a cluster whose workers start as fast as ours, and of which a task may kill one, not four."""
     distributed, dask = pytest.importorskip("distributed"), pytest.importorskip("dask")
     ways = {"distributed.worker.multiprocessing-method": "forkserver", "distributed.scheduler.allowed-failures": 0}
+    ways["distributed.scheduler.worker-saturation"] = 1.0  # a file that waits at a killed worker counts as its failure
     with (
         dask.config.set(ways),
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
