@@ -60,9 +60,8 @@ _NOTHING = object()
 class Contents:
     """The contents of a file of `nbytes` bytes, by dotted name; `left_out` names what no replay uses.
 
-    Dense tensors are torch's only if `as_torch` is set.
-
-    `tree` has plain values, and a `Slot` for each array, in the containers that they were saved in.
+    Dense tensors are torch's only if `as_torch` is set. `tree` has plain values, and a `Slot` for each array, in the
+    containers that they were saved in.
     """
 
     nbytes: int
