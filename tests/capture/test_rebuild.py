@@ -114,6 +114,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.slow  # which imports transformers
 def test_a_config_of_transformers_in_an_own_class_is_built(tmp_path, caplog):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(hidden_size=3, attn_implementation="eager")
@@ -122,6 +123,7 @@ def test_a_config_of_transformers_in_an_own_class_is_built(tmp_path, caplog):
     assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
 
 
+@pytest.mark.slow  # which imports transformers
 def test_a_config_of_transformers_that_holds_an_object_is_told(tmp_path, caplog):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(hidden_size=3, attn_implementation="eager", more=Plain(3))
