@@ -60,7 +60,7 @@ from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Progress, listener_of
-from nandoctor.replaying.reproduction import Preparation, Replayed, replay_plainly, reproduce
+from nandoctor.replaying.reproduction import Preparation, Replayed, replay_from_reset, replay_plainly, reproduce
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch
 from nandoctor.replaying.samples import Symptom, describe_difference, find_guilty
 from nandoctor.replaying.saved_arrays import choose_policies, view_sample
@@ -163,6 +163,8 @@ def _diagnose_step(preparation: Preparation) -> Diagnosed:
     summary = summarize(preparation.dump)  # of the file as it was written: a forward may write to what it holds
     replayed = reproduce(preparation)
     findings = _diagnose(replayed)
+    if findings.verdict == "state" and (reset := replay_from_reset(replayed, preparation)) is not None:
+        replayed, findings = reset, _diagnose(reset)
     if findings.conclusion.in_fp32 and (plain := replay_plainly(replayed, preparation)) is not None:
         replayed, findings = plain, _diagnose(plain)
     step = replayed.step

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nandoctor.autocast.policy import LOW_DTYPES, Policy
+from nandoctor.changes.state import ResetBuffers
 from nandoctor.dumps.array_roles import is_loss, role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.stored_tensor import is_dense
@@ -19,10 +20,11 @@ from nandoctor.evidence.formats import BF16, EDGE, FP16, FP32
 from nandoctor.evidence.report import Grade, ReplayAttempt, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.machine import is_out_of_memory
+from nandoctor.replaying.module_state import list_nonfinite_state
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep
 from nandoctor.replaying.saved_arrays import SavedOutputs, are_round, is_finite_array
 from nandoctor.replaying.user_code import WRONG_CALL
-from nandoctor.text import brief, join_first
+from nandoctor.text import are, brief, code, join_first
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 CLOSE_ENOUGH = 0.02
@@ -220,6 +222,29 @@ def replay_plainly(found: Replayed, preparation: Preparation) -> Replayed | None
             tried = replace(plain.reproduction, attempts=found.reproduction.attempts)
             return replace(plain, any_random=found.any_random, reproduction=tried)
     return None
+
+
+def replay_from_reset(found: Replayed, preparation: Preparation) -> Replayed | None:
+    """Return a replay from reset buffers if the step fails then as well; else None.
+
+    A plain file is saved after the forward, which may have made its own buffers non-finite by then.
+    """
+    step = found.step
+    buffers = {name for name, _ in step.model.named_buffers()}
+    spoilt = (name for name, is_spoilt in list_nonfinite_state(step.model).items() if is_spoilt)
+    names = tuple(name for name in spoilt if name in buffers and name not in step.built)
+    reset = ResetBuffers(names=names).snippet(step.model)
+    if not names or reset is None:
+        return None
+    again = _replay([replace(step, changes=(*step.changes, reset))], preparation)
+    if again.trace.finite or again.rank > found.rank:
+        return None
+    told = (
+        f"{join_first([code(name) for name in names], 3)} {are(len(names))} non-finite in the file, but the step fails "
+        "without that too: all was run with them reset (variances to 1, others to 0). Reset your checkpoint's too."
+    )
+    tried = replace(again.reproduction, attempts=found.reproduction.attempts)
+    return replace(again, any_random=found.any_random, reproduction=tried, notes=(*found.notes, told))
 
 
 def _search_first(preparation: Preparation) -> tuple[Replayed, tuple[Policy, ...]]:
