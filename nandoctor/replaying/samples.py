@@ -218,8 +218,8 @@ def _describe_one(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
 
 
 def _differ_by_nan(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
-    bad, fine = ~torch.isfinite(mine), torch.isfinite(theirs)
-    return "has NaN or Inf, the others do not" if bool(bad.any(1).all()) and bool(fine.all()) else None
+    ours, others = torch.isfinite(mine).all(1), torch.isfinite(theirs).all(1)
+    return "has NaN or Inf, the others do not" if not bool(ours.any()) and bool(others.all()) else None
 
 
 def _differ_by_constancy(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:

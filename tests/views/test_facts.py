@@ -34,13 +34,13 @@ def test_the_first_nonfinite_layer_in_full():
     }
 
 
-REPRODUCES, BAD = "reproduces your run", "512 of 4,096 values of logit are non-finite"
+REPRODUCES, SPOILT = "reproduces your run", "512 of 4,096 values of logit are non-finite"
 GRADES = [
     ({"grade": "exact", "num_bad_saved": 0}, f"{REPRODUCES}: logit is finite in both, and identical"),
-    ({"grade": "exact"}, f"{REPRODUCES}: the same {BAD}, all others identical"),
+    ({"grade": "exact"}, f"{REPRODUCES}: the same {SPOILT}, all others identical"),
     (
         {"grade": "same-mask", "max_rel_err": 0.0123},
-        f"{REPRODUCES}: the same {BAD}, all others within 1.2 % of the largest",
+        f"{REPRODUCES}: the same {SPOILT}, all others within 1.2 % of the largest",
     ),
     (
         {"grade": "same-mask", "num_bad_saved": 4096, "max_rel_err": None},
@@ -52,9 +52,12 @@ GRADES = [
     ),
     (
         {"grade": "elsewhere", "num_bad_replayed": 300},
-        f"does not reproduce your run: {BAD} in the file, 300 in the replay",
+        f"does not reproduce your run: {SPOILT} in the file, 300 in the replay",
     ),
-    ({"grade": "finite", "num_bad_replayed": 0}, f"does not reproduce your run: {BAD} in the file, none in the replay"),
+    (
+        {"grade": "finite", "num_bad_replayed": 0},
+        f"does not reproduce your run: {SPOILT} in the file, none in the replay",
+    ),
     ({"grade": "no-reference"}, "unchecked: none of the outputs is known to be the saved logit"),
     ({"grade": "no-reference", "output": None}, "unchecked: there is no saved output to compare with"),
 ]

@@ -100,13 +100,13 @@ def _class_of(sample: SampleStats, low: FloatFormat) -> int:
 
 def _write_finding(layers: Layers, image: NDArray[np.int64], under: str) -> str:
     """Return which samples go non-finite and where, and which come near the limit."""
-    bad = image == _NONFINITE
-    nonfinite = np.flatnonzero(bad.any(axis=1)).tolist()
-    near = np.flatnonzero((image == _NEAR).any(axis=1) & ~bad.any(axis=1)).tolist()
+    nonfinite_places = image == _NONFINITE
+    nonfinite = np.flatnonzero(nonfinite_places.any(axis=1)).tolist()
+    near = np.flatnonzero((image == _NEAR).any(axis=1) & ~nonfinite_places.any(axis=1)).tolist()
     close = f"; near the limit: {samples_text(near, len(image))}" if near else ""
     if not nonfinite:
         return f"No sample goes non-finite {under}{close}."
-    start = layers.pairs[int(np.argmax(bad.any(axis=0)))].label
+    start = layers.pairs[int(np.argmax(nonfinite_places.any(axis=0)))].label
     return f"Non-finite from {start} on: {samples_text(nonfinite, len(image))}{close}."
 
 
