@@ -120,7 +120,7 @@ def test_what_fp32_gives_is_said_only_where_it_is_finite():
     assert {"input", "in fp32"}.isdisjoint(told)
 
 
-def test_bad_state_is_listed():
+def test_broken_state_is_listed():
     assert facts(factory.weights_only()) == {"weights": "non-finite: head.weight (3 of 4,096)"}
     assert facts(factory.state())["buffers"] == (
         "non-finite: norm0.running_var (64 of 64), norm1.running_var (64 of 64), norm2.running_var (64 of 64) "
