@@ -60,8 +60,15 @@ from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Progress, listener_of
-from nandoctor.replaying.reproduction import Preparation, Replayed, replay_from_reset, replay_plainly, reproduce
-from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch
+from nandoctor.replaying.reproduction import (
+    Preparation,
+    Replayed,
+    replay_from_reset,
+    replay_plainly,
+    reproduce,
+    run_whole,
+)
+from nandoctor.replaying.runner import CLOSELY, FailingStep, Watch
 from nandoctor.replaying.samples import Symptom, describe_difference, find_guilty
 from nandoctor.replaying.saved_arrays import choose_policies, view_sample
 from nandoctor.replaying.settings import Settings
@@ -278,10 +285,7 @@ def _diagnose_forward(replayed: Replayed) -> Findings:
     step, trace = replayed.step, replayed.trace
     if trace.unread and not trace.ops:
         trace = step.run(watch=CLOSELY).trace  # only the ops show what goes into an unread output
-    # In fp32, watched as closely as the replay's failure asks for.
-    is_sound = trace.finite and not trace.unread
-    reference = step.run(REFERENCE, MODULES_ONLY if is_sound else replace(CLOSELY, stage="replay")).trace
-    conclusion = Conclusion()
+    reference, conclusion = _run_reference(step, trace), Conclusion()
     if trace.finite and reference.finite and not outputs_differ(trace.output, reference.output):
         trace, reference = _counted(step, trace, step.policy), _counted(step, reference, REFERENCE)
     else:
@@ -298,6 +302,14 @@ def _diagnose_forward(replayed: Replayed) -> Findings:
     )
 
 
+def _run_reference(step: FailingStep, trace: Trace) -> Trace:
+    """Run the step in fp32, watched as closely as its replay's failure asks for."""
+    closely = replace(CLOSELY, stage="replay")
+    if not trace.finite or trace.unread:
+        return step.run(REFERENCE, closely).trace
+    return (run_whole(step, REFERENCE, closely) if trace.bad_gradients else step.run(REFERENCE)).trace
+
+
 def _counted(step: FailingStep, trace: Trace, policy: Policy) -> Trace:
     """Return the trace, run again with exact counts if it needs them."""
     closer = Watch(stage="closer look", statistics="counts")
@@ -308,7 +320,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     """Diagnose the backward pass at the step's loss scale: a sound forward can end in non-finite gradients."""
     sound = findings.trace.finite or findings.verdict == "healthy"  # an output may hold infinities that are meant
     watch = Watch(stage="backward", ops=True, backward=True)
-    trace = step.run(watch=watch).trace
+    trace = findings.trace if findings.trace.backward else step.run(watch=watch).trace
     findings = replace(findings, ops=trace.ops, bad_gradients=trace.bad_gradients)
     told = (UNSCALED,) if step.loss_scale is None and trace.format is FP16 else ()
     loss = findings.trace.loss
@@ -320,7 +332,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
         return replace(findings, notes=(note, *told))
     if not sound or not trace.bad_gradients:
         return replace(findings, notes=(*describe_removed(trace), *told) if sound else ())
-    reference = step.run(REFERENCE, watch).trace
+    reference = findings.reference if findings.reference.backward else step.run(REFERENCE, watch).trace
     unscaled = replace(watch, stage="backward at scale 1")
     fixed = step.loss_factor > 1 and not replace(step, loss_scale=1.0).run(watch=unscaled).trace.bad_gradients
     found = conclude_backward(trace, reference, step.low, loss_scale=step.loss_factor, fixed_by_scale=fixed)

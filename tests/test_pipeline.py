@@ -295,6 +295,32 @@ def test_a_dump_is_run_no_more_often_than_it_takes(make, arrays, stages):
     assert list(dict.fromkeys(stage for stage in told if not stage.startswith("samples"))) == stages
 
 
+def mean_square(output, batch):
+    return output.float().square().mean()
+
+
+def root_of_zero(output, batch):
+    return mean_square(output, batch) + (output - output).abs().sum().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("loss", "runs"),
+    [
+        (mean_square, ["replay under autocast", "replay in fp32"]),
+        (root_of_zero, ["replay under autocast", "replay in fp32"]),
+        (lambda *step: mean_square(*step) / 0, 2 * ["replay"] + ["backward under autocast"]),
+    ],
+    ids=["sound", "gradients", "loss"],
+)
+def test_the_backward_pass_follows_the_forward_at_once(loss, runs):
+    model, told = nn.Linear(4, 4), []
+    settings = Settings(mode="train", loss=loss)
+    replay_dump(dump_of(model, image=IMAGE), model, settings, progress=lambda *step: told.append(step))
+    begun = [stage for stage, done, _ in told if not done and not stage.startswith("samples")]
+    assert len(begun) == len(runs)
+    assert all(stage.startswith(run) for stage, run in zip(begun, runs, strict=True))
+
+
 def test_the_live_model_is_as_it_was():
     model = poisoned_norm().eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
