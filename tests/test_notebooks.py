@@ -13,9 +13,9 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "docs" / "notebooks").glob("*
 
 
 def outputs_of(notebook):
-    """What each code cell gives: the kinds of data, and their text."""
+    """What each code cell gives: the kinds of data, and their text unless a card is shown in its place."""
     return [
-        [(sorted(output.data), words(output.data["text/plain"])) for output in cell.outputs]
+        [(sorted(it), "text/html" in it or words(it["text/plain"])) for it in (output.data for output in cell.outputs)]
         for cell in notebook.cells
         if cell.cell_type == "code"
     ]
