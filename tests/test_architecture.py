@@ -36,7 +36,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 40_985, "tests": 42_392}
+MAX_LINES_OF_ALL = {"nandoctor": 40_985, "tests": 42_405}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_535,

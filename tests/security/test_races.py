@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import resource_tracker
 from pathlib import Path
 from threading import Barrier
 
@@ -16,9 +17,6 @@ from nandoctor.dumps import file_type, reader, signature
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import DumpError
-from nandoctor.fleet.pool import Processes
-from nandoctor.fleet.worker import Job
-from nandoctor.replaying.settings import Settings
 from nandoctor.views.save import write_text
 
 NUM_AT_ONCE = 8
@@ -116,14 +114,29 @@ def test_a_file_that_is_replaced_or_gone_is_read_to_its_end(tmp_path, monkeypatc
     assert dump.state["weight"].tolist() == [3.0] * 4
 
 
-@pytest.mark.slow
-def test_a_worker_imports_nothing_beside_a_dump(tmp_path, monkeypatch):
-    """A new process imports a few modules before it takes over our import path; so does the one that counts locks."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("multiprocessing", "random", "signal", "struct"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit(open('canary', 'a').write(__name__))")
-    resource_tracker._resource_tracker._stop()
-    job = Job(path=tmp_path / "none.pth", shown="none.pth", key="", settings=Settings(), cwd=tmp_path)
+IN_A_WORKER = """
+from pathlib import Path
+
+from nandoctor.fleet.pool import Processes
+from nandoctor.fleet.worker import Job
+from nandoctor.replaying.settings import Settings
+
+if __name__ == "__main__":
+    job = Job(path=Path("none.pth"), shown="none.pth", key="", settings=Settings(), cwd=Path.cwd())
     (answer,) = Processes(1, memory=None).run([job])
-    assert "no such file" in answer.result.reason
-    assert not (tmp_path / "canary").exists()
+    print(answer.result.reason)
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_imports_nothing_beside_a_dump(tmp_path):
+    """A new process imports a few modules before it takes over our import path; so does the one that counts locks."""
+    script, folder = tmp_path / "triage.py", tmp_path / "dumps"
+    script.write_text(IN_A_WORKER)
+    folder.mkdir()
+    for name in ("multiprocessing", "random", "signal", "struct"):
+        (folder / f"{name}.py").write_text("raise SystemExit(open('canary', 'a').write(__name__))")
+    command = [sys.executable, str(script)]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert "no such file" in run.stdout, run.stderr
+    assert not (folder / "canary").exists()
