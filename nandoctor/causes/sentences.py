@@ -116,7 +116,7 @@ _INVERSES: Mapping[str, Callable[[float, float], float]] = {
     "sub": lambda value, number: value + number,
     "rsub": lambda value, number: number - value,
     "add": lambda value, number: value - number,
-    "pow": lambda value, number: value ** (1 / number) if value >= 0 else math.nan,
+    "pow": lambda value, number: value ** (1 / number) if value >= 0 and number > 0 else math.nan,
 }
 """What an op of one tensor and one number took where it gave `value`."""
 
@@ -124,8 +124,7 @@ _INVERSES: Mapping[str, Callable[[float, float], float]] = {
 def where_it_began(op: OpCall, name: str, value: float, ops: Mapping[int, OpCall]) -> str:
     """Return what makes an argument exactly `value`, by the numbers in the code: "`cosine` is exactly 1"; or ""."""
     taken, began = op.find_input(name), ""
-    while taken is not None and taken.producer is not None:
-        maker = ops[taken.producer]
+    while taken is not None and (maker := ops.get(-1 if taken.producer is None else taken.producer)) is not None:
         given = dict(maker.scalars).get("exponent" if maker.op == "pow" else "other")
         if maker.op not in _INVERSES or given is None or len(maker.inputs) != 1:
             break

@@ -18,7 +18,6 @@ from nandoctor.errors import DumpError
 
 SET, COUNTER = forge.name("builtins", "set"), forge.name("collections", "Counter")
 FROZEN = forge.name("builtins", "frozenset")
-GETATTR = forge.name("builtins", "getattr")
 SIZE, PARAMETER = forge.name("torch", "Size"), forge.name("torch._utils", "_rebuild_parameter")
 EXPANDED = forge.tensor(size=(10**8,), stride=(0,))
 COLLIDING = b"".join(forge.integer(1 + number * (2**61 - 1)) for number in range(8, 3000))

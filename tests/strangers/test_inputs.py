@@ -46,21 +46,6 @@ ANSWERS = {
 }
 """What is right, from the mechanism and not from what is printed."""
 
-FIXES = {
-    "vae_kl": "bound `logvar` itself, whose gradient keeps its sign; a clamp of the exponential alone reverses it",
-    "log_of_wrong_sign": "none: the argument is 3.9 outside of the domain, an error of the program",
-    "ratio_at_zero": "what gives 1, the limit at 0 (`5 / s.clamp(min=5)`); 0 is a workaround",
-    "huge_after_eps": "a guard by where, or advice; with 1e-12 the result of float64 is another one",
-    "inf_set_to_zero": "a guard before the power that keeps 0",
-    "softmax_dim_1": "the guard along dimension 1, verified",
-    "half_model": "that line in fp32, cast back to half: one module, not three",
-    "adam_in_half": "fp32 weights first; an eps that trains second, tried by steps, with what it costs",
-    "where_selects_it": "advice for the root",
-    "running_center": "the line together with the buffer's reset",
-    "scale_of_twelve": "a bound on the scale among the fixes",
-}
-"""What is right for some of them, in words."""
-
 OFFERED = {
     "half_model": ("Compute line 14 of half_model.py in fp32, and cast the result back", True),
     "scale_of_twelve": ("Bound log_scale to at most 4.60517 before exp in line 15 of scale_of_twelve.py", False),
@@ -78,11 +63,8 @@ OFFERED = {
 }
 """Changes that are offered for some of them, verified or as a workaround."""
 
-WRONG_TODAY = {
-    "normed_step",
-}
+WRONG_TODAY = {"normed_step"}
 """Who mends one takes it out here: a test that passes in spite of this is one that fails."""
-
 
 FAILS = pytest.mark.xfail(strict=True, raises=(AssertionError, nandoctor.NanDoctorError))
 NAMES = [pytest.param(name, marks=FAILS if name in WRONG_TODAY else ()) for name in ANSWERS]

@@ -430,10 +430,6 @@ def squared(self, x):
     return self.head(x)
 
 
-def float_mean_square(output, _batch):
-    return output.float().square().mean()
-
-
 # Where it grew: the steps from an overflow back to the exponent, the weight or the sample that gave most.
 
 
