@@ -175,6 +175,7 @@ def _diagnose_step(preparation: Preparation) -> Diagnosed:
     if findings.conclusion.in_fp32 and (plain := replay_plainly(replayed, preparation)) is not None:
         replayed, findings = plain, _diagnose(plain)
     step = replayed.step
+    findings = _name_samples(findings.exposed or step, findings)
     called = f"Replayed as {step.description} in {mode_text(step.seed, step.training)}."
     notes = (called, *dict.fromkeys((*replayed.notes, *preparation.notes)))
     report = _write_report(replayed, findings, summary, notes)
@@ -260,7 +261,6 @@ def _diagnose(replayed: Replayed) -> Findings:
             findings = replace(findings, gaps=(describe_no_graph(error.message),))
     if forward.verdict == "healthy" and findings.trace.finite:
         findings = look_for_hidden(step, findings)
-    findings = _name_samples(findings.exposed or step, findings)
     slots = measure_slots(step.second_moments, step.model, step.low)
     findings = conclude_optimizer(replace(findings, slots=slots), step.recorded.update)
     reproduction, seeded = replayed.reproduction, replayed.random and step.seed is not None
@@ -272,7 +272,7 @@ def _diagnose(replayed: Replayed) -> Findings:
 def _name_samples(step: FailingStep, findings: Findings) -> Findings:
     """Add the samples to blame, which runs of the step without the others show, and how they differ from those."""
     first = next(iter(findings.conclusion.diagnoses), None)
-    if first is None or findings.trace.num_samples is None or first.origin.phase == "optimizer":
+    if findings.verdict in NOTHING_FOUND or first is None or first.origin.phase == "optimizer":
         return findings
     policy = REFERENCE if findings.conclusion.in_fp32 else None
     symptom = Symptom(origin=first.origin, policy=policy, finite=findings.trace.finite)

@@ -26,7 +26,7 @@ from nandoctor.evidence.trace import LOSS, OpCall, Trace
 from nandoctor.fixes.agreement import compare_runs
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.widening import is_below, is_low
-from nandoctor.ops import CASTS, EXPONENTIALS, MOVES
+from nandoctor.ops import CASTS, MOVES
 from nandoctor.text import MAX_SAMPLES_LISTED
 
 MAX_LEADS = 5
@@ -72,7 +72,7 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
     if findings.verdict == "input":
         yield from _masked(trials.step.batch)
         yield from _unread(findings.trace, trials)
-        yield from without_guilty(guilty_samples(findings), trials.step.num_samples)
+        yield from without_guilty(findings.guilty or (), trials.step.num_samples)
     if findings.verdict in ("numerics", "loss-scale"):
         in_code = [changes for lead in leads[:MAX_LEADS] if (changes := _in_code(lead, trials.step.model))]
         if len(in_code) < len(leads):  # a change that keeps one origin off 0 may also stop another's gradient overflow
@@ -133,9 +133,9 @@ def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Cand
 
 
 def _bounded_weights(findings: Findings) -> Iterator[Candidate]:
-    """Yield a bound on a weight whose exponential is one of the steps in which the value grew."""
-    grown = {step.source for step in findings.growth if step.op in EXPONENTIALS}
-    for op in (op for op in findings.ops if op.own_line in grown and op.op in EXPONENTIALS):
+    """Yield a bound on a weight whose exp is one of the steps in which the value grew."""
+    grown = {step.source for step in findings.growth if step.op == "exp"}
+    for op in (op for op in findings.ops if op.own_line in grown and op.op == "exp"):
         if op.own_line is not None and op.inputs[0].origin == "weight":
             name = op.inputs[0].path
             yield (ClampArgument(site=site_of(op), argument="self", high=_LARGEST_EXPONENT, weight=name),)
@@ -147,8 +147,8 @@ def _lines_in_fp32(leads: Sequence[Suspect], findings: Findings) -> Iterator[Can
     ops = [op for op in findings.ops if op.phase != "backward" and lead is not None and op.type == lead.site.type]
     lines = list(dict.fromkeys(op.source.whole for op in ops if op.source is not None))
     if lead is not None and lead.site.source is not None and lead.site.source.whole in lines:
-        start = lines.index(lead.site.source.whole)
-        yield tuple(KeepLines(lines=tuple(lines[start:end])) for end in range(start + 1, start + 1 + _MOST_LINES))
+        following = tuple(lines[lines.index(lead.site.source.whole) :][:_MOST_LINES])
+        yield tuple(KeepLines(lines=following[: count + 1]) for count in range(len(following)))
 
 
 def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module) -> Iterator[Edit]:
@@ -299,11 +299,6 @@ def without_guilty(guilty: tuple[int, ...], num_samples: int | None) -> Iterator
     kept = tuple(index for index in range(num_samples or 0) if index not in guilty)
     if kept and 0 < len(guilty) < MAX_SAMPLES_LISTED:
         yield (KeepSamples(samples=kept),)
-
-
-def guilty_samples(findings: Findings) -> tuple[int, ...]:
-    """Return the samples of the batch that are to blame, () if they are not known."""
-    return findings.guilty or ()
 
 
 def rows_hit(findings: Findings) -> tuple[int, ...]:

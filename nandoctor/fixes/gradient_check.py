@@ -48,7 +48,7 @@ class Said(NamedTuple):
 GROWTH = 4.0
 """Room for two of the doublings that GradScaler makes every 2,000 steps."""
 _USUAL_SCALES = (65536.0, 4096.0, 256.0, 16.0, 1.0)
-_LOWERED = (256.0, 16.0)
+_LOWERED, _LOWEST = 256.0, 16.0
 """On another batch GradScaler may have to lower its scale: to these, but not above the training's scale."""
 _HALVINGS = 16.0
 """It may halve a scale that is low already a few times too: the mean over fewer samples has larger gradients."""
@@ -291,8 +291,7 @@ def run_lowered(trials: Trials, change: Change, scale: float | None) -> tuple[Re
     """Run another batch at the loss scale, or where its gradients need it at a lower one, which is returned as well."""
     highest = scale or 1.0
     known = trials.step.loss_scale or highest
-    first, second = _LOWERED
-    for lowered in dict.fromkeys((highest, min(highest, first, known), min(highest / _HALVINGS, second, known))):
+    for lowered in dict.fromkeys((highest, min(highest, known, _LOWERED), min(highest / _HALVINGS, known, _LOWEST))):
         made = trials.run(*at_scale(change, lowered))
         if made.gradients_finite or not made.values_finite:
             break

@@ -21,7 +21,6 @@ from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.candidates import (
     by_lines,
-    guilty_samples,
     join,
     propose,
     rows_hit,
@@ -169,7 +168,7 @@ class _Search:
         )
         # If the forward fails, the search looks at it alone.
         self._trials = Trials(step, budget, numerics=numerics, backward=findings.trace.finite, known=known)
-        self._guilty = guilty_samples(findings)
+        self._guilty = findings.guilty or ()
         self._writer = ChangeWriter(step.model, step.loss, findings.ops, findings.trace.calls)
         self._verifier = self._new_verifier()
         self._untried = [_CHANGES, _FP32_SETS, _SETTINGS]
