@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from functools import singledispatch
 
 from nandoctor.text import printable, printable_code, split_code
 from nandoctor.views.blocks import (
@@ -30,17 +30,21 @@ _FENCE = re.compile(r"`{3,}")
 
 def draw_markdown(blocks: Iterable[Block]) -> str:
     """Return blocks as Markdown, with a blank line between any two."""
-    return "\n\n".join(part for block in blocks for part in _draw(block)) + "\n"
+    return "\n\n".join(part for block in blocks for part in _draw(block, 0)) + "\n"
 
 
-def _draw(block: Block, depth: int = 0) -> Iterator[str]:
-    return _DRAWN_BY[type(block)](block, depth)
+@singledispatch
+def _draw(block: Block, _: int) -> Iterator[str]:
+    """Yield the parts of a block at a depth of sections; each kind has a function of its own below."""
+    raise TypeError(f"{type(block).__name__} is no block")
 
 
+@_draw.register
 def _draw_headline(block: Headline, _: int) -> Iterator[str]:
     yield f"### {_with_code(f'{block.word} {block.text}'.strip())}"
 
 
+@_draw.register
 def _draw_section(section: Section, depth: int) -> Iterator[str]:
     title = escape(section.title)
     if section.folded:
@@ -53,6 +57,7 @@ def _draw_section(section: Section, depth: int) -> Iterator[str]:
         yield "</details>"
 
 
+@_draw.register
 def _draw_excerpt(block: Excerpt, _: int) -> Iterator[str]:
     place = f"**{escape(block.place)}**" if block.place else ""
     if where := ", ".join(filter(None, (place, escape(block.where)))):
@@ -61,16 +66,19 @@ def _draw_excerpt(block: Excerpt, _: int) -> Iterator[str]:
         yield _fenced(lines, "text")
 
 
+@_draw.register
 def _draw_facts(block: Facts, _: int) -> Iterator[str]:
     if block.facts:
         yield _table([("", ""), *map(_fact_cells, block.facts)])
 
 
+@_draw.register
 def _draw_patch(block: Patch, _: int) -> Iterator[str]:
     if block.lines:
         yield _fenced(list(map(printable_code, block.lines)), "diff" if block.is_diff else "python")
 
 
+@_draw.register
 def _draw_table(block: Table, _: int) -> Iterator[str]:
     shown = block.near_first(_MAX_ROWS)
     if block.title:
@@ -82,24 +90,14 @@ def _draw_table(block: Table, _: int) -> Iterator[str]:
         yield escape(shown.legend)
 
 
+@_draw.register
 def _draw_plot(block: Plot, _: int) -> Iterator[str]:
     yield escape(block.hint)
 
 
+@_draw.register
 def _draw_text(block: Text, _: int) -> Iterator[str]:
     yield _with_code(block.text)
-
-
-_DRAWN_BY: Mapping[type, Callable[[Any, int], Iterator[str]]] = {
-    Headline: _draw_headline,
-    Section: _draw_section,
-    Excerpt: _draw_excerpt,
-    Facts: _draw_facts,
-    Patch: _draw_patch,
-    Table: _draw_table,
-    Plot: _draw_plot,
-    Text: _draw_text,
-}
 
 
 def _fact_cells(fact: Fact) -> tuple[str, str]:

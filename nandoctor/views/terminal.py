@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import singledispatch
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -72,10 +72,13 @@ class _Line:
         yield from self._letters.render(console, end="\n")
 
 
+@singledispatch
 def _draw(block: Block, console: Console) -> Iterator[Letters]:
-    return _DRAWN_BY[type(block)](block, console)
+    """Yield the lines of a block; each kind has a function of its own below."""
+    raise TypeError(f"{type(block).__name__} is no block")
 
 
+@_draw.register
 def _draw_headline(block: Headline, console: Console) -> Iterator[Letters]:
     style = f"bold {_TONES[block.tone]}"
     if block.word:
@@ -84,6 +87,7 @@ def _draw_headline(block: Headline, console: Console) -> Iterator[Letters]:
         yield from _wrapped(_literal(block.text, style), console)
 
 
+@_draw.register
 def _draw_section(block: Section, console: Console) -> Iterator[Letters]:
     if block.title:
         yield from _wrapped(_literal(block.title, "bold"), console)
@@ -93,6 +97,7 @@ def _draw_section(block: Section, console: Console) -> Iterator[Letters]:
         yield from _draw(inner, console)
 
 
+@_draw.register
 def _draw_excerpt(block: Excerpt, console: Console) -> Iterator[Letters]:
     if block.place or block.where:
         place = Letters(printable(block.place), style=Style(link=block.link or None, bold=True))
@@ -105,6 +110,7 @@ def _draw_excerpt(block: Excerpt, console: Console) -> Iterator[Letters]:
         yield text
 
 
+@_draw.register
 def _draw_facts(block: Facts, console: Console) -> Iterator[Letters]:
     """Yield labels and sentences, aligned; a command is never wrapped."""
     width = max((_LABEL_WIDTH, *(cell_len(printable(fact.label)) for fact in block.facts)))
@@ -119,11 +125,13 @@ def _draw_facts(block: Facts, console: Console) -> Iterator[Letters]:
             start = " " * len(start)
 
 
+@_draw.register
 def _draw_patch(block: Patch, _: Console) -> Iterator[Letters]:
     for line in block.lines:
         yield Letters(printable_code(line), _DIFF_STYLES.get(diff_kind(line), "") if block.is_diff else "")
 
 
+@_draw.register
 def _draw_table(block: Table, console: Console) -> Iterator[Letters]:
     """Yield a table without lines that fits the window, by shorter names and, if need be, fewer columns."""
     shown = block.near_first(_MAX_ROWS)
@@ -138,26 +146,16 @@ def _draw_table(block: Table, console: Console) -> Iterator[Letters]:
         yield from _wrapped(_literal(shown.legend, "dim"), console)
 
 
+@_draw.register
 def _draw_plot(block: Plot, console: Console) -> Iterator[Letters]:
     yield from _wrapped(_literal(block.hint, "dim"), console, _INDENT)
 
 
+@_draw.register
 def _draw_text(block: Text, console: Console) -> Iterator[Letters]:
     text = _literal(block.text)
     text.highlight_regex(r"`[^`]+`", "cyan")
     yield from _wrapped(text, console, _INDENT)
-
-
-_DRAWN_BY: Mapping[type, Callable[[Any, Console], Iterator[Letters]]] = {
-    Headline: _draw_headline,
-    Section: _draw_section,
-    Excerpt: _draw_excerpt,
-    Facts: _draw_facts,
-    Patch: _draw_patch,
-    Table: _draw_table,
-    Plot: _draw_plot,
-    Text: _draw_text,
-}
 
 
 def _literal(text: str, style: str = "") -> Letters:
