@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -237,20 +237,16 @@ def replay_from_reset(found: Replayed, preparation: Preparation) -> Replayed | N
     reset = ResetBuffers(names=names).snippet(step.model)
     if not names or reset is None:
         return None
+    told = (
+        f"{join_first([code(name) for name in names], 3)} {are(len(names))} non-finite in the file, but the step fails "
+        "without that too: all was run with them reset (variances to 1, others to 0). Reset your checkpoint's too."
+    )
     with suppress(ModelError):
         again = _replay([replace(step, changes=(*step.changes, reset))], preparation, is_first=False)
         if not again.trace.finite and again.rank <= found.rank:
             tried = replace(again.reproduction, attempts=found.reproduction.attempts)
-            notes = (*found.notes, _describe_reset(names))
-            return replace(again, any_random=found.any_random, reproduction=tried, notes=notes)
+            return replace(again, any_random=found.any_random, reproduction=tried, notes=(*found.notes, told))
     return None
-
-
-def _describe_reset(names: Sequence[str]) -> str:
-    return (
-        f"{join_first([code(name) for name in names], 3)} {are(len(names))} non-finite in the file, but the step fails "
-        "without that too: all was run with them reset (variances to 1, others to 0). Reset your checkpoint's too."
-    )
 
 
 def _search_first(preparation: Preparation) -> tuple[Replayed, tuple[Policy, ...]]:

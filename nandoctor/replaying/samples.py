@@ -208,13 +208,9 @@ def describe_difference(step: FailingStep, guilty: tuple[int, ...]) -> str:
     told = []
     for name, values in rows.items() if guilty and others else ():
         if name in step.used or all_finite(values):
-            difference = _describe_one(values[list(guilty)], values[others])
-            told += [f"`{name}` {difference}"] if difference is not None else []
+            found = (rule(values[list(guilty)], values[others]) for rule in _DIFFERENCES)
+            told += [f"`{name}` {difference}" for difference in found if difference is not None][:1]
     return " and ".join(told[:_MOST_DIFFERENCES])
-
-
-def _describe_one(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
-    return next((text for rule in _DIFFERENCES if (text := rule(mine, theirs)) is not None), None)
 
 
 def _differ_by_nan(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
