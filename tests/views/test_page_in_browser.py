@@ -131,12 +131,12 @@ def test_a_large_model_opens_on_its_first_nonfinite_layer(browser, pages):
 def test_a_patch_is_copied(opened):
     opened.allow("clipboardReadWrite", "clipboardSanitizedWrite")
     opened.send("Page.bringToFront")
-    opened.run("document.querySelector('[data-copy=patch-1]').click()")
-    opened.run("new Promise(done => setTimeout(done, 200))")
+    button = "document.querySelector('[data-copy=patch-1]')"
+    told = f"ask = () => {button}.textContent === 'Copied' ? done({button}.textContent) : setTimeout(ask, 20)"
+    assert opened.run(f"{button}.click(), new Promise(done => {{ const {told}; ask() }})") == "Copied"
     assert opened.run("navigator.clipboard.readText()") == (
         "- return x / torch.sqrt(variance + 1e-8)\n+ return x / torch.sqrt(variance + 1e-5)\n"
     )
-    assert opened.run("document.querySelector('[data-copy=patch-1]').textContent") == "Copied"
 
 
 CONTRAST = """(() => {
