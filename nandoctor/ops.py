@@ -6,12 +6,9 @@ Ops are known by their aten names, without namespace, overload or the in-place u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 _ALIASES = {
     "arccos": "acos",
@@ -53,116 +50,66 @@ Arguments = Mapping[str, Any]
 """The arguments of a call by their schema names; those that equal their default may be missing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
-    """A sum of products: which arguments are multiplied, and how many terms one output element sums.
-
-    `factors` are schema names; one that names a list of tensors includes all its items.
-    """
-
-    factors: tuple[str, ...]
-    length: Callable[[Arguments], int]
-
-    def has_factor(self, name: str) -> bool:
-        """Return True if the tensor `name` ("weight", "tensors[1]") is one of the factors."""
-        return name in self.factors or name.partition("[")[0] in self.factors
+def _product(text: str, *factors: str) -> dict[str, tuple[str, ...]]:
+    return dict.fromkeys(_names(text), factors)
 
 
-def _product(text: str, *factors: str, length: Callable[[Arguments], int]) -> dict[str, Product]:
-    return dict.fromkeys(_names(text), Product(factors=factors, length=length))
-
-
-def _last_dim(name: str) -> Callable[[Arguments], int]:
-    return lambda taken: math.prod(taken[name].shape[-1:])
-
-
-def _first_layer(taken: Arguments) -> int:
-    return sum(matrix.shape[-1] for matrix in taken["params"][:2])
-
-
-def _along_dims(taken: Arguments) -> int:
-    return math.prod(taken["self"].shape[dim] for dim in taken["dims_self"])
-
-
-def _between(name: str) -> Callable[[Arguments], int]:
-    """Multiply the inner dimensions of a chain of matrices."""
-    return lambda taken: math.prod(matrix.shape[-1] for matrix in taken[name][:-1])
-
-
-def _einsum(taken: Arguments) -> int:
-    """Multiply the sizes of the labels that are not in the output; an ellipsis always is."""
-    operands, _, output = taken["equation"].replace(" ", "").replace("...", ".").partition("->")
-    sizes: dict[str, int] = {}
-    for labels, tensor in zip(operands.split(","), taken["tensors"], strict=True):
-        before, _, after = labels.partition(".")
-        sizes |= dict(zip(before, tensor.shape, strict=False))
-        sizes |= dict(zip(after[::-1], tensor.shape[::-1], strict=False))
-    kept = output if "->" in taken["equation"] else [label for label in sizes if operands.count(label) == 1]
-    return math.prod(size for label, size in sizes.items() if label not in kept)
-
-
-def _weight_row(taken: Arguments) -> int:
-    return math.prod(taken["weight"].shape[1:])
-
-
-def _convolution(taken: Arguments) -> int:
-    return _transposed(taken) if taken.get("transposed") else _weight_row(taken)
-
-
-def _transposed(taken: Arguments) -> int:
-    """Bound the number of terms: every `stride / gcd(stride, dilation)`-th of `size` taps reaches an output element."""
-    channels, _, *sizes = taken["weight"].shape
-    strides, dilations = (_per_dim(taken.get(name, 1), len(sizes)) for name in ("stride", "dilation"))
-    taps = (
-        math.ceil(size * math.gcd(stride, dilation) / stride)
-        for size, stride, dilation in zip(sizes, strides, dilations, strict=True)
-    )
-    return int(channels // taken.get("groups", 1) * math.prod(taps))
-
-
-def _per_dim(value: int | list[int], dims: int) -> list[int]:
-    given = value if isinstance(value, (list, tuple)) else [value]
-    return [*given] * dims if len(given) == 1 else [*given]
-
-
-PRODUCTS: Mapping[str, Product] = {
-    **_product("matmul inner", "self", "other", length=_last_dim("self")),
-    **_product("mm bmm", "self", "mat2", length=_last_dim("self")),
-    **_product("mv", "self", "vec", length=_last_dim("self")),
-    **_product("dot", "self", "tensor", length=_last_dim("self")),
-    **_product("vdot", "self", "other", length=_last_dim("self")),
-    **_product("linalg_vecdot", "x", "y", length=lambda taken: int(taken["x"].shape[taken.get("dim", -1)])),
-    **_product("linalg_matrix_power", "self", length=_last_dim("self")),
-    **_product("tensordot", "self", "other", length=_along_dims),
-    **_product("einsum", "tensors", length=_einsum),
-    **_product("linear", "input", "weight", length=_last_dim("input")),
-    **_product("bilinear", "input1", "input2", "weight", length=_weight_row),
-    **_product("addmm _addmm_activation", "mat1", "mat2", length=_last_dim("mat1")),
-    **_product("addmv", "mat", "vec", length=_last_dim("mat")),
-    **_product("baddbmm", "batch1", "batch2", length=_last_dim("batch1")),
-    **_product("addbmm", "batch1", "batch2", length=lambda taken: taken["batch1"].shape[0] * taken["batch1"].shape[-1]),
-    **_product("addr", "vec1", "vec2", length=lambda _: 1),
-    **_product("outer", "self", "vec2", length=lambda _: 1),
-    **_product("chain_matmul", "matrices", length=_between("matrices")),
-    **_product("linalg_multi_dot", "tensors", length=_between("tensors")),
-    **_product("conv1d conv2d conv3d", "input", "weight", length=_weight_row),
-    **_product("convolution _convolution", "input", "weight", length=_convolution),
-    **_product("conv_transpose1d conv_transpose2d conv_transpose3d", "input", "weight", length=_transposed),
-    **_product("conv_tbc", "self", "weight", length=lambda taken: math.prod(taken["weight"].shape[:2])),
-    **_product(
-        "scaled_dot_product_attention _scaled_dot_product_flash_attention",
-        *("query", "key"),
-        length=_last_dim("query"),
-    ),
-    **_product("_native_multi_head_attention", "query", "qkv_weight", length=_last_dim("query")),
-    **_product("lstm gru rnn_tanh rnn_relu", "input", "data", "hx", "params[0]", "params[1]", length=_first_layer),
-    **_product(
-        "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
-        *("input", "hx", "w_ih", "w_hh"),
-        length=lambda taken: taken["w_ih"].shape[-1] + taken["w_hh"].shape[-1],
-    ),
+_MATRIX_PRODUCTS = {
+    **_product("matmul inner", "self", "other"),
+    **_product("mm bmm", "self", "mat2"),
+    **_product("mv", "self", "vec"),
+    **_product("dot", "self", "tensor"),
+    **_product("vdot", "self", "other"),
+    **_product("linalg_matrix_power", "self"),
+    **_product("addmm _addmm_activation", "mat1", "mat2"),
+    **_product("addmv", "mat", "vec"),
+    **_product("baddbmm", "batch1", "batch2"),
+    **_product("scaled_dot_product_attention _scaled_dot_product_flash_attention", "query", "key"),
+    **_product("_native_multi_head_attention", "query", "qkv_weight"),
 }
-"""Matrix products, convolutions, attention and recurrent layers."""
+"""Each element sums as many terms as the last dimension of the first factor has."""
+_WEIGHTED_SUMS = {
+    **_product("linear", "input", "weight"),
+    **_product("bilinear", "input1", "input2", "weight"),
+    **_product("conv1d conv2d conv3d", "input", "weight"),
+}
+"""Each element sums as many terms as a row of the weight has."""
+PRODUCTS: Mapping[str, tuple[str, ...]] = {
+    **_MATRIX_PRODUCTS,
+    **_WEIGHTED_SUMS,
+    **_product("linalg_vecdot", "x", "y"),
+    **_product("tensordot", "self", "other"),
+    **_product("einsum", "tensors"),
+    **_product("addbmm", "batch1", "batch2"),
+    **_product("addr", "vec1", "vec2"),
+    **_product("outer", "self", "vec2"),
+    **_product("chain_matmul", "matrices"),
+    **_product("linalg_multi_dot", "tensors"),
+    **_product("convolution _convolution", "input", "weight"),
+    **_product("conv_transpose1d conv_transpose2d conv_transpose3d", "input", "weight"),
+    **_product("conv_tbc", "self", "weight"),
+    **_product("lstm gru rnn_tanh rnn_relu", "input", "data", "hx", "params[0]", "params[1]"),
+    **_product("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", "input", "hx", "w_ih", "w_hh"),
+}
+"""Matrix products, convolutions, attention and recurrent layers, with the schema names of what they multiply.
+
+A name of a list of tensors stands for all of its items.
+"""
+
+
+def is_factor(op: str, name: str) -> bool:
+    """Return True if the product `op` multiplies the tensor `name` ("weight", "tensors[1]")."""
+    return not {name, name.partition("[")[0]}.isdisjoint(PRODUCTS.get(op, ()))
+
+
+def num_terms(op: str, taken: Arguments) -> int | None:
+    """Return how many terms one element of a product sums, by the shapes that it takes; None if they do not tell."""
+    if op in _WEIGHTED_SUMS:
+        return int(math.prod(taken["weight"].shape[1:]))
+    if op in _MATRIX_PRODUCTS:
+        return int(math.prod(taken[_MATRIX_PRODUCTS[op][0]].shape[-1:]))
+    return None
+
 
 _ADDED_TO = _names("addmm _addmm_activation addmv addr baddbmm addbmm")
 

@@ -26,6 +26,7 @@ from nandoctor.ops import (
     PRODUCTS,
     SINGULAR_INPUTS,
     UNFILLED,
+    is_factor,
 )
 from nandoctor.text import nonfinite_part, number
 
@@ -195,8 +196,7 @@ def outside_evidence(kind: str, finding: OutsideTensor, how: str = "is non-finit
 
 def factors(finding: Finding) -> list[Operand]:
     """Return the operands that a product multiplies, without a bias or a tensor that the product is added to."""
-    product = PRODUCTS.get(finding.op.op)
-    return [operand for operand in finding.analysis.operands if product and product.has_factor(operand.name)]
+    return [operand for operand in finding.analysis.operands if is_factor(finding.op.op, operand.name)]
 
 
 def outside_domain(finding: Finding) -> float | None:

@@ -45,6 +45,6 @@ def _sums_with_ones(finding: Finding) -> bool:
 
     With a weight among the inputs, the other factor may be constant by chance, such as a blank image.
     """
-    if finding.analysis.length == 1 or any(tensor.origin == "weight" for tensor in finding.op.inputs):
+    if finding.analysis.length in (None, 1) or any(tensor.origin == "weight" for tensor in finding.op.inputs):
         return False
     return any(operand.min == operand.max and operand.min for operand in factors(finding) if operand.shape)

@@ -9,7 +9,7 @@ from nandoctor.changes.keep_fp32 import KeepLines, KeepModule, KeepOp
 from nandoctor.evidence.edits import Edit, FixCost, SingleEdit, flatten
 from nandoctor.evidence.formats import BF16, FP16, FP64
 from nandoctor.evidence.trace import OpCall
-from nandoctor.ops import MOVES, PRODUCTS
+from nandoctor.ops import MOVES, PRODUCTS, is_factor, num_terms
 
 
 def widens(edit: SingleEdit, op: OpCall) -> bool:
@@ -57,12 +57,13 @@ def _bytes(op: OpCall) -> int:
 
 def _work(op: OpCall) -> float:
     """Return the multiply-adds of a product; those of a plain matrix product if the length of its sums is unknown."""
-    product = PRODUCTS.get(op.op)
-    if product is None:
+    if op.op not in PRODUCTS:
         return 0.0
     made = sum(stats.numel for stats in op.outputs[:1])
     taken = {tensor.name: tensor.stats for tensor in op.inputs if tensor.stats is not None}
+    factors = [stats.numel for name, stats in taken.items() if is_factor(op.op, name)]
     try:
-        return float(made * product.length({**taken, **dict(op.scalars)}))
-    except (KeyError, TypeError, IndexError, AttributeError):
-        return math.sqrt(made * math.prod(stats.numel for name, stats in taken.items() if product.has_factor(name)))
+        terms = num_terms(op.op, taken)
+    except KeyError:  # a factor without statistics
+        terms = None
+    return made * terms if terms is not None else math.sqrt(made * math.prod(factors))

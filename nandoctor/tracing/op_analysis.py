@@ -11,7 +11,7 @@ import torch
 
 from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, Operand
-from nandoctor.ops import PRODUCTS
+from nandoctor.ops import PRODUCTS, num_terms
 from nandoctor.torch_compat import plain_torch, tree_tensors, unwrap, without_autocast
 from nandoctor.tracing.dispatch_hook import Invocation
 from nandoctor.tracing.exact_counts import count_exactly, find_largest, find_nonfinite
@@ -118,9 +118,9 @@ def _broadcast_value(tensor: torch.Tensor, index: tuple[int, ...] | None, output
 
 
 def _length(call: Invocation, operands: Sequence[torch.Tensor], output: torch.Tensor) -> int | None:
-    """Return how many terms one output element sums, for products and reductions."""
-    if (product := PRODUCTS.get(call.name)) is not None:
-        return product.length(dict(call.arguments()))
+    """Return how many terms one output element sums, for products and reductions; None if that is not known."""
+    if call.name in PRODUCTS:
+        return num_terms(call.name, dict(call.arguments()))
     if len(operands) == 1 and output.numel() and operands[0].numel() > output.numel():
         return operands[0].numel() // output.numel()
     return None
