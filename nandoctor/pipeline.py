@@ -70,7 +70,7 @@ from nandoctor.replaying.reproduction import (
 )
 from nandoctor.replaying.runner import CLOSELY, FailingStep, Watch
 from nandoctor.replaying.samples import Symptom, describe_difference, find_guilty
-from nandoctor.replaying.saved_arrays import choose_policies, view_sample
+from nandoctor.replaying.saved_arrays import choose_policies
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import prepare
 from nandoctor.replaying.weights import nonfinite_state
@@ -110,12 +110,7 @@ def replay_dump(
         return Diagnosed(report=_report_weights(nonfinite_state(dump), choose_policies(dump, settings)[0].format))
     preparation = prepare(dump, model, settings, listener_of(progress))
     with preparation.steps[0].kept_ready():
-        found = _with_or_without_loss(preparation, settings, _diagnose_step)
-    if settings.per_sample and found.step is not None:
-        samples = found.report.origin.elements.samples if found.report.origin is not None else None
-        used = {name: array for name, array in found.step.batch.items() if name in found.step.used}
-        found = replace(found, report=replace(found.report, sample=view_sample(used, samples[0]) if samples else None))
-    return found
+        return _with_or_without_loss(preparation, settings, _diagnose_step)
 
 
 def add_fixes(found: Diagnosed, settings: Settings) -> Report:

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from nandoctor.evidence.exhibits import Excerpt
 from nandoctor.evidence.formats import EDGE, FP16, FloatFormat
-from nandoctor.evidence.report import LayerRow, NearMiss, Runs, RunSummary
+from nandoctor.evidence.report import LayerRow, NearMiss, Runs, RunSummary, SourceExcerpt
 from nandoctor.evidence.trace import ModuleCall, Place, SourceLine, TensorStats, Trace
 from nandoctor.source_files import parse
 from nandoctor.text import percent, relative_path
@@ -194,7 +193,7 @@ _LONGEST_LINE = 400
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def read_excerpt(source: SourceLine) -> Excerpt | None:
+def read_excerpt(source: SourceLine) -> SourceExcerpt | None:
     """Return the expression's lines with a few around them, or None if the file is gone or has another line there."""
     lines = linecache.getlines(source.file)
     if not 0 < source.line <= len(lines) or lines[source.line - 1].strip() != source.text:
@@ -206,7 +205,7 @@ def read_excerpt(source: SourceLine) -> Excerpt | None:
     first = max(inner.lineno if inner else 1, source.line - CONTEXT)
     last = min(inner.end_lineno or len(lines) if inner else len(lines), end_line + CONTEXT)
     known = source.column is not None and source.end_column is not None and end_line == source.end_line
-    return Excerpt(
+    return SourceExcerpt(
         file=source.file,
         path=relative_path(source.file),
         function=".".join(scope.name for scope in scopes),

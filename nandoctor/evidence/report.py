@@ -8,7 +8,6 @@ from typing import Literal
 from nandoctor.evidence.codec import INLINED
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.edits import ChangedFile, Edit, FixCost
-from nandoctor.evidence.exhibits import Excerpt, SampleView
 from nandoctor.evidence.formats import Effect, FloatFormat
 from nandoctor.evidence.trace import Grid, Place, SourceLine, TensorStats
 from nandoctor.evidence.verdicts import Verdict
@@ -384,6 +383,27 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceExcerpt:
+    """The source around the expression to look at.
+
+    `path` is the file's, relative to the working directory of the replay if it is inside. `function` is the qualified
+    name of the enclosing function or class, "" at module level. `first` is the line number of the first of `lines`,
+    in which tabs are expanded to spaces. The expression spans from `column` of `line` to `end_column` of `end_line`, in
+    characters from 0; if these are unknown it is the whole `line`.
+    """
+
+    file: str
+    path: str
+    function: str
+    first: int
+    lines: tuple[str, ...]
+    line: int
+    end_line: int
+    column: int | None
+    end_column: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """One replayed dump. Fields that only a deeper diagnosis fills are None or empty until it has run.
 
@@ -416,7 +436,6 @@ class Report:
     fp32_sets: Fp32SetSearch | None = None
     headroom: tuple[NearMiss, ...] = ()
     eps_audit: tuple[EpsUse, ...] = ()
-    sample: SampleView | None = None
     difference: str = ""
-    excerpt: Excerpt | None = None
+    excerpt: SourceExcerpt | None = None
     arguments: tuple[str, ...] = ()

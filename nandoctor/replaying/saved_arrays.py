@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,18 +10,15 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from nandoctor.autocast.policy import LOW_DTYPES, Policy
 from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Autocast
-from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.tensors import comparable_values, stored_values
 from nandoctor.dumps.trees import Slot, slots
 from nandoctor.errors import DumpError
-from nandoctor.evidence.exhibits import Picture, SampleView, Signal, TokenIds
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
 from nandoctor.replaying.input_binding import required_names
 from nandoctor.replaying.recorded_step import make_batch
@@ -223,86 +219,9 @@ def _string_constants(function: Callable[..., Any] | None) -> Iterator[str]:
         waiting += [constant for constant in constants if isinstance(constant, CodeType)]
 
 
-_MAX_SIDE = 64
-_MIN_SIDE = 8
-_IMAGE_CHANNELS = (1, 2, 3, 4)
-_MIN_LENGTH, _MAX_PIECES = 16, 256
-_MAX_CHANNELS, _MAX_CURVES = 8, 4
-_MAX_IDS = 256
-
-
-def view_sample(arrays: Mapping[str, torch.Tensor], sample: int) -> SampleView | None:
-    """Return a view of the sample in the first array that can be displayed; None if none can."""
-    for name, array in arrays.items():
-        is_seen = is_dense(array) and array.dim() > 1 and sample < array.shape[0] and not array.is_complex()
-        if not is_seen or (array.dim() < 4 and is_flags(array)):
-            continue
-        view = _view_image(name, array, sample) or _view_ids(name, array, sample) or _view_signal(name, array, sample)
-        if view is not None:
-            return view
-    return None
-
-
 def is_flags(array: torch.Tensor) -> bool:
     """Return True if an array holds only zeros and ones."""
     return bool(((array == 0) | (array == 1)).all())
-
-
-def _view_image(name: str, array: torch.Tensor, sample: int) -> Picture | None:
-    """Return an image (channels first) averaged over its channels, shrunk and stretched to 256 grey levels, or None."""
-    if array.dim() != 4 or min(array.shape[2:]) < _MIN_SIDE or array.shape[1] not in _IMAGE_CHANNELS:
-        return None
-    image = array[sample].double()
-    finite = image[image.isfinite()]
-    grey = torch.nan_to_num(image, 0.0, 0.0, 0.0).mean(0)
-    height, width = (min(side, _MAX_SIDE) for side in grey.shape)
-    small = F.adaptive_avg_pool2d(grey[None, None], (height, width))[0, 0]
-    low, high = torch.aminmax(small)
-    levels = (small - low) * (255.0 / max(float(high - low), 1e-300))
-    pixels = levels.clamp(0, 255).to(torch.uint8).cpu().numpy().tobytes()
-    return Picture(
-        name=name,
-        sample=sample,
-        low=float(finite.min()) if len(finite) else None,
-        high=float(finite.max()) if len(finite) else None,
-        num_bad=image.numel() - len(finite),
-        height=height,
-        width=width,
-        pixels=base64.b64encode(pixels).decode(),
-    )
-
-
-def _view_ids(name: str, array: torch.Tensor, sample: int) -> TokenIds | None:
-    if array.dim() != 2 or array.dtype not in (torch.int32, torch.int64) or bool((array[sample] < 0).any()):
-        return None
-    ids = array[sample]
-    return TokenIds(name=name, sample=sample, length=len(ids), ids=tuple(ids[:_MAX_IDS].tolist()))
-
-
-def _view_signal(name: str, array: torch.Tensor, sample: int) -> Signal | None:
-    """Return a few curves along the longer dimension, each as the limits of its pieces; None for other arrays."""
-    if array.dim() > 3:
-        return None
-    channels = array[sample].double().reshape(-1 if array.dim() == 3 else 1, array.shape[-1])
-    dim = 1 if channels.shape[0] > channels.shape[1] or array.dim() == 2 else 2
-    channels = channels.T if channels.shape[0] > channels.shape[1] else channels
-    num_channels, length = channels.shape
-    if length < _MIN_LENGTH or num_channels > _MAX_CHANNELS:
-        return None
-    curves = [channel.tensor_split(min(length, _MAX_PIECES)) for channel in channels[:_MAX_CURVES]]
-    return Signal(
-        name=name,
-        sample=sample,
-        dim=dim,
-        length=length,
-        num_channels=num_channels,
-        lows=tuple(tuple(_limit(piece, piece.min()) for piece in curve) for curve in curves),
-        highs=tuple(tuple(_limit(piece, piece.max()) for piece in curve) for curve in curves),
-    )
-
-
-def _limit(piece: torch.Tensor, limit: torch.Tensor) -> float | None:
-    return float(limit) if bool(piece.isfinite().all()) else None
 
 
 _ENOUGH = 8

@@ -160,10 +160,7 @@ class Settings:
         accepts=lambda value: value > 0,
     )
     per_sample: bool = _switch(
-        "statistics",
-        "--per-sample",
-        "Count samples and exponents in every layer; show an affected sample.",
-        default=False,
+        "statistics", "--per-sample", "Count samples and exponents in every layer.", default=False
     )
     fixes: bool = _switch("fixes", "--no-fixes", "Diagnose only; do not search for fixes.", default=True)
     max_trials: int | None = _setting(

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal
 
-from nandoctor.evidence import exhibits
-from nandoctor.evidence.report import Report
+from nandoctor.evidence.report import Report, SourceExcerpt
 
 Level = Literal["screen", "page"]
 """How much a document says: as much as fits on a screen or in a notebook's cell, or all of it."""
@@ -39,7 +38,7 @@ class Excerpt:
     place: str
     link: str
     where: str
-    source: exhibits.Excerpt | None
+    source: SourceExcerpt | None
     remark: str
     context: int
 

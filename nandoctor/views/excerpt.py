@@ -9,7 +9,7 @@ from typing import Literal
 
 from rich.cells import cell_len, set_cell_size
 
-from nandoctor.evidence import exhibits
+from nandoctor.evidence.report import SourceExcerpt
 from nandoctor.text import printable
 from nandoctor.views.blocks import Excerpt
 
@@ -59,14 +59,14 @@ def excerpt_lines(block: Excerpt, width: int | None = None) -> Iterator[ExcerptL
                 yield ExcerptLine(text=blank, kind="caret", remark=note)
 
 
-def _hidden(excerpt: exhibits.Excerpt, dent: int, room: int) -> int:
+def _hidden(excerpt: SourceExcerpt, dent: int, room: int) -> int:
     """Return how many characters to cut at the left to show an expression far to the right; "…" replaces the next."""
     if excerpt.column is None or excerpt.end_column is None or excerpt.line != excerpt.end_line:
         return 0
     return max(0, min(excerpt.end_column - dent - room, excerpt.column - dent - 1))
 
 
-def _carets(excerpt: exhibits.Excerpt, number: int, text: str, start: int, seen: str) -> str:
+def _carets(excerpt: SourceExcerpt, number: int, text: str, start: int, seen: str) -> str:
     """Return the carets below one line of the expression, in terminal columns; "" if its columns are unknown."""
     if excerpt.column is None or excerpt.end_column is None or excerpt.end_line - excerpt.line >= _MOST_CARETS:
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from functools import cache
 from typing import Any
 
@@ -30,21 +31,17 @@ def card_of(thing: Any) -> str:
 
 def _draw_plot(plot: Plot) -> dict[str, Any] | None:
     """Return heading, finding in a sentence, and drawing; None if the report does not have the numbers for it."""
-    from nandoctor.views.plots.affected_sample import as_element, caption, view_html  # noqa: PLC0415
     from nandoctor.views.plots.figures import image_of  # noqa: PLC0415  (imports matplotlib)
     from nandoctor.views.plots.kinds import PLOTS, draw  # noqa: PLC0415
 
-    view = plot.report.sample
-    if plot.kind == "sample" and view is not None:
-        finding = f"Sample {view.sample} of `{view.name}`{caption(view)}"
-        return {"heading": "", "finding": finding, "drawing": view_html(view)}
     try:
         figure = draw(plot.report, plot.kind)
     except NanDoctorError:
         return None
     finding = " ".join(figure.get_suptitle().split())
     figure.suptitle("")  # the page shows the finding as text that wraps
-    drawing = as_element(image_of(figure, "svg"), "svg+xml", finding)
+    data = base64.b64encode(image_of(figure, "svg")).decode()
+    drawing = Markup('<img src="data:image/svg+xml;base64,{}" alt="{}">').format(data, finding)
     return {"heading": PLOTS[plot.kind].title, "finding": finding, "drawing": drawing}
 
 

@@ -183,12 +183,12 @@ def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Section | N
 
 
 def _evidence_of_page(report: Report) -> Section | None:
-    """Return the facts, the operands, how the values spread, and the sample and the tensor where it began."""
+    """Return the facts, the operands, how the values spread, and the tensor where it began."""
     facts = evidence_facts(report)
     origin, found = report.origin, report.cause.evidence if report.cause is not None else ()
     facts += [Fact("evidence", text) for text in dict.fromkeys(item.text for item in found)]
     facts += list_operands(origin) if origin is not None else []
-    plots: list[Block] = [_plot("sample", report)] if report.sample is not None else []
+    plots: list[Block] = []
     if origin is not None and origin.grid is not None:
         facts.append(Fact("in the tensor", describe_spread(origin.grid)))
         is_uniform = len({count for row in origin.grid.counts for count in row}) == 1  # a sentence says as much
@@ -198,5 +198,5 @@ def _evidence_of_page(report: Report) -> Section | None:
 
 
 def _plot(kind: str, report: Report) -> Plot:
-    command = None if kind == "sample" else command_for("plot", report, f"--kind {kind}")
+    command = command_for("plot", report, f"--kind {kind}")
     return Plot(kind, report, f"{kind}: {command or 'on the page (report.html)'}")

@@ -13,7 +13,6 @@ from nandoctor.changes.keep_fp32 import KeepModule
 from nandoctor.changes.setting import UseFormat
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
 from nandoctor.evidence.edits import OpSite
-from nandoctor.evidence.exhibits import Excerpt
 from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import (
     Cause,
@@ -37,6 +36,7 @@ from nandoctor.evidence.report import (
     Reproduction,
     Runs,
     RunSummary,
+    SourceExcerpt,
     StepSetting,
     TrialOutcome,
 )
@@ -368,7 +368,7 @@ def fixable():
         made,
         headline=headline,
         arguments=("NaN.pth", "--model", "net.py:Net"),
-        excerpt=Excerpt(
+        excerpt=SourceExcerpt(
             file=source.file, path="net.py", function="Attention.forward", first=44, line=45, end_line=45,
             lines=("        variance = x.var(1)", f"        {source.text}", ""), column=27, end_column=42,
         ),

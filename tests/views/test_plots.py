@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
-from nandoctor.errors import NanDoctorError, ReportError
-from nandoctor.evidence.exhibits import Picture
+from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.trace import Grid
-from nandoctor.views.plots.affected_sample import view_html
 from nandoctor.views.plots.figures import save_figure
 from nandoctor.views.plots.kinds import PLOTS, draw
 from nandoctor.views.plots.origin import describe_spread
@@ -144,14 +142,6 @@ def test_the_origin_is_shown_where_it_is():
     image = figure.axes[0].images[0].get_array()
     assert image[11, 5] == pytest.approx(8 / 16)  # of the non-finite sample's 16 channels
     assert image.mask[0, 0]
-
-
-@pytest.mark.parametrize("damage", [{"pixels": "AAA"}, {"pixels": ""}, {"height": 10**9, "width": 10**9}])
-def test_a_picture_that_is_not_of_its_size_is_damage(damage):
-    pixels = "AAAA" * 21 + "AA=="
-    picture = Picture(name="image", sample=2, low=0.0, high=1.0, num_bad=0, height=8, width=8, pixels=pixels)
-    with pytest.raises(ReportError, match="its picture does not have the size"):
-        view_html(replace(picture, **damage))
 
 
 @pytest.mark.parametrize(
