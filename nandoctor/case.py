@@ -14,11 +14,11 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FP16
-from nandoctor.evidence.report import Cause, EpsUse, FirstNonfinite, Fix, Origin, Report
+from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin, Report
 from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.evidence.verification import Verification
-from nandoctor.pipeline import add_fixes, audit_dump, replay_dump
+from nandoctor.pipeline import add_fixes, replay_dump
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Listener, Progress, listener_of
 from nandoctor.replaying.settings import ReplayOptions, Settings, StepOptions, anchor, override, settings_for
@@ -181,24 +181,6 @@ def repro(
     dump, settings = _read(dump, options)
     found = replay_dump(dump, anchor(model), dataclasses.replace(settings, fixes=False), progress=progress)
     return make_script(found.report, found.step, dump.state)
-
-
-def list_eps(
-    dump: Dump | str | os.PathLike[str],
-    model: ModelSource | None = None,
-    *,
-    progress: Progress = lambda *_: None,
-    **options: Unpack[StepOptions],
-) -> tuple[EpsUse, ...]:
-    """List every small constant of a dump's step, and the format that each was used in.
-
-    Arguments are those of `replay`.
-
-    Raises:
-        NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
-    """
-    dump, settings = _read(dump, options)
-    return audit_dump(dump, anchor(model), settings, progress=progress)
 
 
 def _read(dump: Dump | str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[Dump, Settings]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 
@@ -29,7 +27,6 @@ from nandoctor.diagnosis.origin import (
 )
 from nandoctor.diagnosis.run_summary import (
     describe_error_source,
-    find_near_misses,
     outputs_differ,
     read_excerpt,
     summarize_runs,
@@ -50,7 +47,7 @@ from nandoctor.dumps.dump import Dump, summarize
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.formats import FP16, FloatFormat
-from nandoctor.evidence.report import EpsUse, Report, Reproduction
+from nandoctor.evidence.report import Report, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.budget import TrialBudget
@@ -76,8 +73,6 @@ from nandoctor.replaying.setup import prepare
 from nandoctor.replaying.weights import nonfinite_state
 from nandoctor.text import are, join_first, mode_text, number, part_of
 from nandoctor.tracing.tensor_stats import measure_all
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +105,7 @@ def replay_dump(
         return Diagnosed(report=_report_weights(nonfinite_state(dump), choose_policies(dump, settings)[0].format))
     preparation = prepare(dump, model, settings, listener_of(progress))
     with preparation.steps[0].kept_ready():
-        return _with_or_without_loss(preparation, settings, _diagnose_step)
+        return _with_or_without_loss(preparation, settings)
 
 
 def add_fixes(found: Diagnosed, settings: Settings) -> Report:
@@ -151,14 +146,14 @@ def _describe_drift(step: FailingStep, findings: Findings) -> tuple[str, ...]:
     )
 
 
-def _with_or_without_loss(preparation: Preparation, settings: Settings, use: Callable[[Preparation], T]) -> T:
-    """Return `use` of the step, or of the step without its loss if that raises and is not from the settings."""
+def _with_or_without_loss(preparation: Preparation, settings: Settings) -> Diagnosed:
+    """Diagnose the step, or the step without its loss if that raises and is not from the settings."""
     try:
-        return use(preparation)
+        return _diagnose_step(preparation)
     except LossError as error:
         if settings.loss is not None:
             raise
-        return use(preparation.without_loss(f"{error.message} {error.remedy}"))
+        return _diagnose_step(preparation.without_loss(f"{error.message} {error.remedy}"))
 
 
 def _diagnose_step(preparation: Preparation) -> Diagnosed:
@@ -175,21 +170,6 @@ def _diagnose_step(preparation: Preparation) -> Diagnosed:
     notes = (called, *dict.fromkeys((*replayed.notes, *preparation.notes)))
     report = _write_report(replayed, findings, summary, notes)
     return Diagnosed(report=report, step=findings.exposed or step, findings=findings, random=replayed.any_random)
-
-
-def audit_dump(
-    dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
-) -> tuple[EpsUse, ...]:
-    """Return every eps and small constant of the dump's step, even if all is finite; raises as `replay_dump` does."""
-    preparation = prepare(dump, model, settings, listener_of(progress))
-    return _with_or_without_loss(preparation, settings, _audit_step)
-
-
-def _audit_step(preparation: Preparation) -> tuple[EpsUse, ...]:
-    step = (replayed := reproduce(preparation)).step
-    ops = replayed.trace.ops or step.run(watch=Watch(stage="closer look", ops=True)).trace.ops
-    slots = measure_slots(step.second_moments, step.model, step.low)
-    return audit(ops, list_constants(step.model), slots, step.optimizer_eps)
 
 
 def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, notes: tuple[str, ...]) -> Report:
@@ -213,7 +193,6 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
         chain=shown.chain,
         growth=findings.growth,
         bad_gradients=findings.bad_gradients,
-        headroom=find_near_misses(reference, step.low),
         eps_audit=audit(findings.ops, list_constants(step.model), findings.slots, step.optimizer_eps),
         runs=runs,
         dump=summary,

@@ -132,21 +132,11 @@ def test_the_diagnosis_is_printed_before_a_fix_is_tried(monkeypatch):
     assert isinstance(result.exception, RuntimeError)
 
 
-@pytest.mark.parametrize(
-    ("form", "start"),
-    [
-        ("--quiet", "tiny_models.py:94: matmul-overflow: `self.scale(image)` reaches 120,000"),
-        ("--output-format=concise", "tiny_models.py:94: matmul-overflow: `self.scale(image)` reaches 120,000"),
-        ("--output-format=github", "::error file="),
-        ("--output-format=json", "{"),
-    ],
-)
-def test_forms_of_the_output(form, start):
-    result = run("replay", *SICK, "--no-fixes", form)
+def test_quiet_is_one_line():
+    result = run("replay", *SICK, "--quiet")
     assert result.exit_code == 0
-    lines = result.stdout.splitlines()
-    assert start in lines[0]
-    assert form.endswith("json") or len(lines) == 1
+    (line,) = result.stdout.splitlines()
+    assert "tiny_models.py:94: matmul-overflow: `self.scale(image)` reaches 120,000" in line
 
 
 RUN = frozenset({"model", "step", "machine"})
@@ -157,7 +147,6 @@ VERBS = {
     "plot": RUN,
     "diff": RUN,
     "repro": RUN,
-    "eps": RUN,
 }
 
 
@@ -238,9 +227,8 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["repro", "sick.pth", "--no-fixes"], "No such option '--no-fixes'"),
         (["fix", "sick.pth", "--no-fixes"], "No such option '--no-fixes'"),
         (["repro", "sick.pth", "-o", "nowhere/repro.py"], "there is no folder nowhere"),
-        (["eps", "1e-8", "--mode", "eval"], "--mode needs a dump"),
         (["eps", "0"], "0.0 is not an eps"),
-        (["eps"], "Give a VALUE or --dump DUMP"),
+        (["eps"], "Missing argument 'VALUE...'"),
         (["replay", *WELL, "--model-arg", "width"], "'width' is not K=V"),
         (["replay", *WELL, "--model-arg", "=3"], "'=3' is not K=V"),
         (
@@ -254,7 +242,7 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["plot", "report.json", "--seed", "4"], "--seed needs a dump"),
         (["diff", "sick.pth"], "Missing argument 'B'"),
         (["diff", "a.json", "b.json", "--model", "x.py:y"], "--model needs a dump"),
-        (["replay", *SICK, "--json", "--quiet"], "--json goes with neither --quiet nor another --output-format"),
+        (["replay", *SICK, "--json", "--quiet"], "--json goes with no --quiet"),
         (["triage", "sick.pth", "--scheduler", "tcp://x:1", "--jobs", "2"], "--scheduler goes with neither"),
         (["plto", "sick.pth"], "No such command 'plto'. Did you mean plot?"),
     ],

@@ -1,4 +1,4 @@
-"""`nandoctor eps`: numbers and dumps, as tables and as JSON; and the audit that every report carries."""
+"""`nandoctor eps`: numbers as tables and as JSON; and the audit that every report carries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_value_is_shown_in_every_format_on_one_screen():
 
 def test_a_value_as_json_has_no_infinity_in_it():
     data = json.loads(invoke("--json", "1000").stdout)
-    assert data["schema"] == "nandoctor.eps/1"
+    assert data["schema"] == "nandoctor.eps/2"
     shown = {rounded["format"]: rounded for rounded in data["values"]}
     assert shown["float8_e4m3fn"]["effect"] == "overflow"
     assert shown["float8_e5m2"]["absorbed_from"] == 8192.0
@@ -59,18 +59,6 @@ def test_what_is_no_eps_is_refused(value):
     result = invoke(value)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "is not an eps" in result.stderr
-
-
-def test_without_anything_to_look_at_the_usage_is_wrong():
-    assert invoke().exit_code == 2
-
-
-def test_a_dump_shows_the_format_that_the_constant_was_used_in():
-    uses = json.loads(invoke("--json", "--dump", "sample_dumps/unet_blank_tile.pth").stdout)["uses"]
-    assert [(use["dtype"], use["effect"], use["num_uses"], use["source"]["line"]) for use in uses] == [
-        ("float32", "normal", 1, 45),
-        ("float16", "zero", 5, 45),
-    ]
 
 
 def test_the_report_carries_the_audit():

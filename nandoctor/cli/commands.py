@@ -24,7 +24,7 @@ from nandoctor.cli.shared import (
     json_option,
     load_dump,
     opened_dump,
-    print_as,
+    print_report,
     show,
 )
 from nandoctor.text import printable
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from nandoctor.evidence.report import Report
 
 EXIT_NOT_REPRODUCED = 3
-OUTPUT_FORMATS = ("full", "concise", "github", "json")
 
 
 @click.command(
@@ -54,37 +53,31 @@ OUTPUT_FORMATS = ("full", "concise", "github", "json")
 @click.option(
     "--check", is_flag=True, help="For git bisect run: exit 0 fixed or healthy, 1 still fails, 125 cannot tell."
 )
-@click.option("--quiet", is_flag=True, help="Print one line: --output-format concise.")
-@click.option(
-    "--output-format",
-    "form",
-    type=click.Choice(OUTPUT_FORMATS),
-    default="full",
-    show_default=True,
-    help="concise: file:line: code: message. github: an annotation for Actions.",
-)
+@click.option("--quiet", is_flag=True, help="Print one line: file:line: code: message.")
 @settings_options(*MODEL_AND_STEP, "statistics", "fixes")
 def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, quiet: bool, **options: Any) -> None:
     """Replay DUMP under CUDA's autocast and in fp32, name what makes the first NaN or Inf, and find a fix.
 
     Exit: 0 analysed, 1 an error, 2 wrong usage, 3 the saved NaN did not come back, or not all could be looked at.
     """
-    form = options.pop("form")
-    if as_json and (quiet or form not in ("full", "json")):
-        raise click.UsageError("--json goes with neither --quiet nor another --output-format.")
-    form = "json" if as_json else "concise" if quiet and form == "full" else form
-    if check or (form not in ("full", "json") and not outputs):
+    if as_json and quiet:
+        raise click.UsageError("--json goes with no --quiet.")
+    if check or (quiet and not outputs):
         options["fixes"] = False  # neither an exit code nor one line has room for a fix
     if check:
         sys.exit(_check(dump, outputs, options, as_json=as_json))
-    display = ReplayDisplay(quiet=quiet, tells=form == "full")
+    display = ReplayDisplay(quiet=quiet, tells=not (quiet or as_json))
     with display.shown():  # importing torch alone takes a second
         from nandoctor.case import replay as replay_dump
+        from nandoctor.views.report import one_line
 
         opened, settings = load_dump(dump, options)
         report = replay_dump(opened, progress=display, **settings).report
-    print_as(report, form, told=display.told, has_page=any(path.suffix.lower() == ".html" for path in outputs))
-    _write_all(report, outputs, as_json=form == "json")
+    if quiet:
+        click.echo(one_line(report))
+    elif not as_json:
+        print_report(report, told=display.told, has_page=any(path.suffix.lower() == ".html" for path in outputs))
+    _write_all(report, outputs, as_json=as_json)
     if display.interrupted:
         click.echo("nandoctor: interrupted; the report has what was found until then", err=True)
         sys.exit(EXIT_INTERRUPTED)
@@ -236,47 +229,23 @@ def _check_constants(_: click.Context, __: click.Parameter, values: tuple[float,
     return values
 
 
-@click.command(
-    cls=GroupedCommand,
-    examples=["eps 1e-8 1e-5", "eps --dump nan.pth --model train.py:make_model"],
-)
-@click.argument("values", metavar="[VALUE]...", type=float, nargs=-1, callback=_check_constants)
-@click.option(
-    "--dump",
-    type=DumpPath,
-    metavar="DUMP",
-    help="Replay this dump, and show the format that every small constant was used in.",
-)
+@click.command(cls=GroupedCommand, examples=["eps 1e-8 1e-5"])
+@click.argument("values", metavar="VALUE...", type=float, nargs=-1, required=True, callback=_check_constants)
 @json_option
-@settings_options(*MODEL_AND_STEP)
-def eps(values: tuple[float, ...], dump: Path | None, as_json: bool, **options: Any) -> None:
-    """Show how formats round small constants: a VALUE in each format, or every eps of a replay."""
-    if not values and dump is None:
-        raise click.UsageError("Give a VALUE or --dump DUMP.")
-    if dump is None:
-        _refuse_idle(options)
+def eps(values: tuple[float, ...], as_json: bool) -> None:
+    """Show how each format rounds a small constant; the page of a replay has every eps of the step."""
     from nandoctor.evidence.formats import SHOWN_FORMATS, round_constant
-    from nandoctor.views.eps import EpsAnswer, dumps_eps
+    from nandoctor.views.eps import RoundedValues
 
-    uses = None
-    if dump is not None:
-        with opened_dump(dump, options) as (opened, settings):
-            from nandoctor.case import list_eps
-
-            uses = list_eps(opened, **settings)
     rounded_constants = [round_constant(value, shown) for value in values for shown in SHOWN_FORMATS]
-    answer = EpsAnswer(values=rounded_constants, uses=uses)
-    if as_json:
-        click.echo(dumps_eps(answer))
-    else:
-        show(answer)
+    show(RoundedValues(values=rounded_constants), as_json=as_json)
 
 
 def _refuse_idle(options: dict[str, Any], *sources: Path) -> None:
-    """Refuse options of a replay if nothing is replayed: all sources, if any, are saved reports."""
+    """Refuse options of a replay if nothing is replayed: all sources are saved reports."""
     from nandoctor.replaying.settings import OPTIONS
 
-    flags = [OPTIONS[name].flag for name, value in options.items() if name in OPTIONS and value is not None]
+    flags = [OPTIONS[name].flag for name, value in options.items() if value is not None]
     if flags and all(source.suffix.lower() == ".json" for source in sources):
         raise click.UsageError(f"{flags[0]} needs a dump: nothing else is replayed.")
 

@@ -163,14 +163,9 @@ def show(thing: Any, *, as_json: bool = False, **more: Any) -> None:
     print_document(document(thing, **more), console())
 
 
-def print_as(report: Report, form: str, *, told: bool, has_page: bool) -> None:
-    """Print the report in this form, unless it is JSON; if its first part was `told` already, print the rest."""
+def print_report(report: Report, *, told: bool, has_page: bool) -> None:
+    """Print the report; only the rest of it if its first part was `told` already."""
     from nandoctor.views.document import document
-    from nandoctor.views.one_line import LINES
     from nandoctor.views.terminal import print_document
 
-    if form in LINES:
-        click.echo(LINES[form](report))
-    elif form == "full":
-        blocks = document(report, has_page=has_page)[NUM_TOLD if told else 0 :]
-        print_document(blocks, console(), goes_on=told)
+    print_document(document(report, has_page=has_page)[NUM_TOLD if told else 0 :], console(), goes_on=told)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from nandoctor.causes.base import is_written
 from nandoctor.changes.places import ancestors, singular_inputs
 from nandoctor.evidence.dump_summary import OptimizerSlot
-from nandoctor.evidence.formats import FP32, LARGEST_EPS, FloatFormat, RoundedConstant, round_constant
+from nandoctor.evidence.formats import FP32, LARGEST_EPS, FloatFormat, round_constant
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import (
@@ -25,7 +25,6 @@ from nandoctor.ops import (
     SCALINGS,
     SUMS,
 )
-from nandoctor.text import percent
 
 _FILLINGS = ("fill_value", "value", "self", "other")
 _DEPTH = 6
@@ -189,13 +188,3 @@ def fold(uses: Iterable[EpsUse]) -> tuple[EpsUse, ...]:
 def _mean(shares: Iterable[float | None]) -> float | None:
     known = [share for share in shares if share is not None]
     return sum(known) / len(known) if known else None
-
-
-def describe_rounding(rounded: RoundedConstant) -> str:
-    """Return what is left of the number: "zero", "subnormal, 6.6 % off"."""
-    if rounded.effect in ("zero", "overflow"):
-        return {"zero": "zero", "overflow": "overflows"}[rounded.effect]
-    if rounded.rel_err == 0:
-        return "exact" if rounded.effect == "normal" else "subnormal, exact"
-    off = f"{percent(rounded.rel_err)} off"
-    return f"{'rounded' if rounded.effect == 'normal' else 'subnormal'}, {off}"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from nandoctor.evidence.formats import EDGE, FP16, FloatFormat
-from nandoctor.evidence.report import LayerRow, NearMiss, Runs, RunSummary, SourceExcerpt
+from nandoctor.evidence.report import LayerRow, Runs, RunSummary, SourceExcerpt
 from nandoctor.evidence.trace import ModuleCall, Place, SourceLine, TensorStats, Trace
 from nandoctor.source_files import parse
 from nandoctor.text import percent, relative_path
@@ -87,28 +87,11 @@ def align(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[LayerRow, .
 
 def first_unholdable(reference: Trace, low: FloatFormat) -> Place | None:
     """Return the first call, in the order of return, whose fp32 output `low` could not hold, or None."""
-    for call in _returned(reference):
+    returned = (call for call in reference.calls if call.leave is not None)
+    for call in sorted(returned, key=lambda call: call.leave or 0):
         if any(stats.absmax is not None and not low.holds(stats.absmax) for stats in call.outputs):
             return call.place
     return None
-
-
-def find_near_misses(reference: Trace, low: FloatFormat) -> tuple[NearMiss, ...]:
-    """Return the calls within a factor of two of `low`'s limit or past it in fp32, in the order of return."""
-    found = []
-    for call in _returned(reference):
-        absmax = _absmax(call.outputs)
-        if absmax is not None and low.headroom_bits(absmax) <= NEAR_BITS:
-            went_in = _absmax(call.inputs)
-            found.append(
-                NearMiss(
-                    place=call.place,
-                    absmax=absmax,
-                    headroom_bits=low.headroom_bits(absmax),
-                    growth=absmax / went_in if went_in else None,
-                )
-            )
-    return tuple(found)
 
 
 def makes_error(row: LayerRow) -> bool:
@@ -161,10 +144,6 @@ def outputs_differ(tensors: tuple[TensorStats, ...], references: tuple[TensorSta
     """Return True if finite values are too far from fp32's for mere rounding."""
     error = relative_error(tensors, references)
     return error is not None and error > WRONG
-
-
-def _returned(trace: Trace) -> list[ModuleCall]:
-    return sorted((call for call in trace.calls if call.leave is not None), key=lambda call: call.leave or 0)
 
 
 def _absmax(tensors: tuple[TensorStats, ...]) -> float | None:

@@ -205,19 +205,6 @@ class LayerRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NearMiss:
-    """A module call whose fp32 output comes within a factor of two of the low-precision format's limit, or passes it.
-
-    `headroom_bits` is log2(max / absmax), negative past the limit; `growth` is the output's absmax over the inputs'.
-    """
-
-    place: Place = field(metadata=INLINED)
-    absmax: float
-    headroom_bits: float
-    growth: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOutcome:
     """The outcome of a changed run; `max_rel_err` is its largest difference from fp32 over fp32's largest magnitude.
 
@@ -434,7 +421,6 @@ class Report:
     fp32_error: float | None = None
     counterfactuals: tuple[Counterfactual, ...] = ()
     fp32_sets: Fp32SetSearch | None = None
-    headroom: tuple[NearMiss, ...] = ()
     eps_audit: tuple[EpsUse, ...] = ()
     difference: str = ""
     excerpt: SourceExcerpt | None = None

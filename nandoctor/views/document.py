@@ -15,7 +15,7 @@ from nandoctor.evidence.verification import FixChoice, Verification
 from nandoctor.views.blocks import Block, Level
 from nandoctor.views.checkup import checkup_document
 from nandoctor.views.comparison import comparison_document
-from nandoctor.views.eps import EpsAnswer, eps_document
+from nandoctor.views.eps import RoundedValues, eps_document
 from nandoctor.views.explain import catalogue_document, cause_document
 from nandoctor.views.fixes import fix_part
 from nandoctor.views.inspect_dump import inspection_document
@@ -30,7 +30,7 @@ _DOCUMENTS: Mapping[type, Callable[..., Iterable[Block]]] = {
     Verification: verification_document,
     FixChoice: fix_document,
     Comparison: comparison_document,
-    EpsAnswer: eps_document,
+    RoundedValues: eps_document,
     DumpSummary: inspection_document,
     Page: cause_document,
     tuple: catalogue_document,

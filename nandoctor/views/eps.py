@@ -1,4 +1,4 @@
-"""The document of `nandoctor eps`: numbers in each format, and the small constants of a replay."""
+"""The document of `nandoctor eps`: numbers in each format."""
 
 from __future__ import annotations
 
@@ -6,37 +6,25 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from nandoctor.diagnosis.eps_audit import describe_rounding
 from nandoctor.evidence.formats import RoundedConstant
-from nandoctor.evidence.report import EpsUse
-from nandoctor.text import constant, number
-from nandoctor.views.blocks import Block, Column, Facts, Section, Table, Text, Tone
-from nandoctor.views.jsonfile import dumps
-from nandoctor.views.trials import constant_facts
+from nandoctor.text import constant, number, percent
+from nandoctor.views.blocks import Block, Column, Section, Table, Tone
 
-SCHEMA = "nandoctor.eps/1"
 _TONES: dict[str, Tone] = {"zero": "failed", "overflow": "failed", "subnormal": "unclear"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpsAnswer:
-    """What the verb was asked: numbers in each format, and the constants of a replay; None without one."""
+class RoundedValues:
+    """Numbers in each format, those of one number together."""
 
+    schema: str = "nandoctor.eps/2"
     values: Sequence[RoundedConstant]
-    uses: Sequence[EpsUse] | None
 
 
-def dumps_eps(answer: EpsAnswer) -> str:
-    """Return both lists as JSON text."""
-    return dumps({"schema": SCHEMA, "values": answer.values, "uses": answer.uses or ()})
-
-
-def eps_document(answer: EpsAnswer) -> Iterator[Block]:
-    """Yield a table for each number, then the constants of the replay."""
+def eps_document(answer: RoundedValues) -> Iterator[Block]:
+    """Yield a table for each number."""
     for value in dict.fromkeys(rounded.value for rounded in answer.values):
         yield Section("", [_formats([rounded for rounded in answer.values if rounded.value == value])])
-    if answer.uses is not None:
-        yield Section("", [_seen(answer.uses)])
 
 
 def _formats(rows: Sequence[RoundedConstant]) -> Table:
@@ -50,11 +38,14 @@ def _formats(rows: Sequence[RoundedConstant]) -> Table:
     return Table(columns=columns, tones=[_TONES.get(row.effect, "") for row in rows])
 
 
-def _seen(uses: Sequence[EpsUse]) -> Block:
-    """Return where each constant of a replay is, and what its format made of it."""
-    if not uses:
-        return Text("The replay found no eps in a module, an op or the optimizer.")
-    return Facts(constant_facts(uses))
+def describe_rounding(rounded: RoundedConstant) -> str:
+    """Return what is left of the number: "zero", "subnormal, 6.6 % off"."""
+    if rounded.effect in ("zero", "overflow"):
+        return {"zero": "zero", "overflow": "overflows"}[rounded.effect]
+    if rounded.rel_err == 0:
+        return "exact" if rounded.effect == "normal" else "subnormal, exact"
+    off = f"{percent(rounded.rel_err)} off"
+    return f"{'rounded' if rounded.effect == 'normal' else 'subnormal'}, {off}"
 
 
 def _absorbed_from(rounded: RoundedConstant) -> str:

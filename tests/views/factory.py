@@ -28,7 +28,6 @@ from nandoctor.evidence.report import (
     Fp32SetSearch,
     LayerRow,
     Link,
-    NearMiss,
     NonfiniteElements,
     Origin,
     ReplayAttempt,
@@ -414,12 +413,6 @@ def fixable():
             num_modules=26,
             num_probes=11,
             complete=True,
-        ),
-        headroom=(
-            NearMiss(
-                place=Place(module="encoder.blocks.1", type="Block", call=0),
-                absmax=4e4, headroom_bits=0.7, growth=80.0,
-            ),
         ),
         eps_audit=(
             EpsUse(

@@ -20,11 +20,11 @@ from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.evidence.formats import SHOWN_FORMATS, round_constant
 from nandoctor.evidence.verification import FixChoice
 from nandoctor.views.document import document
-from nandoctor.views.eps import EpsAnswer
+from nandoctor.views.eps import RoundedValues
 
 GOLDEN = Path(__file__).parent / "golden"
 CHOICE = FixChoice(dump="NaN.pth", headline="It divides by 0", pick=1, num_verified=3, fix=factory.fixable().fixes[0])
-EPS = EpsAnswer(values=tuple(round_constant(1e-8, shown) for shown in SHOWN_FORMATS), uses=factory.fixable().eps_audit)
+EPS = RoundedValues(values=tuple(round_constant(1e-8, shown) for shown in SHOWN_FORMATS))
 VERBS = {
     "verify fixed": factory_of_verbs.verification("fixed"),
     "verify still-fails": factory_of_verbs.verification("still-fails"),

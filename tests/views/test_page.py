@@ -98,7 +98,6 @@ def hostile():
         cause=replace(made.cause, title=HOSTILE, explanation=HOSTILE, evidence=()),
         chain=tuple(factory.put(link, module=HOSTILE, op=HOSTILE, text=HOSTILE) for link in made.chain),
         fixes=tuple(replace(one, title=HOSTILE, patch=HOSTILE) for one in made.fixes),
-        headroom=tuple(factory.put(one, module=HOSTILE, type=HOSTILE) for one in made.headroom),
         eps_audit=tuple(replace(one, module=HOSTILE, name=HOSTILE) for one in made.eps_audit),
         environment=replace(made.environment, platform=HOSTILE, device=HOSTILE),
         notes=(HOSTILE,),
