@@ -258,7 +258,7 @@ def test_wrong_usage_is_told_before_anything_runs(arguments, message):
     ("arguments", "message"),
     [
         (["replay", "nowhere.pth"], "nowhere.pth"),
-        (["replay", "sik.pth"], "Did you mean sick.pth?"),
+        (["replay", "sik.pth"], "Check the path; a relative one starts here."),
         (["replay", "models_of_the_test.py"], "models_of_the_test.py"),
         (["inspect", "nowhere.pth"], "nowhere.pth"),
         (["plot", "nowhere.json"], "nowhere.json"),

@@ -18,9 +18,8 @@ from nandoctor.capture.step import RecordedStep
 from nandoctor.capture.step_policy import StepHistory, StepResult
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.recorded_format import FORMAT
-from nandoctor.dumps.weights import sample_weights
-from nandoctor.dumps.writer import fit_into
 from nandoctor.machine import memory_of
+from nandoctor.torch_compat import tree_tensors
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 LOG = logging.getLogger("nandoctor")
@@ -137,23 +136,36 @@ def _describe_writes(step: RecordedStep, observer: Observer, *, has_optimizer: b
     return []
 
 
-def leave_weights(contents: Mapping[str, Any], max_nbytes: int) -> Mapping[str, Any]:
-    """Return the contents without the weights, which a replay takes from a checkpoint, if they exceed `max_nbytes`.
+def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> Mapping[str, Any]:
+    """Return the contents without what a replay can do without, as far as they exceed `max_nbytes`.
 
-    Buffers stay: the forward writes to them, so no checkpoint has them as they were. So do a few values of each weight,
-    unless it is sharded, so that a replay can check whether a checkpoint is of this step.
+    The optimizer goes first, then the larger of the loop's batch and the weights, then the other one.
+
+    Raises:
+        ValueError: the rest does not fit either.
     """
-    state, shards = contents["state_dict"], contents["shards"]
-    if "state_dict" in fit_into(contents, max_nbytes) or not state:
-        return contents
-    buffers = {name: state[name] for name in contents["buffers"]}
-    weights = {name: tensor for name, tensor in state.items() if name not in buffers}
-    samples = sample_weights({name: tensor for name, tensor in weights.items() if name not in shards})
-    size = memory_of(weights.values())
+    sizes = {part: _num_bytes(contents[part]) for part in ("optimizer", "batch", "state_dict")}
+    for part in sorted(sizes, key=lambda part: (part == "optimizer", sizes[part]), reverse=True):
+        if _num_bytes(contents) <= max_nbytes:
+            return contents
+        kept = _leave_weights(contents) if part == "state_dict" else {**contents, part: None}
+        note = f"{part}: {sizes[part]} bytes, beyond the cap of {max_nbytes}"
+        contents = {**kept, "left_out": [*contents["left_out"], note]}
+    if (size := _num_bytes(contents)) > max_nbytes:
+        raise ValueError(f"it has {size} bytes without the weights, and max_nbytes of the Recorder is {max_nbytes}")
+    return contents
+
+
+def _num_bytes(tree: Any) -> int:
+    return memory_of(tree_tensors(tree))
+
+
+def _leave_weights(contents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents without the weights, but with the buffers: no checkpoint has those as they were."""
+    state, buffers = contents["state_dict"], contents["buffers"]
     return {
         **contents,
-        "state_dict": buffers,
-        "shards": {name: shard for name, shard in shards.items() if name in buffers},
-        "checkpoint": {"samples": {name: {"at": found.at, "values": found.values} for name, found in samples.items()}},
-        "left_out": [*contents["left_out"], f"state_dict: the weights, {size} bytes, beyond the cap of {max_nbytes}"],
+        "state_dict": {name: state[name] for name in buffers},
+        "shards": {name: shard for name, shard in contents["shards"].items() if name in buffers},
+        "checkpoint": {"names": [name for name in state if name not in buffers]},
     }

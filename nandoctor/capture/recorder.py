@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.capture.dump_contents import describe, leave_weights
+from nandoctor.capture.dump_contents import describe, fit_into
 from nandoctor.capture.dump_folder import DumpFolder
 from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, scout_autocast
 from nandoctor.capture.joined import can_join
@@ -58,7 +58,8 @@ class Recorder(RecorderSettings):
         window: a number of steps.
         in_a_row: also stop after this many such steps in a row.
         keep: number of this run's files to keep; the oldest is deleted.
-        max_nbytes: most bytes of a file (default: 8 GiB). Parts that do not fit are left out, and the file lists them.
+        max_nbytes: most bytes of a file (default: 8 GiB). The optimizer, the batch and the weights are left out if they
+            do not fit, and the file says so.
         keep_optimizer: True to save the optimizer's state as well.
         on_save: called with (path, event) after each file.
         undo_nbytes: copy the weights before each update if they have at most this many bytes (default: 1 GiB), so that
@@ -77,7 +78,7 @@ class Recorder(RecorderSettings):
         self._handles = ExitStack()
         self._policy = StepPolicy(
             StepHistory(threshold=self.threshold, window=self.window, in_a_row=self.in_a_row),
-            DumpFolder(Path(self.folder), keep=self.keep, max_nbytes=self.max_nbytes),
+            DumpFolder(Path(self.folder), keep=self.keep),
             self._make_contents,
             on_save=self.on_save,
             replay_flags=lambda: self._training.flags,
@@ -347,4 +348,4 @@ class Recorder(RecorderSettings):
         for note in contents["left_out"]:
             if note.startswith(_NOT_PROVED):
                 self._warn(f"{note}. A replay may not be of the step that failed.")
-        return leave_weights(contents, self.max_nbytes)
+        return fit_into(contents, self.max_nbytes)

@@ -266,7 +266,7 @@ class StepPolicy:
         stem += f"-rank{rank}" if world_size > 1 else ""
         try:
             contents = self._make_contents(step, result, event)
-            path, written = self.folder.write(contents, stem)
+            path = self.folder.write(contents, stem)
         except Exception as error:
             folder = self.folder.folder
             LOG.warning("nandoctor could not save %s in %s (%s: %s).", stem, folder, type(error).__name__, error)
@@ -277,7 +277,7 @@ class StepPolicy:
             except Exception as error:
                 LOG.warning("on_save failed for %s (%s: %s).", path, type(error).__name__, error)
         flags = self._replay_flags()
-        return path, say_next(path, written, None if flags is None else flags + _flags_for(step, result, contents))
+        return path, say_next(path, contents, None if flags is None else flags + _flags_for(step, result, contents))
 
 
 def _flags_for(step: RecordedStep, result: StepResult, contents: Mapping[str, Any]) -> str:

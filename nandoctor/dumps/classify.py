@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nandoctor.dumps.array_roles import is_bookkeeping, is_extra_state, is_random_state
-from nandoctor.dumps.directories import stub_error
+from nandoctor.dumps.directories import part_error
 from nandoctor.dumps.module_records import is_module, state_of
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, get, no_state, read_recorded
@@ -130,7 +130,7 @@ def check_weights(state: Mapping[str, torch.Tensor], nbytes: int) -> dict[str, t
     """
     checked = _take_state(Contents(nbytes=nbytes, as_torch=True), "weights", state)
     if is_stub(checked):
-        raise stub_error()
+        raise part_error()
     return checked
 
 

@@ -15,14 +15,12 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, cast
 
-from nandoctor.dumps.directories import describe_directory
+from nandoctor.dumps.directories import directory_error
 from nandoctor.errors import DumpError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.text import brief, brief_list
@@ -48,12 +46,7 @@ _STRANGERS = (
     # torch.save before 1.6, or with _use_new_zipfile_serialization=False, first pickles a number by protocol 2.
     (b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9", "of the format that torch.save wrote before torch 1.6", _SAVE_ANEW),
     (b"\x80", "a plain pickle, which cannot be read without running its code", _SAVE_AGAIN),
-    (b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras, h5py)", _SAVE_AGAIN),
-    (b"\x89PNG", "a PNG image", _SAVE_AGAIN),
-    (b"\xff\xd8\xff", "a JPEG image", _SAVE_AGAIN),
-    (b"\x93NUMPY", "a .npy array", _SAVE_AGAIN),
     (b"\x1f\x8b", "compressed with gzip", "Unpack it first: gunzip FILE."),
-    (b"\x28\xb5\x2f\xfd", "compressed with zstd", "Unpack it first: unzstd FILE."),
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself", "Fetch the file: git lfs pull."),
     (b"<", "a web page or XML, not the file itself", "Download the file again, by its direct link."),
 )
@@ -119,16 +112,6 @@ class Container:
         return {name.removeprefix(data): m for name, m in self.members.items() if name.startswith(data)}
 
 
-def _suggest(path: Path) -> str:
-    """Return what to try: the file in the same folder with the most similar name, if one is similar."""
-    beside: list[str] = []
-    with suppress(OSError, ValueError):
-        beside = [item.name for item in path.parent.iterdir() if item.is_file()]
-    for near in get_close_matches(path.name, beside, n=1, cutoff=0.7):
-        return f"Did you mean {brief(str(path.with_name(near)))}?"
-    return "Check the path; a relative one starts here."
-
-
 def open_container(path: Path) -> Container:
     """Open the file, and check its beginning, its zip directory and its checksums.
 
@@ -142,7 +125,7 @@ def open_container(path: Path) -> Container:
             if head.startswith(_ZIP_MAGIC):
                 return _open_archive(_open_data(file, nbytes), path)
     except FileNotFoundError as error:
-        raise DumpError("there is no such file.", remedy=_suggest(path)) from error
+        raise DumpError("there is no such file.", remedy="Check the path; a relative one starts here.") from error
     except PermissionError as error:
         raise DumpError("you have no permission to read it.", remedy="Give read permission: chmod u+r FILE.") from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
@@ -175,7 +158,7 @@ def regular_size(path: Path) -> int:
     """
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
-        raise describe_directory(path)
+        raise directory_error(path)
     if not stat.S_ISREG(status.st_mode):
         raise DumpError("it is a device or a pipe, not a file.", remedy="Copy its content into a file first.")
     if status.st_size == 0:
@@ -279,11 +262,9 @@ def _check_directory(data: mmap.mmap) -> None:
 
 def _check_entry(entry: zipfile.ZipInfo) -> None:
     """Refuse an encrypted or compressed member: torch.save stores members plain, and they are read in place."""
-    if entry.flag_bits & 1:
-        raise DumpError("it is an encrypted zip archive.", remedy="Unpack it with its password first.")
-    if entry.compress_type != zipfile.ZIP_STORED:
+    if entry.flag_bits & 1 or entry.compress_type != zipfile.ZIP_STORED:
         raise DumpError(
-            "its parts are compressed, which torch.save never does.",
+            "its parts are compressed or encrypted, which torch.save never does.",
             remedy="Unpack the archive, and pack it again without compression: zip -0 -r FILE.pth FOLDER.",
         )
     if entry.file_size != entry.compress_size:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nandoctor.dumps.classify import choose_state, is_stub, sort_contents, sort_recorded, strip_wrappers
-from nandoctor.dumps.directories import refuse_part, stub_error
+from nandoctor.dumps.directories import part_error, refuse_part
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, open_container
 from nandoctor.dumps.recorded_format import Recorded, is_recorded
@@ -115,7 +115,7 @@ def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:
     other_states = {name: other for name, other in contents.states.items() if name != state_name}
     state, prefix = strip_wrappers(contents.states.get(state_name, {}))
     if is_stub(state):
-        raise stub_error()
+        raise part_error()
     return Dump(
         path=container.path,
         nbytes=container.nbytes,

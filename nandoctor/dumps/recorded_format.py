@@ -29,8 +29,6 @@ else:
     Tensor = NewType("Tensor", object)  # the codec evaluates hints, and `inspect` imports no torch
 
 FORMAT = "nandoctor.dump/1"
-MAX_SAMPLED = 64
-"""The number of values that are kept of a weight if only a checkpoint has all of it."""
 MAX_CALLS = 1000
 _MAX_VALUES = 2_000_000
 """Of names, flags and numbers: a model of 10,000 modules has 50,000."""
@@ -144,21 +142,6 @@ class ModuleCasts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightSample:
-    """Some values of a weight, and their indexes in the flattened weight."""
-
-    at: Tensor
-    values: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A few values, by name, of weights that did not fit into the file, at the failing step."""
-
-    samples: Mapping[str, WeightSample] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Autocast:
     """The autocast that the model ran under; `emulated` if CUDA's op lists were used on a CPU."""
 
@@ -197,7 +180,7 @@ class Recorded:
     backends: Mapping[str, Any] = field(default_factory=dict)
     update: OptimizerUpdate | None = None
     sources: Mapping[str, SourceHash] = field(default_factory=dict)
-    checkpoint: Checkpoint | None = None
+    checkpoint: Mapping[str, Any] | None = None
     mixed_precision: ModuleCasts | None = None
 
 
@@ -236,7 +219,6 @@ def read_recorded(saved: Mapping[str, Any], take: Take, keep: Keep) -> Recorded:
         GeneratorState: partial(_read_torch, keep),
         NumpyState: _read_numpy,
         PythonState: _read_python,
-        WeightSample: partial(_read_sample, keep),
     }
     recorded: Recorded = _decode(Recorded, _without_empty(saved), "dump", hooks)
     if recorded.model is not None:  # only for its checks: tensors stay where they are
@@ -283,16 +265,6 @@ def _named_in_brief(update: OptimizerUpdate) -> OptimizerUpdate:
     parameters = {brief(name): counts for name, counts in update.parameters.items()}
     settings = {brief(name): value for name, value in update.settings.items()}
     return replace(update, optimizer=brief(update.optimizer), parameters=parameters, settings=settings)
-
-
-def _read_sample(keep: Keep, fields: Any, place: str) -> WeightSample:
-    sample = _decode(Mapping[str, Any], fields, place)
-    at, values = sample.get("at"), sample.get("values")
-    if not (is_dense(at) and is_dense(values) and dtype_name(at.dtype) == "int64" and at.dim() == 1):
-        raise DumpError("a sample of a weight in it is invalid.", remedy=AS_WRITTEN)
-    if at.shape != values.shape or at.numel() > MAX_SAMPLED:
-        raise DumpError("a sample of a weight in it has more values than places, or too many.", remedy=AS_WRITTEN)
-    return WeightSample(at=keep(place, at), values=keep(place, values))
 
 
 def _read_torch(keep: Keep, state: Any, place: str) -> Tensor:

@@ -12,7 +12,6 @@ import os
 import secrets
 import stat
 import struct
-import time
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -53,7 +52,7 @@ def sign(file: IO[bytes]) -> bool:
     Raises:
         OSError: the disk is full.
     """
-    key = _make_key() or _wait_for_key()
+    key = _make_key() or read_key()[0]
     if key is None:
         return False
     with zipfile.ZipFile(file, "a") as archive:
@@ -100,16 +99,6 @@ def read_key() -> tuple[bytes | None, str]:
     return (key, "") if len(key) == _KEY_NBYTES else (None, f"{path} is not a valid key: delete it")
 
 
-def _wait_for_key() -> bytes | None:
-    """Return the key; without hard links another process may have made its file, and be about to write it."""
-    with suppress(OSError):
-        for _ in range(100):
-            if _key_path().stat().st_size:
-                break
-            time.sleep(0.01)
-    return read_key()[0]
-
-
 def _key_path() -> Path:
     """Return the key's path, in the folder for this user's configuration: the one given, or the platform's default."""
     if given := os.environ.get("NANDOCTOR_CONFIG_DIR"):
@@ -120,7 +109,7 @@ def _key_path() -> Path:
 
 
 def _make_key() -> bytes | None:
-    """Make a new key; return None if there is one, or the folder cannot be written to.
+    """Make a new key; return None if there is one, or the folder cannot be written to, or has no hard links.
 
     It is written under another name and then linked: if two processes start together, one whole key remains.
     """
@@ -132,12 +121,7 @@ def _make_key() -> bytes | None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_new(draft, key)
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            return None
-        except OSError:  # a file system without hard links; renaming would overwrite another's key
-            _write_new(path, key)
+        os.link(draft, path)
     except OSError:
         return None
     finally:

@@ -1,6 +1,6 @@
 """Reads weights as a training saves them: in one file, or in an index with its shards.
 
-No code in a file is run. A few values of each weight show later whether a checkpoint holds the same weights.
+No code in a file is run.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 
 from nandoctor.dumps.classify import check_weights, strip_wrappers
-from nandoctor.dumps.directories import INDEX, describe_directory, holds_pretrained, list_directory, refuse_part
+from nandoctor.dumps.directories import directory_error, refuse_part
 from nandoctor.dumps.file_type import damaged, regular_size
 from nandoctor.dumps.reader import named, read_state
-from nandoctor.dumps.recorded_format import MAX_SAMPLED, WeightSample
 from nandoctor.errors import DumpError
 from nandoctor.text import brief, brief_list
 
 State = Mapping[str, torch.Tensor]
 
+_INDEX = (".safetensors.index.json", ".bin.index.json")
 _MAX_INDEX_NBYTES = 64 << 20
 # The names that transformers and diffusers give the weights of a whole model, the likeliest first.
 _WHOLE = (
@@ -52,30 +52,17 @@ def read_weights(path: str | os.PathLike[str]) -> State:
 
 
 def _read_file(path: Path) -> State:
-    if path.name.endswith(INDEX):
+    if path.name.endswith(_INDEX):
         return _read_index(path)
     return _read_safetensors(path) if path.suffix == ".safetensors" else read_state(path)
 
 
 def _choose_file(folder: Path) -> Path:
-    """Return the file of a whole model in a directory of Hugging Face; if none has a usual name, the only file."""
-    names = list_directory(folder)
-    if not holds_pretrained(names):
-        raise describe_directory(folder)
-    usual = [name for name in _WHOLE if name in names]
-    if not usual and "adapter_config.json" in names:
-        raise DumpError(
-            "it holds a PEFT adapter, not the weights that it adapts.",
-            remedy="Merge them, model.merge_and_unload().save_pretrained(DIRECTORY), and pass that directory.",
-        )
-    indexes = [name for name in names if name.endswith(INDEX)]
-    choices = usual[:1] or indexes or [name for name in names if name.endswith((".safetensors", ".bin"))]
-    if len(choices) > 1:
-        raise DumpError(
-            f"it holds {len(choices)} files of weights: {brief_list(choices)}.", remedy="Name the file to use."
-        )
-    refuse_part(Path(choices[0]))
-    return folder / choices[0]
+    """Return the file of a whole model in a directory of Hugging Face."""
+    for name in _WHOLE:
+        if (folder / name).exists():
+            return folder / name
+    raise directory_error(folder)
 
 
 def _read_index(path: Path) -> State:
@@ -131,17 +118,3 @@ def _read_safetensors(path: Path) -> State:
     except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise damaged(f"safetensors cannot read it ({brief(str(error))})") from error
     return check_weights(state, nbytes)
-
-
-def sample_weights(state: Mapping[str, torch.Tensor]) -> dict[str, WeightSample]:
-    """Return up to 64 values of each dense tensor, spread over it, on the CPU."""
-    plain = {name: tensor for name, tensor in state.items() if tensor.layout is torch.strided}
-    return {name: _sample(tensor.detach()) for name, tensor in plain.items()}
-
-
-def _sample(tensor: torch.Tensor) -> WeightSample:
-    num_taken = min(tensor.numel(), MAX_SAMPLED)
-    at = torch.arange(num_taken, dtype=torch.float64).mul(tensor.numel() / max(num_taken, 1)).long()
-    vector = tensor if tensor.dim() else tensor.reshape(1)
-    values = vector[torch.unravel_index(at.to(tensor.device), vector.shape)]
-    return WeightSample(at=at, values=values.cpu().clone())

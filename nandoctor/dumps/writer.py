@@ -1,4 +1,4 @@
-"""Writes a `nandoctor.dump/1` file: whole or not at all, never over another file, never beyond its size limit."""
+"""Writes a `nandoctor.dump/1` file: whole or not at all, and never over another file."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ import torch
 from nandoctor.dumps.packing import map_tensors
 from nandoctor.dumps.signature import sign
 from nandoctor.dumps.stored_tensor import COMPUTED_DTYPES
-from nandoctor.machine import memory_of
 from nandoctor.text import dtype_name
-from nandoctor.torch_compat import tree_tensors
 
 try:
     import fcntl
@@ -27,20 +25,17 @@ except ImportError:  # Windows, where an open file cannot be deleted anyway
 else:
     _CAN_LOCK = True
 
-# What may be left out, the most valuable first: the weights can come from a checkpoint, the step cannot.
-_EXPENDABLE = ("calls", "state_dict", "batch", "output", "optimizer")
 
-
-def write_dump(contents: Mapping[str, Any], folder: Path, stem: str, *, max_nbytes: int) -> Path:
+def write_dump(contents: Mapping[str, Any], folder: Path, stem: str) -> Path:
     """Write `contents` into a new file `stem.pth` in `folder`, or `stem-2.pth` and so on if that exists.
 
-    Tensors are copied to the CPU, without the parts of their storage that they do not use. Parts that do not fit into
-    `max_nbytes` are left out, and `left_out` in the file says so. The name appears when every byte is on the disk.
+    Tensors are copied to the CPU, without the parts of their storage that they do not use. The name appears when every
+    byte is on the disk.
 
     Raises:
         OSError: the folder cannot be written to, or the disk is full; no file is left.
     """
-    contents = _on_cpu(fit_into(contents, max_nbytes))
+    contents = _on_cpu(contents)
     folder.mkdir(parents=True, exist_ok=True)
     remove_orphans(folder)
     file, temporary = _locked_file(folder, stem)
@@ -114,27 +109,13 @@ def _publish(temporary: Path, folder: Path, stem: str) -> Path:
     raise AssertionError("there is always another number")
 
 
-def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> dict[str, Any]:
-    """Return the contents without the parts that do not fit into `max_nbytes`, which `left_out` then names."""
-    kept, left_out = dict(contents), list(contents.get("left_out", []))
-    sizes = {part: memory_of(tree_tensors(tree)) for part, tree in kept.items()}
-    total = sum(size for part, size in sizes.items() if part not in _EXPENDABLE)
-    for part in (part for part in _EXPENDABLE if part in kept):
-        if total + sizes[part] <= max_nbytes:
-            total += sizes[part]
-        else:
-            del kept[part]
-            left_out.append(f"{part}: {sizes[part]} bytes, beyond the cap of {max_nbytes}")
-    return {**kept, "left_out": left_out}
-
-
-def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
+def _on_cpu(contents: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contents with every tensor on the CPU, copied by `_HostCopies`.
 
     A tensor that has no values to copy (on the meta device, nested) becomes None, and `left_out` says so.
     """
     copies = _HostCopies()
-    left_out = list(contents["left_out"])
+    left_out = list(contents.get("left_out", []))
 
     def copy_or_drop(part: str, tensor: torch.Tensor) -> torch.Tensor | None:
         try:

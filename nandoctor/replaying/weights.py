@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,15 +23,15 @@ from torch.nn.parameter import is_lazy
 from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.dumps.classify import strip_wrappers
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.recorded_format import ModuleCasts, Recorded, WeightSample
+from nandoctor.dumps.recorded_format import ModuleCasts, Recorded
 from nandoctor.dumps.tensors import count_nonfinite
-from nandoctor.dumps.weights import State, read_weights, sample_weights
+from nandoctor.dumps.weights import read_weights
 from nandoctor.errors import DumpError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.replaying.memory import Unfilled
 from nandoctor.replaying.model_loading import fit_prefix
 from nandoctor.replaying.settings import Settings
-from nandoctor.text import brief, dtype_name, join_first, plural
+from nandoctor.text import brief, join_first, plural
 from nandoctor.tracing.tensor_stats import all_finite
 from nandoctor.trees import tree_map
 
@@ -47,13 +47,11 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
             raise _missing_weights(dump)
         return dump
     path = settings.directory / settings.weights
-    checkpoint = dump.recorded.checkpoint
-    known = sample_weights(dump.state) if checkpoint is None else checkpoint.samples
-    kept = {} if dump.holds_weights else dump.state
+    known, kept = (dump.state, {}) if dump.holds_weights else ({}, dump.state)
     state = {name: tensor for name, tensor in read_weights(path).items() if not is_extra_state(name)}
-    state = dict(fit_prefix(state, {name: sample.values for name, sample in known.items()})[0]) if known else state
-    match = _compare(state, known)
-    state = {name: _in_format(tensor, known.get(name)) for name, tensor in state.items()}
+    state = dict(fit_prefix(state, known)[0]) if known else state
+    compared = [name for name in known if name in state]
+    others = [name for name in compared if not _are_equal(state[name], known[name])]
     return replace(
         dump,
         state={**state, **kept},
@@ -63,8 +61,8 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
         layout="plain" if dump.layout == "batch-only" else dump.layout,
         recorded=replace(dump.recorded, checkpoint=None),
         missing=tuple(text for text in dump.missing if not text.startswith("state_dict:")),
-        notes=(*dump.notes, _describe_match(match, brief(str(settings.weights), 1000))),
-        other_weights=match.num_other > 0 or match.rounded_to != "" or not match.num_compared,
+        notes=(*dump.notes, _describe_match(brief(str(settings.weights), 1000), len(compared), len(others))),
+        other_weights=bool(others) or not compared,
     )
 
 
@@ -79,68 +77,21 @@ def _missing_weights(dump: Dump) -> DumpError:
     )
 
 
-def _in_format(tensor: torch.Tensor, sample: WeightSample | None) -> torch.Tensor:
-    """Return the weight in the training's format, which a checkpoint may have widened."""
-    if sample is None or sample.values.dtype == tensor.dtype or not tensor.is_floating_point():
-        return tensor
-    return cast_to_file(tensor, sample.values.dtype)
+def _are_equal(found: torch.Tensor, known: torch.Tensor) -> bool:
+    """Return True if both have the same numbers in the same format, NaNs being equal."""
+    if found.shape != known.shape or found.dtype != known.dtype or found.layout is not known.layout:
+        return False
+    return torch.equal(found, known) or torch.allclose(found, known, rtol=0, atol=0, equal_nan=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Match:
-    """The numbers of weights that were compared and that differ.
-
-    `rounded_to` is the format that the checkpoint rounded the values to, "" if it did not.
-    """
-
-    num_compared: int = 0
-    num_other: int = 0
-    rounded_to: str = ""
-
-
-def _compare(state: State, known: Mapping[str, WeightSample]) -> _Match:
-    num_compared, num_other, rounded_to = 0, 0, ""
-    for name, sample in known.items():
-        values = _take(state[name], sample.at) if name in state else None
-        if values is not None:
-            values, saved, rounded = _in_common_format(values, sample.values)
-            rounded_to = rounded or rounded_to
-            num_compared += 1
-            num_other += not torch.allclose(values, saved, rtol=0, atol=0, equal_nan=True)
-    return _Match(num_compared=num_compared, num_other=num_other, rounded_to=rounded_to)
-
-
-def _take(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor | None:
-    """Return the values at these flat indices; None without indices, or if the tensor is not dense or too small."""
-    if tensor.layout is not torch.strided or not at.numel():
-        return None
-    if int(at.min()) < 0 or int(at.max()) >= tensor.numel():
-        return None
-    return tensor[torch.unravel_index(at, tensor.shape)] if tensor.dim() else tensor.reshape(1)
-
-
-def _in_common_format(found: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Return both in the narrower of their formats, and its name if it is the checkpoint's, else ""."""
-    if not (found.is_floating_point() and saved.is_floating_point()):
-        return found.to(torch.complex128), saved.to(torch.complex128), ""
-    is_rounded = found.element_size() < saved.element_size()
-    narrow = found.dtype if is_rounded else saved.dtype
-    return found.to(narrow).double(), saved.to(narrow).double(), dtype_name(narrow) if is_rounded else ""
-
-
-def _describe_match(match: _Match, path: str) -> str:
-    if not match.num_compared:
+def _describe_match(path: str, num_compared: int, num_other: int) -> str:
+    if not num_compared:
         return f"The weights are those of {path}; the dump has none to compare them with."
-    if not match.num_other:
-        rounded = f", rounded to {match.rounded_to}" if match.rounded_to else ""
-        return (
-            f"The weights are those of {path}: the values that the dump has of {plural(match.num_compared, 'tensor')} "
-            f"are the same there{rounded}."
-        )
+    if not num_other:
+        return f"The weights are those of {path}, and the same as the dump's."
     return (
-        f"The weights in {path} are not those of the failing step: {match.num_other} of "
-        f"{plural(match.num_compared, 'tensor')} compared differ from the dump's. What is replayed is this "
-        "batch with those weights."
+        f"The weights in {path} are not those of the failing step: {num_other} of "
+        f"{plural(num_compared, 'tensor')} differ from the dump's. What is replayed is this batch with those weights."
     )
 
 

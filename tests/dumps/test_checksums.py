@@ -71,5 +71,5 @@ def test_without_checksums_nothing_is_said(read):
 def test_a_recorder_signs_without_checksums(tmp_path):
     contents = {"format": "nandoctor.dump/1", "state_dict": {"a.weight": torch.ones(2)}}
     with forge.without_checksums():
-        path = write_dump(contents, tmp_path, "nan-step1", max_nbytes=1 << 20)
+        path = write_dump(contents, tmp_path, "nan-step1")
     assert read_dump(path).provenance.own

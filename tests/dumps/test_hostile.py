@@ -123,7 +123,6 @@ HUGE = 1 << 40
 FILES = {
     # Not a file of torch's at all
     "empty": (lambda: b"", "the file is empty", "Copy it again"),
-    "png": (lambda: b"\x89PNG\r\n\x1a\n" + bytes(64), "a PNG image", "torch.save"),
     "text": (lambda: b"epoch 3 loss nan\n", "a text file", "torch.save"),
     "lfs pointer": (lambda: b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer", "git lfs pull"),
     "npz": (npz, "torch.save did not write: it holds image.npy", "torch.save"),
@@ -150,7 +149,7 @@ FILES = {
         "parts are compressed",
         "without compression",
     ),
-    "encrypted zip": (encrypted, "encrypted", "password"),
+    "encrypted zip": (encrypted, "compressed or encrypted", "without compression"),
     "member beyond the end": (reaching_beyond, "reaches beyond its end", "Copy it again"),
     "member twice": (twice, "occurs twice", "Copy it again"),
     "storage too short": (

@@ -9,11 +9,9 @@ from nandoctor.dumps.packing import fill, pack
 from nandoctor.dumps.trees import Slot, name_tensors
 from nandoctor.dumps.writer import write_dump
 
-CAP = 1 << 30
-
 
 def write(tmp_path, **contents):
-    path = write_dump(contents, tmp_path, "dump", max_nbytes=CAP)
+    path = write_dump(contents, tmp_path, "dump")
     return path, torch.load(path, weights_only=True)
 
 
@@ -40,7 +38,7 @@ def test_what_is_the_same_is_kept_once(tmp_path):
 
 def test_a_failure_leaves_nothing_behind(tmp_path):
     with pytest.raises(AttributeError):
-        write_dump({"function": lambda: None}, tmp_path, "dump", max_nbytes=CAP)
+        write_dump({"function": lambda: None}, tmp_path, "dump")
     assert list(tmp_path.iterdir()) == []
 
 

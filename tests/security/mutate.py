@@ -220,7 +220,7 @@ def originals():
     """Files of both layouts, one of them signed, in the working directory."""
     torch.save(plain(), "plain.pth")
     torch.save(recorded(), "recorded.pth")
-    write_dump(recorded(), Path.cwd(), "signed", max_nbytes=1 << 30)
+    write_dump(recorded(), Path.cwd(), "signed")
     return [Path(name).read_bytes() for name in ("plain.pth", "recorded.pth", "signed.pth")]
 
 

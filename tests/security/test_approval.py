@@ -33,7 +33,7 @@ def project(tmp_path, monkeypatch):
 
 
 def recorded(folder, **changes):
-    return write_dump(contents(folder, **changes), folder, "own", max_nbytes=1 << 30)
+    return write_dump(contents(folder, **changes), folder, "own")
 
 
 def strangers(folder, **changes):

@@ -118,7 +118,7 @@ def test_no_field_reaches_code(project, kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in FIELDS if kind.startswith(("loss of", "loss that", "method"))])
 def test_even_the_own_recorder_reaches_no_further(project, kind):
-    path = write_dump(FIELDS[kind](project), project, "own", max_nbytes=1 << 30)
+    path = write_dump(FIELDS[kind](project), project, "own")
     assert read_dump(path).provenance.own
     try:
         replay(path, fixes=False)

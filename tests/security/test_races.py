@@ -48,12 +48,9 @@ def test_one_key_is_made_by_many_at_once(tmp_path, monkeypatch):
         path.unlink()
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
-def test_a_key_is_not_written_over(tmp_path, monkeypatch, links):
+def test_a_key_is_not_written_over(tmp_path, monkeypatch):
     """Two that both found no key: the second takes that of the first."""
     monkeypatch.setenv("NANDOCTOR_CONFIG_DIR", str(tmp_path))
-    if not links:
-        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError("no links")))
     first = signature._make_key()
     monkeypatch.setattr(Path, "exists", lambda _: False)
     second = signature._make_key() or signature.read_key()[0]
@@ -67,16 +64,16 @@ def test_dumps_of_many_at_once_are_all_kept(tmp_path, monkeypatch, links):
     monkeypatch.setenv("NANDOCTOR_CONFIG_DIR", str(tmp_path / "config"))
     monkeypatch.setattr(os, "umask", None)  # it is the whole process's: another thread's file would be open to all
     folder = tmp_path / "dumps"
-    for paths in at_once(lambda n: write_dump(record(n), folder, "nan-step1", max_nbytes=1 << 20), rounds=5):
+    for paths in at_once(lambda n: write_dump(record(n), folder, "nan-step1"), rounds=5):
         assert len(set(paths)) == NUM_AT_ONCE
         assert [float(read_dump(path).state["weight"][0]) for path in paths] == [*map(float, range(NUM_AT_ONCE))]
-        assert all(read_dump(path).provenance.own for path in paths)
+        assert all(read_dump(path).provenance.own == links for path in paths)  # no key can be kept without links
     assert len(list(folder.iterdir())) == 5 * NUM_AT_ONCE
 
 
 def test_a_dump_has_the_mode_of_any_other_file(tmp_path):
     (tmp_path / "other").touch()
-    path = write_dump(record(0), tmp_path, "nan-step1", max_nbytes=1 << 20)
+    path = write_dump(record(0), tmp_path, "nan-step1")
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
 
 
@@ -89,7 +86,7 @@ def test_a_report_that_many_write_is_one_of_theirs(tmp_path):
 
 @pytest.mark.parametrize("change", ["grows", "shrinks", "is written again"])
 def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, change):
-    path = write_dump(record(0), tmp_path, "nan-step1", max_nbytes=1 << 20)
+    path = write_dump(record(0), tmp_path, "nan-step1")
     look, nbytes = os.fstat, path.stat().st_size
 
     def look_and_change(descriptor):
@@ -105,7 +102,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, change):
 
 @pytest.mark.parametrize("nbytes", [1, 1 << 28], ids=["mapped", "copied"])
 def test_a_file_that_is_replaced_or_gone_is_read_to_its_end(tmp_path, monkeypatch, nbytes):
-    path = write_dump(record(3), tmp_path, "nan-step1", max_nbytes=1 << 20)
+    path = write_dump(record(3), tmp_path, "nan-step1")
     load = reader.load_pickle
     monkeypatch.setattr(file_type, "_MAPPED_NBYTES", nbytes)
     monkeypatch.setattr(reader, "load_pickle", lambda container: (path.unlink(), load(container))[1])
