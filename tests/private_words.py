@@ -21,7 +21,7 @@ INSTEAD = {
     r"circumstances?": "environment, variations",
 }
 ALLOWED = (
-    r"num[ _]bad\w*|first_bad_index|bad_(weights|buffers|gradients)|recent_bad_losses",  # fields of reports and dumps
+    r"num[ _]bad\w*|first_bad_index|bad_(weights|buffers|gradients)",  # fields of reports and dumps
     r"(?i)BadParameter|BadZipFile|bad zip|bad_alloc",  # other libraries' names
 )
 

@@ -15,7 +15,7 @@ from nandoctor.capture.model_rebuild import Training, describe_model
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.sharding import is_sharded
 from nandoctor.capture.step import RecordedStep
-from nandoctor.capture.step_policy import StepHistory, StepResult
+from nandoctor.capture.step_policy import StepResult
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.recorded_format import FORMAT
 from nandoctor.machine import memory_of
@@ -31,7 +31,6 @@ def describe(
     result: StepResult,
     event: str,
     *,
-    history: StepHistory,
     optimizers: Sequence[Optimizer],
 ) -> dict[str, Any]:
     """Return the contents of a dump of `step`."""
@@ -57,7 +56,6 @@ def describe(
         "update": _describe_update(spoiled) if spoiled else {},
         "argv": [str(argument) for argument in sys.argv[1:]],
         "backends": read_backends(),
-        "history": history.to_plain(),
         "versions": read_versions([model["module"], *(["transformers"] if model.get("config") else [])]),
         "left_out": [
             *(*lost, *dropped, *training.arguments.notes, *unsaved),
@@ -148,6 +146,8 @@ def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> Mapping[str, Any]:
     for part in sorted(sizes, key=lambda part: (part == "optimizer", sizes[part]), reverse=True):
         if _num_bytes(contents) <= max_nbytes:
             return contents
+        if not sizes[part]:
+            continue
         kept = _leave_weights(contents) if part == "state_dict" else {**contents, part: None}
         note = f"{part}: {sizes[part]} bytes, beyond the cap of {max_nbytes}"
         contents = {**kept, "left_out": [*contents["left_out"], note]}

@@ -344,7 +344,7 @@ class Recorder(RecorderSettings):
 
     def _make_contents(self, step: RecordedStep, result: StepResult, event: str) -> Mapping[str, Any]:
         optimizers = self._tracker.trainers.optimizers
-        contents = describe(self._training, step, result, event, history=self.history, optimizers=optimizers)
+        contents = describe(self._training, step, result, event, optimizers=optimizers)
         for note in contents["left_out"]:
             if note.startswith(_NOT_PROVED):
                 self._warn(f"{note}. A replay may not be of the step that failed.")

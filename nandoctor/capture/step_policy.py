@@ -164,18 +164,6 @@ class StepHistory:
             return f"the scaler skipped {skips} {of} at a loss scale below 1"
         return None
 
-    def to_plain(self) -> dict[str, object]:
-        """Return the counts over the run, and the non-finite and skipped steps of the window, for the dump."""
-        return {
-            "num_steps": self.num_steps,
-            "num_bad_losses": self.num_bad_losses,
-            "num_spoiled": self.num_spoiled,
-            "num_skipped": self.num_skipped,
-            "recent_bad_losses": [result.step for result in self._recent if result.loss_nonfinite],
-            "recent_spoiled": [result.step for result in self._recent if result.spoils_weights],
-            "recent_skipped": [result.step for result in self._recent if result.skipped],
-        }
-
 
 MakeContents = Callable[[RecordedStep, StepResult, str], Mapping[str, Any]]
 OnSave = Callable[[Path, Mapping[str, Any]], object]

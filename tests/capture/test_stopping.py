@@ -56,9 +56,8 @@ def test_an_episode_begins_once():
 
 
 def test_the_counts_are_those_of_the_whole_run():
-    plain = feed({"threshold": 1.0, "window": 4}, "sL.s....S").to_plain()
-    assert (plain["num_steps"], plain["num_bad_losses"], plain["num_skipped"]) == (9, 1, 3)
-    assert (plain["recent_bad_losses"], plain["recent_skipped"]) == ([], [8])
+    history = feed({"threshold": 1.0, "window": 4}, "sL.s....S")
+    assert (history.num_steps, history.num_bad_losses, history.num_skipped) == (9, 1, 3)
 
 
 @pytest.mark.parametrize(

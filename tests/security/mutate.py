@@ -87,7 +87,7 @@ def recorded():
     step["rng"] |= {"numpy": {**numpy_state, "cached_gaussian": 0.0}}
     step["output"] = [step["output"], step["output"].clone()]
     backends = {"num_threads": 1, "cuda_matmul_tf32": True}
-    history = {"num_steps": 4, "recent_bad_losses": [4]}
+    history = {"num_steps": 4, "num_bad_losses": 1}
     return {**step, "optimizer": optimizer(), "watched": ["linear"], "backends": backends, "history": history}
 
 
