@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque, namedtuple
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE, Slot
 from nandoctor.torch_compat import is_wrapped, unwrap, version_of
-from nandoctor.trees import MAX_DEPTH, Parts, Place, attributes, made_of, parts, placed_map, tree_map
+from nandoctor.trees import MAX_DEPTH, Parts, attributes, parts, tree_map
 
 _NUMBERS_AND_TEXT: tuple[type[Any], ...] = (int, float, complex, str)
 _PLAIN = frozenset({bool, *_NUMBERS_AND_TEXT, type(None), torch.dtype, torch.device, torch.Size})
@@ -192,29 +191,12 @@ def fill(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -
             return tensors[item.name]
         if isinstance(item, torch.device):
             return device
-        if isinstance(item, dict) and isinstance(item.get(KIND), (str, type)):
+        if isinstance(item, dict) and isinstance(item.get(KIND), str):
             fields = {key: part for key, part in item.items() if key != KIND}
             return _rebuild(item[KIND], tree_map(fill_item, fields))
         return item
 
     return tree_map(fill_item, tree)
-
-
-def with_classes(tree: Any, find: Callable[[str], type[Any] | None]) -> Any:
-    """Return the tree with classes in place of their names, if `find` knows them and they only have attributes."""
-
-    def name_to_class(place: Place, item: Any) -> Any:
-        found = find(item) if place[-1:] == (KIND,) and isinstance(item, str) else None
-        return item if found is None or not has_only_attributes(found) else found
-
-    return placed_map(name_to_class, tree)
-
-
-def has_only_attributes(kind: type[Any]) -> bool:
-    """Return True if its objects are their attributes alone, with nothing that the class has to create or clean up."""
-    is_keyed = issubclass(kind, Mapping) or callable(getattr(kind, "keys", None))
-    is_made = any({"__new__", "__del__"} & vars(base).keys() for base in kind.__mro__ if base is not object)
-    return not is_made and (dataclasses.is_dataclass(kind) or not is_keyed)
 
 
 class Fields(dict[str, Any]):
@@ -233,10 +215,8 @@ class Fields(dict[str, Any]):
         return self
 
 
-def _rebuild(kind: str | type[Any], fields: dict[str, Any]) -> Any:
-    """Return an object with these fields, of the class itself if it is given; no code of the class is run."""
-    if isinstance(kind, type):
-        return made_of(kind, fields)
+def _rebuild(kind: str, fields: dict[str, Any]) -> Any:
+    """Return an object with these fields; no code of a class of the user's is run."""
     if kind == PACKED_SEQUENCE and isinstance(fields.get("batch_sizes"), torch.Tensor):
         return PackedSequence(**{**fields, "batch_sizes": fields["batch_sizes"].cpu()})
     if kind.startswith(_NAMED_TUPLE) and all(name.isidentifier() and not iskeyword(name) for name in fields):

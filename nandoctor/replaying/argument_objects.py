@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.code_request import is_transformers_config
-from nandoctor.dumps.packing import has_only_attributes, pack
+from nandoctor.dumps.packing import pack
 from nandoctor.dumps.trees import KIND
 from nandoctor.trees import PLAIN, attributes, made_of, tree_map
 
@@ -73,9 +73,14 @@ def _content(value: Any) -> dict[str, Any]:
     if kind in _TEXTS:
         return {"args": [str(value)]}
     is_code = callable(value) or isinstance(value, (torch.Tensor, nn.Module))
-    if is_code or not (kind in _NAMESPACES or (is_dataclass(value) and has_only_attributes(kind))):
+    if is_code or not (kind in _NAMESPACES or (is_dataclass(value) and _has_only_attributes(kind))):
         raise NotDescribableError
     return {"fields": attributes(value)}
+
+
+def _has_only_attributes(kind: type[Any]) -> bool:
+    """Return True if an object is its attributes alone, with nothing that its class has to create or clean up."""
+    return not any({"__new__", "__del__"} & vars(base).keys() for base in kind.__mro__ if base is not object)
 
 
 def make_argument(tree: Any, find: Callable[[Source], Any]) -> Any:

@@ -12,9 +12,7 @@ import ast
 import functools
 import inspect
 import shlex
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from torch import nn
 from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.dumps.code_request import approving_command, code_rows, is_transformers_config
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.packing import with_classes
 from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.trees import is_plain_data
@@ -153,32 +150,6 @@ def _why_no_loss(reference: Reference, source: Path | None, provenance: Provenan
     if not is_named or source is None or not defines(source, reference.name, (ast.FunctionDef, ast.ClassDef)):
         return f"The loss {brief(reference.name)} is not at the top level of a file in the working directory"
     return "" if provenance.here else f"{brief(reference.file)} holds the loss, and {_NOT_HERE}"
-
-
-def give_classes(dump: Dump, model: nn.Module) -> Dump:
-    """Return the dump with the objects in its arguments and batch given their classes, and so their methods.
-
-    Only the user's own dumps are changed. Classes are looked up among loaded modules; nothing more is imported.
-    """
-    if not dump.provenance.own:
-        return dump
-    recorded = dump.recorded
-    find = functools.partial(_find_imported, main=type(model).__module__)
-    calls = [replace(c, args=with_classes(c.args, find), kwargs=with_classes(c.kwargs, find)) for c in recorded.calls]
-    return replace(dump, recorded=replace(recorded, calls=tuple(calls), batch=with_classes(recorded.batch, find)))
-
-
-def _find_imported(kind: str, main: str) -> type[Any] | None:
-    """Return the class with that dotted name, or None; for `__main__` look in `main`, the model's module."""
-    place, _, name = kind.rpartition(".")
-    outer: list[str] = []
-    while place and place != "__main__" and place not in sys.modules:
-        place, _, last = place.rpartition(".")
-        outer.insert(0, last)
-    found: Any = sys.modules.get(main if place == "__main__" else place)
-    for part in (*outer, name):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    return found if isinstance(found, type) else None
 
 
 def describe_code_change(reference: Reference | None, model: nn.Module) -> list[str]:

@@ -29,7 +29,6 @@ from nandoctor.replaying.code_references import (
     describe_code_change,
     find_loss,
     find_model,
-    give_classes,
     require_approval,
     state_to_load,
 )
@@ -83,7 +82,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     project = Project(None if settings.memory is None or taken is None else taken + settings.memory)
     with project.preparing(), arguments_of(dump):
         code = _import_code(dump, source, settings, device)
-        dump = fit_state(give_classes(dump, code.model), code.model)
+        dump = fit_state(dump, code.model)
         weight_notes = _load_weights(code, dump, settings, device)
         outputs = find_outputs(dump, code.model, settings, (code.call, code.loss))
         batch = read_batch(dump, code.model, outputs.names, device)
