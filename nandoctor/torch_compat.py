@@ -172,12 +172,6 @@ def decompose(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     return _find("torch._ops.OpOverload.decompose")(op, *args, **kwargs)
 
 
-def run_default(op: OpOverload, *args: Any) -> Any:
-    """Run an op's default kernel, the one for devices without their own, where this device overrides it."""
-    without_kernels = _find("torch._C._parse_dispatch_key")("IPU")
-    return _find("torch._ops.OpOverload.redispatch")(op, _find("torch._C.DispatchKeySet")(without_kernels), *args)
-
-
 @contextmanager
 def without_jit_autocast() -> Iterator[None]:
     """Disable TorchScript's own autocast pass, whose op lists differ; process-wide."""

@@ -23,7 +23,7 @@ NEEDED: dict[str, str] = {
     "torch.library.Library._destroy": "taking kernels back out of torch",
     "torch.library.Library.fallback": "watching operations",
     # No public API lets a kernel call the one that it replaces.
-    "torch._ops.OpOverload.redispatch": "watching operations, and keeping non-finite operands of convolutions",
+    "torch._ops.OpOverload.redispatch": "watching operations",
     "torch._ops.OpOverload.decompose": "emulating CUDA's autocast for ops that hold several products",
     # Names the arguments; the public `torch.library.infer_schema` is for new ops only.
     "torch.ops.aten.add.Tensor._schema": "reading the arguments of operations",

@@ -128,6 +128,15 @@ def write_switches(values: Mapping[str, Any]) -> None:
             SWITCHES[name][1](value)
 
 
+def exact_switches(device_type: str) -> dict[str, Any]:
+    """Return the switches with which products of fp32 tensors are computed in fp32 on a device, and no others."""
+    on_cpu = device_type == "cpu"
+    places = zip(_FP32_PRODUCTS, _read_precisions(), strict=True)
+    precisions = tuple("ieee" if place.startswith("mkldnn") is on_cpu else now for place, now in places)
+    # Setting cuDNN's allow_tf32 changes its fp32_precision, so it comes first; unset, code that reads it would raise.
+    return {**({} if on_cpu else {"cudnn_allow_tf32": False}), "fp32_precision": precisions}
+
+
 @contextmanager
 def switched(values: Mapping[str, Any]) -> Iterator[None]:
     """Set switches in this context, except those that torch rejects beside a newer setting."""

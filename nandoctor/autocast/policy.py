@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -22,6 +21,7 @@ from nandoctor.process_wide import Patch, Shared, patched
 from nandoctor.text import dtype_name
 from nandoctor.torch_compat import check_torch, without_jit_autocast
 from nandoctor.torch_places import CHECKPOINT_AUTOCAST
+from nandoctor.torch_switches import exact_switches, switched
 
 PolicyName = Literal["fp32", "fp64", "cuda", "native"]
 
@@ -130,23 +130,6 @@ def _autocast_region(device_type: str, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-# The settings below `torch.backends` that allow products of fp32 tensors in less precision, and the value that forbids
-# it. Setting cuDNN's allow_tf32 changes its fp32_precision, so it comes first; unset, code that reads it would raise.
-_PRODUCT_PRECISION = {
-    "cuda": (
-        ("cudnn", "allow_tf32", False),
-        ("cudnn.conv", "fp32_precision", "ieee"),
-        ("cudnn.rnn", "fp32_precision", "ieee"),
-        ("cuda.matmul", "fp32_precision", "ieee"),
-    ),
-    "cpu": (
-        ("mkldnn.matmul", "fp32_precision", "ieee"),
-        ("mkldnn.conv", "fp32_precision", "ieee"),
-        ("mkldnn.rnn", "fp32_precision", "ieee"),
-    ),
-}
-
-
 @cache
 def exact_products(device_type: str) -> Shared:
     """Return a context in which products of fp32 tensors are computed in fp32, whatever torch's settings are."""
@@ -156,25 +139,8 @@ def exact_products(device_type: str) -> Shared:
 @contextmanager
 def _fp32_products(device_type: str) -> Iterator[None]:
     """Compute products of fp32 tensors in fp32, without TorchScript's own autocast pass, whose lists differ."""
-    before = list(_current_precision(device_type))
-    for backend, name, _, exact in before:
-        setattr(backend, name, exact)
-    try:
-        with without_jit_autocast():
-            yield
-    finally:
-        for backend, name, value, _ in before:
-            setattr(backend, name, value)
-
-
-def _current_precision(device_type: str) -> Iterator[tuple[Any, str, Any, Any]]:
-    """Yield the settings of the table that this torch can read: backend, name, current value and exact value."""
-    for place, name, exact in _PRODUCT_PRECISION.get(device_type, ()):
-        # torch may refuse to read allow_tf32 if the old and the new settings are both in use:
-        # https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
-        with suppress(RuntimeError):
-            backend = attrgetter(place)(torch.backends)
-            yield backend, name, getattr(backend, name), exact
+    with switched(exact_switches(device_type)), without_jit_autocast():
+        yield
 
 
 class cuda_autocast(ContextDecorator):  # noqa: N801 - it replaces `torch.autocast`
@@ -205,33 +171,17 @@ class cuda_autocast(ContextDecorator):  # noqa: N801 - it replaces `torch.autoca
         with ExitStack() as stack:
             stack.enter_context(_checkpoints)
             stack.enter_context(apply_policy(self._policy, self._device))
-            _open.regions.append(_Region(opened_by=self, undo=stack.pop_all()))
+            _open.regions.append(stack.pop_all())
 
     def __exit__(self, *raised: object) -> None:
-        mine = [region for region in _open.regions if region.opened_by is self and not region.is_left]
-        mine[-1].is_left = True
-        while _open.regions and _open.regions[-1].is_left:
-            _open.regions.pop().undo.close()
-
-
-@dataclass(slots=True, kw_only=True)
-class _Region:
-    """A region that a thread has opened.
-
-    It restores the state from before it. If it is left before regions inside it, as begin and end hooks may do, it is
-    undone only after them; until then the thread stays in it.
-    """
-
-    opened_by: cuda_autocast
-    undo: ExitStack
-    is_left: bool = False
+        _open.regions.pop().close()
 
 
 class _OpenRegions(threading.local):
-    """The regions that this thread is in, innermost last."""
+    """What undoes each region that this thread is in, innermost last."""
 
     def __init__(self) -> None:
-        self.regions: list[_Region] = []
+        self.regions: list[ExitStack] = []
 
 
 _open = _OpenRegions()
