@@ -317,7 +317,7 @@ class Recorder(RecorderSettings):
         model, step, observer = self._observer.model, self._tracker.current, self._observer
         assert step is not None
         assert step.before is not None
-        for lost in step.calls[0].left_out[:1]:
+        for lost in step.calls[0].notes[:1]:
             what = f"a file cannot hold {lost}; a replay passes None instead. If the model needs it, replay with --call"
             self._warn(f"{what} FILE.py:NAME, a function (model, batch) that makes it again.")
         if self._scouted or step.before.autocast["enabled"] or "forward" not in vars(model):

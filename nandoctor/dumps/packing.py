@@ -22,12 +22,11 @@ _PLAIN = frozenset({bool, *_NUMBERS_AND_TEXT, type(None), torch.dtype, torch.dev
 _CONTAINERS = frozenset({dict, list, tuple})
 _NAMED_TUPLE = "tuple:"
 _MAX_OBJECTS = 1000
-_LEFT_OUT = ", which is neither a tensor nor plain data"
 _NUMERIC_KINDS = "biufc"  # numpy's booleans, integers, floats and complex numbers
 
 
 class Packed(NamedTuple):
-    """A tree of plain containers; `notes` say what was left out, or changed its type.
+    """A tree of plain containers; `notes` say what was left out, with None in its place.
 
     `tensors` are its tensors, each with its version at that time: a later version means that it was overwritten.
     `differentiable` are the indexes of those that required gradients.
@@ -37,11 +36,6 @@ class Packed(NamedTuple):
     notes: tuple[str, ...] = ()
     tensors: tuple[tuple[torch.Tensor, int | None], ...] = ()
     differentiable: tuple[int, ...] = ()
-
-    @property
-    def left_out(self) -> list[str]:
-        """The notes on what is not in the tree at all, but None in its place."""
-        return [note for note in self.notes if note.endswith(_LEFT_OUT)]
 
     @property
     def overwritten(self) -> bool:
@@ -121,7 +115,7 @@ class _Packer:
     def _pack_odd_tensor(self, value: torch.Tensor, name: str) -> Any:
         """Pack a tensor of a subclass, or one inside a transform of torch.func."""
         plain = unwrap(value)
-        if plain is not value and plain.shape != value.shape:
+        if plain.shape != value.shape:
             self.notes.append(f"{name}: a tensor inside torch.func.vmap, which stands for one tensor per sample")
             return None
         return self._take(plain, wants_gradient=value.requires_grad)
@@ -142,10 +136,7 @@ class _Packer:
             return packed if type(value) is dict else type(value)(packed.values())
         is_named_tuple = hasattr(value, "_fields") and isinstance(value, tuple)
         if isinstance(value, (list, tuple, deque, Set)) and not is_named_tuple:
-            self.notes.append(f"{name}: kept as a plain list, not as {type(value).__qualname__}")
             return list(packed.values())
-        if not (self.kinds and is_named_tuple):
-            self.notes.append(f"{name}: kept as a plain dict of its fields, not as {type(value).__qualname__}")
         if not self.kinds:
             return packed
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -162,11 +153,10 @@ class _Packer:
         if len(self.tensors) == num_tensors:
             del self.notes[num_notes:]
             return self._leave_out(value, name)
-        self.notes.append(f"{name}: the methods of a {type(value).__qualname__}, whose fields are kept")
         return {**packed, KIND: f"{type(value).__module__}.{type(value).__qualname__}"}
 
     def _leave_out(self, value: Any, name: str) -> None:
-        self.notes.append(f"{name}: a {type(value).__qualname__}{_LEFT_OUT}")
+        self.notes.append(f"{name}: a {type(value).__qualname__}, which is neither a tensor nor plain data")
 
 
 def _fields_of(value: Any) -> dict[str, Any] | None:

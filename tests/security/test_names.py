@@ -17,7 +17,7 @@ from nandoctor.views.document import document
 from nandoctor.views.html import card_of, page_of
 from nandoctor.views.jsonfile import dumps, read_report
 from nandoctor.views.markdown import draw_markdown
-from nandoctor.views.one_line import one_line
+from nandoctor.views.report import one_line
 from nandoctor.views.save import ENDINGS, save
 from nandoctor.views.terminal import plain_text
 from nandoctor.views.triage import triage_lines
