@@ -15,7 +15,6 @@ from nandoctor.capture.model_rebuild import Training, describe_model
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.sharding import is_sharded
 from nandoctor.capture.step import RecordedStep
-from nandoctor.capture.step_policy import StepResult
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.recorded_format import FORMAT
 from nandoctor.machine import memory_of
@@ -28,7 +27,7 @@ LOG = logging.getLogger("nandoctor")
 def describe(
     training: Training,
     step: RecordedStep,
-    result: StepResult,
+    reason: str,
     event: str,
     *,
     optimizers: Sequence[Optimizer],
@@ -39,12 +38,12 @@ def describe(
     before, lost = observer.describe(step.before, step.undo or {})
     function = getattr(observer.model, settings.method or "forward")
     calls, dropped = step.describe(function, is_method=bool(settings.method))
-    spoiled = step.spoiled if result.reason == "update" else None
+    spoiled = step.spoiled if reason == "update" else None
     model = describe_model(training)
     optimizer, unsaved = _describe_optimizer(spoiled, optimizers, with_state=settings.keep_optimizer)
     return {
         "format": FORMAT,
-        "event": _describe_event(step, result, event),
+        "event": _describe_event(step, reason, event),
         "model": model,
         **before,
         **calls,
@@ -105,11 +104,11 @@ def _describe_update(spoiled: Update) -> dict[str, Any]:
     }
 
 
-def _describe_event(step: RecordedStep, result: StepResult, event: str) -> dict[str, Any]:
+def _describe_event(step: RecordedStep, reason: str, event: str) -> dict[str, Any]:
     rank, world_size = read_rank()
     return {
         "event": event,
-        "reason": result.reason,
+        "reason": reason,
         "step": step.step,
         "micro_batch": step.micro_batch,
         "epoch": step.epoch,

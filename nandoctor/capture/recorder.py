@@ -24,7 +24,7 @@ from nandoctor.capture.recorder_settings import RecorderSettings
 from nandoctor.capture.sharding import refuse_unknown
 from nandoctor.capture.source_info import unwrap_model
 from nandoctor.capture.step import RecordedStep, held, pack_call
-from nandoctor.capture.step_policy import StepHistory, StepPolicy, StepResult
+from nandoctor.capture.step_policy import StepHistory, StepPolicy
 from nandoctor.capture.step_tracker import StepTracker
 from nandoctor.dumps.packing import pack
 from nandoctor.dumps.stored_tensor import is_dense
@@ -342,9 +342,9 @@ class Recorder(RecorderSettings):
                 "recorder a function at a file's top level: loss=loss_of, with def loss_of(output, batch): return ..."
             )
 
-    def _make_contents(self, step: RecordedStep, result: StepResult, event: str) -> Mapping[str, Any]:
+    def _make_contents(self, step: RecordedStep, reason: str, event: str) -> Mapping[str, Any]:
         optimizers = self._tracker.trainers.optimizers
-        contents = describe(self._training, step, result, event, optimizers=optimizers)
+        contents = describe(self._training, step, reason, event, optimizers=optimizers)
         for note in contents["left_out"]:
             if note.startswith(_NOT_PROVED):
                 self._warn(f"{note}. A replay may not be of the step that failed.")

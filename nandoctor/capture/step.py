@@ -102,6 +102,17 @@ class RecordedStep:
         return spoiled[0] if spoiled else None
 
     @property
+    def reason(self) -> str:
+        """What went wrong first in the step: "loss", "gradients", "update" or "skipped"; "" if nothing did."""
+        if self.loss_nonfinite:
+            return "loss"
+        if self.gradients_nonfinite:
+            return "gradients"
+        if self.spoiled is not None:
+            return "update"
+        return "skipped" if self.was_skipped else ""
+
+    @property
     def is_full(self) -> bool:
         """True if no more forwards can be held."""
         return len(self.calls) >= MAX_UNMARKED_CALLS

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nandoctor.capture.async_flags import all_finite
 from nandoctor.capture.dump_folder import DumpFolder, say_next
@@ -18,66 +17,25 @@ from nandoctor.text import join_first, number
 
 LOG = logging.getLogger("nandoctor")
 
+_SPOILS = ("gradients", "update")
+"""Reasons for which the update writes non-finite weights, or has."""
 SMALLEST_SCALE = 1.0
 """A gradient that overflows at a loss scale below this overflows without scaling too. Above it, halving the scale
 helps, and GradScaler does so: in its warm-up, and in the skip after each growth."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class StepResult(NamedTuple):
     """The outcome of one step.
 
-    `loss_nonfinite`: the loss (the output, if no loss was given) is non-finite. `gradients_nonfinite`: the gradients
-    are, and no GradScaler skips the step. `weights_nonfinite`: the optimizer's update left a non-finite weight.
-    `skipped`: GradScaler skipped the step; `skip_expected` if that is how it finds its scale. None of these implies
-    another. `loss_scale` is the scale of this step, None without a scaler. `requested` is the loop's own reason
-    to save the step.
+    `reason` is what went wrong first: "loss" (the output, if no loss was given), "gradients" that no GradScaler skips,
+    "update" if that left a non-finite weight, or "skipped" by GradScaler; "" if nothing did. `failed` steps count
+    towards stopping the training. `worth_saving` are these, and skips at a scale that had worked before.
     """
 
     step: int
-    loss_nonfinite: bool = False
-    gradients_nonfinite: bool = False
-    weights_nonfinite: bool = False
-    skipped: bool = False
-    skip_expected: bool = True
-    loss_scale: float | None = None
-    requested: str = ""
-
-    @property
-    def skip_counts(self) -> bool:
-        """True if the step was skipped at a loss scale below 1, which GradScaler's search does not explain."""
-        return self.skipped and self.loss_scale is not None and self.loss_scale < SMALLEST_SCALE
-
-    @property
-    def spoils_weights(self) -> bool:
-        """True if the update writes non-finite weights, from non-finite gradients or by itself."""
-        return self.gradients_nonfinite or self.weights_nonfinite
-
-    @property
-    def failed(self) -> bool:
-        """True if this step counts towards stopping the training."""
-        return self.loss_nonfinite or self.spoils_weights or self.skip_counts
-
-    @property
-    def worth_saving(self) -> bool:
-        """True if the step failed, or was skipped at a scale that had worked before."""
-        return self.failed or (self.skipped and not self.skip_expected)
-
-    @property
-    def reason(self) -> str:
-        """What went wrong first in the step; for a step that went well, the reason why it is saved."""
-        if self.loss_nonfinite:
-            return "loss"
-        if self.gradients_nonfinite:
-            return "gradients"
-        if self.weights_nonfinite:
-            return "update"
-        return self.requested or "skipped"
-
-    @property
-    def kind(self) -> str:
-        """The beginning of the file's name."""
-        return "nan" if self.failed or self.skipped else "step"
+    reason: str = ""
+    failed: bool = False
+    worth_saving: bool = False
 
 
 SOUND = StepResult(step=-1)  # shared by all steps with nothing to report
@@ -117,7 +75,7 @@ class StepHistory:
     `begins_episode`: the last step is worth saving, but neither the step before it nor another micro-batch of the same
     update is. The training is to stop if more than a share `threshold` of the last `window` steps failed, or `in_a_row`
     consecutive ones. The share is of the full window, even while fewer steps were seen. Non-finite losses, updates that
-    spoil the weights and skipped steps are counted separately.
+    spoil the weights and skipped steps are counted separately; a step counts by what went wrong first.
     """
 
     def __init__(self, *, threshold: float = 0.1, window: int = 100, in_a_row: int | None = None) -> None:
@@ -135,37 +93,34 @@ class StepHistory:
     def add(self, result: StepResult) -> None:
         """Count a step."""
         self.num_steps += 1
-        if result is SOUND:
-            self._recent.append(result)
-            self._num_in_a_row, self.begins_episode, self._in_episode = 0, False, False
-            return
-        self.num_bad_losses += result.loss_nonfinite
-        self.num_spoiled += result.spoils_weights
-        self.num_skipped += result.skipped
+        self.num_bad_losses += result.reason == "loss"
+        self.num_spoiled += result.reason in _SPOILS
+        self.num_skipped += result.reason == "skipped"
         self._recent.append(result)
         self._num_in_a_row = self._num_in_a_row + 1 if result.failed else 0
-        self.begins_episode = False
-        if worth_saving := result.worth_saving:
-            self.begins_episode = not self._in_episode and self._last_worth_saving != result.step
+        is_new = result.worth_saving and not self._in_episode
+        self.begins_episode = is_new and self._last_worth_saving != result.step
+        self._in_episode = result.worth_saving
+        if result.worth_saving:
             self._last_worth_saving = result.step
-        self._in_episode = worth_saving
 
     def why_stop(self) -> str | None:
         """Return the reason to stop after the last step; None to go on."""
         if self.in_a_row is not None and self._num_in_a_row >= self.in_a_row:
             return f"{self._num_in_a_row} non-finite step{'s in a row' if self.in_a_row > 1 else ''}"
+        reasons = [result.reason for result in self._recent if result.failed]
         most = self.threshold * self.window
         of = f"of the last {len(self._recent)} steps"
-        if (losses := sum(result.loss_nonfinite for result in self._recent)) > most:
+        if (losses := reasons.count("loss")) > most:
             return f"the loss was non-finite in {losses} {of}"
-        if (spoiled := sum(result.spoils_weights for result in self._recent)) > most:
+        if (spoiled := sum(map(reasons.count, _SPOILS))) > most:
             return f"gradients or updated weights were non-finite in {spoiled} {of}"
-        if (skips := sum(result.skip_counts for result in self._recent)) > most:
+        if (skips := reasons.count("skipped")) > most:
             return f"the scaler skipped {skips} {of} at a loss scale below 1"
         return None
 
 
-MakeContents = Callable[[RecordedStep, StepResult, str], Mapping[str, Any]]
+MakeContents = Callable[[RecordedStep, str, str], Mapping[str, Any]]
 OnSave = Callable[[Path, Mapping[str, Any]], object]
 
 
@@ -202,21 +157,20 @@ class StepPolicy:
         step.decided = True
         result = self._sum_up(step)
         self.history.add(result)
-        if result is SOUND or not result.worth_saving:
+        if not result.worth_saving:
             return
         why = self.history.why_stop() if result.failed else None
         if not why and not self._is_due():
             return
-        _, saved = self._save(step, result, "stopped" if why else "first")
+        _, saved = self._save(step, result.reason, "stopped" if why else "first")
         if why and may_stop:
             message = f"The recorder stopped the training at step {step.step}: {why}."
             raise NonFiniteTrainingError(message, remedy=saved)
-        LOG.warning("Step %d: %s. %s", step.step, _describe(result, step), saved)
+        LOG.warning("Step %d: %s. %s", step.step, _describe(step, result.reason), saved)
 
     def save(self, step: RecordedStep, reason: str) -> Path | None:
         """Save the step at the loop's request; return the file, None if it could not be written."""
-        result = StepResult(step=step.step, loss_nonfinite=step.loss_nonfinite, requested=reason)
-        path, saved = self._save(step, result, "requested")
+        path, saved = self._save(step, "loss" if step.loss_nonfinite else reason, "requested")
         LOG.warning("Step %d: saved on request (%s). %s", step.step, reason, saved)
         return path
 
@@ -227,21 +181,14 @@ class StepPolicy:
     def _sum_up(self, step: RecordedStep) -> StepResult:
         if step.is_sound:
             return SOUND
-        skipped, scale = step.was_skipped, step.loss_scale
-        expected = not skipped or scale is None or self._scale_search.expects_skip(scale)
+        skipped, scale, reason = step.was_skipped, step.loss_scale, step.reason
+        is_new = skipped and scale is not None and not self._scale_search.expects_skip(scale)
         if scale is not None and not skipped and step.updates:
             self._scale_search.add_success(scale)
-        return StepResult(
-            step=step.step,
-            loss_nonfinite=step.loss_nonfinite,
-            gradients_nonfinite=step.gradients_nonfinite,
-            weights_nonfinite=step.spoiled is not None,
-            skipped=skipped,
-            skip_expected=expected,
-            loss_scale=scale,
-        )
+        failed = bool(reason) and (reason != "skipped" or _is_below_1(scale))
+        return StepResult(step=step.step, reason=reason, failed=failed, worth_saving=failed or is_new)
 
-    def _save(self, step: RecordedStep, result: StepResult, event: str) -> tuple[Path | None, str]:
+    def _save(self, step: RecordedStep, reason: str, event: str) -> tuple[Path | None, str]:
         """Write the step; return the file, or None, and a sentence that says what to do next.
 
         Errors are logged and not raised: the recorder must not end a training.
@@ -250,10 +197,11 @@ class StepPolicy:
             return None, "The model was not called in this step, so there is nothing to save."
         self._last_saved = self.history.num_steps
         rank, world_size = read_rank()
-        stem = f"{result.kind}-step{step.step:06d}" + (f"-micro{step.micro_batch}" if step.micro_batch else "")
+        kind = "nan" if reason in ("loss", *_SPOILS, "skipped") else "step"
+        stem = f"{kind}-step{step.step:06d}" + (f"-micro{step.micro_batch}" if step.micro_batch else "")
         stem += f"-rank{rank}" if world_size > 1 else ""
         try:
-            contents = self._make_contents(step, result, event)
+            contents = self._make_contents(step, reason, event)
             path = self.folder.write(contents, stem)
         except Exception as error:
             folder = self.folder.folder
@@ -265,35 +213,38 @@ class StepPolicy:
             except Exception as error:
                 LOG.warning("on_save failed for %s (%s: %s).", path, type(error).__name__, error)
         flags = self._replay_flags()
-        return path, say_next(path, contents, None if flags is None else flags + _flags_for(step, result, contents))
+        return path, say_next(path, contents, None if flags is None else flags + _flags_for(step, reason, contents))
 
 
-def _flags_for(step: RecordedStep, result: StepResult, contents: Mapping[str, Any]) -> str:
+def _is_below_1(scale: float | None) -> bool:
+    """Return True for a loss scale that GradScaler's search does not explain."""
+    return scale is not None and scale < SMALLEST_SCALE
+
+
+def _flags_for(step: RecordedStep, reason: str, contents: Mapping[str, Any]) -> str:
     """Return the flags that the replay of this step needs in addition to those of all steps."""
     if contents["method"] and len(step.flags) > 1:
         return " --call FILE.py:NAME"  # without it, a replay stops at the first backward pass
-    known = (
-        contents["loss_function"] or contents["loss_field"] is not None or result.reason != "loss" or step.loss is None
-    )
+    known = contents["loss_function"] or contents["loss_field"] is not None or reason != "loss" or step.loss is None
     return "" if known or not all_finite(step.outputs()) else " --loss FILE.py:NAME"
 
 
-def _describe(result: StepResult, step: RecordedStep) -> str:
+def _describe(step: RecordedStep, reason: str) -> str:
     what = "loss" if step.loss is not None else "output"
-    if result.reason == "loss":
+    if reason == "loss":
         if step.loss is None and len(step.returned) < len(step.calls):
             what = "forward raised an error, and a value in it"
         ranks = step.nonfinite_ranks
         of = f"rank{'s' * (len(ranks) > 1)} {join_first(list(map(str, ranks)), 3)}"
         elsewhere = "" if step.nonfinite_here else f" on {of}, whose file is the one to replay"
         return f"the {what} is non-finite{elsewhere}"
-    if result.reason == "gradients":
+    if reason == "gradients":
         return f"the {what} is finite, but its gradients are not"
-    if result.reason == "update":
+    if reason == "update":
         assert step.spoiled is not None
         writer = type(step.spoiled.optimizer).__name__
         finite = "the loss is" if step.spoiled.gradients is None else "loss and gradients are"
         return f"{finite} finite, but the update by {writer} left non-finite weights"
-    known = "" if result.skip_counts else ", at which earlier steps succeeded"
-    scale = number(result.loss_scale)
+    known = "" if _is_below_1(step.loss_scale) else ", at which earlier steps succeeded"
+    scale = number(step.loss_scale)
     return f"the gradients are non-finite at a loss scale of {scale}{known}, and the scaler skipped the step"

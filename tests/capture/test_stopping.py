@@ -18,8 +18,8 @@ def feed(rule, pattern):
     """The history after steps told by letters: "." good, "L" non-finite loss, "S" skipped at scale 1/2, "s" at 1024."""
     history = StepHistory(**rule)
     for step, letter in enumerate(pattern):
-        scale = {"S": 0.5, "s": 1024.0}.get(letter)
-        history.add(StepResult(step=step, loss_nonfinite=letter == "L", skipped=scale is not None, loss_scale=scale))
+        reason, failed = {".": "", "L": "loss"}.get(letter, "skipped"), letter in "LS"
+        history.add(StepResult(step=step, reason=reason, failed=failed, worth_saving=failed))
     return history
 
 
