@@ -17,10 +17,8 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.errors import ModelError
 from nandoctor.source_files import decode_source, holds_packages, parse, shown_path
 
-_MAX_FILES = 2000
-_MAX_FOLDERS = 500
+_MAX_FILES = 500
 _MAX_NBYTES = 1 << 20
-_DEPTH = 3
 _MAX_SUGGESTED = 3
 _REGISTERING = frozenset({"add_module", "register_module", "register_buffer", "register_parameter", "setattr"})
 
@@ -37,37 +35,32 @@ def missing_model(dump: Dump) -> ModelError:
 
 
 def suggest_models(names: Collection[str], folders: Collection[Path]) -> list[str]:
-    """Return candidates for `--model`, "train.py:make_model": classes that assign the first parts of all `names`.
+    """Return candidates for `--model`, "train.py:UNet": classes that assign the first parts of all `names`.
 
-    `names` are those of a state dict; `folders` are searched to a depth of three. A function that only builds such a
-    class, and needs no argument, replaces it. Only the files that contain the most parts of the names count.
+    `names` are those of a state dict. The files in `folders`, and in the folders directly inside of them, are read.
     """
     parts = [unwrapped_name(name).split(".") for name in names]
-    firsts = {first for first, *_ in parts}
-    wanted = [firsts]
-    if len(firsts) == 1:  # a wrapper's prefix, such as Lightning's `model.`
+    wanted = [{first for first, *_ in parts}]
+    if len(wanted[0]) == 1:  # a wrapper's prefix, such as Lightning's `model.`
         wanted.append({part[1] for part in parts if len(part) > 1})
-    words = {word for part in parts for word in part if not word.isdigit()}
     found = []
     for path in _find_sources(folders):
         text = _read(path)
         if any(members and all(name in text for name in members) for members in wanted):
-            num_words = sum(word in text for word in words)
-            specs = ((num, f"{shown_path(path)}:{name}") for num, name in _find_classes(text, wanted))
-            found += [(-num_words, num_more, spec) for num_more, spec in specs]
-    return [spec for num_words, _, spec in sorted(found) if num_words == min(found)[0]][:_MAX_SUGGESTED]
+            found += [(num, f"{shown_path(path)}:{name}") for num, name in _find_classes(text, wanted)]
+    return [spec for _, spec in sorted(found)][:_MAX_SUGGESTED]
 
 
 def _find_classes(text: str, wanted: Collection[Collection[str]]) -> Iterator[tuple[int, str]]:
-    """Yield, for each class that assigns all names of one set, how many it assigns and what builds it."""
+    """Yield each class that assigns all names of one set, after how many names it assigns."""
     tree = parse(text)
-    if tree is None:
+    if tree is None or _may_train(tree):
         return
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    for name in classes if not _may_train(tree) else ():
+    for name, node in classes.items():
         assigned = _names_assigned(name, classes)
-        if classes[name].bases and any(members and assigned.issuperset(members) for members in wanted):
-            yield len(assigned), next(_find_builders(name, tree), name)
+        if node.bases and any(members and assigned.issuperset(members) for members in wanted):
+            yield len(assigned), name
 
 
 def _may_train(tree: ast.Module) -> bool:
@@ -90,18 +83,10 @@ def _read(path: Path) -> str:
 
 
 def _find_sources(folders: Collection[Path]) -> Iterator[Path]:
-    seen: set[Path] = set()
-    for top in {folder.resolve() for folder in folders}:
-        for parent, inner, files in islice(os.walk(top), _MAX_FOLDERS):
-            here = Path(parent)
-            is_deep = len(here.relative_to(top).parts) >= _DEPTH
-            inner[:] = [] if is_deep else [name for name in inner if _is_own(here / name)]
-            for path in (here / name for name in files if name.endswith(".py")):
-                if path not in seen:
-                    yield path
-                    seen.add(path)
-                if len(seen) == _MAX_FILES:
-                    return
+    tops = {folder.resolve() for folder in folders}
+    inner = {top / name for top in tops for _, names, _ in islice(os.walk(top), 1) for name in names}
+    searched = sorted(tops | {folder for folder in inner if _is_own(folder)})
+    return islice((path for folder in searched for path in folder.glob("*.py")), _MAX_FILES)
 
 
 def _is_own(folder: Path) -> bool:
@@ -124,20 +109,3 @@ def _names_assigned(name: str, classes: dict[str, ast.ClassDef], seen: frozenset
     for base in classes[name].bases:
         found |= _names_assigned(getattr(base, "id", ""), classes, seen | {name})
     return found
-
-
-def _is_plain(line: ast.stmt) -> bool:
-    """Return True if a statement is a constant, such as a docstring, or an assignment without a call."""
-    named = isinstance(line, ast.Assign) and not any(isinstance(node, ast.Call) for node in ast.walk(line))
-    return named or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
-
-
-def _find_builders(name: str, tree: ast.Module) -> Iterator[str]:
-    """Yield the top-level functions that only return an instance of the class, and need no argument."""
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and isinstance(made := node.body[-1], ast.Return):
-            required = len(node.args.posonlyargs + node.args.args) - len(node.args.defaults)
-            required += sum(default is None for default in node.args.kw_defaults)
-            is_call = isinstance(made.value, ast.Call) and getattr(made.value.func, "id", None) == name
-            if is_call and not required and all(map(_is_plain, node.body[:-1])):
-                yield node.name

@@ -1,4 +1,4 @@
-"""Which classes and functions are suggested for a dump without a model, from the text of the files near it."""
+"""Which classes are suggested for a dump without a model, from the text of the files near it."""
 
 import os
 
@@ -43,34 +43,18 @@ def test_a_class_by_the_names_of_its_weights(wrapper, folder):
     assert suggest_models([wrapper + name for name in NAMES], (folder, folder)) == ["models/unet.py:UNet"]
 
 
-def test_a_function_that_only_builds_it_comes_first(folder):
-    trains = "\ndef train():\n    model = UNet()\n    for _ in range(9):\n        print()\n    return UNet()\n"
-    write(folder, "train.py", UNET + trains + "\ndef wide(width):\n    return UNet(width)\n")
-    assert suggest_models(NAMES, (folder,)) == ["train.py:UNet"]
-    write(folder, "train.py", UNET + trains + '\ndef make(width=3):\n    """It."""\n    return UNet(width)\n')
-    assert suggest_models(NAMES, (folder,)) == ["train.py:make"]
-
-
 @pytest.mark.parametrize("line", ["train()", "for _ in range(9):\n    print()"])
 def test_what_may_train_is_not_suggested(line, folder):
     write(folder, "train.py", UNET + f"\ndef train():\n    pass\n\n{line}\n")
     assert suggest_models(NAMES, (folder,)) == []
-    write(folder, "train.py", UNET + "\ndef make():\n    train()\n    return UNet()\n")
-    assert suggest_models(NAMES, (folder,)) == ["train.py:UNet"]
     write(
         folder, "train.py", "class Plain:\n    def __init__(self):\n        self.down = self.up = self.scale = None\n"
     )
     assert suggest_models(NAMES, (folder,)) == []
 
 
-def test_the_file_that_has_most_of_the_names(folder):
-    write(folder, "first.py", "class Any(Module):\n    def __init__(self):\n        self.net = None\n")
-    write(folder, "second.py", "class Own(Module):\n    def __init__(self):\n        self.net = dict(query=1, key=2)\n")
-    assert suggest_models(["net.query.weight", "net.key.weight"], (folder,)) == ["second.py:Own"]
-
-
 def test_what_is_no_code_of_the_project(folder):
-    for path in (".venv/unet.py", "lib/site-packages/unet.py", "a/b/c/d/e/unet.py"):
+    for path in (".venv/unet.py", "site-packages/unet.py", "a/b/unet.py"):
         write(folder, path)
     write(folder, "broken.py", UNET + "\ndef (:\n")
     (folder / "gone.py").symlink_to("nowhere.py")
