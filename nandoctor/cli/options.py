@@ -18,12 +18,11 @@ from nandoctor.views.save import check_ending, is_replaceable
 Verb = Callable[..., None]
 
 _FORCE = "nandoctor.force"
-MODEL_AND_STEP: tuple[OptionGroup, ...] = ("model", "step", "machine")
+MODEL_AND_STEP: tuple[OptionGroup, ...] = ("model", "step")
 
 _HEADINGS: dict[OptionGroup, str] = {
     "model": "The model",
     "step": "The failing step",
-    "machine": "The machine",
     "statistics": "Statistics",
     "fixes": "The search for fixes",
 }

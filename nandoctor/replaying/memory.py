@@ -106,25 +106,20 @@ def _is_large(tensor: Any) -> bool:
     return is_plain and tensor.device.type == "cpu" and memory_of([tensor]) >= _UNFILLED_NBYTES
 
 
-def require_room(dump: Dump, device: torch.device, *, backward: bool, allowed: int | None) -> None:
-    """Check that the step fits into the free memory, and into what the user allows.
+def require_room(dump: Dump, device: torch.device, *, backward: bool) -> None:
+    """Check that the step fits into the free memory.
 
     Raises:
         ModelError: it does not; the message has the figures.
     """
     least = _least_nbytes(dump, device, backward=backward)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    if allowed is not None and least > allowed:
-        room, remedy = f"--memory allows {byte_size(allowed)}", "Allow more, or leave --memory out."
-    elif free is not None and least > free:
-        room = f"{byte_size(free)} are free on {device.type}"
-        remedy = "Run it where there is more memory, or stop other programs there."
-    else:
+    if free is None or least <= free:
         return
     raise ModelError(
-        f"The replay takes at least {byte_size(least)} of memory beside the outputs of the layers, and {room}. "
-        "Nothing was built.",
-        remedy=remedy,
+        f"The replay takes at least {byte_size(least)} of memory beside the outputs of the layers, and "
+        f"{byte_size(free)} are free on {device.type}. Nothing was built.",
+        remedy="Run it where there is more memory, or stop other programs there.",
     )
 
 

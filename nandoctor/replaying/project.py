@@ -25,7 +25,6 @@ from torch import nn
 
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import NanDoctorError
-from nandoctor.machine import bounded_memory
 from nandoctor.process_wide import generators_kept, held, is_forked
 from nandoctor.source_files import is_installed
 from nandoctor.torch_switches import read_switches, write_switches
@@ -74,14 +73,13 @@ Many registries (of layers, of `torch.library` ops) reject a second registration
 class Project:
     """The imports and torch settings of one step's code; empty for a model that is already built.
 
-    While it is open, its folders come first on `sys.path`, its modules are in `sys.modules`, torch has the settings
-    that its code made on import, and the process may use `memory_limit` bytes, as `bounded_memory` counts them.
-    Afterwards `sys.path`, torch's settings and `sys.modules` are restored, except that libraries and submodules of
-    packages that were loaded before stay loaded. `scripts` are the modules that were imported by their files.
+    While it is open, its folders come first on `sys.path`, its modules are in `sys.modules`, and torch has the settings
+    that its code made on import. Afterwards `sys.path`, torch's settings and `sys.modules` are restored, except that
+    libraries and submodules of packages that were loaded before stay loaded. `scripts` are the modules that were
+    imported by their files.
     """
 
-    def __init__(self, memory_limit: int | None = None) -> None:
-        self._memory_limit = memory_limit
+    def __init__(self) -> None:
         self.scripts: dict[Path, ModuleType] = {}
         self._entries: list[str] = []
         self._modules: dict[str, ModuleType] = {}
@@ -159,7 +157,7 @@ class Project:
                 torch.set_num_threads(1)  # whatever the project's code has set
             # Python reuses bytecode if the source's size and mtime in whole seconds are the same: a fix may be written
             # and reverted within one second.
-            with held((sys, "dont_write_bytecode", True)), bounded_memory(self._memory_limit):
+            with held((sys, "dont_write_bytecode", True)):
                 yield
         finally:
             _open_projects.remove(self)

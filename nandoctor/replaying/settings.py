@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_type_hints
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.codec import MisfitError, from_plain
-from nandoctor.text import brief, dtype_name, parse_size
+from nandoctor.text import brief, dtype_name
 
 if TYPE_CHECKING:
     import torch
 
 
-OptionGroup = Literal["model", "step", "machine", "statistics", "fixes"]
+OptionGroup = Literal["model", "step", "statistics", "fixes"]
 """What a setting is about; each verb offers the groups that it uses."""
 
 
@@ -150,15 +150,6 @@ class Settings:
         reads=int,
         accepts=lambda value: 0 <= value < 1 << 31,  # numpy takes 32 bits; the next few follow
     )
-    memory: int | None = _setting(
-        "machine",
-        "--memory",
-        "What the replay may allocate beside the files it maps, such as 8GB (default: what is free).",
-        metavar="SIZE",
-        holds="a size: 8GB, 512MiB or a number of bytes",
-        reads=parse_size,
-        accepts=lambda value: value > 0,
-    )
     per_sample: bool = _switch(
         "statistics", "--per-sample", "Count samples and exponents in every layer.", default=False
     )
@@ -204,7 +195,6 @@ class StepOptions(TypedDict, total=False):
     mode: Literal["train", "eval"] | None
     device: str | torch.device | None
     seed: int | None
-    memory: int | str | None
 
 
 class ReplayOptions(StepOptions, total=False):
@@ -278,9 +268,6 @@ def _plain(name: str, value: Any) -> Any:
         return dtype_name(value)
     if name == "weights" and isinstance(value, os.PathLike):
         return str(value)
-    if name == "memory" and isinstance(value, str):
-        with suppress(ValueError):
-            return parse_size(value)
     return value
 
 

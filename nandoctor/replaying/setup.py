@@ -34,7 +34,7 @@ from nandoctor.replaying.code_references import (
 )
 from nandoctor.replaying.input_binding import Binding, bind_inputs, find_bindings
 from nandoctor.replaying.losses import bind_loss
-from nandoctor.replaying.memory import Unfilled, building_within, memory_with_threads, require_room
+from nandoctor.replaying.memory import Unfilled, building_within, require_room
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute, load_state
 from nandoctor.replaying.model_search import missing_model
 from nandoctor.replaying.module_state import LARGE_NBYTES
@@ -76,10 +76,8 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     source = model if model is not None else settings.model
     require_approval(dump, settings, has_model=source is not None)
     has_loss = settings.loss is not None or dump.recorded.loss_function is not None
-    require_room(dump, device, backward=has_loss, allowed=settings.memory)
-    # The limit of the process: what it has mapped already, and as much more as the settings allow.
-    taken = memory_with_threads() if settings.memory is not None else None
-    project = Project(None if settings.memory is None or taken is None else taken + settings.memory)
+    require_room(dump, device, backward=has_loss)
+    project = Project()
     with project.preparing(), arguments_of(dump):
         code = _import_code(dump, source, settings, device)
         dump = fit_state(dump, code.model)

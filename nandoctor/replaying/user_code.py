@@ -143,7 +143,7 @@ def explain_memory(doing: str, error: BaseException) -> ModelError:
     detail = brief(next(iter(str(error).strip().splitlines()), "") or type(error).__name__)
     return ModelError(
         f"There is not enough memory to {doing} ({detail}).",
-        remedy="Run it where there is more memory or on the CPU, or allow more (--memory).",
+        remedy="Run it where there is more memory, or on the CPU.",
     )
 
 
