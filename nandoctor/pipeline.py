@@ -16,6 +16,7 @@ from nandoctor.diagnosis.conclusion import (
     blame,
     conclude,
     conclude_optimizer,
+    conclude_update,
     flagged_rows,
 )
 from nandoctor.diagnosis.eps_audit import audit
@@ -70,6 +71,7 @@ from nandoctor.replaying.samples import Symptom, describe_difference, find_guilt
 from nandoctor.replaying.saved_arrays import choose_policies
 from nandoctor.replaying.settings import Settings
 from nandoctor.replaying.setup import prepare
+from nandoctor.replaying.updates import trace_update
 from nandoctor.replaying.weights import nonfinite_state
 from nandoctor.text import are, join_first, mode_text, number, part_of
 from nandoctor.tracing.tensor_stats import measure_all
@@ -236,7 +238,9 @@ def _diagnose(replayed: Replayed) -> Findings:
     if forward.verdict == "healthy" and findings.trace.finite:
         findings = look_for_hidden(step, findings)
     slots = measure_slots(step.second_moments, step.model, step.low)
-    findings = conclude_optimizer(replace(findings, slots=slots), step.recorded.update)
+    findings = conclude_optimizer(replace(findings, slots=slots))
+    if step.recorded.update is not None and findings.verdict == "healthy":
+        findings = conclude_update(findings, step.recorded.update, trace_update(step))
     reproduction, seeded = replayed.reproduction, replayed.random and step.seed is not None
     draws = tuple(doubt_draws(reproduction, has_state=bool(step.rng_states))) if seeded else ()
     has_loss, device_type, findings = step.loss is not None, step.device.type, with_growth(findings)

@@ -8,15 +8,18 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from nandoctor.capture.environment import read_backends, read_rank, read_versions
 from nandoctor.capture.model_rebuild import Training, describe_model
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.sharding import is_sharded
+from nandoctor.capture.source_info import describe_source
 from nandoctor.capture.step import RecordedStep
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.recorded_format import FORMAT
+from nandoctor.dumps.trees import is_plain_data
 from nandoctor.machine import memory_of
 from nandoctor.torch_compat import tree_tensors
 from nandoctor.tracing.tensor_tree import walk_tensors
@@ -53,6 +56,7 @@ def describe(
         "scaler": _describe_scaler(settings.scaler, step),
         "optimizer": optimizer,
         "update": _describe_update(spoiled) if spoiled else {},
+        "updater": _describe_updater(spoiled.optimizer, observer.model) if spoiled and not unsaved else {},
         "argv": [str(argument) for argument in sys.argv[1:]],
         "backends": read_backends(),
         "versions": read_versions([model["module"], *(["transformers"] if model.get("config") else [])]),
@@ -104,6 +108,22 @@ def _describe_update(spoiled: Update) -> dict[str, Any]:
     }
 
 
+def _describe_updater(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Return what makes the optimizer again: its class and plain attributes, and its groups and state by name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    groups = [
+        {**group, "params": list(filter(None, map(names.get, map(id, group["params"]))))}
+        for group in optimizer.param_groups
+    ]
+    return {
+        **describe_source(type(optimizer)),
+        "arguments": {name: value for name, value in attributes.items() if is_plain_data(value)},
+        "groups": [{name: value for name, value in group.items() if is_plain_data(value)} for group in groups],
+        "state": {names[id(p)]: dict(state) for p, state in optimizer.state.items() if id(p) in names},
+    }
+
+
 def _describe_event(step: RecordedStep, reason: str, event: str) -> dict[str, Any]:
     rank, world_size = read_rank()
     return {
@@ -141,8 +161,8 @@ def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> Mapping[str, Any]:
     Raises:
         ValueError: the rest does not fit either.
     """
-    sizes = {part: _num_bytes(contents[part]) for part in ("optimizer", "batch", "state_dict")}
-    for part in sorted(sizes, key=lambda part: (part == "optimizer", sizes[part]), reverse=True):
+    sizes = {part: _num_bytes(contents[part]) for part in ("optimizer", "updater", "batch", "state_dict")}
+    for part in sorted(sizes, key=lambda part: (part in ("optimizer", "updater"), sizes[part]), reverse=True):
         if _num_bytes(contents) <= max_nbytes:
             return contents
         if not sizes[part]:

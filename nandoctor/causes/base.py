@@ -10,9 +10,10 @@ from typing import Literal
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.places import singular_inputs, site_of
+from nandoctor.evidence.dump_summary import OptimizerUpdate
 from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.formats import FP32, FloatFormat
-from nandoctor.evidence.report import Evidence
+from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, Operand, OpTensor, TensorStats
 from nandoctor.ops import (
     CASTS,
@@ -171,6 +172,14 @@ class GradientFinding(_AnalysedOp):
     fixed_by_scale: bool
     loss_scale: float
     discarded_by: OpCall | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateFinding:
+    """An update that made weights non-finite, and what explains the op of it that did, if that was found."""
+
+    update: OptimizerUpdate
+    made: Account | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

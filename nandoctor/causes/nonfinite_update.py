@@ -4,7 +4,8 @@ What it is
     Forward, loss and gradients of the step are finite, but the weights are not once the optimizer has written them.
 How nandoctor tells
     The recorder checks the gradients before each update and the weights after it. The dump holds the step as it was
-    before the update, with the optimizer's settings and the names of the weights that became non-finite.
+    before the update, with the optimizer's settings and the names of the weights that became non-finite. The replay
+    computes the gradients, runs the optimizer's step on them and looks for the operation that made the values.
 Why it happens
     A schedule made the learning rate infinite or NaN (a division by a number of steps that is zero), an optimizer
     divided by a norm that is zero, or an update carried half-precision weights past 65504.
@@ -12,7 +13,8 @@ Fix
     If a setting is reported as non-finite, fix the schedule that sets it. In an optimizer of your own, guard the
     division: `gradient / (norm + 1e-8)`. Keep the weights in fp32 and let autocast make the low-precision copies.
 When it is wrong
-    The replay does not run the optimizer again, so it does not know what the optimizer divided by.
+    The optimizer starts from its state after the failed update, since that from before it is not kept. No operation is
+    named where the same weights stay finite then, or where the replay may not run the optimizer's code.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from nandoctor.causes.base import UpdateFinding
 from nandoctor.evidence.dump_summary import OptimizerUpdate
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.text import are, number, part_of
@@ -28,19 +31,22 @@ TITLE = "An update makes weights non-finite"
 PHASES = ("update",)
 
 
-def diagnose(update: OptimizerUpdate) -> Account | None:
+def diagnose(finding: UpdateFinding) -> Account | None:
     """Explain an update that left weights non-finite although the gradients were finite."""
+    update, made = finding.update, finding.made
     if not update.parameters:
         return None
+    who = update.optimizer or "the training loop itself"
     first, more = next(iter(update.parameters)), len(update.parameters) - 1
     spoiled = f"{first} and {more} more" if more else first
     wrong = [f"{name} is {value:g}" for name, value in update.settings.items() if not math.isfinite(value)]
     known = ", from finite gradients" if update.largest_gradient is not None else ""
-    why = f": its {' and '.join(wrong)}" if wrong else known
+    why = f": its {' and '.join(wrong)}" if wrong else f": {made.headline}" if made and made.headline else known
     return Account(
-        headline=f"{update.optimizer or 'The training loop itself'} makes {spoiled} non-finite{why}",
-        explanation=f"The update by {update.optimizer or 'the training loop itself'} made {spoiled} non-finite{why}.",
-        evidence=tuple(_evidence(update)),
+        headline=f"{who[0].upper()}{who[1:]} makes {spoiled} non-finite{why}",
+        explanation=f"The update by {who} made {spoiled} non-finite{why}.",
+        evidence=(*(made.evidence if made else ()), *_evidence(update)),
+        source=made.source if made else None,
     )
 
 

@@ -100,7 +100,7 @@ def find_cause(phase: CausePhase, finding: Any) -> Cause | None:
     """Return the first cause of the phase that can explain the finding, or None.
 
     `finding` is a `Finding` for "forward" and "swallowed", a `GradientFinding` for "backward", an `OptimizerSlot` for
-    "optimizer", an `OptimizerUpdate` for "update", else an `OutsideTensor`.
+    "optimizer", an `UpdateFinding` for "update", else an `OutsideTensor`.
     """
     for module in CAUSES:
         account = module.diagnose(finding) if phase in module.PHASES else None

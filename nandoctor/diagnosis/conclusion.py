@@ -30,7 +30,7 @@ from nandoctor.evidence.dump_summary import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis, Growth, Link, Origin
-from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, TensorStats, Trace
+from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, TensorStats, Trace, UpdateTrace
 from nandoctor.evidence.verdicts import Verdict
 from nandoctor.ops import CASTS, MOVES, PRODUCTS
 from nandoctor.text import number
@@ -172,18 +172,31 @@ class Findings:
         )
 
 
-def conclude_optimizer(findings: Findings, update: OptimizerUpdate | None) -> Findings:
+def conclude_update(findings: Findings, update: OptimizerUpdate, traced: UpdateTrace) -> Findings:
+    """Diagnose a recorded update that left weights non-finite after a finite step, at the op of `traced` that did."""
+    name = next((name for name in update.parameters if name in traced.spoiled), next(iter(update.parameters)))
+    made = _find_in_update(traced, name, findings.trace) if name in traced.spoiled else None
+    conclusion = Conclusion(diagnoses=(diagnose_update(update, name, findings.trace, made),))
+    return replace(findings, verdict="numerics", conclusion=conclusion)
+
+
+def _find_in_update(traced: UpdateTrace, name: str, trace: Trace) -> Diagnosis | None:
+    """Return what the ops of an update say of a weight that it left non-finite."""
+    reference = replace(trace, ops=())  # no other run has these ops
+    found = trace_back(traced.ops, reference, [traced.spoiled[name]])
+    diagnoses = (it for _, it, _ in _from_sources(found, replace(trace, ops=traced.ops), reference, traced.low))
+    return next(diagnoses, None)
+
+
+def conclude_optimizer(findings: Findings) -> Findings:
     """Diagnose an optimizer that divides by zero, and so makes weights non-finite after a finite step.
 
-    In a file saved after that, the weights are non-finite already. A recorded `update` that did it is diagnosed too.
+    In a file saved after that, the weights are non-finite already.
     """
     diagnoses = tuple(diagnose_optimizer(findings.slots, findings.trace))
     if diagnoses and findings.verdict == "healthy":
         conclusion, is_rounded = Conclusion(diagnoses=diagnoses), all(slot.eps for slot in findings.slots)
         return replace(findings, verdict="precision" if is_rounded else "numerics", conclusion=conclusion)
-    if update is not None and findings.verdict == "healthy":
-        conclusion = Conclusion(diagnoses=(diagnose_update(update, findings.trace),))
-        return replace(findings, verdict="numerics", conclusion=conclusion)
     first = next(iter(findings.conclusion.diagnoses), None)
     owners = {diagnosis.origin.place.module for diagnosis in diagnoses}
     if findings.verdict == "state" and first is not None and first.origin.place.module in owners:

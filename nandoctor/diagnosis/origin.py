@@ -8,7 +8,14 @@ from typing import Literal
 
 import numpy as np
 
-from nandoctor.causes.base import OutsideTensor, feeds_product, is_constant, is_log_of_mask, writes_infinity
+from nandoctor.causes.base import (
+    OutsideTensor,
+    UpdateFinding,
+    feeds_product,
+    is_constant,
+    is_log_of_mask,
+    writes_infinity,
+)
 from nandoctor.causes.mask_constant_overflow import constant_in_fp32
 from nandoctor.causes.registry import find_cause
 from nandoctor.diagnosis.run_summary import outputs_differ
@@ -368,12 +375,14 @@ def diagnose_optimizer(slots: Sequence[OptimizerSlot], trace: Trace) -> Iterator
             yield Diagnosis(origin=replace(origin, inputs=(slot.moment,)), cause=cause)
 
 
-def diagnose_update(update: OptimizerUpdate, trace: Trace) -> Diagnosis:
-    """Diagnose an update that made weights non-finite from finite gradients, as far as the recorder saw it."""
-    name, num_bad = next(iter(update.parameters.items()))
+def diagnose_update(update: OptimizerUpdate, name: str, trace: Trace, made: Diagnosis | None) -> Diagnosis:
+    """Diagnose an update that made a weight non-finite from finite gradients; `made` is what its ops show of that."""
     op = f"{update.optimizer}.step" if update.optimizer else "update"
-    origin = _in_optimizer(op, name, num_bad, trace)
-    return Diagnosis(origin=origin, cause=find_cause("update", update))
+    origin = _in_optimizer(op, name, update.parameters[name], trace)
+    if made is None:
+        return Diagnosis(origin=origin, cause=find_cause("update", UpdateFinding(update=update)))
+    cause = find_cause("update", UpdateFinding(update=update, made=made.cause))
+    return Diagnosis(origin=replace(made.origin, place=origin.place), cause=cause)
 
 
 def _in_optimizer(op: str, parameter: str, counts: tuple[int, int], trace: Trace) -> Origin:

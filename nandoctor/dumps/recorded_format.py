@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nandoctor.dumps.stored_tensor import is_dense, is_generator_state
-from nandoctor.dumps.trees import AS_WRITTEN, name_tensors, slots
+from nandoctor.dumps.trees import AS_WRITTEN, is_plain_data, name_tensors, slots
 from nandoctor.errors import DumpError
 from nandoctor.evidence.codec import Hook, MisfitError, from_plain
 from nandoctor.evidence.dump_summary import OptimizerUpdate
@@ -38,6 +38,8 @@ Keep = Callable[[str, Any], Tensor]
 GeneratorState = NewType("GeneratorState", Tensor)
 NumpyState = NewType("NumpyState", tuple[Any, ...])
 """What `numpy.random.set_state` takes."""
+OptimizerSlots = NewType("OptimizerSlots", Mapping[str, Any])
+"""What an optimizer keeps for one parameter: tensors and plain data by name."""
 PythonState = NewType("PythonState", tuple[Any, ...])
 """What `random.setstate` takes."""
 CastFormat = Literal["float16", "bfloat16", "float32", "float64"]
@@ -129,6 +131,17 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Updater(Reference):
+    """An optimizer after its update: its class, with its attributes as arguments.
+
+    `groups` have the names of their parameters under "params"; `state` is by these names.
+    """
+
+    groups: tuple[Mapping[str, Any], ...] = ()
+    state: Mapping[str, OptimizerSlots] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCasts:
     """The formats that FSDP2 cast to: of weights by name; of floating-point inputs, outputs and gradients by module.
 
@@ -161,9 +174,9 @@ class Recorded:
     to train flags. `rng` has the generators' states before the step.
     `loss_function` makes a scalar of output and batch; without one, `loss_field` is the place of the loss in the
     output. `argv` is the training's command line, without the program. `backends` are torch's switches, by their names
-    under torch. `update` is the step's own, if that made weights non-finite. `sources` are the project's files by their
-    paths relative to the training's working directory. `checkpoint` is set if the weights are not in the file, and
-    `mixed_precision` if FSDP2 had a policy.
+    under torch. `update` is the step's own, if that made weights non-finite; then `updater` is the optimizer.
+    `sources` are the project's files by their paths relative to the training's working directory. `checkpoint` is set
+    if the weights are not in the file, and `mixed_precision` if FSDP2 had a policy.
     """
 
     calls: tuple[Call, ...] = ()
@@ -179,6 +192,7 @@ class Recorded:
     argv: tuple[str, ...] = ()
     backends: Mapping[str, Any] = field(default_factory=dict)
     update: OptimizerUpdate | None = None
+    updater: Updater | None = None
     sources: Mapping[str, SourceHash] = field(default_factory=dict)
     checkpoint: Mapping[str, Any] | None = None
     mixed_precision: ModuleCasts | None = None
@@ -219,6 +233,7 @@ def read_recorded(saved: Mapping[str, Any], take: Take, keep: Keep) -> Recorded:
         GeneratorState: partial(_read_torch, keep),
         NumpyState: _read_numpy,
         PythonState: _read_python,
+        OptimizerSlots: partial(_read_slots, keep),
     }
     recorded: Recorded = _decode(Recorded, _without_empty(saved), "dump", hooks)
     if recorded.model is not None:  # only for its checks: tensors stay where they are
@@ -265,6 +280,13 @@ def _named_in_brief(update: OptimizerUpdate) -> OptimizerUpdate:
     parameters = {brief(name): counts for name, counts in update.parameters.items()}
     settings = {brief(name): value for name, value in update.settings.items()}
     return replace(update, optimizer=brief(update.optimizer), parameters=parameters, settings=settings)
+
+
+def _read_slots(keep: Keep, data: Any, place: str) -> dict[str, Any]:
+    """Return those slots of an optimizer's state that are tensors or plain data."""
+    read = _decode(Mapping[str, Any], data, place)
+    dense = {name: keep(place, value) for name, value in read.items() if is_dense(value)}
+    return {**{name: value for name, value in read.items() if is_plain_data(value)}, **dense}
 
 
 def _read_torch(keep: Keep, state: Any, place: str) -> Tensor:

@@ -9,12 +9,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.text import call_label
 
 LOSS = "<loss>"
 """The module path of the loss function."""
-Phase = Literal["forward", "loss", "backward"]
+Phase = Literal["forward", "loss", "backward", "optimizer"]
 
 _NO_AUTOCAST = {"none": " without autocast", "fp32": "", "fp64": ""}
 
@@ -379,3 +379,15 @@ class Trace:
         taken = {tensor.producer for op in self.ops for tensor in op.inputs}
         ends = (op for op in self.ops if op.phase == "forward" and op.order not in taken)
         return tuple(op.order for op in ends if not op.outputs_finite)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateTrace:
+    """The ops of an optimizer's step, and by the name of each weight that it left non-finite, the op that did.
+
+    `low` is the weights' format.
+    """
+
+    ops: tuple[OpCall, ...] = ()
+    spoiled: Mapping[str, int] = field(default_factory=dict)
+    low: FloatFormat = FP32

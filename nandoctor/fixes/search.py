@@ -126,7 +126,7 @@ def _is_only_upstream(edit: Edit, findings: Findings) -> bool:
 def _fix_optimizer(step: FailingStep, findings: Findings, budget: TrialBudget) -> FixSearch:
     """Keep the weights in fp32, and with them the optimizer's state; or use an eps that its format holds."""
     if not any(diagnosis.cause and diagnosis.cause.code == _EPS_LOST for diagnosis in findings.conclusion.diagnoses):
-        return FixSearch(notes=("No fix was tried: the optimizer's own step is not run again.",))
+        return FixSearch(notes=("No fix was tried: an optimizer's own code is not changed.",))
     search = _Search(step, findings, budget)
     with suppress(BudgetSpent):
         if any(slot.eps for slot in findings.slots):  # an eps of 0 is 0 in fp32 too

@@ -12,7 +12,8 @@ import ast
 import functools
 import inspect
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,26 @@ def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Call
     found = build_loss(found)
     note = f"{brief(reference.file)} has changed since the training."
     return found, [note] if _has_changed(reference, source) else []
+
+
+def find_optimizer(
+    reference: Reference | None, dump: Dump, named: Iterable[Any], directory: Path
+) -> type[torch.optim.Optimizer] | None:
+    """Return the class of the optimizer that spoiled the weights, if its code may be run; else None.
+
+    It may be if it is torch's, if it stands in a file that the user named in a SPEC, or if the dump is the user's own.
+    """
+    if reference is None:
+        return None
+    found = getattr(torch.optim, reference.name, None) if reference.module.startswith("torch.optim.") else None
+    specs = (spec.rpartition(":")[0] for spec in named if isinstance(spec, str))
+    files = (file for file in specs if file.endswith(".py") and hash_of(directory / file) == reference.sha256)
+    with suppress(ModelError):
+        if file := next(files, None):
+            found = find_attribute(f"{file}:{reference.name}", directory=directory)
+        elif found is None and dump.provenance.own:
+            found = _import_source(reference, dump.path, dump.provenance)
+    return found if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) else None
 
 
 def build_loss(found: Any) -> Any:

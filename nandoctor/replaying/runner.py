@@ -104,9 +104,10 @@ class FailingStep:
     x `loss_scale`, or of the loss itself if that is None. `description` shows the call. `policy` is the precision in
     which the step failed. If `training` is the model's recorded flag, its modules have theirs. A `seed` of None means
     the saved random state: torch's in `rng_states`, numpy's and Python's in `recorded`, which also has torch's
-    switches. `second_moments` and `optimizer_eps` are the optimizer's. With `per_sample` every run that measures counts
-    every tensor. `saved_flags` are what the dump says went wrong, `built` the state that the model's own code makes
-    non-finite, True if with -inf alone. Every run makes `changes` and is told to `progress`. `project` is its code.
+    switches. `second_moments` and `optimizer_eps` are the optimizer's, `updater` its class if it may be run and
+    spoiled the weights. With `per_sample` every run that measures counts every tensor. `saved_flags` are what the dump
+    says went wrong, `built` the state that the model's own code makes non-finite, True if with -inf alone. Every run
+    makes `changes` and is told to `progress`. `project` is its code.
     """
 
     model: nn.Module
@@ -124,6 +125,7 @@ class FailingStep:
     recorded: Recorded = field(default_factory=Recorded)
     second_moments: tuple[SecondMoment, ...] = ()
     optimizer_eps: tuple[float, ...] = ()
+    updater: type[torch.optim.Optimizer] | None = None
     per_sample: bool = False
     saved_flags: SavedFlags = field(default_factory=SavedFlags)
     progress: Listener = field(default_factory=Listener, compare=False)

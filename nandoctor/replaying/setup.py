@@ -29,6 +29,7 @@ from nandoctor.replaying.code_references import (
     describe_code_change,
     find_loss,
     find_model,
+    find_optimizer,
     require_approval,
     state_to_load,
 )
@@ -121,7 +122,7 @@ class _Code:
 
     `unfilled` has the initial values that a large model was not given. `nonfinite` marks non-finite values that are
     not among them: those that the model's own code writes, such as a causal mask with the slopes of ALiBi. `is_named`:
-    the user names the model, and not only the dump.
+    the user names the model, and not only the dump. `updater` is the class of the optimizer that spoiled the weights.
     """
 
     model: nn.Module
@@ -131,6 +132,7 @@ class _Code:
     nonfinite: Mapping[str, torch.Tensor]
     is_named: bool
     notes: tuple[str, ...]
+    updater: type[torch.optim.Optimizer] | None = None
 
 
 def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, device: torch.device) -> _Code:
@@ -146,12 +148,20 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
         loss, loss_notes = (
             find_loss(dump.recorded.loss_function, dump.provenance) if function is None else (function, [])
         )
+        updater = find_optimizer(dump.recorded.updater, dump, (source, settings.loss), settings.directory)
     check_method(model, dump, settings)
     built = nonfinite_in(model, unfilled) if registered else {}
     notes = [*notes, *loss_notes]
     is_named = source is not None
     return _Code(
-        model=model, call=call, loss=loss, unfilled=unfilled, nonfinite=built, is_named=is_named, notes=tuple(notes)
+        model=model,
+        call=call,
+        loss=loss,
+        unfilled=unfilled,
+        nonfinite=built,
+        is_named=is_named,
+        notes=tuple(notes),
+        updater=updater,
     )
 
 
@@ -295,6 +305,7 @@ def _make_step(
         recorded=dump.recorded,
         second_moments=dump.moments,
         optimizer_eps=dump.optimizer_eps,
+        updater=code.updater,
         per_sample=settings.per_sample,
         saved_flags=dump.saved_flags,
     )

@@ -213,7 +213,7 @@ _COMPUTING = tuple(str(_PACKAGES[0] / name) for name in ("distributions", "nn/ut
 # Notations for torch's ops, whose own lines say no more about a model than torch's do.
 _NOTATIONS = frozenset({"einops", "einx", "opt_einsum"})
 _MAX_EXPRESSION_LINES = 20
-_RUNNER = str(Path(__file__).parent.parent / "replaying" / "runner.py")
+_RUNNERS = tuple(str(Path(__file__).parent.parent / "replaying" / file) for file in ("runner.py", "updates.py"))
 
 
 class _Handlers(threading.local):
@@ -339,8 +339,8 @@ def _site_of(frame: FrameType | None, script: object = None) -> CallSite:
 
 
 def _next_frame(frame: FrameType) -> FrameType | None:
-    """Return the calling frame; those outside the runner belong to nandoctor's caller."""
-    return None if frame.f_code.co_filename == _RUNNER else frame.f_back
+    """Return the calling frame; those outside the runners belong to nandoctor's caller."""
+    return None if frame.f_code.co_filename in _RUNNERS else frame.f_back
 
 
 def _is_skipped(frame: FrameType) -> bool:

@@ -63,12 +63,6 @@ OFFERED = {
 }
 """Changes that are offered for some of them, verified or as a workaround."""
 
-WRONG_TODAY = {"normed_step"}
-"""Who mends one takes it out here: a test that passes in spite of this is one that fails."""
-
-FAILS = pytest.mark.xfail(strict=True, raises=(AssertionError, nandoctor.NanDoctorError))
-NAMES = [pytest.param(name, marks=FAILS if name in WRONG_TODAY else ()) for name in ANSWERS]
-
 
 def examine(name, tmp_path, ready_python, **options):
     """Run a script in a folder of its own, and return the report of the file that it leaves."""
@@ -80,7 +74,7 @@ def examine(name, tmp_path, ready_python, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", list(ANSWERS))
 def test_a_strangers_script_gets_its_answer(name, tmp_path, ready_python):
     assert faults(ANSWERS[name], examine(name, tmp_path, ready_python, fixes=False)) == []
     assert {path.stem for path in INPUTS.glob("*.py")} == {name.removesuffix("_healthy") for name in ANSWERS}
