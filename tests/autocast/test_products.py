@@ -21,48 +21,94 @@ def rounded(tensor, dtype=torch.float16):
     return tensor.to(dtype).float()
 
 
-def test_overflow_happens_in_the_final_rounding():
-    x = torch.tensor([[256.0, 0.0], [255.0, 0.0]])
-    w = torch.tensor([[256.0, 0.0]])
+ONE = torch.ones(1, 1)
+HALF, MATRIX = torch.full((4,), 300.0).half(), torch.full((2, 2), 300.0).half()
+DOUBLE, INTEGER = torch.ones(3, 3, dtype=torch.float64), torch.arange(9).reshape(3, 3)
+SIGNED = torch.tensor([300.0, -300.0]).half()
+
+
+def product(left, right):
+    return torch.mm(torch.tensor([left]), torch.tensor([right]).T)
+
+
+VALUES = {
+    "overflow in the final rounding": (lambda: product([256.0], [256.0]), torch.inf),
+    "no overflow": (lambda: product([255.0], [256.0]), 65280.0),
+    "rounded to the largest": (lambda: product([1.0, 1.0], [65504.0, 15.0]), 65504.0),
+    "rounded past the largest": (lambda: product([1.0, 1.0], [65504.0, 16.0]), torch.inf),
+    "a sum that passes 120000 on its way": (lambda: product([60000.0] * 4, [1.0, 1.0, -1.0, -0.5]), 30000.0),
+    "a sum that stays at 2048 in fp16": (lambda: product([1.0] * 4097, [1.0] * 4097), 4096.0),
+    "subnormals": (lambda: product([2.0**-24, 2.0**-26], [1.0, 1.0]), 2.0**-24),
+    "an operand that rounds to Inf": (lambda: product([70000.0], [1.0]), torch.inf),
+    "an operand that rounds": (lambda: product([2049.0], [1.0]), 2048.0),
+    "into another tensor": (lambda: torch.mm(ONE * 1e3, ONE * 1e3, out=torch.empty(1, 1)), 1e6),
+    "in place": (lambda: torch.empty(1, 1).addmm_(ONE * 1e3, ONE * 1e3, beta=0), 1e6),
+    "square is a power": (lambda: HALF.square()[0], 90000.0),
+    "a product is not": (lambda: (HALF * HALF)[0], torch.inf),
+    "norm": (lambda: torch.linalg.norm(HALF), 600.0),
+    "norm over a dimension": (lambda: torch.ops.aten.norm.ScalarOpt_dim(MATRIX, 2, [1])[0], 424.26407),
+    "norm of an order": (lambda: torch.ops.aten.norm.Scalar(MATRIX, 1), 1200.0),
+    "a spectrum": (lambda: torch.fft.rfft(torch.full((16,), 60000.0).half())[0].real, torch.inf),
+    "an average in 3d": (lambda: F.avg_pool3d(torch.full((1, 1, 2, 2, 2), 6e4).half(), 2), 6e4),
+    "an adaptive average": (lambda: F.adaptive_avg_pool3d(torch.full((1, 1, 4, 4, 4), 6e4).half(), 1), 6e4),
+    "logit with an eps": (lambda: torch.logit(torch.ones(1).half(), 1e-6), 13.8046875),
+    "logit without one": (lambda: torch.logit(torch.ones(1).half()), torch.inf),
+    "dot": (lambda: torch.dot(HALF[:2], SIGNED), 0.0),
+    "addcmul": (lambda: torch.addcmul(HALF, HALF, HALF, value=0.01)[0], 1200.0),
+    "grid_sample": (
+        lambda: F.grid_sample(torch.full((1, 1, 4, 4), 6e4).half(), torch.zeros(1, 1, 1, 2).half(), align_corners=True),
+        60000.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_numbers_are_rounded_where_cuda_rounds_them(name):
+    make, expected = VALUES[name]
     with cuda_autocast():
-        y = F.linear(x, w)
-    assert y.tolist() == [[torch.inf], [65280.0]]
-    assert F.linear(x, w).tolist() == [[65536.0], [65280.0]]
+        assert make().item() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("product", "expected"), [(65519.0, 65504.0), (65520.0, torch.inf)])
-def test_values_round_to_the_largest_fp16_or_past_it(product, expected):
+DTYPES = {
+    "cross_entropy": (lambda: F.cross_entropy(HALF[None], torch.tensor([0])), torch.float32),
+    "normalize": (lambda: F.normalize(HALF, dim=0), torch.float32),
+    "softmax": (lambda: F.softmax(HALF, 0), torch.float32),
+    "softmax in fp64": (lambda: F.softmax(HALF, 0, dtype=torch.float64), torch.float64),
+    "softmax in fp16": (lambda: torch.softmax(HALF, 0, torch.float16), torch.float16),
+    "sum in fp16": (lambda: HALF.sum(dtype=torch.float16), torch.float16),
+    "interpolate": (lambda: F.interpolate(HALF[None, None], scale_factor=2.0), torch.float32),
+    "mean": (HALF.mean, torch.float16),
+    "gelu": (lambda: F.gelu(HALF), torch.float16),
+    "dot": (lambda: torch.dot(HALF[:2], SIGNED), torch.float16),
+    "dot of two formats": (lambda: torch.dot(HALF[:2].float(), SIGNED), torch.float32),
+    "product in fp64": (lambda: DOUBLE @ DOUBLE, torch.float64),
+    "exp in fp64": (lambda: torch.exp(DOUBLE), torch.float64),
+    "sum of fp64": (DOUBLE.sum, torch.float64),
+    "norm in fp64": (DOUBLE.norm, torch.float64),
+    "product of integers": (lambda: INTEGER @ INTEGER, torch.int64),
+    "sum of integers": (INTEGER.sum, torch.int64),
+    "einsum of integers": (lambda: torch.einsum("ij,jk->ik", INTEGER, INTEGER), torch.int64),
+    "complex product": (lambda: DOUBLE.to(torch.complex64) @ DOUBLE.to(torch.complex64), torch.complex64),
+}
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_the_format_of_a_result(name):
+    make, expected = DTYPES[name]
     with cuda_autocast():
-        y = torch.mm(torch.ones(1, 2), torch.tensor([[65504.0], [product - 65504.0]]))
-    assert y.item() == expected
+        assert make().dtype is expected
 
 
-def test_the_sum_is_kept_in_fp32():
-    x = torch.full((1, 4), 60000.0)
-    w = torch.tensor([[1.0, 1.0, -1.0, -0.5]])
-    with cuda_autocast():
-        assert F.linear(x, w).item() == 30000.0  # the sum passes 120000 on its way
-
-
-def test_small_addends_are_not_lost_in_the_sum():
-    x = torch.ones(1, 4097)
-    with cuda_autocast():
-        y = torch.mm(x, x.T)
-    assert y.item() == 4096.0  # 4097 rounded once; a sum in fp16 stays at 2048
-
-
-def test_subnormals_are_kept():
-    smallest = 2.0**-24
-    with cuda_autocast():
-        y = torch.mm(torch.tensor([[smallest, 2.0**-26]]), torch.tensor([[1.0], [1.0]]))
-    assert y.item() == smallest
-
-
-def test_operands_are_rounded_before_the_product():
-    x = torch.tensor([[70000.0, 2049.0]])
-    with cuda_autocast():
-        assert torch.mm(x, torch.tensor([[0.0], [1.0]])).isnan().all()  # inf * 0
-        assert torch.mm(x[:, 1:], torch.ones(1, 1)).item() == 2048.0
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: F.linear(DOUBLE, torch.randn(3, 3)), "same dtype"),
+        (lambda: torch.dot(torch.ones(2).half(), torch.ones(2).bfloat16()), "prioritize"),
+    ],
+)
+def test_formats_that_autocast_does_not_mix(call, match):
+    with cuda_autocast(), pytest.raises(RuntimeError, match=match):
+        call()
 
 
 @LOW
@@ -93,59 +139,6 @@ def test_low_precision_inputs_are_taken_as_they_are():
     with cuda_autocast():
         assert torch.equal(module(x), module(x.half()))
         assert torch.equal(module(x.bfloat16()), module(x.bfloat16().float()))
-
-
-def test_doubles_integers_and_complex_numbers_are_left_alone():
-    double, integer = torch.randn(3, 3, dtype=torch.float64), torch.arange(9).reshape(3, 3)
-    with cuda_autocast():
-        assert torch.equal(double @ double, torch.mm(double, double))
-        assert (double @ double).dtype is torch.float64
-        assert torch.exp(double).dtype is torch.float64
-        assert double.sum().dtype is torch.float64
-        assert double.norm().dtype is torch.float64
-        assert (integer @ integer).dtype is torch.int64
-        assert integer.sum().dtype is torch.int64
-        assert torch.einsum("ij,jk->ik", integer, integer).dtype is torch.int64
-        assert (double.to(torch.complex64) @ double.to(torch.complex64)).dtype is torch.complex64
-        with pytest.raises(RuntimeError, match="same dtype"):
-            F.linear(double, torch.randn(3, 3))
-        with pytest.raises(RuntimeError, match=r"prioritize"):
-            torch.dot(torch.ones(2).half(), torch.ones(2).bfloat16())
-
-
-def test_out_variants_are_not_autocast():
-    a, out = torch.full((1, 1), 1000.0), torch.empty(1, 1)
-    with cuda_autocast():
-        torch.mm(a, a, out=out)
-        assert out.item() == 1e6
-        assert torch.empty(1, 1).addmm_(a, a, beta=0).item() == 1e6
-
-
-def test_composites_meet_the_list_inside():
-    half = torch.full((4,), 300.0, dtype=torch.float16)
-    with cuda_autocast():
-        assert half.square().tolist() == [90000.0] * 4
-        assert (half * half).tolist() == [torch.inf] * 4
-        assert F.cross_entropy(half[None], torch.tensor([0])).dtype is torch.float32
-        assert F.normalize(half, dim=0).dtype is torch.float32
-        assert torch.linalg.norm(half).item() == 600.0
-        assert F.softmax(half, 0).dtype is torch.float32
-        assert F.softmax(half, 0, dtype=torch.float64).dtype is torch.float64
-        assert torch.softmax(half, 0, torch.float16).dtype is torch.float16
-        assert half.sum(dtype=torch.float16).dtype is torch.float16
-        assert F.interpolate(half[None, None], scale_factor=2.0).dtype is torch.float32
-        assert half.mean().dtype is torch.float16
-        assert F.gelu(half).dtype is torch.float16
-
-
-def test_norm_with_dimensions():
-    half = torch.full((2, 2), 300.0, dtype=torch.float16)
-    with cuda_autocast():
-        norm = torch.ops.aten.norm
-        assert torch.equal(norm.ScalarOpt_dim(half, 2, [1]), torch.full((2,), 300.0 * 2**0.5))
-        assert norm.ScalarOpt_dim(half, None, [1], True).shape == (2, 1)
-        assert norm.Scalar(half).item() == 600.0
-        assert norm.Scalar(half, 1).item() == 1200.0
 
 
 @pytest.mark.parametrize(
@@ -215,13 +208,6 @@ def test_half_precision_that_a_cpu_has_no_kernels_for(function, policy):
         assert torch.equal(y, expected.half())
     y.sum().backward()
     assert x.grad.dtype is torch.float16
-
-
-def test_half_precision_overflows_where_a_cpu_has_no_kernels():
-    with cuda_autocast():
-        spectrum = torch.fft.rfft(torch.full((16,), 60000.0).half())
-        assert spectrum[0].real.item() == torch.inf
-        assert F.avg_pool3d(torch.full((1, 1, 2, 2, 2), 60000.0).half(), 2).item() == 60000.0
 
 
 @pytest.mark.parametrize("masked", ["no mask", "bool", "float", "causal"])
@@ -390,27 +376,3 @@ def test_reference_takes_mixed_dtypes_and_rounds_nothing():
         assert torch.softmax(x.bfloat16(), 0).dtype is torch.float32
     assert y.dtype is torch.float32
     assert torch.equal(y, module(x))
-
-
-def test_logit_takes_an_eps_that_its_format_rounds_away():
-    p = torch.tensor([0.0, 0.5, 1.0]).half()
-    with cuda_autocast():
-        assert torch.logit(p, 1e-6).tolist() == pytest.approx([-13.81, 0.0, 13.81], abs=0.05)
-        assert torch.logit(p).tolist() == [-torch.inf, 0.0, torch.inf]
-
-
-def test_a_pooled_sum_may_pass_the_limit_that_its_mean_does_not():
-    x = torch.full((1, 1, 4, 4, 4), 60000.0).half()
-    with cuda_autocast():
-        assert F.adaptive_avg_pool3d(x, 1).item() == F.adaptive_avg_pool2d(x[0], 1)[0, 0, 0, 0].item() == 60000.0
-
-
-def test_promoted_ops_round_half_operands_once():
-    a, b = torch.full((2,), 300.0).half(), torch.tensor([300.0, -300.0]).half()
-    image, places = torch.full((1, 1, 4, 4), 6e4).half(), torch.zeros(1, 1, 1, 2).half()
-    with cuda_autocast():
-        assert torch.dot(a, b).item() == 0.0
-        assert torch.addcmul(a, a, a, value=0.01).tolist() == [1200.0, 1200.0]
-        assert F.grid_sample(image, places, align_corners=True).item() == 60000.0
-        assert torch.dot(a, b).dtype is torch.float16
-        assert torch.dot(a.float(), b).dtype is torch.float32
