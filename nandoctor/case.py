@@ -164,7 +164,7 @@ def repro(
     progress: Progress = lambda *_: None,
     **options: Unpack[StepOptions],
 ) -> str:
-    """Write a standalone script with the smallest tensors that still fail as the dump does, and a case that passes.
+    """Write a standalone script with the smallest tensors that still fail as the dump does.
 
     `dump`, `model` and `progress` are those of `replay`.
 
@@ -175,12 +175,12 @@ def repro(
         The text of the script, which imports torch alone.
 
     Raises:
-        NanDoctorError: the dump, the model, the call or an option is wrong, or nothing can be shown without the
-            project's own code.
+        NanDoctorError: the dump, the model, the call or an option is wrong, or no operation makes the failure, or it is
+            the project's own code.
     """
     dump, settings = _read(dump, options)
     found = replay_dump(dump, anchor(model), dataclasses.replace(settings, fixes=False), progress=progress)
-    return make_script(found.report, found.step, dump.state)
+    return make_script(found.report, found.step)
 
 
 def _read(dump: Dump | str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[Dump, Settings]:

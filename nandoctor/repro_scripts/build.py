@@ -9,13 +9,12 @@ import contextlib
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 import torch
 
 from nandoctor import __version__
-from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import OpCall
@@ -24,23 +23,23 @@ from nandoctor.ops import GRADIENT_SUM
 from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.minimize import Failure, find_failure, shrink
 from nandoctor.repro_scripts.op_extraction import NOT_THE_SAME, ExtractedOps, extract_ops
-from nandoctor.repro_scripts.program import Node, Program, Ref
+from nandoctor.repro_scripts.program import Program
 from nandoctor.repro_scripts.script import write_script
 from nandoctor.text import file_line, printable
 
 _FINITE_IN_FP32 = ("precision", "silent", "loss-scale")
-_OUTSIDE = ("weight", "buffer", "batch")
+_NOT_AN_OP = ("state", "input", "optimizer")
 _SEE_REPLAY = "`nandoctor replay` shows what happened, and what could be tried."
 
 
-def make_script(report: Report, step: FailingStep | None, saved: Mapping[str, torch.Tensor]) -> str:
-    """Return a script that fails as the report says and needs only torch; `saved` are the weights of the dump.
+def make_script(report: Report, step: FailingStep | None) -> str:
+    """Return a script that fails as the report says and needs only torch.
 
-    Raise NanDoctorError if there is nothing to show, or if only the project's own code can show it.
+    Raise NanDoctorError if no operation makes the failure, or if only the project's own code can show it.
     """
     if report.verdict in NOTHING_FOUND:
         raise NanDoctorError("Nothing non-finite occurred in the replay.", remedy=_SEE_REPLAY)
-    program, failure = _find_program(report, step, saved)
+    program, failure = _find_program(report, step)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the attempts are not the user's code
         smallest = shrink(program, failure)
@@ -55,20 +54,14 @@ def make_script(report: Report, step: FailingStep | None, saved: Mapping[str, to
     return script
 
 
-def _find_program(
-    report: Report, step: FailingStep | None, saved: Mapping[str, torch.Tensor]
-) -> tuple[Program, Failure]:
+def _find_program(report: Report, step: FailingStep | None) -> tuple[Program, Failure]:
     origin = report.origin
-    if step is None:
-        return _with_failure(_nonfinite_weight(report, saved))
-    if origin is None:
-        raise NanDoctorError("The report names no origin.", remedy=_SEE_REPLAY)
-    if origin.phase == "optimizer":
-        return _with_failure(_optimizer_step(origin, step.second_moments))
+    if step is None or origin is None or origin.phase in _NOT_AN_OP:
+        reason = f"{report.headline[0].upper()}{report.headline[1:].rstrip('.')}"
+        raise NanDoctorError(f"No operation of the model makes this failure. {reason}.", remedy=_SEE_REPLAY)
     backward = origin.phase == "backward"
     ops = step.run(watch=Watch(stage="repro", ops=True, backward=backward)).trace.ops
-    target = _find_reader(origin, ops) if origin.phase in ("state", "input") else _find_origin(origin, ops)
-    extracted = extract_ops(step, ops, target, backward=backward)
+    extracted = extract_ops(step, ops, _find_origin(origin, ops), backward=backward)
     return _grow(extracted, wants_finite=report.verdict in _FINITE_IN_FP32)
 
 
@@ -111,23 +104,6 @@ def _require_made_by_op(origin: Origin) -> None:
         )
 
 
-def _find_reader(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
-    """Return the first op that reads the non-finite weight, buffer or array."""
-    takers = [
-        (tensor.stats.finite, -(tensor.stats.absmax or 0.0) if tensor.stats.finite else 0.0, op.order)
-        for op in ops
-        for tensor in op.inputs
-        if tensor.origin in _OUTSIDE and tensor.stats is not None and _belongs(origin, tensor.origin, tensor.path)
-    ]
-    if not takers:
-        raise NanDoctorError("No op was seen to read the non-finite tensor.", remedy=_SEE_REPLAY)
-    return ops[min(takers)[2]]
-
-
-def _belongs(origin: Origin, kind: str, path: str) -> bool:
-    return kind == "batch" if origin.phase == "input" else path.rpartition(".")[0] == origin.place.module
-
-
 def _grow(extracted: ExtractedOps, *, wants_finite: bool) -> tuple[Program, Failure]:
     """Return the op alone or, if fp32 fails too from its rounded inputs, with the ops before it that made them."""
     orders = [extracted.target]
@@ -155,54 +131,17 @@ def _grown(
                 yield [*orders, supplier], program, found
 
 
-def _nonfinite_weight(report: Report, saved: Mapping[str, torch.Tensor]) -> Program:
-    """Return a program for a file of weights alone: the non-finite tensor as saved."""
-    name = next(iter((*report.dump.bad_weights, *report.dump.bad_buffers))).name
-    nodes = (_node("clone_1", "torch.clone", "saved"),)
-    return Program(nodes=nodes, result=Ref(name="clone_1"), leaves={"saved": saved[name]}, low=torch.float16)
-
-
-def _optimizer_step(origin: Origin, moments: Sequence[SecondMoment]) -> Program:
-    """Return Adam's quotient for the parameter of the origin, with zero as its first moment."""
-    flushed = [moment for moment in moments if not moment.values.all()]
-    moment = next((m for m in flushed if m.values.numel() == origin.elements.numel), flushed[0])
-    return Program(
-        nodes=(
-            _node("root", "torch.sqrt", "exp_avg_sq"),
-            _node("denominator", "torch.add", "root", moment.eps),
-            _node("step", "torch.div", "exp_avg", "denominator"),
-        ),
-        result=Ref(name="step"),
-        leaves={"exp_avg_sq": moment.values, "exp_avg": torch.zeros_like(moment.values)},
-        low=torch.float16,
-    )
-
-
-def _node(name: str, function: str, *taken: str | float) -> Node:
-    args = tuple(Ref(name=value) if isinstance(value, str) else value for value in taken)
-    return Node(name=name, function=function, mode="plain", args=args, kwargs={})
-
-
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "dump", PurePath(report.dump.path).name
     origin = report.origin
     if origin is not None:
-        yield "from", _describe(origin)
+        yield "from", f"{origin.op} in {origin.place.with_type}, {origin.phase}"
         if origin.source is not None:
             source = origin.source
             yield "line", ": ".join(filter(None, (file_line(source.file, source.line), source.text)))
     if report.cause is not None:
         yield "cause", f"{report.cause.code}: {report.cause.explanation}"
-    if report.origin is None:
-        yield "cause", report.headline
     yield "made by", f"nandoctor {__version__}, torch {torch.__version__}"
-
-
-def _describe(origin: Origin) -> str:
-    place = origin.place.with_type
-    if origin.op is None:
-        return f"the {'batch' if origin.phase == 'input' else f'state of {place}'}"
-    return f"{origin.op} in {place}, {origin.phase}"
 
 
 def run_afresh(script: str) -> str | None:

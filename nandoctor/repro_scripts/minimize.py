@@ -1,22 +1,21 @@
-"""Slice the tensors of a program as far as it still fails in the same way.
+"""Slice the tensors of a program by halving, as far as it still fails in the same way.
 
-The same way means: the same kind of value from operands of the same kind, and fp32 and float64 finite if they were.
+The same way means: the same kind of value, and fp32 finite if it was.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from nandoctor.repro_scripts.program import Program, ValueKind, kinds_of
 
 _MAX_RUNS = 1500
-_MAX_SLOTS = 6
+_AT_ONCE = (3, 2, 1)
+"""How many dimensions of equal size are sliced together, after all of them."""
 
 Dimension = tuple[str, int]
 """A leaf and one of its dimensions."""
@@ -24,45 +23,27 @@ Dimension = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How a program fails: the worst kind of value in its results, and what distinguishes causes.
-
-    `finite_in_fp32`: it is finite if nothing is rounded on the way. `finite_exactly`: float64 is finite from the last
-    op's operands, so it is an overflow and not a division by zero. `taken` is the worst kind of value among those
-    operands. `results` are the indexes of the gradients, or of the one result, that have the kind; no others have it.
-    """
+    """How a program fails: the worst kind of value in its results, and whether fp32 without rounding is finite."""
 
     kind: ValueKind
     finite_in_fp32: bool
-    finite_exactly: bool
-    taken: ValueKind | None
-    results: frozenset[int]
 
     def is_shown_by(self, program: Program) -> bool:
         """Return True if the program fails in this way; False if it raises."""
         try:
-            found = _find(program, lambda kinds: self.kind if self.kind in kinds else None)
+            return self.kind in kinds_of(program.run()) and _is_finite_in_fp32(program) == self.finite_in_fp32
         except Exception:  # mismatched shapes raise any exception of the op
             return False
-        return found is not None and found.results <= self.results and replace(found, results=self.results) == self
 
 
 def find_failure(program: Program) -> Failure | None:
     """Return how the program fails, None if it is finite."""
-    return _find(program, lambda kinds: next(iter(kinds), None))
+    kinds = kinds_of(program.run())
+    return Failure(kind=kinds[0], finite_in_fp32=_is_finite_in_fp32(program)) if kinds else None
 
 
-def _find(program: Program, choose: Callable[[tuple[ValueKind, ...]], ValueKind | None]) -> Failure | None:
-    made = program.run()
-    kind = choose(kinds_of(made))
-    if kind is None:
-        return None
-    return Failure(
-        kind=kind,
-        finite_in_fp32=not kinds_of(program.run_in(torch.float32)),
-        finite_exactly=not kinds_of(program.run_last_exactly()),
-        taken=next(iter(kinds_of(program.taken_by_last())), None),
-        results=frozenset(place for place, tensor in enumerate(made) if kind in kinds_of((tensor,))),
-    )
+def _is_finite_in_fp32(program: Program) -> bool:
+    return not kinds_of(program.run_in_fp32())
 
 
 def shrink(program: Program, failure: Failure) -> Program:
@@ -113,10 +94,8 @@ def _groups(program: Program) -> Iterator[tuple[Dimension, ...]]:
         for dim, size in enumerate(leaf.shape):
             by_size[size].append((name, dim))
     for size, slots in sorted(by_size.items(), reverse=True):
-        if size > 1:
-            counts = range(len(slots), 0, -1) if len(slots) <= _MAX_SLOTS else (len(slots), 3, 2, 1)
-            for count in counts:
-                yield from itertools.combinations(slots, count)
+        for count in dict.fromkeys((len(slots), *_AT_ONCE)) if size > 1 else ():
+            yield from itertools.combinations(slots, count)
 
 
 def _cut(program: Program, slots: tuple[Dimension, ...], width: int) -> Iterator[Program]:
@@ -125,14 +104,14 @@ def _cut(program: Program, slots: tuple[Dimension, ...], width: int) -> Iterator
     is_named = any(type(value) is int and value == size for value in program.arguments())
     for resized in (program, _with_sizes(program, size, size - width)) if is_named else (program,):
         for start in (width, 0):
-            leaves = dict(program.leaves)
+            sliced = {name: program.leaves[name] for name, _ in slots}
             for name, dim in slots:
-                leaves[name] = leaves[name].narrow(dim, start, size - width)
-            yield _with_fitting_gradient(replace(resized, leaves=leaves), start / size)
+                sliced[name] = sliced[name].narrow(dim, start, size - width)
+            yield _with_fitting_gradient(resized.with_values(**sliced))
 
 
-def _with_fitting_gradient(program: Program, start: float) -> Program:
-    """Return the program with its gradient cut to the result's shape, from `start`, a share of its size, on.
+def _with_fitting_gradient(program: Program) -> Program:
+    """Return the program with its gradient cut to the result's shape.
 
     The gradient of a convolution with strides or without padding has another size than the input.
     """
@@ -140,14 +119,10 @@ def _with_fitting_gradient(program: Program, start: float) -> Program:
         return program
     gradient = program.leaves[program.gradient]
     try:
-        shape = program.result_shape
+        fitting = gradient[tuple(map(slice, program.result_shape))]
     except Exception:  # mismatched shapes raise any exception of the op
         return program
-    if len(shape) == gradient.dim():
-        for dim, (size, wanted) in enumerate(zip(gradient.shape, shape, strict=True)):
-            if wanted < size:
-                gradient = gradient.narrow(dim, min(round(start * size), size - wanted), wanted)
-    return program.with_values(**{program.gradient: gradient})
+    return program.with_values(**{program.gradient: fitting})
 
 
 def _with_sizes(program: Program, size: int, new: int) -> Program:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import keyword
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from nandoctor.autocast import op_lists
 from nandoctor.autocast.policy import torch_dtype
 from nandoctor.changes.places import ancestors
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.trace import OpCall, OpTensor
+from nandoctor.evidence.trace import OpCall
 from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.program import METHOD, Mode, Node, Program, Ref, kinds_of
-from nandoctor.torch_compat import is_wrapped, schema_of, tree_tensors, version_of
+from nandoctor.torch_compat import is_wrapped, schema_of, tree_tensors
 from nandoctor.tracing.dispatch_hook import Invocation
 from nandoctor.trees import tree_map
 
@@ -26,38 +24,20 @@ NOT_THE_SAME = "The step gives different results from run to run: pass --seed, a
 
 _MAX_DEPTH = 8
 _MAX_OPS = 24
-_LISTS: tuple[tuple[Mode, Iterable[str]], ...] = (
-    ("product", (*op_lists.LOWER_PRECISION, *op_lists.SEVERAL_PRODUCTS, *op_lists.CUDNN_RNN)),
-    ("in_fp32", (*op_lists.FP32, *op_lists.FP32_SET_OPT_DTYPE, *op_lists.FP32_APPEND_DTYPE)),
-    ("in_fp32", op_lists.PROMOTE),
-    ("rounded", (*op_lists.NORMS, *op_lists.ROUNDED_ONCE_ON_CUDA, *op_lists.HALF_ON_CUDA_ALONE)),
-)
-_MODES: dict[str, Mode] = {name: mode for mode, names in _LISTS for name in names}
 _LEAF_NAMES = {
     **dict.fromkeys(("self", "input", "tensors[0]"), "x"),
     **dict.fromkeys(("other", "mat2", "tensor2", "vec2", "tensors[1]"), "y"),
 }
-_RESERVED_NAMES = frozenset({"case", "low", "torch", "inf", "nan", "got"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Input:
-    """A tensor that an op took: its values at that time, and the object itself, by which it is recognized later."""
-
-    itself: torch.Tensor
-    version: int | None
-    values: torch.Tensor
-    requires_grad: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RecordedOp:
-    """One op as it ran; `taken` are its input tensors by `id`, `given` its outputs."""
+    """One op as it ran; `taken` are the values of its input tensors at that time by their `id`, `given` its outputs."""
 
     call: Invocation
-    taken: Mapping[int, _Input]
+    taken: Mapping[int, torch.Tensor]
+    trained: frozenset[int]
     given: tuple[torch.Tensor, ...]
-    under_autocast: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,7 +73,7 @@ class ExtractedOps:
 def extract_ops(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, backward: bool) -> ExtractedOps:
     """Run the step once more, and keep the tensors of the op `target` of its trace `ops`, and of some before it.
 
-    Raise NanDoctorError if the op took tensors that cannot be written as literals: sparse, nested or under torch.func.
+    Raise NanDoctorError if the op took tensors that cannot be written as literals, such as sparse or complex ones.
     """
     by_order = {op.order: op for op in ops}
     ends = (op for tensor in target.inputs for op in ancestors(by_order, tensor, _MAX_DEPTH))
@@ -106,12 +86,7 @@ def extract_ops(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, bac
         if order not in wanted:
             return
         try:
-            pieces[order] = _RecordedOp(
-                call=call,
-                taken={id(leaf): _take(leaf, call) for leaf in tree_tensors((call.args, call.kwargs))},
-                given=tuple(map(_copy, tree_tensors(output))),
-                under_autocast=torch.is_autocast_enabled(step.device.type),
-            )
+            pieces[order] = _record(call, output)
         except NanDoctorError as error:  # raised here, it would be mistaken for the model's own
             refused[order] = error
         if order == target.order and gradient is not None:
@@ -126,29 +101,28 @@ def extract_ops(step: FailingStep, ops: Sequence[OpCall], target: OpCall, *, bac
     return ExtractedOps(target=target.order, pieces=pieces, ops=by_order, low=low, gradient=gradient)
 
 
-def _take(tensor: torch.Tensor, call: Invocation) -> _Input:
-    return _Input(
-        itself=tensor,
-        version=version_of(tensor),
-        values=_copy(tensor),
-        # Only a detached copy is left of a tensor that the op writes to.
-        requires_grad=tensor.requires_grad or schema_of(call.op).is_mutable,
+def _record(call: Invocation, output: Any) -> _RecordedOp:
+    taken = tree_tensors((call.args, call.kwargs))
+    # Only a detached copy is left of a tensor that the op writes to.
+    writes = schema_of(call.op).is_mutable
+    trained = (leaf for leaf in taken if leaf.is_floating_point() and (leaf.requires_grad or writes))
+    return _RecordedOp(
+        call=call,
+        taken={id(leaf): _copy(leaf) for leaf in taken},
+        trained=frozenset(map(id, trained)),
+        given=tuple(map(_copy, tree_tensors(output))),
     )
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-        raise _cannot_write(f"a {'nested' if tensor.is_nested else tensor.layout} tensor")
-    if is_wrapped(tensor):
-        raise _cannot_write("a tensor under torch.func")
-    return tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True)
-
-
-def _cannot_write(what: str) -> NanDoctorError:
-    return NanDoctorError(
-        f"The op took {what}, which cannot be written as a literal.",
-        remedy="`nandoctor replay -o report.json` saves what is known about it.",
-    )
+    kinds = {"nested": tensor.is_nested, "quantized": tensor.is_quantized, "complex": tensor.is_complex()}
+    kinds |= {"sparse": tensor.layout != torch.strided, "torch.func's": is_wrapped(tensor)}
+    for kind in (kind for kind, is_kind in kinds.items() if is_kind):
+        raise NanDoctorError(
+            f"The op took or gave a tensor that is {kind}, which cannot be written as a literal.",
+            remedy="`nandoctor replay -o report.json` saves what is known about it.",
+        )
+    return tensor.detach().resolve_neg().to("cpu", copy=True)
 
 
 def _await_gradient(given: Sequence[torch.Tensor], gradient: _Gradient) -> None:
@@ -165,21 +139,17 @@ class _Assembly:
     """A builder that links pieces into a `Program`: where each op's inputs come from, and their names."""
 
     def __init__(self, extracted: ExtractedOps, orders: Sequence[int]) -> None:
-        self._extracted = extracted
-        self._orders = orders
-        self._results: dict[int, str] = {}
+        self._extracted, self._orders = extracted, orders
+        self._results: dict[str, tuple[torch.Tensor, ...]] = {}
         self._leaves: dict[str, torch.Tensor] = {}
-        self._refs: dict[tuple[int, int | None], Ref] = {}
-        self._trained: list[str] = []
+        self._trained: dict[str, None] = {}
 
     def program(self) -> Program:
         """Return the program; the last op's result, or its gradients, are checked."""
         nodes = tuple(self._node(order) for order in self._orders)
-        last = self._extracted.pieces[self._orders[-1]]
-        gradient = self._extracted.gradient
+        last, gradient = self._extracted.pieces[self._orders[-1]], self._extracted.gradient
         name = None
-        if gradient is not None:
-            assert gradient.values is not None
+        if gradient is not None and gradient.values is not None:
             name = self._free_name("grad")
             self._leaves[name] = gradient.values
         nonfinite = (i for i, made in enumerate(last.given) if made.is_floating_point() and kinds_of((made,)))
@@ -191,50 +161,42 @@ class _Assembly:
             low=self._extracted.low,
             gradient=name,
             trained=tuple(self._trained) if gradient is not None else (),
-            random=any(self._extracted.pieces[order].call.is_random for order in self._orders),
         )
 
     def _node(self, order: int) -> Node:
         piece = self._extracted.pieces[order]
         call = piece.call
         names = [argument.name for argument in schema_of(call.op).arguments]
-        tensors = {tensor.name: tensor for tensor in self._extracted.ops[order].inputs}
-        args = tuple(self._argument(name, value, piece, tensors) for name, value in zip(names, call.args, strict=False))
-        kwargs = {name: self._argument(name, value, piece, tensors) for name, value in call.kwargs.items()}
+        args = tuple(self._argument(name, value, piece) for name, value in zip(names, call.args, strict=False))
+        kwargs = {name: self._argument(name, value, piece) for name, value in call.kwargs.items()}
         name = self._free_name(f"{call.name.strip('_')}_{len(self._results) + 1}")
         function, mode = self._extracted.nodes.setdefault(order, _find_function_and_mode(piece, self._extracted.low))
-        self._results[order] = name
+        self._results[name] = piece.given
         return Node(name=name, function=function, mode=mode, args=args, kwargs=kwargs)
 
-    def _argument(self, name: str, value: Any, piece: _RecordedOp, tensors: Mapping[str, OpTensor]) -> Any:
+    def _argument(self, name: str, value: Any, piece: _RecordedOp) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._tensor(name, piece.taken[id(value)], tensors.get(name))
+            return self._tensor(name, piece.taken[id(value)], is_trained=id(value) in piece.trained)
         if isinstance(value, (list, tuple)):
-            return [self._argument(f"{name}[{i}]", item, piece, tensors) for i, item in enumerate(value)]
+            return [self._argument(f"{name}[{i}]", item, piece) for i, item in enumerate(value)]
         return _on_cpu(value)
 
-    def _tensor(self, name: str, taken: _Input, known: OpTensor | None) -> Ref:
-        """Return a reference to an earlier node's result, else to a leaf, one per tensor and version of its memory."""
-        if known is not None and known.producer in self._results:
-            given = enumerate(self._extracted.pieces[known.producer].given)
-            item = next((item for item, result in given if _is_same(result, taken.values)), None)
+    def _tensor(self, name: str, values: torch.Tensor, *, is_trained: bool) -> Ref:
+        """Return a reference to the result of an earlier node, or to the leaf, that has these values."""
+        for node, given in self._results.items():
+            item = next((item for item, made in enumerate(given) if _is_same(made, values)), None)
             if item is not None:
-                several = len(self._extracted.pieces[known.producer].given) > 1
-                return Ref(name=self._results[known.producer], item=item if several else None)
-        key = (id(taken.itself), taken.version)
-        if key not in self._refs:
-            origin = known.path.rpartition(".")[2] if known is not None and known.path else name
-            leaf = self._free_name(_LEAF_NAMES.get(origin, origin))
-            self._leaves[leaf] = taken.values
-            self._refs[key] = Ref(name=leaf)
-            if taken.requires_grad and (taken.values.is_floating_point() or taken.values.is_complex()):
-                self._trained.append(leaf)
-        return self._refs[key]
+                return Ref(name=node, item=item if len(given) > 1 else None)
+        leaf = next((leaf for leaf, known in self._leaves.items() if _is_same(known, values)), None)
+        if leaf is None:
+            leaf = self._free_name(_LEAF_NAMES.get(name, name))
+            self._leaves[leaf] = values
+        if is_trained:
+            self._trained[leaf] = None
+        return Ref(name=leaf)
 
     def _free_name(self, wanted: str) -> str:
-        name = re.sub(r"\W", "_", wanted).strip("_") or "x"
-        name = f"x_{name}" if name[0].isdigit() or keyword.iskeyword(name) or name in _RESERVED_NAMES else name
-        used = {*self._leaves, *self._results.values()}
+        name, used = re.sub(r"\W", "_", wanted).strip("_"), {*self._leaves, *self._results}
         others = ["y", "z"] if name == "x" else []
         others += [f"{name}_{i}" for i in range(2, len(used) + 3)]
         return next(free for free in [name, *others] if free not in used)
@@ -252,15 +214,14 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _find_function_and_mode(piece: _RecordedOp, low: torch.dtype) -> tuple[str, Mode]:
     """Return the function and the mode that alone give the op's result in the run."""
-    listed = _MODES.get(str(piece.call.op).removeprefix("aten.").removesuffix(".default"), "plain")
-    modes = dict.fromkeys([listed if piece.under_autocast else "plain", "plain", "in_fp32", "product", "rounded"])
-    for mode in modes:
+    for mode in get_args(Mode):
         for function in _functions(piece.call):
             if _gives_the_same(piece, function, mode, low):
                 return function, mode
     raise NanDoctorError(
         f"{piece.call.name} gives another result alone than in the step, so no script can show it.",
-        remedy="It may be an op of another library: report it there with `nandoctor replay -o report.json`.",
+        remedy="It may draw random numbers, or be an op of another library: report it there with "
+        "`nandoctor replay -o report.json`.",
     )
 
 
@@ -275,7 +236,7 @@ def _functions(call: Invocation) -> Iterator[str]:
 
 def _gives_the_same(piece: _RecordedOp, function: str, mode: Mode, low: torch.dtype) -> bool:
     def value_of(value: Any) -> Any:
-        return piece.taken[id(value)].values if isinstance(value, torch.Tensor) else _on_cpu(value)
+        return piece.taken[id(value)] if isinstance(value, torch.Tensor) else _on_cpu(value)
 
     args, kwargs = tree_map(value_of, (piece.call.args, piece.call.kwargs))
     node = Node(name="", function=function, mode=mode, args=args, kwargs=kwargs)
@@ -285,14 +246,12 @@ def _gives_the_same(piece: _RecordedOp, function: str, mode: Mode, low: torch.dt
     except Exception:  # an argument or a dtype that this function rejects
         return False
     pairs = zip(made, piece.given, strict=False)
-    return len(made) == len(piece.given) and all(_agree(ours, theirs, piece.call) for ours, theirs in pairs)
+    return len(made) == len(piece.given) and all(_agree(ours, theirs) for ours, theirs in pairs)
 
 
-def _agree(ours: torch.Tensor, theirs: torch.Tensor, call: Invocation) -> bool:
+def _agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
         return False
-    if call.is_random or not ours.is_floating_point():
-        return True
     if not torch.equal(torch.isfinite(ours), torch.isfinite(theirs)):
         return False
     return torch.allclose(ours.double(), theirs.double(), rtol=2e-2, atol=1e-4, equal_nan=True)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from nandoctor.torch_compat import tree_tensors
 from nandoctor.trees import parts, tree_map, walk
 
 Mode = Literal["plain", "in_fp32", "product", "rounded"]
@@ -48,28 +47,20 @@ class Node:
 
     def run(self, values: Mapping[str, Any], own_low: torch.dtype, low: torch.dtype) -> Any:
         """Run the op on these values, with `low` in place of `own_low`, the format that autocast computed in."""
-        args, kwargs = self._fill(values, own_low, low)
-        function = find_function(self.function)
-        if self.mode == "plain":
-            return function(*args, **kwargs)
-        args_in_fp32, kwargs_in_fp32 = cast(self._lift((args, kwargs), low), torch.float32)
-        made = function(*args_in_fp32, **kwargs_in_fp32)
-        return made if self.mode == "in_fp32" else cast(made, low if self.mode == "product" else args[0].dtype)
 
-    def operands(self, values: Mapping[str, Any], low: torch.dtype) -> list[torch.Tensor]:
-        """Return the op's input tensors; those of a product are rounded to `low`."""
-        return tree_tensors(self._lift(self._fill(values, low, low), low))
-
-    def _fill(self, values: Mapping[str, Any], own_low: torch.dtype, low: torch.dtype) -> Any:
         def fill(value: Any) -> Any:
             if isinstance(value, Ref):
                 return values[value.name] if value.item is None else values[value.name][value.item]
             return low if value is own_low else value
 
-        return tree_map(fill, (self.args, dict(self.kwargs)))
-
-    def _lift(self, taken: Any, low: torch.dtype) -> Any:
-        return cast(taken, low) if self.mode == "product" else taken
+        args, kwargs = tree_map(fill, (self.args, dict(self.kwargs)))
+        function = find_function(self.function)
+        if self.mode == "plain":
+            return function(*args, **kwargs)
+        taken = cast((args, kwargs), low) if self.mode == "product" else (args, kwargs)
+        args_in_fp32, kwargs_in_fp32 = cast(taken, torch.float32)
+        made = function(*args_in_fp32, **kwargs_in_fp32)
+        return made if self.mode == "in_fp32" else cast(made, low if self.mode == "product" else args[0].dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,33 +77,19 @@ class Program:
     low: torch.dtype
     gradient: str | None = None
     trained: tuple[str, ...] = ()
-    random: bool = False
 
     def run(self) -> tuple[torch.Tensor, ...]:
         """Return what is checked: the result, or the gradients of the leaves."""
         return self._run(self.leaves, self.low)
 
-    def run_in(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return the same computed in fp32 or float64 from the same values, with nothing rounded on the way."""
-        return self._run({name: cast(leaf, dtype) for name, leaf in self.leaves.items()}, dtype)
-
-    def run_last_exactly(self) -> tuple[torch.Tensor, ...]:
-        """Run the last op in float64 from its own operands; for gradients, all ops from the leaves."""
-        if self.gradient is not None:
-            return self.run_in(torch.float64)
-        values = cast(self._run_nodes(self.leaves, self.low), torch.float64)
-        return (self._result_in({**values, self.result.name: self.nodes[-1].run(values, self.low, torch.float64)}),)
-
-    def taken_by_last(self) -> tuple[torch.Tensor, ...]:
-        """Return the input tensors of the last op; for its backward also the result and the gradient."""
-        values = self._run_nodes(self.leaves, self.low)
-        behind = [] if self.gradient is None else [self._result_in(values), self.leaves[self.gradient]]
-        return (*self.nodes[-1].operands(values, self.low), *behind)
+    def run_in_fp32(self) -> tuple[torch.Tensor, ...]:
+        """Return the same computed in fp32 from the same values, with nothing rounded on the way."""
+        return self._run(cast(dict(self.leaves), torch.float32), torch.float32)
 
     @property
     def result_shape(self) -> torch.Size:
         """The shape of the result, which the gradient has to have."""
-        return self._result_in(self._run_nodes(self.leaves, self.low)).shape
+        return self._result(self.leaves, self.low).shape
 
     def arguments(self) -> list[Any]:
         """Return all values among the arguments of the ops, in lists as well."""
@@ -125,25 +102,19 @@ class Program:
 
     def _run(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> tuple[torch.Tensor, ...]:
         if self.gradient is None:
-            return (self._result_in(self._run_nodes(leaves, low)),)
+            return (self._result(leaves, low),)
         tracked = {name: leaves[name].detach().requires_grad_() for name in self.trained}
         with torch.enable_grad():
-            made = self._result_in(self._run_nodes({**leaves, **tracked}, low))
+            made = self._result({**leaves, **tracked}, low)
         incoming = leaves[self.gradient].to(made.dtype)
         gradients = torch.autograd.grad(made, [*tracked.values()], incoming, allow_unused=True)
         return tuple(gradient for gradient in gradients if gradient is not None)
 
-    def _run_nodes(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> dict[str, Any]:
-        """Run all ops and return every value by name: leaves and results."""
+    def _result(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> torch.Tensor:
+        """Run all ops, and return the result."""
         values: dict[str, Any] = dict(leaves)
-        with torch.random.fork_rng(devices=[], enabled=self.random):
-            if self.random:
-                torch.manual_seed(0)
-            for node in self.nodes:
-                values[node.name] = node.run(values, self.low, low)
-        return values
-
-    def _result_in(self, values: Mapping[str, Any]) -> torch.Tensor:
+        for node in self.nodes:
+            values[node.name] = node.run(values, self.low, low)
         made: Any = values[self.result.name]
         result: torch.Tensor = made if self.result.item is None else made[self.result.item]
         return result
@@ -170,5 +141,4 @@ def is_cast(value: Any) -> bool:
 
 def kinds_of(tensors: tuple[torch.Tensor, ...]) -> tuple[ValueKind, ...]:
     """Return the kinds of non-finite values that occur, the worst first; () if all values are finite."""
-    parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-    return tuple(kind for kind, test in TESTS.items() if any(bool(test(part).any()) for part in parts))
+    return tuple(kind for kind, test in TESTS.items() if any(bool(test(tensor).any()) for tensor in tensors))

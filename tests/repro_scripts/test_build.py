@@ -1,8 +1,7 @@
-"""`nandoctor repro`: scripts of every sample and of the sick models run with torch alone, and fail as they say."""
+"""`nandoctor repro`: scripts of samples and of sick models run with torch alone, and fail as they say."""
 
 from __future__ import annotations
 
-import math
 import re
 import subprocess
 import sys
@@ -12,22 +11,22 @@ import pytest
 import torch
 from click.testing import CliRunner
 from sick_models import all_cases
-from sick_models.probing import run
 from torch import nn
 
 import nandoctor
 from nandoctor.cli import main
 from nandoctor.errors import NanDoctorError
 from nandoctor.repro_scripts.build import run_afresh
-from nandoctor.repro_scripts.script import write_tensor
 
 ROOT = Path(__file__).parent.parent.parent
-SAMPLES = sorted((ROOT / "sample_dumps").glob("*.pth"))
+NOT_BY_AN_OP = ("poisoned_buffers", "weights_only")
+SAMPLES = sorted(path for path in (ROOT / "sample_dumps").glob("*.pth") if path.stem not in NOT_BY_AN_OP)
 
 # A custom autograd Function is the project's own code.
 OUT_OF_REACH = {"function/swish", "function/log-cosh", "function/router"}
 CASES = {case.name: case for case in all_cases()}
-IN_REACH = [case for case in CASES.values() if case.name not in OUT_OF_REACH]
+OF_OPS = [case for case in CASES.values() if case.verdict not in ("state", "input") and case.optimizer is None]
+IN_REACH = [case for case in OF_OPS if case.name not in OUT_OF_REACH]
 SICK = [case for case in IN_REACH if case in [other for other in IN_REACH if other.mechanism == case.mechanism][::2]]
 """Every second case of each mechanism."""
 
@@ -57,16 +56,9 @@ def run_bare(*arguments):
     )
 
 
-def save(case, path):
-    dump = {"state_dict": case.build().state_dict(), **case.batch()}
-    if case.optimizer is not None:
-        dump["optimizer"] = run(case, autocast=True).optimizer
-    torch.save(dump, path)
-
-
 def write_script(case, folder):
     path = folder / "dump.pth"
-    save(case, path)
+    torch.save({"state_dict": case.build().state_dict(), **case.batch()}, path)
     return nandoctor.repro(
         path,
         model=case.build,
@@ -112,7 +104,7 @@ def test_the_scripts_of_sick_models_fail_as_they_say(scripts):
     done = run_bare("-c", RUN_ALL, *map(str, scripts.values()))
     *lines, strangers = done.stdout.splitlines()
     assert [line for line in lines if not (line.startswith("ok ") and line.endswith(" True"))] == []
-    assert len(lines) == len(SICK) >= 40
+    assert len(lines) == len(SICK) >= 30
     assert not any(name.startswith(("nandoctor", "sick_models")) for name in strangers.split("'"))
 
 
@@ -132,7 +124,7 @@ def test_where_precision_is_to_blame_fp32_is_finite(scripts):
 
 @pytest.mark.slow
 def test_where_the_operation_is_to_blame_fp32_fails_too(scripts):
-    blamed = [case.name for case in SICK if case.verdict in ("numerics", "input")]
+    blamed = [case.name for case in SICK if case.verdict == "numerics"]
     assert [name for name in blamed if "# fp32 fails too" not in scripts[name].read_text(encoding="utf-8")] == []
 
 
@@ -187,14 +179,15 @@ def test_the_format_of_the_step_is_the_format_of_the_script(low, tmp_path):
     assert f"dtype=torch.{low}" in script
 
 
-def test_without_a_file_the_script_is_printed_and_nothing_else(in_the_project):
-    result = CliRunner().invoke(main, ["repro", "sample_dumps/weights_only.pth"])
-    assert result.stdout.startswith('"""NaN from torch.clone: the smallest case.')
-    assert compile(result.stdout, "repro.py", "exec")
+@pytest.mark.parametrize("sample", NOT_BY_AN_OP)
+def test_what_no_operation_makes_has_no_script(sample, in_the_project):
+    result = CliRunner().invoke(main, ["repro", f"sample_dumps/{sample}.pth"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "No operation of the model makes this failure. " in " ".join(result.stderr.split())
 
 
 def test_a_folder_that_is_not_there_is_wrong_usage(in_the_project):
-    result = CliRunner().invoke(main, ["repro", "sample_dumps/weights_only.pth", "-o", "nowhere/repro.py"])
+    result = CliRunner().invoke(main, ["repro", "sample_dumps/unet_blank_tile.pth", "-o", "nowhere/repro.py"])
     assert result.exit_code == 2
 
 
@@ -270,17 +263,3 @@ def spoil_gradient(h):
 def test_a_gradient_that_no_op_made_has_no_script(function, expected, tmp_path):
     with pytest.raises(NanDoctorError, match=expected):
         script_of(function, tmp_path, loss=lambda out, _: (out.float() * 1e4).sum())
-
-
-def test_the_gradient_of_a_complex_value_is_shown(tmp_path):
-    script = script_of(
-        lambda h: torch.complex(h.float() * 0, h.float() * 0).pow(0.5).abs(), tmp_path, loss=lambda out, _: out.sum()
-    )
-    assert "torch.view_as_real(g.cfloat())" in script
-
-
-def test_complex_values_that_are_not_finite_are_written_as_calls():
-    values = torch.tensor([complex(math.nan, 1.0), complex(0.1, -math.inf)], dtype=torch.complex64)
-    written = write_tensor(values)
-    assert torch.equal(eval(written, {"torch": torch, "nan": math.nan, "inf": math.inf}).isnan(), values.isnan())
-    assert "complex(0.1, -inf)" in written
