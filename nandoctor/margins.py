@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from nandoctor.autocast.policy import REFERENCE
-from nandoctor.diagnosis.ranges import find_crossings, measure_layers
+from nandoctor.diagnosis.ranges import measure_layers
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import add_batch, read_dump
 from nandoctor.errors import DumpError, ModelError, NanDoctorError
-from nandoctor.evidence.checkup import CheckedStep, Checkup
+from nandoctor.evidence.checkup import Checkup
 from nandoctor.evidence.trace import describe_run
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Listener, Progress, listener_of
@@ -21,13 +21,12 @@ from nandoctor.replaying.runner import FailingStep, Outcome, Watch
 from nandoctor.replaying.settings import Settings, StepOptions, settings_for
 from nandoctor.replaying.setup import prepare
 from nandoctor.replaying.weights import take_weights
-from nandoctor.text import part_of
 
 CheckpointFile = Dump | str | os.PathLike[str]
 
 
 def checkup(
-    checkpoints: CheckpointFile | Sequence[CheckpointFile],
+    checkpoint: CheckpointFile,
     model: ModelSource | None = None,
     *,
     batch: str | os.PathLike[str] | None = None,
@@ -36,62 +35,42 @@ def checkup(
 ) -> Checkup:
     """Measure how near each layer of a healthy step comes to overflow and underflow in narrower formats.
 
-    With several checkpoints of one run, whose files hold the step, also tell which layers grow towards fp16's limit.
     `model` and `progress` are those of `replay`.
 
     Args:
-        checkpoints: one or more files of weights, dumps, or what `load` returns; with `batch` all that `weights` takes.
+        checkpoint: a file of weights, a dump, or what `load` returns; with `batch` all that `weights` takes.
         batch: a file with the arrays to call the model with; by default those of the checkpoint.
         **options: the keywords of `replay` but `per_sample`, `fixes`, `max_trials` and `time`.
 
     Returns:
-        `steps` (a checkpoint each, in their order: `layers` with the largest magnitude and the doublings left in fp16,
-        bf16 and fp8) and `crossings` (when a growing layer would leave fp16).
+        `layers`, with the largest magnitude of each and the doublings left in fp16, bf16 and fp8.
 
     Raises:
-        NanDoctorError: a file, the model, the call or an option is wrong, or a step is not healthy in fp32.
+        NanDoctorError: a file, the model, the call or an option is wrong, or the step is not healthy in fp32.
     """
-    files = [checkpoints] if isinstance(checkpoints, (Dump, str, os.PathLike)) else list(checkpoints)
     named, model = (model, None) if isinstance(model, str) else (None, model)
-    steps = []
-    for file in files:
-        dump, settings, step = _read(file, batch, {**options, "model": named})
-        steps.append(_check(dump, model, settings, step, listener_of(progress)))
-    steps.sort(key=lambda checked: -1 if checked.step is None else checked.step)
-    return Checkup(steps=tuple(steps), crossings=find_crossings(steps), notes=tuple(_notes(steps)))
+    dump, settings = _read(checkpoint, batch, {**options, "model": named})
+    return _check(dump, model, settings, listener_of(progress))
 
 
-def _notes(steps: Sequence[CheckedStep]) -> list[str]:
-    undated = [checked.path for checked in steps if checked.step is None]
-    if len(steps) > 1 and undated:
-        files = part_of(len(undated), len(steps), "file")
-        return [f"No step is known for {files}, left out of the trend: {undated[0]}."]
-    return []
-
-
-def _read(
-    file: CheckpointFile, batch: str | os.PathLike[str] | None, options: dict[str, Any]
-) -> tuple[Dump, Settings, int | None]:
-    """Return the checkpoint's weights with the batch, the settings, and the step that the checkpoint itself names."""
+def _read(file: CheckpointFile, batch: str | os.PathLike[str] | None, options: dict[str, Any]) -> tuple[Dump, Settings]:
+    """Return the checkpoint's weights with the batch, and the settings."""
     if isinstance(file, Dump) or batch is None or not _holds_weights_alone(Path(file)):
         dump = file if isinstance(file, Dump) else read_dump(file)
-        step = dump.step if dump.step is not None else dump.find_count("epoch")
         dump = dump if batch is None else add_batch(dump, batch)
         settings = settings_for(dump.path, options)
     else:
-        dump, step = replace(read_dump(batch), path=Path(file)), None
+        dump = replace(read_dump(batch), path=Path(file))
         settings = settings_for(dump.path, options)
         settings = replace(settings, weights=settings.weights or str(dump.path.absolute()))
-    return take_weights(dump, settings), settings, step
+    return take_weights(dump, settings), settings
 
 
 def _holds_weights_alone(path: Path) -> bool:
     return path.is_dir() or path.name.endswith((".safetensors", ".index.json"))
 
 
-def _check(
-    dump: Dump, model: ModelSource | None, settings: Settings, step_of_training: int | None, progress: Listener
-) -> CheckedStep:
+def _check(dump: Dump, model: ModelSource | None, settings: Settings, progress: Listener) -> Checkup:
     if not dump.arrays and settings.call is None:
         raise DumpError(
             f"{dump.path} holds weights and no batch.", remedy="Name a file that holds one: --batch batch.pth."
@@ -105,9 +84,8 @@ def _check(
             f"{dump.path}: this step is not healthy, its output is non-finite in fp32.",
             remedy=f"Find out why: nandoctor replay {dump.path}.",
         )
-    return CheckedStep(
+    return Checkup(
         path=str(dump.path),
-        step=step_of_training,
         layers=measure_layers(wide.trace, narrow.trace),
         run=describe_run(narrow.trace.policy, narrow.trace.format),
         run_finite=narrow.trace.finite,

@@ -1,4 +1,4 @@
-"""A healthy step measured before the accident: where its values are, and where a run is heading."""
+"""A healthy step measured before the accident: where its values are."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from torch import nn
 
 import nandoctor
 from nandoctor.cli import main
-from nandoctor.diagnosis.ranges import find_crossings
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.checkup import CHECKED_FORMATS, CheckedStep, FormatFit, LayerRange
 from nandoctor.evidence.formats import BF16, FP8_E4M3, FP16
-from nandoctor.views.checkup import describe_crossing, describe_step
+from nandoctor.views.checkup import describe_checkup
 
 GAIN = 3000.0
 
@@ -42,11 +40,11 @@ class Net(nn.Module):
         return self.head(self.attention(self.enter(x)))
 
 
-def save(folder, *, gain=1.0, step=None, name="step.pth", **arrays):
+def save(folder, *, gain=1.0, name="step.pth", **arrays):
     torch.manual_seed(0)
     state = Net().state_dict()
     state["attention.query.weight"] = state["attention.query.weight"] * gain
-    torch.save({"state_dict": state, **({} if step is None else {"step": step}), **arrays}, folder / name)
+    torch.save({"state_dict": state, **arrays}, folder / name)
     return folder / name
 
 
@@ -61,7 +59,7 @@ def layer(checked, name):
 
 
 def test_values_between_modules_are_measured(tmp_path, x):
-    (checked,) = nandoctor.checkup(save(tmp_path, gain=GAIN, x=x), Net).steps
+    checked = nandoctor.checkup(save(tmp_path, gain=GAIN, x=x), Net)
     values = layer(checked, "attention")
     net = Net()
     net.load_state_dict(torch.load(tmp_path / "step.pth")["state_dict"])
@@ -76,12 +74,12 @@ def test_values_between_modules_are_measured(tmp_path, x):
 
 def test_what_autocast_keeps_in_fp32_has_room(tmp_path, x):
     """The scores times 1e6 are past fp16, and never in it."""
-    (checked,) = nandoctor.checkup(save(tmp_path, x=x), Net).steps
+    checked = nandoctor.checkup(save(tmp_path, x=x), Net)
     assert layer(checked, "attention").fit_in(FP16).fit == "fits"
 
 
 def test_an_overflow_to_come_is_told(tmp_path, x):
-    (checked,) = nandoctor.checkup(save(tmp_path, gain=1e6, x=x), Net).steps
+    checked = nandoctor.checkup(save(tmp_path, gain=1e6, x=x), Net)
     values = layer(checked, "attention")
     assert (values.fit_in(FP16).fit, values.fit_in(BF16).fit, values.fit_in(FP8_E4M3).fit) == (
         "overflows",
@@ -101,62 +99,17 @@ class Masked(Net):
 
 
 def test_a_mask_of_the_format_is_no_overflow(tmp_path, x):
-    (checked,) = nandoctor.checkup(save(tmp_path, x=x), Masked).steps
+    checked = nandoctor.checkup(save(tmp_path, x=x), Masked)
     assert all(found.fit_in(FP16).fit == "fits" for found in checked.layers)
 
 
 def test_a_directory_of_weights_is_checked_with_a_batch(tmp_path, x):
-    """The step is that of the checkpoint: a batch of step 7 says nothing about it."""
-    batch = save(tmp_path, x=x, step=7, name="batch.pth")
+    batch = save(tmp_path, x=x, name="batch.pth")
     (tmp_path / "hf").mkdir()
     torch.save(torch.load(save(tmp_path, gain=2.0))["state_dict"], tmp_path / "hf" / "pytorch_model.bin")
-    checked, same = (nandoctor.checkup(tmp_path / name, Net, batch=batch).steps[0] for name in ("hf", "step.pth"))
-    assert (checked.path, checked.step, same.step) == (str(tmp_path / "hf"), None, None)
+    checked, same = (nandoctor.checkup(tmp_path / name, Net, batch=batch) for name in ("hf", "step.pth"))
+    assert checked.path == str(tmp_path / "hf")
     assert checked.layers == same.layers
-
-
-def test_a_run_is_followed_to_the_end_of_fp16(tmp_path, x):
-    torch.save({"x": x}, tmp_path / "batch.pth")
-    files = [save(tmp_path, gain=2.0**bits, step=1000 * bits, name=f"{bits}.pth") for bits in (8, 6, 7)]
-    found = nandoctor.checkup(files, Net, batch=tmp_path / "batch.pth")
-    assert [checked.step for checked in found.steps] == [6000, 7000, 8000]
-    crossing = next(crossing for crossing in found.crossings if crossing.module == "attention")
-    last = layer(found.steps[-1], "attention")
-    assert crossing.doublings == pytest.approx(1.0, abs=0.01)
-    assert crossing.step == pytest.approx(8000 + 1000 * last.fit_in(FP16).headroom_bits, rel=0.01)
-
-
-def made_step(step, absmax):
-    fits = tuple(
-        FormatFit(
-            format=kind,
-            headroom_bits=kind.headroom_bits(absmax),
-            fit="fits",
-            flushed_share=0.0,
-        )
-        for kind in CHECKED_FORMATS
-    )
-    layers = (LayerRange(module="a", type="A", absmax=absmax, formats=fits),)
-    return CheckedStep(path="x", step=step, layers=layers, run="under fp16 autocast", run_finite=True)
-
-
-@pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 4, 2), (8, 512, 9)], ids=["level", "falling", "noise"])
-def test_what_does_not_grow_has_no_crossing(sizes):
-    assert find_crossings([made_step(100 * index, size) for index, size in enumerate(sizes)]) == ()
-
-
-def test_no_error_is_told_of_a_line_through_two_points():
-    (crossing,) = find_crossings([made_step(100 * index, 16.0**index) for index in range(2)])
-    assert describe_crossing(crossing).endswith("overflows fp16 at step 400 (2 checkpoints)")
-
-
-def test_nothing_is_said_of_the_distant_future():
-    (crossing,) = find_crossings([made_step(100 * index, 2.0 ** (index / 10)) for index in range(4)])
-    assert crossing.step is None
-
-
-def test_files_without_a_step_are_no_trend():
-    assert find_crossings([made_step(None, 8), made_step(None, 16)]) == ()
 
 
 def test_a_step_that_failed_is_for_replay(tmp_path, x):
@@ -174,7 +127,7 @@ class LosesEps(nn.Linear):
 def test_a_step_that_fp16_fails_within_its_range(tmp_path):
     model = LosesEps(4, 4, bias=False)
     torch.save({"state_dict": model.state_dict(), "x": torch.zeros(2, 4)}, tmp_path / "step.pth")
-    headline = describe_step(nandoctor.checkup(tmp_path / "step.pth", LosesEps(4, 4, bias=False)).steps[0])
+    headline = describe_checkup(nandoctor.checkup(tmp_path / "step.pth", LosesEps(4, 4, bias=False)))
     assert headline.startswith("The step is non-finite under fp16 autocast, though")
 
 
@@ -195,4 +148,4 @@ def test_the_command_prints_and_writes(tmp_path, x, monkeypatch):
     assert "fp16 holds every value" in shown.stdout
     assert '<td class="text">attention</td>' in (tmp_path / "checkup.html").read_text()
     plain = CliRunner().invoke(main, [*arguments, "--json"])
-    assert json.loads(plain.stdout)["schema"] == "nandoctor.checkup/1"
+    assert json.loads(plain.stdout)["schema"] == "nandoctor.checkup/2"

@@ -158,7 +158,7 @@ def test_margins_are_those_of_a_cpu(tmp_path):
 
     torch.save({"state_dict": quiet().state_dict(), "image": make_batch()[0]}, tmp_path / "good.pth")
     found = [nandoctor.checkup(tmp_path / "good.pth", model=quiet, device=device) for device in DEVICES]
-    layers = [{layer.module: layer.values.absmax for layer in checkup.steps[0].layers} for checkup in found]
+    layers = [{layer.module: layer.values.absmax for layer in checkup.layers} for checkup in found]
     assert layers[0] == pytest.approx(layers[1], rel=1e-3)
     assert len(layers[0]) > 4
 

@@ -159,10 +159,10 @@ def inspect(dump: Path) -> None:
     cls=GroupedCommand,
     examples=[
         "checkup step9000.pth --batch batch.pth --model train.py:make_model",
-        "checkup runs/a/step*.pth --batch batch.pth --model train.py:make_model -o checkup.html",
+        "checkup step9000.pth --batch batch.pth --model train.py:make_model -o checkup.html",
     ],
 )
-@click.argument("checkpoints", metavar="CHECKPOINT...", type=DumpPath, nargs=-1, required=True, is_eager=True)
+@click.argument("checkpoint", type=DumpPath, is_eager=True)
 @force_option
 @click.option(
     "--batch", type=DumpPath, metavar="FILE", help="The batch to run (default: that of the checkpoint's file)."
@@ -170,14 +170,12 @@ def inspect(dump: Path) -> None:
 @file_option("file", (".html", ".json"), "Write .html or .json.")
 @json_option
 @settings_options(*MODEL_AND_STEP)
-def checkup(
-    checkpoints: tuple[Path, ...], batch: Path | None, file: Path | None, as_json: bool, **options: Any
-) -> None:
-    """Show how close a healthy step comes to overflow and underflow, and with several checkpoints when it will."""
+def checkup(checkpoint: Path, batch: Path | None, file: Path | None, as_json: bool, **options: Any) -> None:
+    """Show how close a healthy step comes to overflow and underflow."""
     from nandoctor.margins import checkup as run_checkup
     from nandoctor.views.save import save
 
-    found = run_checkup(checkpoints, options.pop("model"), batch=batch, **options)
+    found = run_checkup(checkpoint, options.pop("model"), batch=batch, **options)
     show(found, as_json=as_json)
     if file is not None:
         save(found, file)

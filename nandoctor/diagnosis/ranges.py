@@ -1,29 +1,19 @@
-"""Measures, in a healthy step's traces, what each module would lose in narrower formats, and the trend over steps."""
+"""Measures, in a healthy step's traces, what each module would lose in narrower formats."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nandoctor.diagnosis.run_summary import NEAR_BITS
-from nandoctor.evidence.checkup import (
-    CHECKED_FORMATS,
-    CheckedStep,
-    Crossing,
-    Fit,
-    FormatFit,
-    LayerRange,
-)
+from nandoctor.evidence.checkup import CHECKED_FORMATS, Fit, FormatFit, LayerRange
 from nandoctor.evidence.formats import FP16, FP32, FloatFormat
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.text import file_line
 
-_FAR = 10
-_MIN_POINTS = 2
 _END_OF_FP32 = FP32.max / 8
 """Larger values are masks filled with the limit of their format: `finfo(x.dtype).min` is smaller in fp16."""
 
@@ -78,38 +68,6 @@ def _fit(absmax: float, magnitudes: NDArray[np.float64], format: FloatFormat) ->
     fit: Fit = "overflows" if not format.holds(absmax) else "near" if headroom < NEAR_BITS else "fits"
     flushed = float(np.mean(magnitudes <= format.flush_threshold)) if magnitudes.size else 0.0
     return FormatFit(format=format, headroom_bits=headroom, fit=fit, flushed_share=flushed)
-
-
-def find_crossings(steps: Sequence[CheckedStep]) -> tuple[Crossing, ...]:
-    """Return the modules that grow towards fp16's limit, the nearest first."""
-    dated = [checked for checked in steps if checked.step is not None]
-    points: dict[str, list[tuple[int, float]]] = {}
-    for checked in dated:
-        for layer in checked.layers:
-            if layer.absmax > 0 and checked.step is not None:
-                points.setdefault(layer.module, []).append((checked.step, math.log2(layer.absmax)))
-    found = [crossing for module, seen in points.items() for crossing in _extrapolate(module, seen)]
-    return tuple(sorted(found, key=lambda crossing: math.inf if crossing.step is None else crossing.step))
-
-
-def _extrapolate(module: str, points: Sequence[tuple[int, float]]) -> Iterator[Crossing]:
-    """Fit a line through the points; yield nothing for a module that grows by no more than the fit's residual."""
-    steps, bits = np.array(points, np.float64).T if points else (np.zeros(0), np.zeros(0))
-    if len(set(steps)) < _MIN_POINTS:
-        return
-    slope, intercept = np.polyfit(steps - steps[0], bits, 1)
-    span = float(steps.max() - steps.min())
-    residual = float(np.abs(intercept + slope * (steps - steps[0]) - bits).max())
-    if slope * span <= max(residual, 0.1):
-        return
-    step = float(steps[0] + (math.log2(FP16.max) - intercept) / slope)
-    yield Crossing(
-        module=module,
-        doublings=1000 * float(slope),
-        num_points=len(points),
-        residual_bits=residual,
-        step=step if step <= steps.max() + _FAR * span else None,
-    )
 
 
 def by_headroom(layers: Iterable[LayerRange]) -> list[LayerRange]:

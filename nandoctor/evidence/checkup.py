@@ -1,4 +1,4 @@
-"""Records of a checkup: how near a healthy step comes to the formats' limits, by layer, and where a run is heading."""
+"""Records of a checkup: how near a healthy step comes to the formats' limits, by layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from nandoctor.evidence.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FloatFormat
 
-SCHEMA = "nandoctor.checkup/1"
+SCHEMA = "nandoctor.checkup/2"
 CHECKED_FORMATS = (FP16, BF16, FP8_E4M3, FP8_E5M2)
 
 Fit = Literal["fits", "near", "overflows"]
@@ -47,37 +47,12 @@ class LayerRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedStep:
-    """One checkpoint: its layers in execution order."""
+class Checkup:
+    """One healthy step: its layers in execution order, and the precision of the `run` beside fp32's."""
 
+    schema: str = SCHEMA
     path: str
-    step: int | None
     layers: tuple[LayerRange, ...]
     run: str
     run_finite: bool
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
-    """The step at which a module would exceed fp16's range, if log2 of its largest magnitude grew linearly.
-
-    `doublings` is the growth in 1,000 steps, by least squares over `num_points` checkpoints; the line is off by at most
-    `residual_bits`. `step` is None if it is further away than ten times the observed span.
-    """
-
-    module: str
-    doublings: float
-    num_points: int
-    residual_bits: float
-    step: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkup:
-    """All checkpoints by step, and the modules that grow towards fp16's limit, nearest first."""
-
-    schema: str = SCHEMA
-    steps: tuple[CheckedStep, ...]
-    crossings: tuple[Crossing, ...] = ()
     notes: tuple[str, ...] = ()

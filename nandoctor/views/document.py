@@ -36,7 +36,7 @@ _DOCUMENTS: Mapping[type, Callable[..., Iterable[Block]]] = {
     tuple: catalogue_document,
     Fix: fix_part,
 }
-_WITH_LEVELS = (Report, Triage, Checkup)
+_WITH_LEVELS = (Report, Triage)
 
 
 def document(thing: Any, level: Level = "screen", **more: Any) -> tuple[Block, ...]:
@@ -44,7 +44,7 @@ def document(thing: Any, level: Level = "screen", **more: Any) -> tuple[Block, .
 
     Args:
         thing: a report, verification, fix, triage, checkup, comparison, dump or cause.
-        level: how much is said of a report, triage or checkup; the others have one level.
+        level: how much is said of a report or a triage; the others have one level.
         **more: `has_page` if a report's page was made already; the `report` that a chosen fix is of.
     """
     levels = {"level": level} if isinstance(thing, _WITH_LEVELS) else {}
