@@ -12,7 +12,6 @@ import click
 
 from nandoctor.cli.options import GroupedCommand, settings_options
 from nandoctor.cli.shared import show
-from nandoctor.text import parse_size
 
 if TYPE_CHECKING:
     from nandoctor.evidence.triage import Triage
@@ -41,12 +40,6 @@ if TYPE_CHECKING:
 )
 @click.option("--scheduler", metavar="ADDRESS", help="Use the workers of this Dask cluster: tcp://HOST:8786.")
 @click.option(
-    "--memory",
-    type=parse_size,
-    metavar="SIZE",
-    help="What one worker may allocate, such as 8GB (default: its share).",
-)
-@click.option(
     "--timeout",
     "timeout_s",
     type=click.FloatRange(min=0, min_open=True),
@@ -66,10 +59,8 @@ def triage(context: click.Context, /, patterns: tuple[str, ...], as_json: bool, 
     Fixes are tried on one dump of each group. A file that cannot be replayed never stops the others. After Ctrl-C, run
     the same command again to go on.
     """
-    if options["scheduler"] is not None and (options["jobs"] or options["memory"]):
-        raise click.UsageError(
-            "--scheduler goes with neither --jobs nor --memory: the cluster's workers have their own."
-        )
+    if options["scheduler"] is not None and options["jobs"]:
+        raise click.UsageError("--scheduler goes with no --jobs: the cluster has its own workers.")
     from nandoctor.fleet.triage import InterruptedTriageError, TriageOptions
     from nandoctor.fleet.triage import triage as run_triage
     from nandoctor.replaying.settings import OPTIONS

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
     CancelledError,
@@ -21,6 +21,7 @@ from concurrent.futures import (
 )
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import partial
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.triage import DumpResult
@@ -45,43 +46,30 @@ class Processes:
     def run(self, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
         """Yield one answer for each job, as they come. A process that dies costs its own file."""
         for place in dict.fromkeys(map(_code_of, jobs)):
-            waiting = deque(job for job in jobs if _code_of(job) == place)
-            suspects: list[Job] = []
-            while waiting:
-                suspects += yield from self._run_until_broken(waiting)
-            for job in suspects:
-                yield self._run_alone(job)
+            yield from self._run_of_one_code(deque(job for job in jobs if _code_of(job) == place))
 
-    def _run_until_broken(self, waiting: deque[Job]) -> Generator[JobAnswer, None, list[Job]]:
-        """Answer jobs until none is waiting or a process dies; return those that were running then.
-
-        The death of one process ends the whole pool, so no more jobs are submitted than there are processes.
-        """
-        running: dict[Future[JobAnswer], Job] = {}
-        with _open_pool(min(self.size, len(waiting)), self._memory) as pool:
+    def _run_of_one_code(self, waiting: deque[Job]) -> Iterator[JobAnswer]:
+        """Answer these jobs. Each process is a pool of its own, since the death of one ends a whole pool."""
+        size = min(self.size, len(waiting))
+        make_pool = partial(_make_pool, self._memory, max(count_cores() // size, 1))
+        idle = [make_pool() for _ in range(size)]
+        running: dict[Future[JobAnswer], tuple[Job, ProcessPoolExecutor, float]] = {}
+        try:
             while waiting or running:
-                try:
-                    while waiting and len(running) < self.size:
-                        future = _submit(pool, waiting[0])
-                        running[future] = waiting.popleft()
-                    done, _ = wait(running, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        answer = future.result()
-                        del running[future]
-                        yield answer
-                except BrokenProcessPool:
-                    break
-        return [*running.values()]
-
-    def _run_alone(self, job: Job) -> JobAnswer:
-        """Answer a job that was running when some process died, to know whether it was this one's."""
-        began = time.perf_counter()
-        with _open_pool(1, self._memory) as pool:
-            try:
-                return _submit(pool, job).result()
-            except BrokenProcessPool as error:
-                was_ended = job.timeout_s is not None and time.perf_counter() - began >= job.timeout_s
-                return _timed_out(job) if was_ended else _died(job, error)
+                while waiting and idle:
+                    future = _submit(idle[-1], waiting[0])
+                    running[future] = waiting.popleft(), idle.pop(), time.perf_counter()
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    job, pool, began = running.pop(future)
+                    error = future.exception()
+                    if error is not None:
+                        _kill(pool)
+                    idle.append(pool if error is None else make_pool())
+                    yield future.result() if error is None else _ended(job, began, error)
+        finally:
+            for pool in (*idle, *(pool for _, pool, _ in running.values())):
+                _kill(pool)
 
 
 class Given:
@@ -106,10 +94,8 @@ Workers = Processes | Given
 
 
 @contextmanager
-def open_workers(
-    *, executor: Executor | None, jobs: int | None, scheduler: str | None, memory: int | None
-) -> Iterator[Workers]:
-    """Yield the executor or the cluster at `scheduler`, else `jobs` processes here, each limited to `memory` bytes.
+def open_workers(*, executor: Executor | None, jobs: int | None, scheduler: str | None) -> Iterator[Workers]:
+    """Yield the executor or the cluster at `scheduler`, else `jobs` processes here.
 
     Raises:
         NanDoctorError: there is no such cluster, it has no workers, or Dask is not installed.
@@ -120,36 +106,46 @@ def open_workers(
         with _open_cluster(scheduler) as workers:
             yield workers
     else:
-        yield _processes_for(jobs, memory)
+        yield _processes_for(jobs)
 
 
-def _processes_for(jobs: int | None, memory: int | None) -> Processes:
+def _processes_for(jobs: int | None) -> Processes:
+    """Return so many processes, by default as many as there are cores and memory for, with an equal share of that."""
     room = available_memory()
     if jobs is None:
         jobs = count_cores() if room is None else min(count_cores(), max(room // _LEAST_NBYTES, 1))
-    if memory is None and room is not None:
-        memory = max(int(_SHARE * room / jobs), _LEAST_NBYTES)
+    memory = None if room is None else max(int(_SHARE * room / jobs), _LEAST_NBYTES)
     return Processes(jobs, memory)
 
 
-@contextmanager
-def _open_pool(size: int, memory: int | None) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of processes that are killed at the end, whatever they are doing."""
+def _make_pool(memory: int | None, num_threads: int) -> ProcessPoolExecutor:
+    """Return a pool of one process, which starts with its first job."""
     with _starting_processes():
-        pool = ProcessPoolExecutor(
-            max_workers=size,
+        return ProcessPoolExecutor(
+            max_workers=1,
             mp_context=multiprocessing.get_context("spawn"),  # a fork of this process would lack torch's threads
             initializer=_prepare_worker,
-            initargs=(memory, max(count_cores() // size, 1)),
+            initargs=(memory, num_threads),
         )
+
+
+def _submit(pool: ProcessPoolExecutor, job: Job) -> Future[JobAnswer]:
+    """Give a job to the pool's process, and start that if need be; if it ended while it was idle, the job fails."""
     try:
-        yield pool
-    finally:
-        # `kill_workers` does this from Python 3.14 on.
-        processes = [*(getattr(pool, "_processes", None) or {}).values()]
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.kill()
+        with _starting_processes():
+            return pool.submit(run_job, job)
+    except BrokenProcessPool as error:
+        failed = Future[JobAnswer]()
+        failed.set_exception(error)
+        return failed
+
+
+def _kill(pool: ProcessPoolExecutor) -> None:
+    """End a pool whatever it is doing, as `kill_workers` does from Python 3.14 on."""
+    processes = [*(getattr(pool, "_processes", None) or {}).values()]
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.kill()
 
 
 @contextmanager
@@ -158,24 +154,28 @@ def _starting_processes() -> Iterator[None]:
 
     A new process takes over our import path only after its first imports, which a random.py beside a stranger's dump
     could hijack if the working directory were on its path. So could the process that counts the locks of a pool.
+    A process inherits the signals that are blocked; one that comes meanwhile reaches us afterwards.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    safe_path, handler = os.environ.get("PYTHONSAFEPATH"), signal.getsignal(signal.SIGINT)
+    safe_path = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
-    if is_main:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        yield
+        with _interrupts_blocked():
+            yield
     finally:
-        if is_main:
-            signal.signal(signal.SIGINT, handler)
         del os.environ["PYTHONSAFEPATH"]
         os.environ.update({} if safe_path is None else {"PYTHONSAFEPATH": safe_path})
 
 
-def _submit(pool: ProcessPoolExecutor, job: Job) -> Future[JobAnswer]:
-    with _starting_processes():
-        return pool.submit(run_job, job)
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    if not hasattr(signal, "pthread_sigmask"):  # Windows, where no process inherits anything of signals
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _prepare_worker(memory: int | None, num_threads: int) -> None:
@@ -203,7 +203,10 @@ def _code_of(job: Job) -> str:
     return str(job.settings.model or "").rpartition(":")[0]
 
 
-def _timed_out(job: Job) -> JobAnswer:
+def _ended(job: Job, began: float, error: BaseException) -> JobAnswer:
+    """Return the answer for a file whose process has ended, by its deadline or otherwise."""
+    if job.timeout_s is None or time.perf_counter() - began < job.timeout_s:
+        return _died(job, error)
     reason = f"It took longer than {job.timeout_s:g} s (--timeout)."
     return JobAnswer(result=DumpResult(path=job.shown, key=job.key, outcome="timed-out", reason=reason))
 

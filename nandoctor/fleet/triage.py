@@ -46,7 +46,6 @@ class TriageOptions:
         executor: what runs the jobs in place of processes: any executor of `concurrent.futures`.
         scheduler: address of a Dask cluster to use in place of processes.
         jobs: number of processes; None to choose it by cores and memory.
-        memory: bytes that each process may allocate, on Linux; None for its share of 90 % of what is free.
         timeout_s: seconds that a file may take; None for no limit.
         retry: try again files that could not be analysed.
         force: use a folder that holds other files.
@@ -57,7 +56,6 @@ class TriageOptions:
     executor: Executor | None = None
     scheduler: str | None = None
     jobs: int | None = None
-    memory: int | None = None
     timeout_s: float | None = 1800.0
     retry: bool = False
     force: bool = False
@@ -133,9 +131,7 @@ def triage(
         raise NanDoctorError("There must be at least one worker.", remedy="Give --jobs 1 or more.")
     run.store.open(force=options.force)
     try:
-        with open_workers(
-            executor=options.executor, jobs=options.jobs, scheduler=options.scheduler, memory=options.memory
-        ) as workers:
+        with open_workers(executor=options.executor, jobs=options.jobs, scheduler=options.scheduler) as workers:
             run.workers = workers
             run.diagnose()
             run.try_fixes()
