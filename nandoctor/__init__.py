@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from nandoctor.autocast.policy import cuda_autocast as cuda_autocast
     from nandoctor.capture.recorder import Recorder as Recorder
     from nandoctor.case import Case as Case
-    from nandoctor.case import describe as describe
     from nandoctor.case import load as load
     from nandoctor.case import replay as replay
     from nandoctor.case import repro as repro
@@ -29,7 +28,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "nandoctor.autocast.policy": "cuda_autocast",
     "nandoctor.capture.recorder": "Recorder",
-    "nandoctor.case": "Case describe load replay repro verify",
+    "nandoctor.case": "Case load replay repro verify",
     "nandoctor.errors": "NanDoctorError NonFiniteTrainingError",
     "nandoctor.fleet.triage": "TriageOptions triage",
     "nandoctor.margins": "checkup",

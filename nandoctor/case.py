@@ -13,7 +13,6 @@ from nandoctor.diagnosis.run_summary import tabulate
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin, Report
 from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.verdicts import NOTHING_FOUND
@@ -25,13 +24,11 @@ from nandoctor.replaying.settings import ReplayOptions, Settings, StepOptions, a
 from nandoctor.replaying.weights import take_weights
 from nandoctor.repro_scripts.build import make_script
 from nandoctor.source_files import find_typed
-from nandoctor.text import dtype_name
 from nandoctor.verification import Before, tell_if_changed, verify_dump
 from nandoctor.views.commands import command_arguments
 from nandoctor.views.save import save
 
 if TYPE_CHECKING:
-    import torch
     from matplotlib.figure import Figure
 
 
@@ -188,24 +185,6 @@ def _read(dump: Dump | str | os.PathLike[str], options: Mapping[str, Any]) -> tu
     dump = dump if isinstance(dump, Dump) else read_dump(dump)
     settings = settings_for(dump.path, options)
     return take_weights(dump, settings), settings
-
-
-def describe(tensor: torch.Tensor) -> str:
-    """Describe a tensor in one line.
-
-    Args:
-        tensor: of any shape, dtype and device.
-
-    Returns:
-        Such as "fp16 [4, 8], -3.2 to 4.8, median magnitude 0.7, NaN in 8 of 32".
-    """
-    from nandoctor.tracing.tensor_stats import measure_all
-    from nandoctor.views.evidence import describe_tensor
-
-    measured = measure_all([("", tensor)], counts_for=FP16)
-    if not measured:
-        return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}: no floating-point values"
-    return describe_tensor(measured[0])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
