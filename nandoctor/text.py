@@ -191,20 +191,6 @@ def byte_size(nbytes: int) -> str:
     return f"{number(size)} {unit}"
 
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size as people write it: 8GB, 512 MiB, 1e9. Raises ValueError if it is not a size."""
-    number_text = text.strip().rstrip("BbKkMmGgTtIi ")
-    unit = text.strip()[len(number_text) :].strip().upper()
-    nbytes = float(number_text) * _UNITS.get(unit, math.nan)
-    if not 0 < nbytes < 2**60:
-        raise ValueError(text)
-    return int(nbytes)
-
-
 def join_words(words: Sequence[str], last: str = "and") -> str:
     """Join a list as prose: "a", "a and b", "a, b and c"."""
     return f" {last} ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

@@ -217,7 +217,6 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["replay", "sick.pth", "--mode", "test"], "'test' is not one of 'train', 'eval'"),
         (["replay", "sick.pth", "--seed", "x"], "'x' is not a valid integer"),
         (["replay", "sick.pth", "--loss-scale", "x"], "Invalid value for '--loss-scale': 'x' is not a valid float"),
-        (["replay", "sick.pth", "--memory", "8XB"], "Invalid value for '--memory'"),
         (["replay", "sick.pth", "--loss-scale", "0"], "'--loss-scale': loss_scale cannot be 0.0"),
         (["replay", "sick.pth", "--max-trials", "-1"], "'--max-trials': max_trials cannot be -1"),
         (["replay", "sick.pth", "--time", "nan"], "'--time': time cannot be nan"),
