@@ -58,29 +58,32 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def describe_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return each sharded tensor's full shape, its mesh of ranks, and its placement along each mesh dimension.
+    """Return each sharded tensor's full shape, and the indices of the first element of this rank's part in it.
 
-    A placement is the dimension that the tensor is split along, or None if every rank has all of it. It is a list of
-    the dimension and a number of chunks if each chunk is split separately (FSDP over tensor parallelism). Any other (a
-    pending sum) is given by its name, and cannot be joined.
+    These are missing, and nothing can join the parts, if FSDP over tensor parallelism splits a dimension unevenly:
+    a part may then be several pieces of the whole.
     """
     return {name: _describe(tensor) for name, tensor in tensors.items() if is_sharded(tensor)}
 
 
 def _describe(tensor: Any) -> dict[str, Any]:
-    return {
-        "shape": list(tensor.shape),
-        "ranks": tensor.device_mesh.mesh.tolist(),
-        "placements": [_describe_placement(placement) for placement in tensor.placements],
-    }
+    sizes, offset, is_joinable = list(tensor.shape), [0] * tensor.dim(), True
+    mesh = zip(tensor.placements, tensor.device_mesh.shape, tensor.device_mesh.get_coordinate(), strict=True)
+    for placement, num_parts, place in sorted(mesh, key=lambda along: _is_strided(along[0])):
+        if hasattr(placement, "dim"):  # else every rank has all of it
+            dim = placement.dim
+            if _is_strided(placement) and tensor.shape[dim] % (placement.split_factor * num_parts):
+                is_joinable = False
+            most = -(-sizes[dim] // num_parts)  # as torch.chunk splits
+            begin = min(most * place, sizes[dim])
+            offset[dim] += begin
+            sizes[dim] = min(most, sizes[dim] - begin)
+    return {"shape": list(tensor.shape), "offset": offset if is_joinable else []}
 
 
-def _describe_placement(placement: Any) -> int | list[int] | str | None:
-    if placement.is_replicate():
-        return None
-    if type(placement).__name__ == "_StridedShard":
-        return [int(placement.dim), int(placement.split_factor)]
-    return int(placement.dim) if type(placement).__name__ == "Shard" else str(placement)
+def _is_strided(placement: Any) -> bool:
+    """Return True for the split of what tensor parallelism has split already; it comes first in the mesh."""
+    return type(placement).__name__ == "_StridedShard"
 
 
 def describe_mixed_precision(model: nn.Module) -> dict[str, dict[str, str]]:

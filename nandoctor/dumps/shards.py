@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,16 @@ _MAX_RANKS = 1 << 16
 _SAME_STEP = ("step", "micro_batch", "epoch", "world_size")
 
 Load = Callable[[Path], Mapping[str, Any]]
+Place = tuple[int, ...]
+"""The indices of the first element of a part in the whole weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """The shape of a whole weight, and the place of this rank's part in it."""
+
+    shape: tuple[int, ...]
+    offset: Place
 
 
 def join_shards(saved: Mapping[str, Any], path: Path, load: Load) -> Mapping[str, Any]:
@@ -27,119 +39,70 @@ def join_shards(saved: Mapping[str, Any], path: Path, load: Load) -> Mapping[str
     Raises:
         DumpError: a rank's file is missing or of another step, or the parts do not make up the weight.
     """
-    shards = get(saved, "shards", Mapping[str, Any], {})
-    if not shards:
-        return saved
-    for name in shards:
-        _check_mesh(str(name), shards[name])
-    ranks = _Ranks(path, saved, load)
-    joined = {str(name): _join(str(name), shards[name], ranks) for name in shards}
+    shapes = {name: shard.shape for name, shard in _shards_of(saved).items()}
+    parts: dict[str, dict[Place, Any]] = {name: {} for name in shapes}
+    missing = [name for name in shapes if not _is_whole(shapes[name], parts[name])]
+    for contents, file in _files_of_ranks(saved, path, load):
+        _add_parts(parts, contents, file)
+        missing = [name for name in missing if not _is_whole(shapes[name], parts[name])]
+        if not missing:
+            break
+    if missing:
+        raise DumpError(
+            f"it holds only a part of the weights, and the files beside it have not all of {brief(missing[0])}.",
+            remedy=_TAKE_ALL,
+        )
+    joined = {name: _join(name, shape, parts[name]) for name, shape in shapes.items()}
     return {**saved, "state_dict": {**get(saved, "state_dict", Mapping[str, Any], {}), **joined}}
 
 
-class _Ranks:
-    """The weights of one step by rank; the file of another rank is read when a part of it is needed.
-
-    Joining copies parts, so what is taken from a file is bounded by its size, whatever sizes it claims.
-    """
-
-    def __init__(self, path: Path, saved: Mapping[str, Any], load: Load) -> None:
-        self._path, self._load = path, load
-        self._event = get(saved, "event", Mapping[str, Any], {})
-        self.own = get(self._event, "rank", int, 0)
-        self._states: dict[int, dict[Any, Any]] = {}
-        self._nbytes_left: dict[int, int] = {}
-        self._add(self.own, path, saved)
-
-    def part(self, rank: int, name: str) -> torch.Tensor:
-        """Return the part of the weight that this rank holds."""
-        path = self._path.with_name(self._path.name.replace(f"-rank{self.own}", f"-rank{rank}"))
-        if rank not in self._states:
-            self._add(rank, path, self._read(rank, path))
-        part = self._states[rank].get(name)
-        if not is_dense(part):
-            raise DumpError(f"{brief(path.name)} does not hold a part of {brief(name)}.", remedy=_TAKE_ALL)
-        self._nbytes_left[rank] -= part.nbytes
-        if self._nbytes_left[rank] < 0:
-            raise DumpError(f"{brief(path.name)} claims more weights than it holds.", remedy=_TAKE_ALL)
-        return to_torch(part)
-
-    def _add(self, rank: int, path: Path, saved: Mapping[str, Any]) -> None:
-        self._states[rank], self._nbytes_left[rank] = (
-            get(saved, "state_dict", Mapping[str, Any], {}),
-            path.stat().st_size,
-        )
-
-    def _read(self, rank: int, path: Path) -> Mapping[str, Any]:
-        if path == self._path or not path.is_file():
-            raise DumpError(
-                f"it holds only rank {self.own}'s part of the weights, and the file of rank {rank} is not beside it.",
-                remedy=f"Put the files of all ranks of this step into one folder: {brief(path.name)} is missing.",
-            )
-        saved = self._load(path)
-        event = get(saved, "event", Mapping[str, Any], {})
-        if any(event.get(name) != self._event.get(name) for name in _SAME_STEP):
-            raise DumpError(f"{brief(path.name)} beside it is of another step.", remedy=_TAKE_ALL)
-        return saved
+def _shards_of(saved: Mapping[str, Any]) -> Mapping[str, Shard]:
+    shards: Mapping[str, Shard] = get(saved, "shards", Mapping[str, Shard], {})
+    return shards
 
 
-def _check_mesh(name: str, shard: Any) -> None:
-    """Refuse a mesh that is not nested lists of ranks: iterating over any other object may never end."""
-    waiting, num_seen = [shard.get("ranks") if type(shard) is dict else None], 0
-    while waiting:
-        item = waiting.pop()
-        num_seen += 1
-        if num_seen > _MAX_RANKS or not (type(item) is list or (type(item) is int and 0 <= item < _MAX_RANKS)):
-            raise _unfit(name, "its ranks are not nested lists of numbers")
-        waiting += item if type(item) is list else []
+def _files_of_ranks(saved: Mapping[str, Any], path: Path, load: Load) -> Iterator[tuple[Mapping[str, Any], Path]]:
+    """Yield what the ranks recorded of the step, with its file: first what was read already, then the others."""
+    yield saved, path
+    event = get(saved, "event", Mapping[str, Any], {})
+    own = get(event, "rank", int, 0)
+    for rank in range(min(get(event, "world_size", int, 1), _MAX_RANKS)):
+        file = path.with_name(path.name.replace(f"-rank{own}", f"-rank{rank}"))
+        if file == path or not file.is_file():
+            continue
+        contents = load(file)
+        other = get(contents, "event", Mapping[str, Any], {})
+        if any(other.get(name) != event.get(name) for name in _SAME_STEP):
+            raise DumpError(f"{brief(file.name)} beside it is of another step.", remedy=_TAKE_ALL)
+        yield contents, file
 
 
-def _join(name: str, shard: Any, ranks: _Ranks) -> torch.Tensor:
+def _add_parts(parts: Mapping[str, dict[Place, Any]], contents: Mapping[str, Any], file: Path) -> None:
+    """Add a file's parts to those of the same weight; joining copies them, so they may claim what the file has."""
+    state, nbytes_left = get(contents, "state_dict", Mapping[str, Any], {}), file.stat().st_size
+    for name, shard in _shards_of(contents).items():
+        part = state.get(name)
+        if name not in parts or not is_dense(part) or not part.numel():
+            continue
+        nbytes_left -= part.nbytes
+        if nbytes_left < 0:
+            raise DumpError(f"{brief(file.name)} claims more weights than it holds.", remedy=_TAKE_ALL)
+        parts[name].setdefault(shard.offset, part)
+
+
+def _is_whole(shape: tuple[int, ...], parts: Mapping[Place, Any]) -> bool:
+    return bool(sum(part.numel() for part in parts.values()) == math.prod(shape))
+
+
+def _join(name: str, shape: tuple[int, ...], parts: Mapping[Place, Any]) -> torch.Tensor:
+    tensors = {offset: to_torch(part) for offset, part in parts.items()}
     try:
-        whole = _join_along(shard["ranks"], list(shard["placements"]), name, ranks)
-        fits = list(whole.shape) == list(shard["shape"])
-    except (KeyError, TypeError, ValueError, IndexError, RuntimeError, RecursionError) as error:
-        raise _unfit(name, type(error).__name__) from error
-    if not fits:
-        raise _unfit(name, f"they give {tuple(whole.shape)}")
+        whole = torch.zeros(shape, dtype=next(iter(tensors.values())).dtype if tensors else None)
+        for offset, tensor in tensors.items():
+            ends = [begin + size for begin, size in zip(offset, tensor.shape, strict=True)]
+            whole[tuple(map(slice, offset, ends))] = tensor
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise DumpError(
+            f"the ranks' parts of {brief(name)} cannot be joined ({type(error).__name__}).", remedy=_TAKE_ALL
+        ) from error
     return whole
-
-
-def _join_along(mesh: Any, placements: list[Any], name: str, ranks: _Ranks) -> torch.Tensor:
-    """Return the part of the tensor that the ranks of this (sub)mesh hold; a mesh without dimensions is one rank."""
-    if not placements:
-        return ranks.part(int(mesh), name)
-    placement, further = placements[0], placements[1:]
-    if placement is None:
-        part = next((part for part in mesh if _holds(part, ranks.own)), mesh[0])
-        return _join_along(part, further, name, ranks)
-    parts = [_join_along(part, further, name, ranks) for part in mesh]
-    if type(placement) is list and [type(item) for item in placement] == [int, int]:
-        return _join_chunks(parts, *placement)
-    if type(placement) is not int:
-        raise _unfit(name, f"a {type(placement).__name__} is not a plain split")
-    return torch.cat(parts, dim=placement)
-
-
-def _join_chunks(parts: list[torch.Tensor], dim: int, num_chunks: int) -> torch.Tensor:
-    """Return the tensor that was first cut into `num_chunks` chunks, each then split over the parts."""
-    size = sum(part.shape[dim] for part in parts)
-    if not 0 < num_chunks <= _MAX_RANKS:
-        raise ValueError(num_chunks)
-    split = [_chunk_sizes(chunk, len(parts)) for chunk in _chunk_sizes(size, num_chunks)]
-    pieces = [torch.split(part, [sizes[rank] for sizes in split], dim) for rank, part in enumerate(parts)]
-    return torch.cat([piece[chunk] for chunk in range(num_chunks) for piece in pieces], dim)
-
-
-def _chunk_sizes(size: int, number: int) -> list[int]:
-    """Return the sizes of `torch.chunk`'s chunks, with 0 for each chunk that it leaves out."""
-    most = -(-size // number)
-    return [max(min(most, size - most * index), 0) for index in range(number)]
-
-
-def _holds(mesh: Any, rank: int) -> bool:
-    return mesh == rank if isinstance(mesh, int) else any(_holds(part, rank) for part in mesh)
-
-
-def _unfit(name: str, why: str) -> DumpError:
-    return DumpError(f"the ranks' parts of {brief(name)} cannot be joined ({why}).", remedy=_TAKE_ALL)

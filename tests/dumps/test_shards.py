@@ -2,129 +2,141 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.distributed.tensor import placement_types
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from nandoctor.capture import sharding
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import DumpError
 
 WHOLE = torch.arange(35.0).reshape(7, 5)
-ONE_MESH = {"shape": [7, 5], "ranks": [0, 1, 2], "placements": [0]}
-ROWS = {0: WHOLE[:3], 1: WHOLE[3:6], 2: WHOLE[6:]}
+ROWS = [((0, 0), WHOLE[:3]), ((3, 0), WHOLE[3:6]), ((6, 0), WHOLE[6:])]
 
 
-def write(folder, parts, shard, *, step=4, **more):
-    for rank, part in parts.items():
-        event = {"step": step, "rank": rank, "world_size": len(parts)}
-        state = {"weight": part.clone(), "bias": torch.full((2,), float(rank))}
-        contents = {"format": "nandoctor.dump/1", "state_dict": state, "shards": {"weight": shard}, "event": event}
-        torch.save({**contents, **more}, folder / f"nan-step{step:06d}-rank{rank}.pth")
-    return [folder / f"nan-step{step:06d}-rank{rank}.pth" for rank in parts]
+def write(folder, parts, *, shape=(7, 5), step=4, **more):
+    """The files of all ranks, each with a part of the weight and its place."""
+    paths = []
+    for rank, (offset, part) in enumerate(parts):
+        contents = {
+            "format": "nandoctor.dump/1",
+            "state_dict": {"weight": part.clone(), "bias": torch.full((2,), float(rank))},
+            "shards": {"weight": {"shape": list(shape), "offset": offset}},
+            "event": {"step": step, "rank": rank, "world_size": len(parts)},
+        }
+        paths.append(folder / f"nan-step{step:06d}-rank{rank}.pth")
+        torch.save({**contents, **more}, paths[-1])
+    return paths
 
 
-@pytest.mark.parametrize(
-    ("shard", "parts"),
-    [
-        (ONE_MESH, ROWS),
-        ({**ONE_MESH, "placements": [1]}, {0: WHOLE[:, :2], 1: WHOLE[:, 2:4], 2: WHOLE[:, 4:]}),
-        ({**ONE_MESH, "ranks": [0, 1], "placements": [0]}, {0: WHOLE, 1: WHOLE[:0]}),
-        ({**ONE_MESH, "ranks": [[0, 1], [2, 3]], "placements": [None, 0]}, dict(enumerate([WHOLE[:4], WHOLE[4:]] * 2))),
-        (
-            {**ONE_MESH, "ranks": [[0, 1], [2, 3]], "placements": [0, 1]},
-            {0: WHOLE[:4, :3], 1: WHOLE[:4, 3:], 2: WHOLE[4:, :3], 3: WHOLE[4:, 3:]},
-        ),
+HALVES = [((0, 0), WHOLE[:4]), ((4, 0), WHOLE[4:])]
+PARTS = {
+    "rows": ROWS,
+    "columns": [((0, 0), WHOLE[:, :2]), ((0, 2), WHOLE[:, 2:4]), ((0, 4), WHOLE[:, 4:])],
+    "an empty part": [((0, 0), WHOLE), ((7, 0), WHOLE[:0])],
+    "copies of rows": HALVES * 2,
+    "rows and columns": [
+        ((0, 0), WHOLE[:4, :3]),
+        ((0, 3), WHOLE[:4, 3:]),
+        ((4, 0), WHOLE[4:, :3]),
+        ((4, 3), WHOLE[4:, 3:]),
     ],
-    ids=["rows", "columns", "an empty part", "copies of rows", "rows and columns"],
-)
-def test_every_rank_reads_whole_weights(tmp_path, shard, parts):
-    for rank, path in enumerate(write(tmp_path, parts, shard)):
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_every_rank_reads_whole_weights(tmp_path, kind):
+    for rank, path in enumerate(write(tmp_path, PARTS[kind])):
         state = read_dump(path).state
         assert torch.equal(state["weight"], WHOLE)
         assert state["bias"].tolist() == [rank, rank]
 
 
-@pytest.mark.parametrize("size", [0, 1, 5, 7, 8, 13])
-@pytest.mark.parametrize(("num_chunks", "num_ranks"), [(1, 2), (2, 2), (3, 2), (2, 4)])
-def test_chunks_that_are_split_by_themselves(tmp_path, size, num_chunks, num_ranks):
-    whole = torch.arange(size * 2.0).reshape(size, 2)
-    strided = placement_types._StridedShard(0, split_factor=num_chunks)
-    parts = strided._split_tensor(whole, num_ranks, with_padding=False)[0]
-    shard = {"shape": [size, 2], "ranks": list(range(num_ranks)), "placements": [[0, num_chunks]]}
-    path = write(tmp_path, dict(enumerate(parts)), shard)[0]
-    assert torch.equal(read_dump(path).state["weight"], whole)
+PLACEMENTS = {
+    "rows": (lambda shards: [shards.Shard(0)], (2,)),
+    "columns": (lambda shards: [shards.Shard(1)], (3,)),
+    "copies of rows": (lambda shards: [shards.Replicate(), shards.Shard(0)], (2, 2)),
+    "rows of rows": (lambda shards: [shards._StridedShard(0, split_factor=2), shards.Shard(0)], (3, 2)),
+    "rows and columns": (lambda shards: [shards.Shard(0), shards.Shard(1)], (2, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_a_part_is_where_torch_puts_it(kind):
+    """Sizes that do not split into equal parts, but for FSDP over tensor parallelism."""
+    make, mesh_shape = PLACEMENTS[kind]
+    placements = make(placement_types)
+    for coordinate in itertools.product(*map(range, mesh_shape)):
+        shape = (12, 5) if kind == "rows of rows" else WHOLE.shape
+        known = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
+        mesh = SimpleNamespace(shape=mesh_shape, get_coordinate=lambda coordinate=coordinate: list(coordinate))
+        sharded = SimpleNamespace(shape=shape, dim=WHOLE.dim, placements=placements, device_mesh=mesh)
+        assert sharding._describe(sharded) == {"shape": list(shape), "offset": list(known[1])}
+        sharded.shape = (7, 5)
+        assert bool(sharding._describe(sharded)["offset"]) == (kind != "rows of rows")  # which would be several pieces
 
 
 def test_copies_need_the_files_of_one_group_alone(tmp_path):
-    shard = {**ONE_MESH, "ranks": [[0, 1], [2, 3]], "placements": [None, 0]}
-    paths = write(tmp_path, dict(enumerate([WHOLE[:4], WHOLE[4:]] * 2)), shard)
+    paths = write(tmp_path, HALVES * 2)
     paths[0].unlink()
     assert torch.equal(read_dump(paths[3]).state["weight"], WHOLE)
-    with pytest.raises(DumpError, match=r"file of rank 0 is not beside it") as caught:
-        read_dump(paths[1])
-    assert "nan-step000004-rank0.pth is missing" in caught.value.remedy
+    paths[2].unlink()
+    with pytest.raises(DumpError, match="have not all of weight") as caught:
+        read_dump(paths[3])
+    assert "all ranks of one step into one folder" in caught.value.remedy
 
 
 def test_files_of_another_step(tmp_path):
-    path = write(tmp_path, ROWS, ONE_MESH)[0]
-    write(tmp_path, ROWS, ONE_MESH, step=5)[1].replace(tmp_path / "nan-step000004-rank1.pth")
+    path = write(tmp_path, ROWS)[0]
+    write(tmp_path, ROWS, step=5)[1].replace(tmp_path / "nan-step000004-rank1.pth")
     with pytest.raises(DumpError, match="of another step"):
         read_dump(path)
 
 
 def test_a_neighbour_that_is_no_recorders_file(tmp_path):
-    path = write(tmp_path, ROWS, ONE_MESH)[0]
+    path = write(tmp_path, ROWS)[0]
     torch.save({"state_dict": {"weight": WHOLE}}, tmp_path / "nan-step000004-rank1.pth")
     with pytest.raises(DumpError, match="not written by the recorder"):
         read_dump(path)
 
 
 @pytest.mark.parametrize(
-    "shard",
+    ("shape", "offset", "said"),
     [
-        {**ONE_MESH, "placements": ["_StridedShard(dim=0, sf=2)"]},
-        {**ONE_MESH, "placements": [7]},
-        {**ONE_MESH, "placements": [0, 0]},
-        {**ONE_MESH, "shape": [8, 5]},
-        {**ONE_MESH, "ranks": 0},
-        {**ONE_MESH, "ranks": []},
-        {"ranks": [0, 1, 2]},
-        "rows",
+        ((8, 5), (0, 0), "have not all of weight"),
+        ((5, 7), (0, 0), "cannot be joined"),
+        ((7, 5), (-1, 0), "cannot be joined"),
+        ((7, 5), (0,), "cannot be joined"),
+        ((7, 5), (), "cannot be joined"),
+        ((7, 5), (1 << 62, 0), "cannot be joined"),
+        ((-7, -5), (0, 0), "cannot be joined"),
+        ((7, 5), "00", "shards"),
+        ((7, 5), (0.5, 0), "shards"),
+        (torch.zeros(1).expand(1 << 40), (0, 0), "shards"),
     ],
     ids=str,
 )
-def test_parts_that_do_not_make_up_the_weight(tmp_path, shard):
-    path = write(tmp_path, ROWS, shard)[0]
-    with pytest.raises(DumpError, match=r"parts of weight cannot be joined"):
-        read_dump(path)
-
-
-@pytest.mark.parametrize("mesh", [[0] * 10_000, [0, 1, 2] * 5_000], ids=["one rank", "all ranks"])
-def test_a_mesh_that_multiplies_what_is_there(tmp_path, mesh):
-    path = write(tmp_path, ROWS, {**ONE_MESH, "ranks": mesh})[0]
-    with pytest.raises(DumpError, match="claims more weights than it holds"):
+def test_parts_that_do_not_make_up_the_weight(tmp_path, shape, offset, said):
+    (path,) = write(tmp_path, [(offset, WHOLE)])
+    saved = torch.load(path)
+    saved["shards"]["weight"]["shape"] = shape
+    torch.save(saved, path)
+    with pytest.raises(DumpError, match=said):
         read_dump(path)
 
 
 def test_an_expanded_part(tmp_path):
-    write(tmp_path, ROWS, ONE_MESH)
+    write(tmp_path, ROWS)
     path = tmp_path / "nan-step000004-rank1.pth"
     saved = torch.load(path)
     saved["state_dict"]["weight"] = torch.zeros(1).expand(1 << 40)
     torch.save(saved, path)
     with pytest.raises(DumpError, match="claims more weights than it holds"):
         read_dump(tmp_path / "nan-step000004-rank0.pth")
-
-
-@pytest.mark.parametrize(
-    "mesh",
-    [torch.zeros(1, dtype=torch.uint8).expand(1 << 40), [-1], [1 << 20], [[0] * 70_000], "012", {0: 1}, [1.0]],
-    ids=["tensor", "negative", "large", "many", "text", "dict", "float"],
-)
-def test_a_mesh_that_is_no_list_of_ranks(tmp_path, mesh):
-    path = write(tmp_path, ROWS, {**ONE_MESH, "ranks": mesh})[0]
-    with pytest.raises(DumpError, match="cannot be joined"):
-        read_dump(path)
 
 
 def test_a_random_state_that_claims_more_than_it_holds(tmp_path):
