@@ -94,11 +94,6 @@ def _has_nonfinite(values: torch.Tensor) -> torch.Tensor | bool:
     return (values.detach() * 0 != 0).squeeze()
 
 
-def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return True if no element is NaN or Inf; waits for the device."""
-    return not any(_has_nonfinite(values) for values in tensors if values.is_floating_point() or values.is_complex())
-
-
 def _any(found: Sequence[torch.Tensor | bool], device: torch.device) -> torch.Tensor:
     flags = [torch.as_tensor(flag, device=device) for flag in found or [False]]
     return flags[0] if len(flags) == 1 else torch.stack(flags).any()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from nandoctor.capture.source_info import (
     read_attribute,
     source_file,
 )
-from nandoctor.dumps.code_request import argument_options, is_transformers_config
+from nandoctor.dumps.code_request import is_transformers_config
 from nandoctor.dumps.packing import pack
 from nandoctor.replaying.argument_objects import NotDescribableError, describe_argument, find_standard
 from nandoctor.source_files import PACKAGE_FOLDERS, defines_code, find_typed, is_installed
@@ -54,7 +53,7 @@ class Training:
     """Facts common to all steps of a run: how model and loss are built, and their sources as the run began.
 
     If `built`, `model` is the source of a builder, not of the model's class. `files` are the project's files. `flags`
-    are those that a replay needs, None if only this notebook can replay the steps.
+    are those that a replay is known to need, None if only this notebook can replay the steps.
     """
 
     settings: RecorderSettings
@@ -68,7 +67,7 @@ class Training:
 
 
 def describe_training(settings: RecorderSettings, observer: Observer) -> Training:
-    """Return what all files of a run have in common; log how to do without the flags that a replay needs."""
+    """Return what all files of a run have in common; log what a replay cannot import or build."""
     model, builder, arguments = observer.model, settings.builder, settings.arguments or {}
     if isinstance(builder, functools.partial) and not builder.args:
         arguments = {**builder.keywords, **arguments}
@@ -77,10 +76,8 @@ def describe_training(settings: RecorderSettings, observer: Observer) -> Trainin
     built = builder is not None and not isinstance(builder, type)
     loss = None if settings.loss is None else describe_loss(settings.loss)
     described = describe_arguments(arguments) if arguments or built else find_config(model)
-    flags, advice = plan_rebuild(model, source, described, built=built)
-    if flags is not None and loss is not None and _is_named_elsewhere(loss):
-        flags += f" --loss {shlex.quote('{file}:{name}'.format(**loss))}"
-    for line in (*advice, *advise_loss(settings.loss, loss)):
+    advice = list(advise_rebuild(model, source, described, built=built))
+    for line in (*advice, *(() if loss is None else advise_loss(loss))):
         LOG.warning("nandoctor.Recorder: %s", line)
     return Training(
         settings=settings,
@@ -90,7 +87,7 @@ def describe_training(settings: RecorderSettings, observer: Observer) -> Trainin
         arguments=described,
         built=built,
         files=ProjectSources(source, loss),
-        flags=flags,
+        flags=" --model FILE.py:NAME" if advice else None if is_typed(source) else "",
     )
 
 
@@ -186,38 +183,27 @@ def _describe_config(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def plan_rebuild(
+def advise_rebuild(
     model: nn.Module, source: Mapping[str, str], arguments: ModelArguments, *, built: bool
-) -> tuple[str | None, list[str]]:
-    """Return the flags for the model after `nandoctor replay FILE`, "" if none are needed, and how to do without them.
+) -> Iterator[str]:
+    """Yield what to change if a replay cannot import the model's code, or cannot build the model.
 
-    The flags are None if the model's code exists only in this notebook or console. The class is not called, since its
-    constructor may change what the training uses: only its signature is compared with the arguments.
+    The class is not called, since its constructor may change what the training uses: only its signature is compared
+    with the arguments.
     """
-    name, file = source["name"], source["file"]
-    typed = is_typed(source)
-    if "<" in name or (not file and source["module"] in ("__main__", "") and not typed):
+    name = source["name"]
+    is_nowhere = not source["file"] and source["module"] in ("__main__", "") and not is_typed(source)
+    if "<" in name or is_nowhere:
         where = "inside a function" if "<" in name else "outside of any file"
-        return " --model FILE.py:NAME", [
-            f"a replay cannot import {name}, which is defined {where}: define it at the top level of a .py file."
-        ]
+        yield f"a replay cannot import {name}, which is defined {where}: define it at the top level of a .py file."
+        return
     from_config = not arguments.plain and is_transformers_config(type(read_attribute(model, "config")))
     if not built and (problem := _find_problem(model, arguments, from_config=from_config)):
-        return " --model FILE.py:NAME", [
+        yield (
             f"a replay cannot build {name} {problem}. Give Recorder arguments={{...}}, the plain data that {name} was "
             "called with, or builder=FUNCTION, a function at the top level of a file that takes no arguments and "
             "returns the model."
-        ]
-    if typed and not arguments.odd:
-        return None, [
-            f"{name} is not defined in a file, so its dumps can only be replayed here, with nandoctor.replay(FILE). To "
-            "replay them elsewhere, define it at the top level of a .py file.",
-        ]
-    if is_elsewhere(source) or (built and not (is_own_function(source) and not arguments.odd)):
-        location = file if source["module"] == "__main__" or file else source["module"]
-        words = ["--model", f"{location}:{name}", *(argument_options(arguments.plain) if not built else ())]
-        return "".join(f" {shlex.quote(word)}" for word in words), []
-    return "", []
+        )
 
 
 def _find_problem(model: nn.Module, arguments: ModelArguments, *, from_config: bool) -> str:
@@ -253,26 +239,13 @@ def why_refused(function: Callable[..., Any], args: Iterable[Any], kwargs: Mappi
     return ""
 
 
-def _is_named_elsewhere(loss: Mapping[str, str]) -> bool:
-    """Return True for a function in a file outside of the working directory, which a flag has to name."""
-    return is_elsewhere(loss) and loss["name"].isidentifier()
-
-
-def advise_loss(loss: Callable[..., Any] | str | None, source: Mapping[str, str] | None) -> Iterator[str]:
-    """Yield what to change if a replay cannot import the loss, or cannot call it with an output and a batch."""
-    if loss is None or source is None:
-        return
-    name = source["name"].rpartition(".")[2] or source["name"]
-    if not (is_own_function(source) or _is_named_elsewhere(source) or is_typed(source)):
+def advise_loss(source: Mapping[str, str]) -> Iterator[str]:
+    """Yield what to change if a replay cannot import the loss."""
+    is_elsewhere_in_file = is_elsewhere(source) and source["name"].isidentifier()
+    if not (is_own_function(source) or is_elsewhere_in_file or is_typed(source)):
+        name = source["name"].rpartition(".")[2] or source["name"]
         yield (
             f"a replay cannot import the loss ({name}), and cannot check gradients without it. Give Recorder a "
             "function at the top level of a file of this project: loss=loss_of, with def loss_of(output, batch): "
             "return ..."
-        )
-    if isinstance(loss, str):
-        return
-    if refused := why_refused(loss.forward if isinstance(loss, nn.Module) else loss, (None, None), {}):
-        yield (
-            f"a replay calls the loss as {name}(output, batch), which fails ({refused}). Give Recorder a function at "
-            f"the top level of a file: loss=loss_of, with def loss_of(output, batch): return {name}(...)"
         )

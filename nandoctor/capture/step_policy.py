@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nandoctor.capture.async_flags import all_finite
 from nandoctor.capture.dump_folder import DumpFolder, say_next
 from nandoctor.capture.environment import read_rank
 from nandoctor.capture.step import RecordedStep
@@ -212,21 +211,12 @@ class StepPolicy:
                 self._on_save(path, contents["event"])
             except Exception as error:
                 LOG.warning("on_save failed for %s (%s: %s).", path, type(error).__name__, error)
-        flags = self._replay_flags()
-        return path, say_next(path, contents, None if flags is None else flags + _flags_for(step, reason, contents))
+        return path, say_next(path, contents, self._replay_flags())
 
 
 def _is_below_1(scale: float | None) -> bool:
     """Return True for a loss scale that GradScaler's search does not explain."""
     return scale is not None and scale < SMALLEST_SCALE
-
-
-def _flags_for(step: RecordedStep, reason: str, contents: Mapping[str, Any]) -> str:
-    """Return the flags that the replay of this step needs in addition to those of all steps."""
-    if contents["method"] and len(step.flags) > 1:
-        return " --call FILE.py:NAME"  # without it, a replay stops at the first backward pass
-    known = contents["loss_function"] or contents["loss_field"] is not None or reason != "loss" or step.loss is None
-    return "" if known or not all_finite(step.outputs()) else " --loss FILE.py:NAME"
 
 
 def _describe(step: RecordedStep, reason: str) -> str:

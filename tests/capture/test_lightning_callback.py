@@ -123,7 +123,7 @@ def test_micro_batches_are_steps_of_their_own(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("failing", ["critic", "net"])
-def test_manual_optimization_is_replayed(tmp_path, caplog, failing):
+def test_manual_optimization_is_replayed(tmp_path, failing):
     callback = RecorderCallback(folder=tmp_path)
     batches = [(torch.full((3, 2, 2, 8), float(number != 1)),) for number in range(3)]
     trainer = lightning.Trainer(
@@ -137,7 +137,6 @@ def test_manual_optimization_is_replayed(tmp_path, caplog, failing):
     )
     trainer.fit(TwoNets(failing), torch.utils.data.DataLoader(batches, batch_size=None))
     path = callback.recorder.written[0]
-    assert ("--call FILE.py:NAME" in caplog.text) == (failing == "net")
     if failing == "critic":
         report = nandoctor.replay(path, fixes=False).report
         assert (report.reproduction.grade, report.cause.code) == ("exact", "division-by-zero")

@@ -183,7 +183,7 @@ class Raising(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("check", "saved"), [("logits", True), ("bare", True), ("temporary", True), ("name", False), ("filled", False)]
+    ("check", "saved"), [("logits", True), ("bare", True), ("temporary", False), ("name", False), ("filled", False)]
 )
 def test_a_forward_that_raises_for_its_own_nan(tmp_path, caplog, check, saved):
     """What its variables hold of the weights' products tells, not a word in the message alone."""
