@@ -37,7 +37,6 @@ from nandoctor.replaying.input_binding import Binding, bind_inputs, find_binding
 from nandoctor.replaying.losses import bind_loss
 from nandoctor.replaying.memory import Unfilled, building_within, require_room
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute, load_state
-from nandoctor.replaying.model_search import missing_model
 from nandoctor.replaying.module_state import LARGE_NBYTES
 from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.project import Project, arguments_of
@@ -213,7 +212,11 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
                 return build_model(configured, {}), []
         return build_model(source, settings.model_args, directory=settings.directory), []
     if not dump.is_recorded:
-        raise missing_model(dump)
+        raise ModelError(
+            "The dump holds weights and arrays, not the model's code.",
+            remedy="Name what builds the model: --model train.py:make_model, or model=make_model in Python; or set model "
+            "in [tool.nandoctor] of the project's pyproject.toml.",
+        )
     reference = dump.recorded.model
     make = find_model(reference, dump.path, dump.provenance)
     with building_within(dump.state):
