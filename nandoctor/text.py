@@ -241,17 +241,6 @@ def brief_list(names: Iterable[str]) -> str:
     return join_first([brief(name) for name in names])
 
 
-def first_difference(was: str, now: str) -> tuple[str, str] | None:
-    """Return the first line that differs between two printed models; compiled parts print otherwise, so not theirs.
-
-    A bare parameter prints its device and format, which a replay may choose.
-    """
-    if "OptimizedModule(" in was:
-        return None
-    pairs = ((old.strip(), new.strip()) for old, new in zip(was.splitlines(), now.splitlines(), strict=False))
-    return next(((old, new) for old, new in pairs if old != new and "Parameter containing" not in old), None)
-
-
 def diff_kind(line: str) -> str:
     """Return the kind of a line of a diff: "file", "hunk", "add", "del", or "" for an unchanged one."""
     if line.startswith(("---", "+++")):

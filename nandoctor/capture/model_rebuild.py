@@ -29,7 +29,6 @@ from nandoctor.dumps.code_request import is_transformers_config
 from nandoctor.dumps.packing import pack
 from nandoctor.replaying.argument_objects import NotDescribableError, describe_argument, find_standard
 from nandoctor.source_files import PACKAGE_FOLDERS, defines_code, find_typed, is_installed
-from nandoctor.torch_compat import fsdp_policy
 from nandoctor.trees import PLAIN
 
 LOG = logging.getLogger("nandoctor")
@@ -149,22 +148,10 @@ def _describe_importable(thing: Any) -> dict[str, str]:
 
 
 def describe_model(training: Training) -> dict[str, Any]:
-    """Return the source of the model's class or builder, with arguments and structure."""
+    """Return the source of the model's class or builder, with its arguments."""
     model, arguments = training.observer.model, training.arguments.plain
     config = {} if arguments or training.built else _describe_config(model)
-    return {**training.model, "arguments": arguments, "structure": _print(model), **config}
-
-
-def _print(model: nn.Module) -> str:
-    """Return the model as it prints without the classes that FSDP2 puts on its modules; "" if printing raises."""
-    try:
-        printed = str(model)
-    except Exception:
-        return ""
-    kinds = {type(module): class_of(module) for module in model.modules() if fsdp_policy(module) is not None}
-    for kind, original in kinds.items():
-        printed = printed.replace(f"{kind.__name__}(", f"{original.__name__}(")
-    return printed
+    return {**training.model, "arguments": arguments, **config}
 
 
 def _describe_config(model: nn.Module) -> dict[str, Any]:

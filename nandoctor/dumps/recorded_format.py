@@ -94,8 +94,7 @@ class Reference:
 
     `file` is its source file relative to the training's working directory, "" for code from elsewhere; `sha256` is that
     of the file. `arguments` are plain data, in which objects are described. `config` is the class of a transformers
-    configuration, "module:name" in `config_file`; its values are then `arguments["config"]`. `structure` is the model
-    as Python prints it.
+    configuration, "module:name" in `config_file`; its values are then `arguments["config"]`.
     """
 
     module: str = ""
@@ -107,7 +106,6 @@ class Reference:
     config_file: str = ""
     config_sha256: str = ""
     attention: str = ""
-    structure: str = ""
 
     @property
     def configuration(self) -> Reference | None:

@@ -31,7 +31,7 @@ from nandoctor.replaying.argument_objects import Source, find_standard, make_arg
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute
 from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import defines, defines_code, find_typed, hash_of, installed_path, own_source
-from nandoctor.text import brief, first_difference, plural
+from nandoctor.text import brief, plural
 
 _NOT_HERE = "this is not the folder that the dump was recorded in"
 
@@ -173,17 +173,12 @@ def _why_no_loss(reference: Reference, source: Path | None, provenance: Provenan
     return "" if provenance.here else f"{brief(reference.file)} holds the loss, and {_NOT_HERE}"
 
 
-def describe_code_change(reference: Reference | None, model: nn.Module) -> list[str]:
-    """Return notes on what differs from the training: the model's source, and the model as Python prints it."""
-    if reference is None:
+def describe_code_change(reference: Reference | None) -> list[str]:
+    """Return a note if the model's source differs from the training's."""
+    source = None if reference is None else _find_source(reference)
+    if reference is None or source is None or not reference.sha256 or not _has_changed(reference, source):
         return []
-    notes = []
-    source = _find_source(reference)
-    if reference.sha256 and source is not None and _has_changed(reference, source):
-        notes.append(f"{brief(reference.file or reference.module)} has changed since the training.")
-    if reference.structure and (lines := first_difference(reference.structure, str(model))):
-        notes.append(f"The model is not built as it was in the training: {brief(lines[0])} is now {lines[1]}.")
-    return notes
+    return [f"{brief(reference.file or reference.module)} has changed since the training."]
 
 
 def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> Any:

@@ -214,14 +214,14 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
     if not dump.is_recorded:
         raise ModelError(
             "The dump holds weights and arrays, not the model's code.",
-            remedy="Name what builds the model: --model train.py:make_model, or model=make_model in Python; or set model "
-            "in [tool.nandoctor] of the project's pyproject.toml.",
+            remedy="Name what builds the model: --model train.py:make_model, or model=make_model in Python; or set "
+            "model in [tool.nandoctor] of the project's pyproject.toml.",
         )
     reference = dump.recorded.model
     make = find_model(reference, dump.path, dump.provenance)
     with building_within(dump.state):
         net = build_model(make, settings.model_args)
-    return net, describe_code_change(reference, net)
+    return net, describe_code_change(reference)
 
 
 def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from nandoctor.dumps.recorded_format import Reference
 from nandoctor.dumps.signature import Provenance
@@ -232,17 +231,10 @@ def test_a_loss_from_elsewhere_is_only_named(project, fields):
 
 
 def test_what_changed_since_the_training_is_told(project):
-    model = find_model(script(), DUMP, OWN)()
-    structure = str(find_model(script(arguments={"dropout": 0.5}), DUMP, OWN)())
-    notes = describe_code_change(script(sha256="0" * 64, structure=structure), model)
-    assert notes == [
-        "script_of_the_test.py has changed since the training.",
-        "The model is not built as it was in the training: (dropout): Dropout(p=0.5, inplace=False) is now "
-        "(dropout): Dropout(p=0.1, inplace=False).",
-    ]
-    known = script(sha256=hash_of(project / "script_of_the_test.py"), structure=str(model))
-    assert describe_code_change(known, model) == []
-    assert describe_code_change(None, nn.Linear(1, 1)) == []
+    (note,) = describe_code_change(script(sha256="0" * 64))
+    assert note == "script_of_the_test.py has changed since the training."
+    assert describe_code_change(script(sha256=hash_of(project / "script_of_the_test.py"))) == []
+    assert describe_code_change(None) == []
 
 
 @pytest.mark.parametrize("name", ["main.<locals>.<lambda>", "<lambda>", "main.<locals>.loss"])

@@ -56,7 +56,6 @@ FIELDS = {
     "model with a config": lambda f: named(f, "model", config="train:Net", arguments={"config": {"width": 3}}),
     "model with an attention": lambda f: named(f, "model", attention="evil/kernel", config="train:Net"),
     "arguments that are code": lambda f: named(f, "model", arguments={"width": "__import__('train')"}),
-    "structure that is code": lambda f: named(f, "model", structure="{train.execute()}"),
     # The loss
     "loss": lambda f: named(f, "loss_function", name="execute"),
     "loss of a virtual environment": lambda f: named(f, "loss_function", file=TOOLS, sha256=hash_of(f / TOOLS)),
