@@ -1,7 +1,9 @@
 """Apply every verified fix as it is printed, and run the step with it in a fresh, independent process.
 
 `python benchmarks/fixes.py [--only TEXT] [--first N]` prints a row for each fix, and how many were applied, fixed the
-failing batch and five others, left non-finite gradients, or changed healthy samples.
+failing batch and five others, left non-finite gradients, or changed healthy samples. A case is `right` if all of its
+verified fixes are: finite, and as the unchanged step in fp32 or float64. It is `wrong` if one of them is not. A case
+without a verified fix has a `workaround` or `none`.
 
 A fix is applied with `git apply -p1` to a copy of the code, or executed. The process that judges it imports the step
 and `nandoctor.cuda_autocast`, but nothing of the search or its checks (`fix_judge.py`).
@@ -30,6 +32,9 @@ from nandoctor.evidence.report import Fix, Report
 
 ROW = "{:<34} {:>2} {:<8} {:<58} {:<9} {:<28} {}"
 LARGEST_GRADIENT_ERROR = 0.1
+HARMS = "healthy samples changed by more than 1 %"
+NONFINITE = "non-finite gradients"
+OFF = "gradients more than 10 % off fp32 and fp64"
 
 
 def main() -> None:
@@ -45,14 +50,16 @@ def main() -> None:
     for name in (name for name in CASES if options.only in name):
         with tempfile.TemporaryDirectory() as folder:
             report = _replay(name, Path(folder))
-            verified = [fix for fix in report.fixes if fix.verified]
-            tally.update({"cases": 1, "cases with a verified fix": bool(verified)})
-            if not verified:
-                print(ROW.format(name, "", "-", "no verified fix", "", "", ""), flush=True)
-            for fix in verified[: options.first]:
+            verified = [fix for fix in report.fixes if fix.verified][: options.first]
+            given = "workaround" if any(fix.workaround for fix in report.fixes) else "none"
+            for fix in verified:
                 verdict = judge.judge(name, fix, report, Path(folder))
                 tally.update(_count(verdict))
                 print(_row(name, fix, verdict), flush=True)
+                given = "wrong" if given == "wrong" or not _is_right(verdict) else "right"
+            if not verified:
+                print(ROW.format(name, "", "-", f"no verified fix ({given})", "", "", ""), flush=True)
+            tally.update({"cases": 1, f"cases: {given}": 1})
     print()
     for what, number in tally.items():
         print(f"{what:<44} {number:>5}")
@@ -176,10 +183,16 @@ def _count(verdict: dict[str, Any]) -> dict[str, int]:
         "ran": bool(first),
         "fixed on the failing batch": bool(first) and "as it failed" not in _failures(verdict),
         "fixed on the failing batch and five others": bool(first) and not _failures(verdict),
-        "healthy samples changed by more than 1 %": _harmed(verdict) > 0,
-        "non-finite gradients": bool(_bad_gradients(verdict)),
-        "gradients more than 10 % off fp32 and fp64": any(error > LARGEST_GRADIENT_ERROR for error in errors),
+        HARMS: _harmed(verdict) > 0,
+        NONFINITE: bool(_bad_gradients(verdict)),
+        OFF: any(error > LARGEST_GRADIENT_ERROR for error in errors),
     }
+
+
+def _is_right(verdict: dict[str, Any]) -> bool:
+    """Return True if the fix means what the unchanged step does, in fp32 or float64 where that is finite."""
+    counts = _count(verdict)
+    return bool(counts["fixed on the failing batch"]) and not any(counts[fault] for fault in (HARMS, NONFINITE, OFF))
 
 
 def _row(name: str, fix: Fix, verdict: dict[str, Any]) -> str:
