@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 from nandoctor.capture.recorder import Recorder
-from nandoctor.replaying.project import stop_import
 from nandoctor.torch_compat import read_loss_scale
 
 
@@ -30,7 +29,6 @@ class RecorderCallback(_find_base()):  # type: ignore[misc]
     """
 
     def __init__(self, **options: Any) -> None:
-        stop_import()
         self.options = options
         self.recorder: Recorder | None = None
 

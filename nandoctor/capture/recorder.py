@@ -29,7 +29,6 @@ from nandoctor.capture.step_tracker import StepTracker
 from nandoctor.dumps.packing import pack
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
-from nandoctor.replaying.project import stop_import
 from nandoctor.source_files import is_interactive
 from nandoctor.torch_compat import unwrap
 
@@ -73,7 +72,6 @@ class Recorder(RecorderSettings):
     """
 
     def __post_init__(self) -> None:
-        stop_import()
         super().__post_init__()
         self._handles = ExitStack()
         self._policy = StepPolicy(

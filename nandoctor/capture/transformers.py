@@ -9,7 +9,6 @@ from typing import Any
 from transformers import TrainerCallback
 
 from nandoctor.capture.recorder import Recorder
-from nandoctor.replaying.project import stop_import
 
 
 class RecorderCallback(TrainerCallback):
@@ -25,7 +24,6 @@ class RecorderCallback(TrainerCallback):
     """
 
     def __init__(self, **options: Any) -> None:
-        stop_import()
         self.options = options
         self.recorder: Recorder | None = None
         self._watches_trainer = False

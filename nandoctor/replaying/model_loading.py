@@ -29,16 +29,12 @@ from nandoctor.errors import ModelError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.memory import Unfilled
-from nandoctor.replaying.project import Project, folder_of, importing, in_project, program_arguments, stopped
+from nandoctor.replaying.project import Project, folder_of, in_project, program_arguments
+from nandoctor.replaying.scripts import Script
 from nandoctor.replaying.user_code import explain_import, explain_memory, kept_running, raised_at
 from nandoctor.source_files import package_of
 from nandoctor.text import brief, relative_path
 from nandoctor.torch_compat import loads_plainly, storage_of
-
-_CUT_SHORT = (
-    " The file was imported up to where it makes a recorder, so that it does not train again: what trains belongs "
-    "under `if __name__ == '__main__':`."
-)
 
 ModelSource = str | nn.Module | Callable[..., nn.Module]
 _State = Mapping[str, torch.Tensor]
@@ -95,21 +91,17 @@ def find_attribute(spec: Any, *, directory: Path | None = Path()) -> Any:
         )
     with in_project() as project:
         if directory is not None and location.endswith(".py"):
-            module = _import_file(directory / location, project)
+            value: Any = _import_file(directory / location, project)
         else:
-            module = _import_package(location, directory, project)
-    value: Any = module
-    for name in attribute.split("."):
-        if not hasattr(value, name):
-            why = stopped.get(module)
-            if isinstance(why, SystemExit):
-                raise explain_import(location, why) from why
-            public = [item for item in dir(value) if not item.startswith("_")]
-            raise ModelError(
-                f"{relative_path(location)} has no {attribute!r}.",
-                remedy=_guess(name, public, "Check what stands after the colon.") + (_CUT_SHORT if why else ""),
-            )
-        value = getattr(value, name)
+            value = _import_package(location, directory, project)
+        for name in attribute.split("."):
+            if not hasattr(value, name):
+                public = [item for item in dir(value) if not item.startswith("_")]
+                raise ModelError(
+                    f"{relative_path(location)} has no {attribute!r}.",
+                    remedy=_guess(name, public, "Check what stands after the colon."),
+                )
+            value = getattr(value, name)
     return value
 
 
@@ -278,28 +270,38 @@ def _import_file(path: Path, project: Project) -> ModuleType:
     path = path.resolve()
     with _explained(relative_path(str(path))):
         package = package_of(path)
-    if package is not None:
-        root, dotted = package
-        return _import_package(dotted, root, project)
-    project.enter_folder(path.parent)
-    if path in project.scripts:  # run once more, it would make other classes of the same names
-        return project.scripts[path]
+    root, name = package or (path.parent, _free_name(path))
+    if path.stem == "__init__":
+        return _import_package(name, root, project)
+    project.enter_folder(root)
+    if path not in project.scripts:  # run once more, it would make other classes of the same names
+        project.scripts[path] = _open_script(path, name, project)
+    return project.scripts[path]
+
+
+def _free_name(path: Path) -> str:
+    """Return a file's name as a module's: a file called types.py must not replace Python's own module."""
     name = path.stem
     while name in sys.modules and folder_of(name) != path.parent:
-        name += "_"  # a file called types.py must not replace Python's own module
+        name += "_"
+    return name
+
+
+def _open_script(path: Path, name: str, project: Project) -> ModuleType:
+    """Return the module of a file, in which a statement runs when a name that it binds is asked for."""
+    parent, _, last = name.rpartition(".")
+    package = _import_package(parent, None, project) if parent else None
+    if package is not None and name in sys.modules:  # the package imports it itself
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    with _explained(relative_path(str(path))):
+        Script(path, module)
     # Registered under its name so that dataclasses, pickling and the file's own imports find it.
     sys.modules[name] = module
-    try:
-        with _explained(relative_path(str(path))), importing(module):
-            spec.loader.exec_module(module)
-    except ModelError:
-        del sys.modules[name]
-        raise
-    project.scripts[path] = module
+    if package is not None:
+        setattr(package, last, module)
     return module
 
 

@@ -1,8 +1,7 @@
 """Confine the imports and torch settings of a step's code: they apply only while its project is open.
 
-A training script is imported only up to where it begins to train: without `if __name__ == "__main__":` it would train
-again whenever a replay imports the model's class from it. If it reads its arguments on the way, it gets those of the
-recorded training, or none, but never nandoctor's. If it exits for lack of them, what it has defined so far is used.
+If a script reads its arguments when it is imported, it gets those of the recorded training, or none, but never
+nandoctor's.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from operator import is_
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -235,27 +233,7 @@ def _stamp_of(module: ModuleType) -> _Stamp:
     return stat.st_mtime_ns, stat.st_size
 
 
-_importing: ContextVar[bool] = ContextVar("importing", default=False)
 _arguments: ContextVar[tuple[str, ...]] = ContextVar("arguments", default=())
-stopped: WeakKeyDictionary[ModuleType, BaseException] = WeakKeyDictionary()
-"""The modules whose execution ended early, and the exception that ended it."""
-
-
-class _TrainingBegins(BaseException):
-    """A BaseException, so that the script itself does not catch it."""
-
-
-@contextmanager
-def importing(module: ModuleType) -> Iterator[None]:
-    """Execute a module in this context; `stop_import` and the module's own exit end it without raising."""
-    token = _importing.set(True)
-    try:
-        with program_arguments(str(module.__file__)):
-            yield
-    except (_TrainingBegins, SystemExit) as why:
-        stopped[module] = why
-    finally:
-        _importing.reset(token)
 
 
 @contextmanager
@@ -274,9 +252,3 @@ def arguments_of(dump: Dump) -> Iterator[None]:
 def program_arguments(program: str) -> AbstractContextManager[None]:
     """Return a context in which `sys.argv` is the program's, not nandoctor's; process-wide, under a project's lock."""
     return held((sys, "argv", [program, *_arguments.get()]))
-
-
-def stop_import() -> None:
-    """End an import for a replay; called where a training begins."""
-    if _importing.get():
-        raise _TrainingBegins

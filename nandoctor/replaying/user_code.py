@@ -1,7 +1,9 @@
-"""Runs the user's code: makes an exit of the process an error like any other, and explains what the code raised."""
+"""Runs the user's code: an exit is an error like any other, and files are kept. What the code raised is explained."""
 
 from __future__ import annotations
 
+import builtins
+import io
 import linecache
 import os
 import sys
@@ -10,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -43,12 +46,12 @@ _inside = _Inside()
 
 @contextmanager
 def kept_running() -> Iterator[None]:
-    """Make this thread's `sys.exit` and `os._exit` raise while the context is open.
+    """Make this thread's `sys.exit` and `os._exit` raise while the context is open, and keep the training's files.
 
     Raises ProcessEndError, with the traceback of the call, if the code inside called one of them.
     """
     try:
-        with held((_inside, "process", os.getpid())), _exits_raise:
+        with held((_inside, "process", os.getpid())), _confined:
             yield
     except SystemExit as error:
         ended = ProcessEndError(f"the code ended the process (exit status {error.code})")
@@ -56,20 +59,49 @@ def kept_running() -> Iterator[None]:
 
 
 @contextmanager
-def _patched_exit() -> Iterator[None]:
-    leave = os._exit
+def _confine() -> Iterator[None]:
+    """Let user code neither end the process nor write to a file of the training: such a write goes nowhere.
+
+    A script that saves a dump when its output is NaN would do so again here, over the dump that is replayed.
+    """
+    leave, open_file, save = os._exit, builtins.open, torch.save
 
     @wraps(leave)
     def raise_exit(status: int) -> NoReturn:
-        if _inside.process == os.getpid():
+        if _is_inside():
             raise SystemExit(status)
         leave(status)
 
-    with held((os, "_exit", raise_exit)):
+    @wraps(open_file)
+    def open_or_discard(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if _is_inside() and not {*"wax"}.isdisjoint(mode) and _is_of_training(file):
+            file, mode = os.devnull, mode.replace("x", "w")
+        return open_file(file, mode, *args, **kwargs)
+
+    @wraps(save)
+    def save_or_discard(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not (_is_inside() and isinstance(f, str | os.PathLike)):
+            save(obj, f, *args, **kwargs)
+
+    opens = ((builtins, "open", open_or_discard), (io, "open", open_or_discard))
+    with held((os, "_exit", raise_exit), *opens, (torch, "save", save_or_discard)):
         yield
 
 
-_exits_raise = Shared(_patched_exit)
+_confined = Shared(_confine)
+
+
+def _is_inside() -> bool:
+    return _inside.process == os.getpid()
+
+
+def _is_of_training(file: Any) -> bool:
+    """Return True for a path in the working directory that is not hidden, as those of caches are."""
+    try:
+        inside = Path(os.fsdecode(file)).resolve().relative_to(Path.cwd())
+    except (TypeError, ValueError, OSError):  # a file descriptor, a path elsewhere, a directory that is gone
+        return False
+    return not any(part.startswith((".", "__")) for part in inside.parts)
 
 
 def compute_loss(loss: Callable[..., torch.Tensor], *args: Any, device: torch.device) -> torch.Tensor:

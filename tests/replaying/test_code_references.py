@@ -187,7 +187,6 @@ def test_the_loss_is_used_while_its_source_is_unchanged(project):
     loss, notes = find_loss(reference, OWN)
     assert (float(loss(torch.ones(2), torch.zeros(2))), notes) == (2.0, [])
     source.write_text(CODE + "\n")
-    (project / "script_of_the_test.imported").unlink()
     loss, (note,) = find_loss(reference, OWN)
     assert float(loss(torch.ones(2), torch.zeros(2))) == 2.0
     assert note == "script_of_the_test.py has changed since the training."

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from nandoctor.errors import ModelError
 from nandoctor.replaying.model_loading import build_model
 
 MODEL = """
@@ -50,5 +49,4 @@ def test_a_folder_named_like_a_library_is_no_package(write, tmp_path, line):
 
 def test_a_file_in_a_folder_named_like_its_import_is_a_script(write, tmp_path):
     write("data/net.py", f"import data.missing_part\n{MODEL}")
-    with pytest.raises(ModelError, match="ModuleNotFoundError"):
-        build_model("data/net.py:Net", {}, directory=tmp_path)
+    assert type(build_model("data/net.py:Net", {}, directory=tmp_path)).__module__ == "net"

@@ -89,7 +89,7 @@ def test_a_replay_leaves_path_modules_and_settings(dump, lazy_project):
 
 
 def test_a_replay_that_fails_leaves_them_too(dump, write):
-    path = write("project/train.py", "import helper\nraise RuntimeError('boom')")
+    path = write("project/train.py", "import helper\nNet = helper.boom")
     write("project/helper.py", "import sys\nsys.path.append('nowhere')")
     before = process_state()
     with pytest.raises(nandoctor.NanDoctorError, match="boom"):

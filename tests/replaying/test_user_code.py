@@ -1,13 +1,16 @@
 """The user's code ends neither the process nor a run in silence, and its output is no part of a report."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,6 +80,28 @@ def test_exits_are_those_of_python_afterwards():
         sys.exit(1)
 
 
+def test_files_of_the_training_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.log").write_text("before")
+    (tmp_path / ".cache").mkdir()
+    with kept_running():
+        (tmp_path / "train.log").write_text("after")
+        Path("new.txt").open("x").close()
+        torch.save({}, tmp_path.parent / "elsewhere.pth")
+        np.save("array.npy", np.zeros(2))
+        logging.FileHandler("run.log").close()
+        (tmp_path / ".cache" / "made").write_text("kept")
+        assert (tmp_path / "train.log").read_text() == "before"
+        other = threading.Thread(target=lambda: (tmp_path / "by_another_thread").write_text("kept"))
+        other.start()
+        other.join()
+    assert not (tmp_path.parent / "elsewhere.pth").exists()
+    (tmp_path / "later.txt").write_text("later")
+    names = {".cache", "train.log", "by_another_thread", "later.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert (tmp_path / ".cache" / "made").read_text() == "kept"
+
+
 ARGUMENTS = """
     import argparse
     parser = argparse.ArgumentParser()
@@ -100,11 +125,11 @@ def test_a_script_does_not_read_the_arguments_of_nandoctor(project, monkeypatch)
     assert sys.argv is arguments
 
 
-def test_a_script_that_wants_arguments_gives_what_it_has_defined(project):
+def test_a_script_that_wants_arguments_is_not_asked_for_them(project):
     spec = project(script(more='parser.add_argument("data")'))
     assert replay(spec).verdict == "healthy"
-    with pytest.raises(ModelError, match=r"raised SystemExit at .*train\.py"):
-        replay(spec.replace(":Net", ":WIDTH"))
+    with pytest.raises(ModelError, match=r"raised ProcessEndError at .*train\.py"):
+        replay(spec.replace(":Net", ":args"))
 
 
 NOISE = """
