@@ -75,7 +75,6 @@ NEEDED: dict[str, str] = {
     "torch.autograd.function.BackwardCFunction": "telling custom autograd functions from torch's own",
     "torch.utils.checkpoint.CheckpointFunction.apply": "watching the gradients of checkpointed blocks",
     # The forward calls it and the backward uses the result, the only thing that both have in common.
-    "torch.utils.checkpoint._get_autocast_kwargs": "recomputing checkpointed blocks under emulated autocast",
 }
 
 # Patched by nandoctor.process_wide
@@ -88,4 +87,3 @@ DEVICE_CONTEXT_INIT = "torch.utils._device.DeviceContext.__init__"
 HIGHER_ORDER_KEYS = "torch._ops._compute_keyset"
 MAKE_SUBCLASS = "torch.Tensor._make_subclass"
 CHECKPOINT_APPLY = "torch.utils.checkpoint.CheckpointFunction.apply"
-CHECKPOINT_AUTOCAST = "torch.utils.checkpoint._get_autocast_kwargs"

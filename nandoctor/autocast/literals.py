@@ -88,10 +88,8 @@ _replay = _Replay()
 
 
 def _device_type() -> str | None:
-    """Return the device type on which this thread runs CUDA code, also in a checkpoint recomputed after a replay."""
-    if _replay.device is not None:
-        return _replay.device.type
-    return "cpu" if _replay.saved_states or torch.is_autocast_enabled("cpu") else None
+    """Return the device type on which this thread runs CUDA code; None outside a replay."""
+    return None if _replay.device is None else _replay.device.type
 
 
 def _device_types() -> tuple[str, ...]:
@@ -118,7 +116,7 @@ def _init_for_cuda(init: Callable[..., None]) -> Callable[..., None]:
             return
         enabled = arguments["enabled"]
         # With enabled=False, torch checks neither for CUDA nor for the dtypes of the CPU's autocast.
-        ambient = torch.get_autocast_dtype("cuda" if _replay.device is not None else "cpu")
+        ambient = torch.get_autocast_dtype("cuda")
         arguments.update(dtype=arguments["dtype"] or ambient, enabled=False)
         init(*given.args, **given.kwargs)
         set_enabled(args[0], enabled)

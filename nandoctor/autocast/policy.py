@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -17,10 +16,9 @@ from nandoctor.autocast.literals import FP32_FOR_HALF, FP64_FOR_ALL, WideLiteral
 from nandoctor.autocast.nan_keeping import keep_nonfinite
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS, FP32, FP64, FloatFormat
-from nandoctor.process_wide import Patch, Shared, patched
+from nandoctor.process_wide import Shared
 from nandoctor.text import dtype_name
 from nandoctor.torch_compat import check_torch, without_jit_autocast
-from nandoctor.torch_places import CHECKPOINT_AUTOCAST
 from nandoctor.torch_switches import exact_switches, switched
 
 PolicyName = Literal["fp32", "fp64", "cuda", "native"]
@@ -146,9 +144,8 @@ def _fp32_products(device_type: str) -> Iterator[None]:
 class cuda_autocast(ContextDecorator):  # noqa: N801 - it replaces `torch.autocast`
     """CUDA's autocast on any device, like `torch.autocast("cuda", dtype)` on a GPU.
 
-    One object may be entered many times, nested and as a decorator. What `torch.utils.checkpoint` recomputes in the
-    backward pass follows CUDA's lists too, even after the context was left, including the "cuda" regions that it opens
-    itself: the kernels stay registered as long as a graph is alive that will recompute with them.
+    One object may be entered many times, nested and as a decorator. With `torch.utils.checkpoint`, which computes again
+    in the backward pass, call `backward()` inside the context.
 
     Args:
         dtype: float16 or bfloat16.
@@ -169,7 +166,6 @@ class cuda_autocast(ContextDecorator):  # noqa: N801 - it replaces `torch.autoca
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            stack.enter_context(_checkpoints)
             stack.enter_context(apply_policy(self._policy, self._device))
             _open.regions.append(stack.pop_all())
 
@@ -185,28 +181,3 @@ class _OpenRegions(threading.local):
 
 
 _open = _OpenRegions()
-
-
-class _Recomputation(dict[str, Any]):
-    """The arguments that a checkpoint will pass to `torch.autocast`; keeps the kernels registered while it exists."""
-
-    def __init__(self, arguments: dict[str, Any], device_type: str) -> None:
-        super().__init__(arguments)
-        held = ExitStack()
-        held.enter_context(exact_products(device_type))
-        held.enter_context(shared_kernels(device_type))
-        held.enter_context(regions_patched)
-        weakref.finalize(self, held.close).atexit = False
-
-
-def _keep_kernels(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the kernels for checkpoints, which read the autocast state in the forward and recompute under it later."""
-
-    def read_and_keep(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        device_arguments, cpu_arguments = read(*args, **kwargs)
-        return device_arguments, _Recomputation(cpu_arguments, "cpu") if _open.regions else cpu_arguments
-
-    return read_and_keep
-
-
-_checkpoints = Shared(lambda: patched([Patch(CHECKPOINT_AUTOCAST, _keep_kernels)]))
