@@ -16,7 +16,6 @@ from nandoctor.capture.observer import StateBefore
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.packing import Packed, pack
 from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.text import plural
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 MAX_UNMARKED_CALLS = 16
@@ -35,7 +34,7 @@ class RecordedStep:
     since. `skip` is a fused optimizer's own flag, `skipped` what is known without it. `accumulated` is the largest
     gradient after a micro-batch without an update. `num_updates` counts the optimizer updates since. `stamp` is taken
     after the first forward and after each update; `was_rewritten`: it showed a write by the loop itself before the
-    first. `num_dropped` counts earlier forwards without `watch` that were too many to hold.
+    first.
     """
 
     step: int
@@ -63,7 +62,6 @@ class RecordedStep:
     was_rewritten: bool = False
     scale: Flag | None = None
     scale_version: int | None = None
-    num_dropped: int = 0
     decided: bool = False
 
     @property
@@ -245,11 +243,6 @@ class RecordedStep:
             contents |= {"output": {"returned": self.loss, **inside}, "loss_field": "returned"}
         packs = [*self.calls, *self.returned, *self.inside.values(), batch]
         notes = [note for packed in packs for note in packed.notes]
-        if self.num_dropped:
-            notes.append(
-                f"{plural(self.num_dropped, 'forward')} in train mode before its calls, without a call of watch: if "
-                "they belong to the step, put it into `with recorder.step(batch):`"
-            )
         if self.has_lent_weights:
             notes.append(
                 "the weights of the step: torch.func.functional_call gave the model others than its own (record a "

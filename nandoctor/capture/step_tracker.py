@@ -137,9 +137,7 @@ class StepTracker:
             self.unwatched_eval = True
             return False
         elif step is None or step.flags or step.is_full:
-            num_dropped = 0 if step is None or step.flags else step.num_dropped + len(step.calls)
             step = self.make_step(explicit=False)
-            step.num_dropped = num_dropped
             self.start_step(step)
         self._add_call(step, pack_call(args, kwargs), with_grad=with_grad)
         return len(step.calls) == 1

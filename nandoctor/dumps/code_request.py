@@ -6,7 +6,6 @@ Nothing is imported for this.
 from __future__ import annotations
 
 import ast
-import math
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from nandoctor.dumps.recorded_format import Recorded, Reference
-from nandoctor.dumps.trees import KIND, holds_objects
+from nandoctor.dumps.trees import KIND, holds_objects, is_plain_data
 from nandoctor.source_files import ASSIGNED, defines, hash_of, installed_path, own_source
 from nandoctor.text import brief, printable
-from nandoctor.trees import PLAIN
 
 _MAX_SHOWN = 20
 _MAX_OPTION = 2000  # characters of one argument in the command
@@ -127,29 +125,15 @@ def is_transformers_config(kind: Any) -> bool:
 
 def as_option(value: Any) -> str | None:
     """Return the value as `--model-arg` reads it back: a Python literal, or a string that is not one; else None."""
-    if holds_objects(value):
+    if not is_plain_data(value) or holds_objects(value):
         return None
-    if isinstance(value, str) and value.isprintable() and len(value) <= _MAX_OPTION and not _read_literal(value):
-        return value
-    text = _literal(value)
-    return text if len(text) <= _MAX_OPTION and _read_literal(text) == [value] else None
+    text = value if isinstance(value, str) else repr(value)
+    is_typable = len(text) <= _MAX_OPTION and text.isprintable()
+    return text if is_typable and _read_option(text) == value else None
 
 
-def _literal(value: Any) -> str:
-    """Return plain data as a Python literal, with infinity as 1e999; anything else gives an invalid literal."""
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_literal(key)}: {_literal(item)}' for key, item in value.items())}}}"
-    if type(value) in (list, tuple):
-        inside = ", ".join(map(_literal, value))
-        return f"[{inside}]" if type(value) is list else f"({inside}{',' * (len(value) == 1)})"
-    if isinstance(value, float) and math.isinf(value):
-        return "1e999" if value > 0 else "-1e999"
-    return ascii(value) if isinstance(value, PLAIN) else "?"
-
-
-def _read_literal(text: str) -> list[Any]:
-    """Return a list with the value of the Python literal in the text; empty if it is not a literal."""
+def _read_option(text: str) -> Any:
     try:
-        return [ast.literal_eval(text)]
+        return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # TypeError: an unhashable key
-        return []
+        return text

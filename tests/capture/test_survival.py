@@ -9,7 +9,6 @@ import sys
 from collections import UserDict
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -254,15 +253,6 @@ def test_what_is_no_loss_does_not_end_a_training(tmp_path, caplog, loss):
             recorder.watch(loss)
     assert len(recorder.written) == 1  # the output was looked at
     assert sum("which is not a loss" in message for message in caplog.messages) == 1
-
-
-def test_a_module_whose_file_is_a_link_to_itself(tmp_path, monkeypatch):
-    (tmp_path / "looped.py").symlink_to("looped.py")
-    module = ModuleType("looped")
-    module.__file__ = str(tmp_path / "looped.py")
-    monkeypatch.setitem(sys.modules, "looped", module)
-    monkeypatch.chdir(tmp_path)
-    Recorder(nn.Linear(3, 2), folder=tmp_path).close()
 
 
 class Distances(nn.Module):

@@ -126,7 +126,6 @@ FILES = {
     "text": (lambda: b"epoch 3 loss nan\n", "a text file", "torch.save"),
     "lfs pointer": (lambda: b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer", "git lfs pull"),
     "npz": (npz, "torch.save did not write: it holds image.npy", "torch.save"),
-    "other zip": (lambda: zip_with("word/document.xml"), "it holds word/document.xml", "torch.save"),
     "gzip": (lambda: b"\x1f\x8b\x08" + bytes(64), "compressed with gzip", "gunzip"),
     "safetensors": (lambda: (64).to_bytes(8, "little") + b'{"a":{}}' + bytes(64), "safetensors", "--weights"),
     "noise": (lambda: bytes(range(256)) * 4, "not a file that torch.save wrote", "torch.save"),
@@ -159,19 +158,12 @@ FILES = {
     ),
     "size beyond storage": (lambda: forge.archive(forge.weights(size=(HUGE,))), "cannot be rebuilt", "copy it again"),
     "unknown opcode": (lambda: forge.archive(b"\xff"), "which torch.save never writes", "copy it again"),
-    "array of too many bytes": (lambda: array_file((2,), "f4", bytes(12)), "contradict each other", "Copy it again"),
-    "array of huge shape": (lambda: array_file((HUGE, HUGE), "f4", bytes(8)), "contradict each other", "Copy it again"),
     "array of negative shape": (lambda: array_file((-2, -1), "f4", bytes(8)), "contradict each other", "Copy it again"),
     "array of odd byte order": (lambda: array_file((2,), "f4", bytes(8), byte_order="O"), "contradict", "Copy it"),
     # Wants code, and holds nothing else
     "os.system": (
         lambda: forge.archive(forge.call(forge.name("posix", "system"), forge.text("touch owned"))),
         "neither a state dict nor arrays, only: an object of posix.system",
-        "state_dict",
-    ),
-    "numpy's unsafe parts": (
-        lambda: forge.archive(forge.mapping(a=forge.name("numpy.core.multiarray", "fromfile"))),
-        "only: a .a numpy.core.multiarray.fromfile",
         "state_dict",
     ),
     "protocol 4": (lambda: saved_state() and forge.saved({"a": 1}, pickle_protocol=4), "protocol 4", "pickle_protocol"),
@@ -181,11 +173,6 @@ FILES = {
         lambda: forge.archive(indirect_codec()),
         "exhaust memory.*by way of torch",
         "Do not open it",
-    ),
-    "bytearray": (
-        lambda: forge.archive(forge.call(forge.name("builtins", "bytearray"), forge.integer(HUGE))),
-        "only: an object of builtins.bytearray",  # not made: it would take all memory
-        "state_dict",
     ),
     "bytes": (
         lambda: forge.archive(forge.call(forge.name("__builtin__", "bytes"), forge.integer(HUGE))),
@@ -221,7 +208,6 @@ FILES = {
     # Sound, but not a dump
     "list": (lambda: forge.saved([1.0, "a"]), "holds a list, not a dict", "torch.save"),
     "tensor": (lambda: forge.saved(torch.zeros(2)), "holds one tensor, not", "torch.save"),
-    "array": (lambda: forge.saved(np.zeros(2)), "holds an array of f8, not", "torch.save"),
     "empty dict": (lambda: forge.saved({}), "neither a state dict nor arrays, only: nothing", "state_dict"),
     "no state dict": (
         lambda: forge.saved({"step": 3, "optimizer": {"state": {}, "param_groups": []}}),
@@ -237,11 +223,6 @@ FILES = {
         lambda: forge.saved({"state_dict": {"a.weight": torch.zeros(2, device="meta")}}),
         "'a.weight' is a tensor on the meta device, without values",
         "after they were loaded",
-    ),
-    "names that are numbers": (
-        lambda: forge.saved({"state_dict": {0: torch.zeros(2)}}),
-        "is an int, not a string",
-        "strings",
     ),
     "terminal escapes": (
         lambda: saved_state(**{"\x1b[2Jimage": 1}),

@@ -62,19 +62,8 @@ CALLS = {
         "no dtype",
     ),
     "a device that is a nest": (with_nest(forge.call(forge.name("torch", "device"), b"h\x00")), "no place of a device"),
-    "a layout that is a function": (
-        forge.call(forge.name("torch._utils", "_rebuild_sparse_tensor"), forge.text("torch.load"), forge.tuple_of()),
-        "a sparse tensor has no parts",
-    ),
     "a set of a tensor": (forge.call(SET, EXPANDED), NO_ITEMS),
-    "a size of a tensor": (forge.call(SIZE, EXPANDED), NO_ITEMS),
-    "a set of a text": (forge.call(SET, forge.text("ab" * 500)), NO_ITEMS),
     "a key of many numbers": (b"}" + forge.tuple_of(*[forge.integer(1)] * 17) + b"Ns", "nor a short tuple of these"),
-    "a set of a set of a set": (
-        forge.call(SET, forge.tuple_of(forge.call(FROZEN, forge.tuple_of(forge.call(FROZEN, forge.tuple_of()))))),
-        "nor a short tuple of these",
-    ),
-    "a tensor as arguments": (PARAMETER + EXPANDED + b"R", NO_ITEMS),
     "a tensor as arguments, by way of torch": (
         forge.call(forge.name("torch._tensor", "_rebuild_from_type_v2"), PARAMETER, b"N", EXPANDED, b"N"),
         "by way of torch|no tuple of arguments",

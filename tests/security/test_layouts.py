@@ -104,11 +104,7 @@ BEYOND, HERE = torch.tensor([1 << 40]), torch.tensor([0])
 LARGER = {
     "COO": lambda: Lies(torch.sparse_coo, BEYOND[None], torch.ones(1), (3,), False),
     "COO, negative": lambda: Lies(torch.sparse_coo, -BEYOND[None], torch.ones(1), (3,)),
-    "CSR": lambda: Lies(torch.sparse_csr, torch.tensor([0, 1]), BEYOND, torch.ones(1), (1, 3)),
     "CSR rows": lambda: Lies(torch.sparse_csr, torch.tensor([0, 1 << 40]), HERE, torch.ones(1), (1, 3)),
-    "CSC": lambda: Lies(torch.sparse_csc, torch.tensor([0, 1]), BEYOND, torch.ones(1), (3, 1)),
-    "BSR": lambda: Lies(torch.sparse_bsr, torch.tensor([0, 1]), BEYOND, torch.ones(1, 1, 1), (1, 3)),
-    "BSC": lambda: Lies(torch.sparse_bsc, torch.tensor([0, 1]), BEYOND, torch.ones(1, 1, 1), (3, 1)),
     **{f"{number} numbers": lambda number=number: Claims(torch.zeros(number), (5000, 3)) for number in (1, 3, 4, 64)},
 }
 

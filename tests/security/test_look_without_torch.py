@@ -171,22 +171,12 @@ ARRAY = forge.name("numpy", "ndarray")
 SLOTS = b"N}" + forge.text("__defaults__") + b")s\x86"  # (None, {"__defaults__": ()}): what pickle sets as attributes
 TRICKS = {
     "a state for a function": REBUILD + SLOTS + b"b",
-    "a state for a class": ORDERED + SLOTS + b"b",
-    "a state for a class of ours": ARRAY + SLOTS + b"b",
-    "a state for a kind of storage": forge.name("torch", "FloatStorage") + SLOTS + b"b",
-    "a state for a device": forge.name("torch", "device") + forge.text("cpu") + b"\x85R" + SLOTS + b"b",
-    "a state for a dtype": forge.name("torch", "float32") + SLOTS + b"b",
     "a state for a list": b"]" + SLOTS + b"b",
     "items for a list": b"]" + b"K\x00K\x01s",
-    "items for a function": REBUILD + forge.text("a") + b"Ns",
     "more for a mapping": b"}" + b"Na",
-    "more for a class": ORDERED + b"(Ne",
     "a call of a number": b"K\x01)R",
-    "an object of a function": REBUILD + b")\x81",
     "two of one": b"N2\x86",
     "a name from the stack": forge.text("builtins") + forge.text("set") + b"\x93",
-    "items for a set": b"\x8f(Ne",
-    "a storage of a text": forge.text("storage") + b"Q",
     "a storage without a kind": b"(" + forge.text("storage") + b"N" + forge.text("0") + forge.text("cpu") + b"K\x01tQ",
 }
 
