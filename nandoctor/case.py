@@ -14,7 +14,6 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin, Report
-from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.evidence.verification import Verification
 from nandoctor.pipeline import add_fixes, replay_dump
@@ -286,17 +285,6 @@ class Case:
         known = _as_paths(changed) or (failed and model is not None)
         source = anchor(model or asked.model)
         return verify_dump(asked.dump, source, settings, changed=known, before="failed" if failed else "unknown")[0]
-
-    def compare(self, other: Case) -> Comparison:
-        """Compare this case with a later one: another step, or the same one with other code or in another format.
-
-        Returns:
-            `outcome` ("fixed", "broken", "moved", "same-failure" or "both-finite"), `headline`, the facts that differ,
-            and the module calls whose finiteness changed or whose largest magnitude changed 1.4 times or more.
-        """
-        from nandoctor.diagnosis.compare_reports import compare_reports
-
-        return compare_reports(self.report, other.report)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report to a file.

@@ -144,7 +144,6 @@ VERBS = {
     "fix": RUN | {"fixes"},
     "verify": RUN,
     "plot": RUN,
-    "diff": RUN,
     "repro": RUN,
 }
 
@@ -222,7 +221,6 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["replay", "sick.pth", "--time", "nan"], "'--time': time cannot be nan"),
         (["replay", "sick.pth", "--device", "gpu"], "'--device': device cannot be 'gpu'. It is cpu, cuda or cuda:N"),
         (["plot", "sick.pth", "--max-trials", "1"], "No such option '--max-trials'"),
-        (["diff", "sick.pth", "well.pth", "--per-sample"], "No such option '--per-sample'"),
         (["repro", "sick.pth", "--no-fixes"], "No such option '--no-fixes'"),
         (["fix", "sick.pth", "--no-fixes"], "No such option '--no-fixes'"),
         (["repro", "sick.pth", "-o", "nowhere/repro.py"], "there is no folder nowhere"),
@@ -239,8 +237,6 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["plot", *SICK, "-o", "ranges.html"], "ranges.html: unknown ending; use .png, .svg or .pdf"),
         (["plot", *SICK, "--kind", "pie"], "'pie' is not one of 'ranges', 'exponents', 'divergence', 'samples'"),
         (["plot", "report.json", "--seed", "4"], "--seed needs a dump"),
-        (["diff", "sick.pth"], "Missing argument 'B'"),
-        (["diff", "a.json", "b.json", "--model", "x.py:y"], "--model needs a dump"),
         (["replay", *SICK, "--json", "--quiet"], "--json goes with no --quiet"),
         (["triage", "sick.pth", "--scheduler", "tcp://x:1", "--jobs", "2"], "--scheduler goes with no --jobs"),
         (["plto", "sick.pth"], "No such command 'plto'. Did you mean plot?"),
@@ -302,16 +298,6 @@ def test_a_plot_that_needs_a_per_sample_says_so():
     assert "nandoctor plot sick.pth --model models_of_the_test.py:Overflowing --kind exponents" in result.stderr
     run("replay", *SICK, "--per-sample", "-o", "report.json")
     assert run("plot", "report.json", "--kind", "exponents").exit_code == 0
-
-
-def test_a_difference_takes_dumps_and_reports(workplace):
-    run("replay", "sick.pth", *SICK[1:], "-o", "fp16.json")
-    run("replay", "sick.pth", *SICK[1:], "--amp-dtype", "bfloat16", "-o", "bf16.json")
-    text = run("diff", "fp16.json", "bf16.json").stdout
-    assert text.startswith("FIXED: ")
-    assert "fp16 -> bf16" in text
-    assert json.loads(run("diff", "fp16.json", "bf16.json", "--json").stdout)["outcome"] == "fixed"
-    assert json.loads(run("diff", *SICK[:1], "fp16.json", *SICK[1:], "--json").stdout)["outcome"] == "same-failure"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ __all__ = ["VERBS", "find_verb", "main"]
 
 VERBS = {
     "checkup": ("commands", "Show how close a healthy step comes to overflow and underflow."),
-    "diff": ("commands", "Show what changed from A to B: verdict, origin, headroom, ranges."),
     "eps": ("commands", "Show how each format rounds a small constant."),
     "explain": ("commands", "Explain what a cause is, why it happens and how it is fixed."),
     "fix": ("verify", "Print the smallest verified change as a diff, or write it."),

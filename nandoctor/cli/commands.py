@@ -111,38 +111,32 @@ def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
     from nandoctor.views.plots.figures import save_figure
     from nandoctor.views.plots.kinds import draw
 
-    _refuse_idle(options, source)
     if PLOTS[kind].per_sample:
         options["per_sample"] = True
     if file is None:
         file = Path(f"{source.stem}.{kind}.png")
         check_replaceable(file)
-    report = _read_or_replay(source, options)
-    save_figure(draw(report, kind), file)
+    save_figure(draw(_read_or_replay(source, options), kind), file)
     tell(f"Wrote {file}")
 
 
+def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:
+    """Return the saved report if the file ends in .json, else replay the dump."""
+    if source.suffix.lower() == ".json":
+        from nandoctor.replaying.settings import OPTIONS
+        from nandoctor.views.jsonfile import read_report
+
+        flags = [OPTIONS[name].flag for name, value in options.items() if value is not None and name != "per_sample"]
+        if flags:
+            raise click.UsageError(f"{flags[0]} needs a dump: nothing else is replayed.")
+        return read_report(source)
+    with opened_dump(source, {**options, "fixes": False}) as (opened, settings):
+        from nandoctor.case import replay
+
+        return replay(opened, **settings).report
+
+
 plot.epilog = "\b\n" + "\n".join(f"{kind:<11} {about.shows}" for kind, about in PLOTS.items())
-
-
-@click.command(
-    cls=GroupedCommand,
-    examples=["diff before.json after.json", "diff epoch3.pth epoch9.pth --model train.py:make_model"],
-)
-@click.argument("before", metavar="A", type=DumpPath)
-@click.argument("after", metavar="B", type=DumpPath)
-@json_option
-@settings_options(*MODEL_AND_STEP)
-def diff(before: Path, after: Path, as_json: bool, **options: Any) -> None:
-    """Show what changed from A to B: verdict, origin, headroom, ranges.
-
-    Each is a dump, which is replayed, or a saved report: before and after a fix, epoch 3 and epoch 9, fp16 and bf16.
-    """
-    from nandoctor.diagnosis.compare_reports import compare_reports
-
-    _refuse_idle(options, before, after)
-    reports = (_read_or_replay(source, options) for source in (before, after))
-    show(compare_reports(*reports), as_json=as_json)
 
 
 @click.command(cls=GroupedCommand, examples=["inspect nan.pth"])
@@ -237,27 +231,6 @@ def eps(values: tuple[float, ...], as_json: bool) -> None:
 
     rounded_constants = [round_constant(value, shown) for value in values for shown in SHOWN_FORMATS]
     show(RoundedValues(values=rounded_constants), as_json=as_json)
-
-
-def _refuse_idle(options: dict[str, Any], *sources: Path) -> None:
-    """Refuse options of a replay if nothing is replayed: all sources are saved reports."""
-    from nandoctor.replaying.settings import OPTIONS
-
-    flags = [OPTIONS[name].flag for name, value in options.items() if value is not None]
-    if flags and all(source.suffix.lower() == ".json" for source in sources):
-        raise click.UsageError(f"{flags[0]} needs a dump: nothing else is replayed.")
-
-
-def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:
-    """Return the saved report if the file ends in .json, else replay the dump."""
-    if source.suffix.lower() == ".json":
-        from nandoctor.views.jsonfile import read_report
-
-        return read_report(source)
-    with opened_dump(source, {**options, "fixes": False}) as (opened, settings):
-        from nandoctor.case import replay
-
-        return replay(opened, **settings).report
 
 
 def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool) -> None:

@@ -9,12 +9,10 @@ from nandoctor.causes.registry import Page
 from nandoctor.evidence.checkup import Checkup
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.report import Fix, Report
-from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.triage import Triage
 from nandoctor.evidence.verification import FixChoice, Verification
 from nandoctor.views.blocks import Block, Level
 from nandoctor.views.checkup import checkup_document
-from nandoctor.views.comparison import comparison_document
 from nandoctor.views.eps import RoundedValues, eps_document
 from nandoctor.views.explain import catalogue_document, cause_document
 from nandoctor.views.fixes import fix_part
@@ -29,7 +27,6 @@ _DOCUMENTS: Mapping[type, Callable[..., Iterable[Block]]] = {
     Checkup: checkup_document,
     Verification: verification_document,
     FixChoice: fix_document,
-    Comparison: comparison_document,
     RoundedValues: eps_document,
     DumpSummary: inspection_document,
     Page: cause_document,
@@ -43,7 +40,7 @@ def document(thing: Any, level: Level = "screen", **more: Any) -> tuple[Block, .
     """Return the blocks that say what is known of a record; a tuple is that of all causes' pages.
 
     Args:
-        thing: a report, verification, fix, triage, checkup, comparison, dump or cause.
+        thing: a report, verification, fix, triage, checkup, dump or cause.
         level: how much is said of a report or a triage; the others have one level.
         **more: `has_page` if a report's page was made already; the `report` that a chosen fix is of.
     """

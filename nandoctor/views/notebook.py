@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from nandoctor.evidence.report import Fix, Report
-from nandoctor.evidence.report_diff import Comparison
 from nandoctor.evidence.verification import Verification
 from nandoctor.replaying.progress import Listener
 from nandoctor.views.html import card_of
@@ -26,7 +25,7 @@ def show_records() -> None:
     """Let IPython show records that have a document as cards; do nothing outside of IPython."""
     shell = _find_shell()
     if shell is not None:
-        for cls in (Fix, Comparison, Verification):
+        for cls in (Fix, Verification):
             shell.display_formatter.formatters["text/html"].for_type(cls, card_of)
 
 

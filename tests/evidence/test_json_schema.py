@@ -11,7 +11,7 @@ from report_schema import PUBLISHED, describe_schema, report_schema, text
 
 from nandoctor.evidence.codec import INLINED, to_plain
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.report_diff import Comparison
+from nandoctor.evidence.triage import Triage
 
 MADE = report_schema()
 
@@ -44,7 +44,7 @@ def test_published_schema_is_the_one_of_the_records():
 
 def test_schema_is_a_schema():
     jsonschema.Draft202012Validator.check_schema(MADE)
-    jsonschema.Draft202012Validator.check_schema(describe_schema(Comparison, title="comparison"))
+    jsonschema.Draft202012Validator.check_schema(describe_schema(Triage, title="triage"))
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,6 @@ VERBS = {
     "--version": (1, ["--version"]),
     "replay --json": (1, [*REPLAY, "--json"]),
     "replay --quiet": (1, [*REPLAY, "--quiet"]),
-    "diff": (1, ["diff", "sick.pth", "sick.pth", *REPLAY[2:4]]),
     "fix": (1, ["fix", *REPLAY[1:4]]),
     "repro": (1, ["repro", *REPLAY[1:4]]),
     "checkup": (1, ["checkup", *REPLAY[1:4]]),
@@ -186,7 +185,7 @@ def test_the_name_of_a_file_is_obeyed_by_no_terminal(folder):
     for ending in (".pth", ".json"):
         Path(name + ending).write_text("nothing")
     shutil.copy("sick.pth", f"good{name}.pth")
-    verbs = [["diff", f"{name}.json", f"{name}.json"], ["inspect", f"{name}.pth"], ["inspect", f"good{name}.pth"]]
+    verbs = [["plot", f"{name}.json"], ["inspect", f"{name}.pth"], ["inspect", f"good{name}.pth"]]
     verbs += [["replay", f"good{name}.pth", *REPLAY[2:]], ["verify", f"good{name}.pth", *REPLAY[2:4]]]
     for arguments in verbs:
         result = run(*arguments)
@@ -199,7 +198,7 @@ def test_a_report_that_is_no_file_is_refused(folder, kind):
         os.mkfifo("report.json")
     else:
         Path("report.json").symlink_to("/dev/zero")
-    result = run("diff", "report.json", "report.json")
+    result = run("plot", "report.json")
     assert (result.exit_code, "is a device or a pipe" in result.stderr) == (1, True)
 
 

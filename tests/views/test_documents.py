@@ -15,7 +15,6 @@ from private_words import find_words
 from surfaces import LEVELS, SURFACES, letters, markdown, terminal, texts
 
 from nandoctor.causes.registry import find_page, list_pages
-from nandoctor.diagnosis.compare_reports import compare_reports
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.evidence.formats import SHOWN_FORMATS, round_constant
 from nandoctor.evidence.verification import FixChoice
@@ -30,7 +29,6 @@ VERBS = {
     "verify still-fails": factory_of_verbs.verification("still-fails"),
     "triage": factory_of_verbs.triage(),
     "checkup": factory_of_verbs.checkup(),
-    "diff": compare_reports(factory.fixable(), factory.healthy()),
     "inspect": factory.state().dump,
     "eps": EPS,
     "explain": find_page("eps-underflow"),

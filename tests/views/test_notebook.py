@@ -5,10 +5,10 @@ from __future__ import annotations
 from html.parser import HTMLParser
 
 import factory
+import factory_of_verbs
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nandoctor.diagnosis.compare_reports import compare_reports
 from nandoctor.views import notebook
 from nandoctor.views.evidence import describe_tensor
 from nandoctor.views.html import card_of
@@ -68,8 +68,8 @@ def test_no_colour_is_fixed_against_the_page():
 
 
 def test_records_with_a_document_are_cards(shell):
-    comparison = compare_reports(FIXABLE, factory.healthy())
-    cards = [shell.display_formatter.format(record)[0]["text/html"] for record in (FIXABLE.fixes[0], comparison)]
+    records = (FIXABLE.fixes[0], factory_of_verbs.verification("fixed"))
+    cards = [shell.display_formatter.format(record)[0]["text/html"] for record in records]
     assert "variance + 1e-5" in cards[0]
     assert all(Balanced(card).text for card in cards)
 
