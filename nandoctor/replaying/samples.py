@@ -173,11 +173,10 @@ def _moved(value: torch.Tensor) -> torch.Tensor:
 
 
 def _sequence_length(step: FailingStep) -> int | None:
-    """Return the second dimension of the first array that has one for each row."""
+    """Return the second dimension of the first array that has sequences for each row, of more than one step."""
     size = sample_count(step.batch, step.used)
-    return next(
-        (value.shape[1] for value in step.batch.values() if value.shape[:1] == (size,) and value.dim() > 2), None
-    )
+    sequences = (value.shape[1] for value in step.batch.values() if value.shape[:1] == (size,) and value.dim() > 2)
+    return next((length for length in sequences if length > 1), None)
 
 
 def _outputs(outcome: Outcome) -> dict[str, torch.Tensor]:

@@ -104,7 +104,7 @@ KNOWN = {
     ),
     "sorted": (lambda self, x: self.end(self.entry(x[x[:, 0].argsort()])), FLAT),
     "reversed": (lambda self, x: self.end(self.entry(x.flip(0))), FLAT),
-    "shifted": (lambda self, x: self.end(self.entry(x.roll(1, 0))), FLAT),
+    "one channel": (lambda self, x: self.end(self.entry(x)), {"x": hot(4, 1, 8)}),
     "mixed up": (lambda self, x: self.end(self.entry(x + x[torch.tensor([1, 2, 3, 0])])), FLAT),
     "columns": (lambda self, x: self.end(self.entry(x.T)), {"x": hot(8, 8)}),
     "spread over the columns": (
