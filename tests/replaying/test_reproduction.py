@@ -22,63 +22,56 @@ def grade_of(replayed, saved=SAVED, name="logit", key=None):
     return grade((name, saved), replayed, key)
 
 
-@pytest.mark.parametrize(
-    ("replayed", "expected"),
-    [
-        (SAVED.tolist(), "exact"),
-        ([[1.5, NAN], [INF, -4.0]], "same-mask"),
-        ([[1.0, INF], [INF, -4.0]], "same-mask"),
-        ([[1.0, NAN], [-INF, -4.0]], "same-mask"),
-        ([[NAN, NAN], [INF, -4.0]], "elsewhere"),
-        ([[1.0, 2.0], [INF, -4.0]], "elsewhere"),
-        ([[1.0, 2.0], [3.0, -4.0]], "finite"),
-    ],
-)
-def test_grades_of_a_nonfinite_saved_output(replayed, expected):
-    assert grade_of(torch.tensor(replayed)).grade == expected
+BITS = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+COMPLEX = torch.complex(torch.tensor([3.0, 1.0]), torch.tensor([4.0, NAN]))
+HALF_MIN, BF16_MIN, FP32_MIN = (torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32))
 
 
-@pytest.mark.parametrize(
-    ("replayed", "expected"), [([1.0, 2.0], "exact"), ([1.0, 2.5], "same-mask"), ([1.0, NAN], "elsewhere")]
-)
-def test_grades_of_a_finite_saved_output(replayed, expected):
-    assert grade_of(torch.tensor(replayed), torch.tensor([1.0, 2.0])).grade == expected
+def masked(first, limit, other=None):
+    return [[first, limit if other is None else other], [-4.0, limit]]
 
 
-def test_nans_of_any_bits_are_one():
-    bits = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
-    assert grade_of(bits.flip(0), bits).grade == "exact"
+GRADES = {
+    # what was saved; what is replayed; the grade; the largest error of what is finite in both, over the largest
+    "itself": (SAVED, SAVED, "exact", 0.0),
+    "another number": (SAVED, [[1.5, NAN], [INF, -4.0]], "same-mask", 0.5 / 4),
+    "Inf for NaN": (SAVED, [[1.0, INF], [INF, -4.0]], "same-mask", 0.0),
+    "another sign": (SAVED, [[1.0, NAN], [-INF, -4.0]], "same-mask", 0.0),
+    "more NaN": (SAVED, [[NAN, NAN], [INF, -4.0]], "elsewhere", 0.0),
+    "fewer NaN": (SAVED, [[1.0, 2.0], [INF, -4.0]], "elsewhere", 0.0),
+    "no NaN": (SAVED, [[1.0, 2.0], [3.0, -4.0]], "finite", 0.0),
+    "finite, the same": ([1.0, 2.0], [1.0, 2.0], "exact", 0.0),
+    "finite, another": ([1.0, 2.0], [1.0, 2.5], "same-mask", 0.25),
+    "finite, now NaN": ([1.0, 2.0], [1.0, NAN], "elsewhere", 0.0),
+    "NaN of other bits": (BITS, BITS.flip(0), "exact", None),
+    "complex": (COMPLEX, COMPLEX, "exact", 0.0),
+    "complex, off by i": (COMPLEX, COMPLEX + 1j, "same-mask", 0.25),
+    "nothing finite": ([NAN, NAN], [NAN, NAN], "exact", None),
+    "zeros, off by a quarter": ([0.0, 0.0], [0.25, 0.0], "same-mask", 0.25),
+    "rounded as it was saved": (torch.tensor([0.1, NAN]).half(), [0.1, NAN], "exact", 0.0),
+    "infinite by the cast alone": (torch.tensor([1.0, INF]).half(), [1.0, 1e5], "finite", 0.0),
+    "more dimensions": (SAVED, SAVED.reshape(2, 1, 2), "exact", 0.0),
+    "even more": (SAVED, SAVED.reshape(1, 2, 2, 1), "exact", 0.0),
+    **{
+        f"mask of {limit}": (masked(1.0, limit), masked(1.5, limit), "same-mask", 0.5 / 4)
+        for limit in (HALF_MIN, FP32_MIN)
+    },
+    "mask of bf16 alone": (masked(BF16_MIN, BF16_MIN)[0], masked(BF16_MIN, BF16_MIN)[0], "exact", None),
+    "no mask now": (masked(1.0, HALF_MIN), masked(1.0, HALF_MIN, 2.0), "same-mask", 1.0),
+}
 
 
-def test_the_error_is_of_finite_elements_over_the_largest():
-    reproduction = grade_of(torch.tensor([[1.5, NAN], [INF, -4.0]]))
-    assert reproduction.max_rel_err == pytest.approx(0.5 / 4)
-    assert (reproduction.num_bad_saved, reproduction.num_bad_replayed, reproduction.numel) == (2, 2, 4)
-    assert reproduction.output == "logit"
+@pytest.mark.parametrize("name", GRADES)
+def test_grades(name):
+    saved, replayed, expected, error = GRADES[name]
+    found = grade_of(torch.as_tensor(replayed), torch.as_tensor(saved))
+    assert (found.grade, found.output) == (expected, "logit")
+    assert found.max_rel_err == (None if error is None else pytest.approx(error, rel=1e-4))
 
 
-def test_complex_numbers_are_compared_part_by_part():
-    saved = torch.complex(torch.tensor([3.0, 1.0]), torch.tensor([4.0, NAN]))
-    assert grade_of(saved, saved).grade == "exact"
-    reproduction = grade_of(saved + 1j, saved)
-    assert (reproduction.grade, reproduction.max_rel_err) == ("same-mask", 0.25)
-
-
-def test_there_is_no_error_where_nothing_is_finite():
-    assert grade_of(torch.full((3,), NAN), torch.full((3,), NAN)).max_rel_err is None
-
-
-def test_the_error_of_a_saved_output_of_zeros_is_absolute():
-    assert grade_of(torch.tensor([0.25, 0.0]), torch.zeros(2)).max_rel_err == 0.25
-
-
-def test_the_replay_is_rounded_to_what_was_saved():
-    assert grade_of(torch.tensor([0.1, NAN]), torch.tensor([0.1, NAN]).half()).grade == "exact"
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2), (1, 2, 2, 1)])
-def test_dimensions_of_one_do_not_count(shape):
-    assert grade_of(SAVED.reshape(shape)).grade == "exact"
+def test_what_is_non_finite_is_counted():
+    found = grade_of(torch.tensor([[NAN, NAN], [INF, -4.0]]))
+    assert (found.num_bad_saved, found.num_bad_replayed, found.numel) == (2, 3, 4)
 
 
 def other(tensor):
@@ -185,19 +178,3 @@ def test_an_output_that_is_not_there_lists_what_is():
     with pytest.raises(DumpError, match="no array 'thing'") as caught:
         saved_outputs({"image": SAVED, "mask": SAVED}, "thing")
     assert "image, mask" in caught.value.remedy
-
-
-@pytest.mark.parametrize(
-    "limit", [-65504.0, float(torch.finfo(torch.float32).min), float(torch.finfo(torch.bfloat16).min)]
-)
-def test_masks_at_the_limit_of_a_format_measure_no_error(limit):
-    saved = torch.tensor([[1.0, limit], [-4.0, limit]])
-    assert grade_of(torch.tensor([[1.5, limit], [-4.0, limit]]), saved).max_rel_err == pytest.approx(0.5 / 4)
-    assert grade_of(torch.tensor([[1.0, 2.0], [-4.0, limit]]), saved).max_rel_err == pytest.approx(1.0, rel=1e-4)
-    assert grade_of(torch.full((2, 2), limit), torch.full((2, 2), limit)).max_rel_err is None
-
-
-def test_what_only_a_cast_makes_infinite_is_finite_in_the_replay():
-    saved = torch.tensor([1.0, math.inf], dtype=torch.float16)
-    found = grade(("y", saved), {"y": torch.tensor([1.0, 1e5])})
-    assert (found.grade, found.num_bad_saved, found.num_bad_replayed, found.max_rel_err) == ("finite", 1, 0, 0.0)
