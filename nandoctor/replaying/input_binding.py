@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from nandoctor.errors import ModelError
@@ -140,11 +139,7 @@ def spell(part: str | Mapping[str, str]) -> str:
 
 def read_signature(model: nn.Module) -> Signature:
     """Return the signature of a model's forward, through wrappers that pass on any arguments."""
-    inner = _inner(model)
-    if isinstance(inner, torch.jit.ScriptModule):
-        parameters = _read_schema(inner)
-    else:
-        parameters = list(inspect.signature(inner.forward).parameters.values())
+    parameters = _parameters_of(_inner(model))
     named = tuple(p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
     return Signature(
         named=named,
@@ -153,21 +148,20 @@ def read_signature(model: nn.Module) -> Signature:
     )
 
 
-def _read_schema(model: torch.jit.ScriptModule) -> list[inspect.Parameter]:
-    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-    schema: Any = model.forward.schema  # type: ignore[attr-defined]  # a ScriptMethod, which has one
-    return [
-        inspect.Parameter(a.name, kind, default=None if a.has_default_value() else empty, annotation=str(a.type))
-        for a in schema.arguments[1:]  # the first is the module itself
-    ]
+def _parameters_of(module: nn.Module) -> list[inspect.Parameter]:
+    """Return the parameters of a module's forward; `*inputs` for a traced one of TorchScript, which has no names."""
+    try:
+        return list(inspect.signature(module.forward).parameters.values())
+    except ValueError:
+        return [inspect.Parameter("inputs", inspect.Parameter.VAR_POSITIONAL)]
 
 
 def _inner(model: nn.Module) -> nn.Module:
     """Return the module inside wrappers that pass on any arguments, as DataParallel and compiled modules do."""
     children = list(model.children())
-    if isinstance(model, torch.jit.ScriptModule) or len(children) != 1:
+    if len(children) != 1:
         return model
-    kinds = {p.kind for p in inspect.signature(model.forward).parameters.values()}
+    kinds = {p.kind for p in _parameters_of(model)}
     takes_anything = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     return _inner(children[0]) if takes_anything else model
 

@@ -226,34 +226,10 @@ def test_a_model_with_a_child_called_module_keeps_its_signature():
     assert find_bindings(Holder(), offer_of("image"))[0].description == "model(picture=image)"
 
 
-class ScriptedByName(nn.Module):
-    def forward(self, image: Tensor, depth: Tensor, scale: float = 2.0) -> Tensor:
-        return image * scale + depth
-
-
-class ScriptedDict(nn.Module):
-    def forward(self, x: dict[str, Tensor]) -> Tensor:
-        return x["image"] + x["depth"]
-
-
-class ScriptedOne(nn.Module):
-    def forward(self, x):
-        return x * 3
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    ("module", "saved", "call"),
-    [
-        (ScriptedByName, "depth image", "model(image, depth)"),
-        (ScriptedDict, "depth image", 'model({"depth": depth, "image": image})'),
-        (ScriptedOne, "image mask", "model(x=image)"),
-    ],
-)
-def test_a_script_module_is_called_by_its_schema(module, saved, call):
-    assert find_bindings(torch.jit.script(module()), offer_of(saved))[0].description == call
-    traced = torch.jit.trace(ScriptedOne(), TOKENS)
-    assert find_bindings(traced, offer_of("image mask"))[0].description == "model(x=image)"
+def test_a_traced_module_takes_the_only_array():
+    traced = torch.jit.trace(nn.Linear(3, 2), torch.ones(2, 3))
+    assert find_bindings(traced, offer_of("image mask"))[0].description == "model(image)"
 
 
 OPEN = [
