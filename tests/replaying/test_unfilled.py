@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import nandoctor.replaying.setup as replay_setup
-from nandoctor.case import replay
 from nandoctor.errors import ModelError
 from nandoctor.replaying import memory
 from nandoctor.replaying.memory import Unfilled
@@ -86,22 +85,3 @@ def test_weights_that_do_not_fit_are_refused_as_ever():
         model = nn.Linear(4, 4)
     with pytest.raises(ModelError, match="do not fit"):
         load_state(model, {"weight": torch.zeros(3, 3)}, unfilled=unfilled)
-
-
-def test_a_replay_finds_the_same_either_way(tmp_path, monkeypatch):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.head = nn.Linear(4, 64), nn.Linear(64, 2)
-
-        def forward(self, x):
-            return self.head(self.layer(x) * 1e4) * 1e3
-
-    torch.manual_seed(0)
-    state = Net().state_dict()
-    torch.save({"state_dict": state, "x": torch.randn(3, 4)}, tmp_path / "dump.pth")
-    shared = replay(tmp_path / "dump.pth", Net, fixes=False).report
-    monkeypatch.setattr(replay_setup, "_UNFILLED_NBYTES", 1 << 30)
-    plain = replay(tmp_path / "dump.pth", Net, fixes=False).report
-    assert (shared.headline, shared.origin) == (plain.headline, plain.origin)
-    assert torch.equal(torch.load(tmp_path / "dump.pth")["state_dict"]["head.weight"], state["head.weight"])
