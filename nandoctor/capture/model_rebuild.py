@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,10 +22,8 @@ from nandoctor.capture.source_info import (
     is_found,
     is_own_function,
     is_typed,
-    read_attribute,
     source_file,
 )
-from nandoctor.dumps.code_request import is_transformers_config
 from nandoctor.dumps.packing import pack
 from nandoctor.replaying.argument_objects import NotDescribableError, describe_argument, find_standard
 from nandoctor.source_files import PACKAGE_FOLDERS, defines_code, find_typed, is_installed
@@ -51,7 +49,7 @@ class ModelArguments(NamedTuple):
 class Training:
     """Facts common to all steps of a run: how model and loss are built, and their sources as the run began.
 
-    If `built`, `model` is the source of a builder, not of the model's class. `files` are the project's files. `flags`
+    `model` is the source of the model's class, or of its builder. `files` are the project's files. `flags`
     are those that a replay is known to need, None if only this notebook can replay the steps.
     """
 
@@ -60,7 +58,6 @@ class Training:
     model: Mapping[str, str]
     loss: Mapping[str, str] | None
     arguments: ModelArguments
-    built: bool
     files: ProjectSources
     flags: str | None
 
@@ -84,7 +81,6 @@ def describe_training(settings: RecorderSettings, observer: Observer) -> Trainin
         model=source,
         loss=loss,
         arguments=described,
-        built=built,
         files=ProjectSources(source, loss),
         flags=" --model FILE.py:NAME" if advice else None if is_typed(source) else "",
     )
@@ -122,7 +118,7 @@ def find_config(model: nn.Module) -> ModelArguments:
         return nothing
     name = needed[0].name
     value = vars(model).get(name)
-    if type(value) in (*PLAIN, dict, list, tuple) or is_transformers_config(type(value)):
+    if type(value) in (*PLAIN, dict, list, tuple):
         return nothing
     described = describe_arguments({name: value})
     return nothing if described.odd else described
@@ -149,25 +145,7 @@ def _describe_importable(thing: Any) -> dict[str, str]:
 
 def describe_model(training: Training) -> dict[str, Any]:
     """Return the source of the model's class or builder, with its arguments."""
-    model, arguments = training.observer.model, training.arguments.plain
-    config = {} if arguments or training.built else _describe_config(model)
-    return {**training.model, "arguments": arguments, **config}
-
-
-def _describe_config(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration that a transformers model is built from; empty for other models."""
-    config: Any = read_attribute(model, "config")
-    kind = type(config)
-    if not is_transformers_config(kind):
-        return {}
-    source = describe_source(kind)
-    return {
-        "arguments": {"config": pack(config.to_dict(), "model.config").tree},
-        "config": f"{source['module']}:{source['name']}",
-        "config_file": source["file"],
-        "config_sha256": source["sha256"],
-        "attention": str(getattr(config, "_attn_implementation", None) or ""),
-    }
+    return {**training.model, "arguments": training.arguments.plain}
 
 
 def advise_rebuild(
@@ -184,8 +162,7 @@ def advise_rebuild(
         where = "inside a function" if "<" in name else "outside of any file"
         yield f"a replay cannot import {name}, which is defined {where}: define it at the top level of a .py file."
         return
-    from_config = not arguments.plain and is_transformers_config(type(read_attribute(model, "config")))
-    if not built and (problem := _find_problem(model, arguments, from_config=from_config)):
+    if not built and (problem := _find_problem(model, arguments)):
         yield (
             f"a replay cannot build {name} {problem}. Give Recorder arguments={{...}}, the plain data that {name} was "
             "called with, or builder=FUNCTION, a function at the top level of a file that takes no arguments and "
@@ -193,24 +170,19 @@ def advise_rebuild(
         )
 
 
-def _find_problem(model: nn.Module, arguments: ModelArguments, *, from_config: bool) -> str:
+def _find_problem(model: nn.Module, arguments: ModelArguments) -> str:
     """Return why the class cannot be called as a replay does, "" if its signature does not show it."""
     kind, plain = class_of(model), arguments.plain
     if arguments.odd:
         return f"from its arguments ({', '.join(sorted(map(str, arguments.odd)))}: not plain data)"
-    if from_config:
-        config = read_attribute(model, "config")
-        lost = pack(config.to_dict(), "config").notes
-        refused = lost[0] if lost else why_refused(kind, (config,), {})
-        return f"from its configuration alone ({refused})" if refused else ""
     called = f"as {kind.__name__}({', '.join(map(str, plain))})"
     if not plain and kind.__init__ in _CONTAINERS and next(model.children(), None) is not None:
         return f"{called}: it would be empty"
-    refused = why_refused(kind, (), plain)
+    refused = why_refused(kind, plain)
     return f"{called} ({refused})" if refused else ""
 
 
-def why_refused(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+def why_refused(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     """Return why the signature of a class or function refuses the arguments; "" if it shows no reason.
 
     The function is not called.
@@ -220,7 +192,7 @@ def why_refused(function: Callable[..., Any], args: Iterable[Any], kwargs: Mappi
     except Exception:  # it has no signature, or a user's own one
         return ""
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind(**arguments)
     except TypeError as error:
         return str(error)
     return ""

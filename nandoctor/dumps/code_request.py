@@ -26,14 +26,12 @@ def code_rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
     model, loss = recorded.model, recorded.loss_function
     if model is not None and model.name:
         yield "model", f"{brief(model.spec)} ({_whereabouts(model)})"
-        if model.arguments and not model.config:
+        if model.configuration:
+            yield "config", f"{brief(model.configuration.spec)}, filled with the values in the file"
+        elif model.arguments:
             shown = [brief(f"{name}={_shown(value)}") for name, value in list(model.arguments.items())[:_MAX_SHOWN]]
             more = f" and {len(model.arguments) - _MAX_SHOWN} more" if len(model.arguments) > _MAX_SHOWN else ""
             yield "arguments", (", ".join(shown) + more)
-        if model.configuration:
-            yield "config", f"{brief(model.configuration.spec)}, filled with the values in the file"
-        if model.attention:
-            yield "attention", brief(model.attention)
     times = f", {len(recorded.calls)} calls" if len(recorded.calls) > 1 else ""
     yield "method", f"{brief(recorded.method or 'forward')}{times}"
     if loss is not None:
@@ -51,7 +49,8 @@ def approving_command(dump: Path, recorded: Recorded, *, own: bool = False) -> s
     path = str(dump)
     words = ["nandoctor", "replay", f"./{path}" if path.startswith("-") else path]
     model, loss = recorded.model or Reference(), recorded.loss_function
-    is_typable = _may_be_offered(model, own=own) and not holds_objects(model.arguments)
+    needs_function = holds_objects(model.arguments) and model.configuration is None
+    is_typable = _may_be_offered(model, own=own) and not needs_function
     named = model.spec if is_typable else "FILE.py:NAME"
     words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's code, once it is saved to a file
     if model.configuration:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nandoctor.dumps.stored_tensor import is_dense, is_generator_state
-from nandoctor.dumps.trees import AS_WRITTEN, is_plain_data, name_tensors, slots
+from nandoctor.dumps.trees import AS_WRITTEN, KIND, is_plain_data, name_tensors, slots
 from nandoctor.errors import DumpError
 from nandoctor.evidence.codec import Hook, MisfitError, from_plain
 from nandoctor.evidence.dump_summary import OptimizerUpdate
@@ -93,8 +93,7 @@ class Reference:
     """Where a model class or a function comes from.
 
     `file` is its source file relative to the training's working directory, "" for code from elsewhere; `sha256` is that
-    of the file. `arguments` are plain data, in which objects are described. `config` is the class of a transformers
-    configuration, "module:name" in `config_file`; its values are then `arguments["config"]`.
+    of the file. `arguments` are plain data, in which objects are described.
     """
 
     module: str = ""
@@ -102,18 +101,15 @@ class Reference:
     file: str = ""
     sha256: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    config: str = ""
-    config_file: str = ""
-    config_sha256: str = ""
-    attention: str = ""
 
     @property
     def configuration(self) -> Reference | None:
-        """Where the class of the configuration comes from."""
-        module, _, name = self.config.rpartition(":")
-        if not self.config:
+        """Where the class of a transformers configuration comes from, if the model is built from that alone."""
+        described = self.arguments.get("config")
+        if len(self.arguments) != 1 or not isinstance(described, Mapping) or "config" not in described:
             return None
-        return Reference(module=module, name=name, file=self.config_file, sha256=self.config_sha256)
+        found: Reference | None = get(described, KIND, Reference, None)
+        return found
 
     @property
     def spec(self) -> str:
@@ -234,8 +230,9 @@ def read_recorded(saved: Mapping[str, Any], take: Take, keep: Keep) -> Recorded:
         OptimizerSlots: partial(_read_slots, keep),
     }
     recorded: Recorded = _decode(Recorded, _without_empty(saved), "dump", hooks)
-    if recorded.model is not None:  # only for its checks: tensors stay where they are
+    if recorded.model is not None:  # only for their checks: tensors stay where they are
         name_tensors(recorded.model.arguments, "model.arguments", lambda name, _: name)
+        _ = recorded.model.configuration
     named = (call.named(f"input{index or ''}", take) for index, call in enumerate(recorded.calls))
     return replace(
         recorded,

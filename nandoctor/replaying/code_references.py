@@ -63,10 +63,6 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
 
     @functools.wraps(found)
     def build(**more: Any) -> nn.Module:
-        kind = reference.configuration
-        if kind is not None:
-            own = _import_source(kind, dump, provenance) if kind.file else _import_installed(reference, kind.spec, dump)
-            return _build_from_config(found, own, reference)
         given = {name: make_argument(value, find) for name, value in reference.arguments.items()}
         made: nn.Module = found(**{**given, **more})
         return made
@@ -85,13 +81,14 @@ def build_configured(
     Raises:
         ModelError: the dump holds no configuration values, or the names are not of such classes.
     """
-    if reference is None or not isinstance(reference.arguments.get("config"), Mapping):
+    if reference is None or reference.configuration is None:
         raise ModelError(
             "The dump holds no values for a configuration.",
             remedy="Leave --config out, and name a function that builds the model: --model FILE.py:NAME.",
         )
     found = find_attribute(source, directory=directory)
-    return functools.partial(_build_from_config, found, find_attribute(config, directory=directory), reference)
+    kind = find_attribute(config, directory=directory)
+    return functools.partial(_build_from_config, found, kind, reference.arguments["config"])
 
 
 def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Callable[..., Any] | None, list[str]]:
@@ -229,14 +226,14 @@ def _import_from(path: Path, reference: Reference) -> Any:
     return find_attribute(f"{path.name}:{reference.name}", directory=path.parent)
 
 
-def _build_from_config(model: Callable[..., nn.Module], kind: Any, reference: Reference) -> nn.Module:
+def _build_from_config(model: Callable[..., nn.Module], kind: Any, described: Mapping[str, Any]) -> nn.Module:
     """Build a transformers model from its configuration class and the dump's values for it."""
     if not is_transformers_config(kind):
         raise ModelError(
             f"{getattr(kind, '__name__', kind)} is not a configuration class of transformers.",
             remedy="Name the class with --config package.module:NAME.",
         )
-    return model(make_config(kind, reference.arguments["config"], reference.attention))
+    return model(make_config(kind, described["config"], str(described.get("attention"))))
 
 
 def _needs_approval(reference: Reference, dump: Path, why: str, *, own: bool = True) -> ModelError:

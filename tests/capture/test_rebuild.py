@@ -129,7 +129,7 @@ def test_a_config_of_transformers_that_holds_an_object_is_told(tmp_path, caplog)
     assert "(config: not plain data)" in advice[0]
     caplog.clear()
     advice, _, _ = record(tmp_path, caplog, Configured(config))
-    assert "cannot build Configured from its configuration alone (config.more: a Plain" in advice[0]
+    assert "cannot build Configured as Configured() (missing a required argument: 'config')" in advice[0]
 
 
 class Configured(Wide):

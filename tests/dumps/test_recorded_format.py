@@ -70,6 +70,10 @@ def test_a_file_without_weights_says_so_with_an_empty_state_dict(tmp_path):
         ({"calls": [{"args": {"x": IMAGE}}]}, r"dump\.calls\[0\]\.args should be a list, not an object"),
         ({"training": {IMAGE: True}}, r"a key of dump\.training should be a string, not a value of type "),
         (
+            {"model": {"name": "Net", "arguments": {"config": {"<type>": {"file": 3}, "config": {}}}}},
+            "<type>.file should be a string, not 3",
+        ),
+        (
             {"mixed_precision": {"inputs": {"": [1]}}},
             r"mixed_precision\.inputs\[''\] should be one of float16, .* not a list of 1",
         ),

@@ -237,13 +237,14 @@ def test_extra_states_stay_in_a_strangers_file(project):
 
 def test_inspect_shows_all_that_a_replay_would_call(project):
     plain = contents(project)
-    model = {**plain["model"], "config": "transformers:BertConfig", "attention": "evil/kernel"}
+    kind = {"module": "transformers", "name": "BertConfig", "file": "", "sha256": ""}
+    described = {"<type>": kind, "config": {"hidden_size": 3}, "attention": "evil/kernel"}
+    model = {**plain["model"], "arguments": {"config": described}}
     notes = summarize(read_dump(strangers(project, method="generate", model=model))).notes
-    assert notes[:6] == (
+    assert notes[:5] == (
         "It was not recorded by you (it carries no signature): a replay asks before it runs the code that it names.",
         "model: train.py:Net (in this folder; sha256 as recorded)",
         "config: transformers:BertConfig, filled with the values in the file",
-        "attention: evil/kernel",
         "method: generate",
         "loss: train.py:loss_of (in this folder; sha256 as recorded)",
     )

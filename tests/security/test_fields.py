@@ -37,6 +37,11 @@ def project(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+def configured(kind, **content):
+    """The arguments of a model that is built from a configuration of transformers of that class."""
+    return {"config": {"<type>": {"module": "train", "name": "Net", "file": "", "sha256": "", **kind}, **content}}
+
+
 def named(folder, part, **fields):
     """The contents with some fields of the model or the loss replaced."""
     step = contents(folder)
@@ -53,8 +58,10 @@ FIELDS = {
     "model that is installed": lambda f: named(f, "model", module="torch.hub", name="load", file=""),
     "model of the command line": lambda f: named(f, "model", module="nandoctor.cli", name="main", file=""),
     "model without a hash": lambda f: named(f, "model", sha256=""),
-    "model with a config": lambda f: named(f, "model", config="train:Net", arguments={"config": {"width": 3}}),
-    "model with an attention": lambda f: named(f, "model", attention="evil/kernel", config="train:Net"),
+    "model with a config": lambda f: named(f, "model", arguments=configured({"file": "train.py"}, config={"width": 3})),
+    "model with an attention": lambda f: named(
+        f, "model", arguments=configured({}, config={"width": 3}, attention="evil/kernel")
+    ),
     "arguments that are code": lambda f: named(f, "model", arguments={"width": "__import__('train')"}),
     # The loss
     "loss": lambda f: named(f, "loss_function", name="execute"),
