@@ -235,7 +235,7 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["replay", *SICK, "-o", "nowhere/report.json"], "there is no folder nowhere"),
         (["plot", *SICK, "-o", "ranges"], "ranges: unknown ending"),
         (["plot", *SICK, "-o", "ranges.html"], "ranges.html: unknown ending; use .png, .svg or .pdf"),
-        (["plot", *SICK, "--kind", "pie"], "'pie' is not one of 'ranges', 'exponents', 'divergence', 'samples'"),
+        (["plot", *SICK, "--kind", "pie"], "'pie' is not one of 'ranges', 'divergence', 'samples'"),
         (["plot", "report.json", "--seed", "4"], "--seed needs a dump"),
         (["replay", *SICK, "--json", "--quiet"], "--json goes with no --quiet"),
         (["triage", "sick.pth", "--scheduler", "tcp://x:1", "--jobs", "2"], "--scheduler goes with no --jobs"),
@@ -292,18 +292,18 @@ def test_plot_draws_a_dump_and_a_report(workplace):
 
 
 def test_a_plot_that_needs_a_per_sample_says_so():
-    run("replay", *SICK, "-o", "report.json")
-    result = run("plot", "report.json", "--kind", "exponents")
+    run("replay", *WELL, "-o", "report.json")
+    result = run("plot", "report.json", "--kind", "samples")
     assert result.exit_code == 1
-    assert "nandoctor plot sick.pth --model models_of_the_test.py:Overflowing --kind exponents" in result.stderr
-    run("replay", *SICK, "--per-sample", "-o", "report.json")
-    assert run("plot", "report.json", "--kind", "exponents").exit_code == 0
+    assert "nandoctor plot well.pth --model models_of_the_test.py:healthy --kind samples" in result.stderr
+    run("replay", *WELL, "--per-sample", "-o", "report.json")
+    assert run("plot", "report.json", "--kind", "samples").exit_code == 0
 
 
 @pytest.mark.parametrize(
     ("typed", "place", "told"),
     [
-        ("nandoctor plot --kind ", 3, ["ranges", "exponents", "divergence", "samples", "origin"]),
+        ("nandoctor plot --kind ", 3, ["ranges", "divergence", "samples", "origin"]),
         ("nandoctor explain gradient", 2, ["gradient-singularity", "gradient-overflow"]),
     ],
 )

@@ -99,7 +99,7 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
 
 @click.command(
     cls=GroupedCommand,
-    examples=["plot nan.pth --model train.py:make_model --kind exponents", "plot report.json -o ranges.svg"],
+    examples=["plot nan.pth --model train.py:make_model --kind samples", "plot report.json -o ranges.svg"],
 )
 @click.argument("source", metavar="DUMP|REPORT.json", type=DumpPath, is_eager=True)
 @force_option

@@ -98,9 +98,8 @@ class NonfiniteCounts:
     `smallest` is the smallest non-zero finite magnitude, None if there is none. `flushed_share` is the share of
     elements, 0 to 1, that are non-zero and would round to zero in the run's low-precision format. `samples` lists the
     indices along dimension 0 with a NaN or an infinity, at most 64. `by_sample` has the first 64 indices, if one is
-    non-finite or per-sample statistics were asked for. `exponents`, only with `--per-sample`, pairs each binary
-    exponent with the number of its finite non-zero elements. `grid` exists for non-finite arrays of the batch and for
-    the outputs of examined ops.
+    non-finite or per-sample statistics were asked for. `grid` exists for non-finite arrays of the batch and for the
+    outputs of examined ops.
     """
 
     num_nan: int
@@ -113,7 +112,6 @@ class NonfiniteCounts:
     first_bad_index: tuple[int, ...] | None
     samples: tuple[int, ...]
     by_sample: tuple[SampleStats, ...] = ()
-    exponents: tuple[tuple[int, int], ...] = ()
     grid: Grid | None = None
 
     @property

@@ -150,9 +150,7 @@ class Settings:
         reads=int,
         accepts=lambda value: 0 <= value < 1 << 31,  # numpy takes 32 bits; the next few follow
     )
-    per_sample: bool = _switch(
-        "statistics", "--per-sample", "Count samples and exponents in every layer.", default=False
-    )
+    per_sample: bool = _switch("statistics", "--per-sample", "Count the samples in every layer.", default=False)
     fixes: bool = _switch("fixes", "--no-fixes", "Diagnose only; do not search for fixes.", default=True)
     max_trials: int | None = _setting(
         "fixes",

@@ -1,4 +1,4 @@
-"""Exact counts of one tensor: NaN, infinite, zero and subnormal elements, and their samples, places and exponents.
+"""Exact counts of one tensor: NaN, infinite, zero and subnormal elements, their samples and places.
 
 Everything is counted on the stored bits read as integers, which order magnitudes as the numbers do. For a CPU tensor
 numpy compares these five to ten times as fast as torch compares fp16; on another device torch does it.
@@ -111,7 +111,7 @@ def count_exactly(
     """Count the elements of one strided tensor in format `own`; also return the finite elements' limits, or None.
 
     Flushes to zero are judged against `target`. `samples` is False if dimension 0 is not the batch. `place` asks where
-    non-finite elements are, `per_sample` for samples and exponents even if all elements are finite.
+    non-finite elements are, `per_sample` for samples even if all elements are finite.
     """
     stored = _Stored.of(values)
     subnormal = _last_up_to(own.smallest_normal - own.smallest_subnormal, stored.format)
@@ -134,7 +134,6 @@ def count_exactly(
         first_bad_index=first,
         samples=hit if samples else (),
         by_sample=by_sample,
-        exponents=count_exponents(values.abs()) if per_sample else (),
         grid=place_nonfinite(torch.as_tensor(stored.nonfinite)) if place and num_bad else None,
     )
     if not num_finite:
@@ -266,15 +265,3 @@ def _join_cells(counts: torch.Tensor, axis: int) -> torch.Tensor:
     cells = torch.arange(size, device=counts.device) * num_cells // size
     shape = [num_cells if dim == axis else length for dim, length in enumerate(counts.shape)]
     return torch.zeros(shape, dtype=counts.dtype, device=counts.device).index_add_(axis, cells, counts)
-
-
-def count_exponents(magnitudes: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Count the finite non-zero elements by binary exponent, floor(log2(magnitude)), in rising order."""
-    kept = magnitudes[(magnitudes > 0) & torch.isfinite(magnitudes)]
-    if not kept.numel():
-        return ()
-    wide = kept if kept.dtype == torch.float64 else kept.float()
-    exponents = torch.frexp(wide).exponent.long() - 1
-    lowest = int(exponents.min())
-    counts = torch.bincount(exponents - lowest).tolist()
-    return tuple((lowest + place, count) for place, count in enumerate(counts) if count)

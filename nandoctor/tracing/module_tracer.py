@@ -30,7 +30,7 @@ Owner = tuple[str, str, int]
 
 Statistics = Literal["none", "ranges", "counts", "per sample"]
 """What is read of a tensor: nothing (quicker if only the output matters), its limits, also exact counts if it is
-non-finite or near the low format's limits, or exact counts of every tensor with samples and exponents."""
+non-finite or near the low format's limits, or exact counts of every tensor with samples."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.trace import SampleStats
-from nandoctor.tracing.exact_counts import count_exactly, count_exponents, place_nonfinite
+from nandoctor.tracing.exact_counts import count_exactly, place_nonfinite
 from nandoctor.tracing.tensor_stats import add_counts, collect, measure
 
 
@@ -76,28 +76,14 @@ def test_samples_are_counted_one_by_one():
     assert len(samples_of(torch.ones(99, 2))) == 64
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_exponents_are_those_of_the_values(dtype):
-    values = torch.tensor([1.0, 1.99, 2.0, 0.5, 0.75, 0.0, math.inf, math.nan, 2.0**-14], dtype=dtype)
-    assert count_exponents(values.abs()) == ((-14, 1), (-1, 2), (0, 2), (1, 1)) or dtype == torch.bfloat16
-    assert sum(count for _, count in count_exponents(values.abs())) == 6
-
-
-def test_subnormals_have_the_exponent_of_their_value():
-    tiny = torch.tensor([2.0**-24, 2.0**-20], dtype=torch.float16)
-    assert count_exponents(tiny) == ((-24, 1), (-20, 1))
-    assert count_exponents(torch.zeros(3)) == ()
-
-
 def stats_of(tensor, **options):
     return collect([("", add_counts(measure(tensor), tensor, FP16, **options))])[0]
 
 
 def test_a_counts_places_nothing_unless_asked():
     sound, nonfinite = torch.ones(2, 3), torch.tensor([[1.0, math.nan], [1.0, 1.0]])
-    assert (stats_of(sound).counts.by_sample, stats_of(sound).counts.exponents) == ((), ())
+    assert stats_of(sound).counts.by_sample == ()
     assert stats_of(nonfinite).counts.grid is None
     assert [sample.num_bad for sample in stats_of(nonfinite).counts.by_sample] == [1, 0]
     assert stats_of(nonfinite, place=True).counts.grid.counts == ((0, 1), (0, 0))
-    assert stats_of(sound, per_sample=True).counts.exponents == ((0, 6),)
     assert len(stats_of(sound, per_sample=True).counts.by_sample) == 2

@@ -148,7 +148,7 @@ def network(num_layers, *, nonfinite_from=None, low=FP16, growth=1.0):
 
 
 def surveyed(runs):
-    """The same runs with every output counted: its samples and its exponents."""
+    """The same runs with every output counted by its samples."""
     return Runs(
         autocast=_per_sample(runs.autocast), fp32=_per_sample(runs.fp32), first_unholdable=runs.first_unholdable
     )
@@ -166,9 +166,7 @@ def _count(stats):
         SampleStats(num_bad=known.num_bad * (sample in known.samples), absmax=stats.absmax * share)
         for sample, share in enumerate(shares)
     )
-    top = math.frexp(stats.absmax)[1] - 1
-    exponents = tuple((top - 12 + place, 2**place) for place in range(13))
-    return replace(stats, counts=replace(known, by_sample=samples, exponents=exponents))
+    return replace(stats, counts=replace(known, by_sample=samples))
 
 
 def put(record, **changes):

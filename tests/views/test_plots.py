@@ -1,4 +1,4 @@
-"""The plots beside the ranges: divergence, exponents, samples, origin."""
+"""The plots beside the ranges: divergence, samples, origin."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows_with(made, **changes):
     return replace(made, runs=replace(made.runs, autocast=replace(made.runs.autocast, modules=rows)))
 
 
-@pytest.mark.parametrize("kind", ["divergence", "exponents", "samples"])
+@pytest.mark.parametrize("kind", ["divergence", "samples"])
 def test_many_layers_are_drawn(kind):
     (axes,) = draw(surveyed(400, nonfinite_from=250), kind).axes
     assert [*map(round, axes.get_xlim())] in ([0, 400], [-1, 400])
@@ -46,14 +46,17 @@ def test_nothing_was_run(kind):
 def test_an_unknown_kind_is_refused():
     with pytest.raises(NanDoctorError, match="no plot 'pie'") as caught:
         draw(factory.healthy(), "pie")
-    assert "ranges, exponents, divergence, samples, origin" in caught.value.remedy
+    assert "ranges, divergence, samples, origin" in caught.value.remedy
 
 
-@pytest.mark.parametrize("kind", ["exponents", "samples"])
-def test_what_only_a_per_sample_counts_asks_for_one(kind):
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [(("NaN.pth",), "nandoctor plot NaN.pth --kind samples"), ((), "nandoctor.replay(..., per_sample=True)")],
+)
+def test_what_only_a_per_sample_counts_asks_for_one(arguments, remedy):
     with pytest.raises(NanDoctorError) as caught:
-        draw(replace(factory.healthy(), arguments=("NaN.pth",)), kind)
-    assert f"nandoctor plot NaN.pth --kind {kind}" in caught.value.remedy
+        draw(replace(factory.healthy(), arguments=arguments), "samples")
+    assert caught.value.remedy == f"Count them: {remedy}"
 
 
 def test_divergence_names_the_layer_that_makes_the_error():
@@ -81,21 +84,6 @@ def test_divergence_tells_an_error_that_is_only_carried():
 def test_divergence_without_anything_to_compare():
     rows = {row.place.label: {"rel_err": None} for row in factory.healthy().runs.autocast.modules}
     assert title(draw(rows_with(factory.healthy(), **rows), "divergence")) == "No layer can be compared with fp32."
-
-
-@pytest.mark.parametrize("growth", [1.0, 4.0])
-def test_exponents_tell_what_passes_the_format(growth):
-    made = factory.report(factory.surveyed(factory.network(8, growth=growth)))
-    finding = title(draw(made, "exponents"))
-    assert ("would overflow fp16" in finding) is (growth > 1)
-    assert finding.startswith("Every layer's output fits fp16") is (growth == 1)
-
-
-def test_exponents_have_the_shares_of_each_layer():
-    figure = draw(surveyed(), "exponents")
-    image = figure.axes[0].images[0].get_array()
-    shares = 10 ** np.where(np.isnan(image), -np.inf, np.asarray(image))
-    assert shares.sum(axis=0) == pytest.approx(np.ones(shares.shape[1]), abs=1e-2)
 
 
 def test_samples_tell_who_is_nonfinite_and_who_is_near():

@@ -29,7 +29,6 @@ class PlotKind:
 
 PLOTS: Mapping[str, PlotKind] = {
     "ranges": PlotKind("Ranges of every layer", "what every layer's values span, against what the format can hold"),
-    "exponents": PlotKind("Exponents", "how they spread over the exponents", per_sample=True),
     "divergence": PlotKind("Error against fp32", "how far every layer is from fp32, and which one makes the error"),
     "samples": PlotKind("Samples", "which samples are non-finite, or near the limit, in which layer", per_sample=True),
     "origin": PlotKind(
