@@ -1,11 +1,13 @@
 """Search for fixes of random programs with a planted failure, and judge each verified one by what the formula means.
 
 `python benchmarks/random_fixes.py [--num 100] [--seed 0] [--only NAME]` prints a line for each program and the totals;
-it exits with 1 if a verified fix is wrong. A program is a small network of random width, depth and names around one
-formula that fails, in the forward or in the loss. Beside the formula stands another one that gives its value exactly,
-or its limit: the label is known before nandoctor sees the program. The judge runs the fixed code in float64, without
-nandoctor. A verified fix is wrong if output or loss is more than 1 % off, if the gradient of a weight points the other
-way, or if there should be none.
+it exits with 1 if a verified fix is wrong. With `--diagnosis` no fix is searched for: verdict, line, op and samples are
+compared with the label, and the right program, which is healthy, is replayed as well.
+
+A program is a small network of random width, depth and names around one formula that fails, in the forward or in the
+loss. Beside the formula stands another one that gives its value exactly, or its limit: the label is known before
+nandoctor sees the program. The judge runs the fixed code in float64, without nandoctor. A verified fix is wrong if
+output or loss is more than 1 % off, if the gradient of a weight points the other way, or if there should be none.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import nandoctor
-from nandoctor.evidence.report import Fix
+from nandoctor.evidence.report import Fix, Report
 
 TOLERANCE = 0.01
 SIGNIFICANT = 0.01
@@ -69,13 +71,18 @@ class Plant:
 
     The lines compute `h` from `h` and `s` in the forward, or return their loss (`in_loss`). `prepare` spoils a sample.
     Without `right` the program is wrong, and no fix is right. `is_free`: the sample has no value.
-    `is_beyond`: the value is past fp32's range, so that only the gradient is judged.
+    `is_beyond`: the value is past fp32's range, so that only the gradient is judged. `op` fails first, and `at` is a
+    part of its line; `guilty`: in the sample that
+    `prepare` spoils, in all, or in those that the weights decide; such a program may be healthy.
     """
 
     name: str
     lines: str
     right: str | None
     prepare: Callable[[dict[str, torch.Tensor], int], None]
+    op: str
+    at: str
+    guilty: Literal["one", "all", "unknown"] = "one"
     in_loss: bool = False
     is_free: bool = False
     is_beyond: bool = False
@@ -95,49 +102,72 @@ PLANTS = (
         lines="h = h + torch.log(torch.exp(s).sum(-1, keepdim=True))",
         right="h = h + torch.logsumexp(s, -1, keepdim=True)",
         prepare=_large,
+        op="exp",
+        at="torch.exp(s)",
     ),
-    Plant(name="softplus", lines="h = h + torch.log(1 + torch.exp(s))", right="h = h + F.softplus(s)", prepare=_large),
+    Plant(
+        name="softplus",
+        lines="h = h + torch.log(1 + torch.exp(s))",
+        right="h = h + F.softplus(s)",
+        op="exp",
+        at="torch.exp(s)",
+        prepare=_large,
+    ),
     Plant(
         name="softmax",
         lines="e = torch.exp(s)\nh = h * (e / e.sum(-1, keepdim=True))",
         right="h = h * torch.softmax(s, -1)",
         prepare=_large,
+        op="exp",
+        at="torch.exp(s)",
     ),
     Plant(
         name="clipped-ratio",
         lines="h = h * (torch.clamp(s, max=0.4) / s)",
         right="h = h * torch.where(s > 0.4, 0.4 / s, 1.0)",
         prepare=_zero,
+        op="div",
+        at="/ s",
     ),
     Plant(
         name="sine-over-angle",
         lines="h = h * (torch.sin(s) / s)",
         right="h = h * torch.where(s == 0, 1.0, torch.sin(s) / torch.where(s == 0, 1.0, s))",
         prepare=_zero,
+        op="div",
+        at="/ s",
     ),
     Plant(
         name="growth-over-time",
         lines="h = h + (torch.exp(s) - 1) / s",
         right="h = h + torch.where(s == 0, 1.0, torch.expm1(s) / torch.where(s == 0, 1.0, s))",
         prepare=_zero,
+        op="div",
+        at="/ s",
     ),
     Plant(
         name="entropy",
         lines="h = h - s * torch.log(s)",
         right="h = h - torch.xlogy(s, s)",
         prepare=_zero,
+        op="log",
+        at="torch.log(s)",
     ),
     Plant(
         name="shift-before-norm",
         lines="h = F.layer_norm(h + (1 / s).mean(-1, keepdim=True), h.shape[-1:])",
         right="h = F.layer_norm(h, h.shape[-1:])",
         prepare=_zero,
+        op="reciprocal",
+        at="1 / s",
     ),
     Plant(
         name="rows-over-norm",
         lines="h = h * (s / s.norm(dim=-1, keepdim=True))",
         right="h = h * (s / s.norm(dim=-1, keepdim=True).clamp(min=1e-30))",
         prepare=_zero,
+        op="div",
+        at="s.norm(",
         is_free=True,
     ),
     Plant(
@@ -145,6 +175,8 @@ PLANTS = (
         lines="m = s.gt(0).to(h)\nh = h * ((h * m).sum(-1, keepdim=True) / m.sum(-1, keepdim=True))",
         right="m = s.gt(0).to(h)\nh = h * ((h * m).sum(-1, keepdim=True) / m.sum(-1, keepdim=True).clamp(min=1))",
         prepare=_zero,
+        op="div",
+        at="m.sum(",
         is_free=True,
     ),
     Plant(
@@ -152,24 +184,34 @@ PLANTS = (
         lines="h = h + torch.log(s - 3.0)",
         right=None,
         prepare=lambda batch, sample: None,
+        op="log",
+        at="torch.log(",
+        guilty="all",
     ),
     Plant(
         name="root-of-negative",
         lines="h = h + torch.sqrt(h.mean(-1, keepdim=True) - 9.0)",
         right=None,
         prepare=lambda batch, sample: None,
+        op="sqrt",
+        at="torch.sqrt(",
+        guilty="all",
     ),
     Plant(
         name="distance-of-equals",
         lines="z = h * s\nh = h + torch.sqrt((z**2).sum(-1, keepdim=True))",
         right="z = h * s\nh = h + torch.sqrt((z**2).sum(-1, keepdim=True).clamp(min=1e-30))",
         prepare=_zero,
+        op="sqrt",
+        at="torch.sqrt(",
     ),
     Plant(
         name="divergence",
         lines="return (torch.exp(h + s) - (h + s) - 1).mean()",
         right="return (torch.exp(h + s) - (h + s) - 1).mean()",
         prepare=_large,
+        op="exp",
+        at="torch.exp(",
         in_loss=True,
         is_beyond=True,
     ),
@@ -178,6 +220,8 @@ PLANTS = (
         lines="rate = h + s\nreturn (rate.exp() - 3 * rate).mean()",
         right="rate = h + s\nreturn (rate.exp() - 3 * rate).mean()",
         prepare=_large,
+        op="exp",
+        at=".exp()",
         in_loss=True,
         is_beyond=True,
     ),
@@ -186,6 +230,8 @@ PLANTS = (
         lines="weight = torch.clamp(s, max=0.3) / s\nreturn (weight * (h - 1) ** 2).mean()",
         right="weight = torch.where(s > 0.3, 0.3 / s, 1.0)\nreturn (weight * (h - 1) ** 2).mean()",
         prepare=_zero,
+        op="div",
+        at="/ s",
         in_loss=True,
     ),
     Plant(
@@ -193,6 +239,9 @@ PLANTS = (
         lines="return -torch.log(torch.softmax(h * 200 * s, -1)[:, 0]).mean()",
         right="return -torch.log_softmax(h * 200 * s, -1)[:, 0].mean()",
         prepare=lambda batch, sample: None,
+        op="log",
+        at="torch.log(",
+        guilty="unknown",
         in_loss=True,
     ),
 )
@@ -326,13 +375,9 @@ def _is_reversed(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 def examine(program: Sample, folder: Path) -> tuple[str, list[str]]:
     """Return what the search gave (verified, workaround or none), and what is wrong with each verified fix."""
-    path = folder / f"{program.plant.name.replace('-', '_')}_{program.seed}.py"  # a name is imported once
-    path.write_text(program.text)
+    name = f"{program.plant.name.replace('-', '_')}_{program.seed}"
+    report = _replay(program.text, program, folder, name, fixes=True, max_trials=100)
     (folder / "right.py").write_text(program.right)
-    module = load(path)
-    model = module.build()
-    torch.save({"state_dict": model.state_dict(), **program.batch, "autocast": False}, folder / "dump.pth")
-    report = nandoctor.replay(folder / "dump.pth", f"{path}:build", loss=f"{path}:loss", max_trials=100).report
     right = run(load(folder / "right.py"), program.batch)
     faults = []
     for fix in report.fixes:
@@ -341,6 +386,38 @@ def examine(program: Sample, folder: Path) -> tuple[str, list[str]]:
     kinds = [fix for fix in report.fixes if fix.verified and fix.kind != "data"]
     given = "verified" if kinds else "workaround" if any(fix.workaround for fix in report.fixes) else "none"
     return ("healthy" if case_is_finite(report.verdict) else given), faults
+
+
+def diagnose(program: Sample, folder: Path) -> list[str]:
+    """Return what the diagnosis says wrongly of the program, or of the right one beside it."""
+    said = _replay(program.text, program, folder, f"{program.plant.name.replace('-', '_')}_{program.seed}")
+    origin = said.origin
+    line = origin.source.text if origin is not None and origin.source is not None else ""
+    samples = origin.elements.samples if origin is not None else None
+    rows = tuple(range(len(program.batch["x"]))) if program.plant.guilty == "all" else (program.sample,)
+    is_open = program.plant.guilty == "unknown"
+    faults = {
+        f"verdict {said.verdict}": said.verdict == "numerics",
+        f"op {origin and origin.op}": origin is not None and origin.op == program.plant.op,
+        f"line {line!r}": program.plant.at in line,
+        f"samples {samples}": is_open or samples == rows,
+    }
+    wrong = [fault for fault, is_right in faults.items() if not (is_right or (is_open and said.verdict == "healthy"))]
+    if program.plant.right is not None and not program.plant.is_beyond:
+        name = f"right_{program.plant.name.replace('-', '_')}_{program.seed}"
+        healthy = _replay(program.right, program, folder, name)
+        wrong += [] if healthy.verdict == "healthy" else [f"false alarm: {healthy.verdict}, {healthy.headline}"]
+    return wrong
+
+
+def _replay(text: str, program: Sample, folder: Path, name: str, **options: Any) -> Report:
+    """Write a program and its dump, and replay it; a name is imported once."""
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    model = load(path).build()
+    torch.save({"state_dict": model.state_dict(), **program.batch, "autocast": False}, folder / "dump.pth")
+    options = {"fixes": False, **options}
+    return nandoctor.replay(folder / "dump.pth", f"{path}:build", loss=f"{path}:loss", **options).report
 
 
 def case_is_finite(verdict: str) -> bool:
@@ -361,6 +438,7 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=100, help="how many programs")
     parser.add_argument("--seed", type=int, default=0, help="the first program's seed")
     parser.add_argument("--only", default="", help="plants whose name contains this")
+    parser.add_argument("--diagnosis", action="store_true", help="judge the diagnosis, and search for no fixes")
     options = parser.parse_args()
     plants = [plant for plant in PLANTS if options.only in plant.name]
     tally, num_wrong = Counter[str](), 0
@@ -368,7 +446,11 @@ def main() -> None:
     for number in range(options.num):
         program = make_program(plants[number % len(plants)], options.seed + number // len(plants))
         with tempfile.TemporaryDirectory() as folder:
-            given, faults = examine(program, Path(folder))
+            if options.diagnosis:
+                faults = diagnose(program, Path(folder))
+                given = "wrong" if faults else "right"
+            else:
+                given, faults = examine(program, Path(folder))
         tally[given] += 1
         num_wrong += bool(faults)
         print(
@@ -376,7 +458,7 @@ def main() -> None:
             flush=True,
         )
     print(f"\n{options.num} programs: {', '.join(f'{count} {what}' for what, count in tally.items())}")
-    print(f"verified and wrong: {num_wrong}")
+    print(f"{'diagnosis' if options.diagnosis else 'verified and'} wrong: {num_wrong}")
     sys.exit(num_wrong > 0)
 
 
