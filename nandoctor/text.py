@@ -163,8 +163,8 @@ def dtype_name(dtype: object) -> str:
 
 
 def shape_text(shape: Iterable[int]) -> str:
-    """Format a shape as torch prints it: [4, 16, 32, 32]."""
-    return f"[{', '.join(str(size) for size in shape)}]"
+    """Format a shape as torch prints it: [4, 16, 32, 32]; "scalar" for one without dimensions."""
+    return f"[{', '.join(map(str, sizes))}]" if (sizes := tuple(shape)) else "scalar"
 
 
 def kinds_text(kinds: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, Finding, clamp_candidate, is_whole_power, outside_domain
-from nandoctor.causes.sentences import operand, subject
+from nandoctor.causes.sentences import argument, operand, subject
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.places import site_of
 from nandoctor.evidence.report import Account, Evidence
@@ -82,12 +82,14 @@ def _explain_pole(finding: Finding) -> Account | None:
         return Account(headline=headline, explanation=f"{op} is NaN: {why}.", evidence=(evidence,))
     where = "for this matrix"
     if not op.startswith("linalg_"):
-        taken = [operand.at_worst for operand in operands if operand.at_worst is not None]
+        taken = [(operand.name, operand.at_worst) for operand in operands if operand.at_worst is not None]
         if not taken or len(taken) < len(operands):
             return None
-        values = ", ".join(map(number, taken))
+        values = ", ".join(number(value) for _, value in taken)
         where = f"at {values}"
-        evidence = Evidence("argument", taken[0], f"the argument is {values}")
+        if len(taken) > 1:
+            where = "where " + " and ".join(f"{argument(finding.op, name)} is {number(v)}" for name, v in taken)
+        evidence = Evidence("argument", taken[0][1], f"the argument is {values}")
     return Account(
         headline=f"{subject(finding.op)} has no finite value {where}",
         explanation=f"{op} has no finite value {where}, not even in float64.",

@@ -273,6 +273,7 @@ def _search_first(preparation: Preparation) -> tuple[Replayed, tuple[Policy, ...
 def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replayed:
     """Return the best replay under one policy."""
     tried: list[Replayed] = []
+    refused: list[ModelError] = []
     calls = steps
     first, *more = preparation.seeds
     likeliest = [(training, first) for training in preparation.modes]
@@ -280,10 +281,18 @@ def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replaye
         if seed != first and not any(replayed.random for replayed in tried):
             break
         set_up = [replace(step, training=training, seed=seed) for step in calls]
-        tried.append(_replay(set_up, preparation, is_first=not tried))
+        try:
+            tried.append(_replay(set_up, preparation, is_first=not tried))
+        except ModelError as error:  # batch norm takes no batch of one in train mode
+            refused.append(error)
+            continue
         calls = (tried[0].step,)
         if tried[-1].accepted and not _is_unsettled(tried[-1], preparation):
             break
+    if not tried:
+        raise refused[0]
+    mode = "train" if preparation.modes[0] else "eval"
+    notes = tuple(f"In {mode} mode the model does not run: {error.message}" for error in refused[:1])
     best = min(tried, key=lambda replayed: replayed.rank)
     others = [replayed for replayed in tried if replayed is not best]
     attempts = tuple(
@@ -291,7 +300,8 @@ def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replaye
         for made in (*others, best)
     )
     any_random = any(replayed.random for replayed in tried)
-    return replace(best, reproduction=replace(best.reproduction, attempts=attempts), any_random=any_random)
+    reproduction = replace(best.reproduction, attempts=attempts)
+    return replace(best, reproduction=reproduction, any_random=any_random, notes=(*best.notes, *notes))
 
 
 def _is_unsettled(replayed: Replayed, preparation: Preparation) -> bool:

@@ -234,6 +234,11 @@ def _differ_by_size(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
     return f"reaches only {number(ours)}, the others {number(least)} or more" if least > _FAR * ours else None
 
 
+def _differ_by_sign(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
+    is_negative = bool((mine < 0).any(1).all()) and bool((theirs >= 0).all())
+    return f"reaches {number(float(mine.min()))}, the others stay above 0" if is_negative else None
+
+
 def _differ_by_zeros(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
     has_zeros = bool((mine == 0).any(1).all()) and not bool((theirs == 0).any())
     return "has zeros, the others none" if has_zeros else None
@@ -248,4 +253,11 @@ def _differ_by_range(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
     return f"is {constant(float(mine[0]))}, the others {constant(low)} to {constant(high)}"
 
 
-_DIFFERENCES = (_differ_by_nan, _differ_by_constancy, _differ_by_size, _differ_by_zeros, _differ_by_range)
+_DIFFERENCES = (
+    _differ_by_nan,
+    _differ_by_constancy,
+    _differ_by_size,
+    _differ_by_sign,
+    _differ_by_zeros,
+    _differ_by_range,
+)

@@ -25,19 +25,29 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatForm
     exact, rows = recompute(call, place, like=output), full_rows(call)
     with plain_torch():  # a transform of torch.func would wrap every number that is read
         output = _without_passed_on(call, output)
-        own = format_of(output.dtype) or FP64
+        own, numel = format_of(output.dtype) or FP64, output.numel()
         counts, _ = count_exactly(output, own, low, place=True)
         worst, value = _find_worst(find_nonfinite(output), exact)
+        if (each := _before_reduction(call)) is not None and not all_finite(each):
+            output, worst = each, find_largest(find_nonfinite(each).numpy(force=True))
         taken = ((name, _operand_values(name, tensor)) for name, tensor in call.tensors())
         operands = [(name, values) for name, values in taken if values is not None]
         return OpAnalysis(
             counts=counts,
-            numel=output.numel(),
+            numel=numel,
             exact=value,
             length=_length(call, [tensor for _, tensor in operands], output),
             num_full_rows=None if rows is None else int(unwrap(rows).sum()),
             operands=tuple(describe_operand(name, tensor, worst, output, low) for name, tensor in operands),
         )
+
+
+def _before_reduction(call: Invocation) -> torch.Tensor | None:
+    """Return what a loss of torch's computes for each element, before its mean or sum; None for any other op."""
+    if not dict(call.arguments()).get("reduction"):
+        return None
+    with torch.no_grad(), without_autocast():
+        return numbers_in(call.with_argument("reduction", 0).run())
 
 
 def _without_passed_on(call: Invocation, output: torch.Tensor) -> torch.Tensor:

@@ -222,9 +222,9 @@ def _run_facts(report: Report) -> Iterator[Fact]:
     if too_large and (first is None or too_large.key != first.place.key):
         text = f"{short_place(too_large).label} is the first whose fp32 value {report.runs.autocast.dtype} cannot hold"
         yield Fact("too large", text)
-    for run in (report.runs.autocast, report.runs.fp32):
-        if run.raised is not None:
-            yield Fact("raised", f"the {run.dtype} run stopped early: {brief(run.raised, _MESSAGE_WIDTH)}")
+    runs = {run.dtype: " ".join(run.raised.split()) for run in (report.runs.autocast, report.runs.fp32) if run.raised}
+    for dtype, raised in runs.items():
+        yield Fact("raised", f"the {dtype} run stopped early: {brief(raised, _MESSAGE_WIDTH)}")
 
 
 def short_name(name: str) -> str:

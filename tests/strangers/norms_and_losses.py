@@ -7,7 +7,7 @@ import re
 
 import torch
 from torch import nn
-from torch.nn.functional import binary_cross_entropy, normalize
+from torch.nn.functional import binary_cross_entropy, kl_div, normalize
 
 from strangers.rows import Rows
 from strangers.visits import Between, mean, normal
@@ -172,6 +172,33 @@ def taken_back(output, _):
 LABELED = {**BATCH, "label": torch.ones(4, 2)}
 rows("healthy", LABELED, name="loss that autocast refuses", loss=refused_by_autocast, inputs="x")(relu)
 rows("precision <loss> to gradient-overflow", BATCH, name="gradient fp16 cannot take back", loss=taken_back)(relu)
+
+
+def divergence(output, batch):
+    return kl_div(output.float().log_softmax(-1), batch["target"], reduction="batchmean")
+
+
+SHARES = torch.full((4, 2), 0.5).index_fill(0, torch.tensor(2), -0.1)
+rows(
+    "numerics <loss> kl_div invalid-domain",
+    {**BATCH, "target": SHARES},
+    name="a share below 0",
+    samples=(2,),
+    says=('`batch["target"]` is -0.1', "`target` reaches -0.1, the others stay above 0"),
+    loss=divergence,
+)(relu)
+
+
+@rows("numerics . log", {"x": normal(1, 8)}, mode=None, says=("In train mode the model does not run",))
+class BatchOfOne(nn.Module):
+    """Batch norm refuses a single sample in train mode, so it failed in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return torch.log(self.norm(x).relu())
 
 
 @rows("healthy", {"x": 3 * normal(4, 8)}, 1 - 1e-3)
