@@ -8,12 +8,14 @@ https://docs.python.org/3/reference/datamodel.html.
 from __future__ import annotations
 
 import ast
+import dis
 import gc
 import sys
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
+from itertools import chain
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
@@ -66,7 +68,19 @@ def find_swaps(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[Fun
     for function, code in swaps:
         if code.co_freevars != function.__code__.co_freevars:
             raise CannotRunError(f"The change gives {function.__qualname__} other closure variables.")
+        _bind_names(function, code)
     return swaps
+
+
+def _bind_names(function: FunctionType, code: CodeType) -> None:
+    """Let a script, of which only what was needed has run, bind the names that the new code reads."""
+    ask = function.__globals__.get("__getattr__")
+    if not callable(ask):
+        return
+    instructions = chain.from_iterable(map(dis.get_instructions, _all_codes(code)))
+    for name in {it.argval for it in instructions if it.opname == "LOAD_GLOBAL"} - function.__globals__.keys():
+        with suppress(AttributeError):
+            ask(name)
 
 
 @lru_cache(maxsize=16)  # a search runs each change about ten times

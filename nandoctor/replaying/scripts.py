@@ -65,6 +65,11 @@ class Script:
         self._modules = {name for it in read if isinstance(it.node, ast.Import) for name in it.binds}
         self._statements = [_marked(statement, used) for statement in read]
         self._defined = {name for it in read if isinstance(it.node, _DEFINITIONS) for name in it.binds}
+        # Python compiles `torch.exp(x)` in another way where it sees the import. Fixes are run by replacing equal code.
+        seen = [inner for node in nodes if not isinstance(node, _DEFINITIONS) for inner in ast.walk(node)]
+        imports: list[ast.stmt] = [node for node in seen if isinstance(node, _IMPORTS) and node not in future]
+        never = ast.If(test=ast.Constant(False), body=imports, orelse=[])
+        self._imports = [ast.fix_missing_locations(never)] if imports else []
         self._waiting = dict(enumerate(self._statements))
         module.__dict__.update(__getattr__=self._get, __dir__=self._names)
 
@@ -87,7 +92,7 @@ class Script:
                     self._execute(statement, name)
 
     def _execute(self, statement: _Statement, name: str) -> None:
-        tree = ast.Module(body=[statement.node], type_ignores=[])
+        tree = ast.Module(body=[statement.node, *self._imports], type_ignores=[])
         code = compile(tree, self._file, "exec", flags=self._flags, dont_inherit=True)
         training = ((torch.autograd, "backward", _begin_training), (torch.Tensor, "backward", _begin_training))
         shown = relative_path(self._file)
