@@ -11,13 +11,16 @@ from pathlib import Path
 import torch
 
 CODE = """
+import os
 from pathlib import Path
 import torch
 
 
 def mark(text):
-    with (Path(__file__).parent / "canary").open("a") as file:
-        file.write(text + "\\n")
+    # By the system's own calls: a replay lets a script write nothing by Python's.
+    file = os.open(Path(__file__).parent / "canary", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(file, (text + "\\n").encode())
+    os.close(file)
 
 
 mark(f"imported {__name__}")
