@@ -7,12 +7,11 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
 from nandoctor.capture.observer import Observer
-from nandoctor.capture.recorder_settings import RecorderSettings
 from nandoctor.capture.source_info import (
     ProjectSources,
     class_of,
@@ -28,6 +27,9 @@ from nandoctor.dumps.packing import pack
 from nandoctor.replaying.argument_objects import NotDescribableError, describe_argument, find_standard
 from nandoctor.source_files import PACKAGE_FOLDERS, defines_code, find_typed, is_installed
 from nandoctor.trees import PLAIN
+
+if TYPE_CHECKING:
+    from nandoctor.capture.recorder import Recorder
 
 LOG = logging.getLogger("nandoctor")
 _CONTAINERS = (nn.Sequential.__init__, nn.ModuleList.__init__, nn.ModuleDict.__init__)
@@ -53,7 +55,7 @@ class Training:
     are those that a replay is known to need, None if only this notebook can replay the steps.
     """
 
-    settings: RecorderSettings
+    settings: Recorder
     observer: Observer
     model: Mapping[str, str]
     loss: Mapping[str, str] | None
@@ -62,7 +64,7 @@ class Training:
     flags: str | None
 
 
-def describe_training(settings: RecorderSettings, observer: Observer) -> Training:
+def describe_training(settings: Recorder, observer: Observer) -> Training:
     """Return what all files of a run have in common; log what a replay cannot import or build."""
     model, builder, arguments = observer.model, settings.builder, settings.arguments or {}
     if isinstance(builder, functools.partial) and not builder.args:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,12 @@ from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, s
 from nandoctor.capture.joined import can_join
 from nandoctor.capture.model_rebuild import describe_training
 from nandoctor.capture.observer import Observer
-from nandoctor.capture.recorder_settings import RecorderSettings
 from nandoctor.capture.sharding import refuse_unknown
 from nandoctor.capture.source_info import unwrap_model
 from nandoctor.capture.step import RecordedStep, held, pack_call
-from nandoctor.capture.step_policy import StepHistory, StepPolicy
+from nandoctor.capture.step_policy import OnSave, StepHistory, StepPolicy
 from nandoctor.capture.step_tracker import StepTracker
+from nandoctor.capture.updates import UNDO_NBYTES
 from nandoctor.dumps.packing import pack
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
@@ -36,7 +38,8 @@ LOG = logging.getLogger("nandoctor")
 _NOT_PROVED = ("the weights of the step", "the modules of the step")
 
 
-class Recorder(RecorderSettings):
+@dataclass(eq=False, repr=False)
+class Recorder:
     """A recorder that keeps each step of a training until its loss is known to be finite, and saves it if it is not.
 
     Make `recorder = Recorder(model, scaler=scaler)`, and call `recorder.watch(loss, batch)` before the backward pass.
@@ -71,8 +74,27 @@ class Recorder(RecorderSettings):
         NanDoctorError: a setting is invalid, or the model keeps its weights in flat pieces (FSDP1).
     """
 
+    model: nn.Module
+    _: KW_ONLY
+    folder: str | os.PathLike[str] = "dumps"
+    scaler: Any = None
+    loss: Callable[[Any, Any], torch.Tensor] | str | None = None
+    builder: Callable[..., nn.Module] | str | None = None
+    arguments: Mapping[str, Any] | None = None
+    threshold: float = 0.1
+    window: int = 100
+    in_a_row: int | None = None
+    keep: int = 5
+    max_nbytes: int = 8 << 30
+    keep_optimizer: bool = False
+    on_save: OnSave | None = None
+    undo_nbytes: int = UNDO_NBYTES
+    method: str = ""
+    ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
+    from_output: bool = False
+
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self._check_settings()
         self._handles = ExitStack()
         self._policy = StepPolicy(
             StepHistory(threshold=self.threshold, window=self.window, in_a_row=self.in_a_row),
@@ -94,6 +116,20 @@ class Recorder(RecorderSettings):
             self._track(Observer(nn.Module(), self.undo_nbytes), None)
         atexit.register(self._at_exit)  # for a script that ends in an error before it calls close
         self._handles.callback(atexit.unregister, self._at_exit)
+
+    def _check_settings(self) -> None:
+        if not isinstance(self.arguments, Mapping | None):
+            raise NanDoctorError(
+                f"Recorder does not accept a {type(self.arguments).__name__} as arguments.",
+                remedy='Give them by name: arguments={"width": 64}.',
+            )
+        counts = (self.window, self.keep, 1 if self.in_a_row is None else self.in_a_row)
+        if not 0 <= self.threshold <= 1 or min(counts) < 1:
+            raise NanDoctorError(
+                f"Recorder does not accept threshold={self.threshold}, window={self.window}, in_a_row={self.in_a_row} "
+                f"and keep={self.keep}.",
+                remedy="threshold is a share from 0 to 1 (1 never stops); window, in_a_row and keep are 1 or more.",
+            )
 
     def _follow_model(self) -> None:
         refuse_unknown(self.model)
