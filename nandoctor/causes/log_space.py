@@ -36,9 +36,7 @@ def stable_forms(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
         for made in (made for made in after if made.op in names and made.inputs):
             taken = made.inputs[-1] if made.op == "div" else made.inputs[0]
             if any(source.op in HAS_STABLE_LOGARITHM for source in _behind(ops, taken)):
-                site = site_of(made)
-                everywhere = (StableLog(site=site, everywhere=True),) if names is _LOGARITHMS else ()
-                yield (StableLog(site=site), *everywhere)
+                yield (StableLog(site=site_of(made)),)
                 break
     if any(made.op in _QUOTIENTS for made in after):
         yield from ((StableLog(site=site_of(made)),) for made in made_of if made.op == "exp")

@@ -1,8 +1,7 @@
-"""Change the batch: leave samples out, or fill what a mask hides."""
+"""Change the batch: leave samples out."""
 
 from __future__ import annotations
 
-import json
 from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.setting import WHOLE
@@ -33,25 +32,3 @@ class KeepSamples(SingleEdit):
             "        batch[name] = value[kept]\n"
         )
         return Snippet(kind="data", text=text, takes_samples=True)
-
-
-@kind_of_change
-class FillMasked(SingleEdit):
-    """Set an array of the batch to 0 where its `mask`, another array, is 0: it is multiplied by 0 there anyway."""
-
-    size: ClassVar[int] = 2 * WHOLE - 1
-    is_text_alone: ClassVar[bool] = True
-
-    kind: Literal["fill-masked"] = "fill-masked"
-    array: str
-    mask: str
-
-    @property
-    def title(self) -> str:
-        """The array and its mask."""
-        return f"Put 0 into {self.array} wherever {self.mask} is 0, before the arithmetic"
-
-    def snippet(self, model: Any) -> Snippet:
-        """Return the line that fills the array."""
-        array, mask = map(json.dumps, (self.array, self.mask))
-        return Snippet(kind="data", text=f"batch[{array}] = batch[{array}].masked_fill(batch[{mask}] == 0, 0.0)\n")

@@ -5,18 +5,15 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-import textwrap
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from nandoctor.changes.places import cell_name, in_place, place_of
+from nandoctor.changes.places import in_place, place_of
 from nandoctor.changes.running_op import RunningOp
 from nandoctor.changes.source_tree import CannotWriteError
 from nandoctor.changes.source_writer import SourceWriter
 from nandoctor.evidence.edits import OpSite, SingleEdit, Snippet, kind_of_change
 from nandoctor.evidence.formats import LARGEST_EPS
-from nandoctor.source_files import is_installed
 from nandoctor.text import constant
 
 _CLOSE = 1e-6
@@ -134,23 +131,4 @@ class SetAttribute(SingleEdit):
             parameter = inspect.signature(kind.__init__).parameters[self.name]  # type: ignore[misc]
         except (TypeError, ValueError, KeyError):
             return ""
-        place = _place_of_default(kind, self.name) if parameter.default == self.was else ""
-        default = f" (its default is in {place})" if place else ""
-        return f"# To keep the change, build {self.type} with {self.name}={constant(self.value)}{default}.\n"
-
-
-def _place_of_default(kind: Any, name: str) -> str:
-    """Return the line with the default of the constructor's parameter, as "line 3 of net.py"; "" for a library's."""
-    try:
-        file = inspect.getsourcefile(kind.__init__) or ""
-        lines, first = inspect.getsourcelines(kind.__init__)
-        function = ast.parse(textwrap.dedent("".join(lines))).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return ""
-    if not isinstance(function, ast.FunctionDef) or not file or is_installed(Path(file)):
-        return ""
-    named = [*function.args.posonlyargs, *function.args.args]
-    pairs = [*zip(reversed(named), reversed(function.args.defaults), strict=False)]
-    pairs += [(a, node) for a, node in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True) if node]
-    node = next((node for arg, node in pairs if arg.arg == name), None)
-    return f"line {first + node.lineno - 1} of {cell_name(file)}" if node is not None else ""
+        return f"# To keep the change, build {self.type} with {parameter.name}={constant(self.value)}.\n"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from nandoctor.changes.source_tree import FUNCTIONS, CannotWriteError, SourceTree
+from nandoctor.changes.source_tree import CannotWriteError, SourceTree
 from nandoctor.changes.text_lines import ATOMS, as_part, grouped, is_closed, on_one_line, parse_expression, reindent
 from nandoctor.evidence.trace import SourceLine
 
@@ -40,11 +40,10 @@ class _Region:
 
 @dataclass(slots=True, kw_only=True)
 class _Lines:
-    """What happens to the lines of a statement: `before` come first; a `with` block has them after `first`."""
+    """What happens to the lines of a statement: `before` come first, and `header` is that of a block around it."""
 
     before: list[str] = field(default_factory=list)
     header: str = ""
-    first: tuple[str, ...] = ()
     is_removed: bool = False
 
 
@@ -110,10 +109,9 @@ class Editor:
             raise CannotWriteError
         self._replaced[node] = _Replacement(text=text, before=statements)
 
-    def wrap(self, statement: ast.stmt, header: str, first: tuple[str, ...] = ()) -> None:
-        """Put a statement, or a function's body, into the block of a `with` statement, after the statements `first`."""
-        lines = self._lines.setdefault(statement, _Lines())
-        lines.header, lines.first = header, first
+    def wrap(self, statement: ast.stmt, header: str) -> None:
+        """Put a statement into the block of a `with` statement."""
+        self._lines.setdefault(statement, _Lines()).header = header
 
     def remove(self, statement: ast.stmt) -> None:
         """Remove a statement if it has its lines for itself."""
@@ -202,29 +200,21 @@ class Editor:
         return f" {made}" if is_glued else made
 
     def _statement(self, node: ast.stmt, lines: _Lines) -> _Region:
-        """Return the lines of a statement, or of a function's body except its docstring, as they become."""
-        start, end = self._body(node) if isinstance(node, FUNCTIONS) else self.tree.lines_of(node)
+        """Return the lines of a statement as they become."""
+        start, end = self.tree.lines_of(node)
         if lines.is_removed and not lines.before:
             start = self.tree.with_lines_above(start)
-        indent = self.tree.indent_of(node.body[0] if isinstance(node, FUNCTIONS) else node)
+        indent = self.tree.indent_of(node)
 
         def make(inner: str) -> str:
             texts = [*lines.before]
             if lines.header:
-                texts += [lines.header, *(self.tree.unit + text for text in lines.first)]
+                texts.append(lines.header)
                 inner = reindent(f"\n{inner}", "", self.tree.unit)[1:]
             made = [f"{indent}{self._absolute(text, indent)}{self.tree.newline}" for text in texts]
             return "".join([*made, "" if lines.is_removed else inner])
 
         return _Region(start=start, end=end, make=make)
-
-    def _body(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[int, int]:
-        """Return the span of a function's lines after its head and its docstring."""
-        first, *others = function.body
-        if ast.get_docstring(function) is not None and others:
-            return self.tree.lines_of(first)[1], self.tree.lines_of(others[-1])[1]
-        start, _ = self.tree.lines_of(first)
-        return self.tree.with_lines_above(start), self.tree.lines_of(function.body[-1])[1]
 
     def _written(self, start: int, end: int, regions: Iterable[_Region]) -> str:
         """Return the text between two offsets with the regions inside written anew."""

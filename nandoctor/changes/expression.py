@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -37,37 +38,6 @@ class Expression:
         """The file that the expression is in."""
         return self.editor.tree
 
-    @cached_property
-    def _spelled(self) -> tuple[Editor, ast.AST]:
-        """The expression with the op's tensors spelled out: `pair[0], pair[1]` for `*pair`, and `**pair` by name."""
-        items = self._packed_items()
-        if not items:
-            return self.editor, self.node
-        assert isinstance(self.node, ast.Call)
-        given = [self.editor.code(node) for node in self.node.args if not isinstance(node, ast.Starred)]
-        given += [self.editor.code(item) for item in self.node.keywords if item.arg]
-        text = f"{self.editor.code(self.node.func)}({', '.join([*given, *items])})"
-        tree = SourceTree(text, self.tree.imported_names)
-        (statement,) = tree.module.body
-        assert isinstance(statement, ast.Expr)
-        return Editor(tree, self.editor.file, self.editor.library), statement.value
-
-    def _packed_items(self) -> list[str]:
-        """Return the tensors of the last, packed argument, as they would be passed one by one."""
-        if not isinstance(self.node, ast.Call) or self.op is None or self.op.scalars:
-            return []  # what else the packed arguments contain is unknown
-        last = [None, *self.node.args, *self.node.keywords][-1]
-        is_packed = isinstance(last, ast.Starred) or (isinstance(last, ast.keyword) and not last.arg)
-        packed = getattr(last, "value", None) if is_packed else None
-        if not isinstance(packed, ast.Name):
-            return []
-        num_given = len(self.node.args) + len(self.node.keywords) - 1 + (self._owner is not None)
-        names = [tensor.name for tensor in self.op.inputs][num_given:]
-        if isinstance(last, ast.Starred):
-            return [f"{packed.id}[{number}]" for number in range(len(names))]
-        keywords = ("input" if name == "self" else name for name in names)
-        return [f'{name}={packed.id}["{name}"]' for name in keywords]
-
     @property
     def _owner(self) -> ast.expr | None:
         """The `x` of `x.sum()`."""
@@ -78,7 +48,7 @@ class Expression:
 
     def code(self, node: ast.AST) -> str:
         """Return the text of an argument."""
-        return self._spelled[0].code(node)
+        return self.editor.code(node)
 
     def operand(self, node: ast.AST) -> str:
         """Return the text of an argument as an operand, or before an attribute."""
@@ -86,21 +56,17 @@ class Expression:
 
     def with_texts(self, texts: Texts) -> str:
         """Return the source of the expression with other texts for some arguments."""
-        editor, node = self._spelled
-        return editor.code(node, texts)
+        return self.editor.code(self.node, texts)
 
     def replace_arguments(self, texts: Texts, before: Sequence[str] = ()) -> None:
         """Give some arguments other texts in the file, and put statements before."""
-        if self._spelled[1] is not self.node:
-            self.editor.replace(self.node, self.with_texts(texts), before)
-            return
         for node, text in texts.items():
             self.editor.replace(node, text, before)
 
     @cached_property
     def arguments(self) -> list[tuple[str | None, ast.expr]]:
         """The arguments in the order of the op's schema, each with its keyword, if any."""
-        _, node = self._spelled
+        node = self.node
         if isinstance(node, ast.BinOp):
             is_number_first = self.op_name in _COMMUTES and number_in(node.left) is not None
             pair = node.left, node.right
@@ -121,9 +87,7 @@ class Expression:
             *((item.arg, item.value) for item in node.keywords if item.arg),
         ]
         function = node.func
-        if isinstance(function, ast.Call) and name_called(function) == "getattr" and function.args:
-            given.insert(0, (None, function.args[0]))
-        elif isinstance(function, ast.Attribute) and self._owner is not None:
+        if isinstance(function, ast.Attribute) and self._owner is not None:
             given.insert(0, (None, function.value))
         return given
 
@@ -173,24 +137,10 @@ class Expression:
         old = next((item for item in self.node.keywords if item.arg == name), None)
         if old is not None:
             return self.editor.code(self.node, {**texts, old.value: value})
-        given = sorted([*self.node.args, *self.node.keywords], key=self.tree.span)
-        if not given:
-            return f"{self.editor.code(self.node, texts)[:-1]}{name}={value})"
-        last = texts[given[-1]] if given[-1] in texts else self._with_parentheses(given[-1])
-        last = f"{last},{self._blanks_between(self.node, given)}{name}={value}"
-        return self.editor.code(self.node, {**texts, given[-1]: last})
-
-    def _with_parentheses(self, node: ast.AST) -> str:
-        text = self.editor.code(node)
-        return text if self.tree.span(node) == self.tree.outer_span(node) else f"({text})"
-
-    def _blanks_between(self, call: ast.Call, given: Sequence[ast.AST]) -> str:
-        """Return what separates a new argument from the last one: a line break if the arguments end with a comma."""
-        _, end = self.tree.outer_span(given[-1])
-        if b"," not in self.tree.data[end : self.tree.span(call)[1]]:
-            return " "
-        opening = self.tree.data[self.tree.outer_span(call.func)[1] : self.tree.outer_span(given[0])[0]].decode()
-        return opening.partition("(")[2].replace("\r\n", "\n").replace(f"\n{self.tree.indent_of(call)}", "\n")
+        call = self.editor.code(self.node, texts)
+        end = re.search(r",?\s*\)$", call)
+        comma = ", " * bool(self.node.args or self.node.keywords)
+        return call if end is None else f"{call[: end.start()]}{comma}{name}={value}{end[0]}"
 
     def constants(self, number: float) -> list[ast.expr]:
         """Return the arguments that are written as this number."""

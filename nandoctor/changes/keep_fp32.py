@@ -55,18 +55,6 @@ class KeepModule(SingleEdit):
             return self.module or "the whole model"
         return f"{self.module or 'the model'} without its submodules"
 
-    def write(self, source: SourceWriter) -> None:
-        """Put the whole forward outside autocast, and cast its low-precision arguments first."""
-        kept = {edit.module for edit in source.edits if isinstance(edit, KeepModule) and edit.children}
-        forward = source.forward_of(self.module, kept) if self.children else None
-        if forward is None:
-            raise CannotWriteError
-        change = source.file(forward.file)
-        function = change.tree.function_at(forward.line)
-        if function is None:
-            raise CannotWriteError
-        change.wrap(function, OUT_OF_AUTOCAST, tuple(f"{name} = {name}.float()" for name in forward.low))
-
 
 def modules_in_fp32(paths: Collection[str], *, has_low_weights: bool) -> Snippet:
     """Return the lines that keep modules in fp32 by hooks."""

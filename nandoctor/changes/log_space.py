@@ -17,8 +17,8 @@ class StableLog(SingleEdit):
     """Rewrite a logarithm or quotient at a site without its exponential or probability.
 
     log(softmax) becomes log_softmax, log(sum(exp)) logsumexp, exp / sum(exp) softmax. The engine cannot apply it to a
-    run, so it is tried as text. With `everywhere`, all logarithms of the function are rewritten. At an exponential it
-    subtracts the largest exponent, which leaves the shares in a sum unchanged.
+    run, so it is tried as text. At an exponential it subtracts the largest exponent, which leaves the shares in a sum
+    unchanged.
     """
 
     why: ClassVar[str] = "The result is computed without the number that rounds to 0 or overflows."
@@ -26,7 +26,6 @@ class StableLog(SingleEdit):
 
     kind: Literal["stable-log"] = "stable-log"
     site: OpSite
-    everywhere: bool = False
 
     @property
     def title(self) -> str:
@@ -34,9 +33,8 @@ class StableLog(SingleEdit):
         site = self.site
         if site.op == "exp":
             return f"Subtract the largest exponent before exp{in_place(site)}"
-        what = "the quotient" if site.op in DIVISIONS else "the logarithms" if self.everywhere else "the logarithm"
-        where = f"of the function at {place_of(site)}" if self.everywhere else f"in {place_of(site) or site.op}"
-        return f"Compute {what} {where} in log space"
+        what = "the quotient" if site.op in DIVISIONS else "the logarithm"
+        return f"Compute {what} in {place_of(site) or site.op} in log space"
 
     def write(self, source: SourceWriter) -> None:
         """Write the stable form."""
@@ -48,4 +46,4 @@ class StableLog(SingleEdit):
         if self.site.op in DIVISIONS:
             space.write_ratio(expression.node)
         else:
-            space.write_logs(expression.node, everywhere=self.everywhere)
+            space.write_logs(expression.node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Literal
 
@@ -14,50 +14,30 @@ from nandoctor.changes.source_tree import CannotWriteError, SourceTree, name_cal
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS
 
-_Kind = Literal["powers", "masked", "sum", "masked sum", "linear"]
-"""The powers times numbers, or times a mask; the sum of just these; anything else that is linear in the powers.
-
-The largest unmasked exponent may be so much smaller that its power rounds to 0: an eps has to keep that sum off 0.
-"""
-_SUM_OF: Mapping[_Kind, _Kind] = {"powers": "sum", "masked": "masked sum"}
+_Kind = Literal["powers", "sum", "linear"]
+"""The powers times numbers; the sum of just these; anything else that is linear in the powers."""
 _Flow = tuple[ast.AST, _Kind]
 _DIVIDES = frozenset({"div", "divide", "true_divide"})
 _KEEP = CASTS | {"float", "double", "half", "bfloat16", "contiguous", "clone", "unsqueeze", "squeeze", "transpose"}
 _LINEAR = frozenset({"matmul", "bmm", "mm", "mul"})
-_CLAMPS = frozenset({"clamp", "clamp_min"})
 _NO_VALUES = frozenset({"shape", "dtype", "device", "ndim"})
 
 
 def subtract_largest(expression: Expression, ops: Sequence[OpCall]) -> None:
     """Subtract the largest exponent along the dimensions that the powers are summed over: the shares stay the same.
 
-    An eps that keeps the sum off 0 gets the same factor. With an eps, a negative largest exponent is not subtracted,
-    so that a row of -inf still gives 0.
-
     Raises:
         CannotWriteError: the powers are not only used as shares, or there is no such sum among the `ops`.
     """
-    change, tree = expression.editor, expression.tree
-    bounds = check_shares(change, expression.node)
+    check_shares(expression.editor, expression.node)
     summed = next(_sums_of(expression.op, ops), None) if expression.op is not None else None
     if summed is None:
         raise CannotWriteError
     dims = [f"{value:g}" for name, value in summed.scalars if name.partition("[")[0] == "dim"]
     over = dims[0] if len(dims) == 1 else f"({', '.join(dims)})"
     exponent = expression.argument_node("self")
-    first, again, before = change.named(exponent, expression.code(exponent), "logits")
-    largest = f"{again}.amax({over}, keepdim=True)"
-    if bounds:
-        keeps_dims = len(summed.outputs[0].shape) == len(summed.inputs[0].stats.shape)  # type: ignore[union-attr]
-        if tree.statement_of(exponent) is None:
-            raise CannotWriteError
-        name = change.new_name("largest", exponent)
-        largest, before = name, (*before, f"{name} = {largest}.clamp(min=0).detach()")
-        for bound in bounds:
-            factor = name if keeps_dims else f"{name}.squeeze({over})"
-            change.replace(bound, f"{change.operand(bound)} * torch.exp(-{factor})")
-    else:
-        largest = f"{largest}.detach()"
+    first, again, before = expression.editor.named(exponent, expression.code(exponent), "logits")
+    largest = f"{again}.amax({over}, keepdim=True).detach()"
     expression.replace_arguments({exponent: f"{first} - {largest}"}, before)
 
 
@@ -74,10 +54,10 @@ def _sums_of(power: OpCall, ops: Sequence[OpCall]) -> Iterator[OpCall]:
                 made.add(op.order)
 
 
-def check_shares(change: Editor, powers: ast.AST) -> tuple[ast.expr, ...]:
+def check_shares(change: Editor, powers: ast.AST) -> None:
     """Check that all that the code makes of the powers, even where it did not run, is divided by a sum of just them.
 
-    Returns the bounds that keep such a sum off 0, which need the same factor as the powers.
+    An eps beside that sum would need the same factor as the powers.
 
     Raises:
         CannotWriteError: something else is computed from them, or may be, as far as the code shows.
@@ -107,17 +87,6 @@ def check_shares(change: Editor, powers: ast.AST) -> tuple[ast.expr, ...]:
             waiting.extend((item, "linear") for item in left)
     if any(numerator not in kinds for numerator, _ in quotients.values()):
         raise CannotWriteError
-    bounds = (_kept_off_zero_by(node, kinds) for node in kinds if kinds[node] == "sum")
-    return tuple(bound for bound in bounds if bound is not None)
-
-
-def _kept_off_zero_by(node: ast.AST, kinds: Mapping[ast.AST, _Kind]) -> ast.expr | None:
-    """Return the other term of an addition, or the bound of a clamp; None for anything else."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return node.right if node.left in kinds else node.left
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CLAMPS:
-        return [*node.args, *(item.value for item in node.keywords)][-1]
-    return None
 
 
 def sides_of_quotient(change: Editor, node: ast.AST, op: OpCall | None) -> tuple[ast.expr, ast.expr]:
@@ -137,10 +106,8 @@ def _flows(change: Editor, node: ast.AST, parent: ast.AST, kind: _Kind) -> Itera
     if isinstance(parent, ast.BinOp):
         other = parent.right if node is parent.left else parent.left
         is_number, operator = number_in(other) is not None, parent.op
-        if isinstance(operator, ast.Add) and kind.endswith("sum"):
-            yield parent, "sum"
-        elif isinstance(operator, ast.Mult) and (is_number or kind in _SUM_OF):
-            yield parent, kind if is_number else "masked"
+        if isinstance(operator, ast.Mult) and is_number:
+            yield parent, kind
         elif isinstance(operator, ast.Mult | ast.MatMult):
             yield parent, "linear"
         else:
@@ -148,7 +115,7 @@ def _flows(change: Editor, node: ast.AST, parent: ast.AST, kind: _Kind) -> Itera
     elif isinstance(parent, ast.Attribute | ast.Call | ast.keyword):
         yield from _called_with(tree, node, parent, kind)
     elif isinstance(parent, ast.Subscript) and node is parent.value:
-        yield parent, kind if kind.endswith("sum") else "linear"
+        yield parent, "sum" if kind == "sum" else "linear"
     elif isinstance(parent, ast.Assign) and node is parent.value:
         yield from ((read, kind) for read in _reads_of(tree, parent))
     else:
@@ -169,9 +136,7 @@ def _called_with(tree: SourceTree, node: ast.AST, parent: ast.AST, kind: _Kind) 
     num_given = len(call.args) + len(call.keywords)
     name, is_first = call.func.attr, is_method or node is next(iter(call.args), None)
     if name == "sum" and is_first:
-        yield call, _SUM_OF.get(kind, "linear") if num_given > is_function else "linear"
-    elif name in _CLAMPS and is_first and kind.endswith("sum") and num_given == 1 + is_function:
-        yield call, "sum"
+        yield call, "sum" if kind == "powers" and num_given > is_function else "linear"
     elif name in _KEEP and is_first:
         yield call, kind
     elif name in _LINEAR:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from bisect import bisect_left
 from collections.abc import Iterator, Set
 from functools import cached_property, lru_cache
@@ -19,7 +17,6 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _NOT_IN_EACH_RUN = (ast.Lambda, *COMPREHENSIONS, ast.IfExp, ast.BoolOp)
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 _BYTE_ORDER_MARK = "\ufeff"
-_NO_CODE = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT})
 _FOR_TYPE_CHECKERS = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
@@ -55,7 +52,8 @@ class SourceTree:
     @cached_property
     def unit(self) -> str:
         """The indentation of the file's first block."""
-        return next((text for kind, _, _, text in self._tokens if kind == tokenize.INDENT), " " * 4)
+        bodies = (getattr(item, "body", []) for item in self.module.body)
+        return next((blanks for body in bodies if body and (blanks := self.indent_of(body[0]))), " " * 4)
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """Return the offsets of a node's first byte and of the byte behind its last; a parameter is its name alone."""
@@ -65,48 +63,19 @@ class SourceTree:
         return start, self._offset(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
 
     def outer_span(self, node: ast.AST) -> tuple[int, int]:
-        """Return the span of a node with the parentheses around it."""
+        """Return the span of a node with the parentheses directly around it, but those of a call."""
         start, end = self.span(node)
-        while (around := self._parentheses(node, start, end)) is not None:
-            start, end = around
-        return start, end
+        parent = self._parents.get(node)
+        end_of_call = self.span(parent)[1] if isinstance(parent, ast.Call) and node is not parent.func else None
+        while True:
+            before, after = self.data[:start].rstrip(), self.data[end:].lstrip()
+            opens, closes = len(before) - 1, len(self.data) - len(after) + 1
+            if closes == end_of_call or not (before.endswith(b"(") and after.startswith(b")")):
+                return start, end
+            start, end = opens, closes
 
     def _offset(self, line: int, column: int) -> int:
         return self._starts[line - 1] + column
-
-    def _parentheses(self, node: ast.AST, start: int, end: int) -> tuple[int, int] | None:
-        """Return the span of the parentheses around another span; None without any, or if they are a call's."""
-        before, after = bisect_left(self._places, start) - 1, bisect_left(self._places, end)
-        if before < 0 or after >= len(self._places):
-            return None
-        (_, opens, _, opening), (_, _, closes, closing) = self._code_tokens[before], self._code_tokens[after]
-        parent = self._parents.get(node)
-        is_calls_own = isinstance(parent, ast.Call) and node is not parent.func and self.span(parent)[1] == closes
-        return (opens, closes) if (opening, closing) == ("(", ")") and not is_calls_own else None
-
-    @cached_property
-    def _tokens(self) -> list[tuple[int, int, int, str]]:
-        """The kind of each token, the offsets of its start and end, and its text."""
-        lines = [line.decode() for line in self.data.splitlines(keepends=True)]
-        found = tokenize.generate_tokens(io.StringIO("".join(lines), newline="").readline)
-
-        def offset(place: tuple[int, int]) -> int:
-            line, column = place
-            return self._offset(line, len(lines[line - 1][:column].encode()) if line <= len(lines) else 0)
-
-        return [(item.type, offset(item.start), offset(item.end), item.string) for item in found]
-
-    @cached_property
-    def _code_tokens(self) -> list[tuple[int, int, int, str]]:
-        return [token for token in self._tokens if token[0] not in _NO_CODE]
-
-    @cached_property
-    def _places(self) -> list[int]:
-        return [start for _, start, _, _ in self._code_tokens]
-
-    def end_before(self, offset: int) -> int:
-        """Return the end of the last token but one before an offset."""
-        return self._code_tokens[bisect_left(self._places, offset) - 2][2]
 
     def code(self, node: ast.AST) -> str:
         """Return the source of a node without the parentheses around it, and without its block's indentation."""
@@ -188,11 +157,6 @@ class SourceTree:
         simple = (node for node in self._parents if isinstance(node, ast.stmt) and not hasattr(node, "body"))
         found = [node for node in simple if node.lineno <= line <= (node.end_lineno or 0)]
         return found[0] if found and self.stands_alone(found[0], found[-1]) else None
-
-    def function_at(self, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        """Return the undecorated function that begins on a line, if its body has its own lines; else None."""
-        functions = (node for node in self._parents if isinstance(node, FUNCTIONS) and node.lineno == line)
-        return next((node for node in functions if node.body[0].lineno > line), None)
 
     def function_of(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
         """Return the function that contains the node, or None."""

@@ -29,15 +29,6 @@ _SHARES_DEPTH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forward:
-    """The place of a forward, and the parameters that were low-precision tensors in every call."""
-
-    file: str
-    line: int
-    low: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PastBound:
     """A patch that clamps exponents, and one that does not; both move them all between the bound and the largest.
 
@@ -51,28 +42,15 @@ class PastBound:
     is_shared: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What the writer asks about the step: torch's own names, code without a file, and modules.
-
-    `names_in` maps the file name of code without a file to the modules and classes that it has from elsewhere.
-    `forward_of` returns a module's forward if only modules that are kept in fp32 share it.
-    """
-
-    library: Library
-    names_in: Callable[[str], frozenset[str]]
-    forward_of: Callable[[str, Set[str]], Forward | None]
-
-
 class SourceWriter:
     """A writer of the changes of one step; `ops` are those of its trace, which tell arguments from constants.
 
+    `names_in` maps the file name of code without a file to the modules and classes that it has from elsewhere.
     `places` are the expressions that the last written patch changes, by edit; `edits` and `probe` are what it writes.
     """
 
-    def __init__(self, ops: Sequence[OpCall], around: Surroundings) -> None:
-        self.ops, self._around = ops, around
-        self.forward_of = around.forward_of
+    def __init__(self, ops: Sequence[OpCall], library: Library, names_in: Callable[[str], frozenset[str]]) -> None:
+        self.ops, self._library, self._names_in = ops, library, names_in
         self.places: dict[SingleEdit, set[ast.AST]] = {}
         self.edits: Sequence[SingleEdit] = ()
         self.probe: Probe | None = None
@@ -176,10 +154,10 @@ class SourceWriter:
                 if path.is_file():
                     text, _ = decode_source(path.read_bytes())
                 else:
-                    text, known = "".join(linecache.getlines(name)), self._around.names_in(name)
+                    text, known = "".join(linecache.getlines(name)), self._names_in(name)
             except (OSError, SyntaxError, UnicodeDecodeError) as error:
                 raise CannotWriteError from error
-            self._files[name] = Editor(parse_source(text, known), path, self._around.library)
+            self._files[name] = Editor(parse_source(text, known), path, self._library)
         return self._files[name]
 
 

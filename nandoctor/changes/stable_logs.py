@@ -71,11 +71,11 @@ class LogSpace:
         self._sources: set[ast.AST] = set()
         self._functional = "F" if any(line in tree.text for line in _FUNCTIONAL) else "torch.nn.functional"
 
-    def write_logs(self, node: ast.AST, *, everywhere: bool) -> None:
+    def write_logs(self, node: ast.AST) -> None:
         """Write the logarithm at a node, and take out the assignments that are unread then.
 
         Other logarithms in its statement, and those of the same exponential or probability, are replaced too, since
-        another batch may fail there; with `everywhere`, all in the function are.
+        another batch may fail there.
         """
         logs = {item: call for item, call in self._calls.items() if call.op in ("log", "log1p")}
         text = self._write_log(node, logs.pop(node)) if node in logs else None
@@ -88,7 +88,7 @@ class LogSpace:
             self._sources = set()
             text = self._write_log(item, call)
             is_near = self._tree.statement_of(item) is statement is not None or sources & self._sources
-            if text is not None and (everywhere or is_near):
+            if text is not None and is_near:
                 texts[item] = text
             else:
                 self._hoisted, self._through = kept

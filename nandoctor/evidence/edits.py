@@ -151,7 +151,9 @@ class SourcePatch:
 
     def diff_with(self, num_lines: int) -> str:
         """Return the diff with so many unchanged lines around each change; `git apply` needs one."""
-        return "".join(_unified_diff(file, Path(self.root), num_lines) for file in self.files)
+        names = [Path(os.path.normpath(file.path)).relative_to(self.root).as_posix() for file in self.files]
+        pairs = zip(self.files, names, strict=True)
+        return "".join(unified_diff(file, f"a/{name}", f"b/{name}", num_lines) for file, name in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,9 +201,9 @@ class FixCost:
     more_activations: float
 
 
-def _unified_diff(file: ChangedFile, root: Path, num_lines: int) -> str:
-    name = Path(os.path.normpath(file.path)).relative_to(root).as_posix()
+def unified_diff(file: ChangedFile, before: str, after: str, num_lines: int = 3) -> str:
+    """Return the diff of a file under these names."""
     old, new = (io.StringIO(text, newline="\n").readlines() for text in (file.before, file.after))
-    lines = difflib.unified_diff(old, new, fromfile=f"a/{name}", tofile=f"b/{name}", n=num_lines)
+    lines = difflib.unified_diff(old, new, before, after, n=num_lines)
     # https://www.gnu.org/software/diffutils/manual/html_node/Incomplete-Lines.html
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)

@@ -201,15 +201,6 @@ def _in_range(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.masked_fill(tensor.abs() > _LARGEST_FP32, math.inf)
 
 
-def finite_as(values: Mapping[str, torch.Tensor], reference: Result) -> bool:
-    """Return True if `values` are finite wherever the reference's are."""
-    pairs = [(values.get(name), theirs) for name, theirs in reference.values.items()]
-    return all(
-        ours is not None and ours.shape == theirs.shape and _is_finite_where(_sound(ours, theirs), ours)
-        for ours, theirs in pairs
-    )
-
-
 def compare_runs(made: Result, reference: Result, *, exact: Result | None = None) -> Agreement:
     """Compare `made` with the reference; given `exact`, differences are counted from the range between the two."""
     finite, values = made.ran and reference.ran, {}

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from nandoctor.process_wide import held
 
 
 class BudgetSpent(Exception):  # noqa: N818  (an end, not an error)
@@ -32,14 +28,3 @@ class TrialBudget:
         if too_many or (self._time_s is not None and elapsed_s > self._time_s):
             raise BudgetSpent
         self.num_run += 1
-
-    @contextmanager
-    def holding_back(self, share: float) -> Iterator[None]:
-        """Limit the budget in this context so that this share of what is left now remains."""
-        trials, time_s = self.max_trials, self._time_s
-        if trials is not None:
-            trials -= int(share * max(trials - self.num_run, 0))
-        if time_s is not None:
-            time_s -= share * max(time_s - (time.monotonic() - self._started), 0.0)
-        with held((self, "max_trials", trials), (self, "_time_s", time_s)):
-            yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nandoctor.causes.base import Candidate
-from nandoctor.changes.batch import FillMasked, KeepSamples
+from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.constant import SetArgument, SetAttribute
 from nandoctor.changes.keep_fp32 import KeepLines, KeepModule, KeepOp
@@ -27,6 +27,7 @@ from nandoctor.fixes.agreement import compare_runs
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.widening import is_below, is_low
 from nandoctor.ops import CASTS, MOVES
+from nandoctor.replaying.module_state import list_nonfinite_state
 from nandoctor.text import MAX_SAMPLES_LISTED
 
 MAX_LEADS = 5
@@ -53,24 +54,19 @@ MOST_LOST = 0.5
 """A weight that has lost more than this share of its values is not worth training on."""
 
 
-def _is_broken(buffer: torch.Tensor) -> bool:
-    """Return True if a buffer is non-finite, and is not a mask of -inf and 0."""
-    return not bool(torch.isfinite(buffer).all() or ((buffer == -torch.inf) | (buffer == 0)).all())
-
-
 def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
     """Yield the changes worth trying, by the verdict."""
     leads = distinct_leads(findings.conclusion, trials.step.model)
     if findings.verdict == "state":
-        built = trials.step.built
-        names = tuple(name for name, it in trials.step.model.named_buffers() if name not in built and _is_broken(it))
+        buffers = dict(trials.step.model.named_buffers()).keys() - trials.step.built.keys()
+        broken = [name for name, is_broken in list_nonfinite_state(trials.step.model).items() if is_broken]
+        names = tuple(name for name in broken if name in buffers)
         yield (ResetBuffers(names=names),) if names else ()
         spoiled = {name: ~torch.isfinite(weight) for name, weight in trials.step.model.named_parameters()}
         lost = {name: int(places.sum()) / max(places.numel(), 1) for name, places in spoiled.items()}
         weights = tuple(name for name, share in lost.items() if share)
         yield (ZeroWeights(names=weights),) if weights and max(lost.values()) <= MOST_LOST else ()
     if findings.verdict == "input":
-        yield from _masked(trials.step.batch)
         yield from _unread(findings.trace, trials)
         yield from without_guilty(findings.guilty or (), trials.step.num_samples)
     if findings.verdict in ("numerics", "loss-scale"):
@@ -129,7 +125,7 @@ def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Cand
         yield (KeepModule(module=site.module, children=False),)
     if site.module:
         block, model = KeepModule(module=site.module), trials.step.model
-        yield (*_call_in_fp32(site, findings, model), *by_lines((block,), findings, model), block)
+        yield (*by_lines((block,), findings, model), block)
 
 
 def _bounded_weights(findings: Findings) -> Iterator[Candidate]:
@@ -163,18 +159,6 @@ def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module)
     called = {site.module for site in sites if site.source in lines}
     if None not in lines and called == paths:
         yield join([KeepOp(site=site) for site in chosen])
-
-
-def _call_in_fp32(site: OpSite, findings: Findings, model: nn.Module) -> Iterator[Edit]:
-    """Yield the line that calls a failing torch layer, if other lines call it too and this one calls no other layer."""
-    if not _is_library(site, model):
-        return
-    ops = [op for op in findings.ops if op.phase != "backward" and op.source is not None]
-    lines = {op.source.whole for op in ops if op.module == site.module and op.source is not None}
-    line = line_of(site)
-    called = {op.module for op in ops if op.source is not None and op.source.whole == line.source}
-    if len(lines) > 1 and line.source in lines and called & _paths_in_torch(model) == {site.module}:
-        yield KeepOp(site=line)
 
 
 def line_of(site: OpSite) -> OpSite:
@@ -268,16 +252,6 @@ def _in_code(lead: Suspect, model: nn.Module) -> list[Candidate]:
     """Return the changes of the operation itself, without the loss scale, which fixes no other origin."""
     changes = specific(lead, model)
     return [change for change in changes if not any(isinstance(edit, SetLossScale) for edit in change)]
-
-
-def _masked(batch: Mapping[str, torch.Tensor]) -> Iterator[Candidate]:
-    """Yield a fill for each array that is non-finite only where a mask of the batch is 0."""
-    for name, array in batch.items():
-        spoiled = ~array.isfinite()
-        for other, mask in batch.items() if spoiled.any() else ():
-            fits = mask.dim() == array.dim() and all(a in (1, b) for a, b in zip(mask.shape, array.shape, strict=True))
-            if fits and bool(((mask == 0) | (mask == 1)).all()) and not bool((spoiled & (mask != 0)).any()):
-                yield (FillMasked(array=name, mask=other),)
 
 
 def _unread(trace: Trace, trials: Trials) -> Iterator[Candidate]:

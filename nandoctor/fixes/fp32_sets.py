@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
 from nandoctor.changes.places import site_of
@@ -40,53 +40,39 @@ def search_fp32_sets(
     guesses = _guess(members, products, findings)
     # Leaving out either of the two costs no more than trying both, and is tried anyway.
     trusted = [tuple(guess) for guess in guesses if trusting and few is None and len(guess) == 2]
-    ask = _Sufficiency(
-        trials=trials,
-        of_few=trials.of_samples(few) if few is not None else None,
-        trusted=trusted,
-        judged_before=trials.num_judged,
-    )
+    of_few = trials.of_samples(few) if few is not None else None
+    judged_before = trials.num_judged
+
+    def is_enough(kept: Kept) -> bool:
+        known = trials.judged(*kept)
+        if known is not None:
+            return known
+        tried_on = of_few if of_few is not None and _fails(of_few) else trials
+        return kept in trusted or tried_on.passes(*kept)
+
+    def num_probes() -> int:
+        return trials.num_judged - judged_before + (of_few.num_judged if of_few is not None else 0)
+
     found: list[Kept] = []
     complete = True
     try:
-        enough = guesses[0] and ask.passes(tuple(guesses[0]))
-        for kept in find_minimal_sets(members, ask.passes, guesses=guesses[:1] if enough else guesses):
+        enough = guesses[0] and is_enough(tuple(guesses[0]))
+        for kept in find_minimal_sets(members, is_enough, guesses=guesses[:1] if enough else guesses):
             if not (is_fix(kept) or trials.passes(*kept)):
-                probed = ask.num_probes
-                again, sets = search_fp32_sets(findings, trials, is_fix=is_fix, trusting=False)
-                return replace(again, num_probes=again.num_probes + probed), sets
+                probed = num_probes()
+                again, found = search_fp32_sets(findings, trials, is_fix=is_fix, trusting=False)
+                return replace(again, num_probes=again.num_probes + probed), found
             found.append(kept)
             if not products.isdisjoint(member.module for member in kept):
                 break  # without it, the product passes the limit again, whatever else is in fp32
     except BudgetSpent:
         complete = False
-    named = [[Fp32Module(module=member.module, children=member.children) for member in kept] for kept in found]
-    recorded = tuple(Fp32Set(modules=tuple(modules)) for modules in named)
-    return Fp32SetSearch(sets=recorded, num_modules=len(members), num_probes=ask.num_probes, complete=complete), found
+    sets = tuple(map(_recorded, found))
+    return Fp32SetSearch(sets=sets, num_modules=len(members), num_probes=num_probes(), complete=complete), found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sufficiency:
-    """A test of whether sets are enough, on the few samples of `of_few` if these fail; it counts its runs.
-
-    `trusted` sets pass without being tried. So many sets were `judged_before`.
-    """
-
-    trials: Trials
-    of_few: Trials | None
-    trusted: Sequence[Kept]
-    judged_before: int
-
-    def passes(self, kept: Kept) -> bool:
-        known = self.trials.judged(*kept)
-        if known is not None:
-            return known
-        tried_on = self.of_few if self.of_few and _fails(self.of_few) else self.trials
-        return kept in self.trusted or tried_on.passes(*kept)
-
-    @property
-    def num_probes(self) -> int:
-        return self.trials.num_judged - self.judged_before + (self.of_few.num_judged if self.of_few else 0)
+def _recorded(kept: Kept) -> Fp32Set:
+    return Fp32Set(modules=tuple(Fp32Module(module=member.module, children=member.children) for member in kept))
 
 
 def _guess(members: list[KeepModule], products: set[str], findings: Findings) -> list[list[KeepModule]]:

@@ -72,19 +72,15 @@ def distance_of(fix: Fix) -> float:
 def describe_none(findings: Findings, model: nn.Module) -> str:
     """Describe why there was no change to try, with what the page of the cause advises to do by hand."""
     cause = next((diagnosis.cause for diagnosis in findings.conclusion.diagnoses[:1]), None)
-    places = len(distinct_leads(findings.conclusion, model))
+    reason = cause.code if cause is not None else "for an unknown cause"
     if findings.verdict == "state":
         is_built = nonfinite_in(model).keys() <= findings.trace.built.keys()
         lost = "no code can restore what the weights have lost"
         why = "only the code that builds the model knows what belongs there" if is_built else lost
-    elif findings.verdict == "input":
-        why = "every sample may be affected, so no batch would be left without them"
-    elif places > MAX_LEADS:
-        why = f"non-finite values are made in {places} places of the code, and at most {MAX_LEADS} are changed at once"
-    elif cause is None:
-        why = "no known cause explains the failure"
+    elif len(distinct_leads(findings.conclusion, model)) > MAX_LEADS:
+        why = f"non-finite values are made in more than {MAX_LEADS} places of the code"
     else:
-        why = f"no change of this code is known that keeps its meaning ({cause.code})"
+        why = f"no change of this code is known that keeps its meaning ({reason})"
     by_hand = _by_hand(findings)
     return f"No change was found to try: {why}.{f' {by_hand}' if by_hand else ''}"
 

@@ -27,7 +27,6 @@ from nandoctor.fixes.agreement import (
     sample_errors,
 )
 from nandoctor.fixes.changed_lines import failing_op
-from nandoctor.fixes.clamp_costs import describe_cost
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
 from nandoctor.fixes.hidden_values import describe_hidden
 from nandoctor.fixes.meaning import Meaning, distance_from_limit, has_limit, reversed_gradient
@@ -290,9 +289,8 @@ def _judge_edge(proof: Proof) -> Said | None:
     if not made.finite:
         what = "gradients are" if made.values_finite else "output is"
         return Said("failed", f"{what} not finite with arguments of exactly {told}")
-    cost = describe_cost(edits)
     at = "" if lowered is None else f" at loss scale {number(lowered)}"
-    return Said("passed", f"finite with arguments of exactly {told}{at}{f'; {cost}' if cost else ''}")
+    return Said("passed", f"finite with arguments of exactly {told}{at}")
 
 
 def _judge_past_bound(proof: Proof) -> Said | None:

@@ -42,8 +42,6 @@ from nandoctor.text import constant, join_first
 
 _CHANGES, _FP32_SETS, _SETTINGS = "changes of the operation", "sets of modules in fp32", "other settings"
 _EPS_LOST = "optimizer-eps-underflow"
-_RESERVED_SHARE = 0.2
-"""The share of the budget that the search for sets, which may have thousands of modules, has to leave."""
 _LARGEST_NEAR = 2.0**20  # fp32's rounding error there is at most 1/16
 
 
@@ -169,7 +167,7 @@ class _Search:
         # If the forward fails, the search looks at it alone.
         self._trials = Trials(step, budget, numerics=numerics, backward=findings.trace.finite, known=known)
         self._guilty = findings.guilty or ()
-        self._writer = ChangeWriter(step.model, step.loss, findings.ops, findings.trace.calls)
+        self._writer = ChangeWriter(step.model, step.loss, findings.ops)
         self._verifier = self._new_verifier()
         self._untried = [_CHANGES, _FP32_SETS, _SETTINGS]
         self._tried: list[Fix] = []
@@ -221,10 +219,8 @@ class _Search:
         """Try minimal sets of modules in fp32, if fp32 does not fail; then later origins, as in the backward pass."""
         findings, trials = self._findings, self._trials
         if findings.sound_in_fp32:
-            with self._budget.holding_back(_RESERVED_SHARE):
-                self._fp32_sets, found = search_fp32_sets(
-                    findings, trials, self._verifier.others.few, is_fix=self._is_verified
-                )
+            few = self._verifier.others.few
+            self._fp32_sets, found = search_fp32_sets(findings, trials, few, is_fix=self._is_verified)
             self._attempt((self._as_printed(kept) for kept in found if self._is_of_use(kept)), self._from_fp32_sets)
             if self._step.low is FP16 and not self._succeeded:  # the last resort: it costs precision everywhere
                 self._attempt([(UseFormat(format=BF16),)], self._tried)
@@ -365,11 +361,16 @@ def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tupl
 
 
 def _distinct(tried: Iterable[Fix]) -> list[Fix]:
-    """Drop duplicates, and changes of which a part is enough: further edits, or a whole line in fp32."""
+    """Drop duplicates, and changes of which a part is enough: further edits, or a whole line in fp32.
+
+    Of those that failed, one of each title is kept: two expressions of a line have the same.
+    """
     found: dict[object, Fix] = {}
     for item in tried:
-        key = item.kind, item.patch or item.title, item.verified
-        found[key] = item if item.checks or key not in found else found[key]  # one known to fail has no checks
+        key = (item.kind, item.patch or item.title) if item.verified else item.title
+        known = found.get(key)
+        if known is None or (item.checks and known.workaround is None):  # one known to fail has no checks
+            found[key] = item
     distinct = list(found.values())
     enough = [set(flatten((item.edit,))) for item in distinct if item.verified]
     distinct = [item for item in distinct if not any(edits < set(flatten((item.edit,))) for edits in enough)]

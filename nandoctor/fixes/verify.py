@@ -25,7 +25,6 @@ from nandoctor.fixes.agreement import (
     Agreement,
     Result,
     compare_runs,
-    finite_as,
     gradient_error,
     gradients_finite,
     keep,
@@ -363,7 +362,7 @@ class Trials:
         sound = self._references.get(frozenset())
         if self.numerics or not edits or sound is None or selects(edits):
             return True
-        return finite_as(values_of(output, loss), sound)
+        return compare_runs(Result(values=values_of(output, loss), gradients={}, ran=True), sound).finite
 
     def _end_if(self, *, out_of_memory: bool) -> None:
         """Raise BudgetSpent if memory ran out: it says nothing about the change, and the next one would not fit."""

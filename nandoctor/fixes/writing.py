@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -16,11 +15,19 @@ from torch import nn
 from nandoctor.changes.editor import Library
 from nandoctor.changes.keep_fp32 import KeepModule, modules_in_fp32
 from nandoctor.changes.places import cell_name
-from nandoctor.changes.source_writer import Forward, PastBound, SourceWriter, Surroundings
-from nandoctor.evidence.edits import Edit, PrintedChange, SingleEdit, Snippet, SourcePatch, Together, flatten
+from nandoctor.changes.source_writer import PastBound, SourceWriter
+from nandoctor.evidence.edits import (
+    Edit,
+    PrintedChange,
+    SingleEdit,
+    Snippet,
+    SourcePatch,
+    Together,
+    flatten,
+    unified_diff,
+)
 from nandoctor.evidence.report import ChangeKind, FixSettings
-from nandoctor.evidence.trace import LOSS, ModuleCall, OpCall
-from nandoctor.fixes.source_forwards import find_forward
+from nandoctor.evidence.trace import LOSS, OpCall
 from nandoctor.replaying.printed_changes import reachable
 
 
@@ -47,11 +54,11 @@ class WrittenChange:
 class ChangeWriter:
     """A writer of the changes of one step."""
 
-    def __init__(self, model: nn.Module, loss: Any, ops: Sequence[OpCall], calls: Sequence[ModuleCall] = ()) -> None:
-        self._model, self._loss, self._calls = model, loss, calls
+    def __init__(self, model: nn.Module, loss: Any, ops: Sequence[OpCall]) -> None:
+        self._model = model
         self._low = {path for path, module in model.named_modules() if _is_low(module)}
         names_in = partial(_known_names, model=model, loss=loss)
-        self._source = SourceWriter(ops, Surroundings(library=_TORCH, names_in=names_in, forward_of=self._forward_of))
+        self._source = SourceWriter(ops, _TORCH, names_in)
 
     def write(self, edit: Edit) -> Iterator[WrittenChange]:
         """Yield every runnable way to write an edit, the least invasive first; nothing if there is none."""
@@ -73,10 +80,6 @@ class ChangeWriter:
         if (snippet := self._snippet(singles)) is not None:
             yield WrittenChange(kind=snippet.kind, title=title, text=snippet.text, change=snippet)
 
-    def _forward_of(self, path: str, kept: Set[str]) -> Forward | None:
-        """Return a module's forward, None if its weights are stored in low precision and so need widening too."""
-        return None if path == LOSS or path in self._low else find_forward(path, self._model, self._calls, kept)
-
     def _snippet(self, edits: Sequence[SingleEdit]) -> Snippet | None:
         modules = [edit for edit in edits if isinstance(edit, KeepModule) and edit.children and edit.module != LOSS]
         if len(modules) == len(edits):
@@ -97,11 +100,7 @@ def _known_names(file: str, model: nn.Module, loss: Any) -> frozenset[str]:
 
 def _diff_of_cells(patch: SourcePatch) -> str:
     """Return the change of code without a file, such as a notebook's cells, as a diff."""
-    lines = list[str]()
-    for file in patch.files:
-        before, after, name = file.before.splitlines(), file.after.splitlines(), cell_name(file.path)
-        lines += difflib.unified_diff(before, after, name, name, lineterm="")
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(unified_diff(file, cell_name(file.path), cell_name(file.path)) for file in patch.files)
 
 
 def _is_low(module: nn.Module) -> bool:

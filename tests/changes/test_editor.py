@@ -115,15 +115,6 @@ def test_a_statement_is_put_into_a_block_with_others_before_it():
     assert change.text().partition("\n\n")[2] == expected
 
 
-def test_a_function_is_put_into_a_block_but_its_docstring():
-    change = editor(BLOCK)
-    change.wrap(change.tree.function_at(1), "with h:", ("x = x.float()",))
-    head, tail = BLOCK.split("\n\n\t# first\n")
-    inside = tail.replace("\n\t\t", "\n\t\t\t").replace("\n\t)", "\n\t\t)").replace("\treturn", "\t\treturn")
-    expected = f"{head}\n\twith h:\n\t\tx = x.float()\n\n\t\t# first\n\t{inside}"
-    assert change.text() == expected
-
-
 def test_a_removed_statement_takes_its_comments_with_it():
     change = editor(BLOCK)
     change.remove(change.tree.statement_at(6))

@@ -74,22 +74,6 @@ def test_a_power_of_zero_is_left_out_before_it_is_bounded(tmp_path):
     assert not any("clamp" in fix.patch for fix in others)
 
 
-def test_an_op_that_writes_to_its_argument(tmp_path):
-    """Each clamp is tried: what no trial had changed was said to be still non-finite."""
-    body = "h = self.lift(x).float() - 2.0; h.log_(); return h.sum(-1)"
-    tried = fixes(body, [[3.0, 4.0, 2.0, 5.0], [3.0, 4.0, 4.0, 5.0]], tmp_path)
-    (written, *_) = (fix for fix in tried if fix.kind == "source")
-    assert written.outcome.finite
-    assert ".clamp_(min=" in written.patch  # a copy that is clamped would be the one that it writes to
-
-
-def test_an_op_that_writes_to_a_zero_is_guarded_in_place(tmp_path):
-    body = "h = x.abs(); h.pow_(-1); return self.lift(h).float().sum(-1)"
-    (fix, *_) = fixes(body, [[3.0, 4.0, 1.5, 5.0], [3.0, 0.0, 4.0, 5.0]], tmp_path)
-    assert fix.verified
-    assert ".masked_fill_(outside, 1.0).pow_(-1).masked_fill_(outside, 0.0)" in fix.patch
-
-
 def test_every_logarithm_of_a_statement_is_clamped(tmp_path):
     first, *_ = fixes(ENTROPY, [[0.1, 0.2, 0.3, 40.0], [0.5, 1.0, -1.0, 0.2]], tmp_path)
     assert first.verified

@@ -34,10 +34,6 @@ FORMS = {
     "by a method in place": """h = h * 2
         h[:, :3].div_(h.sum(-1, keepdim=True))
         return h""",
-    "packed": """pair = h, h.sum(-1, keepdim=True)
-        return torch.div(*pair)""",
-    "packed by name": """pair = {"input": h, "other": h.sum(-1, keepdim=True)}
-        return torch.div(**pair)""",
     "visible": "return h.sum(-1).sqrt()",
     "two": """n = h.pow(2).sum(
             -1, keepdim=True

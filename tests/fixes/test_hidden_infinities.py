@@ -32,7 +32,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", ["divided", *(pytest.param(it, marks=pytest.mark.slow) for it in ("reciprocal", "log"))]
+)
 def test_the_origin_is_blamed_and_mended(form, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     body, code = FORMS[form]

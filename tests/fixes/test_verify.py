@@ -218,17 +218,6 @@ def test_the_end_of_memory_is_not_the_changes_fault():
     assert budget.out_of_memory
 
 
-def test_a_share_of_the_budget_is_held_back():
-    budget = TrialBudget(max_trials=10)
-    with budget.holding_back(0.2):
-        for _ in range(8):
-            budget.spend()
-        with pytest.raises(BudgetSpent):
-            budget.spend()
-    budget.spend()
-    assert (budget.num_run, budget.max_trials) == (9, 10)
-
-
 class Residual(nn.Module):
     """Rows over their largest value, through a stack of layers, [n, 8] -> [n, 4]; bf16 loses over 1 % on the way."""
 

@@ -22,11 +22,12 @@ ROOT = Path(__file__).parent.parent.parent
 NOT_BY_AN_OP = ("poisoned_buffers", "weights_only")
 SAMPLES = sorted(path for path in (ROOT / "sample_dumps").glob("*.pth") if path.stem not in NOT_BY_AN_OP)
 
+RANDOM = "gate/dropout-scale"
 # A custom autograd Function is the project's own code.
 OUT_OF_REACH = {"function/swish", "function/log-cosh", "function/router"}
 CASES = {case.name: case for case in all_cases()}
 OF_OPS = [case for case in CASES.values() if case.verdict not in ("state", "input") and case.optimizer is None]
-IN_REACH = [case for case in OF_OPS if case.name not in OUT_OF_REACH]
+IN_REACH = [case for case in OF_OPS if case.name not in {*OUT_OF_REACH, RANDOM}]
 SICK = [case for case in IN_REACH if case in [other for other in IN_REACH if other.mechanism == case.mechanism][::2]]
 """Every second case of each mechanism."""
 
@@ -150,6 +151,12 @@ def test_a_custom_function_needs_the_projects_own_code(name, tmp_path):
     case = CASES[name]
     with pytest.raises(NanDoctorError, match="is a custom autograd Function"):
         write_script(case, tmp_path)
+
+
+@pytest.mark.slow
+def test_an_op_that_draws_random_numbers_has_no_script(tmp_path):
+    with pytest.raises(NanDoctorError, match="dropout gives another result alone"):
+        write_script(CASES[RANDOM], tmp_path)
 
 
 def test_a_healthy_step_has_nothing_to_show(tmp_path):

@@ -1,0 +1,162 @@
+"""Logarithms, quotients and shares in log space: what is written, and what is left since it may mean another thing."""
+
+import ast
+import math
+
+import pytest
+import torch
+from written import step_of
+
+from nandoctor.changes.definitions import Definitions
+from nandoctor.changes.expression import number_in
+from nandoctor.changes.log_space import StableLog
+from nandoctor.changes.places import site_of
+from nandoctor.changes.source_tree import parse_source
+from nandoctor.fixes.writing import ChangeWriter
+from nandoctor.replaying.runner import CLOSELY
+
+WRITTEN = {
+    "log of softmax": ("return torch.log(x.softmax(-1))", "log", ["return torch.log_softmax(x, -1)"]),
+    "log of sigmoid": ("return torch.sigmoid(x).log()", "log", ["return F.logsigmoid(x)"]),
+    "log of the rest": ("return torch.log(1 - torch.sigmoid(x))", "log", ["return F.logsigmoid(-x)"]),
+    "log1p of the rest": ("return torch.log1p(-torch.sigmoid(x))", "log1p", ["return F.logsigmoid(-x)"]),
+    "log of 1 minus exp": (
+        "h = -x.abs() - 1\nreturn torch.log(1 - torch.exp(h))", "log", ["return torch.log(-torch.expm1(h))"],
+    ),
+    "softplus": ("return torch.log(1 + torch.exp(x))", "log", ["return F.softplus(x)"]),
+    "softplus by log1p": ("return x.exp().log1p()", "log1p", ["return F.softplus(x)"]),
+    "sigmoid": ("return 1 / (1 + torch.exp(-x))", "reciprocal", ["return torch.sigmoid(x)"]),
+    "a share of a sigmoid": ("return x / (1 + torch.exp(x))", "div", ["return x * torch.sigmoid(-x)"]),
+    "softmax": ("w = x.exp()\nreturn w / w.sum(-1, keepdim=True)", "div", ["return torch.softmax(x, -1)"]),
+    "softmax in a lambda": (
+        "share = lambda s: s.exp() / s.exp().sum(-1, keepdim=True)\nreturn share(x)", "div",
+        ["share = lambda s: torch.softmax(s, -1)"],
+    ),
+    "shares": (
+        "w = x.exp()\nreturn (w * x).sum(-1) / w.sum(-1)", "exp",
+        ["w = (x - x.amax(-1, keepdim=True).detach()).exp()"],
+    ),
+    "over several statements": (
+        "score = x * 2\ndensity = torch.exp(score)\ntotal = density.sum(dim=-1)\nreturn -torch.log(total)", "log",
+        ["return -torch.logsumexp(score, dim=-1)"],
+    ),
+    "a call is made once": (
+        "p = F.softmax(F.gelu(x), dim=-1)\nreturn -(p * torch.log(p)).sum(-1)", "log",
+        ["logits = F.gelu(x)", "p = F.softmax(logits, dim=-1)",
+         "return -(p * torch.log_softmax(logits, dim=-1)).sum(-1)"],
+    ),
+    "both logarithms of a statement": (
+        "p = torch.sigmoid(x * 2)\nreturn 0.1 * p.log() + 0.9 * (1 - p).log()", "log",
+        ["return 0.1 * F.logsigmoid(x * 2) + 0.9 * F.logsigmoid(-(x * 2))"],
+    ),
+    "a computed constant": (
+        "density = torch.exp(-x) / (x.exp() * (2 * torch.pi) ** 0.5)\nreturn density.log()", "log",
+        ["return -x - (x + 0.91893853)"],
+    ),
+    "two exponentials": ("return torch.log(x.exp() + (2 * x).exp())", "log", ["return torch.logaddexp(x, 2 * x)"]),
+    "a diagonal": (
+        "e = torch.exp(x @ x.t() / 9)\nreturn -torch.log(torch.diag(e) / e.sum(dim=1))", "log",
+        ["logits = x @ x.t() / 9", "return -(torch.diag(logits) - torch.logsumexp(logits, dim=1))"],
+    ),
+    "a condition": (
+        "p = torch.exp(x if self.training else x * 2)\nreturn torch.log(p * torch.exp(x)).sum(-1)", "log",
+        ["return ((x if self.training else x * 2) + x).sum(-1)"],
+    ),
+    "a copy": ("y = torch.log(torch.exp(x))\ny += 1\nreturn y + x", "log", ["y = x.clone()"]),
+}  # fmt: skip
+LEFT = {
+    "dropout keeps 0, in training alone": ("p = F.dropout(x.exp(), 0.5, False)\nreturn torch.log(p.sum(-1))", "log"),
+    "a summand may be negative": ("return torch.log(torch.exp(x) + x.abs()).sum(-1)", "log"),
+    "a weight may be negative": ("return torch.log((torch.exp(x) * x.abs()).sum(-1))", "log"),
+    "a comprehension has names of its own": (
+        "p = torch.exp(x)\nreturn torch.stack([torch.log(p.sum(-1)) for p in (p, p + 0)]).sum(0)", "log",
+    ),
+    "the score is written over": (
+        "s = x * 1\np = torch.exp(s)\ntorch.clamp_(s, -9, 9)\nreturn torch.log(p.sum(-1)) + s.sum(-1)", "log",
+    ),
+    "and through a view": (
+        "s = x * 1\np = torch.exp(s[:, :2])\ns.view(-1).clamp_(-9, 9)\nreturn torch.log(p.sum(-1)) + s.sum(-1)", "log",
+    ),
+    "an eps makes zeros of a row of -inf": ("w = x.exp()\nreturn w / (w.sum(-1, keepdim=True) + 1e-8)", "exp"),
+    "the 1 would have to be scaled as well": ("w = x.exp()\nreturn w / (1 + w.sum(-1, keepdim=True))", "exp"),
+    "of an empty batch the powers": ("w = x.exp()\nreturn w / w.sum(-1, keepdim=True) if len(x) else w", "exp"),
+    "no sum along a dimension": ("w = x.exp()\nreturn w.log() + 0 * w.sum(-1, keepdim=True)", "exp"),
+}  # fmt: skip
+
+
+def write(code, op, folder):
+    """The step of this code, and what is written for the first op of this name; None if nothing is."""
+    step = step_of(code, folder, torch.randn(3, 3, generator=torch.Generator().manual_seed(0)))
+    ops = step.run(watch=CLOSELY).trace.ops
+    edit = StableLog(site=site_of(next(item for item in ops if item.op == op)))
+    return step, next(ChangeWriter(step.model, None, ops).write(edit), None)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_stable_form_means_the_same(name, tmp_path):
+    code, op, expected = WRITTEN[name]
+    step, written = write(code, op, tmp_path)
+    assert [line[1:].strip() for line in written.text.splitlines()[2:] if line.startswith("+")] == expected
+    torch.testing.assert_close(step.run(changes=(written.change,)).output, step.run().output)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_may_mean_another_thing_is_left(name, tmp_path):
+    _, written = write(*LEFT[name], tmp_path)
+    assert written is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("-2 ** -24", -(2**-24)), ("math.sqrt(2 * math.pi)", math.sqrt(2 * math.pi)), ('float("-inf")', -math.inf)]
+    + [
+        (text, None)
+        for text in ("x + 1", "2 * self.pi", "10 ** 10 ** 10", "(-1) ** 0.5", "1 / 0", "math.log(-1)", "+x")
+    ],
+)
+def test_a_number_is_one_of_numbers_alone(text, value):
+    assert number_in(ast.parse(text, mode="eval").body) == value
+
+
+FUNCTION = """
+def forward(x, sharp):
+    p = x.exp()
+    total = p.sum()
+    if sharp:
+        q = p
+    else:
+        q = p * 2
+    for step in range(3):
+        first = p + total
+        total = first.log()
+    p = p + 1
+    later = lambda: p
+    r = p
+    lines = [r for r in (q, r)]
+    relu(first, inplace=True)
+    return (p, q, total, x, first)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "value"),
+    [
+        ("p", 4, "x.exp()"),
+        ("p", 10, "x.exp()"),
+        ("total", 10, None),  # the loop binds it as well
+        ("first", 11, "p + total"),
+        ("p", 13, None),  # in a function that is called later
+        ("r", 15, None),  # of a comprehension
+        ("first", 17, None),  # written into
+        ("p", 17, "p + 1"),
+        ("q", 17, None),  # by a branch
+        ("x", 17, None),  # a parameter
+    ],
+)
+def test_what_a_name_stands_for(name, line, value):
+    tree = parse_source(FUNCTION)
+    (function,) = tree.module.body
+    names = (node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name)
+    read = max((node for node in names if node.lineno == line), key=tree.span)
+    found = Definitions(tree, function).value_of(read)
+    assert (None if found is None else tree.code(found)) == value
