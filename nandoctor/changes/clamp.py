@@ -136,14 +136,14 @@ class ClampArgument(SingleEdit):
         target = expression.argument_node(self.argument) if self.argument else expression.node
         if not isinstance(target, ast.expr):
             raise CannotWriteError
-        taken, writes = self.probed(source, expression.code(target)), writes_to(expression, self.argument)
-        if writes and taken != expression.code(target):
+        taken, writes = self.probed(source, expression.editor.code(target)), writes_to(expression, self.argument)
+        if writes and taken != expression.editor.code(target):
             taken = f"{read_twice(expression, target)}.copy_({taken})"
         if self.keeps_sign and self.low is not None:
             self._write_off_zero(expression, target, taken, writes=writes)
             return
         text = f"{grouped(taken)}.{self._call(writes=writes)}" if source.probe != "past bound alone" else taken
-        expression.replace_arguments({target: text})
+        expression.editor.replace(target, text)
 
     def _call(self, *, writes: bool) -> str:
         """Return the call of the method that clamps."""
@@ -162,7 +162,7 @@ class ClampArgument(SingleEdit):
         read = again if writes else first
         is_near = f"{read} == 0" if self.low == 1 else f"{read}.abs() < {low}"  # a count below 1 is 0
         text = f"{first}.masked_fill_({is_near}, {low})" if writes else f"torch.where({is_near}, {low}, {again})"
-        expression.replace_arguments({target: text}, before)
+        expression.editor.replace(target, text, before)
 
     def probed(self, source: SourceWriter, text: str) -> str:
         """Return the text of the argument, moved to an edge or past the bound if the writer probes that."""
@@ -180,7 +180,7 @@ def read_twice(expression: Expression, node: ast.expr) -> str:
     """Return the text of a name or attribute, which can be read twice. Raises CannotWriteError for anything else."""
     if not isinstance(node, ast.Name | ast.Attribute):
         raise CannotWriteError
-    return expression.code(node)
+    return expression.editor.code(node)
 
 
 def _argument_in_words(op: str, argument: str) -> str:

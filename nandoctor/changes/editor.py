@@ -136,16 +136,6 @@ class Editor:
             return f"({name} := {text})", name, ()
         return name, name, (f"{name} = {on_one_line(text)}",)
 
-    def computed_once(self, node: ast.expr, wanted: str) -> tuple[str, str, tuple[str, ...]]:
-        """Return the text of an expression that is used twice, like `named`; without a call in it, just the text.
-
-        A call may draw random numbers, or update the statistics of a layer.
-        """
-        text = self.code(node)
-        if any(isinstance(below, HAS_EFFECTS) for below in ast.walk(node)):
-            return self.named(node, text, wanted)
-        return text, text, ()
-
     def text(self) -> str:
         """Return the whole changed text, with `import torch` if only the change needs torch."""
         lines = {node: replace(changed, before=[]) for node, changed in self._lines.items()}
@@ -202,8 +192,6 @@ class Editor:
     def _statement(self, node: ast.stmt, lines: _Lines) -> _Region:
         """Return the lines of a statement as they become."""
         start, end = self.tree.lines_of(node)
-        if lines.is_removed and not lines.before:
-            start = self.tree.with_lines_above(start)
         indent = self.tree.indent_of(node)
 
         def make(inner: str) -> str:

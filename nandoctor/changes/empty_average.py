@@ -30,7 +30,7 @@ def write_zero(expression: Expression) -> None:
 
 def _write_mean(expression: Expression, count: str) -> None:
     averaged = expression.argument_node("self")
-    first, again, before = expression.editor.named(averaged, expression.code(averaged), "averaged")
+    first, again, before = expression.editor.named(averaged, expression.editor.code(averaged), "averaged")
     total = f"{grouped(first)}.sum({', '.join(expression.texts_after_first())})"
     expression.editor.replace(expression.node, f"{total} / max({again}.{count}, 1)", before)
 
@@ -38,7 +38,7 @@ def _write_mean(expression: Expression, count: str) -> None:
 def _write_spread(expression: Expression, count: str) -> None:
     """Write a spread that is 0 for a single value."""
     subject = expression.argument_node("self")
-    first, again, before = expression.editor.computed_once(subject, "values")
+    first, again, before = expression.editor.named(subject, expression.editor.code(subject), "values")
     text = expression.with_keyword("correction", f"min(1, {grouped(again)}.{count} - 1)", {subject: first})
     expression.editor.replace(expression.node, text, before)
 
@@ -46,8 +46,8 @@ def _write_spread(expression: Expression, count: str) -> None:
 def _write_selection(expression: Expression) -> None:
     tensors = list(expression.tensors()) or [expression.argument_node("self")]  # an empty one has no numbers
     change = expression.editor
-    named = {tensor: change.named(tensor, expression.code(tensor), "averaged") for tensor in tensors}
-    whole = expression.with_texts({tensor: again for tensor, (_, again, _) in named.items()})
+    named = {tensor: change.named(tensor, expression.editor.code(tensor), "averaged") for tensor in tensors}
+    whole = change.code(expression.node, {tensor: again for tensor, (_, again, _) in named.items()})
     first, again, before = change.named(expression.node, whole, "average")
     spoiled = " | ".join(f"{text}.isnan().any()" for text, _, _ in named.values())
     text = f"torch.where({spoiled}, {first}, {again}.nan_to_num(0.0, torch.inf, -torch.inf))"
@@ -70,7 +70,7 @@ def _write_loss(expression: Expression) -> bool:
     if not isinstance(call, ast.Call) or any(isinstance(arg, ast.Starred) for arg in call.args):
         return False
     name, change = name_called(call), expression.editor
-    given = {item.arg: expression.code(item.value) for item in call.keywords}
+    given = {item.arg: expression.editor.code(item.value) for item in call.keywords}
     if len(call.args) != 2 or expression.argument_node("self") is not call.args[0] or given.keys() - {"ignore_index"}:
         return False
     if name in _PER_ELEMENT:  # broadcast shapes have more losses than either has elements, so count the losses
@@ -78,7 +78,7 @@ def _write_loss(expression: Expression) -> bool:
         change.replace(call, f"{first}.sum() / max({again}.numel(), 1)", before)
         return True
     if name in _PER_LABEL and made_by.startswith("nll_loss"):  # the target has labels, not probabilities
-        first, again, before = change.computed_once(call.args[1], "labels")
+        first, again, before = change.named(call.args[1], change.code(call.args[1]), "labels")
         total = expression.with_keyword("reduction", '"sum"', {call.args[1]: first})
         count = f"({again} != {given.get('ignore_index', _NOT_A_CLASS)}).sum().clamp(min=1)"
         change.replace(call, f"{total} / {count}", before)

@@ -12,7 +12,6 @@ from types import MappingProxyType
 
 from nandoctor.changes.editor import Editor, Texts
 from nandoctor.changes.source_tree import CannotWriteError, SourceTree, name_called
-from nandoctor.changes.text_lines import grouped
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import PRODUCTS
 
@@ -45,23 +44,6 @@ class Expression:
         if not isinstance(function, ast.Attribute) or self._is_namespace(function.value) or self.calls_module():
             return None
         return function.value
-
-    def code(self, node: ast.AST) -> str:
-        """Return the text of an argument."""
-        return self.editor.code(node)
-
-    def operand(self, node: ast.AST) -> str:
-        """Return the text of an argument as an operand, or before an attribute."""
-        return grouped(self.code(node))
-
-    def with_texts(self, texts: Texts) -> str:
-        """Return the source of the expression with other texts for some arguments."""
-        return self.editor.code(self.node, texts)
-
-    def replace_arguments(self, texts: Texts, before: Sequence[str] = ()) -> None:
-        """Give some arguments other texts in the file, and put statements before."""
-        for node, text in texts.items():
-            self.editor.replace(node, text, before)
 
     @cached_property
     def arguments(self) -> list[tuple[str | None, ast.expr]]:
@@ -118,13 +100,12 @@ class Expression:
 
     def argument(self, name: str) -> str:
         """Return the text of that argument."""
-        return self.code(self.argument_node(name))
+        return self.editor.code(self.argument_node(name))
 
     def texts_after_first(self) -> list[str]:
         """Return the arguments except the first, as they are written: `dim=1, keepdim=True`."""
-        return [
-            f"{keyword}={self.code(value)}" if keyword else self.code(value) for keyword, value in self.arguments[1:]
-        ]
+        code = self.editor.code
+        return [f"{keyword}={code(value)}" if keyword else code(value) for keyword, value in self.arguments[1:]]
 
     def takes_eps(self, was: float) -> bool:
         """Return True if the call is of a torch function whose default eps is this number."""
@@ -160,9 +141,9 @@ class Expression:
             tensors = [self._promoting(tensors)]
         if isinstance(self.node, ast.AugAssign):
             target = self.node.target
-            made = f"{self.in_fp32(target)} {operator_of(self.node)} {self.operand(self.node.value)}"
-            return f"{self.code(target)} = {made}"
-        return self.with_texts({value: self.in_fp32(value) for value in tensors})
+            made = f"{self.in_fp32(target)} {operator_of(self.node)} {self.editor.operand(self.node.value)}"
+            return f"{self.editor.code(target)} = {made}"
+        return self.editor.code(self.node, {value: self.in_fp32(value) for value in tensors})
 
     def _promoting(self, tensors: Sequence[ast.expr]) -> ast.expr:
         """Return the operand that decides the result's dtype: a 0-dim one does not promote one with dimensions.
@@ -177,7 +158,7 @@ class Expression:
         """Return the text of a tensor cast to fp32, without the code's own `.half()`."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "half":
             node = node.func.value
-        return f"{self.operand(node)}.float()"
+        return f"{self.editor.operand(node)}.float()"
 
     def cast_to_fp32(self) -> None:
         """Turn a cast to low precision into one to fp32, by the name of the dtype alone."""

@@ -85,14 +85,14 @@ class GuardArgument(SingleEdit):
         if writes_to(expression, self.argument):  # torch.where would make another tensor than the op writes to
             self._write_in_place(source, expression, argument)
             return
-        is_selected = _selects_by(expression, self._condition(expression.operand(argument), inside=True))
-        text = expression.code(argument)
+        is_selected = _selects_by(expression, self._condition(expression.editor.operand(argument), inside=True))
+        text = expression.editor.code(argument)
         if source.probe == "edge" and self.edges:
             text = text_at_edges(text, self.site.op, self.edges)
         first, again, before = expression.editor.named(expression.node, text, "guarded")
         if is_selected:
             safe = f"torch.where({self._condition(first, again, inside=True)}, {again}, {self.safe})"
-            text = expression.with_texts({argument: safe})
+            text = expression.editor.code(expression.node, {argument: safe})
         else:
             safe = f"torch.where({self._condition(again, inside=False)}, {self.safe}, {again})"
             text = _filled_where(self._condition(first, again, inside=False), self.fill, expression, {argument: safe})
@@ -103,7 +103,7 @@ class GuardArgument(SingleEdit):
             raise CannotWriteError
         kept, change = read_twice(expression, argument), expression.editor
         first, again, before = change.named(expression.node, self._condition(kept, inside=False), "outside")
-        text = expression.with_texts({argument: f"{kept}.masked_fill_({first}, {self.safe})"})
+        text = expression.editor.code(expression.node, {argument: f"{kept}.masked_fill_({first}, {self.safe})"})
         change.replace(expression.node, f"{text}.masked_fill_({again}, {self.fill})", before)
 
     def _condition(self, first: str, again: str = "", *, inside: bool) -> str:
@@ -122,9 +122,9 @@ def _filled_where(condition: str, fill: float, expression: Expression, texts: Te
     """Return an expression with another text for its argument, and `fill` where the condition holds."""
     node = expression.node
     if isinstance(node, ast.AugAssign):
-        made = f"{expression.operand(node.target)} {operator_of(node)} {next(iter(texts.values()))}"
-        return f"{expression.code(node.target)} = torch.where({condition}, {fill}, {made})"
-    changed = expression.with_texts(texts)
+        made = f"{expression.editor.operand(node.target)} {operator_of(node)} {next(iter(texts.values()))}"
+        return f"{expression.editor.code(node.target)} = torch.where({condition}, {fill}, {made})"
+    changed = expression.editor.code(expression.node, texts)
     is_written = name_called(node).endswith("_")
     return (
         f"{changed}.masked_fill_({condition}, {fill})" if is_written else f"torch.where({condition}, {fill}, {changed})"

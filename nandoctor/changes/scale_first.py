@@ -57,7 +57,7 @@ class ScaleFirst(SingleEdit):
             raise CannotWriteError
         first, factor = product.argument_node("self"), scale.argument("other")
         operator = "/" if isinstance(scale.node.op, ast.Div) else "*"
-        scaled = f"{product.operand(first)} {operator} {factor}"
+        scaled = f"{product.editor.operand(first)} {operator} {factor}"
         if product.node is scale.node.left or scale.node.left in change.tree.ancestors(product.node):
             change.replace(scale.node, change.code(scale.node.left, {first: f"({scaled})"}))
             return

@@ -36,9 +36,9 @@ def subtract_largest(expression: Expression, ops: Sequence[OpCall]) -> None:
     dims = [f"{value:g}" for name, value in summed.scalars if name.partition("[")[0] == "dim"]
     over = dims[0] if len(dims) == 1 else f"({', '.join(dims)})"
     exponent = expression.argument_node("self")
-    first, again, before = expression.editor.named(exponent, expression.code(exponent), "logits")
+    first, again, before = expression.editor.named(exponent, expression.editor.code(exponent), "logits")
     largest = f"{again}.amax({over}, keepdim=True).detach()"
-    expression.replace_arguments({exponent: f"{first} - {largest}"}, before)
+    expression.editor.replace(exponent, f"{first} - {largest}", before)
 
 
 def _sums_of(power: OpCall, ops: Sequence[OpCall]) -> Iterator[OpCall]:

