@@ -39,8 +39,8 @@ class _TrainingBegins(BaseException):
 class _Statement:
     """A top-level statement: the names that it binds, and those that it or its functions read.
 
-    `changes` are objects that it writes into or calls a method of. `always` is True for what sets up the import system
-    or torch, and for an import that nothing in the file reads.
+    `changes` are objects that it writes into, calls a method of or is decorated by. `always` is True for what sets up
+    the import system or torch, and for an import that nothing in the file reads.
     """
 
     node: ast.stmt
@@ -60,11 +60,11 @@ class Script:
         postponed = any(alias.name == "annotations" for node in future for alias in node.names)
         self._flags = __future__.annotations.compiler_flag if postponed else 0
         self._file, self._module = str(path), module
-        read = [_analyse(node, postponed=postponed) for node in nodes if node not in future]
+        read = [_analyse(node) for node in nodes if node not in future]
         used = {name for statement in read for name in statement.reads}
-        self._modules = {name for it in read if isinstance(it.node, ast.Import) for name in it.binds}
         self._statements = [_marked(statement, used) for statement in read]
-        self._defined = {name for it in read if isinstance(it.node, _DEFINITIONS) for name in it.binds}
+        self._modules = {name for it in read if isinstance(it.node, ast.Import) for name in it.binds}
+        self._defined = {name: it.reads for it in read if isinstance(it.node, _DEFINITIONS) for name in it.binds}
         # Python compiles `torch.exp(x)` in another way where it sees the import. Fixes are run by replacing equal code.
         seen = [inner for node in nodes if not isinstance(node, _DEFINITIONS) for inner in ast.walk(node)]
         imports: list[ast.stmt] = [node for node in seen if isinstance(node, _IMPORTS) and node not in future]
@@ -102,7 +102,7 @@ class Script:
         except ModelError:
             raise
         except ImportError as error:
-            if not statement.always:
+            if not statement.always or "*" in ast.unparse(statement.node):
                 raise explain_import(shown, error) from error
         except Exception as error:
             if is_out_of_memory(error):
@@ -121,14 +121,21 @@ class Script:
                 if index not in chosen and (statement.always or self._binds(statement, wanted)):
                     chosen.add(index)
                     wanted |= statement.reads
-            wanted |= self._defined if wanted & _BY_NAME else set()
+            wanted |= self._defined.keys() if wanted & _BY_NAME else set()
         return sorted(chosen)
 
     def _binds(self, statement: _Statement, wanted: set[str]) -> bool:
-        """Return True if a statement makes or changes what is wanted; a training loop may reuse a function's name."""
+        """Return True if a statement makes or changes what is wanted.
+
+        A value under a function's name, as a training loop makes one, is not what is wanted, unless it is made of the
+        function. A decorator changes what it reads, as one that registers a class does.
+        """
         is_loop = isinstance(statement.node, ast.For | ast.While)
+        values = {name for name in self._defined if is_loop or name not in statement.reads}
         made = statement.binds | (statement.changes - self._modules)
-        return not wanted.isdisjoint(made - self._defined if is_loop else made)
+        if isinstance(statement.node, _DEFINITIONS):
+            values, made = set(), made.union(*(self._defined.get(name, ()) for name in statement.changes))
+        return not wanted.isdisjoint(made - values)
 
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -150,17 +157,17 @@ def _flattened(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield node
 
 
-def _analyse(node: ast.stmt, *, postponed: bool) -> _Statement:
-    header = "from __future__ import annotations\n" if postponed else ""
-    top = symtable.symtable(header + ast.unparse(node), "<statement>", "exec")
-    binds = {it.get_name() for it in top.get_symbols() if it.is_assigned() or it.is_imported()}
-    reads = set(_names_read(top, is_top=True))
-    run_now = () if isinstance(node, _DEFINITIONS) else ast.walk(node)
+def _analyse(node: ast.stmt) -> _Statement:
+    top = symtable.symtable(ast.unparse(node), "<statement>", "exec")
+    if isinstance(node, _DEFINITIONS):
+        changes = {_base(decorator) for decorator in node.decorator_list}
+    else:
+        changes = {_changed(inner) for inner in ast.walk(node)}
     return _Statement(
         node=node,
-        binds=frozenset(binds - ({"annotations"} if postponed else set())),
-        reads=frozenset(reads),
-        changes=frozenset(name for inner in run_now if (name := _changed(inner))),
+        binds=frozenset(it.get_name() for it in top.get_symbols() if it.is_assigned() or it.is_imported()),
+        reads=frozenset(_names_read(top, is_top=True)),
+        changes=frozenset(filter(None, changes)),
     )
 
 

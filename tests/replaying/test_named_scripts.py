@@ -45,6 +45,15 @@ WIDTHS = {
     "a loop": ("layers = []\nfor width in (1, 4):\n    layers.append(width)", "layers[-1]"),
     "a choice": ("if torch.cuda.is_available() or True:\n    WIDTH = 4\nelse:\n    WIDTH = 1", "WIDTH"),
     "another function": ("SCALE = 2\ndef width(n):\n    x = n * SCALE\n    return x", "width(2)"),
+    "what a decorator has registered": (
+        "BUILT = {}\ndef register(f):\n    BUILT[f.__name__] = f\n    return f\n@register\ndef four():\n    return 4",
+        "BUILT['four']()",
+    ),
+    "a type by its annotation": (
+        "from typing import ClassVar\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass CFG:\n    scale: ClassVar[int] = 2\n    width: int = 4",
+        "CFG().width",
+    ),
     "a name that is looked up": ("def four():\n    return 4", "globals()['four']()"),
     "an optional package": (
         "try:\n    import no_such_package\n    WIDTH = 1\nexcept ImportError:\n    WIDTH = 4",
@@ -75,6 +84,13 @@ def test_a_class_gets_what_it_reads(what, script):
 def test_a_function_is_not_a_value_of_the_training_loop(script):
     path = script(NET.format(width=4))
     assert float(find_attribute(f"{path}:loss")(torch.full((2,), 3.0), {})) == 9.0
+
+
+def test_a_function_may_be_wrapped(script):
+    path = script(
+        f"{NET.format(width=4)}\nfrom functools import lru_cache\ndef wide():\n    return 4\nwide = lru_cache(wide)"
+    )
+    assert find_attribute(f"{path}:wide").cache_info().misses == 0
 
 
 def test_a_model_is_as_it_was_before_it_was_trained(script):
@@ -108,6 +124,7 @@ def test_a_file_beside_it_may_import_from_it(script, tmp_path):
     ("more", "message"),
     [
         (NET.format(width="MISSING"), "MISSING"),
+        (f"from no_such_package import *\n{NET.format(width=4)}", "No module named 'no_such_package'"),
         (
             f"WIDTH = int(open('width.txt').read())\n{NET.format(width='WIDTH')}",
             "Line 9 of train.py raised FileNotFound",
