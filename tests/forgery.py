@@ -27,6 +27,8 @@ mark(f"imported {__name__}")
 
 
 class Net(torch.nn.Module):
+    mark("imported Net")
+
     def __init__(self, width=2, scale=1.0, kind="plain"):
         mark("built")
         super().__init__()

@@ -20,8 +20,12 @@ from nandoctor.source_files import hash_of
 CODE = """
 from pathlib import Path
 import torch
-Path(__file__).with_suffix(".imported").touch()
 
+def marked(found):
+    Path(__file__).with_suffix(".imported").touch()
+    return found
+
+@marked
 class Net(torch.nn.Module):
     def __init__(self, width=2, dropout=0.1):
         super().__init__()
@@ -31,14 +35,17 @@ class Net(torch.nn.Module):
     class Inner(torch.nn.Module):
         pass
 
+@marked
 class Plain:
     @staticmethod
     def make():
         return Net()
 
+@marked
 def make_model():
     return Net()
 
+@marked
 def loss(output, batch):
     return (output - batch).sum()
 """
