@@ -52,7 +52,7 @@ class Recorder:
         model: the model that the loop calls, which may be compiled or wrapped for distributed training.
         folder: the folder for the files.
         scaler: the GradScaler, if there is one.
-        loss: a function (output, batch) -> scalar, or its SPEC, for the replay of the backward pass.
+        loss: a function (output, batch) -> scalar, for the replay of the backward pass.
         builder: the function that built the model, if it was not built by its class with `arguments`.
         arguments: the arguments that the model's class, or `builder`, was called with.
         threshold: stop when more than this share (0 to 1) of the last `window` steps was non-finite. Steps that the
@@ -78,8 +78,8 @@ class Recorder:
     _: KW_ONLY
     folder: str | os.PathLike[str] = "dumps"
     scaler: Any = None
-    loss: Callable[[Any, Any], torch.Tensor] | str | None = None
-    builder: Callable[..., nn.Module] | str | None = None
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
+    builder: Callable[..., nn.Module] | None = None
     arguments: Mapping[str, Any] | None = None
     threshold: float = 0.1
     window: int = 100

@@ -57,18 +57,12 @@ def is_found(thing: Any) -> bool:
     return found is thing
 
 
-def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
-    """Return the import path and source hash of a class or function, or of a SPEC.
+def describe_source(thing: Callable[..., Any]) -> dict[str, str]:
+    """Return the import path and source hash of a class or function.
 
     A file in the working directory is named by its relative path. Call this when training begins: the file may be
     edited later, and it cannot be found while Python exits.
     """
-    if isinstance(thing, str):
-        location, _, name = thing.rpartition(":")
-        if not location.endswith(".py"):
-            return {"module": location, "name": name, "file": "", "sha256": ""}
-        path = Path(location).resolve()
-        return {"module": "__main__", "name": name, "file": shown_path(path), "sha256": _hash(path)}
     name = read_attribute(thing, "__qualname__")
     name = name if isinstance(name, str) else f"<{type(thing).__qualname__} object>"
     module = str(read_attribute(thing, "__module__", ""))
@@ -78,7 +72,7 @@ def describe_source(thing: Callable[..., Any] | str) -> dict[str, str]:
     return {"module": module, "name": name, "file": file, "sha256": _hash(source)}
 
 
-def describe_loss(loss: Callable[..., Any] | str) -> dict[str, str]:
+def describe_loss(loss: Callable[..., Any]) -> dict[str, str]:
     """Return the same as `describe_source` of the function that `torch.compile` was given.
 
     `functools.wraps` gives a function the name of another one, which a replay must not call in its place.
@@ -86,7 +80,7 @@ def describe_loss(loss: Callable[..., Any] | str) -> dict[str, str]:
     inner = read_attribute(loss, "_torchdynamo_orig_callable", loss)
     described = describe_source(inner)
     module = sys.modules.get(described["module"])
-    if isinstance(loss, str) or not described["name"].isidentifier() or module is None:
+    if not described["name"].isidentifier() or module is None:
         return described
     is_bound = any(vars(module).get(described["name"]) is own for own in (loss, inner))
     return described if is_bound else {**described, "name": f"<wrapped {described['name']}>"}

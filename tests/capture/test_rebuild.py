@@ -206,9 +206,8 @@ class Factory:
     [
         {"builder": Factory.build},
         {"builder": build_stack, "arguments": {"width": np.int64(4)}},
-        {"builder": "elsewhere:make"},
     ],
-    ids=["method", "odd argument", "installed"],
+    ids=["method", "odd argument"],
 )
 def test_other_builders_are_asked_for_by_the_replay(tmp_path, caplog, options):
     advice, command, path = record(tmp_path, caplog, Wide(3), **options)

@@ -111,7 +111,7 @@ def test_buffers_of_another_format_than_autocast(tmp_path, caplog, dtype):
 def test_weights_that_were_non_finite_were_not_written(tmp_path):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     nn.init.constant_(model[2].bias, torch.nan)
-    with Recorder(model, folder=tmp_path, builder="model.py:make") as recorder:
+    with Recorder(model, folder=tmp_path, builder=nn.Linear) as recorder:
         recorder.watch(model(torch.ones(2, 4)).sum())
     assert read_dump(recorder.written[0]).missing == ()
 
@@ -136,7 +136,7 @@ def test_parameters_without_values_to_measure(tmp_path, caplog, part):
     run.net.part = PARTS[part]()
     given = [p for p in run.net.parameters() if not nn.parameter.is_lazy(p) and not p.is_meta]
     optimizer = torch.optim.SGD(given, LR)
-    with Recorder(run.net, folder=tmp_path, builder="model.py:make") as recorder:
+    with Recorder(run.net, folder=tmp_path, builder=nn.Linear) as recorder:
         for number in range(3):
             before = run.net.enter.weight.detach().clone()
             loss = run.net(torch.full((2, 4), torch.inf if number == 2 else number + 1.0)).square().sum()
