@@ -1,4 +1,4 @@
-"""Two processes train one model under FSDP2; what they record is replayed by one."""
+"""Two processes train one model under FSDP2 or DDP; what they record is replayed by one."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import nandoctor
 
@@ -65,7 +66,9 @@ def main(rank, way):
     dist.init_process_group("gloo", init_method="file://" + __file__ + ".meeting", rank=rank, world_size=2)
     torch.manual_seed(0)
     model, mesh = Net(), init_device_mesh("cpu", **MESHES.get(way, {"mesh_shape": (2,)}))
-    for module in (*model.blocks, model):
+    if way == "ddp":
+        model = DistributedDataParallel(model)
+    for module in () if way == "ddp" else (*model.blocks, model):
         policy = {**POLICIES.get(way, {}), **({"output_dtype": torch.float32} if module is model else {})}
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -77,7 +80,8 @@ def main(rank, way):
             if step == 3 and rank == 1 and way not in ("off", "update"):
                 x[2] = torch.arange(6.0) if way == "gradients" else 1e30
             synced = way != "accumulated" or step % 2 == 1
-            model.set_requires_gradient_sync(synced)
+            if way != "ddp":
+                model.set_requires_gradient_sync(synced)
             loss = loss_of(model(x), x)
             if recorder:
                 recorder.watch(loss, x)
@@ -127,7 +131,7 @@ def test_micro_batches_whose_gradients_are_not_summed_yet(tmp_path, ranks):
 
 @needs_gloo
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["on", "mixed", "half", "copies"])
+@pytest.mark.parametrize("way", ["on", "mixed", "half", "copies", "ddp"])
 def test_a_failing_forward_replays_without_flags(tmp_path, monkeypatch, way, ranks):
     monkeypatch.chdir(tmp_path)
     said = train(ranks, tmp_path, way)
@@ -137,6 +141,8 @@ def test_a_failing_forward_replays_without_flags(tmp_path, monkeypatch, way, ran
     assert report.first_nonfinite.elements.samples == (2,)
     saved = [read_dump(f"dumps/nan-step000003-rank{rank}.pth") for rank in (0, 1)]
     assert [dump.scalars["nonfinite_ranks"] for dump in saved] == [[1], [1]]
+    assert [dump.scalars["nonfinite_here"] for dump in saved] == [False, True]
+    assert [bool(dump.arrays["output"].isfinite().all()) for dump in saved] == [True, False]
     assert all(torch.equal(saved[0].state[name], value) for name, value in saved[1].state.items())
     assert report.reproduction.grade == "exact"
     assert saved[0].missing == saved[1].missing == ()
