@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import re
 import runpy
 import shutil
 import subprocess
@@ -31,13 +30,8 @@ def test_every_page_is_made_from_its_cause_and_programs():
     assert {path.stem for path in (DOCS / "causes").glob("*.md")} == set(CODES)
 
 
-def test_the_table_of_the_readme_is_made_from_the_registry():
-    path, made = ROOT / "README.md", cause_pages.table(list_pages(), "docs/causes")
-    text = path.read_text(encoding="utf-8")
-    if os.environ.get("UPDATE_README"):
-        table = re.search(r"\| cause \| what happens \|\n(\|.*\n)+", text)[0]
-        path.write_text(text.replace(table, f"{made}\n"), encoding="utf-8")
-    assert f"\n\n{made}\n\n" in path.read_text(encoding="utf-8")
+def test_the_readme_counts_the_causes():
+    assert f"[{len(list_pages())} causes](docs/causes.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @each_cause

@@ -149,8 +149,9 @@ def test_the_picture_is_what_the_first_sample_prints():
 
 def test_the_readme_is_short_and_begins_with_the_picture():
     lines = README.read_text(encoding="utf-8").splitlines()
-    assert len(lines) < 200
+    assert len(lines) < 160
     assert any("docs/terminal.svg" in line for line in lines[:10])
+    assert lines.index("## Before it happens: record") < len(lines) / 2
 
 
 def run_each(body, run):
