@@ -81,12 +81,6 @@ def test_a_spec_is_looked_up_from_the_working_directory(path, tmp_path, monkeypa
     assert (case.verdict, case.report.runs.autocast.seed) == ("precision", 3)
 
 
-def test_progress_is_passed_on(path):
-    stages = []
-    nandoctor.replay(path, Overflowing(), progress=lambda stage, done, total: stages.append(stage))
-    assert stages[0] == "replay under autocast"
-
-
 COLUMNS = [
     *("module", "type", "call", "finite", "absmax", "fp32_absmax", "fp32_finite", "rel_err", "headroom_bits"),
     "num_bad",

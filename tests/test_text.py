@@ -54,27 +54,32 @@ def test_brief_lists_name_a_dozen():
     assert words.brief_list(map(str, range(2000))).endswith("10, 11 and 1,988 more")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (65504.0, "65,504"),
-        (81234.4, "81,234"),
-        (999.7, "1,000"),
-        (0.031234, "0.0312"),
-        (8_123_456.0, "8,123,456"),
-        (8_123_456.5, "8.12e6"),
-        (6.3e7, "6.3e7"),
-        (5.96e-8, "5.96e-8"),
-        (-70000.0, "-70,000"),
-        (999_999.7, "1e6"),
-        (0.0, "0"),
-        (float("inf"), "inf"),
-        (float("nan"), "NaN"),
+WORDS = {
+    words.number: [
+        (65504.0, "65,504"), (81234.4, "81,234"), (999.7, "1,000"), (0.031234, "0.0312"), (8_123_456.0, "8,123,456"),
+        (8_123_456.5, "8.12e6"), (6.3e7, "6.3e7"), (5.96e-8, "5.96e-8"), (-70000.0, "-70,000"), (999_999.7, "1e6"),
+        (0.0, "0"), (float("inf"), "inf"), (float("nan"), "NaN"), (None, "?"),
+    ],
+    words.percent: [
+        (0.004, "0.4 %"), (0.0439e-1, "0.44 %"), (0.18, "18 %"), (0.9999, "99.9 %"), (1.0, "100 %"), (25.0, "2,500 %"),
         (None, "?"),
     ],
+    words.bits_text: [(None, "-"), (float("inf"), "Inf"), (-0.44, "-0.4"), (12.25, "12.2")],
+    words.byte_size: [
+        (0, "0 bytes"), (999, "999 bytes"), (187_000, "187 kB"), (1_250_000, "1.25 MB"), (10**16, "10,000 TB"),
+    ],
+    words.kinds_text: [(("nan", "+inf"), "NaN and +Inf"), ((), "non-finite values")],
+    lambda value: words.excess(value, 65504): [
+        (65756, "0.38 % above"), (81234, "24 % above"), (-210_400, "3.2x"), (6.3e7, "960x"), (65504, "100 % of"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("write", "value", "text"), [(write, *pair) for write, pairs in WORDS.items() for pair in pairs]
 )
-def test_numbers(value, text):
-    assert words.number(value) == text
+def test_values_in_words(write, value, text):
+    assert write(value) == text
 
 
 @given(st.floats(allow_nan=False), st.floats(allow_nan=False))
@@ -103,14 +108,6 @@ def test_no_number_has_a_padded_exponent(value):
         assert not re.search(r"e(\+|-?0)", text)
 
 
-@pytest.mark.parametrize(
-    ("share", "text"),
-    [(0.004, "0.4 %"), (0.0439e-1, "0.44 %"), (0.18, "18 %"), (0.9999, "99.9 %"), (1.0, "100 %"), (25.0, "2,500 %")],
-)
-def test_shares_in_per_cent(share, text):
-    assert words.percent(share) == text
-
-
 def test_what_is_too_small_to_matter_is_told_by_a_bound():
     assert [words.percent(share) for share in (7.8e-7, 9.9e-6, 1e-5, 0.0)] == ["<0.001 %", "<0.001 %", "0.001 %", "0 %"]
     assert [words.within(share) for share in (7.8e-7, 0.0044)] == ["within 0.001 %", "within 0.44 %"]
@@ -122,18 +119,6 @@ def test_a_list_of_samples_that_was_cut_says_so():
     assert words.samples_text(listed[:-1], 300) == "samples 1, 2, 3 and 60 more"
     assert words.samples_text(listed) == "samples 1, 2, 3 and 61 more"
     assert words.samples_text(listed, 64) == "every sample"
-
-
-def test_a_share_that_is_not_known():
-    assert words.percent(None) == "?"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(65756, "0.38 % above"), (81234, "24 % above"), (-210_400, "3.2x"), (6.3e7, "960x"), (65504, "100 % of")],
-)
-def test_how_far_above_a_limit(value, text):
-    assert words.excess(value, 65504) == text
 
 
 def test_counts_with_their_nouns():
@@ -164,34 +149,9 @@ def test_a_line_of_code_by_its_file():
     assert words.file_line(r"C:\runs\net.py", 45) == "net.py:45"
 
 
-def test_bits_of_headroom():
-    assert [words.bits_text(bits) for bits in (None, float("inf"), -0.44, 12.25)] == ["-", "Inf", "-0.4", "12.2"]
-
-
 def test_lists_as_prose():
     assert words.join_words([]) == ""
     assert words.join_words(["a"]) == "a"
     assert words.join_words(["a", "b", "c"]) == "a, b and c"
     assert words.join_first(["a", "b", "c"], 3) == "a, b and c"
     assert words.join_first(["a", "b", "c", "d", "e"], 3) == "a, b, c and 2 more"
-
-
-def test_kinds():
-    assert words.kinds_text(("nan", "+inf")) == "NaN and +Inf"
-    assert words.kinds_text(()) == "non-finite values"
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 bytes"), (999, "999 bytes"), (187_000, "187 kB"), (1_250_000, "1.25 MB"), (10**16, "10,000 TB")],
-)
-def test_sizes(nbytes, text):
-    assert words.byte_size(nbytes) == text
-
-
-@pytest.mark.parametrize(
-    ("place", "text"),
-    [(1, "1st"), (2, "2nd"), (3, "3rd"), (4, "4th"), (11, "11th"), (12, "12th"), (22, "22nd"), (113, "113th")],
-)
-def test_places_are_counted_from_one(place, text):
-    assert words.ordinal(place) == text

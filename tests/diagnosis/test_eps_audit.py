@@ -11,7 +11,6 @@ from nandoctor.autocast.policy import Policy
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.evidence.formats import FP16, FP32
-from nandoctor.evidence.report import EpsUse
 from nandoctor.replaying.eps_constants import list_constants, measure_slots
 from nandoctor.replaying.runner import FailingStep, Watch
 
@@ -183,7 +182,3 @@ def test_an_optimizers_eps_is_judged_in_the_format_of_its_state(dtype, effect, s
     slots = measure_slots([SecondMoment(index=0, name="", eps=1e-8, values=values)], model, FP16)
     use = only(audit((), (), slots, (1e-8,)))
     assert (use.place, use.effect, use.absorbed_share) == ("optimizer", effect, share)
-
-
-def test_an_optimizer_without_a_step_yet_shows_its_eps_alone():
-    assert only(audit((), (), (), (1e-8,))) == EpsUse(place="optimizer", module="", type="", name="eps", value=1e-8)

@@ -82,7 +82,3 @@ def test_the_table_has_one_row_for_each_call_with_both_runs():
     assert (a["module"], a["absmax"], a["fp32_absmax"], a["fp32_finite"]) == ("a", 1.0, 1e6, True)
     assert (only_low["fp32_absmax"], only_low["fp32_finite"], only_low["rel_err"]) == (None, None, None)
     assert (root["finite"], root["num_bad"]) == (False, 2)
-
-
-def test_without_runs_the_table_is_empty():
-    assert tabulate(None) == []

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from made_traces import INF, NAN, call, reference, stats, trace
+from made_traces import NAN, call, reference, stats, trace
 
 from nandoctor.diagnosis.conclusion import Conclusion
 from nandoctor.diagnosis.origin import find_nonfinite_places
-from nandoctor.diagnosis.verdict import advise, describe_nonfinite, judge, judge_backward, write_headline
+from nandoctor.diagnosis.verdict import advise, judge, judge_backward, write_headline
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.report import Cause, Diagnosis, NonfiniteElements, Origin, Reproduction
 from nandoctor.evidence.trace import Place
@@ -141,18 +141,6 @@ def test_the_headline_where_no_module_is_to_blame(verdict, conclusion, expected)
 )
 def test_the_headline_of_a_healthy_step_says_what_was_looked_at(run, expected):
     assert expected in write_headline("healthy", run, Conclusion())
-
-
-@pytest.mark.parametrize(
-    ("tensor", "expected"),
-    [
-        (stats(NAN, INF, -INF, 1.0), "NaN, +Inf and -Inf in 3 of 4 elements"),
-        (stats(NAN, 1.0, 1.0, shape=(3, 1)), "NaN in 1 of 3 elements"),
-        (stats(NAN, NAN, shape=(2, 1)), "NaN in 2 of 2 elements"),
-    ],
-)
-def test_the_damage_is_counted(tensor, expected):
-    assert describe_nonfinite(tensor) == expected
 
 
 SUMMARY = DumpSummary(

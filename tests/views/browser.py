@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -84,12 +83,10 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def look(self, *, width=1200, dark=False):
-        """Set the width of the window, and whether the reader likes it dark."""
+    def look(self, *, width=1200):
+        """Set the width of the window."""
         screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.send("Emulation.setDeviceMetricsOverride", **screen)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.send("Emulation.setEmulatedMedia", features=[scheme])
 
     def allow(self, *permissions):
         self.send("Browser.grantPermissions", permissions=list(permissions))
@@ -101,11 +98,6 @@ class Browser:
         for kind in ("keyDown", "keyUp"):
             extra = {"text": text} if text and kind == "keyDown" else {}
             self.send("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **extra)
-
-    def photograph(self, path):
-        """A picture of the whole page."""
-        answer = self.send("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     def _next_message(self):
         while b"\0" not in self._buffer:

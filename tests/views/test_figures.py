@@ -1,5 +1,4 @@
 import itertools
-import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +12,7 @@ from matplotlib.collections import PathCollection, PolyCollection
 from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import Runs
 from nandoctor.views.layers import select_layers
-from nandoctor.views.plots.figures import MAX_BARS, save_figure
+from nandoctor.views.plots.figures import MAX_BARS
 from nandoctor.views.plots.ranges import draw_ranges, spread_of
 
 
@@ -150,19 +149,6 @@ def test_all_outputs_of_a_call_count():
     spread = spread_of(row)
     assert (spread.high, spread.median, spread.low) == (100.0, 8.0 / 12, 8.0 / 300)
     assert spread.finite
-
-
-@pytest.fixture(scope="module")
-def figure():
-    return draw_ranges(factory.precision(4, nonfinite_from=2))
-
-
-@pytest.mark.parametrize("suffix", [".png", ".PNG"])
-def test_png_has_the_size_of_the_figure(suffix, figure, tmp_path):
-    save_figure(figure, tmp_path / f"ranges{suffix}")
-    data = (tmp_path / f"ranges{suffix}").read_bytes()
-    assert data.startswith(b"\x89PNG")
-    assert struct.unpack(">II", data[16:24])[0] == round(figure.get_figwidth() * 150)
 
 
 def test_a_long_headline_and_long_names_leave_room_for_the_panel(tmp_path):

@@ -66,13 +66,9 @@ def test_it_opens_from_disk_without_requests_or_complaints(name, browser, pages)
     assert browser.run("document.title").endswith("nandoctor")
 
 
-def test_a_page_of_400_layers_is_small(pages):
+def test_a_page_of_many_layers_is_small(pages):
     assert pages["large"].stat().st_size < LIMIT
-
-
-def test_a_page_of_4000_layers_is_still_a_page(pages):
-    text = pages["huge"].read_text(encoding="utf-8")
-    assert len(text.encode()) < 4 * LIMIT
+    assert pages["huge"].stat().st_size < 4 * LIMIT
 
 
 def test_sorting_goes_down_up_and_back(opened):
@@ -139,36 +135,6 @@ def test_a_patch_is_copied(opened):
     )
 
 
-CONTRAST = """(() => {
-    const light = color => {
-        const parts = color.match(/[\\d.]+/g).slice(0, 3).map(part => {
-            const share = part / 255;
-            return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
-        });
-        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
-    };
-    const ground = element => {
-        for (let one = element; one; one = one.parentElement) {
-            const color = getComputedStyle(one).backgroundColor;
-            if (color !== "rgba(0, 0, 0, 0)") return color;
-        }
-    };
-    const told = "p, h1, h2, h3, dt, dd, li, td, th, pre span, summary, button, .badge";
-    const texts = [...document.querySelectorAll(told)];
-    return Math.min(...texts.filter(one => one.textContent.trim() && !one.closest("svg")).map(one => {
-        const [a, b] = [light(getComputedStyle(one).color), light(ground(one))].sort((x, y) => y - x);
-        return (a + 0.05) / (b + 0.05);
-    }));
-})()"""
-
-
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_all_text_stands_out_from_its_ground(dark, browser, pages):
-    browser.look(dark=dark)
-    browser.open(pages["fixable"])
-    assert browser.run(CONTRAST) >= 4.5  # WCAG 2.2, level AA
-
-
 @pytest.mark.parametrize("name", ["fixable", "large", "hostile", "weights"])
 def test_a_phone_need_not_scroll_sideways(name, browser, pages):
     browser.look(width=390)
@@ -182,9 +148,3 @@ def test_whatever_can_be_worked_has_a_name(opened):
     found = [node for node in tree if not node["ignored"] and node.get("role", {}).get("value") in roles]
     assert len(found) > 20
     assert [node["role"]["value"] for node in found if not node.get("name", {}).get("value")] == []
-
-
-def test_hostile_names_run_nothing(browser, pages):
-    browser.open(pages["hostile"])
-    assert browser.run("document.scripts.length") == 1
-    assert browser.run("[...document.images].every(image => image.src.startsWith('data:'))")
