@@ -113,15 +113,6 @@ def test_an_edit_that_changes_the_meaning_is_not_called_fixed(project):
     assert nandoctor.verify("dump.pth", "net.py:Net").outcome == "cannot-tell"
 
 
-def test_the_reference_of_changed_code_is_said(project):
-    write_step(project, NORMED)
-    path = project / "net.py"
-    path.write_text(path.read_text().replace("1e-9", "1e-3"))
-    made = nandoctor.verify("dump.pth", "net.py:Net", changed=["net.py"])
-    assert made.outcome == "fixed"
-    assert any("the current code in fp32" in note for note in made.notes)
-
-
 @pytest.mark.slow
 def test_a_fix_is_written_in_a_copy_of_the_project(tmp_path, monkeypatch):
     """The dump is the user's own, and not of this folder: the changed file is not the recorded one any more."""

@@ -1,8 +1,5 @@
 import itertools
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import factory
 import matplotlib
@@ -171,22 +168,3 @@ def test_the_users_style_is_neither_used_nor_changed():
         assert dict(matplotlib.rcParams) == before
     assert figure.axes[0].get_facecolor() == (1, 1, 1, 1)
     assert not figure.axes[0].get_xticklabels()[0].get_usetex()
-
-
-DRAWS_ALONE = """
-import sys
-import matplotlib
-before = matplotlib.rcParams._get("backend")
-import factory
-from nandoctor.views.plots.figures import save_figure
-from nandoctor.views.plots.ranges import draw_ranges
-save_figure(draw_ranges(factory.healthy(3)), sys.argv[1])
-assert matplotlib.rcParams._get("backend") is before
-assert not {"matplotlib.pyplot", "torch"} & sys.modules.keys()
-"""
-
-
-@pytest.mark.slow
-def test_drawing_leaves_pyplot_and_the_backend_alone(tmp_path):
-    command = [sys.executable, "-c", DRAWS_ALONE, str(tmp_path / "ranges.png")]
-    assert subprocess.run(command, check=False, cwd=Path(factory.__file__).parent).returncode == 0

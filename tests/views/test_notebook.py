@@ -10,7 +10,6 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from nandoctor.views import notebook
-from nandoctor.views.evidence import describe_tensor
 from nandoctor.views.html import card_of
 from nandoctor.views.notebook import show_records
 
@@ -77,21 +76,3 @@ def test_records_with_a_document_are_cards(shell):
 def test_nothing_happens_outside_of_ipython(monkeypatch):
     monkeypatch.setattr(notebook, "_find_shell", lambda: None)
     show_records()
-
-
-@pytest.mark.parametrize(
-    ("stats", "text"),
-    [
-        (factory.tensor(2.0, shape=(3,)), "fp16 [3], -1 to 2, median magnitude 0.167"),
-        (
-            factory.tensor(None, nonfinite=factory.counts(5), shape=(4, 2)),
-            "fp16 [4, 2], no finite value, NaN in 5 of 8",
-        ),
-        (
-            factory.tensor(1.0, nonfinite=factory.counts(8, samples=(0, 1)), shape=(2, 4)),
-            "fp16 [2, 4], -0.5 to 1, median magnitude 0.0833, NaN in 8 of 8",
-        ),
-    ],
-)
-def test_a_tensor_in_one_line(stats, text):
-    assert describe_tensor(stats) == text

@@ -44,28 +44,6 @@ def test_long_names_are_cut_in_their_middle_and_stay_on_one_line():
     assert len(lines) <= 30
 
 
-def test_names_lose_the_path_they_share_where_room_is_scarce():
-    made = factory.precision()
-    runs = made.runs
-    rows = [
-        tuple(
-            factory.put(row, module=f"backbone.transformer.{row.place.module}")
-            for row in run.modules
-            if row.place.module
-        )
-        for run in (runs.autocast, runs.fp32)
-    ]
-    seen = factory.put(made.first_nonfinite, module=f"backbone.transformer.{made.first_nonfinite.place.module}")
-    runs = replace(runs, autocast=replace(runs.autocast, modules=rows[0]), fp32=replace(runs.fp32, modules=rows[1]))
-    text = terminal(replace(made, runs=runs, first_nonfinite=seen))
-    assert "backbone.transformer.encoder.blocks.2.attention" not in text[text.index("Largest magnitudes") :]
-    assert re.search(r"  in b\S*encoder.blocks ", text)
-    assert "> 2.attention " in text
-    assert "> backbone.transformer.encoder.blocks.2.attention " in terminal(
-        replace(made, runs=runs, first_nonfinite=seen), width=130
-    )
-
-
 def test_the_kinds_of_a_nonfinite_layer_stand_in_its_cell():
     made = factory.precision()
     both = replace(factory.counts(3), num_posinf=1, num_neginf=2)
