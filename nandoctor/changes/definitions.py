@@ -32,10 +32,6 @@ class Definitions:
                 found.setdefault(name, []).append((self._tree.span(place)[1], node))
         return {name: sorted(places, key=lambda place: place[0]) for name, places in found.items()}
 
-    def binds(self, name: str) -> bool:
-        """Return True if the function's body binds a name, or writes into it; it may also be a parameter."""
-        return name in self._bound
-
     def value_of(self, name: ast.Name) -> ast.expr | None:
         """Return the expression that a name stands for where it is read, None if that depends on the path taken."""
         if self._is_run_later(name):

@@ -127,12 +127,16 @@ class Editor:
     def named(self, node: ast.AST, text: str, wanted: str) -> tuple[str, str, tuple[str, ...]]:
         """Return the text of a value for its first use and for later uses, and the statements to put before.
 
-        It is computed once: by a statement before its own or, if none can be put there, by `:=` at its first use.
+        It is computed once: by a statement before its own or, if none can be put there, by `:=` at its first use. There
+        an expression without a call is repeated: in a comprehension, `:=` would give the function another variable.
         """
-        if isinstance(parse_expression(text), ast.Name | ast.Attribute):
+        value, has_statement = parse_expression(text), self.tree.statement_of(node) is not None
+        if isinstance(value, ast.Name | ast.Attribute):
             return text, text, ()
+        if not has_statement and not any(isinstance(below, HAS_EFFECTS) for below in ast.walk(value)):
+            return as_part(text), as_part(text), ()
         name = self.new_name(wanted, node)
-        if self.tree.statement_of(node) is None:
+        if not has_statement:
             return f"({name} := {text})", name, ()
         return name, name, (f"{name} = {on_one_line(text)}",)
 

@@ -182,16 +182,12 @@ class Expression:
         numbers = {name for name, _ in self.op.scalars}
         for place, (keyword, value) in enumerate(self.arguments):
             schema_name = keyword or ("self" if place == 0 else "other" if place == 1 else "")
-            is_literal = isinstance(value, ast.JoinedStr) or number_in(value) is not None or _is_literal(value)
+            is_literal = isinstance(value, ast.Constant | ast.JoinedStr) or number_in(value) is not None
             if is_literal or (schema_name in numbers and schema_name not in names):
                 continue
             if left and (keyword is None or keyword in names):
                 left -= 1
                 yield value
-
-
-def _is_literal(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str | bytes | int | float | complex)
 
 
 _OPERATORS: Mapping[type, str] = {

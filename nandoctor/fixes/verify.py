@@ -99,8 +99,6 @@ class Trials:
         failed = TrialOutcome(finite=False, max_rel_err=None)
         self._looks: dict[frozenset[Change], TrialOutcome | None] = {frozenset(): failed} if known.fails else {}
         self._references: dict[frozenset[Change], Result] = {}
-        self.drew = True
-        """True if the last run drew random numbers."""
 
     @cached_property
     def with_gradients(self) -> Trials:
@@ -342,7 +340,6 @@ class Trials:
         # Warnings are ignored: they are about a batch or a format that the code never ran with.
         with warnings.catch_warnings(action="ignore"):
             outcome = self.step.run(policy, watch, edits)
-        self.drew = outcome.random
         self._end_if(out_of_memory=outcome.out_of_memory)
         # The value of a surrogate loss is meaningless: it may cancel to a number without a correct digit.
         outcome = replace(outcome, loss=None) if self.step.loss is surrogate_loss else outcome

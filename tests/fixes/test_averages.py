@@ -107,7 +107,7 @@ def test_one_value_has_no_spread(form, tmp_path):
     torch.save(dump, tmp_path / "dump.pth")
     (fix, *_) = nandoctor.replay(tmp_path / "dump.pth", f"{path}:Net").report.fixes
     assert (fix.verified, fix.kind) == (True, "source")
-    assert "correction=min(1, values.shape[0] - 1)" in fix.patch
+    assert "correction=min(1, h[group == k].shape[0] - 1)" in fix.patch
 
 
 AS_BEFORE = """

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import nandoctor
-from nandoctor.changes.keep_fp32 import KeepModule
 from nandoctor.changes.setting import UseFormat
 from nandoctor.dumps.reader import read_dump
 from nandoctor.evidence.edits import Together, flatten
@@ -71,36 +70,6 @@ def test_two_independent_overflows_among_sixty_modules(tmp_path):
     assert search.num_probes <= 4 * len(first.modules) * math.log2(search.num_modules)
     repair = next(item for item in report.fixes if item.verified)
     assert isinstance(repair.edit, Together)
-
-    for left_out in names:  # each member is needed
-        kept = [KeepModule(module=name) for name in names if name != left_out]
-        assert not _runs_clean(model, kept)
-    assert _runs_clean(model, [KeepModule(module=name) for name in names])
-
-
-def _runs_clean(model, kept):
-    """The same change made by hand, without nandoctor's engine of edits."""
-
-    def in_fp32(module):
-        forward = module.forward
-
-        def run(x):
-            with torch.autocast("cpu", enabled=False):
-                return forward(x.float())
-
-        return run
-
-    originals = [(model.get_submodule(edit.module), model.get_submodule(edit.module).forward) for edit in kept]
-    try:
-        for module, _ in originals:
-            module.forward = in_fp32(module)
-        torch.manual_seed(0)
-        with nandoctor.cuda_autocast(), torch.no_grad():
-            output = model(torch.rand(4, 8) + 0.5)
-        return all(bool(torch.isfinite(leaf).all()) for leaf in output.values())
-    finally:
-        for module, forward in originals:
-            module.forward = forward
 
 
 class Shared(nn.Module):
@@ -191,7 +160,7 @@ def test_variations_tell_the_guilty_sample_and_the_mode(tmp_path):
     assert lines[StepSetting(training=False)].finite  # 1 / (1 - p) is what passes the limit
     assert not lines[StepSetting(only=(1,))].finite
     assert lines[StepSetting(without=(1,))].finite
-    assert sum(line.group == "seed" for line in report.counterfactuals) == 2  # both fail, so that no third is tried
+    assert sum(line.group == "seed" for line in report.counterfactuals) == 2
     assert lines[StepSetting(dtype=FP32)].max_rel_err == 0
 
 

@@ -61,13 +61,6 @@ def test_dimensions_that_belong_together_shrink_together():
     assert (found.leaves["x"].shape[0], found.leaves["y"].shape[1]) == (1, 1)
 
 
-def test_a_square_matrix_may_lose_rows_alone():
-    found = smallest(
-        program("torch.nn.functional.linear", torch.full((8, 8), 300.0), torch.full((8, 8), 300.0), mode="product")
-    )
-    assert [leaf.numel() for leaf in found.leaves.values()] == [1, 1]
-
-
 def test_a_sum_keeps_as_many_terms_as_it_takes():
     found = smallest(program("torch.sum", torch.full((1000, 70), 1000.0, dtype=torch.float16), others=([1],)))
     assert found.leaves["x"].shape == (1, 66)
@@ -87,11 +80,6 @@ def test_the_one_row_that_fails_is_what_is_left():
     x[7, 2] = 0
     found = smallest(program("torch.log", x, mode="in_fp32"))
     assert found.leaves["x"].tolist() == [[0.0]]
-
-
-def test_infinities_that_are_subtracted_stay():
-    found = smallest(program("torch.sub", torch.full((5,), INF), torch.full((5,), INF)))
-    assert [leaf.tolist() for leaf in found.leaves.values()] == [[INF], [INF]]
 
 
 def test_the_gradient_of_a_strided_convolution_shrinks_with_it():
