@@ -125,6 +125,7 @@ def test_a_case_is_not_saved_under_another_ending(case, tmp_path):
 
 def test_a_case_draws_and_shows_itself(case):
     assert case.plot().axes
+    assert case.plot()._repr_png_().startswith(b"\x89PNG")
     assert "scale" in case._repr_html_()
 
 
@@ -133,7 +134,3 @@ def test_the_package_offers_its_names_and_no_others():
     assert all(getattr(nandoctor, name) is not None for name in nandoctor.__all__)
     with pytest.raises(AttributeError, match="no attribute 'reply'"):
         _ = nandoctor.reply
-
-
-def test_a_notebook_shows_the_plot_as_a_picture(case):
-    assert case.plot()._repr_png_().startswith(b"\x89PNG")

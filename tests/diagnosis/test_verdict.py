@@ -159,21 +159,17 @@ SUMMARY = DumpSummary(
 
 
 @pytest.mark.parametrize(
-    ("verdict", "words"),
+    ("verdict", "has_loss", "words"),
     [
-        ("precision", []),
-        ("input", ["samples with NaN or Inf"]),
-        ("state", ["Go back to a checkpoint"]),
-        ("healthy", ["the backward pass"]),
-        ("not-reproduced", ["--mode, --seed", "Save the random state."]),
+        ("precision", False, []),
+        ("input", False, ["samples with NaN or Inf"]),
+        ("state", False, ["Go back to a checkpoint"]),
+        ("healthy", False, ["the backward pass: pass --loss"]),
+        ("healthy", True, ["--mode, --seed, --inputs"]),
+        ("not-reproduced", False, ["--mode, --seed", "Save the random state."]),
     ],
 )
-def test_what_to_do_next(verdict, words):
-    steps = advise(verdict, SUMMARY)
+def test_what_to_do_next(verdict, has_loss, words):
+    steps = advise(verdict, SUMMARY, has_loss=has_loss)
     assert len(steps) == len(words)
     assert all(word in step for word, step in zip(words, steps, strict=True))
-
-
-def test_a_loss_that_was_replayed_is_not_asked_for():
-    (step,) = advise("healthy", SUMMARY, has_loss=True)
-    assert "--loss" not in step
