@@ -1,7 +1,7 @@
 """Gives the keywords of `nandoctor.replay` their meanings on the API page.
 
 In: options.md (tests compare its table with the settings), and the TypedDicts that griffe has read. Out: `replay` with
-each of its keywords written out. `verify`, `repro` and `checkup` say in a line which of them they take.
+each of its keywords written out. `verify` and `repro` say in a line which of them they take.
 """
 
 import re

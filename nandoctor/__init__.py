@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from nandoctor.errors import NonFiniteTrainingError as NonFiniteTrainingError
     from nandoctor.fleet.triage import TriageOptions as TriageOptions
     from nandoctor.fleet.triage import triage as triage
-    from nandoctor.margins import checkup as checkup
 
 __version__ = "0.1.0"
 
@@ -31,7 +30,6 @@ _NAMES = {
     "nandoctor.case": "Case load replay repro verify",
     "nandoctor.errors": "NanDoctorError NonFiniteTrainingError",
     "nandoctor.fleet.triage": "TriageOptions triage",
-    "nandoctor.margins": "checkup",
 }
 _HOMES = dict(sorted((name, module) for module, names in _NAMES.items() for name in names.split()))
 

@@ -108,7 +108,7 @@ def test_commands_print_what_the_document_shows(document, workplace, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["checkup", "fixing", "gpu", "report", "triage"])
+@pytest.mark.parametrize("name", ["fixing", "gpu", "report", "triage"])
 def test_python_of_the_document_runs(name, workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     script = (ROOT / "docs" / "tutorial" / "train.py").read_text(encoding="utf-8") + "\nmake_model = Net\n"

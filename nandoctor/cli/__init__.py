@@ -17,7 +17,6 @@ from nandoctor.errors import NanDoctorError
 __all__ = ["VERBS", "find_verb", "main"]
 
 VERBS = {
-    "checkup": ("commands", "Show how close a healthy step comes to overflow and underflow."),
     "eps": ("commands", "Show how each format rounds a small constant."),
     "explain": ("commands", "Explain what a cause is, why it happens and how it is fixed."),
     "fix": ("verify", "Print the smallest verified change as a diff, or write it."),

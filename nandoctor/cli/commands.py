@@ -149,33 +149,6 @@ def inspect(dump: Path) -> None:
     show(summarize(look_at_dump(dump)))
 
 
-@click.command(
-    cls=GroupedCommand,
-    examples=[
-        "checkup step9000.pth --batch batch.pth --model train.py:make_model",
-        "checkup step9000.pth --batch batch.pth --model train.py:make_model -o checkup.html",
-    ],
-)
-@click.argument("checkpoint", type=DumpPath, is_eager=True)
-@force_option
-@click.option(
-    "--batch", type=DumpPath, metavar="FILE", help="The batch to run (default: that of the checkpoint's file)."
-)
-@file_option("file", (".html", ".json"), "Write .html or .json.")
-@json_option
-@settings_options(*MODEL_AND_STEP)
-def checkup(checkpoint: Path, batch: Path | None, file: Path | None, as_json: bool, **options: Any) -> None:
-    """Show how close a healthy step comes to overflow and underflow."""
-    from nandoctor.margins import checkup as run_checkup
-    from nandoctor.views.save import save
-
-    found = run_checkup(checkpoint, options.pop("model"), batch=batch, **options)
-    show(found, as_json=as_json)
-    if file is not None:
-        save(found, file)
-        tell(f"Wrote {file}")
-
-
 def _complete_codes(_: click.Context, __: click.Parameter, begun: str) -> list[str]:
     from nandoctor.causes.registry import list_pages
 

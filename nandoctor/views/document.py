@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from nandoctor.causes.registry import Page
-from nandoctor.evidence.checkup import Checkup
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.report import Fix, Report
 from nandoctor.evidence.triage import Triage
 from nandoctor.evidence.verification import FixChoice, Verification
 from nandoctor.views.blocks import Block, Level
-from nandoctor.views.checkup import checkup_document
 from nandoctor.views.eps import RoundedValues, eps_document
 from nandoctor.views.explain import catalogue_document, cause_document
 from nandoctor.views.fixes import fix_part
@@ -24,7 +22,6 @@ from nandoctor.views.verification import fix_document, verification_document
 _DOCUMENTS: Mapping[type, Callable[..., Iterable[Block]]] = {
     Report: report_document,
     Triage: triage_document,
-    Checkup: checkup_document,
     Verification: verification_document,
     FixChoice: fix_document,
     RoundedValues: eps_document,
@@ -40,7 +37,7 @@ def document(thing: Any, level: Level = "screen", **more: Any) -> tuple[Block, .
     """Return the blocks that say what is known of a record; a tuple is that of all causes' pages.
 
     Args:
-        thing: a report, verification, fix, triage, checkup, dump or cause.
+        thing: a report, verification, fix, triage, dump or cause.
         level: how much is said of a report or a triage; the others have one level.
         **more: `has_page` if a report's page was made already; the `report` that a chosen fix is of.
     """

@@ -19,7 +19,7 @@ from nandoctor.views.markdown import draw_markdown
 
 
 def page_of(thing: Any) -> str:
-    """Return the page of a report, a triage or a checkup."""
+    """Return the page of a report or a triage."""
     blocks = document(thing, "page")
     return _environment().get_template("page.html.j2").render(blocks=blocks, markdown=draw_markdown(blocks))
 

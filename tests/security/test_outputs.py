@@ -116,7 +116,6 @@ VERBS = {
     "replay --quiet": (1, [*REPLAY, "--quiet"]),
     "fix": (1, ["fix", *REPLAY[1:4]]),
     "repro": (1, ["repro", *REPLAY[1:4]]),
-    "checkup": (1, ["checkup", *REPLAY[1:4]]),
     "triage": (1, ["triage", *REPLAY[1:], "--jobs", "1"]),
 }
 QUICK = ("verify", "replay --check --json", "replay", "inspect", "--version")

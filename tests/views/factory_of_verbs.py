@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import factory
 
-from nandoctor.evidence.checkup import CHECKED_FORMATS, Checkup, FormatFit, LayerRange
 from nandoctor.evidence.report import Check, TrialOutcome
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
 from nandoctor.evidence.verification import CodeChange, CodeState, Verification
@@ -55,35 +54,6 @@ def triage():
         num_workers=8,
         elapsed_s=161.2,
         folder="triage-of-all-runs-of-this-month",
-    )
-
-
-def _formats(absmax):
-    return tuple(
-        FormatFit(
-            format=format,
-            headroom_bits=format.headroom_bits(absmax),
-            fit="overflows" if absmax > format.max else "fits",
-            flushed_share=0.031,
-        )
-        for format in CHECKED_FORMATS  # noqa: A001
-    )
-
-
-def checkup():
-    """A checkpoint of a model with long names, of which some layers overflow fp16."""
-    layers = tuple(
-        LayerRange(
-            module=LONG_MODULE.format(number), type="ChannelNorm", absmax=10.0**number, formats=_formats(10.0**number)
-        )
-        for number in range(14)
-    )
-    return Checkup(
-        path="checkpoints/a-run-with-a-long-name/epoch-2000/healthy-step002000.pth",
-        layers=layers,
-        run="under fp16 autocast",
-        run_finite=False,
-        notes=("Batches were drawn from one file alone.",),
     )
 
 

@@ -28,7 +28,6 @@ VERBS = {
     "verify fixed": factory_of_verbs.verification("fixed"),
     "verify still-fails": factory_of_verbs.verification("still-fails"),
     "triage": factory_of_verbs.triage(),
-    "checkup": factory_of_verbs.checkup(),
     "inspect": factory.state().dump,
     "eps": EPS,
     "explain": find_page("eps-underflow"),
@@ -87,7 +86,6 @@ def test_tables_fit_a_narrow_window(thing):
 def test_a_narrow_table_cuts_no_number():
     assert re.search(r"^image .* none$", terminal(factory.dump(), width=40), re.MULTILINE)
     assert re.search(r"11\.5 ████░$", terminal(factory.precision(), width=40), re.MULTILINE)
-    assert "-27.2" in terminal(factory_of_verbs.checkup())
 
 
 @each_surface
