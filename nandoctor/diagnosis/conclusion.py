@@ -377,10 +377,13 @@ def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace, l
     in_loss = trace.loss is not None and not trace.loss.finite
     if not found_trace.sources and not found_trace.written and not found_trace.outsized:
         yield from _from_constants(found_trace, in_loss=in_loss)
+    orders = {source.op.order for source in found_trace.sources}
     for source in found_trace.sources or (found_trace.written if in_loss and not found_trace.outsized else ()):
         if source.op.analysis is None:
             continue
         finding = finding_at(_at_function(source, trace, reference), trace, reference, low)
+        if finding.op.order != source.op.order and finding.op.order in orders:
+            continue
         absurd = absurd_weights(finding, trace)
         yield from ((source.op.order, diagnosis, None) for diagnosis in absurd)
         if not absurd:

@@ -197,7 +197,7 @@ def _run(run: _RunPlan) -> Outcome:
     # If it raises without a graph, try again with one: the forward may take gradients or hook them.
     for grad in sorted({run.watch.backward, True}):
         outcome, error = _record(run := replace(run, grad=grad))
-        if error is None or user_code.explains(outcome.trace, error):
+        if error is None or (grad and user_code.explains(outcome.trace, error)):
             return outcome
         if user_code.is_wrong_call(error):
             user_code.raise_explained(error, run.policy, run.step.description)

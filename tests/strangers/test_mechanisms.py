@@ -322,6 +322,13 @@ def guarded_forces(self, x, other):
     return torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
+def masked_forces(self, x, other):
+    x = x.detach().requires_grad_()
+    offset = (x - other).sum(-1)
+    ratio = torch.where(offset != 0, (offset / offset.abs()).square(), 0.0)
+    return torch.autograd.grad(self.body(x).sum() + ratio.sum(), x, create_graph=True)[0]
+
+
 def functional_forces(self, x, other):
     def energy(point):
         return self.body(point).sum() + (point - other).abs().pow(0.5).sum()
@@ -344,6 +351,9 @@ DERIVED = {
     "forces": removed(forces, "sqrt", "gradient-singularity", ".sqrt()", batch=EQUAL, samples=(0,)),
     "forces with a where": removed(
         guarded_forces, "log", "where-gradient-trap", "torch.log", batch=EQUAL, samples=(0,)
+    ),
+    "forces of a quotient that is hidden": removed(
+        masked_forces, "div", "division-by-zero", "offset / offset.abs()", batch=EQUAL, samples=(0,)
     ),
     "forces by torch.func": removed(
         functional_forces, "pow", "gradient-singularity", ".pow(0.5)", batch=EQUAL, samples=(0,), loss=None
