@@ -25,6 +25,7 @@ from nandoctor.evidence.trace import NonfiniteCounts, OpCall, Trace
 from nandoctor.ops import EXPONENTIALS, GRADIENT_SUM
 from nandoctor.text import file_line
 
+_DISCARDED = "where-gradient-trap"
 _ALWAYS_OVERFLOW = EXPONENTIALS - {"pow"}
 """An Inf from these is an overflow even if float64 cannot hold the value either; 0 to the power of -1 is not one."""
 
@@ -44,9 +45,9 @@ def _conclude_run(
     trace: Trace, reference: Trace, low: FloatFormat, *, loss_scale: float, fixed_by_scale: bool
 ) -> Conclusion:
     ops, references = {op.order: op for op in trace.ops}, {op.key: op for op in reference.ops}
+    found: dict[object, tuple[Diagnosis, Suspect | None]] = {}
     healthy = {op.key for op in reference.backward if op.outputs_finite}
     sick = {op.key for op in reference.backward if not op.outputs_finite}
-    found = []
     made = [op for op in trace.backward if op.analysis is not None]
     of_forward: dict[int | None, list[OpCall]] = {}
     for op in trace.backward:
@@ -66,10 +67,12 @@ def _conclude_run(
         removal = find_removal(op, trace.ops, of_forward)
         if removal is not None and selects(of_forward.get(removal.order, ())):
             finding = replace(finding, discarded_by=removal)
-        found.append(_diagnose(finding, trace, reference, is_absorbed=removal is not None))
+        diagnosis, blamed = _diagnose(finding, trace, reference, is_absorbed=removal is not None)
+        origin = diagnosis.origin  # several backward ops may meet what one forward op made
+        found.setdefault((origin.place, origin.op, origin.nth, origin.source), (diagnosis, blamed))
     return Conclusion(
-        diagnoses=tuple(diagnosis for diagnosis, _ in found) or _first_taker(trace),
-        suspects=tuple(blamed for _, blamed in found if blamed is not None),
+        diagnoses=tuple(diagnosis for diagnosis, _ in found.values()) or _first_taker(trace),
+        suspects=tuple(blamed for _, blamed in found.values() if blamed is not None),
     )
 
 
@@ -122,10 +125,11 @@ def _diagnose(
     hidden, broken = _hidden_origin(forward, trace, reference, finding.low, with_own=by_arithmetic)
     if broken is not None:
         return broken, None
-    explained = _explain_hidden(op, hidden) if hidden is not None else None
-    if hidden is not None and explained is not None:
+    if hidden is not None and (explained := _explain_hidden(finding, hidden)) is not None:
         origin = origin_at(hidden.op, hidden.analysis, trace)
-        return Diagnosis(origin=origin, cause=explained), suspect(hidden.op, hidden, explained)
+        discarded = explained.code == _DISCARDED
+        blamed = replace(finding, forward=hidden.op) if discarded else hidden
+        return Diagnosis(origin=origin, cause=explained), suspect(hidden.op, blamed, explained)
     cause = find_cause("backward", finding)
     diagnosis = Diagnosis(origin=origin_at(op, finding.analysis, trace), cause=cause)
     return diagnosis, suspect(forward, finding, cause) if forward is not None else None
@@ -213,10 +217,13 @@ def _is_written(finding: Finding, trace: Trace) -> bool:
     return writes_infinity(finding.op) or is_log_of_mask(finding.op, trace.ops)
 
 
-def _explain_hidden(op: OpCall, hidden: Finding) -> Cause | None:
+def _explain_hidden(finding: GradientFinding, hidden: Finding) -> Cause | None:
+    """Explain a value that is singular, and that a selection discards; else what made it, whatever hides it."""
+    op, is_singular = finding.op, not hidden.overflowed and hidden.op.op not in _ALWAYS_OVERFLOW
+    trap = find_cause("backward", replace(finding, forward=hidden.op)) if is_singular else None
     cause = find_cause("forward", hidden)
-    if cause is None:
-        return None
+    if cause is None or (trap is not None and trap.code == _DISCARDED):
+        return trap
     what = "NaN" if hidden.analysis.kinds == ("nan",) else "Inf"
     told = f"{cause.explanation} A later op hides that {what}; the backward of {op.op} multiplies it by 0: NaN."
     headline = cause.headline and f"{cause.headline}; the backward of {op.op} multiplies that {what} by 0, which is NaN"

@@ -19,7 +19,6 @@ SELECTIONS = {
 }
 HIDE_NOTHING = {
     "plain": torch.sqrt,
-    "doubled": lambda h: 2 * torch.sqrt(h),
     "limited": lambda h: torch.relu(1 - torch.sqrt(h)).square(),
 }
 
@@ -41,6 +40,15 @@ class Head(nn.Module):
 for op, then in SELECTIONS.items():
     rows(f"numerics . {op} where-gradient-trap", BATCH, then, True, name=op, phase="backward", loss=mean)(Head)
     rows("healthy", BATCH, then, False, name=f"{op} with nothing to hide", loss=mean)(Head)
+rows(
+    "numerics . sqrt where-gradient-trap",
+    BATCH,
+    lambda h: torch.where(h > 0.2, h * torch.sqrt(h - 0.2), h),
+    True,
+    name="NaN times a number that is learned",
+    also=(),
+    loss=mean,
+)(Head)
 for name, then in HIDE_NOTHING.items():
     rows("numerics . sqrt gradient-singularity", BATCH, then, True, name=name, loss=mean)(Head)
 
