@@ -36,6 +36,8 @@ _SIGNIFICANT = 0.01
 """A gradient's elements below this share of its largest have a sign that rounding may decide."""
 _LEAST = 1e-4
 """The same share for a whole weight's gradient, of the largest of all weights."""
+_FAR = 1e3
+"""A value is made up if it is so many times what the formula gives beside a point; 1e-12 for log(0) is 2 times."""
 _REVERSED = 0.1
 """The share of a gradient, by magnitude, that may have the other sign."""
 
@@ -45,6 +47,7 @@ class Meaning:
 
     def __init__(self, trials: Trials) -> None:
         self._trials = trials
+        self._nearest: list[Result] = []
 
     @cached_property
     def smaller(self) -> tuple[float, Trials] | None:
@@ -90,6 +93,22 @@ class Meaning:
         gradients = _agreed([side.gradients for side in sides])
         return Result(values=values, gradients=gradients, ran=True)
 
+    def describe_beyond(self, made: Result) -> str | None:
+        """Describe where a run's value is far past what the formula gives beside a point where it has no limit."""
+        if (limit := self.limit) is None:
+            return None
+        itself = self._trials.exact().values
+        for name in made.values.keys() & limit.values:
+            ours = made.values[name].double().abs()
+            near = [run.values[name].double().nan_to_num(0.0, 0.0, 0.0).abs() for run in self._nearest]
+            reach = torch.stack(near).amax(0)
+            far = ~torch.isfinite(itself[name]) & torch.isnan(limit.values[name]) & (ours > _FAR * reach) & (reach > 0)
+            if bool(far.any()):
+                worst = int(torch.where(far, ours, 0.0).argmax())
+                given, most = (number(float(one.flatten()[worst])) for one in (ours, reach))
+                return f"{_place(name, ours, worst)} {given}, and the formula {most} beside this point"
+        return None
+
     def _sides(self) -> Iterator[Tensors]:
         """Yield the directions in which the real arrays of the batch are moved."""
         batch = self._trials.step.batch
@@ -111,6 +130,7 @@ class Meaning:
             runs.append(self._trials.on(replace(step, batch=batch)).exact())
             if not runs[-1].ran:
                 return None
+        self._nearest.append(runs[-1])
         values = {name: _extrapolate([run.values[name] for run in runs]) for name in _common(runs, "values")}
         gradients = {name: _extrapolate([run.gradients[name] for run in runs]) for name in _common(runs, "gradients")}
         return Result(values=values, gradients=gradients, ran=True)

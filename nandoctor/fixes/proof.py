@@ -227,6 +227,9 @@ def _judge_limit(proof: Proof) -> Said | None:
     limit = proof.verifier.meaning.limit
     if limit is None:
         return None
+    made_up = proof.verifier.meaning.describe_beyond(proof.made)
+    if made_up is not None:
+        return Said("failed", made_up)
     sentence = distance_from_limit(proof.made, limit, proof.trials.exact())
     if sentence is not None:
         return Said("failed", sentence, replaces=sentence)
