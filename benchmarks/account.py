@@ -69,7 +69,7 @@ class Account:
             mock.patch.object(_Search, "vary_settings", _replacing(_Search.vary_settings, self._vary)),
             mock.patch.object(pipeline, "search_fixes", partial(self._search, pipeline.search_fixes)),
             mock.patch.object(
-                _RecordedRun, "_take_gradients", _replacing(_RecordedRun._take_gradients, self._take_gradients)
+                _RecordedRun, "_run_backward", _replacing(_RecordedRun._run_backward, self._run_backward)
             ),
         )
         with ExitStack() as stack:
@@ -97,11 +97,11 @@ class Account:
         with self._at("search"):
             return search(*args)
 
-    def _take_gradients(self, take: Callable[..., Any], *args: Any) -> Any:
+    def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Book the backward pass in the diagnosis' fp32 run separately: only the search uses it."""
         started = time.process_time()
         with self._at("reference"):
-            gradients = take(*args)
+            gradients = run(*args, **kwargs)
         self._backward = time.process_time() - started
         return gradients
 

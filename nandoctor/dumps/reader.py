@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from nandoctor.dumps.classify import choose_state, is_stub, sort_contents, sort_
 from nandoctor.dumps.directories import part_error, refuse_part
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, open_container
-from nandoctor.dumps.recorded_format import Recorded, is_recorded
+from nandoctor.dumps.recorded_format import is_recorded
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.trees import KIND
@@ -81,24 +80,6 @@ def read_state(path: Path) -> Mapping[str, torch.Tensor]:
     if not (dump.holds_weights and dump.state):
         raise DumpError("it has no weights.", remedy="Name a file of weights.")
     return dump.state
-
-
-def add_batch(dump: Dump, path: str | os.PathLike[str]) -> Dump:
-    """Return the dump with the batch of another file in place of its own; weights in that file are not used.
-
-    Raises:
-        DumpError: as `read_dump`, or there are no arrays in the file.
-    """
-    location = Path(path)
-    with named(location):
-        container = open_container(location)
-        contents = sort_contents(_load(container), container.nbytes, as_torch=True)
-        if not contents.arrays:
-            raise DumpError("it has no arrays.", remedy='Save the batch: torch.save({"image": image}, path).')
-    scalars = {**contents.scalars, **dump.scalars}
-    return replace(
-        dump, arrays=contents.arrays, scalars=scalars, tree=contents.tree, recorded=Recorded(), layout="plain"
-    )
 
 
 def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:

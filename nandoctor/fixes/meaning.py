@@ -203,10 +203,11 @@ def _sizes(gradients: Tensors) -> dict[str, float]:
 def _share_reversed(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Return the share of a gradient, by magnitude, in which another has a significant element of the other sign."""
     ours, theirs = (torch.view_as_real(one) if one.is_complex() else one for one in (ours, theirs))
-    size = theirs.abs().double() / theirs.abs().max()
-    size = torch.where(size >= _SIGNIFICANT, size, 0.0)
-    is_reversed = (ours.sign() == -theirs.sign()) & (ours.abs() >= _SIGNIFICANT * ours.abs().max())
-    return float(size[is_reversed].sum() / size.sum())
+    counted = theirs.abs() >= _SIGNIFICANT * theirs.abs().max()
+    least = _SIGNIFICANT * ours.abs().max()
+    ours, theirs = ours[counted].double(), theirs[counted].double()
+    is_reversed = (ours * theirs < 0) & (ours.abs() >= least)
+    return float(theirs[is_reversed].abs().sum() / theirs.abs().sum())
 
 
 def has_limit(limit: Result, exact: Result) -> bool:
