@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from nandoctor.causes.base import Finding, GradientFinding, is_log_of_mask, writes_infinity
 from nandoctor.causes.registry import find_cause
+from nandoctor.changes.places import singular_inputs
 from nandoctor.diagnosis.conclusion import (
     Conclusion,
     Suspect,
@@ -219,7 +220,8 @@ def _is_written(finding: Finding, trace: Trace) -> bool:
 
 def _explain_hidden(finding: GradientFinding, hidden: Finding) -> Cause | None:
     """Explain a value that is singular, and that a selection discards; else what made it, whatever hides it."""
-    op, is_singular = finding.op, not hidden.overflowed and hidden.op.op not in _ALWAYS_OVERFLOW
+    op, has_pole = finding.op, bool(singular_inputs(hidden.op)) and hidden.op.op not in _ALWAYS_OVERFLOW
+    is_singular = has_pole and not hidden.overflowed  # a softmax of a masked row has a cause of its own
     trap = find_cause("backward", replace(finding, forward=hidden.op)) if is_singular else None
     cause = find_cause("forward", hidden)
     if cause is None or (trap is not None and trap.code == _DISCARDED):
