@@ -54,7 +54,7 @@ def parse(text: str) -> ast.Module | None:
 
 def defines(path: Path, name: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
     """Return True if the source defines that (dotted) name, its last part by a statement of one of these kinds."""
-    tree = _try_to_parse(path)
+    tree = parse_source(path)
     body: list[ast.stmt] = tree.body if tree is not None else []
     *outer, last = name.split(".")
     for part in outer:
@@ -76,7 +76,8 @@ def _parse_file(path: Path) -> ast.Module | None:
     return parse(decode_source(path.read_bytes())[0].removeprefix("\ufeff"))
 
 
-def _try_to_parse(path: Path) -> ast.Module | None:
+def parse_source(path: Path) -> ast.Module | None:
+    """Parse a file as `parse` does; return None if it cannot be read either."""
     try:
         return _parse_file(path)
     except (SyntaxError, UnicodeDecodeError, OSError):

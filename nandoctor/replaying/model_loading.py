@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from nandoctor.building_calls import remedy_for_arguments
 from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.errors import ModelError
@@ -69,7 +70,9 @@ def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: P
                 f"{name} is a {type(found).__name__}, not a Module, a Module class or a function that makes one.",
                 remedy="Point --model at the class or function that builds the network.",
             )
-        return _call_factory(found, arguments, name)
+        is_named = {key: isinstance(value, str) and ".py:" in value for key, value in arguments.items()}
+        values = {k: find_attribute(v, directory=directory) if is_named[k] else v for k, v in arguments.items()}
+        return _call_factory(found, values, name)
 
 
 def find_attribute(spec: Any, *, directory: Path | None = Path()) -> Any:
@@ -244,8 +247,7 @@ def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], nam
             raise explain_memory(f"build {name}", error) from error
         raise ModelError(
             f"{name}{_signature(factory)} raised {type(error).__name__}{raised_at(error)}: {error}",
-            remedy="Give the arguments it needs with --model-arg K=V, once for each"
-            + ("." if isinstance(error, TypeError) else "; relative paths start in the working directory."),
+            remedy=remedy_for_arguments(name, factory if isinstance(error, TypeError) else None),
         ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(

@@ -134,6 +134,33 @@ def test_a_misspelt_spec_is_answered_with_the_nearest_name(write, tmp_path, spec
     assert caught.value.remedy == f"Did you mean {near}?"
 
 
+BUILT_AT = {
+    "class CFG:\n    width = 4\ndef main():\n    model = Net(CFG).eval()": "train.py:Net --model-arg cfg=train.py:CFG",
+    "CFG = 3\nif __name__ == '__main__':\n    net = Net(CFG)": "train.py:net",
+    "from shared import CFG\ndef main(): return Net(cfg=CFG)": "train.py:Net --model-arg cfg=train.py:CFG",
+    "def main(cfg): return Net(cfg)": None,
+}
+
+
+@pytest.mark.parametrize("code", BUILT_AT)
+def test_missing_arguments_are_those_of_the_own_code(code, write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    net = "import torch\nclass Net(torch.nn.Module):\n    def __init__(self, cfg): super().__init__(); self.cfg = cfg\n"
+    path = write("train.py", net + code)
+    with pytest.raises(ModelError) as caught:
+        build_model(f"{path}:Net", {})
+    options = BUILT_AT[code]
+    assert (f"--model {options}" in caught.value.remedy) if options else "--model-arg K=V" in caught.value.remedy
+
+
+def test_an_argument_may_be_an_object_of_a_file(write, tmp_path):
+    write(
+        "train.py",
+        "class CFG:\n    width = 4\ndef make(cfg):\n    import torch\n    return torch.nn.Linear(3, cfg.width)",
+    )
+    assert build_model("train.py:make", {"cfg": "train.py:CFG"}, directory=tmp_path).out_features == 4
+
+
 def test_missing_arguments_show_the_signature(write):
     path = write("net.py", "def make(width, depth=2): ...")
     with pytest.raises(ModelError, match=r"make\(width, depth=2\) raised TypeError: .*'width'") as caught:
