@@ -36,28 +36,28 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 40_985, "tests": 42_405}
+MAX_LINES_OF_ALL = {"nandoctor": 38_571, "tests": 40_495}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_535,
-    "autocast": 1_118,
-    "capture": 3_261,
-    "causes": 2_660,
-    "changes": 3_246,
-    "cli": 1_186,
-    "diagnosis": 2_282,
-    "dumps": 3_862,
+    FILES: 3_263,
+    "autocast": 995,
+    "capture": 3_111,
+    "causes": 2_658,
+    "changes": 2_982,
+    "cli": 1_082,
+    "diagnosis": 2_047,
+    "dumps": 3_665,
     "engine": 2_500,
-    "evidence": 1_965,
-    "fixes": 3_795,
-    "fleet": 825,
+    "evidence": 1_763,
+    "fixes": 3_628,
+    "fleet": 824,
     "recorder": 2_400,
     "records": 1_700,
-    "replaying": 6_320,
-    "repro_scripts": 1_111,
+    "replaying": 6_316,
+    "repro_scripts": 915,
     "step": 2_200,
-    "tracing": 1_927,
-    "views": 3_892,
+    "tracing": 1_914,
+    "views": 3_408,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 

@@ -219,10 +219,10 @@ def _is_written(finding: Finding, trace: Trace) -> bool:
 
 
 def _explain_hidden(finding: GradientFinding, hidden: Finding) -> Cause | None:
-    """Explain a value that is singular, and that a selection discards; else what made it, whatever hides it."""
-    op, has_pole = finding.op, bool(singular_inputs(hidden.op)) and hidden.op.op not in _ALWAYS_OVERFLOW
-    is_singular = has_pole and not hidden.overflowed  # a softmax of a masked row has a cause of its own
-    trap = find_cause("backward", replace(finding, forward=hidden.op)) if is_singular else None
+    """Explain a NaN of a function that a selection discards; else what made the value, whatever hides it."""
+    op = finding.op
+    is_undefined = hidden.analysis.kinds == ("nan",) and bool(singular_inputs(hidden.op))  # not a fully masked softmax
+    trap = find_cause("backward", replace(finding, forward=hidden.op)) if is_undefined else None
     cause = find_cause("forward", hidden)
     if cause is None or (trap is not None and trap.code == _DISCARDED):
         return trap

@@ -136,7 +136,7 @@ def load_state(
             + "\n".join(problems),
             remedy="Give the arguments that the training used (--model-arg K=V), or --no-strict to load what fits "
             "and leave the rest as the model initialises it."
-            if num_fitting
+            if own.keys() & state.keys()  # of other shapes, perhaps
             else "This is another model's state dict: check --model.",
         )
     loaded = {name: state[name] for name in own if name not in left_out}

@@ -80,7 +80,7 @@ class Settings:
     model_args: Mapping[str, Any] = _setting(
         "model",
         "--model-arg",
-        "An argument for the builder; may be repeated.",
+        "An argument for the builder, also an object: K=file.py:NAME. May be repeated.",
         default={},
         metavar="K=V",
         holds="a table of names and values",
