@@ -23,12 +23,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from nandoctor.building_calls import remedy_for_arguments
 from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.errors import ModelError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory
+from nandoctor.replaying.building_calls import remedy_for_arguments
 from nandoctor.replaying.memory import Unfilled
 from nandoctor.replaying.project import Project, folder_of, in_project, program_arguments
 from nandoctor.replaying.scripts import Script
