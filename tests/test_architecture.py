@@ -36,7 +36,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 38_571, "tests": 40_495}
+MAX_LINES_OF_ALL = {"nandoctor": 38_567, "tests": 40_495}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_192,
@@ -53,7 +53,7 @@ MAX_LINES_OF_ROOMS = {
     "fleet": 824,
     "recorder": 2_400,
     "records": 1_700,
-    "replaying": 6_387,
+    "replaying": 6_383,
     "repro_scripts": 915,
     "step": 2_200,
     "tracing": 1_914,

@@ -123,8 +123,8 @@ def is_transformers_config(kind: Any) -> bool:
 
 
 def as_option(value: Any) -> str | None:
-    """Return the value as `--model-arg` reads it back: a Python literal, or a string that is not one; else None."""
-    if not is_plain_data(value) or holds_objects(value):
+    """Return the value as `--model-arg` reads it back, a Python literal or another string; None for train.py:CFG."""
+    if not is_plain_data(value) or holds_objects(value) or (isinstance(value, str) and ".py:" in value):
         return None
     text = value if isinstance(value, str) else repr(value)
     is_typable = len(text) <= _MAX_OPTION and text.isprintable()

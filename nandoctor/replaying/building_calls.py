@@ -9,9 +9,11 @@ import ast
 import inspect
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nandoctor.replaying.scripts import flattened
 from nandoctor.source_files import parse_source, shown_path
 
 _MAX_FILES = 200
@@ -21,9 +23,10 @@ def remedy_for_arguments(spec: str, factory: Callable[..., Any] | None) -> str:
     """Return what to type if a SPEC was not built: what the project's own code gives, if `factory` lacks arguments."""
     location, _, name = spec.rpartition(":")
     if factory is not None and location.endswith(".py"):
-        parameters = list(inspect.signature(factory).parameters)
-        if options := suggest_options(Path(location).resolve(), name, parameters):
-            return f"Build it as your own code does: {options}"
+        with suppress(TypeError, ValueError):  # a factory made by C code has no signature
+            parameters = list(inspect.signature(factory).parameters)
+            if options := suggest_options(Path(location).resolve(), name, parameters):
+                return f"Build it as your own code does: {options}"
     return (
         "Give the arguments it needs with --model-arg K=V, once for each; V may be an object, as in "
         "cfg=train.py:CFG. Relative paths start in the working directory."
@@ -42,7 +45,7 @@ def suggest_options(file: Path, name: str, parameters: Sequence[str]) -> str:
 
 def _find_options(path: Path, file: Path, name: str, parameters: Sequence[str]) -> Iterator[str]:
     tree = parse_source(path)
-    body = list(_top_level(tree.body)) if tree is not None else []
+    body = list(flattened(tree.body)) if tree is not None else []
     known = {node.id for top in body for node in _outside_functions(top) if isinstance(node, ast.Name)}
     known |= {top.name for top in body if isinstance(top, ast.ClassDef)}
     known |= {alias.asname or alias.name for top in body if isinstance(top, ast.ImportFrom) for alias in top.names}
@@ -57,13 +60,6 @@ def _find_options(path: Path, file: Path, name: str, parameters: Sequence[str]) 
                 arguments = (shlex.quote(f"{key}={shown_path(path)}:{value}") for key, value in values)
                 model = shlex.quote(f"{shown_path(file)}:{name}")
                 yield " ".join([f"--model {model}", *(f"--model-arg {text}" for text in arguments)])
-
-
-def _top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a file, with those under `if __name__ == "__main__":` in its place."""
-    for node in body:
-        is_guard = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
-        yield from node.body if isinstance(node, ast.If) and is_guard else (node,)
 
 
 def _outside_functions(statement: ast.stmt) -> Iterator[ast.AST]:

@@ -55,7 +55,7 @@ class Script:
 
     def __init__(self, path: Path, module: ModuleType) -> None:
         text = decode_source(path.read_bytes())[0].removeprefix("\ufeff")
-        nodes = list(_flattened(ast.parse(text, str(path)).body))
+        nodes = list(flattened(ast.parse(text, str(path)).body))
         future = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
         postponed = any(alias.name == "annotations" for node in future for alias in node.names)
         self._flags = __future__.annotations.compiler_flag if postponed else 0
@@ -146,7 +146,7 @@ def _begin_training(*_: Any, **__: Any) -> NoReturn:
     raise _TrainingBegins
 
 
-def _flattened(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+def flattened(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield statements, with those under `if __name__ == "__main__":` in its place, and each import by itself."""
     for node in body:
         if isinstance(node, ast.Import):

@@ -191,7 +191,7 @@ def test_no_command_names_pythons_own_functions(tmp_path, own):
 
 
 def test_a_text_that_almost_is_a_literal_is_passed_as_text():
-    assert argument_options({"kind": "{[]: 1}"}) == ["--model-arg", "kind={[]: 1}"]
+    assert argument_options({"kind": "{[]: 1}", "file": "train.py:run"}) == ["--model-arg", "kind={[]: 1}"]
 
 
 def test_a_flag_allows_what_it_names_and_no_more(project):
