@@ -73,6 +73,9 @@ NEEDED: dict[str, str] = {
     # Modules override it even if `load_state_dict` itself is torch's.
     "torch.nn.Module._load_from_state_dict": "using the weights of a file without copying them",
     "torch.autograd.function.BackwardCFunction": "telling custom autograd functions from torch's own",
+    # The line that TorchScript runs is in no Python frame; only an exception would show it.
+    "torch._C._profiler.gather_traceback": "telling the lines of TorchScript",
+    "torch._C._profiler.symbolize_tracebacks": "telling the lines of TorchScript",
     "torch.utils.checkpoint.CheckpointFunction.apply": "watching the gradients of checkpointed blocks",
     # The forward calls it and the backward uses the result, the only thing that both have in common.
 }

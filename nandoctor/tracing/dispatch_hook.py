@@ -31,6 +31,8 @@ from nandoctor.torch_compat import (
     observed,
     observer_kernel,
     schema_of,
+    script_line,
+    script_traceback,
     unobserved,
     without_observer,
 )
@@ -300,7 +302,7 @@ def _dispatch(handlers: tuple[Handler, ...], call: Invocation) -> Any:
 
 
 class CallSite(NamedTuple):
-    """A frame's code object, current instruction and line.
+    """A frame's code object, current instruction and line, and the TorchScript that it runs, if any.
 
     `code` is None where only torch's own modules call each other. `inside` is a frame further in, of what torch
     computes in Python; `caller` one further out, which called an installed package. Those have neither themselves.
@@ -309,6 +311,7 @@ class CallSite(NamedTuple):
     code: CodeType | None
     instruction: int
     line: int
+    script: object
     inside: CallSite | None = None
     caller: CallSite | None = None
 
@@ -325,11 +328,14 @@ def find_place(frame: FrameType | None = None) -> CallSite:
     while caller is not None and (_is_skipped(caller) or _is_package(caller.f_code.co_filename)):
         caller = _next_frame(caller)
     is_outside = caller is not None and caller is not frame
-    return _site_of(frame)._replace(inside=inside, caller=_site_of(caller) if is_outside else None)
+    place = _site_of(frame, script_traceback())
+    return place._replace(inside=inside, caller=_site_of(caller) if is_outside else None)
 
 
-def _site_of(frame: FrameType | None) -> CallSite:
-    return CallSite(None, 0, 0) if frame is None else CallSite(frame.f_code, frame.f_lasti, frame.f_lineno)
+def _site_of(frame: FrameType | None, script: object = None) -> CallSite:
+    if frame is None:
+        return CallSite(None, 0, 0, script)
+    return CallSite(frame.f_code, frame.f_lasti, frame.f_lineno, script)
 
 
 def _next_frame(frame: FrameType) -> FrameType | None:
@@ -350,8 +356,12 @@ def _is_package(file: str) -> bool:
 def to_source(place: CallSite) -> SourceLine | None:
     """Return the source line of a call site, with the expression if the interpreter keeps columns.
 
-    An op of TorchScript is at the line of Python that runs the script.
+    In TorchScript it is the script's line, since the caller's shows another operation; None if the script comes from an
+    archive that `torch.jit.load` read.
     """
+    if place.script is not None and (scripted := script_line(place.script)) is not None:
+        text = linecache.getline(*scripted).strip()
+        return SourceLine(file=scripted[0], line=scripted[1], text=text) if text else None
     code, instruction, line = place[:3]
     if code is None:
         return None

@@ -67,7 +67,8 @@ class Scaled(nn.Module):
         return h * 1e6
 
 
-@rows("* * mul elementwise-overflow", BATCH, torch.jit.script, line=None, **FLEX)
+@rows("* * mul elementwise-overflow", BATCH, torch.jit.script, line="return h * 1e6", **FLEX)
+@rows("* * mul elementwise-overflow", BATCH, torch.jit.trace, BATCH["x"], name="trace", line="return h * 1e6", **FLEX)
 def model_that_is_a_script(compiled, *example):
     return compiled(Scaled(), *example)
 
