@@ -70,8 +70,8 @@ def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: P
                 f"{name} is a {type(found).__name__}, not a Module, a Module class or a function that makes one.",
                 remedy="Point --model at the class or function that builds the network.",
             )
-        is_named = {key: isinstance(value, str) and ".py:" in value for key, value in arguments.items()}
-        values = {k: find_attribute(v, directory=directory) if is_named[k] else v for k, v in arguments.items()}
+        # A text such as train.py:CFG names an object; what is no text comes back as it is.
+        values = {k: find_attribute(v, directory=directory) if ".py:" in str(v) else v for k, v in arguments.items()}
         return _call_factory(found, values, name)
 
 

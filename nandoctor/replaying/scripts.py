@@ -12,7 +12,7 @@ import ast
 import symtable
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -202,7 +202,7 @@ def _marked(statement: _Statement, used: set[str]) -> _Statement:
         text = ast.unparse(node)
         is_setting = isinstance(node, ast.Assign) and text.startswith(("os.environ", "torch."))
         always = is_setting or text.startswith("sys.path.") or _sets_torch(node)
-    return _Statement(node=node, binds=statement.binds, reads=statement.reads, changes=statement.changes, always=always)
+    return replace(statement, always=always)
 
 
 def _sets_torch(node: ast.stmt) -> bool:
