@@ -249,8 +249,8 @@ class Case:
         """Draw one of the plots with matplotlib.
 
         Args:
-            kind: "ranges" (magnitudes of every layer), "divergence" (error against fp32), "samples" (which are
-                non-finite, by layer) or "origin" (where in the tensor).
+            kind: "ranges" (magnitudes of every layer), "samples" (which are non-finite, by layer) or "origin" (where in
+                the tensor).
 
         Raises:
             NanDoctorError: there is no such kind, or only a replay with `per_sample=True` has the numbers for it.

@@ -17,7 +17,6 @@ from nandoctor.errors import NanDoctorError
 __all__ = ["VERBS", "find_verb", "main"]
 
 VERBS = {
-    "eps": ("commands", "Show how each format rounds a small constant."),
     "explain": ("commands", "Explain what a cause is, why it happens and how it is fixed."),
     "fix": ("verify", "Print the smallest verified change as a diff, or write it."),
     "inspect": ("commands", "Show what is in DUMP, without running any code of it."),
@@ -109,7 +108,6 @@ def main() -> None:
     nandoctor plot dump.pth --model train.py:make_model -o ranges.png
     nandoctor inspect dump.pth
     nandoctor repro dump.pth --model train.py:make_model -o repro.py
-    nandoctor eps 1e-8
     nandoctor triage runs/ --model train.py:make_model
     """  # noqa: D301  (click wants the escape itself)
     _require_working_directory()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,25 +184,6 @@ def repro(dump: Path, file: Path | None, **options: Any) -> None:
 
     write_text(script, file)
     tell(f"Wrote {file}")
-
-
-def _check_constants(_: click.Context, __: click.Parameter, values: tuple[float, ...]) -> tuple[float, ...]:
-    for value in values:
-        if value == 0 or not math.isfinite(value):
-            raise click.BadParameter(f"{value} is not an eps: give a finite number other than 0, such as 1e-8.")
-    return values
-
-
-@click.command(cls=GroupedCommand, examples=["eps 1e-8 1e-5"])
-@click.argument("values", metavar="VALUE...", type=float, nargs=-1, required=True, callback=_check_constants)
-@json_option
-def eps(values: tuple[float, ...], as_json: bool) -> None:
-    """Show how each format rounds a small constant; the page of a replay has every eps of the step."""
-    from nandoctor.evidence.formats import SHOWN_FORMATS, round_constant
-    from nandoctor.views.eps import RoundedValues
-
-    rounded_constants = [round_constant(value, shown) for value in values for shown in SHOWN_FORMATS]
-    show(RoundedValues(values=rounded_constants), as_json=as_json)
 
 
 def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from nandoctor.causes.base import is_written
 from nandoctor.changes.places import ancestors, singular_inputs
 from nandoctor.evidence.dump_summary import OptimizerSlot
-from nandoctor.evidence.formats import FP32, LARGEST_EPS, FloatFormat, round_constant
+from nandoctor.evidence.formats import FP32, LARGEST_EPS, FloatFormat, effect_of
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import (
@@ -116,8 +116,9 @@ def _format_used(op: OpCall) -> FloatFormat:
 
 
 def _in_format(use: EpsUse, dtype: FloatFormat) -> EpsUse:
-    rounded = round_constant(use.value, dtype)
-    return replace(use, dtype=dtype, rounded=rounded.rounded, rel_err=rounded.rel_err, effect=rounded.effect)
+    rounded = dtype.round(use.value)
+    rel_err = abs(rounded - use.value) / abs(use.value)
+    return replace(use, dtype=dtype, rounded=rounded, rel_err=rel_err, effect=effect_of(rounded, dtype))
 
 
 def _samples(op: OpCall) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:

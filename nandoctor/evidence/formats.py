@@ -103,7 +103,6 @@ FP8_E5M2 = FloatFormat(name="float8_e5m2", label="fp8-e5m2", fraction_bits=2, mi
 
 FORMATS = {f.name: f for f in (FP16, BF16, FP32, FP64, TF32, FP8_E4M3, FP8_E5M2)}
 
-SHOWN_FORMATS = (FP16, BF16, FP8_E4M3, FP8_E5M2, FP32)
 EDGE = 0.99
 """A number above this share of its format's limit stands for an infinity: `finfo(dtype).min`, plus a score."""
 LARGEST_EPS = 1e-2
@@ -112,37 +111,11 @@ LARGEST_EPS = 1e-2
 Effect = Literal["zero", "subnormal", "normal", "overflow"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedConstant:
-    """A number rounded to a format.
+def effect_of(rounded: float, format: FloatFormat) -> Effect:  # noqa: A002
+    """Return what is left of a number that was rounded to a format.
 
-    `rounded` is the result, `rel_err` the difference over the number. `effect` says what is left of it: "subnormal"
-    numbers have lost digits, and some kernels flush them to zero. From the magnitude `absorbed_from` on, x + value == x
-    for every x of the format: 0 if that is always so, inf if never.
+    "subnormal" numbers have lost digits, and some kernels flush them to zero.
     """
-
-    format: FloatFormat
-    value: float
-    rounded: float
-    rel_err: float
-    effect: Effect
-    absorbed_from: float
-
-
-def round_constant(value: float, format: FloatFormat) -> RoundedConstant:  # noqa: A002 - the field's own name
-    """Round a finite, non-zero number to a format."""
-    rounded = format.round(value)
-    return RoundedConstant(
-        format=format,
-        value=value,
-        rounded=rounded,
-        rel_err=abs(rounded - value) / abs(value),
-        effect=_effect(rounded, format),
-        absorbed_from=format.absorbed_from(value),
-    )
-
-
-def _effect(rounded: float, format: FloatFormat) -> Effect:  # noqa: A002
     if not math.isfinite(rounded):
         return "overflow"
     if rounded == 0:

@@ -2,8 +2,7 @@
 
 `document` gives the blocks of anything that a command shows: a headline, then sections of excerpts, facts, patches,
 tables, plots and texts (`blocks`). One file writes the document of one record: `report`, with the sentences of
-`evidence`, `fixes`, `trials` and `layer_table`; `verification`, `triage`, `eps`, `explain` and
-`inspect_dump`.
+`evidence`, `fixes`, `trials` and `layer_table`; `verification`, `triage`, `explain` and `inspect_dump`.
 `terminal`, `markdown` and `html` (a page, and a card for a notebook's cell) draw blocks and decide nothing else; `save`
 chooses one by a file's extension, `jsonfile` writes the record itself.
 

@@ -11,7 +11,6 @@ from nandoctor.evidence.report import Fix, Report
 from nandoctor.evidence.triage import Triage
 from nandoctor.evidence.verification import FixChoice, Verification
 from nandoctor.views.blocks import Block, Level
-from nandoctor.views.eps import RoundedValues, eps_document
 from nandoctor.views.explain import catalogue_document, cause_document
 from nandoctor.views.fixes import fix_part
 from nandoctor.views.inspect_dump import inspection_document
@@ -24,7 +23,6 @@ _DOCUMENTS: Mapping[type, Callable[..., Iterable[Block]]] = {
     Triage: triage_document,
     Verification: verification_document,
     FixChoice: fix_document,
-    RoundedValues: eps_document,
     DumpSummary: inspection_document,
     Page: cause_document,
     tuple: catalogue_document,

@@ -34,7 +34,7 @@ _MAX_NOTES = 4
 _MAX_CONSTANTS = 200
 _HIDDEN_BESIDE_FIXES = frozenset({"input", "in fp32", "path"})  # all has to fit on one screen
 _HIDDEN_BESIDE_VERIFIED = _HIDDEN_BESIDE_FIXES | {"cause", "extent"}
-_PLOTS = ("ranges", "divergence", "samples")
+_PLOTS = ("ranges", "samples")
 
 
 def report_document(report: Report, level: Level, *, has_page: bool = False) -> Iterator[Block]:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import nandoctor
 from nandoctor.autocast.policy import Policy
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.dumps.optimizer_state import SecondMoment
@@ -182,3 +183,29 @@ def test_an_optimizers_eps_is_judged_in_the_format_of_its_state(dtype, effect, s
     slots = measure_slots([SecondMoment(index=0, name="", eps=1e-8, values=values)], model, FP16)
     use = only(audit((), (), slots, (1e-8,)))
     assert (use.place, use.effect, use.absorbed_share) == ("optimizer", effect, share)
+
+
+def test_a_failing_backward_reports_the_eps_of_its_forward(tmp_path):
+    class Edge(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.eps = 1e-9
+            self.enter = nn.Linear(2, 2, bias=False)
+
+        def forward(self, x):
+            return torch.sqrt(self.enter(x) ** 2 + self.eps)
+
+    path = tmp_path / "dump.pth"
+    torch.save({"state_dict": Edge().state_dict(), "x": torch.zeros(1, 2)}, path)
+    report = nandoctor.replay(path, model=Edge, loss=lambda output, batch: output.sum(), fixes=False).report
+    assert report.eps_audit[0].name == "eps"
+    assert report.eps_audit[0].op == "add"
+
+
+def test_an_optimizer_that_has_not_stepped_yet_shows_its_eps(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-7)
+    path = tmp_path / "dump.pth"
+    torch.save({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), "x": torch.zeros(1, 2)}, path)
+    report = nandoctor.replay(path, model=lambda: nn.Linear(2, 2), fixes=False).report
+    assert [(use.place, use.value, use.effect) for use in report.eps_audit] == [("optimizer", 1e-7, None)]

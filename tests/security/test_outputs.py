@@ -110,7 +110,6 @@ VERBS = {
     "replay": (1, REPLAY),
     "inspect": (1, ["inspect", "sick.pth"]),
     "explain": (1, ["explain"]),
-    "eps": (1, ["eps", "1e-8"]),
     "--version": (1, ["--version"]),
     "replay --json": (1, [*REPLAY, "--json"]),
     "replay --quiet": (1, [*REPLAY, "--quiet"]),

@@ -16,20 +16,16 @@ from surfaces import LEVELS, SURFACES, letters, markdown, terminal, texts
 
 from nandoctor.causes.registry import find_page, list_pages
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
-from nandoctor.evidence.formats import SHOWN_FORMATS, round_constant
 from nandoctor.evidence.verification import FixChoice
 from nandoctor.views.document import document
-from nandoctor.views.eps import RoundedValues
 
 GOLDEN = Path(__file__).parent / "golden"
 CHOICE = FixChoice(dump="NaN.pth", headline="It divides by 0", pick=1, num_verified=3, fix=factory.fixable().fixes[0])
-EPS = RoundedValues(values=tuple(round_constant(1e-8, shown) for shown in SHOWN_FORMATS))
 VERBS = {
     "verify fixed": factory_of_verbs.verification("fixed"),
     "verify still-fails": factory_of_verbs.verification("still-fails"),
     "triage": factory_of_verbs.triage(),
     "inspect": factory.state().dump,
-    "eps": EPS,
     "explain": find_page("eps-underflow"),
     "causes": list_pages(),
     "a fix alone": factory.fixable().fixes[0],

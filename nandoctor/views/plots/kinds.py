@@ -29,7 +29,6 @@ class PlotKind:
 
 PLOTS: Mapping[str, PlotKind] = {
     "ranges": PlotKind("Ranges of every layer", "what every layer's values span, against what the format can hold"),
-    "divergence": PlotKind("Error against fp32", "how far every layer is from fp32, and which one makes the error"),
     "samples": PlotKind("Samples", "which samples are non-finite, or near the limit, in which layer", per_sample=True),
     "origin": PlotKind(
         "Where in the tensor", "which elements of the tensor are the first non-finite ones", per_sample=True
