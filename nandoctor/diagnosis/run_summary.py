@@ -94,20 +94,16 @@ def first_unholdable(reference: Trace, low: FloatFormat) -> Place | None:
     return None
 
 
-def makes_error(row: LayerRow) -> bool:
-    """Return True if the call's output is far from fp32's while its inputs are close."""
-    if row.rel_err is None or row.inherited_err is None:
-        return False
-    return row.rel_err > LARGE_ERROR and row.inherited_err < row.rel_err / MADE_HERE
-
-
 def describe_error_source(rows: Sequence[LayerRow]) -> tuple[str, ...]:
     """Return a sentence on the first finite call that makes a large error, if any."""
     for row in rows:
-        if row.finite and makes_error(row):
+        made, inherited = row.rel_err, row.inherited_err
+        if not row.finite or made is None or inherited is None:
+            continue
+        if made > LARGE_ERROR and inherited < made / MADE_HERE:
             return (
-                f"{row.place.with_type} is finite, but its output is {percent(row.rel_err)} off fp32's, its inputs "
-                f"only {percent(row.inherited_err)}: the error is made there.",
+                f"{row.place.with_type} is finite, but its output is {percent(made)} off fp32's, its inputs "
+                f"only {percent(inherited)}: the error is made there.",
             )
     return ()
 
