@@ -5,7 +5,6 @@ The script is run before it is returned.
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 import warnings
@@ -22,7 +21,7 @@ from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.ops import GRADIENT_SUM
 from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.minimize import Failure, find_failure, shrink
-from nandoctor.repro_scripts.op_extraction import NOT_THE_SAME, ExtractedOps, extract_ops
+from nandoctor.repro_scripts.op_extraction import NOT_THE_SAME, extract_op
 from nandoctor.repro_scripts.program import Program
 from nandoctor.repro_scripts.script import write_script
 from nandoctor.text import file_line, printable
@@ -39,11 +38,17 @@ def make_script(report: Report, step: FailingStep | None) -> str:
     """
     if report.verdict in NOTHING_FOUND:
         raise NanDoctorError("Nothing non-finite occurred in the replay.", remedy=_SEE_REPLAY)
-    program, failure = _find_program(report, step)
+    program = _find_program(report, step)
+    failure = find_failure(program)
+    if failure is None:
+        raise NanDoctorError(
+            "The op does not fail on its own with the tensors of the step.",
+            remedy="The failure depends on the machine: try --device cuda, or the torch that wrote the dump.",
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the attempts are not the user's code
         smallest = shrink(program, failure)
-        script = write_script(smallest, failure, dict(_facts(report)))
+        script = write_script(smallest, failure, dict(_facts(report, failure)))
         # Run the script as it is: it must fail as stated.
         complaint = run_afresh(script)
         if complaint is not None:
@@ -54,32 +59,21 @@ def make_script(report: Report, step: FailingStep | None) -> str:
     return script
 
 
-def _find_program(report: Report, step: FailingStep | None) -> tuple[Program, Failure]:
+def _find_program(report: Report, step: FailingStep | None) -> Program:
+    """Return the op that makes the failure, with its tensors."""
     origin = report.origin
     if step is None or origin is None or not _is_made_by_op(origin):
         reason = f"{report.headline[0].upper()}{report.headline[1:].rstrip('.')}"
         raise NanDoctorError(f"No operation of the model makes this failure. {reason}.", remedy=_SEE_REPLAY)
     backward = origin.phase == "backward"
     ops = step.run(watch=Watch(stage="repro", ops=True, backward=backward)).trace.ops
-    extracted = extract_ops(step, ops, _find_origin(origin, ops), backward=backward)
-    return _grow(extracted, wants_finite=report.verdict in _FINITE_IN_FP32)
+    return extract_op(step, _find_origin(origin, ops), backward=backward)
 
 
 def _is_made_by_op(origin: Origin) -> bool:
     """Return False for non-finite state, a sum of gradients that overflows, and a gradient that a hook made so."""
     is_handed_on = origin.phase == "backward" and not all(stats.finite for stats in origin.inputs)
     return origin.phase not in _NOT_AN_OP and origin.op != GRADIENT_SUM and not is_handed_on
-
-
-def _with_failure(program: Program) -> tuple[Program, Failure]:
-    """Return the program and how it fails; raise NanDoctorError if it does not fail on its own."""
-    failure = find_failure(program)
-    if failure is None:
-        raise NanDoctorError(
-            "The op does not fail on its own with the tensors of the step.",
-            remedy="The failure depends on the machine: try --device cuda, or the torch that wrote the dump.",
-        )
-    return program, failure
 
 
 def _find_origin(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
@@ -95,34 +89,7 @@ def _find_origin(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
     )
 
 
-def _grow(extracted: ExtractedOps, *, wants_finite: bool) -> tuple[Program, Failure]:
-    """Return the op alone or, if fp32 fails too from its rounded inputs, with the ops before it that made them."""
-    orders = [extracted.target]
-    program, failure = _with_failure(extracted.program(orders))
-    alone = program, failure
-    while wants_finite and not failure.finite_in_fp32:
-        grown = next(_grown(extracted, orders, failure), None)
-        if grown is None:
-            return alone
-        orders, program, failure = grown
-    for order in sorted(orders)[:-1]:
-        fewer = [other for other in orders if other != order]
-        if failure.is_shown_by(pruned := extracted.program(fewer)):
-            orders, program = fewer, pruned
-    return program, failure
-
-
-def _grown(
-    extracted: ExtractedOps, orders: list[int], failure: Failure
-) -> Iterator[tuple[list[int], Program, Failure]]:
-    for supplier in extracted.suppliers(orders):
-        with contextlib.suppress(NanDoctorError):  # leave out an op that cannot run on its own
-            program, found = _with_failure(extracted.program([*orders, supplier]))
-            if found.kind == failure.kind:
-                yield [*orders, supplier], program, found
-
-
-def _facts(report: Report) -> Iterator[tuple[str, str]]:
+def _facts(report: Report, failure: Failure) -> Iterator[tuple[str, str]]:
     yield "dump", PurePath(report.dump.path).name
     origin = report.origin
     if origin is not None:
@@ -132,6 +99,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
             yield "line", ": ".join(filter(None, (file_line(source.file, source.line), source.text)))
     if report.cause is not None:
         yield "cause", f"{report.cause.code}: {report.cause.explanation}"
+    if report.verdict in _FINITE_IN_FP32 and not failure.finite_in_fp32:
+        yield "inputs", "rounded by earlier operations of the step, which is finite in fp32"
     yield "made by", f"nandoctor {__version__}, torch {torch.__version__}"
 
 

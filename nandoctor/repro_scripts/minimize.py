@@ -133,12 +133,8 @@ def _with_sizes(program: Program, size: int, new: int) -> Program:
             return value
         return [new if type(item) is int and item == size else item for item in value]
 
-    nodes = tuple(
-        replace(
-            node,
-            args=tuple(map(resize_lists, node.args)),
-            kwargs={name: resize_lists(value) for name, value in node.kwargs.items()},
-        )
-        for node in program.nodes
+    return replace(
+        program,
+        args=tuple(map(resize_lists, program.args)),
+        kwargs={name: resize_lists(value) for name, value in program.kwargs.items()},
     )
-    return replace(program, nodes=nodes)

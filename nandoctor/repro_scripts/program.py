@@ -1,4 +1,4 @@
-"""`Program`: a few ops extracted from a run with their tensors, to run on their own."""
+"""`Program`: one op extracted from a run with its tensors, to run on its own."""
 
 from __future__ import annotations
 
@@ -29,52 +29,27 @@ TESTS: dict[ValueKind, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ref:
-    """A leaf or the result of an earlier node, by its name; `item` is the index among several results."""
+    """A leaf among the arguments, by its name."""
 
     name: str
-    item: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """One op: `function` is the dotted name to call, `mode` how autocast runs it. Arguments contain `Ref`s."""
-
-    name: str
-    function: str
-    mode: Mode
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def run(self, values: Mapping[str, Any], own_low: torch.dtype, low: torch.dtype) -> Any:
-        """Run the op on these values, with `low` in place of `own_low`, the format that autocast computed in."""
-
-        def fill(value: Any) -> Any:
-            if isinstance(value, Ref):
-                return values[value.name] if value.item is None else values[value.name][value.item]
-            return low if value is own_low else value
-
-        args, kwargs = tree_map(fill, (self.args, dict(self.kwargs)))
-        function = find_function(self.function)
-        if self.mode == "plain":
-            return function(*args, **kwargs)
-        taken = cast((args, kwargs), low) if self.mode == "product" else (args, kwargs)
-        args_in_fp32, kwargs_in_fp32 = cast(taken, torch.float32)
-        made = function(*args_in_fp32, **kwargs_in_fp32)
-        return made if self.mode == "in_fp32" else cast(made, low if self.mode == "product" else args[0].dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Ops in execution order; the last one returns the `result`.
+    """One op: `function` is the dotted name to call, `mode` how autocast runs it. Arguments contain `Ref`s.
 
-    `leaves` are the tensors from outside. With a `gradient`, the name of the leaf that is the result's incoming
-    gradient, the gradients of the leaves `trained` are checked instead of the result. `low` is autocast's dtype.
+    `leaves` are the tensors that it takes; of several results, the one at `item` is checked. With a `gradient`, the
+    name of the leaf that is the result's incoming gradient, the gradients of the leaves `trained` are checked instead.
+    `low` is autocast's dtype.
     """
 
-    nodes: tuple[Node, ...]
-    result: Ref
+    function: str
+    mode: Mode
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
     leaves: Mapping[str, torch.Tensor]
     low: torch.dtype
+    item: int | None = None
     gradient: str | None = None
     trained: tuple[str, ...] = ()
 
@@ -92,13 +67,30 @@ class Program:
         return self._result(self.leaves, self.low).shape
 
     def arguments(self) -> list[Any]:
-        """Return all values among the arguments of the ops, in lists as well."""
-        given = [(node.args, node.kwargs) for node in self.nodes]
+        """Return all values among the arguments of the op, in lists as well."""
+        given = (self.args, self.kwargs)
         return [value for _, value in walk(given, lambda value: None if isinstance(value, Ref) else parts(value))]
 
     def with_values(self, **values: torch.Tensor) -> Program:
-        """Return the same ops with other values for the leaves of these names."""
+        """Return the same op with other values for the leaves of these names."""
         return replace(self, leaves={**self.leaves, **values})
+
+    def call(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> Any:
+        """Return what the op gives for these leaves, with `low` in place of autocast's own dtype."""
+
+        def fill(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return leaves[value.name]
+            return low if value is self.low else value
+
+        args, kwargs = tree_map(fill, (self.args, dict(self.kwargs)))
+        function = find_function(self.function)
+        if self.mode == "plain":
+            return function(*args, **kwargs)
+        taken = cast((args, kwargs), low) if self.mode == "product" else (args, kwargs)
+        args_in_fp32, kwargs_in_fp32 = cast(taken, torch.float32)
+        made = function(*args_in_fp32, **kwargs_in_fp32)
+        return made if self.mode == "in_fp32" else cast(made, low if self.mode == "product" else args[0].dtype)
 
     def _run(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> tuple[torch.Tensor, ...]:
         if self.gradient is None:
@@ -111,12 +103,8 @@ class Program:
         return tuple(gradient for gradient in gradients if gradient is not None)
 
     def _result(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> torch.Tensor:
-        """Run all ops, and return the result."""
-        values: dict[str, Any] = dict(leaves)
-        for node in self.nodes:
-            values[node.name] = node.run(values, self.low, low)
-        made: Any = values[self.result.name]
-        result: torch.Tensor = made if self.result.item is None else made[self.result.item]
+        made = self.call(leaves, low)
+        result: torch.Tensor = made if self.item is None else made[self.item]
         return result
 
 

@@ -12,7 +12,7 @@ import torch
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.repro_scripts.minimize import Failure
-from nandoctor.repro_scripts.program import METHOD, TESTS, Node, Program, Ref, is_cast
+from nandoctor.repro_scripts.program import METHOD, TESTS, Program, Ref, is_cast
 from nandoctor.text import number
 
 _NAMES = {"nan": "NaN", "+inf": "an infinity", "-inf": "a negative infinity"}
@@ -34,7 +34,7 @@ def _docstring(program: Program, failure: Failure, facts: Mapping[str, str]) -> 
     width = max(map(len, facts), default=0)
     lines = "\n".join(_wrap(f"{label:<{width}}  {_printable(text)}", width + 2) for label, text in facts.items())
     where = "in the gradients of " if program.gradient else "from "
-    name = program.nodes[-1].function.replace(METHOD, "torch.Tensor.")
+    name = program.function.replace(METHOD, "torch.Tensor.")
     what = f"{_NAMES[failure.kind].capitalize().replace('Nan', 'NaN')} {where}{name}"
     last = "Needs torch alone, on a CPU or with CUDA; exits with 0 if it fails as stated."
     return f'"""{what}: the smallest case.\n\n{lines}\n\n{last}\n"""'
@@ -55,7 +55,7 @@ def _printable(text: str) -> str:
 
 
 def _imports(program: Program) -> str:
-    text = " ".join([*map(write_tensor, program.leaves.values()), *map(_Writer(program).call, program.nodes)])
+    text = " ".join([*map(write_tensor, program.leaves.values()), _call(program)])
     needed = [name for name in ("inf", "nan") if re.search(rf"\b{name}\b", text)]
     second = f"from torch import {', '.join(needed)}\n" if needed else ""
     return f'import torch\n{second}\nif torch.cuda.is_available():\n{_INDENT}torch.set_default_device("cuda")'
@@ -67,75 +67,46 @@ def _case(program: Program) -> Iterator[str]:
     yield f"def case({parameters}):"
     for name in program.trained:
         yield f"{_INDENT}{name} = {name}.detach().requires_grad_()"
-    *nodes, last = program.nodes
-    for node in nodes:
-        yield f"{_INDENT}{node.name} = {_Writer(program).call(node)}"
-    yield from (f"{_INDENT}{line}" for line in _ending(program, last))
+    if program.gradient is None:
+        yield f"{_INDENT}return {_call(program)}"
+        return
+    yield f"{_INDENT}made = {_call(program)}"
+    leaves, incoming = ", ".join(program.trained), f"{program.gradient}.to(made.dtype)"
+    yield f"{_INDENT}gradients = torch.autograd.grad(made, [{leaves}], {incoming}, allow_unused=True)"
+    yield f"{_INDENT}return torch.cat([g.flatten().float() for g in gradients if g is not None])"
 
 
 def _uses_low(program: Program) -> bool:
-    is_named = any(value is program.low for value in program.arguments())
-    return is_named or any(node.mode == "product" for node in program.nodes)
+    return program.mode == "product" or any(value is program.low for value in program.arguments())
 
 
-def _ending(program: Program, last: Node) -> Iterator[str]:
-    made = _Writer(program).result(last)
-    if program.gradient is None:
-        yield f"return {made}"
-        return
-    yield f"{last.name} = {made}"
-    leaves, incoming = ", ".join(program.trained), f"{program.gradient}.to({last.name}.dtype)"
-    yield f"gradients = torch.autograd.grad({last.name}, [{leaves}], {incoming}, allow_unused=True)"
-    yield "return torch.cat([g.flatten().float() for g in gradients if g is not None])"
+def _call(program: Program) -> str:
+    """Return an expression for what the op gives, with the casts that autocast makes."""
+    arguments = [_argument(program, value) for value in program.args]
+    arguments += [f"{name}={_argument(program, value)}" for name, value in program.kwargs.items()]
+    if program.function.startswith(METHOD):
+        first, *others = arguments
+        copy = ".clone()" if program.function.endswith("_") else ""
+        made = f"{first}{copy}.{program.function.removeprefix(METHOD)}({', '.join(others)})"
+    else:
+        made = f"{program.function}({', '.join(arguments)})"
+    item = "" if program.item is None else f"[{program.item}]"
+    return made + item + _rounding(program)
 
 
-class _Writer:
-    """A writer of a program's calls, with the casts that autocast makes."""
+def _rounding(program: Program) -> str:
+    first = program.args[0] if program.args else None
+    own = f".to({first.name}.dtype)" if isinstance(first, Ref) else ""
+    return {"product": ".to(low)", "rounded": own}.get(program.mode, "")
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._modes = {node.name: node.mode for node in program.nodes}
 
-    def call(self, node: Node) -> str:
-        """Return a node as an expression."""
-        cast = {"plain": "", "product": ".to(low).float()"}.get(node.mode, ".float()")
-        arguments = [self._value(value, cast) for value in node.args]
-        arguments += [f"{name}={self._value(value, cast)}" for name, value in node.kwargs.items()]
-        if node.function.startswith(METHOD):
-            first, *others = arguments
-            copy = ".clone()" if node.function.endswith("_") else ""
-            made = f"{first}{copy}.{node.function.removeprefix(METHOD)}({', '.join(others)})"
-        else:
-            made = f"{node.function}({', '.join(arguments)})"
-        refs = (value for value in (*self._program.arguments(), self._program.result) if isinstance(value, Ref))
-        gives_several = any(ref.name == node.name and ref.item is not None for ref in refs)
-        return made if gives_several else made + self._rounding(node)
-
-    def result(self, node: Node) -> str:
-        """Return the last node as an expression for its checked result."""
-        item = self._program.result.item
-        return self.call(node) if item is None else f"{self.call(node)}[{item}]{self._rounding(node)}"
-
-    def _rounding(self, node: Node) -> str:
-        first = node.args[0] if node.args else None
-        own = f".to({self._value(first, '')}.dtype)" if isinstance(first, Ref) else ""
-        return {"product": ".to(low)", "rounded": own}.get(node.mode, "")
-
-    def _value(self, value: Any, cast: str) -> str:
-        if isinstance(value, Ref):
-            return self._reference(value, cast)
-        if isinstance(value, (list, tuple)):
-            return f"[{', '.join(self._value(item, cast) for item in value)}]"
-        return "low" if value is self._program.low else write_value(value)
-
-    def _reference(self, ref: Ref, cast: str) -> str:
-        program = self._program
-        name = ref.name if ref.item is None else f"{ref.name}[{ref.item}]"
-        if ref.name in program.leaves and not is_cast(program.leaves[ref.name]):
-            return name
-        if ref.item is not None and self._modes.get(ref.name) == "product":
-            name = f"{name}.to(low)"
-        return name + cast
+def _argument(program: Program, value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_argument(program, item) for item in value)}]"
+    if not isinstance(value, Ref):
+        return "low" if value is program.low else write_value(value)
+    cast = {"plain": "", "product": ".to(low).float()"}.get(program.mode, ".float()")
+    return value.name + cast if is_cast(program.leaves[value.name]) else value.name
 
 
 def _checks(program: Program, failure: Failure) -> Iterator[str]:
