@@ -53,10 +53,7 @@ def approving_command(dump: Path, recorded: Recorded, *, own: bool = False) -> s
     is_typable = _may_be_offered(model, own=own) and not needs_function
     named = model.spec if is_typable else "FILE.py:NAME"
     words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's code, once it is saved to a file
-    if model.configuration:
-        offered = _may_be_offered(model.configuration, own=own)
-        words += ["--config", model.configuration.spec if offered else "FILE.py:NAME"]
-    elif not holds_objects(model.arguments):  # else a function has to make them all
+    if not holds_objects(model.arguments):  # else a function has to make them, or the model fills its configuration
         words += argument_options(model.arguments)
     if recorded.method:
         words += ["--method", recorded.method]

@@ -71,24 +71,18 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
     return build
 
 
-def build_configured(
-    source: ModelSource, config: str, reference: Reference | None, directory: Path
-) -> Callable[[], nn.Module]:
-    """Return the builder of a transformers model, given the model and configuration classes that the user named.
+def fill_config(source: ModelSource, reference: Reference | None, directory: Path) -> Callable[[], nn.Module] | None:
+    """Return the builder of the transformers model that the user named, with the dump's values for its configuration.
 
-    The configuration's values come from the dump.
-
-    Raises:
-        ModelError: the dump holds no configuration values, or the names are not of such classes.
+    None if the dump has no such values, or the user named something else.
     """
     if reference is None or reference.configuration is None:
-        raise ModelError(
-            "The dump holds no values for a configuration.",
-            remedy="Leave --config out, and name a function that builds the model: --model FILE.py:NAME.",
-        )
+        return None
     found = find_attribute(source, directory=directory)
-    kind = find_attribute(config, directory=directory)
-    return functools.partial(_build_from_config, found, kind, reference.arguments["config"])
+    kind, described = getattr(found, "config_class", None), reference.arguments["config"]
+    if not (isinstance(found, type) and is_transformers_config(kind)):
+        return None
+    return lambda: found(make_config(kind, described["config"], str(described.get("attention"))))
 
 
 def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Callable[..., Any] | None, list[str]]:
@@ -224,16 +218,6 @@ def _import_from(path: Path, reference: Reference) -> Any:
     if reference.module != "__main__" and stem[-len(parts) :] == parts:
         return find_attribute(f"{reference.module}:{reference.name}", directory=Path(*stem[: -len(parts)]))
     return find_attribute(f"{path.name}:{reference.name}", directory=path.parent)
-
-
-def _build_from_config(model: Callable[..., nn.Module], kind: Any, described: Mapping[str, Any]) -> nn.Module:
-    """Build a transformers model from its configuration class and the dump's values for it."""
-    if not is_transformers_config(kind):
-        raise ModelError(
-            f"{getattr(kind, '__name__', kind)} is not a configuration class of transformers.",
-            remedy="Name the class with --config package.module:NAME.",
-        )
-    return model(make_config(kind, described["config"], str(described.get("attention"))))
 
 
 def _needs_approval(reference: Reference, dump: Path, why: str, *, own: bool = True) -> ModelError:

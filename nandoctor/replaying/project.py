@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.dump import Dump
-from nandoctor.errors import NanDoctorError
 from nandoctor.process_wide import generators_kept, held, is_forked
 from nandoctor.source_files import is_installed
 from nandoctor.torch_switches import read_switches, write_switches
@@ -36,18 +35,13 @@ _OF_THE_REPLAY = {"gradients": True, "anomaly_detection": (False, True)}
 _lock = threading.RLock()
 _open_projects: list[Project] = []
 _has_run = False
-_forked_within = False
 
 
 def _begin_child() -> None:
-    """Replace the lock in a forked process: a thread that does not exist here may hold it forever.
+    """Use one thread in a process that is forked after a replay: torch's others do not exist there.
 
-    Torch's worker threads do not exist here either, and waiting for one hangs
-    (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=58378): after a replay in the parent, its child uses one thread.
+    Waiting for one hangs (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=58378).
     """
-    global _lock, _forked_within  # noqa: PLW0603
-    _lock = threading.RLock()
-    _forked_within = _forked_within or bool(_open_projects)
     if _has_run:
         torch.set_num_threads(1)
 
@@ -85,16 +79,7 @@ class Project:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Import and build in this context; torch settings that the code makes here apply to every run.
-
-        Raises:
-            NanDoctorError: this process was forked while a replay was running.
-        """
-        if _forked_within:
-            raise NanDoctorError(
-                "This process was forked while a replay was running, and torch is set as that replay had it.",
-                remedy="Fork when no replay is running, or start processes by spawn.",
-            )
+        """Import and build in this context; torch settings that the code makes here apply to every run."""
         with _lock:
             before = read_switches()
             with self._open(), generators_kept():

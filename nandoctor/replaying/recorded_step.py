@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -230,7 +231,8 @@ def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any
     Calls to its Trainer before that (optimizers, schedulers, toggling, logging) do nothing: no update precedes the
     backward pass.
     """
-    idle = _NoOp()
+    idle = MagicMock()
+    idle.step.side_effect = lambda closure=None, **_: closure() if closure is not None else None
 
     def optimizers(*_: Any, **__: Any) -> Any:
         count = _count_optimizers(model)
@@ -270,31 +272,3 @@ def _count_optimizers(model: Any) -> int:
     if isinstance(made, (list, tuple)):
         return len(made[0]) if made and isinstance(made[0], (list, tuple)) else len(made)
     return 1
-
-
-class _NoOp:
-    """A stand-in for an optimizer or scheduler that does nothing but call the closures it is given."""
-
-    def __getattr__(self, name: str) -> _NoOp:
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> _NoOp:
-        for given in (*args, *kwargs.values()):
-            if callable(given) and not isinstance(given, (_NoOp, nn.Module)):
-                given()
-        return self
-
-    def __enter__(self) -> _NoOp:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __getitem__(self, _: object) -> _NoOp:
-        return self
-
-    def __setitem__(self, _: object, __: object) -> None:
-        return None

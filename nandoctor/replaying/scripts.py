@@ -24,7 +24,7 @@ from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import held
 from nandoctor.replaying.project import program_arguments
 from nandoctor.replaying.user_code import explain_import, explain_memory, kept_running, raised_at
-from nandoctor.source_files import decode_source
+from nandoctor.source_files import decode_source, parse
 from nandoctor.text import relative_path
 
 _BY_NAME = frozenset({"eval", "exec", "globals", "locals", "vars"})
@@ -55,7 +55,8 @@ class Script:
 
     def __init__(self, path: Path, module: ModuleType) -> None:
         text = decode_source(path.read_bytes())[0].removeprefix("\ufeff")
-        nodes = list(flattened(ast.parse(text, str(path)).body))
+        tree = parse(text) or ast.parse(text, str(path))  # which says why it is not Python
+        nodes = list(flattened(tree.body))
         future = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
         postponed = any(alias.name == "annotations" for node in future for alias in node.names)
         self._flags = __future__.annotations.compiler_flag if postponed else 0

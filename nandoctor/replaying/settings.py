@@ -85,7 +85,6 @@ class Settings:
         metavar="K=V",
         holds="a table of names and values",
     )
-    config: str | None = _spec("--config", "A configuration class of transformers, to fill with the dump's values.")
     method: str | None = _setting(
         "model", "--method", "Allow the model's method that the dump holds calls of.", metavar="NAME"
     )
@@ -179,7 +178,6 @@ class StepOptions(TypedDict, total=False):
     """The settings of the model and of the failing step as passed in Python; None leaves one as it is."""
 
     model_args: Mapping[str, Any] | None
-    config: str | None
     method: str | None
     strict: bool | None
     weights: str | os.PathLike[str] | None
@@ -243,7 +241,7 @@ def override(settings: Settings, options: Mapping[str, Any]) -> Settings:
     return dataclasses.replace(settings, **{name: check_setting(name, value) for name, value in options.items()})
 
 
-_SPECS = ("model", "config", "call", "loss")
+_SPECS = ("model", "call", "loss")
 
 
 def anchored(options: Mapping[str, Any]) -> dict[str, Any]:

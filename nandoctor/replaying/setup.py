@@ -23,10 +23,10 @@ from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import memory_of, return_freed_memory
 from nandoctor.replaying.binding import Offer
 from nandoctor.replaying.code_references import (
-    build_configured,
     build_loss,
     check_method,
     describe_code_change,
+    fill_config,
     find_loss,
     find_model,
     find_optimizer,
@@ -206,10 +206,10 @@ def _widen_weights(net: nn.Module, state: Mapping[str, torch.Tensor]) -> list[st
 def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[nn.Module, list[str]]:
     """Build the model that the user named, else the one that the dump names."""
     if source is not None:
-        if settings.config is not None:
-            configured = build_configured(source, settings.config, dump.recorded.model, settings.directory)
+        filled = None if settings.model_args else fill_config(source, dump.recorded.model, settings.directory)
+        if filled is not None:
             with building_within(dump.state):
-                return build_model(configured, {}), []
+                return build_model(filled, {}), []
         return build_model(source, settings.model_args, directory=settings.directory), []
     if not dump.is_recorded:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""A replay in a forked process, after its parent has made one, and while its parent is making one."""
+"""A replay in a forked process, after its parent has made one."""
 
 from __future__ import annotations
 
@@ -23,32 +23,12 @@ if child == 0:
     os._exit(0 if same and second.report.reproduction.grade in ("exact", "same-mask") else 1)
 os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-DURING = """
-import os, threading, nandoctor
-from nandoctor.replaying.project import Project
-inside, done = threading.Event(), threading.Event()
-def hold():
-    with Project().preparing():
-        inside.set()
-        done.wait()
-threading.Thread(target=hold, daemon=True).start()
-inside.wait()
-child = os.fork()
-if child == 0:
-    try:
-        nandoctor.replay("sample_dumps/unet_blank_tile.pth")
-    except nandoctor.NanDoctorError as error:
-        os._exit(7 if "forked while a replay was running" in error.message else 1)
-    os._exit(2)
-os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-@pytest.mark.parametrize(("script", "code"), [(AFTER, 0), (DURING, 7)], ids=["after", "during"])
 @pytest.mark.slow
-def test_a_forked_process_replays_or_says_why_not(script, code):
+def test_a_forked_process_replays():
     """With two threads: to wait for the parent's in a child hangs."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, timeout=300, check=False)
-    assert done.returncode == code
+    done = subprocess.run([sys.executable, "-c", AFTER], cwd=ROOT, env=environment, timeout=300, check=False)
+    assert done.returncode == 0
