@@ -7,8 +7,8 @@ import re
 NUMBER = re.compile(r"-?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?(e[+-]?\d+)?")
 BAR = re.compile(r"[█░]+")
 AGREEMENT = re.compile(
-    r"(?<=non-finite, )all others (identical|within # % of the largest)"
-    r"|(?<=finite in both, )(and identical|its values within # % of the largest)"
+    r"(?<=non-finite, )all others (identical|within # % of the largest saved value)"
+    r"|(?<=finite in both, )(and identical|within # % of the largest saved value)"
 )
 """A replay that is bit-identical on one machine may agree only within rounding on another, and vice versa."""
 

@@ -120,7 +120,7 @@ class Recorder:
     def _check_settings(self) -> None:
         if not isinstance(self.arguments, Mapping | None):
             raise NanDoctorError(
-                f"Recorder does not accept a {type(self.arguments).__name__} as arguments.",
+                f"Recorder takes arguments by name, not as {type(self.arguments).__name__}.",
                 remedy='Give them by name: arguments={"width": 64}.',
             )
         counts = (self.window, self.keep, 1 if self.in_a_row is None else self.in_a_row)

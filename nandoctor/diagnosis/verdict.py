@@ -116,11 +116,11 @@ def doubt_rounding(trace: Trace, reference: Trace, *, random: bool) -> Iterator[
 
 
 def doubt_gradients(trace: Trace) -> Gap:
-    """Return the gap of a stand-in loss whose gradients are non-finite; `trace` has its backward pass."""
+    """Return the gap of a made-up loss whose gradients are non-finite; `trace` has its backward pass."""
     made = next((op for op in trace.backward if op.analysis is not None), None)
     first = f": the backward of {name_op(made.op, made.source)} makes them" if made is not None else ""
     return Gap(
-        text=f"The output is finite, but the gradients of a stand-in for the loss are not{first}. Those of your own "
+        text=f"The output is finite, but the gradients of a made-up loss are not{first}. Those of your own "
         "loss may be finite if it does not read the whole output.",
         remedy=_PASS_LOSS,
     )

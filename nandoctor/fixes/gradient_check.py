@@ -114,7 +114,7 @@ class GradientCheck:
 
         With `in_backward` the change is to code that computes gradients, so fp32 with the change is no reference.
         """
-        of = "a stand-in loss" if self._trials.step.loss is surrogate_loss else "the loss"
+        of = "a made-up loss" if self._trials.step.loss is surrogate_loss else "the loss"
         if not made.gradients:
             return Said("not-checked", "no weight has a gradient")
         if scale is None:

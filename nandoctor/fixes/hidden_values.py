@@ -35,7 +35,7 @@ def look_for_hidden(step: FailingStep, findings: Findings) -> Findings:
     """Return the findings of a step with a finite output, extended by its hidden non-finite values and their effects.
 
     Infinities and NaN written in the code are intended, and so are values that a selection removes without depending on
-    them. If there are no others and the loss is not known, the gradients of a stand-in loss are checked. A diagnosis of
+    them. If there are no others and the loss is not known, the gradients of a made-up loss are checked. A diagnosis of
     the backward pass comes after that of hidden values.
     """
     with suppress(LossError, ModelError):  # a step that ran once may not run under the closer watch

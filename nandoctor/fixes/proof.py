@@ -390,7 +390,7 @@ def _run_on(proof: Proof, varied: Trials | None) -> Said:
 
 
 def _describe_finite(made: Result, lowered: float | None) -> str:
-    """Describe what was finite; there may be no gradients, and a stand-in loss has no value."""
+    """Describe what was finite; there may be no gradients, and a made-up loss has no value."""
     parts = ["output", *(["loss"] if "loss" in made.values else []), *(["gradients"] if made.gradients else [])]
     only = " alone" if len(parts) == 1 else ""
     at = "" if lowered is None else f", at loss scale {number(lowered)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -18,7 +17,6 @@ from nandoctor.text import (
     join_first,
     nonfinite_part,
     number,
-    part_of,
     percent,
     plural,
     samples_text,
@@ -26,7 +24,8 @@ from nandoctor.text import (
     within,
 )
 from nandoctor.views.blocks import Fact
-from nandoctor.views.layers import select_layers
+from nandoctor.views.inspect_dump import bad_state_facts
+from nandoctor.views.layers import name_origin, select_layers
 
 _NAME_WIDTH = 64
 _MESSAGE_WIDTH = 160
@@ -83,7 +82,8 @@ def describe_reproduction(reproduction: Reproduction) -> str:
         same = f"the same {saved}, all others" if num_bad else f"{output} is finite in both, and"
         if error is None:
             return f"reproduces your run: the same {saved}, no others to compare"
-        return f"reproduces your run{part}: {same} {f'{within(error)} of the largest' if error else 'identical'}"
+        others = f"{within(error)} of the largest saved value" if error else "identical"
+        return f"reproduces your run{part}: {same} {others}"
     in_replay = f"{reproduction.num_bad_replayed:,}" if reproduction.num_bad_replayed else "none"
     return f"does not reproduce your run: {saved} in the file, {in_replay} in the replay"
 
@@ -109,10 +109,7 @@ def _spread_facts(report: Report) -> Iterator[Fact]:
         yield Fact("gradients", f"non-finite: {join_first(names, _MAX_LISTED)}")
     if others := _describe_others([found for found in report.also if not _is_told(found, report)]):
         yield Fact("also", join_first(others, _MAX_LISTED))
-    for label, arrays in (("weights", report.dump.bad_weights), ("buffers", report.dump.bad_buffers)):
-        if arrays:
-            texts = [f"{short_name(array.name)} ({part_of(array.num_bad, math.prod(array.shape))})" for array in arrays]
-            yield Fact(label, f"non-finite: {join_first(texts, _MAX_LISTED)}")
+    yield from bad_state_facts(report.dump)
 
 
 def describe_origin(origin: Origin) -> str:
@@ -121,13 +118,10 @@ def describe_origin(origin: Origin) -> str:
         return {"state": "the saved state", "input": "the saved batch"}.get(origin.phase, origin.phase)
     found = origin.elements
     damage = nonfinite_part(found.kinds, found.num_bad, found.numel)
-    what = f"the backward of {origin.op}" if origin.phase == "backward" else origin.op
-    if origin.function is not None:
-        what = f"{origin.op} in the backward of {short_name(origin.function)}"
     at = ""
     if origin.source is not None and origin.called_from is not None:  # the user's line is in the excerpt
         at = f", at {file_line(origin.source.file, origin.source.line)}"
-    return f"{what} in {short_place(origin.place).in_words}{at}: {damage}"
+    return f"{name_origin(origin)}{at}: {damage}"
 
 
 def _is_told(found: Diagnosis, report: Report) -> bool:
@@ -172,8 +166,10 @@ def describe_extent(first: FirstNonfinite) -> str:
     return f"{extent} ({first.value.dtype} {shape_text(first.value.shape)}{where})"
 
 
-def describe_spread(grid: Grid) -> str:
+def describe_spread(origin: Origin, grid: Grid) -> str:
     """Return how far the non-finite elements reach along each dimension of the map, to within a cell."""
+    samples = origin.elements.samples
+    inside = f" of {samples_text(samples, origin.elements.batch_size)}" if samples and 0 not in grid.dims else ""
     columns = tuple(zip(*grid.counts, strict=True))
     by_dim = [grid.counts, columns] if len(grid.dims) > 1 else [columns]
     parts = []
@@ -184,8 +180,10 @@ def describe_spread(grid: Grid) -> str:
             reach = f"{first} to {last}" if first < last else f"place {first}"
             parts.append(f"{reach} of {size} along dimension {dim}")
     if parts:
-        return f"at {' and '.join(parts)}"
-    return "everywhere" if all(map(all, grid.counts)) else "scattered over all of it"
+        return f"at {' and '.join(parts)}{inside}"
+    if all(map(all, grid.counts)):
+        return f"in all places{inside}"
+    return f"scattered over all{inside or ' of it'}"
 
 
 def describe_inputs(inputs: Sequence[TensorStats]) -> str:

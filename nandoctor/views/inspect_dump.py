@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
-from nandoctor.text import brief, byte_size, plural, shape_text
+from nandoctor.text import brief, byte_size, join_first, part_of, plural, shape_text
 from nandoctor.views.blocks import Block, Column, Fact, Facts, Headline, Section, Table
 
 _LAYOUTS = {
@@ -15,7 +16,8 @@ _LAYOUTS = {
     "nandoctor.dump/1": "nandoctor.dump/1",
 }
 _MAX_ROWS = 20
-_NAME_WIDTH = 32
+_MAX_LISTED = 3
+_NAME_WIDTH, _LONG_NAME = 32, 64
 _MIN_NAME_WIDTH, _MIN_DTYPE_WIDTH = 14, 10
 
 
@@ -30,13 +32,18 @@ def inspection_document(summary: DumpSummary) -> Iterator[Block]:
 
 
 def file_blocks(summary: DumpSummary) -> list[Block]:
-    """Return what the file holds, and a table of its arrays and of what is non-finite among its weights."""
-    tables = {
-        "arrays": summary.arrays,
-        "non-finite weights": summary.bad_weights,
-        "non-finite buffers": summary.bad_buffers,
-    }
-    return [Facts(list(_outline(summary))), *(_table(title, arrays) for title, arrays in tables.items() if arrays)]
+    """Return what the file holds, what is non-finite among its weights, and a table of its arrays."""
+    facts = Facts([*_outline(summary), *bad_state_facts(summary)])
+    return [facts, _table(summary.arrays)] if summary.arrays else [facts]
+
+
+def bad_state_facts(summary: DumpSummary) -> Iterator[Fact]:
+    """Yield one line for the non-finite weights and one for the buffers: after a failure all running statistics are."""
+    for label, arrays in (("weights", summary.bad_weights), ("buffers", summary.bad_buffers)):
+        parts = [part_of(array.num_bad, math.prod(array.shape)) for array in arrays]
+        texts = [f"{brief(array.name, _LONG_NAME)} ({part})" for array, part in zip(arrays, parts, strict=True)]
+        if texts:
+            yield Fact(label, f"non-finite: {join_first(texts, _MAX_LISTED)}")
 
 
 def _and_more(rows: Sequence[object]) -> str:
@@ -54,9 +61,9 @@ def _outline(summary: DumpSummary) -> Iterator[Fact]:
         yield Fact("scalars", more)
 
 
-def _table(title: str, arrays: Sequence[ArraySummary]) -> Table:
+def _table(arrays: Sequence[ArraySummary]) -> Table:
     columns = (
-        Column(title, [array.name for array in arrays], least=_MIN_NAME_WIDTH),
+        Column("arrays", [array.name for array in arrays], least=_MIN_NAME_WIDTH),
         Column("shape", [shape_text(array.shape) for array in arrays], spare=1),
         Column("dtype", [array.dtype for array in arrays], least=_MIN_DTYPE_WIDTH, spare=2),
         Column("role", [array.role or "" for array in arrays], spare=3),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from collections.abc import Sequence
 
 from nandoctor.evidence.report import LayerRow, Report, Runs
-from nandoctor.evidence.trace import Place, head_run
+from nandoctor.evidence.trace import head_run
 from nandoctor.text import bits_text, number, part_of, percent
 from nandoctor.views.blocks import Cell, Column, Table, Tone
-from nandoctor.views.layers import LayerPair, align_calls, select_layers
+from nandoctor.views.layers import LayerPair, Layers, select_layers
 
 _MIN_NAME_WIDTH, _MIN_TYPE_WIDTH = 14, 10
 _TIGHT_BITS = 1.0
@@ -23,26 +22,15 @@ def layers_near(report: Report, *, before: int = 5, after: int = 2) -> Table | N
         return None
     shown = layers.window(center, before, after)
     pairs = [layers.pairs[index] for index in shown]
-    first = None if layers.first_nonfinite is None else layers.pairs[layers.first_nonfinite].place
-    common = common_path(pair.place.module for pair in pairs)
-    marked = [("> " if pair.place == first else "  ", pair.label) for pair in pairs]
-    names, shorter = ([f"{mark}{name.removeprefix(owner)}" for mark, name in marked] for owner in ("", common))
-    short = (f"  in {common[:-1]}", shorter) if common else None
+    names = [f"{'> ' if index == layers.first_nonfinite else '  '}{layers.pairs[index].label}" for index in shown]
     part = part_of(shown.stop, len(layers.pairs))
-    meaning = "first that receives a non-finite input" if layers.before_nonfinite else "first non-finite"
+    headroom = f"headroom: doublings left before {report.runs.autocast.dtype} overflows"
     return Table(
         title=f"Largest magnitudes, layers {shown.start + 1:,} to {part} in execution order",
-        columns=(Column("  layer", names, short=short, least=_MIN_NAME_WIDTH), *_number_columns(pairs, report.runs)),
-        legend="" if first is None else f"> {meaning}",
-        tones=[_tone(pair, first) for pair in pairs],
+        columns=(Column("  layer", names, least=_MIN_NAME_WIDTH), *_number_columns(pairs, report.runs)),
+        legend=headroom if layers.first_nonfinite is None else f"> first non-finite; {headroom}",
+        tones=_tones(layers)[shown.start : shown.stop],
     )
-
-
-def common_path(modules: Iterable[str]) -> str:
-    """Return the path, with its trailing dot, of the module that holds all of these; the root is ignored."""
-    owners = [module.split(".")[:-1] for module in modules if module]
-    shared = takewhile(lambda steps: len(set(steps)) == 1, zip(*owners, strict=False))
-    return "".join(f"{steps[0]}." for steps in shared)
 
 
 def _number_columns(pairs: Sequence[LayerPair], runs: Runs) -> tuple[Column, ...]:
@@ -50,7 +38,7 @@ def _number_columns(pairs: Sequence[LayerPair], runs: Runs) -> tuple[Column, ...
     heading = head_run(runs.autocast.policy, runs.autocast.dtype)
     errors = [_error(pair.autocast.rel_err if pair.autocast else None) for pair in pairs]
     return (
-        Column("type", [pair.place.type for pair in pairs], least=_MIN_TYPE_WIDTH, spare=3),
+        Column("type", [pair.either.place.type for pair in pairs], least=_MIN_TYPE_WIDTH, spare=3),
         Column(heading, [_range(pair.autocast) for pair in pairs], right=True),
         Column("fp32", [_range(pair.fp32) for pair in pairs], right=True, spare=1),
         Column("rel err", errors, right=True, spare=2),
@@ -85,26 +73,25 @@ def _headroom(pair: LayerPair, runs: Runs) -> Cell:
     return Cell(bits_text(bits), tone=tone, room=min(max(bits / most, 0.0), 1.0))
 
 
-def _tone(pair: LayerPair, first: Place | None) -> Tone:
-    if pair.place == first:
-        return "first"
-    return "" if all(row.finite for row in pair.rows) else "failed"
+def _tones(layers: Layers) -> list[Tone]:
+    tones: list[Tone] = ["" if all(row.finite for row in pair.rows) else "failed" for pair in layers.pairs]
+    if layers.first_nonfinite is not None:
+        tones[layers.first_nonfinite] = "first"
+    return tones
 
 
 def every_layer(report: Report) -> Table | None:
     """Return all calls in execution order: a container returns after what is inside it."""
     if report.runs is None:
         return None
-    layers = select_layers(report)
-    first = None if layers.first_nonfinite is None else layers.pairs[layers.first_nonfinite].place
-    pairs = align_calls(report.runs)
-    inherited = [_error(pair.autocast.inherited_err if pair.autocast else None) for pair in pairs]
-    *numbers, headroom = _number_columns(pairs, report.runs)
+    layers = select_layers(report, every=True)
+    inherited = [_error(pair.autocast.inherited_err if pair.autocast else None) for pair in layers.pairs]
+    *numbers, headroom = _number_columns(layers.pairs, report.runs)
     low = report.runs.autocast.dtype
     some_in_fp32 = "; autocast computes some layers in fp32" if numbers[1].heading == "autocast" else ""
     return Table(
         columns=(
-            Column("layer", [pair.label for pair in pairs]),
+            Column("layer", [pair.label for pair in layers.pairs]),
             *numbers,
             Column("inherited", inherited, right=True),
             headroom,
@@ -112,6 +99,6 @@ def every_layer(report: Report) -> Table | None:
         legend=f"{numbers[1].heading}, fp32: largest finite magnitudes"
         f"{some_in_fp32}. rel err: relative error against fp32; inherited: that of the inputs. headroom: doublings "
         f"left before {low} overflows, by the fp32 value where there is one.",
-        tones=[_tone(pair, first) for pair in pairs],
+        tones=_tones(layers),
         is_searchable=True,
     )

@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nandoctor.evidence.report import LayerRow, Report, Runs
+from nandoctor.evidence.formats import FP32, FloatFormat
+from nandoctor.evidence.report import FirstNonfinite, LayerRow, NonfiniteElements, Origin, Report, Runs
 from nandoctor.evidence.trace import Place, TensorStats
+from nandoctor.text import brief
+
+_NAME_WIDTH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPair:
-    """One module call in the autocast run and in the fp32 run; None for a run that never reached it."""
+    """One module call in the autocast run and in the fp32 run; None for a run that never reached it.
+
+    `name` is that of a row that stands for something else: an operation between modules, the batch, the loss.
+    """
 
     autocast: LayerRow | None
     fp32: LayerRow | None
+    name: str = ""
 
     @property
     def either(self) -> LayerRow:
@@ -25,18 +33,18 @@ class LayerPair:
 
     @property
     def label(self) -> str:
-        """The module path; later calls are numbered."""
-        return self.place.label
-
-    @property
-    def place(self) -> Place:
-        """The module call."""
-        return self.either.place
+        """The name, or the module path; later calls are numbered."""
+        return self.name or self.either.place.label
 
     @property
     def rows(self) -> tuple[LayerRow, ...]:
         """The existing rows, autocast first."""
         return tuple(row for row in (self.autocast, self.fp32) if row is not None)
+
+    @property
+    def has_output(self) -> bool:
+        """True if the call returned floating-point values in either run."""
+        return any(row.outputs for row in self.rows)
 
     @property
     def headroom_bits(self) -> float | None:
@@ -46,14 +54,14 @@ class LayerPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """The layers worth showing. `first_nonfinite` is the index of the one where non-finite values were first seen.
+    """The layers worth showing.
 
-    `before_nonfinite` is True if the value was seen in that layer's input, not in its output.
+    `first_nonfinite` is the index of the one that non-finite values come from, and `elements` are these.
     """
 
     pairs: tuple[LayerPair, ...]
-    first_nonfinite: int | None
-    before_nonfinite: bool
+    first_nonfinite: int | None = None
+    elements: NonfiniteElements | None = None
 
     def window(self, center: int, before: int, after: int) -> range:
         """Return the indices around `center`, moved inwards at either end so that the window keeps its size."""
@@ -67,7 +75,29 @@ class Layers:
         return min(found, key=found.__getitem__, default=None)
 
 
-def align_calls(runs: Runs) -> tuple[LayerPair, ...]:
+def select_layers(report: Report, *, every: bool = False) -> Layers:
+    """Return the calls with floating-point outputs and, at its place, an origin that is in no call's output.
+
+    Containers that only pass on an inner layer's output are left out unless `every` call is asked for. One that
+    computes something in its own forward, such as a residual add, is kept.
+    """
+    if report.runs is None:
+        return Layers(pairs=())
+    calls = _align_calls(report.runs)
+    failure = report.origin if _is_between(report) else report.first_nonfinite
+    place = None if failure is None else _find_call(calls, failure, report.first_nonfinite)
+    left_out = set[int]() if every else _repeats(calls) - {place}
+    shown = [index for index, pair in enumerate(calls) if every or (index not in left_out and pair.has_output)]
+    pairs = [calls[index] for index in shown]
+    if failure is None or place is None or (_is_output(failure) and place not in shown):
+        return Layers(pairs=tuple(pairs))
+    first = sum(index < place for index in shown)
+    if not _is_output(failure):
+        pairs.insert(first, _pair_of(failure, report.runs.autocast.dtype))
+    return Layers(pairs=tuple(pairs), first_nonfinite=first, elements=failure.elements)
+
+
+def _align_calls(runs: Runs) -> tuple[LayerPair, ...]:
     """Pair both runs' calls by key, in the order of the run that got further: an exception may have ended the other."""
     autocast = {row.place.key: row for row in runs.autocast.modules}
     fp32 = {row.place.key: row for row in runs.fp32.modules}
@@ -75,41 +105,71 @@ def align_calls(runs: Runs) -> tuple[LayerPair, ...]:
     return tuple(LayerPair(autocast=autocast.get(key), fp32=fp32.get(key)) for key in {**longer, **shorter})
 
 
-def select_layers(report: Report) -> Layers:
-    """Return the calls with floating-point outputs, without containers that only pass on an inner layer's output.
+def name_origin(origin: Origin) -> str:
+    """Return the op and where it ran: "div in norm (2nd call)", "the backward of sqrt in the loss"."""
+    what = f"the backward of {origin.op}" if origin.phase == "backward" else str(origin.op)
+    if origin.function is not None:
+        what = f"{origin.op} in the backward of {brief(origin.function, _NAME_WIDTH)}"
+    return f"{what} in {brief(origin.place.in_words, _NAME_WIDTH)}"
 
-    A container that computes something in its own forward, such as a residual add, is kept.
-    """
-    if report.runs is None:
-        return Layers(pairs=(), first_nonfinite=None, before_nonfinite=False)
-    pairs = align_calls(report.runs)
-    nonfinite = _find_first_nonfinite(report, pairs)
-    repeats = _repeats(pairs) - {nonfinite}
-    with_output = [index for index, pair in enumerate(pairs) if any(row.outputs for row in pair.rows)]
-    shown = [index for index in with_output if index not in repeats]
-    first = next((place for place, index in enumerate(shown) if nonfinite is not None and index >= nonfinite), None)
-    where = report.first_nonfinite.where if report.first_nonfinite else "output"
-    return Layers(
-        pairs=tuple(pairs[index] for index in shown), first_nonfinite=first, before_nonfinite=where != "output"
+
+def _is_between(report: Report) -> bool:
+    """Return True if the op to blame is not in the call whose output is the first non-finite one."""
+    origin, first = report.origin, report.first_nonfinite
+    if origin is None or origin.op is None or origin.phase == "optimizer":
+        return False
+    if origin.output is None or origin.output.finite:
+        return False
+    return first is None or first.where != "output" or first.place.key != origin.place.key
+
+
+def _is_output(failure: Origin | FirstNonfinite) -> bool:
+    return isinstance(failure, FirstNonfinite) and failure.where == "output"
+
+
+def _find_call(calls: Sequence[LayerPair], failure: Origin | FirstNonfinite, first: FirstNonfinite | None) -> int:
+    """Return the index of the first call that returned after the failure; the number of calls if none did."""
+    if failure.phase != "forward":
+        return 0 if failure.phase == "input" else len(calls)
+    keys = [pair.either.place.key for pair in calls]
+    if first is not None and first.seen_in is not None and first.place.key == failure.place.key:
+        return _begin_of(calls, keys.index(first.seen_in.key)) if first.seen_in.key in keys else len(calls)
+    return keys.index(failure.place.key) if failure.place.key in keys else len(calls)
+
+
+def _begin_of(calls: Sequence[LayerPair], index: int) -> int:
+    """Return the index of the first call inside a call, which returns after all of these."""
+    depth = calls[index].either.depth
+    while index > 0 and calls[index - 1].either.depth > depth:
+        index -= 1
+    return index
+
+
+def _pair_of(failure: Origin | FirstNonfinite, low: FloatFormat) -> LayerPair:
+    """Return the row for what is in no call's output; its fp32 value is the one that the same inputs give."""
+    if isinstance(failure, Origin):
+        name, value = name_origin(failure), failure.output
+    else:
+        name, value = _name_first(failure), failure.value
+    assert value is not None
+    row = _row_of(failure.place, value, low)
+    if failure.would_be is None:
+        return LayerPair(autocast=row, fp32=row, name=name)
+    exact = TensorStats(
+        path="", shape=value.shape, dtype=FP32, numel=value.numel, finite=True, absmax=abs(failure.would_be)
     )
+    return LayerPair(autocast=row, fp32=_row_of(failure.place, exact, low), name=name)
 
 
-def _find_first_nonfinite(report: Report, pairs: Sequence[LayerPair]) -> int | None:
-    """Return the index of the call whose output was first non-finite, or of the first to return after it was seen."""
-    first = report.first_nonfinite
-    if first is None or not pairs:
-        return None
-    if first.where == "batch":
-        return 0
-    for index, pair in enumerate(pairs):
-        if first.seen_in is not None and pair.place.key == first.seen_in.key:
-            start = index  # go back to the first call inside: a container returns after all of them
-            while start > 0 and pairs[start - 1].either.depth > pair.either.depth:
-                start -= 1
-            return start
-        if first.where == "output" and pair.place.key == first.place.key:
-            return index
-    return None
+def _name_first(first: FirstNonfinite) -> str:
+    if first.where == "between":
+        return f"the forward of {brief(first.place.in_words, _NAME_WIDTH)}"
+    return "the loss" if first.where == "loss" else f"{first.value.path or 'an input'} in the batch"
+
+
+def _row_of(place: Place, value: TensorStats, low: FloatFormat) -> LayerRow:
+    bits = None if value.absmax is None else low.headroom_bits(value.absmax)
+    return LayerRow(place=place, depth=0, inputs=(), outputs=(value,), headroom_bits=bits)
 
 
 def _repeats(pairs: Sequence[LayerPair]) -> set[int]:

@@ -91,7 +91,7 @@ def test_every_criterion_is_told_as_passed_or_not_checked(sample_reports):
     unchecked = [name for name, check in checks.items() if check.status == "not-checked"]
     assert unchecked == ["loss", "loss scale", "other seed"]
     assert "finite at loss scale" in checks["gradients"].text
-    assert "stand-in loss finite" in checks["gradients"].text
+    assert "made-up loss finite" in checks["gradients"].text
 
 
 class Amplifier(nn.Module):

@@ -1,4 +1,4 @@
-"""Without a loss a finite output is healthy only where the gradients of a stand-in are finite as well."""
+"""Without a loss a finite output is healthy only where the gradients of a made-up loss are finite as well."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CLEANED = {
 
 
 def asks_for_a_loss(report):
-    return "the gradients of a stand-in for the loss are not" in report.headline and "--loss" in report.next_steps[0]
+    return "the gradients of a made-up loss are not" in report.headline and "--loss" in report.next_steps[0]
 
 
 def tells_the_product(report):

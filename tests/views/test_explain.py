@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from click.testing import CliRunner
 from one_test import for_each
 from surfaces import terminal
 
 from nandoctor.causes.registry import find_page, list_pages
 from nandoctor.cli import main
+
+ROOT = Path(__file__).parents[2]
 
 
 @for_each(list_pages())
@@ -17,7 +21,9 @@ def test_everything_that_a_page_has_to_say_is_printed(page):
     for heading, paragraph in page.sections:
         assert heading in shown
         assert paragraph in shown
-    assert f"docs/causes/{page.code}.md" in shown
+    rule = f"nandoctor/causes/{page.code.replace('-', '_')}.py"
+    assert shown.endswith(rule)
+    assert (ROOT / rule).is_file()
 
 
 def test_lines_are_short_on_a_wide_terminal():

@@ -40,7 +40,7 @@ GRADES = [
     ({"grade": "exact"}, f"{REPRODUCES}: the same {SPOILT}, all others identical"),
     (
         {"grade": "same-mask", "max_rel_err": 0.0123},
-        f"{REPRODUCES}: the same {SPOILT}, all others within 1.2 % of the largest",
+        f"{REPRODUCES}: the same {SPOILT}, all others within 1.2 % of the largest saved value",
     ),
     (
         {"grade": "same-mask", "num_bad_saved": 4096, "max_rel_err": None},
@@ -48,7 +48,7 @@ GRADES = [
     ),
     (
         {"grade": "same-mask", "num_bad_saved": 0, "max_rel_err": 0.8},
-        f"{REPRODUCES} in part: logit is finite in both, and within 80 % of the largest",
+        f"{REPRODUCES} in part: logit is finite in both, and within 80 % of the largest saved value",
     ),
     (
         {"grade": "elsewhere", "num_bad_replayed": 300},

@@ -71,7 +71,7 @@ def checks(*texts):
 
 
 def test_what_was_checked_takes_two_lines_on_a_screen():
-    long = "gradients of a stand-in loss finite at loss scale 65,536, 0.22 % off fp32; at 65,536 they overflow anyway"
+    long = "gradients of a made-up loss finite at loss scale 65,536, 0.22 % off fp32; at 65,536 they overflow anyway"
     others = [(f"variation {place}", "output and gradients finite") for place in range(6)]
     skipped = [
         Check(name=name, status="not-checked", text="not known") for name in ("loss", "loss scale", "other seed")
@@ -82,7 +82,7 @@ def test_what_was_checked_takes_two_lines_on_a_screen():
     brief = dict(Told(made).facts)
     assert brief["checked"] == (
         "output finite, 0.44 % off fp32; "
-        "gradients of a stand-in loss finite at loss scale 65,536, 0.22 % off fp32; 6 more checks"
+        "gradients of a made-up loss finite at loss scale 65,536, 0.22 % off fp32; 6 more checks"
     )
     assert len(brief["checked"]) < 2 * 62
     assert brief["not checked"] == "loss: not known; loss scale: not known; other seed"

@@ -53,7 +53,6 @@ def test_a_nonfinite_container_is_shown_even_if_it_passes_on():
     layers = select_layers(factory.report(runs_of(*rows), first_nonfinite=seen))
     assert labels(layers) == ["block.a", "block.b", "block"]
     assert layers.first_nonfinite == 2
-    assert not layers.before_nonfinite
 
 
 def test_a_run_that_raised_is_filled_up_from_the_other():
@@ -65,15 +64,48 @@ def test_a_run_that_raised_is_filled_up_from_the_other():
     assert layers.pairs[1].fp32 == fp32[1]
 
 
-def test_a_value_going_into_a_container_marks_its_first_layer():
-    first_block = block(residual=True)[:3]
-    second = tuple(factory.put(row, module=row.place.module.replace("block", "next")) for row in first_block)
-    made = factory.first(
-        factory.nonfinite_row(factory.network(4, nonfinite_from=0)), where="between", seen_in=second[-1].place
-    )
-    layers = select_layers(factory.report(runs_of(*first_block, *second), first_nonfinite=made))
-    assert layers.pairs[layers.first_nonfinite].label == "next.a"
-    assert layers.before_nonfinite
+INFINITE = factory.tensor(9.0, nonfinite=factory.counts(3, kind="+inf"))
+BLOCKS = (
+    *block(residual=True)[:3],
+    *(factory.put(row, module=row.place.module.replace("block", "next")) for row in block(residual=True)[:3]),
+)
+IN_NEXT = {"where": "between", "seen_in": BLOCKS[-1].place}
+
+
+def failing(origin, **seen):
+    """The layers of two blocks of which an operation is to blame, or the place where it was seen alone."""
+    made = factory.report(runs_of(*BLOCKS))
+    first = factory.first(replace(BLOCKS[2], outputs=(INFINITE,)), **seen) if seen else None
+    if origin:
+        where = {"place": BLOCKS[2].place, "op": "matmul", "output": INFINITE, "would_be": 7e4, **origin}
+        origin = factory.origin(factory.precision(), **where)
+    return select_layers(replace(made, first_nonfinite=first, origin=origin or None))
+
+
+@pytest.mark.parametrize(
+    ("origin", "seen", "name", "place"),
+    [
+        ({}, IN_NEXT, "the forward of block", 3),
+        ({"phase": "forward"}, IN_NEXT, "matmul in block", 3),
+        ({"phase": "forward"}, {}, "matmul in block", 2),
+        ({"phase": "forward", "place": factory.ROOT}, {}, "matmul in the model (UNet)", 6),
+        ({"phase": "loss"}, {}, "matmul in block", 6),
+        ({"phase": "backward"}, {}, "the backward of matmul in block", 6),
+        ({}, {"where": "loss", "phase": "loss"}, "the loss", 6),
+        ({}, {"where": "batch", "phase": "input"}, "an input in the batch", 0),
+    ],
+)
+def test_what_is_in_no_output_has_a_row_where_it_happens(origin, seen, name, place):
+    layers = failing(origin, **seen)
+    assert (layers.first_nonfinite, layers.pairs[place].label) == (place, name)
+    assert len(layers.pairs) == 7
+    assert layers.pairs[place].autocast.outputs == (INFINITE,)
+    assert layers.pairs[place].fp32.absmax == (7e4 if origin else 0.83)
+
+
+@pytest.mark.parametrize("origin", [{"op": None}, {"phase": "optimizer"}, {"output": BLOCKS[0].outputs[0]}])
+def test_what_is_no_nonfinite_value_of_the_step_has_no_row(origin):
+    assert failing(origin).first_nonfinite is None
 
 
 def test_a_first_nonfinite_call_that_the_runs_lack_is_not_marked():
@@ -84,7 +116,7 @@ def test_a_first_nonfinite_call_that_the_runs_lack_is_not_marked():
 
 def test_nothing_was_run():
     layers = select_layers(factory.weights_only())
-    assert layers == Layers(pairs=(), first_nonfinite=None, before_nonfinite=False)
+    assert layers == Layers(pairs=(), first_nonfinite=None)
     assert layers.tightest() is None
 
 

@@ -60,9 +60,9 @@ def test_what_only_a_per_sample_counts_asks_for_one(arguments, remedy):
 
 def test_samples_tell_who_is_nonfinite_and_who_is_near():
     finding = title(draw(surveyed(), "samples"))
-    assert finding.startswith("Non-finite from encoder.blocks.2.attention on: sample 2")
+    assert finding.startswith(f"{surveyed().headline} Non-finite from encoder.blocks.2.attention on: sample 2")
     near = factory.report(factory.surveyed(factory.network(12, growth=2.3)))
-    assert title(draw(near, "samples")).startswith("No sample goes non-finite under fp16 autocast; ")
+    assert "No sample goes non-finite under fp16 autocast; " in title(draw(near, "samples"))
     assert "near the limit" in title(draw(near, "samples"))
 
 
@@ -77,7 +77,7 @@ def test_samples_of_a_failure_need_no_per_sample():
     figure = draw(rows_with(made, **rows), "samples")
     assert title(figure).endswith(" on: sample 2.")
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["finite", "more than 4 bits of room", "non-finite"]
+    assert names == ["finite", "more than 4 doublings below the limit", "non-finite"]
 
 
 def counted(stats, samples):
@@ -96,8 +96,8 @@ def test_layers_without_a_batch_are_left_blank():
 def test_the_origin_is_shown_where_it_is():
     figure = draw(factory.fixable(), "origin")
     assert title(figure) == (
-        "div in encoder.blocks.2.attention: NaN in 288 of 65,536, at 11 to 19 of 32 along dimension 2 and 5 to 8 of 32 "
-        "along dimension 3."
+        f"{factory.fixable().headline} div in encoder.blocks.2.attention: NaN in 288 of 65,536, at 11 to 19 of 32 "
+        "along dimension 2 and 5 to 8 of 32 along dimension 3 of sample 2."
     )
     image = figure.axes[0].images[0].get_array()
     assert image[11, 5] == pytest.approx(8 / 16)  # of the non-finite sample's 16 channels
@@ -110,12 +110,15 @@ def test_the_origin_is_shown_where_it_is():
         (Grid(dims=(0,), sizes=(4,), numel=4, counts=((0, 1, 1, 0),)), "at 1 to 2 of 4 along dimension 0"),
         (Grid(dims=(0,), sizes=(4,), numel=4, counts=((0, 1, 0, 0),)), "at place 1 of 4 along dimension 0"),
         (Grid(dims=(0,), sizes=(4,), numel=4, counts=((1, 0, 0, 1),)), "scattered over all of it"),
-        (Grid(dims=(1, 2), sizes=(2, 2), numel=8, counts=((1, 1), (1, 1))), "everywhere"),
-        (Grid(dims=(1, 2), sizes=(2, 9), numel=36, counts=((1,) * 9, (0,) * 9)), "at place 0 of 2 along dimension 1"),
+        (Grid(dims=(1, 2), sizes=(2, 2), numel=8, counts=((1, 1), (1, 1))), "in all places of sample 2"),
+        (
+            Grid(dims=(1, 2), sizes=(2, 9), numel=36, counts=((1,) * 9, (0,) * 9)),
+            "at place 0 of 2 along dimension 1 of sample 2",
+        ),
     ],
 )
 def test_how_far_the_damage_reaches(grid, text):
-    assert describe_spread(grid) == text
+    assert describe_spread(factory.fixable().origin, grid) == text
 
 
 @pytest.mark.parametrize("kind", PLOTS)

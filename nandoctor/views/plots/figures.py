@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.report import FirstNonfinite, Report
-from nandoctor.text import brief, kinds_text, plural, printable
+from nandoctor.evidence.report import Report
+from nandoctor.text import brief, kinds_text, printable
 from nandoctor.views.layers import Layers, select_layers
 from nandoctor.views.save import MARK, PICTURE_ENDINGS, check_ending, write_bytes
 
@@ -38,7 +38,7 @@ _NOTEBOOK_DPI = 80
 _WIDTH_IN = 8.0
 _PANEL_HEIGHT_IN, _TEXT_HEIGHT_IN, _LETTER_IN = 3.2, 1.2, 0.065
 _LEGEND_ROW_IN = 0.17
-_TITLE_LETTERS, _MAX_TITLE_LINES, _LEGEND_LETTERS = 80, 3, 128  # of a line
+_TITLE_LETTERS, _LEGEND_LETTERS = 80, 128  # of a line
 _FIRST_NAME_WIDTH, _NAME_WIDTH = 36, 44
 
 DrawPanel = Callable[[Axes, Layers], Sequence[Artist]]
@@ -77,13 +77,12 @@ def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str) -
         axes = figure.subplots()
         marks = draw(axes, layers)
         _name_layers(axes, layers)
-        _mark_first(axes, report.first_nonfinite, layers)
+        _mark_first(axes, layers)
         longest = max(len(label.get_text()) for label in axes.get_xticklabels())
         figure.set_figheight(_TEXT_HEIGHT_IN + _PANEL_HEIGHT_IN + _LETTER_IN * longest)
-        write_finding(figure, finding)
+        write_finding(figure, report, finding)
         source = brief(Path(report.dump.path).name, _FIRST_NAME_WIDTH)
-        count = plural(len(layers.pairs), "layer")
-        write_legend(figure, marks, f"{source}: {count} in order of execution, {what}")
+        write_legend(figure, marks, f"{source}: layers in order of execution, {what}")
         return figure
 
 
@@ -113,10 +112,11 @@ def image_of(figure: Figure, kind: str, *, dpi: int = _DPI) -> bytes:
     return file.getvalue()
 
 
-def write_finding(figure: Figure, finding: str) -> None:
-    """Write what the plot shows above it."""
-    title = textwrap.fill(printable(finding), _TITLE_LETTERS, max_lines=_MAX_TITLE_LINES, placeholder=" …")
-    figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold", parse_math=False)
+def write_finding(figure: Figure, report: Report, finding: str) -> None:
+    """Write above a plot the report's headline, and what the plot shows of it."""
+    texts = (report.headline.replace("`", ""), finding)
+    titles = [textwrap.fill(printable(text), _TITLE_LETTERS, max_lines=2, placeholder=" …") for text in texts]
+    figure.suptitle("\n".join(titles), x=0.01, ha="left", size=11, weight="bold", parse_math=False)
 
 
 def write_legend(figure: Figure, marks: Sequence[Artist], what: str) -> None:
@@ -146,16 +146,18 @@ def _name_layers(axes: Axes, layers: Layers) -> None:
             label.set(color=NONFINITE_COLOR, weight="bold")
 
 
-def _mark_first(axes: Axes, first: FirstNonfinite | None, layers: Layers) -> None:
-    """Draw a labelled line through the first non-finite layer, or before the layer that got a non-finite input."""
-    if first is None or layers.first_nonfinite is None:
+def _mark_first(axes: Axes, layers: Layers) -> None:
+    """Draw a labelled line through the first non-finite layer, operation or array."""
+    place, elements = layers.first_nonfinite, layers.elements
+    if place is None or elements is None:
         return
-    place = layers.first_nonfinite - (0.5 if layers.before_nonfinite else 0)
+    pair = layers.pairs[place]
+    where = f"{'' if pair.name else 'the output of '}{brief(pair.label, _FIRST_NAME_WIDTH)}"
     axes.axvline(place, color=NONFINITE_COLOR, linewidth=1.2, linestyle="--", zorder=4)
     left, right = axes.get_xlim()
     alignment = ("left", "center", "right")[int(3 * (place - left) / (right - left))]  # inwards, near either end
     axes.annotate(
-        f"first non-finite: {_describe_first(first)}",
+        f"first non-finite: {kinds_text(elements.kinds)} in {where}",
         (place, 1.0),
         xycoords=axes.get_xaxis_transform(),
         xytext=(0, 4),
@@ -166,11 +168,3 @@ def _mark_first(axes: Axes, first: FirstNonfinite | None, layers: Layers) -> Non
         weight="bold",
         parse_math=False,
     )
-
-
-def _describe_first(first: FirstNonfinite) -> str:
-    kinds = kinds_text(first.elements.kinds)
-    if first.where == "batch":
-        return f"{kinds} in the saved batch"
-    name = brief(first.place.label, _FIRST_NAME_WIDTH)
-    return f"{kinds} in the {'output' if first.where == 'output' else 'forward'} of {name}"

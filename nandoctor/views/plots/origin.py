@@ -42,7 +42,7 @@ def draw_origin(report: Report) -> Figure:
     with matplotlib.style.context("default"):
         figure = new_figure(_LINE_HEIGHT_IN if len(grid.dims) == 1 else _HEIGHT_IN)
         _draw_map(figure.subplots(), origin, grid)
-        write_finding(figure, f"{describe_origin(origin)}, {describe_spread(grid)}.")
+        write_finding(figure, report, f"{describe_origin(origin)}, {describe_spread(origin, grid)}.")
         legend = [Patch(color=_SHARES(share), label=f"{percent(share)} non-finite") for share in (0.01, 0.5, 1.0)]
         write_legend(figure, legend, _describe_source(report, origin, grid))
     return figure

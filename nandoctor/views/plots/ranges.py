@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import LayerRow, Report, Runs
 from nandoctor.evidence.trace import name_run
-from nandoctor.text import bits_text, number, plural
+from nandoctor.text import bits_text, number
 from nandoctor.views.layers import Layers, select_layers
 from nandoctor.views.plots.figures import (
     BLUE,
@@ -85,20 +85,20 @@ def describe_ranges(report: Report) -> str:
     """Return the finding: the first non-finite layer and the largest value before it, or the tightest layer."""
     layers = select_layers(report)
     low = report.runs.autocast.dtype if report.runs is not None else FP32
-    total = plural(len(layers.pairs), "layer")
     first = layers.first_nonfinite
     if first is not None:
         before = [row.absmax or 0.0 for pair in layers.pairs[:first] for row in pair.rows[:1]]
-        reach = f"; values before it reach {number(max(before))}, and {low} holds {number(low.max)}" if before else ""
-        return f"{layers.pairs[first].label} is the first non-finite of {total}{reach}"
+        if not before:
+            return f"Nothing comes before {layers.pairs[first].label}."
+        return f"Values before {layers.pairs[first].label} reach {number(max(before))}; {low} holds {number(low.max)}."
     tightest = layers.tightest()
     if tightest is None:
-        return f"{total}, none with a finite value"
+        return "No layer has a finite value."
     pair = layers.pairs[tightest]
-    return f"{pair.label} is closest to {low}'s limit of {total}: {bits_text(pair.headroom_bits)} bits of headroom"
+    return f"Closest to {low}'s limit: {pair.label}, {bits_text(pair.headroom_bits)} doublings below it."
 
 
-def scale_panel(axes: Axes, layers: Layers, limits: tuple[float, float], label: str) -> None:
+def _scale_panel(axes: Axes, layers: Layers, limits: tuple[float, float], label: str) -> None:
     """Set the limits of a panel, and make its y axis logarithmic.
 
     Its labels are plain text: matplotlib's formulas take as long as the rest of a plot.
@@ -118,7 +118,7 @@ def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
     Of many layers fp32 is a solid background, and autocast two lines on it: maximum and median.
     """
     low = runs.autocast.dtype
-    scale_panel(axes, layers, _find_limits(low, layers), "absolute value")
+    _scale_panel(axes, layers, _find_limits(low, layers), "absolute value")
     _draw_bands(axes, low)
     fp32, autocast = _FP32, replace(_AUTOCAST, name=name_run(runs.autocast.policy, low))
     if len(layers.pairs) > MAX_BARS:
@@ -129,7 +129,7 @@ def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
     for style, rows in ((fp32, [(x, p.fp32) for x, p in pairs]), (autocast, [(x, p.autocast) for x, p in pairs])):
         spreads = [(x, spread_of(row)) for x, row in rows if row is not None and row.outputs]
         nonfinite = [x for x, spread in spreads if not spread.finite]
-        marks = mark_nonfinite(axes, nonfinite, style.mark_at, f"non-finite, {style.name}")
+        marks = _mark_nonfinite(axes, nonfinite, style.mark_at, f"non-finite, {style.name}")
         legend += [_draw_bars(axes, spreads, style), *marks]
     return legend
 
@@ -181,15 +181,15 @@ def _draw_bands(axes: Axes, low: FloatFormat) -> None:
 
 def _draw_bars(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Artist:
     bars = [(x, spread.low or spread.high, spread.high) for x, spread in spreads if spread.high is not None]
-    fill_bars(axes, bars, width=style.width, color=style.color, alpha=style.alpha)
+    _fill_bars(axes, bars, width=style.width, color=style.color, alpha=style.alpha)
     medians = [(x, spread.median) for x, spread in spreads if spread.median is not None]
-    draw_edges(axes, medians, style.width, style.median_color)
+    _draw_edges(axes, medians, style.width, style.median_color)
     # The top edge is drawn separately and last: the bar of a layer with equal values has no height.
-    draw_edges(axes, [(x, high) for x, _, high in bars], style.width, style.color)
+    _draw_edges(axes, [(x, high) for x, _, high in bars], style.width, style.color)
     return Patch(color=style.color, alpha=style.alpha or 1, label=style.name)
 
 
-def fill_bars(
+def _fill_bars(
     axes: Axes, bars: Sequence[tuple[int, float, float]], *, width: float, color: str, alpha: float = 1.0
 ) -> None:
     """Draw bars at (place, bottom, top), as one collection, since matplotlib is slow with many single bars."""
@@ -202,14 +202,14 @@ def fill_bars(
     axes.add_collection(collection, autolim=False)
 
 
-def draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, color: str) -> None:
+def _draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, color: str) -> None:
     """Draw short horizontal lines, one at each place."""
     starts, stops = [x - width / 2 for x, _ in places], [x + width / 2 for x, _ in places]
     lines = axes.hlines([y for _, y in places], starts, stops, color=color, linewidth=1.2, zorder=3)
     lines.set_rasterized(len(places) > MAX_VECTORS)
 
 
-def mark_nonfinite(axes: Axes, places: Sequence[int], height: float, label: str) -> list[Artist]:
+def _mark_nonfinite(axes: Axes, places: Sequence[int], height: float, label: str) -> list[Artist]:
     """Mark layers with non-finite outputs, at a height that is a share of the panel's; return the marks, if any."""
     if not places:
         return []

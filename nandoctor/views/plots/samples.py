@@ -31,9 +31,9 @@ _BLANK, _FINITE, _ROOM, _CLOSE, _NEAR, _NONFINITE = range(6)
 _CLASSES = (
     ("not counted by sample", "#FFFFFF"),
     ("finite", "#F0F0F0"),
-    (f"more than {ROOM_BITS:.0f} bits of room", "#D3EAF8"),
-    (f"{NEAR_BITS:.0f} to {ROOM_BITS:.0f} bits of room", SKY),
-    ("within a factor of two of the limit", ORANGE),
+    (f"more than {ROOM_BITS:.0f} doublings below the limit", "#D3EAF8"),
+    (f"{NEAR_BITS:.0f} to {ROOM_BITS:.0f} doublings below it", SKY),
+    ("less than one doubling below it", ORANGE),
     ("non-finite", NONFINITE_COLOR),
 )
 """Label and colour of each class."""
@@ -58,6 +58,9 @@ def draw_samples(report: Report) -> Figure:
     low = report.runs.autocast.dtype
     under = describe_run(report.runs.autocast.policy, low)
     columns = [_classify(pair.autocast, num_samples, low) for pair in layers.pairs]
+    if layers.first_nonfinite is not None and layers.elements is not None:
+        for sample in set(layers.elements.samples or ()) & set(range(num_samples)):
+            columns[layers.first_nonfinite][sample] = _NONFINITE
     image = np.array(columns).T
     cut = f", the first {MAX_SAMPLES} samples" if num_samples == MAX_SAMPLES else ""
     return draw_by_layer(
@@ -104,6 +107,8 @@ def _write_finding(layers: Layers, image: NDArray[np.int64], under: str) -> str:
     nonfinite = np.flatnonzero(nonfinite_places.any(axis=1)).tolist()
     near = np.flatnonzero((image == _NEAR).any(axis=1) & ~nonfinite_places.any(axis=1)).tolist()
     close = f"; near the limit: {samples_text(near, len(image))}" if near else ""
+    if not nonfinite and layers.first_nonfinite is not None:
+        return f"Which samples are non-finite was not counted{close}."
     if not nonfinite:
         return f"No sample goes non-finite {under}{close}."
     start = layers.pairs[int(np.argmax(nonfinite_places.any(axis=0)))].label
