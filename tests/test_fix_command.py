@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -221,14 +220,12 @@ def test_a_replay_that_dies_undoes_the_change(find, workplace, monkeypatch):
     assert (workplace / "net.py").read_text() == SICK
 
 
-@pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
-def test_a_signal_undoes_the_change(find, workplace, monkeypatch, ending, code):
+def test_ctrl_c_undoes_the_change(find, workplace, monkeypatch):
     def end(*_, **__):
         assert (workplace / "net.py").read_text() != SICK
-        signal.raise_signal(ending)
+        raise KeyboardInterrupt
 
     find(FIX)
     monkeypatch.setattr("subprocess.run", end)
-    assert run(*ARGUMENTS, "--write").exit_code == code
+    assert run(*ARGUMENTS, "--write").exit_code == 130
     assert (workplace / "net.py").read_text() == SICK
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -54,16 +54,6 @@ class _Verbs(click.Group):
     def get_command(self, _: click.Context, name: str) -> click.Command | None:
         return find_verb(name) if name in VERBS else None
 
-    def resolve_command(
-        self, context: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in VERBS:
-            from difflib import get_close_matches
-
-            if near := get_close_matches(args[0], VERBS, n=1):
-                context.fail(f"No such command {args[0]!r}. Did you mean {near[0]}?")
-        return super().resolve_command(context, args)
-
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, about) for name, (_module, about) in VERBS.items()])

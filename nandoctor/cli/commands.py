@@ -14,7 +14,6 @@ from nandoctor.cli.options import (
     GroupedCommand,
     check_replaceable,
     file_option,
-    force_option,
     settings_options,
 )
 from nandoctor.cli.shared import (
@@ -44,7 +43,6 @@ EXIT_NOT_REPRODUCED = 3
     ],
 )
 @click.argument("dump", type=DumpPath, is_eager=True)
-@force_option
 @file_option(
     "outputs", ENDINGS, "Also write .html (a page), .md (for an issue), .json, .png, .svg or .pdf.", multiple=True
 )
@@ -52,29 +50,21 @@ EXIT_NOT_REPRODUCED = 3
 @click.option(
     "--check", is_flag=True, help="For git bisect run: exit 0 fixed or healthy, 1 still fails, 125 cannot tell."
 )
-@click.option("--quiet", is_flag=True, help="Print one line: file:line: code: message.")
 @settings_options(*MODEL_AND_STEP, "statistics", "fixes")
-def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, quiet: bool, **options: Any) -> None:
+def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **options: Any) -> None:
     """Replay DUMP under CUDA's autocast and in fp32, name what makes the first NaN or Inf, and find a fix.
 
     Exit: 0 analysed, 1 an error, 2 wrong usage, 3 the saved NaN did not come back, or not all could be looked at.
     """
-    if as_json and quiet:
-        raise click.UsageError("--json goes with no --quiet.")
-    if check or (quiet and not outputs):
-        options["fixes"] = False  # neither an exit code nor one line has room for a fix
     if check:
         sys.exit(_check(dump, outputs, options, as_json=as_json))
-    display = ReplayDisplay(quiet=quiet, tells=not (quiet or as_json))
+    display = ReplayDisplay(tells=not as_json)
     with display.shown():  # importing torch alone takes a second
         from nandoctor.case import replay as replay_dump
-        from nandoctor.views.report import one_line
 
         opened, settings = load_dump(dump, options)
         report = replay_dump(opened, progress=display, **settings).report
-    if quiet:
-        click.echo(one_line(report))
-    elif not as_json:
+    if not as_json:
         print_report(report, told=display.told, has_page=any(path.suffix.lower() == ".html" for path in outputs))
     _write_all(report, outputs, as_json=as_json)
     if display.interrupted:
@@ -88,7 +78,7 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
     from nandoctor.case import check as verify_step
 
     with exit_code_answers(*outputs):
-        with opened_dump(dump, options, quiet=True) as (opened, settings):
+        with opened_dump(dump, {**options, "fixes": False}) as (opened, settings):
             verification, report = verify_step(opened, **settings)
         _write_all(report, outputs, as_json=as_json)
     if verification.exit_code == EXIT_CANNOT_TELL:
@@ -101,7 +91,6 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
     examples=["plot nan.pth --model train.py:make_model --kind samples", "plot report.json -o ranges.svg"],
 )
 @click.argument("source", metavar="DUMP|REPORT.json", type=DumpPath, is_eager=True)
-@force_option
 @file_option("file", PICTURE_ENDINGS, "Default: the source's name with .KIND.png, in the working directory.")
 @click.option("--kind", type=click.Choice(tuple(PLOTS)), default="ranges", show_default=True)
 @settings_options(*MODEL_AND_STEP)
@@ -165,7 +154,6 @@ def explain(code: str | None) -> None:
 
 @click.command(cls=GroupedCommand, examples=["repro nan.pth --model train.py:make_model -o repro.py"])
 @click.argument("dump", type=DumpPath, is_eager=True)
-@force_option
 @file_option("file", (".py",), "Write the script there instead of printing it.")
 @settings_options(*MODEL_AND_STEP)
 def repro(dump: Path, file: Path | None, **options: Any) -> None:

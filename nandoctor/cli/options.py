@@ -17,7 +17,6 @@ from nandoctor.views.save import check_ending, is_replaceable
 
 Verb = Callable[..., None]
 
-_FORCE = "nandoctor.force"
 MODEL_AND_STEP: tuple[OptionGroup, ...] = ("model", "step")
 
 _HEADINGS: dict[OptionGroup, str] = {
@@ -108,18 +107,8 @@ def _parse_argument(text: str) -> tuple[str, Any]:
         return name, value
 
 
-force_option = click.option(
-    "--force",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=lambda context, _, force: context.meta.update({_FORCE: force}),
-    help="Let -o overwrite a file that nandoctor did not write.",
-)
-
-
 def check_replaceable(file: Path) -> None:
-    """Refuse to overwrite a file that the verb reads or, unless --force is given, that nandoctor did not write."""
+    """Refuse to overwrite a file that the verb reads, or that nandoctor did not write."""
     context = click.get_current_context()
     for value in context.params.values():
         for path in value if isinstance(value, tuple) else (value,):
@@ -127,8 +116,8 @@ def check_replaceable(file: Path) -> None:
             read = Path(path.rpartition(":")[0]) if isinstance(path, str) and ".py:" in path else path
             if isinstance(read, Path) and read.exists() and file.exists() and read.samefile(file):
                 raise click.BadParameter(f"{file} is the file that is read.")
-    if not context.meta.get(_FORCE) and not is_replaceable(file):
-        raise click.BadParameter(f"{file} exists, and nandoctor did not write it: name another file, or add --force.")
+    if not is_replaceable(file):
+        raise click.BadParameter(f"{file} exists, and nandoctor did not write it: name another file, or remove it.")
 
 
 def file_option(name: str, endings: Sequence[str], about: str, *, multiple: bool = False) -> Callable[[Verb], Verb]:

@@ -59,10 +59,10 @@ class ReplayDisplay(Listener):
     """The display of a running replay: bars on standard error, the diagnosis on standard output once it is known.
 
     `told` is True once the diagnosis was printed; an interrupt of the search then gives the rest of the report. There
-    is no bar with `quiet`, or if standard error is not a terminal.
+    is no bar if standard error is not a terminal.
     """
 
-    def __init__(self, *, quiet: bool, tells: bool) -> None:
+    def __init__(self, *, tells: bool) -> None:
         from rich.console import Console
 
         from nandoctor.views.progress import ReplayBar
@@ -72,7 +72,7 @@ class ReplayDisplay(Listener):
         self._tells = tells
         self._output = console(_own_output())
         errors = Console(stderr=True)
-        self._bar = ReplayBar(errors, shown=errors.is_terminal and not errors.is_dumb_terminal and not quiet)
+        self._bar = ReplayBar(errors, shown=errors.is_terminal and not errors.is_dumb_terminal)
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
         """Move the bar of the diagnosis."""
@@ -143,9 +143,9 @@ def _pointing(descriptor: int, target: int) -> Iterator[None]:
 
 
 @contextmanager
-def opened_dump(path: Path, options: dict[str, Any], *, quiet: bool = False) -> Iterator[tuple[Dump, dict[str, Any]]]:
+def opened_dump(path: Path, options: dict[str, Any]) -> Iterator[tuple[Dump, dict[str, Any]]]:
     """Yield the dump and the keywords of its replay: its settings, and a bar on standard error, if it is a terminal."""
-    with ReplayDisplay(quiet=quiet, tells=False).shown() as display:
+    with ReplayDisplay(tells=False).shown() as display:
         dump, settings = load_dump(path, options)
         yield dump, {**settings, "progress": display}
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,35 +161,16 @@ def _write(files: Sequence[PatchedFile], case: Case, arguments: Sequence[str]) -
     """Write the files, and replay the step in a new process; restore the files unless the step passes."""
     from nandoctor.working_tree import restore_files, write_files
 
-    with _signals_raised():
-        write_files(files)
-        passes = False
-        try:
-            told = [text for file in files for text in ("--changed", str(file.path))]
-            verification = _verify_afresh([*told, *arguments], case.report.dump.path)
-            passes = verification.exit_code == 0
-        finally:
-            if not passes:
-                restore_files(files)
-    return verification
-
-
-@contextmanager
-def _signals_raised() -> Iterator[None]:
-    """Make SIGTERM (of `timeout`, of a scheduler) and SIGHUP raise SystemExit, so that `finally` blocks run."""
-
-    def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    ending = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
-    taken = [number for number in ending if signal.getsignal(number) is signal.SIG_DFL]  # not what nohup ignores
-    for number in taken:
-        signal.signal(number, leave)
+    write_files(files)
+    passes = False
     try:
-        yield
+        told = [text for file in files for text in ("--changed", str(file.path))]
+        verification = _verify_afresh([*told, *arguments], case.report.dump.path)
+        passes = verification.exit_code == 0
     finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+        if not passes:
+            restore_files(files)
+    return verification
 
 
 def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:

@@ -34,20 +34,20 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def open(self, *, force: bool = False) -> None:
+    def open(self) -> None:
         """Create the folder, or reuse one that a triage created.
 
         Raises:
-            NanDoctorError: it holds other files and `force` is not set, or it cannot be created.
+            NanDoctorError: it holds other files, or it cannot be created.
         """
         written = [self.folder / name for name in (PAGE, LINES)]
         known = (self.folder / _RESULTS).is_dir() and all(map(is_replaceable, written))
         if self.folder.exists() and not self.folder.is_dir():
             raise NanDoctorError(f"{self.folder} is a file.", remedy="Name another folder with -o.")
-        if self.folder.is_dir() and any(self.folder.iterdir()) and not (known or force):
+        if self.folder.is_dir() and any(self.folder.iterdir()) and not known:
             raise NanDoctorError(
                 f"{self.folder} holds files that nandoctor triage did not write.",
-                remedy="Name another folder with -o, or add --force.",
+                remedy="Name another folder with -o.",
             )
         try:
             for name in (_RESULTS, _REPORTS):

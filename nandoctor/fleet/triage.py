@@ -48,7 +48,6 @@ class TriageOptions:
         jobs: number of processes; None to choose it by cores and memory.
         timeout_s: seconds that a file may take; None for no limit.
         retry: try again files that could not be analysed.
-        force: use a folder that holds other files.
     """
 
     folder: Path = Path("nandoctor-triage")
@@ -58,7 +57,6 @@ class TriageOptions:
     jobs: int | None = None
     timeout_s: float | None = 1800.0
     retry: bool = False
-    force: bool = False
 
 
 class InterruptedTriageError(NanDoctorError):
@@ -129,7 +127,7 @@ def triage(
     run = _TriageRun(options, find_dumps(patterns), progress)
     if options.jobs is not None and options.jobs < 1:
         raise NanDoctorError("There must be at least one worker.", remedy="Give --jobs 1 or more.")
-    run.store.open(force=options.force)
+    run.store.open()
     try:
         with open_workers(executor=options.executor, jobs=options.jobs, scheduler=options.scheduler) as workers:
             run.workers = workers

@@ -85,15 +85,14 @@ class Cell:
 class Column:
     """A column of a table.
 
-    If a window is too narrow for the table, `short` replaces heading and cells; then cells are cut in the middle, down
-    to `least` letters (None: never); then columns are left out, those with the largest `spare` first (0: never).
+    If a window is too narrow for the table, cells are cut in the middle, down to `least` letters (None: never); then
+    columns are left out, those with the largest `spare` first (0: never).
     """
 
     heading: str
     cells: Sequence[str | Cell]
     _: KW_ONLY
     right: bool = False
-    short: tuple[str, Sequence[str]] | None = None
     least: int | None = None
     spare: int = 0
 

@@ -10,7 +10,7 @@ from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import LOSS, describe_run
 from nandoctor.source_files import PACKAGE_FOLDERS
-from nandoctor.text import kinds_text, nonfinite_part, ordinal, printable, samples_text
+from nandoctor.text import kinds_text, nonfinite_part, ordinal, samples_text
 from nandoctor.views.blocks import Block, Excerpt, Fact, Facts, Headline, Level, Plot, Section
 from nandoctor.views.commands import command_for, next_facts
 from nandoctor.views.evidence import (
@@ -186,13 +186,3 @@ def _evidence_of_page(report: Report) -> Section | None:
 def _plot(kind: str, report: Report) -> Plot:
     command = command_for("plot", report, f"--kind {kind}")
     return Plot(kind, report, f"{kind}: {command or 'on the page (report.html)'}")
-
-
-def one_line(report: Report) -> str:
-    """Return one line as compilers print them: "train.py:45: eps-underflow: 1e-8 rounds to 0 in fp16, ...".
-
-    It starts with the dump if no line is to blame.
-    """
-    where = report.dump.path if report.excerpt is None else f"{report.excerpt.path}:{report.excerpt.line}"
-    code = report.cause.code if report.cause is not None else report.verdict
-    return printable(f"{where}: {code}: {report.headline}")

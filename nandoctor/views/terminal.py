@@ -188,8 +188,6 @@ def _row(cells: Sequence[str | Cell], columns: Sequence[Column], widths: Sequenc
 def _fit(columns: Sequence[Column], window: int) -> tuple[list[Column], list[int]]:
     """Return the columns to show and their widths."""
     shown = list(columns)
-    if _excess(list(map(_width, shown)), window) > 0:
-        shown = [replace(it, heading=it.short[0], cells=it.short[1]) if it.short else it for it in shown]
     while _excess(list(map(_least_width, shown)), window) > 0 and any(column.spare for column in shown):
         shown.remove(max(shown, key=lambda column: column.spare))
     widths = list(map(_width, shown))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nandoctor.evidence.codec import to_plain
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
-from nandoctor.text import brief, file_line, join_first, plural, relative_path
+from nandoctor.text import brief, join_first, plural, relative_path
 from nandoctor.views.blocks import Block, Column, Fact, Facts, Headline, Level, Section, Table, Text
 from nandoctor.views.save import MARK
 from nandoctor.views.verdicts import MEANINGS
@@ -80,16 +80,10 @@ def _describe_steps(group: Group) -> str:
 
 def _table(groups: Sequence[Group]) -> Table:
     """Return the columns that have content; in a narrow window the last ones are only on the page."""
-    places = [group.place for group in groups]
     columns = (
         Column("dumps", [f"{len(group.paths):,}" for group in groups], right=True),
         Column("cause", [group.cause or group.verdict for group in groups], least=_CAUSE_WIDTH),
-        Column(
-            "place",
-            [_describe_place(place) for place in places],
-            short=("place", [file_line(it.file, it.line) if it.file else _describe_place(it) for it in places]),
-            least=_MIN_PLACE_WIDTH,
-        ),
+        Column("place", [_describe_place(group.place) for group in groups], least=_MIN_PLACE_WIDTH),
         Column("steps", [_describe_steps(group) for group in groups], right=True, spare=2),
         Column("ranks", [_listed(group.ranks) for group in groups], spare=3),
         Column("folds", [_listed(group.folds) for group in groups], spare=4),

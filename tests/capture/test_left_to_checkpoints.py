@@ -80,7 +80,7 @@ def test_the_logged_command_replays_the_step(train, capsys):
     assert report.cause.code == "invalid-domain"
     assert any("step1.pt; the dump has none to compare them with" in note for note in report.notes)
     with pytest.raises(SystemExit) as ended:
-        main(["replay", path, "--weights", "step1.pt", "--no-fixes", "--quiet"])
+        main(["replay", path, "--weights", "step1.pt", "--no-fixes"])
     assert ended.value.code in (0, None)
 
 

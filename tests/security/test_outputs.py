@@ -53,7 +53,7 @@ def run(*arguments):
 
 def test_a_script_goes_into_a_py_file_alone(folder):
     before = Path("sick.pth").read_bytes()
-    result = run("repro", "sick.pth", "--model", "train.py:Net", "-o", "sick.pth", "--force")
+    result = run("repro", "sick.pth", "--model", "train.py:Net", "-o", "sick.pth")
     assert (result.exit_code, Path("sick.pth").read_bytes()) == (2, before)
     assert "unknown ending; use .py." in result.stderr
 
@@ -65,16 +65,10 @@ def test_a_file_of_somebody_else_stays(folder):
         Path(name).write_text("mine")
         result = run("replay", "-o", name, *REPLAY[1:])
         assert (result.exit_code, Path(name).read_text()) == (2, "mine")
-        assert "did not write it: name another file, or add --force" in " ".join(result.stderr.split())
+        assert "did not write it: name another file, or remove it" in " ".join(result.stderr.split())
         Path(name).unlink()
     assert run(*REPLAY, *(word for name in names for word in ("-o", name))).exit_code == 0
     assert [name for name in names if not is_replaceable(Path(name))] == []
-
-
-def test_a_file_of_ones_own_is_replaced(folder):
-    Path("report.json").write_text("mine")
-    assert run(*REPLAY, "-o", "report.json", "--force").exit_code == 0
-    assert run(*REPLAY, "-o", "report.json").exit_code == 0  # it is nandoctor's own now
 
 
 def test_a_plot_does_not_replace_what_it_is_drawn_from(folder):
@@ -82,7 +76,7 @@ def test_a_plot_does_not_replace_what_it_is_drawn_from(folder):
     shutil.copy("report.json", "ranges.png")
     Path("link.json").symlink_to("ranges.png")
     before = Path("ranges.png").read_bytes()
-    result = run("plot", "-o", "ranges.png", "link.json", "--force")
+    result = run("plot", "-o", "ranges.png", "link.json")
     assert (result.exit_code, Path("ranges.png").read_bytes()) == (2, before)
     assert "is the file that is read" in result.stderr
 
@@ -112,7 +106,6 @@ VERBS = {
     "explain": (1, ["explain"]),
     "--version": (1, ["--version"]),
     "replay --json": (1, [*REPLAY, "--json"]),
-    "replay --quiet": (1, [*REPLAY, "--quiet"]),
     "fix": (1, ["fix", *REPLAY[1:4]]),
     "repro": (1, ["repro", *REPLAY[1:4]]),
     "triage": (1, ["triage", *REPLAY[1:], "--jobs", "1"]),

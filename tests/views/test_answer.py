@@ -8,7 +8,7 @@ import factory
 import pytest
 
 from nandoctor.views.excerpt import excerpt_lines
-from nandoctor.views.report import answer_section, describe_verdict, one_line
+from nandoctor.views.report import answer_section, describe_verdict
 
 
 def answer(report):
@@ -110,16 +110,3 @@ def test_without_columns_the_line_alone_is_marked(excerpt):
 )
 def test_the_verdict_names_the_formats(make, text):
     assert describe_verdict(make()) == text
-
-
-def test_the_line_stands_before_the_code_and_the_message():
-    assert one_line(factory.fixable()) == (
-        "net.py:45: eps-underflow: 1e-8 rounds to 0 in fp16, so MultiheadAttention divides 0 by 0"
-    )
-    assert one_line(factory.healthy()).startswith("NaN.pth: healthy: The output is finite")
-
-
-def test_no_name_can_begin_another_command():
-    made = factory.fixable()
-    hostile = replace(made, headline="a\n::error::b%", excerpt=replace(made.excerpt, path="x,line=1:\n::y"))
-    assert len(one_line(hostile).splitlines()) == 1
