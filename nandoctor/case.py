@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any, Unpack
 from nandoctor.diagnosis.run_summary import tabulate
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import read_dump
-from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin, Report
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.evidence.verification import Verification
 from nandoctor.pipeline import add_fixes, replay_dump
 from nandoctor.replaying.model_loading import ModelSource
 from nandoctor.replaying.progress import Listener, Progress, listener_of
-from nandoctor.replaying.settings import ReplayOptions, Settings, StepOptions, anchor, override, settings_for
+from nandoctor.replaying.settings import ReplayOptions, Settings, StepOptions, anchor, settings_for
 from nandoctor.replaying.weights import take_weights
 from nandoctor.repro_scripts.build import make_script
 from nandoctor.source_files import find_typed
-from nandoctor.verification import Before, tell_if_changed, verify_dump
+from nandoctor.verification import tell_if_changed, verify_dump
 from nandoctor.views.commands import command_arguments
 from nandoctor.views.save import save
 
@@ -82,8 +81,7 @@ def replay(
         if found.report.verdict == "not-reproduced":
             found = dataclasses.replace(found, report=tell_if_changed(found, dump, settings))
         listener.tell(found.report)
-        report = add_fixes(found, settings)
-        return Case(report, _Replayed(dump=dump, model=model, settings=settings))
+        return Case(add_fixes(found, settings))
     finally:
         listener.close()
 
@@ -132,25 +130,22 @@ def verify(
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
     dump, settings = _read(dump, options)
-    return verify_dump(dump, anchor(model), settings, changed=_as_paths(changed), progress=progress)[0]
+    files = changed if isinstance(changed, bool) else [Path(file) for file in changed]
+    return verify_dump(dump, anchor(model), settings, changed=files, progress=progress)[0]
 
 
 def check(
     dump: Dump,
     *,
     changed: Sequence[Path] = (),
-    before: Before = "unknown",
+    proved: bool = False,
     progress: Progress = lambda *_: None,
     **options: Any,
 ) -> tuple[Verification, Report]:
     """Return the verification of a dump and the report of its replay; `options` are those of `replay`, plus `model`."""
     model = anchor(options.pop("model", None))
     dump, settings = _read(dump, options)
-    return verify_dump(dump, model, settings, changed=changed, before=before, progress=progress)
-
-
-def _as_paths(changed: bool | Sequence[str | os.PathLike[str]]) -> bool | Sequence[Path]:
-    return changed if isinstance(changed, bool) else [Path(file) for file in changed]
+    return verify_dump(dump, model, settings, changed=changed, proved=proved, progress=progress)
 
 
 def repro(
@@ -186,21 +181,11 @@ def _read(dump: Dump | str | os.PathLike[str], options: Mapping[str, Any]) -> tu
     return take_weights(dump, settings), settings
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Replayed:
-    """The arguments of a replay, for running it again."""
-
-    dump: Dump
-    model: ModelSource | None
-    settings: Settings
-
-
 class Case:
     """A replayed dump: its `report`, and ways to look at it. A notebook shows it as a card."""
 
-    def __init__(self, report: Report, asked: _Replayed | None = None) -> None:
+    def __init__(self, report: Report) -> None:
         self.report = report
-        self._asked = asked
         if "IPython" in sys.modules:
             from nandoctor.views.notebook import show_records
 
@@ -258,33 +243,6 @@ class Case:
         from nandoctor.views.plots.kinds import draw
 
         return draw(self.report, kind)
-
-    def verify(
-        self, model: ModelSource | None = None, *, changed: bool | Sequence[str | os.PathLike[str]] = ()
-    ) -> Verification:
-        """Replay the step again after a change of the code, in the mode and with the seed in which it failed.
-
-        Args:
-            model: stands in for the one that was replayed. Give it after an edit: a live Module is not read anew from
-                its file, and a class keeps the code that it was imported with.
-            changed: files that have changed since the failure, or True for "the code has", where the dump cannot tell.
-
-        Returns:
-            The answer, as of `nandoctor.verify`.
-
-        Raises:
-            NanDoctorError: the case was made without a dump, or as `verify` does.
-        """
-        if self._asked is None:
-            raise NanDoctorError("This case holds a report alone.", remedy="Call nandoctor.verify(DUMP, model).")
-        asked, settings, runs = self._asked, self._asked.settings, self.report.runs
-        failed = self.verdict not in NOTHING_FOUND and runs is not None
-        if failed and runs is not None:
-            mode = "train" if runs.autocast.training else "eval"
-            settings = override(settings, {"mode": mode, "seed": runs.autocast.seed})
-        known = _as_paths(changed) or (failed and model is not None)
-        source = anchor(model or asked.model)
-        return verify_dump(asked.dump, source, settings, changed=known, before="failed" if failed else "unknown")[0]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report to a file.

@@ -48,9 +48,5 @@ class UnsupportedTorchError(NanDoctorError):
     """The installed torch lacks a private API that nandoctor needs."""
 
 
-class ReportError(NanDoctorError):
-    """A saved report cannot be read."""
-
-
 class NonFiniteTrainingError(NanDoctorError):
     """A `Recorder` stopped the training: too many of the last steps were non-finite."""

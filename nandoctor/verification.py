@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from nandoctor.changes.setting import SetLossScale
 from nandoctor.diagnosis.run_summary import WRONG
@@ -40,10 +39,6 @@ from nandoctor.views.verification import describe_changes
 
 Changed = bool | Sequence[Path]
 """Files that were changed; True for files that are not named."""
-Before = Literal["unknown", "failed", "proved"]
-"""What is known of before the change: the unchanged code "failed" in this mode and with these random numbers; and a
-search has "proved" the change on the step, in its very text."""
-
 _PASSES = ("healthy", "not-reproduced")
 _SAYS_WHAT_FAILED = {
     "loss": "the loss was non-finite",
@@ -59,6 +54,7 @@ _NEEDED = ("state_dict", "input", "batch", "the weights of the step")
 class _Query:
     """A request: the dump, how to replay it, and what the caller knows.
 
+    `proved`: a search has proved the change on the step in this mode and with these random numbers.
     `other_mode_differs`: the step passes in train mode, but fails in eval mode because of running statistics in the
     file.
     """
@@ -66,13 +62,8 @@ class _Query:
     dump: Dump
     settings: Settings
     changed: Changed = ()
-    before: Before = "unknown"
+    proved: bool = False
     other_mode_differs: bool = False
-
-    @property
-    def has_failed(self) -> bool:
-        """True if the unchanged code was seen to fail in this mode and with these random numbers."""
-        return self.before != "unknown"
 
 
 def verify_dump(
@@ -81,20 +72,20 @@ def verify_dump(
     settings: Settings,
     *,
     changed: Changed = (),
-    before: Before = "unknown",
+    proved: bool = False,
     progress: Progress = lambda *_: None,
 ) -> tuple[Verification, Report]:
     """Replay the step under the current code; return whether it has been fixed, and the report of the replay.
 
-    `changed` are files that the caller says were changed, for a dump that cannot tell; or True. `before` is what the
-    caller has seen.
+    `changed` are files that the caller says were changed, for a dump that cannot tell; or True. `proved` says that a
+    search has proved the change on the step, in its very text.
 
     Raises:
         NanDoctorError: the step cannot be replayed.
     """
     settings = replace(settings, fixes=False)
     found = replay_dump(dump, model, settings, progress=progress)
-    query = _Query(dump=dump, settings=settings, changed=changed, before=before)
+    query = _Query(dump=dump, settings=settings, changed=changed, proved=proved)
     if _fails_by_running_statistics(found.report) and _guessed_mode(dump, settings):
         trained = replay_dump(dump, model, replace(settings, mode="train"), progress=progress)
         if trained.report.verdict in _PASSES:
@@ -162,7 +153,7 @@ def _conclude(found: Diagnosed, query: _Query) -> Verification:
         modes = (attempt.training for attempt in report.reproduction.attempts)
         blank = replace(blank, run=mode_text(step.seed, *modes))
     measured, failures = blank, list[str]()
-    if query.before != "proved":
+    if not query.proved:
         measured = _measure(blank, step, query, random=found.random)
         failures = list(_describe_failures(measured))
     measured = replace(measured, notes=tuple(_notes(measured, query, found.report.dump, step)))
@@ -254,17 +245,17 @@ def _doubts(measured: Verification, found: Diagnosed, query: _Query) -> Iterator
     for text in query.dump.missing if query.dump.is_recorded else ():
         if text.startswith(_NEEDED):
             yield f"The recorder could not keep {text}."
-    if query.dump.other_weights and not query.has_failed:
+    if query.dump.other_weights and not query.proved:
         yield "The weights are not known to be those of the failing step, which may still fail with its own."
     if _draws_others(found, query):
         yield "The step draws random numbers, and the state of the generator that it drew from is not here."
     graded = found.report.reproduction
-    if not query.has_failed and not found.random and (graded.max_rel_err or 0.0) > WRONG:
+    if not query.proved and not found.random and (graded.max_rel_err or 0.0) > WRONG:
         yield (
             f"The finite values of the saved {graded.output} are up to {percent(graded.max_rel_err)} off in the "
             "replay: the change alters them, or something of the failing step is missing from the file."
         )
-    if measured.failure is None or query.has_failed or code.changed:
+    if measured.failure is None or query.proved or code.changed:
         return
     files = join_first(list(code.compared), 3)
     if code.basis == "hash":
@@ -279,7 +270,7 @@ def _draws_others(found: Diagnosed, query: _Query) -> bool:
     """Return True if the step draws random numbers, and the replay may draw others than the failing step did."""
     step, autocast = found.step, query.dump.recorded.autocast
     assert step is not None
-    if not found.random or query.settings.seed is not None or query.has_failed:
+    if not found.random or query.settings.seed is not None or query.proved:
         return False
     elsewhere = autocast is not None and autocast.device != step.device.type
     return elsewhere or step.seed is not None or not step.rng_states

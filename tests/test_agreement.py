@@ -100,7 +100,7 @@ def test_a_verified_fix_is_fixed_once_it_is_written(project, code):
     for fix in [fix for fix in written if fix.verified][:2]:
         before = write_fix(project, fix)
         told = [project / "net.py"]
-        made, _ = check(nandoctor.load("dump.pth"), model="net.py:Net", changed=told, before="proved", **runs)
+        made, _ = check(nandoctor.load("dump.pth"), model="net.py:Net", changed=told, proved=True, **runs)
         (project / "net.py").write_text(before)
         assert made.outcome == "fixed", (fix.title, made.headline)
 

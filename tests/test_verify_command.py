@@ -1,4 +1,4 @@
-"""Whether a failing step passes now: `nandoctor verify`, `replay --check`, `Case.verify`."""
+"""Whether a failing step passes now: `nandoctor verify`, `replay --check`, `nandoctor.verify`."""
 
 from __future__ import annotations
 
@@ -290,16 +290,6 @@ def test_json_is_the_whole_verification(project):
         assert (plain["schema"], result.exit_code) == ("nandoctor.verification/4", code)
         edit(project)
     assert plain["code"]["changes"] == [{"file": "net.py", "known_by": "hash"}]
-
-
-def test_a_case_verifies_what_it_saw_fail(project):
-    dump = write_dump(project, "Dropping")
-    case = nandoctor.replay(dump, "net.py:Dropping", fixes=False)
-    assert case.finite is False
-    assert case.verify().outcome == "still-fails"
-    edit(project)
-    assert case.verify().outcome == "fixed"
-    assert nandoctor.replay(dump, "net.py:Dropping").finite
 
 
 def test_a_step_that_nothing_says_has_failed_passes(project):

@@ -20,7 +20,7 @@ VERBS = {
     "explain": ("commands", "Explain what a cause is, why it happens and how it is fixed."),
     "fix": ("verify", "Print the smallest verified change as a diff, or write it."),
     "inspect": ("commands", "Show what is in DUMP, without running any code of it."),
-    "plot": ("commands", "Plot a dump, which is replayed, or a saved report."),
+    "plot": ("commands", "Replay DUMP, and plot its layers."),
     "replay": ("commands", "Replay DUMP, name the first non-finite layer, and find a fix."),
     "repro": ("commands", "Write a script with the smallest tensors that still fail."),
     "triage": ("triage", "Replay many dumps in parallel, and group them by cause and place."),

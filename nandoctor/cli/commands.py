@@ -88,40 +88,31 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
 
 @click.command(
     cls=GroupedCommand,
-    examples=["plot nan.pth --model train.py:make_model --kind samples", "plot report.json -o ranges.svg"],
+    examples=[
+        "plot nan.pth --model train.py:make_model --kind samples",
+        "plot nan.pth --model train.py:make_model -o ranges.svg",
+    ],
 )
-@click.argument("source", metavar="DUMP|REPORT.json", type=DumpPath, is_eager=True)
-@file_option("file", PICTURE_ENDINGS, "Default: the source's name with .KIND.png, in the working directory.")
+@click.argument("dump", type=DumpPath, is_eager=True)
+@file_option("file", PICTURE_ENDINGS, "Default: the dump's name with .KIND.png, in the working directory.")
 @click.option("--kind", type=click.Choice(tuple(PLOTS)), default="ranges", show_default=True)
 @settings_options(*MODEL_AND_STEP)
-def plot(source: Path, file: Path | None, kind: str, **options: Any) -> None:
-    """Plot a dump, which is replayed, or a saved report, which needs neither model nor torch."""
+def plot(dump: Path, file: Path | None, kind: str, **options: Any) -> None:
+    """Replay DUMP, and plot its layers."""
     from nandoctor.views.plots.figures import save_figure
     from nandoctor.views.plots.kinds import draw
 
     if PLOTS[kind].per_sample:
         options["per_sample"] = True
     if file is None:
-        file = Path(f"{source.stem}.{kind}.png")
+        file = Path(f"{dump.stem}.{kind}.png")
         check_replaceable(file)
-    save_figure(draw(_read_or_replay(source, options), kind), file)
-    tell(f"Wrote {file}")
-
-
-def _read_or_replay(source: Path, options: dict[str, Any]) -> Report:
-    """Return the saved report if the file ends in .json, else replay the dump."""
-    if source.suffix.lower() == ".json":
-        from nandoctor.replaying.settings import OPTIONS
-        from nandoctor.views.jsonfile import read_report
-
-        flags = [OPTIONS[name].flag for name, value in options.items() if value is not None and name != "per_sample"]
-        if flags:
-            raise click.UsageError(f"{flags[0]} needs a dump: nothing else is replayed.")
-        return read_report(source)
-    with opened_dump(source, {**options, "fixes": False}) as (opened, settings):
+    with opened_dump(dump, {**options, "fixes": False}) as (opened, settings):
         from nandoctor.case import replay
 
-        return replay(opened, **settings).report
+        report = replay(opened, **settings).report
+    save_figure(draw(report, kind), file)
+    tell(f"Wrote {file}")
 
 
 plot.epilog = "\b\n" + "\n".join(f"{kind:<11} {about.shows}" for kind, about in PLOTS.items())

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from nandoctor.evidence.edits import SourcePatch
     from nandoctor.evidence.report import Fix
     from nandoctor.evidence.verification import FixChoice, Verification
-    from nandoctor.verification import Before
     from nandoctor.working_tree import PatchedFile
 
 EXIT_NOTHING_FAILED = 3
@@ -58,8 +57,7 @@ def _verify(dump: Path, options: dict[str, Any]) -> Verification:
 
     try:
         with opened_dump(dump, options) as (opened, settings):
-            before: Before = "proved" if settings.pop("written_fix") else "unknown"
-            return check(opened, before=before, **settings)[0]
+            return check(opened, proved=settings.pop("written_fix"), **settings)[0]
     except NanDoctorError as error:
         return cannot_tell(str(dump), error.message, tuple(error.remedy.split("\n")))
     except Exception as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nandoctor.evidence.codec import to_plain
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
-from nandoctor.text import brief, join_first, plural, relative_path
+from nandoctor.text import brief, file_line, join_first, plural, relative_path
 from nandoctor.views.blocks import Block, Column, Fact, Facts, Headline, Level, Section, Table, Text
 from nandoctor.views.save import MARK
 from nandoctor.views.verdicts import MEANINGS
@@ -70,6 +70,11 @@ def _describe_place(place: CodePlace) -> str:
     return f"{relative_path(place.file)}:{place.line} {place.type}".strip()
 
 
+def _name_line(place: CodePlace) -> str:
+    """Return the line by its file's own name, "norm.py:45": a table has no room for the path."""
+    return file_line(place.file, place.line) if place.file else _describe_place(place)
+
+
 def _describe_steps(group: Group) -> str:
     """Return the first and the last step: "12-9,120"."""
     if group.steps is None:
@@ -83,7 +88,7 @@ def _table(groups: Sequence[Group]) -> Table:
     columns = (
         Column("dumps", [f"{len(group.paths):,}" for group in groups], right=True),
         Column("cause", [group.cause or group.verdict for group in groups], least=_CAUSE_WIDTH),
-        Column("place", [_describe_place(group.place) for group in groups], least=_MIN_PLACE_WIDTH),
+        Column("place", [_name_line(group.place) for group in groups], least=_MIN_PLACE_WIDTH),
         Column("steps", [_describe_steps(group) for group in groups], right=True, spare=2),
         Column("ranks", [_listed(group.ranks) for group in groups], spare=3),
         Column("folds", [_listed(group.folds) for group in groups], spare=4),

@@ -15,9 +15,8 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
 from nandoctor.views.document import document
 from nandoctor.views.html import card_of, page_of
-from nandoctor.views.jsonfile import dumps, read_report
+from nandoctor.views.jsonfile import dumps
 from nandoctor.views.markdown import draw_markdown
-from nandoctor.views.report import one_line
 from nandoctor.views.save import ENDINGS, save
 from nandoctor.views.terminal import plain_text
 from nandoctor.views.triage import triage_lines
@@ -65,7 +64,6 @@ def shown(report):
     return {
         "screen": plain_text(document(report), width=80),
         "inspection": plain_text(document(report.dump), width=80),
-        "line": one_line(report),
         "markdown": draw_markdown(document(report, "page")),
         "page": factory.sketch_of(report),
         "card": card_of(report),
@@ -145,4 +143,3 @@ def test_a_name_does_no_harm_in_any_file(kind, tmp_path):
         assert written
         if ending not in (".png", ".pdf"):
             assert CONTROL.search(written.decode().replace("\t", "")) is None, ending
-    assert read_report(tmp_path / "report.json") == report
