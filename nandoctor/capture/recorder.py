@@ -64,8 +64,8 @@ class Recorder:
             do not fit, and the file says so.
         keep_optimizer: True to save the optimizer's state as well.
         on_save: called with (path, event) after each file.
-        undo_nbytes: copy the weights before each update if they have at most this many bytes (default: 1 GiB), so that
-            a step whose update spoils them can be saved.
+        undo_nbytes: copy the weights before each update, and before each forward what no optimizer writes, if these
+            have at most this many bytes (default: 1 GiB), so that a step is saved as it began.
         method: for integrations: the method of the model that is the step, if it is not forward.
         ambient: for integrations: returns the autocast context that `method` will run under.
         from_output: for integrations: True if the loss is in the model's output.
