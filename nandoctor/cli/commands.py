@@ -148,9 +148,9 @@ def explain(code: str | None) -> None:
 @file_option("file", (".py",), "Write the script there instead of printing it.")
 @settings_options(*MODEL_AND_STEP)
 def repro(dump: Path, file: Path | None, **options: Any) -> None:
-    """Write a script with the smallest tensors that still fail as DUMP does; it needs only torch.
+    """Write a script with the operation that fails in DUMP, and the smallest tensors that show it; it needs only torch.
 
-    Next to what fails it shows the nearest case that passes. It was run before it is given.
+    It also shows what fp32 gives. It was run before it is given.
     """
     with opened_dump(dump, options) as (opened, settings):
         from nandoctor.case import repro as make_repro
