@@ -18,7 +18,7 @@ from nandoctor.fixes.agreement import TOLERANCE, Result
 from nandoctor.fixes.variations import scaled
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
 from nandoctor.replaying.module_state import is_large
-from nandoctor.replaying.saved_arrays import is_flags
+from nandoctor.replaying.saved_outputs import is_flags
 from nandoctor.text import number, percent
 
 Tensors = Mapping[str, torch.Tensor]

@@ -16,8 +16,8 @@ from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Counterfactual, Fix
 from nandoctor.fixes.agreement import TOLERANCE
 from nandoctor.fixes.candidates import MAX_LEADS, distinct_leads
+from nandoctor.replaying.module_state import nonfinite_in
 from nandoctor.replaying.runner import FailingStep
-from nandoctor.replaying.weights import nonfinite_in
 from nandoctor.text import percent, plural, samples_text
 from nandoctor.torch_compat import is_running_norm
 

@@ -14,7 +14,7 @@ from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.errors import LossError, ModelError
 from nandoctor.replaying.module_state import is_large
 from nandoctor.replaying.runner import FailingStep, Watch
-from nandoctor.replaying.saved_arrays import is_flags
+from nandoctor.replaying.saved_outputs import is_flags
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 Batch = Mapping[str, torch.Tensor]

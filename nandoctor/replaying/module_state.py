@@ -10,7 +10,7 @@ draw what fp32 does, rounded. Dropout draws the same mask in every format.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -147,6 +147,20 @@ def list_nonfinite_state(model: nn.Module) -> dict[str, bool]:
     held = (*model.named_buffers(), *weights, *tensors_in(model, attributes=False))
     found = ((name, numbers_in(tensor)) for name, tensor in held if not tensor.is_meta and not all_finite(tensor))
     return {name: not bool((values < math.inf).all()) for name, values in found if values is not None}
+
+
+def nonfinite_in(
+    model: nn.Module, left_out: Callable[[torch.Tensor], bool] = lambda _: False
+) -> dict[str, torch.Tensor]:
+    """Return, by name, where a model's non-finite weights and buffers are -inf (1), and +inf or NaN (2).
+
+    Those that are `left_out` are not read.
+    """
+    named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
+    named = [(name, t) for name, t in named if not left_out(t)]
+    dense = [(name, t.detach()) for name, t in named if t.is_floating_point() and t.layout is torch.strided]
+    broken = [(name, t.cpu()) for name, t in dense if t.numel() and not t.is_meta and not all_finite(t)]
+    return {name: torch.where(t.isfinite(), 0, torch.where(t.isneginf(), 1, 2)) for name, t in broken}
 
 
 def tensors_in(model: nn.Module, *, attributes: bool) -> Iterator[tuple[str, torch.Tensor]]:

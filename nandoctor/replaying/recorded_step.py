@@ -1,38 +1,29 @@
-"""Run a step as the recorder saw it: with the same calls, modes, generator states and torch switches."""
+"""Make the calls that the recorder saw."""
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest.mock import MagicMock
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.dumps.packing import fill
-from nandoctor.dumps.recorded_format import Call, RandomStates, Recorded
+from nandoctor.dumps.recorded_format import Call, Recorded
 from nandoctor.dumps.trees import slots
 from nandoctor.errors import ModelError
-from nandoctor.process_wide import generators_kept, held, is_forked
 from nandoctor.replaying.input_binding import Binding, spell
+from nandoctor.replaying.starting_state import from_saved_states, restore_generators, restore_host_generators
 from nandoctor.torch_compat import unobserved
-from nandoctor.torch_switches import RECORDED, switched
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 Tensors = Mapping[str, torch.Tensor]
 
 _with_grad: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 """For each saved input that required a gradient, the tensor that the last call got for it."""
-
-_from_saved_states: ContextVar[bool] = ContextVar("from_saved_states", default=False)
-"""True in a run where each call starts from its generator states in the dump."""
 
 
 def bind_calls(recorded: Recorded, device: torch.device, missing: Sequence[str] = ()) -> Binding:
@@ -65,7 +56,7 @@ def bind_calls(recorded: Recorded, device: torch.device, missing: Sequence[str] 
 
 
 def _call(model: nn.Module, method: str, call: Call, tensors: Tensors, device: torch.device) -> Any:
-    if call.rng is not None and _from_saved_states.get():
+    if call.rng is not None and from_saved_states.get():
         restore_generators(call.rng.torch_states, device)
         restore_host_generators(call.rng)
     for name in call.with_grad:
@@ -87,15 +78,6 @@ def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().requires_grad_().clone()  # not a leaf: a model may write to its input in place
 
 
-def restore_generators(states: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Restore each saved state to the generator that it fits by size: the CPU's has thousands of bytes, CUDA's 16."""
-    for state in states:
-        if state.numel() == torch.get_rng_state().numel():
-            torch.set_rng_state(state)
-        elif device.type == "cuda" and state.numel() == torch.cuda.get_rng_state(device).numel():
-            torch.cuda.set_rng_state(state, device)
-
-
 def make_batch(recorded: Recorded, tensors: Tensors, device: torch.device) -> Any:
     """Return the training loop's batch or, if none was recorded, the arguments of the calls by name."""
     if recorded.batch is not None:
@@ -112,30 +94,6 @@ def own_loss(place: str) -> Callable[[Any, Any], torch.Tensor]:
         return value if value.dim() == 0 else value.mean()
 
     return loss
-
-
-def recorded_backends(recorded: Recorded, device: torch.device) -> AbstractContextManager[None]:
-    """Return a context with the recorded switches, if they were set for the kind of device that the replay is on."""
-    on_device = recorded.autocast is not None and recorded.autocast.device == device.type
-    values = recorded.backends if on_device else {}
-    return switched({name: values[name] for name in RECORDED if name in values and _is_possible(name, values[name])})
-
-
-def _is_possible(name: str, value: Any) -> bool:
-    """Return True if a switch can have this value; torch's warnings about others would quote the file."""
-    if name == "num_threads":  # a forked process has none of its parent's threads
-        return type(value) is int and 0 < value <= (1 if is_forked() else os.cpu_count() or 1)
-    if name == "float32_matmul_precision":
-        return type(value) is str and value in ("highest", "high", "medium")
-    return type(value) is bool
-
-
-def restore_host_generators(saved: RandomStates) -> None:
-    """Restore the saved states of numpy's and Python's generators."""
-    if saved.numpy is not None:
-        np.random.set_state(saved.numpy)
-    if saved.python is not None:
-        random.setstate(saved.python)
 
 
 def _entry_point(model: nn.Module, method: str) -> Callable[..., Any]:
@@ -170,59 +128,6 @@ def _watching(model: nn.Module, recorded: Recorded) -> Iterator[dict[str, Any]]:
             hook = module.register_forward_hook(lambda _, __, output, name=name: inside.update({name: output}))
             stack.callback(hook.remove)
         yield inside
-
-
-@contextmanager
-def in_mode(model: nn.Module, training: bool, recorded: Mapping[str, bool]) -> Iterator[None]:
-    """Put the model in train or eval mode; if that is the recorded mode, every module in its own recorded mode."""
-    with held(*((module, "training", module.training) for module in model.modules())):
-        model.train(training)
-        if recorded.get("") is training:
-            flags = {unwrapped_name(name): flag for name, flag in recorded.items()}
-            for name, module in model.named_modules():
-                module.training = flags.get(unwrapped_name(name), training)
-        yield
-
-
-@contextmanager
-def seeded(
-    seed: int | None, device: torch.device, states: Sequence[torch.Tensor], recorded: Recorded
-) -> Iterator[Callable[[], bool]]:
-    """Seed torch, numpy and Python, and restore all three after; yield a function that tells if torch drew numbers.
-
-    With a `seed` of None, start from the saved `states` of torch's generators and those in `recorded` of the others.
-    """
-    with generators_kept(device):
-        random.seed(seed or 0)
-        np.random.seed(seed or 0)
-        _seed_torch(seed or 0, device)
-        if seed is None:
-            restore_generators(states, device)
-            if recorded.rng is not None:
-                restore_host_generators(recorded.rng)
-        before = _generator_states(device)
-        token = _from_saved_states.set(seed is None)
-        try:
-            yield lambda: any(not torch.equal(a, b) for a, b in zip(before, _generator_states(device), strict=True))
-        finally:
-            _from_saved_states.reset(token)
-
-
-def _seed_torch(seed: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of `device`, the only ones that are restored after a run.
-
-    `torch.manual_seed` seeds every device; before CUDA is initialized it queues a call for each of them, with a
-    traceback that takes milliseconds.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-
-
-def _generator_states(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

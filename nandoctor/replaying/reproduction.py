@@ -22,7 +22,7 @@ from nandoctor.evidence.trace import Trace
 from nandoctor.machine import is_out_of_memory
 from nandoctor.replaying.module_state import list_nonfinite_state
 from nandoctor.replaying.runner import CLOSELY, MODULES_ONLY, FailingStep, Outcome, Watch
-from nandoctor.replaying.saved_arrays import SavedOutputs, are_round, is_finite_array
+from nandoctor.replaying.saved_outputs import SavedOutputs, are_round, is_finite_array
 from nandoctor.replaying.user_code import WRONG_CALL
 from nandoctor.text import are, brief, code, join_first
 from nandoctor.tracing.tensor_stats import all_finite

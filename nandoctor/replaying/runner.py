@@ -38,7 +38,7 @@ from nandoctor.replaying.module_state import (
 from nandoctor.replaying.printed_changes import changed_batch, printed_changes
 from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.project import Project
-from nandoctor.replaying.recorded_step import in_mode, recorded_backends, seeded
+from nandoctor.replaying.starting_state import in_mode, recorded_backends, seeded
 from nandoctor.torch_compat import plain_torch
 from nandoctor.tracing.dispatch_hook import classes_observed, is_unobserved, observer_registered
 from nandoctor.tracing.gradient_tracer import GradientTracer

@@ -16,12 +16,13 @@ from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Autocast
-from nandoctor.dumps.tensors import comparable_values, stored_values
+from nandoctor.dumps.tensors import stored_values
 from nandoctor.dumps.trees import Slot, slots
 from nandoctor.errors import DumpError
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
 from nandoctor.replaying.input_binding import required_names
 from nandoctor.replaying.recorded_step import make_batch
+from nandoctor.replaying.saved_outputs import SavedOutputs, are_round, is_finite_array
 from nandoctor.replaying.settings import Settings
 from nandoctor.tracing.tensor_stats import format_of
 from nandoctor.trees import walk
@@ -102,26 +103,6 @@ def describe_batch(batch: Any) -> str:
     return f"batch is a {type(batch).__name__}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedOutputs:
-    """The `names` of the arrays that are not inputs, and `graded`, the name and values of the one to compare with.
-
-    `field` is the user's name for the matching field of the model's output, or its exact place there if the recorder
-    noted it. `perhaps` are the arrays that nothing else claims, if no name shows which is the output: one counts as the
-    output only if the replay agrees with it.
-    """
-
-    names: tuple[str, ...]
-    graded: tuple[str, torch.Tensor] | None = None
-    field: str | None = None
-    perhaps: tuple[tuple[str, torch.Tensor], ...] = ()
-
-    @property
-    def array(self) -> torch.Tensor | None:
-        """The saved array to compare with; None if there is none, or only a single number."""
-        return self.graded[1] if self.graded is not None and self.graded[0] in self.names else None
-
-
 def find_outputs(
     dump: Dump, model: nn.Module, settings: Settings, functions: Collection[Callable[..., Any] | None]
 ) -> SavedOutputs:
@@ -194,12 +175,6 @@ def saved_outputs(
     return [name for name in unknown if not is_finite_array(arrays[name])]
 
 
-def is_finite_array(array: torch.Tensor) -> bool:
-    """Return True if all stored values are finite; integers always are."""
-    values = comparable_values(array)
-    return not values.is_floating_point() or bool(torch.isfinite(values).all())
-
-
 def _saved_number(dump: Dump) -> tuple[str, torch.Tensor] | None:
     """Return the name and value of a saved scalar output or loss, a non-finite one first; None if there is none."""
     if dump.is_recorded:
@@ -219,15 +194,8 @@ def _string_constants(function: Callable[..., Any] | None) -> Iterator[str]:
         waiting += [constant for constant in constants if isinstance(constant, CodeType)]
 
 
-def is_flags(array: torch.Tensor) -> bool:
-    """Return True if an array holds only zeros and ones."""
-    return bool(((array == 0) | (array == 1)).all())
-
-
 _ENOUGH = 8
 """This many distinct values that all fit a format show that they were computed in it."""
-_BITS_OF_ANY = 5
-"""bf16 has 8 significant bits; a value rounded to 8 bits fits 5 with a chance of one in eight."""
 
 
 def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None = None) -> tuple[Policy, ...]:
@@ -274,12 +242,6 @@ def _recorded_format(autocast: Autocast | None) -> FloatFormat | None:
     if autocast is None or not autocast.enabled or autocast.dtype not in ("float16", "bfloat16"):
         return None
     return FORMATS[autocast.dtype]
-
-
-def are_round(values: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the values that fit so few bits, as zeros and counts do, that they do not show their format."""
-    fractions: torch.Tensor = torch.frexp(values.double())[0]
-    return torch.eq((fractions * 2**_BITS_OF_ANY) % 1, 0)
 
 
 def _computed_in(saved: torch.Tensor) -> FloatFormat | None:

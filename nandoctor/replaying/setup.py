@@ -37,7 +37,7 @@ from nandoctor.replaying.input_binding import Binding, bind_inputs, find_binding
 from nandoctor.replaying.losses import bind_loss
 from nandoctor.replaying.memory import Unfilled, building_within, require_room
 from nandoctor.replaying.model_loading import ModelSource, build_model, find_attribute, load_state
-from nandoctor.replaying.module_state import LARGE_NBYTES
+from nandoctor.replaying.module_state import LARGE_NBYTES, nonfinite_in
 from nandoctor.replaying.progress import Listener
 from nandoctor.replaying.project import Project, arguments_of
 from nandoctor.replaying.recorded_step import bind_calls
@@ -45,7 +45,6 @@ from nandoctor.replaying.reproduction import Preparation
 from nandoctor.replaying.runner import FailingStep
 from nandoctor.replaying.saved_arrays import (
     SavedBatch,
-    SavedOutputs,
     choose_policies,
     find_outputs,
     names_read,
@@ -53,8 +52,9 @@ from nandoctor.replaying.saved_arrays import (
     weight_dtype,
     with_unclaimed,
 )
+from nandoctor.replaying.saved_outputs import SavedOutputs
 from nandoctor.replaying.settings import Settings
-from nandoctor.replaying.weights import add_casts, cast_weights, fit_state, nonfinite_in, registered_state
+from nandoctor.replaying.weights import add_casts, cast_weights, fit_state, registered_state
 from nandoctor.tracing.tensor_stats import format_of
 
 NUM_EXTRA_SEEDS = 3
@@ -149,7 +149,7 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
         )
         updater = find_optimizer(dump.recorded.updater, dump, (source, settings.loss), settings.directory)
     check_method(model, dump, settings)
-    built = nonfinite_in(model, unfilled) if registered else {}
+    built = nonfinite_in(model, unfilled.holds if unfilled else lambda _: False) if registered else {}
     notes = [*notes, *loss_notes]
     is_named = source is not None
     return _Code(

@@ -18,7 +18,6 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.parameter import is_lazy
 
 from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.dumps.classify import strip_wrappers
@@ -28,7 +27,6 @@ from nandoctor.dumps.tensors import count_nonfinite
 from nandoctor.dumps.weights import read_weights
 from nandoctor.errors import DumpError
 from nandoctor.file_memory import cast_to_file
-from nandoctor.replaying.memory import Unfilled
 from nandoctor.replaying.model_loading import fit_prefix
 from nandoctor.replaying.settings import Settings
 from nandoctor.text import brief, join_first, plural
@@ -134,18 +132,6 @@ def registered_state() -> Iterator[set[str]]:
 
     with register_module_parameter_registration_hook(add), register_module_buffer_registration_hook(add):
         yield names
-
-
-def nonfinite_in(model: nn.Module, unfilled: Unfilled | None = None) -> dict[str, torch.Tensor]:
-    """Return, by name, where a model's non-finite weights and buffers are -inf (1), and +inf or NaN (2).
-
-    Those that are `unfilled` are random, and finite.
-    """
-    named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
-    named = [(name, t) for name, t in named if unfilled is None or not unfilled.holds(t)]
-    dense = [(name, t.detach()) for name, t in named if t.is_floating_point() and t.layout is torch.strided]
-    broken = [(name, t.cpu()) for name, t in dense if t.numel() and not t.is_meta and not all_finite(t)]
-    return {name: torch.where(t.isfinite(), 0, torch.where(t.isneginf(), 1, 2)) for name, t in broken}
 
 
 def cast_weights(dump: Dump) -> Dump:

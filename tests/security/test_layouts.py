@@ -19,7 +19,7 @@ from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.recorded_format import Autocast, Recorded
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import DumpError, NanDoctorError
-from nandoctor.replaying.recorded_step import recorded_backends
+from nandoctor.replaying.starting_state import recorded_backends
 
 
 def hiding(item):
