@@ -23,10 +23,10 @@ from workloads import Workload, dump_of, make_encoder, make_unet
 import nandoctor
 from nandoctor import pipeline
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
+from nandoctor.engine.runner import MODULES_ONLY, FailingStep, Outcome, Watch, _RecordedRun
 from nandoctor.evidence.edits import Change, Snippet, SourcePatch, flatten
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.search import _Search
-from nandoctor.replaying.runner import MODULES_ONLY, FailingStep, Outcome, Watch, _RecordedRun
 
 REPEATS = 9
 PARTS = {

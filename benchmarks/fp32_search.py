@@ -13,11 +13,11 @@ from torch import nn
 
 from nandoctor.autocast.policy import Policy
 from nandoctor.changes.keep_fp32 import KeepModule
+from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.formats import FP16
 from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.verify import Trials
 from nandoctor.minimal_sets import find_minimal_sets
-from nandoctor.replaying.runner import FailingStep
 
 
 class Lane(nn.Module):

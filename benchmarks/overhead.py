@@ -28,8 +28,8 @@ from workloads import CUDA, Workload, dump_of, make_encoder, make_unet
 
 import nandoctor
 from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy
+from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.formats import FP16
-from nandoctor.replaying.runner import FailingStep
 from nandoctor.torch_compat import tree_tensors
 from nandoctor.tracing.module_tracer import Tracer
 

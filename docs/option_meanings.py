@@ -21,7 +21,7 @@ class OptionMeanings(griffe.UnpackTypedDictExtension):
         rows = _ROW.findall(Path(__file__).with_name("options.md").read_text(encoding="utf-8"))
         meanings = {name: f"False to {text[0].lower()}{text[1:]}" if off else text for off, text, name in rows}
         for record in _RECORDS:
-            for name, key in pkg["replaying.settings"][record].attributes.items():
+            for name, key in pkg["step.settings"][record].attributes.items():
                 key.docstring = griffe.Docstring(meanings[name], parent=key)
 
     def on_function(self, *, func, **kwargs):

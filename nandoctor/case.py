@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Unpack
 from nandoctor.diagnosis.run_summary import tabulate
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import read_dump
+from nandoctor.engine.progress import Listener, Progress, listener_of
 from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin, Report
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.evidence.verification import Verification
 from nandoctor.pipeline import add_fixes, replay_dump
-from nandoctor.replaying.model_loading import ModelSource
-from nandoctor.replaying.progress import Listener, Progress, listener_of
-from nandoctor.replaying.settings import ReplayOptions, Settings, StepOptions, anchor, settings_for
-from nandoctor.replaying.weights import take_weights
 from nandoctor.repro_scripts.build import make_script
 from nandoctor.source_files import find_typed
+from nandoctor.step.model_loading import ModelSource
+from nandoctor.step.settings import ReplayOptions, Settings, StepOptions, anchor, settings_for
+from nandoctor.step.weights import take_weights
 from nandoctor.verification import tell_if_changed, verify_dump
 from nandoctor.views.commands import command_arguments
 from nandoctor.views.save import save
@@ -62,7 +62,7 @@ def replay(
         dump: a path, or what `load` returns.
         model: a Module (copied, never written to), a class or function that builds one, or the SPEC of such:
             "package.module:attr" or "file.py:attr".
-        **options: the settings, such as `loss` and `amp_dtype`; `nandoctor.replaying.settings.Settings` has them all.
+        **options: the settings, such as `loss` and `amp_dtype`; `nandoctor.step.settings.Settings` has them all.
         progress: called with (stage, module calls done, module calls in all or None). Left out, a notebook shows a
             bar, and an interrupt of the search for fixes gives the report with those that were found.
 

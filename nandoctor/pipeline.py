@@ -45,6 +45,19 @@ from nandoctor.diagnosis.verdict import (
     write_headline,
 )
 from nandoctor.dumps.dump import Dump, summarize
+from nandoctor.engine.eps_constants import list_constants, measure_slots
+from nandoctor.engine.progress import Progress, listener_of
+from nandoctor.engine.reproduction import (
+    Preparation,
+    Replayed,
+    replay_from_reset,
+    replay_plainly,
+    reproduce,
+    run_whole,
+)
+from nandoctor.engine.runner import CLOSELY, FailingStep, Watch
+from nandoctor.engine.samples import Symptom, describe_difference, find_guilty
+from nandoctor.engine.updates import trace_update
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.formats import FP16, FloatFormat
@@ -55,24 +68,11 @@ from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.hidden_values import look_for_hidden
 from nandoctor.fixes.search import search_fixes
 from nandoctor.machine import is_out_of_memory
-from nandoctor.replaying.eps_constants import list_constants, measure_slots
-from nandoctor.replaying.model_loading import ModelSource
-from nandoctor.replaying.progress import Progress, listener_of
-from nandoctor.replaying.reproduction import (
-    Preparation,
-    Replayed,
-    replay_from_reset,
-    replay_plainly,
-    reproduce,
-    run_whole,
-)
-from nandoctor.replaying.runner import CLOSELY, FailingStep, Watch
-from nandoctor.replaying.samples import Symptom, describe_difference, find_guilty
-from nandoctor.replaying.saved_arrays import choose_policies
-from nandoctor.replaying.settings import Settings
-from nandoctor.replaying.setup import prepare
-from nandoctor.replaying.updates import trace_update
-from nandoctor.replaying.weights import nonfinite_state
+from nandoctor.step.model_loading import ModelSource
+from nandoctor.step.saved_arrays import choose_policies
+from nandoctor.step.settings import Settings
+from nandoctor.step.setup import prepare
+from nandoctor.step.weights import nonfinite_state
 from nandoctor.text import are, join_first, mode_text, number, part_of
 from nandoctor.tracing.tensor_stats import measure_all
 

@@ -17,6 +17,8 @@ from nandoctor.changes.setting import SetLossScale
 from nandoctor.diagnosis.run_summary import WRONG
 from nandoctor.diagnosis.verdict import describe_idle_state
 from nandoctor.dumps.dump import Dump
+from nandoctor.engine.progress import Progress
+from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.edits import Edit, Together
 from nandoctor.evidence.formats import FP16
@@ -28,11 +30,9 @@ from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.pipeline import Diagnosed, replay_dump
-from nandoctor.replaying.code_changes import find_changes
-from nandoctor.replaying.model_loading import ModelSource
-from nandoctor.replaying.progress import Progress
-from nandoctor.replaying.runner import FailingStep
-from nandoctor.replaying.settings import Settings
+from nandoctor.step.code_changes import find_changes
+from nandoctor.step.model_loading import ModelSource
+from nandoctor.step.settings import Settings
 from nandoctor.text import are, join_first, mode_text, part_of, percent
 from nandoctor.views.commands import command_for
 from nandoctor.views.verification import describe_changes

@@ -17,7 +17,7 @@ from torch import nn
 
 from nandoctor import cli
 from nandoctor.cli import find_verb, main
-from nandoctor.replaying.settings import OPTIONS
+from nandoctor.step.settings import OPTIONS
 
 IMAGE = np.ones((2, 4), np.float32)
 NONFINITE = np.full((2, 4), np.nan, np.float32)

@@ -17,7 +17,7 @@ from nandoctor.errors import DumpError, ModelError
 from nandoctor.evidence.codec import from_plain, to_plain
 from nandoctor.evidence.report import Report
 from nandoctor.pipeline import add_fixes, replay_dump
-from nandoctor.replaying.settings import Settings
+from nandoctor.step.settings import Settings
 
 NAN = float("nan")
 IMAGE = torch.ones(4, 4)

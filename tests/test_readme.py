@@ -26,7 +26,7 @@ from wording import words
 import nandoctor
 from nandoctor.cli import main
 from nandoctor.evidence.report import Report
-from nandoctor.replaying.settings import OPTIONS
+from nandoctor.step.settings import OPTIONS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

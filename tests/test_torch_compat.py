@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import nandoctor
 from nandoctor import process_wide, torch_compat, torch_places
+from nandoctor.engine.checkpoints import open_checkpoints
 from nandoctor.errors import UnsupportedTorchError
-from nandoctor.replaying.checkpoints import open_checkpoints
 
 PACKAGE = Path(nandoctor.__file__).parent
 OTHERS = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "torch_compat.py"})

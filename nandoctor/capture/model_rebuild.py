@@ -24,8 +24,8 @@ from nandoctor.capture.source_info import (
     source_file,
 )
 from nandoctor.dumps.packing import pack
-from nandoctor.replaying.argument_objects import NotDescribableError, describe_argument, find_standard
 from nandoctor.source_files import PACKAGE_FOLDERS, defines_code, find_typed, is_installed
+from nandoctor.step.argument_objects import NotDescribableError, describe_argument, find_standard
 from nandoctor.trees import PLAIN
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.replaying.settings import OPTIONS, Option, OptionGroup, check_setting
+from nandoctor.step.settings import OPTIONS, Option, OptionGroup, check_setting
 from nandoctor.views.save import check_ending, is_replaceable
 
 Verb = Callable[..., None]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from nandoctor.replaying.progress import Listener
+from nandoctor.engine.progress import Listener
 
 if TYPE_CHECKING:
     from rich.console import Console

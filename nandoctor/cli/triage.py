@@ -62,7 +62,7 @@ def triage(context: click.Context, /, patterns: tuple[str, ...], as_json: bool, 
         raise click.UsageError("--scheduler goes with no --jobs: the cluster has its own workers.")
     from nandoctor.fleet.triage import InterruptedTriageError, TriageOptions
     from nandoctor.fleet.triage import triage as run_triage
-    from nandoctor.replaying.settings import OPTIONS
+    from nandoctor.step.settings import OPTIONS
 
     settings = {name: value for name, value in options.items() if name in OPTIONS and value is not None}
     others = {name: value for name, value in options.items() if name not in OPTIONS}

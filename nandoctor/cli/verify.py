@@ -192,7 +192,7 @@ def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:
 
 def _same_replay(dump: Path, case: Case, options: Mapping[str, Any]) -> list[str]:
     """Return the arguments that replay the step as it failed here: in the same mode, with the same seed."""
-    from nandoctor.replaying.settings import OPTIONS
+    from nandoctor.step.settings import OPTIONS
     from nandoctor.views.commands import command_arguments
 
     given = {name: value for name, value in options.items() if name in OPTIONS}

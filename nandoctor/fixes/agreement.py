@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.nn.functional import hardshrink
 
+from nandoctor.engine.runner import Outcome
 from nandoctor.evidence.formats import EDGE, FP16
-from nandoctor.replaying.runner import Outcome
 from nandoctor.tracing.tensor_stats import all_finite, numbers_in
 from nandoctor.tracing.tensor_tree import walk_tensors
 

@@ -19,6 +19,7 @@ from nandoctor.changes.places import ancestors, site_of
 from nandoctor.changes.setting import SetLossScale, UseFormat
 from nandoctor.changes.state import ResetBuffers, ZeroWeights
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
+from nandoctor.engine.module_state import list_nonfinite_state
 from nandoctor.evidence.edits import Edit, OpSite, Together, flatten
 from nandoctor.evidence.formats import BF16, FP16, FP32, FP64
 from nandoctor.evidence.report import Counterfactual, StepSetting
@@ -27,7 +28,6 @@ from nandoctor.fixes.agreement import compare_runs
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.widening import is_below, is_low
 from nandoctor.ops import CASTS, MOVES
-from nandoctor.replaying.module_state import list_nonfinite_state
 from nandoctor.text import MAX_SAMPLES_LISTED
 
 MAX_LEADS = 5

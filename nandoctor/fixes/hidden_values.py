@@ -15,13 +15,13 @@ from nandoctor.diagnosis.conclusion import MASK, Conclusion, Findings, Gap, conc
 from nandoctor.diagnosis.origin import trace_back
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.diagnosis.verdict import judge, name_op
+from nandoctor.engine.exposed_step import WAYS, Exposing, Taken, find_held
+from nandoctor.engine.runner import CLOSELY, Batch, FailingStep, Outcome, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Reproduction
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.fixes.variations import find_doubts
 from nandoctor.ops import COMPARISONS, FILLS, SEES_NAN
-from nandoctor.replaying.exposed_step import WAYS, Exposing, Taken, find_held
-from nandoctor.replaying.runner import CLOSELY, Batch, FailingStep, Outcome, Watch
 from nandoctor.text import are, join_first
 from nandoctor.tracing.tensor_tree import walk_tensors
 from nandoctor.trees import tree_leaves

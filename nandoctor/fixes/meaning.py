@@ -14,11 +14,11 @@ from functools import cached_property
 import torch
 
 from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.engine.module_state import is_large
+from nandoctor.engine.saved_outputs import is_flags
 from nandoctor.fixes.agreement import TOLERANCE, Result
 from nandoctor.fixes.variations import scaled
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
-from nandoctor.replaying.module_state import is_large
-from nandoctor.replaying.saved_outputs import is_flags
 from nandoctor.text import number, percent
 
 Tensors = Mapping[str, torch.Tensor]

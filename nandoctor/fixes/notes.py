@@ -11,13 +11,13 @@ from torch import nn
 from nandoctor.causes.log_space import STABLE_FORM
 from nandoctor.causes.registry import find_page
 from nandoctor.diagnosis.conclusion import Findings
+from nandoctor.engine.module_state import nonfinite_in
+from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Counterfactual, Fix
 from nandoctor.fixes.agreement import TOLERANCE
 from nandoctor.fixes.candidates import MAX_LEADS, distinct_leads
-from nandoctor.replaying.module_state import nonfinite_in
-from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import percent, plural, samples_text
 from nandoctor.torch_compat import is_running_norm
 

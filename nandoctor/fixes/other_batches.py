@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 
+from nandoctor.engine.runner import FailingStep
 from nandoctor.fixes.variations import NEARLY_THE_SAME, OTHER_SEED, SCALED, VARIATIONS, extreme_samples
 from nandoctor.fixes.verify import Trials, with_samples
-from nandoctor.replaying.runner import FailingStep
 
 
 class OtherBatches:

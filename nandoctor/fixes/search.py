@@ -13,6 +13,7 @@ from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
 from nandoctor.changes.setting import WHOLE, SetOptimizerEps, UseFormat
 from nandoctor.diagnosis.conclusion import MASK, Findings
+from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.edits import Edit, SourcePatch, Together, flatten, is_text_alone, only_widens
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.report import Check, Counterfactual, Diagnosis, Fix, FixSettings, Fp32SetSearch, TrialOutcome
@@ -37,7 +38,6 @@ from nandoctor.fixes.verify import Judgement, Known, Trials
 from nandoctor.fixes.widening import cost_of, is_below
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange, write_title
 from nandoctor.ops import CASTS, PRODUCTS
-from nandoctor.replaying.runner import FailingStep
 from nandoctor.text import constant, join_first
 
 _CHANGES, _FP32_SETS, _SETTINGS = "changes of the operation", "sets of modules in fp32", "other settings"

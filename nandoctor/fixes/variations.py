@@ -11,10 +11,10 @@ import torch
 from nandoctor.diagnosis.conclusion import Gap
 from nandoctor.diagnosis.verdict import doubt_gradients
 from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.engine.module_state import is_large
+from nandoctor.engine.runner import FailingStep, Watch
+from nandoctor.engine.saved_outputs import is_flags
 from nandoctor.errors import LossError, ModelError
-from nandoctor.replaying.module_state import is_large
-from nandoctor.replaying.runner import FailingStep, Watch
-from nandoctor.replaying.saved_outputs import is_flags
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 Batch = Mapping[str, torch.Tensor]

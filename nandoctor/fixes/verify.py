@@ -14,6 +14,11 @@ import torch
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.setting import UseFormat
+from nandoctor.engine.interventions import select_samples
+from nandoctor.engine.module_state import is_large
+from nandoctor.engine.printed_changes import CannotRunError
+from nandoctor.engine.runner import FailingStep, Watch
+from nandoctor.engine.user_code import is_wrong_call
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.edits import Change, Snippet, SourcePatch, flatten
 from nandoctor.evidence.formats import BF16, FP32, FP64
@@ -33,11 +38,6 @@ from nandoctor.fixes.agreement import (
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.machine import is_out_of_memory
-from nandoctor.replaying.interventions import select_samples
-from nandoctor.replaying.module_state import is_large
-from nandoctor.replaying.printed_changes import CannotRunError
-from nandoctor.replaying.runner import FailingStep, Watch
-from nandoctor.replaying.user_code import is_wrong_call
 from nandoctor.tracing.tensor_stats import all_finite
 
 GRADIENT_TOLERANCE = 0.1

@@ -16,6 +16,7 @@ from nandoctor.changes.editor import Library
 from nandoctor.changes.keep_fp32 import KeepModule, modules_in_fp32
 from nandoctor.changes.places import cell_name
 from nandoctor.changes.source_writer import PastBound, SourceWriter
+from nandoctor.engine.printed_changes import reachable
 from nandoctor.evidence.edits import (
     Edit,
     PrintedChange,
@@ -28,7 +29,6 @@ from nandoctor.evidence.edits import (
 )
 from nandoctor.evidence.report import ChangeKind, FixSettings
 from nandoctor.evidence.trace import LOSS, OpCall
-from nandoctor.replaying.printed_changes import reachable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.codec import from_plain, to_plain
 from nandoctor.evidence.triage import DumpResult
 from nandoctor.fleet.worker import JobAnswer, unchanged
-from nandoctor.replaying.settings import Settings
+from nandoctor.step.settings import Settings
 from nandoctor.views.jsonfile import dumps
 from nandoctor.views.save import is_replaceable, write_text
 

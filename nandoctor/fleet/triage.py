@@ -23,7 +23,7 @@ from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fleet.pool import Workers, open_workers
 from nandoctor.fleet.store import LINES, PAGE, Store
 from nandoctor.fleet.worker import Job
-from nandoctor.replaying.settings import Settings, settings_for
+from nandoctor.step.settings import Settings, settings_for
 from nandoctor.text import are, brief, plural
 from nandoctor.views.html import page_of
 from nandoctor.views.save import write_text

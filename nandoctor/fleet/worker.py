@@ -20,8 +20,8 @@ from nandoctor.errors import DumpError, NanDoctorError
 from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult, TrainingMoment
 from nandoctor.hidden_warnings import warnings_hidden
 from nandoctor.machine import is_out_of_memory
-from nandoctor.replaying.settings import Settings
 from nandoctor.source_files import hash_of
+from nandoctor.step.settings import Settings
 from nandoctor.text import brief
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def run_job(job: Job) -> JobAnswer:
 def _replay(job: Job) -> JobAnswer:
     from nandoctor.dumps.reader import read_dump
     from nandoctor.pipeline import add_fixes, replay_dump
-    from nandoctor.replaying.weights import take_weights
+    from nandoctor.step.weights import take_weights
     from nandoctor.verification import tell_if_changed
     from nandoctor.views.html import page_of
     from nandoctor.views.jsonfile import dumps

@@ -14,12 +14,12 @@ from pathlib import PurePath
 import torch
 
 from nandoctor import __version__
+from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import OpCall
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.ops import GRADIENT_SUM
-from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.minimize import Failure, find_failure, shrink
 from nandoctor.repro_scripts.op_extraction import NOT_THE_SAME, extract_op
 from nandoctor.repro_scripts.program import Program

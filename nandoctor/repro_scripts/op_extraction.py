@@ -12,9 +12,9 @@ from typing import Any, get_args
 import torch
 
 from nandoctor.autocast.policy import torch_dtype
+from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.trace import OpCall
-from nandoctor.replaying.runner import FailingStep, Watch
 from nandoctor.repro_scripts.program import METHOD, Mode, Program, Ref, kinds_of
 from nandoctor.torch_compat import is_wrapped, schema_of, tree_tensors
 from nandoctor.tracing.dispatch_hook import Invocation

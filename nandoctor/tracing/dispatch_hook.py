@@ -213,7 +213,7 @@ _COMPUTING = tuple(str(_PACKAGES[0] / name) for name in ("distributions", "nn/ut
 # Notations for torch's ops, whose own lines say no more about a model than torch's do.
 _NOTATIONS = frozenset({"einops", "einx", "opt_einsum"})
 _MAX_EXPRESSION_LINES = 20
-_RUNNERS = tuple(str(Path(__file__).parent.parent / "replaying" / file) for file in ("runner.py", "updates.py"))
+_RUNNERS = tuple(str(Path(__file__).parent.parent / "engine" / file) for file in ("runner.py", "updates.py"))
 
 
 class _Handlers(threading.local):

@@ -30,7 +30,7 @@ from nandoctor.tracing.tensor_stats import (
 )
 
 if TYPE_CHECKING:
-    from nandoctor.replaying.function_tracer import FunctionTracer
+    from nandoctor.engine.function_tracer import FunctionTracer
 
 Gradients = tuple[torch.Tensor | None, ...]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from nandoctor.dumps.code_request import as_option
 from nandoctor.evidence.report import Fix, Report
-from nandoctor.replaying.settings import OPTIONS
 from nandoctor.source_files import PACKAGE_FOLDERS
+from nandoctor.step.settings import OPTIONS
 from nandoctor.text import printable
 from nandoctor.views.blocks import Fact
 

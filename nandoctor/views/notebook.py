@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
+from nandoctor.engine.progress import Listener
 from nandoctor.evidence.report import Fix, Report
 from nandoctor.evidence.verification import Verification
-from nandoctor.replaying.progress import Listener
 from nandoctor.views.html import card_of
 from nandoctor.views.progress import ReplayBar
 

@@ -219,7 +219,7 @@ def test_other_builders_are_asked_for_by_the_replay(tmp_path, caplog, options):
 
 def test_a_builder_that_gives_no_model_is_told(tmp_path, caplog, monkeypatch):
     _, _, path = record(tmp_path, caplog, Wide(3), builder=build_wide)
-    monkeypatch.setattr("nandoctor.replaying.code_references.find_attribute", lambda *_, **__: lambda: 3)
+    monkeypatch.setattr("nandoctor.step.code_references.find_attribute", lambda *_, **__: lambda: 3)
     with pytest.raises(ModelError, match="returned a int, not a Module"):
         nandoctor.replay(path)
 

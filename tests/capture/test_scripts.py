@@ -14,7 +14,7 @@ from trainings import Gambler
 
 import nandoctor
 from nandoctor import Recorder, cuda_autocast
-from nandoctor.replaying.project import arguments_of, program_arguments
+from nandoctor.engine.project import arguments_of, program_arguments
 
 SCRIPT = """
 import torch, torch.nn as nn, torch.nn.functional as F, nandoctor

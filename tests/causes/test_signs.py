@@ -6,9 +6,9 @@ from torch import nn
 
 from nandoctor.autocast.policy import Policy
 from nandoctor.causes.base import is_nonnegative
+from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.trace import OpTensor
-from nandoctor.replaying.runner import FailingStep, Watch
 
 PROVED = (
     "h.abs().sum(-1)",

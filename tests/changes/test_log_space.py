@@ -12,8 +12,8 @@ from nandoctor.changes.expression import number_in
 from nandoctor.changes.log_space import StableLog
 from nandoctor.changes.places import site_of
 from nandoctor.changes.source_tree import parse_source
+from nandoctor.engine.runner import CLOSELY
 from nandoctor.fixes.writing import ChangeWriter
-from nandoctor.replaying.runner import CLOSELY
 
 WRITTEN = {
     "log of softmax": ("return torch.log(x.softmax(-1))", "log", ["return torch.log_softmax(x, -1)"]),

@@ -9,8 +9,8 @@ import torch
 
 from nandoctor.autocast.policy import REFERENCE
 from nandoctor.changes.places import site_of
+from nandoctor.engine.runner import CLOSELY, FailingStep
 from nandoctor.fixes.writing import ChangeWriter
-from nandoctor.replaying.runner import CLOSELY, FailingStep
 
 FILE = """import torch
 import torch.nn.functional as F

@@ -11,9 +11,9 @@ import nandoctor
 from nandoctor.autocast.policy import Policy
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.dumps.optimizer_state import SecondMoment
+from nandoctor.engine.eps_constants import list_constants, measure_slots
+from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.evidence.formats import FP16, FP32
-from nandoctor.replaying.eps_constants import list_constants, measure_slots
-from nandoctor.replaying.runner import FailingStep, Watch
 
 
 class Made(nn.Module):

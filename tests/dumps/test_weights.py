@@ -15,7 +15,7 @@ from nandoctor.dumps import weights
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.weights import read_weights
 from nandoctor.errors import DumpError
-from nandoctor.replaying.settings import anchored
+from nandoctor.step.settings import anchored
 
 
 class Net(nn.Module):

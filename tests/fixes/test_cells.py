@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from nandoctor.changes.places import cell_name
+from nandoctor.engine.printed_changes import printed_changes
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
-from nandoctor.replaying.printed_changes import printed_changes
 
 CELL = """
 class Base(nn.Module):

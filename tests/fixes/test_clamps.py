@@ -11,9 +11,9 @@ from nandoctor.autocast.policy import REFERENCE
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.places import site_of
+from nandoctor.engine.runner import CLOSELY, FailingStep
 from nandoctor.evidence.edits import Together
 from nandoctor.fixes.writing import ChangeWriter
-from nandoctor.replaying.runner import CLOSELY, FailingStep
 from nandoctor.views.fixes import describe_outcome
 
 FILE = """

@@ -6,7 +6,7 @@ from torch import nn
 
 import nandoctor
 from nandoctor.autocast.policy import EXACT, REFERENCE, apply_policy
-from nandoctor.replaying.module_state import run_backward
+from nandoctor.engine.module_state import run_backward
 
 
 class HandLogSumExp(torch.autograd.Function):

@@ -17,7 +17,7 @@ from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.fp32_sets import search_fp32_sets
 from nandoctor.fixes.verify import Trials
 from nandoctor.pipeline import replay_dump
-from nandoctor.replaying.settings import Settings
+from nandoctor.step.settings import Settings
 from nandoctor.views.report import answer_section
 
 

@@ -14,12 +14,12 @@ from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
 from nandoctor.changes.setting import UseFormat
+from nandoctor.engine.runner import CLOSELY, FailingStep
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.fixes.agreement import BF16_TOLERANCE, TOLERANCE
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.verify import Known, Trials
-from nandoctor.replaying.runner import CLOSELY, FailingStep
 
 FP16_AUTOCAST = Policy(name="cuda", format=FP16)
 

@@ -9,7 +9,7 @@ import torch
 
 from nandoctor import Recorder
 from nandoctor.fleet.worker import Job, run_job
-from nandoctor.replaying.settings import Settings
+from nandoctor.step.settings import Settings
 
 CODE = """
 import torch

@@ -167,7 +167,7 @@ CALLS = {
     "pickle": ("pickle", "loads"),
     "torch.hub": ("torch.hub", "load"),
     "a dotted name": ("torch", "_utils.os.system"),
-    "nandoctor itself": ("nandoctor.replaying.model_loading", "find_attribute"),
+    "nandoctor itself": ("nandoctor.step.model_loading", "find_attribute"),
     "a name with an escape": ("posix\\x2e", "system"),
     "a layer of torch": ("torch.nn", "Linear"),
 }

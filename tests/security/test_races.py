@@ -116,7 +116,7 @@ from pathlib import Path
 
 from nandoctor.fleet.pool import Processes
 from nandoctor.fleet.worker import Job
-from nandoctor.replaying.settings import Settings
+from nandoctor.step.settings import Settings
 
 if __name__ == "__main__":
     job = Job(path=Path("none.pth"), shown="none.pth", key="", settings=Settings(), cwd=Path.cwd())

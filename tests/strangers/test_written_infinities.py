@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import nandoctor
-from nandoctor.replaying import setup
+from nandoctor.step import setup
 from strangers.visits import blamed, normal
 from strangers.written_infinities import CAUSAL
 

@@ -1,0 +1,184 @@
+"""A step that also returns other tensors in which a NaN can hide, so that they are examined like its output.
+
+These are what the forward leaves in the model's weights, attributes and containers, and the arguments of ops that
+returned integers, booleans or only finite numbers.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nandoctor.engine.module_state import tensors_in
+from nandoctor.engine.runner import Batch, FailingStep, Watch
+from nandoctor.evidence.trace import SourceLine
+from nandoctor.ops import FILLS, MOVES, SELECTIONS, UNFILLED
+from nandoctor.torch_compat import count_storage_users, plain_torch, storage_of, tree_tensors, version_of
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, intercepting, to_source
+from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
+
+_PASS_THROUGH = MOVES | SELECTIONS | UNFILLED
+
+
+class Exposed(NamedTuple):
+    """The model's output; by name, the tensors that it left behind, and op arguments whose NaN or Inf was hidden."""
+
+    output: Any
+    kept: dict[str, torch.Tensor]
+    taken: dict[str, torch.Tensor]
+
+
+class Taken(NamedTuple):
+    """An argument of an op, and the line of the op."""
+
+    op: str
+    argument: str
+    source: SourceLine | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Exposing:
+    """Makes `step` return an `Exposed`.
+
+    With `only`, that holds the tensors at these paths, whatever their values; else all that changed, and all op
+    arguments whose non-finite values the op hid. `sites` describes the latter by their paths in the output. The op
+    argument named `replaced` is given finite numbers first, by the `way` that `_replace` describes.
+    """
+
+    step: FailingStep
+    only: frozenset[str] | None = None
+    replaced: str = ""
+    way: int = 0
+    sites: dict[str, Taken] = field(default_factory=dict)
+    _counts: Counter[str] = field(default_factory=Counter)
+    _taken: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def exposed(self) -> FailingStep:
+        """The step with the exposed tensors in its output, and none of them in its loss."""
+        return replace(self.step, forward=self._forward, loss=None if self.step.loss is None else self._loss)
+
+    def _forward(self, batch: Batch) -> Exposed:
+        self._counts, self._taken = Counter(), {}
+        before = {path: (tensor, version_of(tensor)) for path, tensor in _list_state(self.step.model)}
+        with intercepting(self._look):
+            output = self.step.forward(batch)
+        kept = {
+            path: tensor
+            for path, tensor in _list_state(self.step.model)
+            if self._shows(f"kept.{path}", _is_new, tensor, *before.get(path, (None, 0)))
+        }
+        for path, weight in self.step.model.named_parameters():
+            if self._shows(f"kept.{path}", lambda kept: not all_finite(kept), weight):
+                kept[path] = weight
+        return Exposed(output, kept, self._taken)
+
+    def _shows(self, path: str, could_hide: Callable[..., bool], *given: Any) -> bool:
+        """Return True if a place is exposed: one of `only`, or without that, any where something could hide."""
+        return path in self.only if self.only is not None else could_hide(*given)
+
+    def _loss(self, made: Exposed, batch: Batch) -> torch.Tensor:
+        assert self.step.loss is not None
+        with intercepting(self._look):
+            return self.step.loss(made.output, batch)
+
+    def _look(self, call: Invocation, proceed: Proceed) -> Any:
+        number = self._counts[call.name]
+        self._counts[call.name] += 1
+        names = {f"{call.name}_{number}_{argument}": (argument, tensor) for argument, tensor in call.tensors()}
+        if self.replaced in names:
+            argument, tensor = names[self.replaced]
+            return proceed(call.with_argument(argument, _replace(tensor, self.way)))
+        made = proceed(call)
+        for name, (argument, tensor) in names.items() if call.name not in _PASS_THROUGH else ():
+            if self._shows(f"taken.{name}", _hides, call, tensor, made):
+                self._taken[name] = tensor
+                self.sites[f"taken.{name}"] = Taken(call.name, argument, to_source(find_place()))
+        return made
+
+
+def find_held(step: FailingStep) -> Taken | None:
+    """Return the first op whose NaN outlives the step out of sight: in a closure, a class or a file's variable.
+
+    What the model holds was restored by then. A NaN that the code writes is meant.
+    """
+    shown = (*step.model.parameters(), *step.model.buffers(), *(tensor for _, tensor in _list_state(step.model)))
+    known = {storage_of(tensor) for tensor in (*shown, *step.batch.values()) if tensor.layout is torch.strided}
+    made: list[tuple[torch.Tensor, Taken]] = []
+
+    def look(call: Invocation, proceed: Proceed) -> Any:
+        result = proceed(call)
+        for leaf in tree_tensors(result) if call.name not in FILLS | UNFILLED | {"lift_fresh"} else ():
+            numbers = numbers_in(leaf) if leaf.layout is torch.strided else None
+            if numbers is not None and storage_of(leaf) not in known and bool(torch.isnan(numbers).any()):
+                made.append((leaf.detach(), Taken(call.name, "", to_source(find_place()))))
+        return result
+
+    def forward(batch: Batch) -> Any:
+        with intercepting(look):
+            return step.forward(batch)
+
+    replace(step, forward=forward).run(watch=Watch(stage="closer look", statistics="none"))
+    ours = Counter(storage_of(tensor) for tensor, _ in made)
+
+    def find() -> Taken | None:
+        return next((site for tensor, site in made if count_storage_users(tensor) > ours[storage_of(tensor)]), None)
+
+    if find() is None:
+        return None
+    gc.collect()  # walks all of torch and the model, so only if what is there may be garbage
+    return find()
+
+
+def _hides(call: Invocation, taken: torch.Tensor, made: Any) -> bool:
+    """Return True if the op made integers or booleans from a non-finite argument, or finite numbers from a NaN."""
+    leaves = tree_tensors(made)
+    floats = [leaf for leaf in leaves if format_of(leaf.dtype) is not None]
+    numbers = numbers_in(taken)
+    if numbers is None or all_finite(taken):
+        return False
+    # `x != x` tests for NaN, and hides nothing.
+    if len(floats) < len(leaves) or not leaves:
+        return not (call.name in ("eq", "ne") and call.args[0] is call.args[1])
+    return all(map(all_finite, floats)) and bool(torch.isnan(numbers).any())
+
+
+WAYS = 4
+
+
+def _replace(tensor: torch.Tensor, way: int) -> torch.Tensor:
+    """Return the tensor with numbers that fp16 holds: any for NaN, large ones for infinities.
+
+    No two non-finite elements get the same number, and each `way` gives the largest to another, so that the result
+    changes if their order matters. In way 2 all NaN are large; in way 3 they are all 0 instead, which counts and
+    booleans tell from any other number.
+    """
+    steps = torch.linspace(0, 1, tensor.numel(), device=tensor.device)
+    steps = (steps.flip(0) if way == 1 else steps).view(tensor.shape)
+    large, any_number = (3e4 + 3e4 * steps).to(tensor.dtype), (1.2e5 * steps - 6e4).to(tensor.dtype)
+    finite = torch.where(torch.isinf(tensor), large.copysign(tensor), tensor)
+    return torch.where(torch.isnan(tensor), {2: large, 3: torch.zeros_like(large)}.get(way, any_number), finite)
+
+
+def _is_new(tensor: torch.Tensor, before: torch.Tensor | None, version: int | None) -> bool:
+    """Return True if the tensor is another one than before the forward, or was written to since."""
+    if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
+        return True
+    is_same = before is tensor and version == version_of(tensor)
+    return not is_same and (before is tensor or not torch.allclose(before, tensor, 0, 0, equal_nan=True))
+
+
+def _list_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the floating-point tensors that the model holds besides weights and buffers, each once, by place."""
+    seen = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    with plain_torch():
+        for place, tensor in tensors_in(model, attributes=True):
+            if id(tensor) not in seen and format_of(tensor.dtype) is not None:
+                seen.add(id(tensor))
+                yield place, tensor

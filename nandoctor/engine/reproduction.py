@@ -1,0 +1,402 @@
+"""Reproduces the failing step: finds the precision, mode and seed in which the replay agrees with the saved output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nandoctor.autocast.policy import LOW_DTYPES, Policy
+from nandoctor.changes.state import ResetBuffers
+from nandoctor.dumps.array_roles import is_loss, role_of
+from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.dumps.tensors import comparable_values
+from nandoctor.engine.module_state import list_nonfinite_state
+from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, FailingStep, Outcome, Watch
+from nandoctor.engine.saved_outputs import SavedOutputs, are_round, is_finite_array
+from nandoctor.engine.user_code import WRONG_CALL
+from nandoctor.errors import DumpError, ModelError
+from nandoctor.evidence.formats import BF16, EDGE, FP16, FP32
+from nandoctor.evidence.report import Grade, ReplayAttempt, Reproduction
+from nandoctor.evidence.trace import Trace
+from nandoctor.machine import is_out_of_memory
+from nandoctor.text import are, brief, code, join_first
+from nandoctor.tracing.tensor_stats import all_finite
+from nandoctor.tracing.tensor_tree import walk_tensors
+
+CLOSE_ENOUGH = 0.02
+"""A replay that differs from the saved output by no more than this share of its largest magnitude is the same run:
+other hardware sums in another order, and fp16 rounds at every layer."""
+
+CLEARLY = 4.0
+"""How many times nearer a replay in another precision has to be: less may be the luck of one rounding."""
+
+_GRADE_RANK = {"exact": 0, "same-mask": 1, "elsewhere": 2, "no-reference": 3, "finite": 3}
+_HALF = (FP16, BF16)
+
+
+def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None = None) -> Reproduction:
+    """Compare the saved array with its counterpart in `output`; `no-reference` if either is missing.
+
+    The counterpart is the leaf at that very place (`logit.1` in a tuple saved as `logit`), else the field of that name
+    (`logit` also finds `logits`), else the only tensor of that shape, or of the same but for dimensions of size 1.
+    """
+    if saved is None:
+        return Reproduction(grade="no-reference")
+    name, reference = saved[0], saved[1].detach()
+    if not is_dense(reference):  # the dense form of a sparse one may be far larger than the file
+        return Reproduction(grade="no-reference", output=name)
+    found = ((path, leaf.detach()) for path, leaf in walk_tensors(output))
+    leaves = {path: leaf for path, leaf in found if not leaf.is_nested and leaf.layout == torch.strided}
+    path = _find_counterpart(key or name, reference, leaves)
+    if path is None:
+        return Reproduction(grade="no-reference", output=name)
+    leaf = leaves[path].to("cpu").reshape(reference.shape)
+    replayed, reference = comparable_values(leaf.to(reference.dtype)), comparable_values(reference)
+    # Values that only the cast to a narrower format makes infinite are finite in the replay.
+    saved_nonfinite, replayed_nonfinite = ~torch.isfinite(reference), ~torch.isfinite(comparable_values(leaf))
+    if replayed_nonfinite.shape != reference.shape:  # complex numbers are compared as two
+        replayed_nonfinite = ~torch.isfinite(replayed)
+    both = ~(saved_nonfinite | replayed_nonfinite) & torch.isfinite(replayed)
+    return Reproduction(
+        grade=_judge(reference, replayed, saved_nonfinite, replayed_nonfinite),
+        output=name,
+        num_bad_saved=int(saved_nonfinite.sum()),
+        num_bad_replayed=int(replayed_nonfinite.sum()),
+        numel=reference.numel(),
+        max_rel_err=_max_relative_error(replayed[both], reference[both]),
+    )
+
+
+def _find_counterpart(name: str, reference: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> str | None:
+    if name in leaves and leaves[name].shape == reference.shape:
+        return name
+    fitting = [path for path, leaf in leaves.items() if _squeezed(leaf) == _squeezed(reference)]
+    # Places in an output as a dump names them: `hidden.2` for `hidden[2]`.
+    dotted = {path: path.replace("[", ".").replace("]", "").lstrip(".") for path in fitting}
+    placed = [path for path in fitting if f".{name}".endswith(f".{dotted[path]}")]
+    if placed:
+        return max(placed, key=len)
+    named = [path for path in fitting if path.rpartition(".")[2].rstrip("s") == name.rpartition(".")[2].rstrip("s")]
+    same_shape = [path for path in fitting if leaves[path].shape == reference.shape]
+    choices = named or same_shape or fitting
+    return choices[0] if len(choices) == 1 else None
+
+
+def _squeezed(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(size for size in tensor.shape if size != 1)
+
+
+def _judge(
+    reference: torch.Tensor, replayed: torch.Tensor, saved_nonfinite: torch.Tensor, replayed_nonfinite: torch.Tensor
+) -> Grade:
+    if torch.equal(saved_nonfinite, replayed_nonfinite):
+        same = torch.where(torch.isnan(reference), torch.isnan(replayed), replayed == reference)
+        return "exact" if bool(same.all()) else "same-mask"
+    return "elsewhere" if bool(replayed_nonfinite.any()) else "finite"
+
+
+def _max_relative_error(replayed: torch.Tensor, reference: torch.Tensor) -> float | None:
+    """Return the largest difference relative to the largest number; without numbers that stand for -inf in both."""
+    meant = _is_edge(replayed) & _is_edge(reference) & (replayed.sign() == reference.sign())
+    replayed, reference = replayed[~meant], reference[~meant]
+    if not reference.numel():
+        return None
+    largest = reference.double().abs().max()
+    difference = (replayed.double() - reference.double()).abs().max()
+    return float(difference / largest) if largest > 0 else float(difference)
+
+
+def _is_edge(values: torch.Tensor) -> torch.Tensor:
+    magnitude = values.abs()
+    return ((magnitude >= EDGE * FP16.max) & (magnitude <= FP16.max)) | (magnitude >= EDGE * FP32.max)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """The start of a replay: the step in every way to call the model, and the saved output to grade against.
+
+    `dump` has only the state dict that the model took. `steps` begins with the likeliest. `modes` are the train flags
+    to try, `seeds` the seeds (None for the saved random state), and `policies` the precisions.
+    """
+
+    dump: Dump
+    steps: tuple[FailingStep, ...]
+    modes: tuple[bool, ...]
+    seeds: tuple[int | None, ...]
+    policies: tuple[Policy, ...]
+    outputs: SavedOutputs
+    notes: tuple[str, ...]
+
+    @property
+    def saved_nonfinite(self) -> bool:
+        """True if the saved output is non-finite, so that a failure is to be expected."""
+        return self.outputs.graded is not None and not is_finite_array(self.outputs.graded[1])
+
+    def without_loss(self, note: str) -> Preparation:
+        """Return the preparation without its loss, for the reason that the note gives."""
+        steps = tuple(replace(step, loss=None) for step in self.steps)
+        return replace(self, steps=steps, notes=(*self.notes, note))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """The failing step in one call, mode and seed, its run's trace, and how well its output agrees with the saved one.
+
+    `random` is True if the run drew random numbers, `any_random` if any run that was tried did.
+    """
+
+    step: FailingStep
+    trace: Trace
+    random: bool
+    reproduction: Reproduction
+    any_random: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def accepted(self) -> bool:
+        """True if this reproduces the failing step, so that no other setting need be tried."""
+        if self.reproduction.grade == "no-reference":
+            return not self.trace.finite
+        return _agrees(self.reproduction)
+
+    @property
+    def rank(self) -> tuple[int, bool, float]:
+        """A sort key that puts the better replay first."""
+        return _GRADE_RANK[self.reproduction.grade], self.trace.finite, self.reproduction.max_rel_err or 0.0
+
+
+def reproduce(preparation: Preparation) -> Replayed:
+    """Replay until the failing step is reproduced, else as nearly as possible; all settings tried are named.
+
+    Raises:
+        ModelError: the model cannot be called with the batch.
+    """
+    best, others = _search_first(preparation)
+    for policy in others:
+        if best.reproduction.grade in ("exact", "no-reference") and not _is_unsettled(best, preparation):
+            break
+        steps = tuple(replace(step, policy=policy) for step in (best.step, *preparation.steps))
+        with suppress(ModelError):  # without autocast the model may not run at all
+            other = _search(steps, preparation)
+            best = other if _agrees_better(other, best) else best
+    if _is_assumed(best, preparation):
+        told = f"Nothing in the file shows the precision: {best.step.low} autocast was assumed (--amp-dtype)."
+        return replace(best, notes=(*best.notes, told))
+    if preparation.dump.recorded.autocast is None or not (others and best.step.policy.ambient):
+        return best
+    low = best.step.policy.format
+    told = f"The dump says that autocast was off, and its output is {low}: a replay under {low} autocast agrees better."
+    return replace(best, notes=(told,))
+
+
+def _is_assumed(best: Replayed, preparation: Preparation) -> bool:
+    """Return True if nothing in the file shows the precision, neither its weights nor an output."""
+    policies = preparation.policies
+    is_unseen = best.reproduction.grade == "no-reference" and len(policies) > 1 and policies[0].ambient
+    return is_unseen or _is_guess(best.step.policy, preparation)
+
+
+def _is_guess(policy: Policy, preparation: Preparation) -> bool:
+    """Return True if nothing in the file shows that autocast was on: any precision may have given zeros, ones, NaN."""
+    saved, policies = preparation.outputs.array, preparation.policies
+    told = len(policies) == 1 or not (policies[0].ambient and policy.ambient)  # by user, recorder or weights
+    if told or saved is None or not saved.numel() or saved.dtype in LOW_DTYPES:
+        return False
+    values = comparable_values(saved)
+    return bool(are_round(values[torch.isfinite(values)]).all())
+
+
+def replay_plainly(found: Replayed, preparation: Preparation) -> Replayed | None:
+    """Return a replay without autocast that agrees as well, if autocast was only a guess; else None."""
+    step = found.step
+    if not (_is_guess(step.policy, preparation) and _agrees(found.reproduction)):
+        return None
+    same = replace(preparation, modes=(step.training,), seeds=(step.seed,))
+    with suppress(ModelError):
+        plain = _search((replace(step, policy=preparation.policies[-1]),), same)
+        if _agrees(plain.reproduction):
+            tried = replace(plain.reproduction, attempts=found.reproduction.attempts)
+            return replace(plain, any_random=found.any_random, reproduction=tried)
+    return None
+
+
+def replay_from_reset(found: Replayed, preparation: Preparation) -> Replayed | None:
+    """Return a replay from reset buffers if the step fails then as well; else None.
+
+    A plain file is saved after the forward, which may have made its own buffers non-finite by then.
+    """
+    step = found.step
+    buffers = {name for name, _ in step.model.named_buffers()}
+    spoilt = (name for name, is_spoilt in list_nonfinite_state(step.model).items() if is_spoilt)
+    names = tuple(name for name in spoilt if name in buffers and name not in step.built)
+    reset = ResetBuffers(names=names).snippet(step.model)
+    if not names or reset is None:
+        return None
+    told = (
+        f"{join_first([code(name) for name in names], 3)} {are(len(names))} non-finite in the file, but the step fails "
+        "without that too: all was run with them reset (variances to 1, others to 0). Reset your checkpoint's too."
+    )
+    with suppress(ModelError):
+        again = _replay([replace(step, changes=(*step.changes, reset))], preparation, is_first=False)
+        if not again.trace.finite and again.rank <= found.rank:
+            tried = replace(again.reproduction, attempts=found.reproduction.attempts)
+            return replace(again, any_random=found.any_random, reproduction=tried, notes=(*found.notes, told))
+    return None
+
+
+def _search_first(preparation: Preparation) -> tuple[Replayed, tuple[Policy, ...]]:
+    """Return the best replay under the first policy that the model runs under, and the policies after that one.
+
+    A policy other than the first has to reproduce the failing step.
+    """
+    try:
+        return _search(preparation.steps, preparation), preparation.policies[1:]
+    except ModelError as error:
+        if not isinstance(error.__cause__, RuntimeError) or is_out_of_memory(error.__cause__):
+            raise
+        for place, policy in enumerate(preparation.policies[1:], 2):
+            with suppress(ModelError):
+                found = _search(tuple(replace(step, policy=policy) for step in preparation.steps), preparation)
+                if found.accepted:
+                    first = preparation.policies[0]
+                    how = f"Under {first.format} autocast" if first.ambient else "Without autocast"
+                    note = f"{how} the model does not run: {brief(str(error.__cause__))}"
+                    return replace(found, notes=(note,)), preparation.policies[place:]
+        raise
+
+
+def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replayed:
+    """Return the best replay under one policy."""
+    tried: list[Replayed] = []
+    refused: list[ModelError] = []
+    calls = steps
+    first, *more = preparation.seeds
+    likeliest = [(training, first) for training in preparation.modes]
+    for training, seed in (*likeliest, *((preparation.modes[0], seed) for seed in more)):
+        if seed != first and not any(replayed.random for replayed in tried):
+            break
+        set_up = [replace(step, training=training, seed=seed) for step in calls]
+        try:
+            tried.append(_replay(set_up, preparation, is_first=not tried))
+        except ModelError as error:  # batch norm takes no batch of one in train mode
+            refused.append(error)
+            continue
+        calls = (tried[0].step,)
+        if tried[-1].accepted and not _is_unsettled(tried[-1], preparation):
+            break
+    if not tried:
+        raise refused[0]
+    mode = "train" if preparation.modes[0] else "eval"
+    notes = tuple(f"In {mode} mode the model does not run: {error.message}" for error in refused[:1])
+    best = min(tried, key=lambda replayed: replayed.rank)
+    others = [replayed for replayed in tried if replayed is not best]
+    attempts = tuple(
+        ReplayAttempt(training=made.step.training, seed=made.step.seed, grade=made.reproduction.grade)
+        for made in (*others, best)
+    )
+    any_random = any(replayed.random for replayed in tried)
+    reproduction = replace(best.reproduction, attempts=attempts)
+    return replace(best, reproduction=reproduction, any_random=any_random, notes=(*best.notes, *notes))
+
+
+def _is_unsettled(replayed: Replayed, preparation: Preparation) -> bool:
+    """Return True if the replay gave no counterpart of a saved output.
+
+    It raised before that, which the failing step did not, or it gave none of the arrays that may be the output.
+    """
+    outputs = preparation.outputs
+    is_missing = outputs.graded is not None and replayed.trace.raised is not None
+    return replayed.reproduction.grade == "no-reference" and bool(is_missing or outputs.perhaps)
+
+
+def _agrees_better(other: Replayed, best: Replayed) -> bool:
+    """Return True if a replay in another precision is so much nearer to the saved output that it was that precision."""
+    (rank, _, error), (best_rank, _, best_error) = other.rank, best.rank
+    return rank < best_rank or (rank == best_rank and CLEARLY * error < best_error)
+
+
+def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: bool) -> Replayed:
+    """Replay the first of `steps`, or the next if the model rejects the arguments themselves.
+
+    With `is_first`, the setting may well be that of the failing step: if output and loss agree and the loss is finite,
+    the backward pass, which is needed as well, follows in the same run.
+    """
+    step, *others = steps
+    try:
+        outcome = _run(step, preparation, backward=is_first and step.loss is not None and step.policy.ambient)
+    except ModelError as error:
+        if others and isinstance(error.__cause__, WRONG_CALL):
+            with suppress(ModelError):  # if no call fits, the likeliest one's error is raised
+                return _replay(others, preparation, is_first=is_first)
+        raise
+    trace = outcome.trace
+    seen = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs, *call.state))
+    has_half = any(stats.dtype in _HALF for stats in (*trace.batch, *trace.output, *seen))
+    if not step.policy.ambient and step.low in _HALF and not has_half:  # so its limits do not matter
+        plain = replace(step, policy=replace(step.policy, format=FP32))
+        return _replay([plain], preparation, is_first=is_first)
+    reproduction = _grade_all(preparation, outcome.output, outcome.loss)
+    return Replayed(step=step, trace=outcome.trace, random=outcome.random, reproduction=reproduction)
+
+
+def _run(step: FailingStep, preparation: Preparation, *, backward: bool) -> Outcome:
+    watch = replace(CLOSELY, stage="replay") if preparation.saved_nonfinite else MODULES_ONLY
+    if not backward:
+        return step.run(watch=watch)
+
+    def agrees(output: Any, loss: torch.Tensor) -> bool:
+        reproduction = _grade_all(preparation, output, loss)
+        return all_finite(loss) and (reproduction.grade == "no-reference" or _agrees(reproduction))
+
+    return run_whole(step, None, replace(watch, worth_backward=agrees))
+
+
+def run_whole(step: FailingStep, policy: Policy | None, watch: Watch) -> Outcome:
+    """Run forward, loss and backward pass op by op in one run, or as `watch` says if that does not reach the end.
+
+    Raises as `FailingStep.run` does.
+    """
+    with suppress(ModelError):
+        outcome = step.run(policy, replace(watch, statistics="counts", ops=True, backward=True))
+        if outcome.trace.raised is None and outcome.trace.blinded is None:
+            return outcome
+    return step.run(policy, watch)
+
+
+def _grade_all(preparation: Preparation, output: Any, loss: torch.Tensor | None) -> Reproduction:
+    """Return the grade of the saved output or, if that disagrees, of an array saved beside it that agrees."""
+    saved = preparation.outputs
+    if saved.field is not None and not preparation.dump.is_recorded and saved.field not in preparation.dump.arrays:
+        _require_field(saved.field, output)
+    stands_beside = saved.array is None or not preparation.dump.is_recorded  # a model's own losses are each graded
+    if stands_beside and saved.graded is not None and loss is not None and is_loss(saved.graded[0]):
+        output = {saved.graded[0]: loss}
+    grades = [grade(saved.graded, output, saved.field), *(grade(named, output) for named in saved.perhaps)]
+    unknown = [
+        Reproduction(grade="no-reference", output=name) for name, _ in saved.perhaps if role_of(name) == "unknown"
+    ]
+    reproduction = next(filter(_agrees, grades), unknown[0] if unknown and saved.graded is None else grades[0])
+    if preparation.dump.other_weights and reproduction.grade == "exact":
+        return replace(reproduction, grade="same-mask")  # if it is all NaN, other weights give the same
+    return reproduction
+
+
+def _require_field(name: str, output: Any) -> None:
+    """Raise if `--output` names neither a saved array nor a field, instead of grading another output."""
+    fields = [path for path, _ in walk_tensors(output)]
+    if fields and not any(name in (path, path.rpartition(".")[2], path.partition("[")[0]) for path in fields):
+        has = f"has {join_first(fields, 5)}" if any(fields) else "is one tensor"
+        raise DumpError(
+            f"Neither a saved array nor a field of the model's output is called {name!r}.",
+            remedy=f"--output takes the name of one of them; the output {has}.",
+        )
+
+
+def _agrees(reproduction: Reproduction) -> bool:
+    close = (reproduction.max_rel_err or 0.0) <= CLOSE_ENOUGH
+    return reproduction.grade == "exact" or (reproduction.grade == "same-mask" and close)

@@ -1,0 +1,360 @@
+"""The one engine: `FailingStep.run` runs the failing step under a precision policy, and restores what it changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from nandoctor.autocast.policy import EXACT, Policy, apply_policy, kernels_kept
+from nandoctor.dumps.optimizer_state import SecondMoment
+from nandoctor.dumps.recorded_format import Recorded
+from nandoctor.engine import interventions, user_code
+from nandoctor.engine.checkpoints import open_checkpoints
+from nandoctor.engine.function_tracer import FunctionTracer
+from nandoctor.engine.kept_state import restored
+from nandoctor.engine.module_state import (
+    copied_input,
+    drawn_in_fp32,
+    is_large,
+    known_tensors,
+    list_nonfinite_state,
+    run_backward,
+    state_widened,
+    with_nonfinite_state,
+)
+from nandoctor.engine.printed_changes import changed_batch, printed_changes
+from nandoctor.engine.progress import Listener
+from nandoctor.engine.project import Project
+from nandoctor.engine.starting_state import in_mode, recorded_backends, seeded
+from nandoctor.evidence.dump_summary import SavedFlags
+from nandoctor.evidence.edits import Change, PrintedChange, SingleEdit, Snippet, SourcePatch, flatten
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
+from nandoctor.file_memory import kept_in_files
+from nandoctor.machine import is_out_of_memory
+from nandoctor.process_wide import collection_paused
+from nandoctor.torch_compat import plain_torch
+from nandoctor.tracing.dispatch_hook import classes_observed, is_unobserved, observer_registered
+from nandoctor.tracing.gradient_tracer import GradientTracer
+from nandoctor.tracing.module_tracer import Statistics, Tracer
+from nandoctor.tracing.op_tracer import OnOp, OpTracer
+from nandoctor.tracing.tensor_stats import collect_all
+from nandoctor.tracing.tensor_tree import list_unread
+
+Batch = Mapping[str, torch.Tensor]
+Loss = Callable[[Any, Batch], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What a run records besides module calls, and the `stage` that progress shows for it.
+
+    `statistics` are read of the tensors that modules take and return. `ops` records every op, and `on_op` gets each
+    with its tensors. `backward` runs the backward pass of loss x the step's loss scale, if `worth_backward` accepts
+    output and loss; it is recorded if `ops` is set, and `keep` leaves the gradients in the outcome.
+    """
+
+    stage: str = "replay"
+    statistics: Statistics = "ranges"
+    ops: bool = False
+    backward: bool = False
+    keep: bool = False
+    worth_backward: Callable[[Any, torch.Tensor], bool] = lambda *_: True
+    on_op: OnOp | None = None
+
+
+_STAGES = {"fp32": "in fp32", "fp64": "in fp64", "none": "without autocast"}
+
+MODULES_ONLY = Watch()
+CLOSELY = Watch(stage="closer look", statistics="counts", ops=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of a run: its trace, the output (None if the forward raised), and whether it drew random numbers.
+
+    `gradients` are of loss x `gradient_scale`, by parameter name, if the watch keeps them. `kept` names the state that
+    the run left non-finite in the model, True if with more than -Inf. `out_of_memory` is True if that ended the run,
+    `refused` if the user's code did by `raise` or `assert`.
+    """
+
+    trace: Trace
+    output: Any
+    random: bool
+    loss: torch.Tensor | None = None
+    gradients: Mapping[str, torch.Tensor] | None = None
+    gradient_scale: float = 1.0
+    kept: Mapping[str, bool] = field(default_factory=dict)
+    out_of_memory: bool = False
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailingStep:
+    """A model with the dump's weights, and everything that it takes to run the step that failed.
+
+    `batch` holds every array that may be needed, on `device`; `forward` takes it and returns the model's output,
+    reading the arrays in `used`. `loss`, if any, makes a scalar of output and batch; the backward pass is that of loss
+    x `loss_scale`, or of the loss itself if that is None. `description` shows the call. `policy` is the precision in
+    which the step failed. If `training` is the model's recorded flag, its modules have theirs. A `seed` of None means
+    the saved random state: torch's in `rng_states`, numpy's and Python's in `recorded`, which also has torch's
+    switches. `second_moments` and `optimizer_eps` are the optimizer's, `updater` its class if it may be run and
+    spoiled the weights. With `per_sample` every run that measures counts every tensor. `saved_flags` are what the dump
+    says went wrong, `built` the state that the model's own code makes non-finite, True if with -inf alone. Every run
+    makes `changes` and is told to `progress`. `project` is its code.
+    """
+
+    model: nn.Module
+    batch: Batch
+    used: frozenset[str]
+    forward: Callable[[Batch], Any]
+    loss: Loss | None = None
+    loss_scale: float | None = None
+    device: torch.device
+    description: str
+    policy: Policy
+    training: bool = True
+    seed: int | None = 0
+    rng_states: tuple[torch.Tensor, ...] = ()
+    recorded: Recorded = field(default_factory=Recorded)
+    second_moments: tuple[SecondMoment, ...] = ()
+    optimizer_eps: tuple[float, ...] = ()
+    updater: type[torch.optim.Optimizer] | None = None
+    per_sample: bool = False
+    saved_flags: SavedFlags = field(default_factory=SavedFlags)
+    progress: Listener = field(default_factory=Listener, compare=False)
+    project: Project = field(default_factory=Project, compare=False)
+    built: Mapping[str, bool] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def low(self) -> FloatFormat:
+        """The format that overflow and flushes to zero are judged against, in the reference as well."""
+        return self.policy.format
+
+    @property
+    def loss_factor(self) -> float:
+        """The factor of the loss in the backward pass."""
+        return self.loss_scale if self.loss_scale is not None else 1.0
+
+    @property
+    def num_samples(self) -> int | None:
+        """The batch size, or None if no array has a dimension."""
+        return interventions.batch_size(self.batch, self.used)
+
+    @contextmanager
+    def kept_ready(self) -> Iterator[None]:
+        """Set up once, for all runs within the context, what each of them needs of Python and torch."""
+        with observer_registered, self.project.running(), kernels_kept(self.policy, self.device):
+            yield
+
+    def run(self, policy: Policy | None = None, watch: Watch = MODULES_ONLY, changes: Sequence[Change] = ()) -> Outcome:
+        """Run the forward, the loss if there is one, and the backward pass if `watch` asks for it, and record them.
+
+        Every run starts from the same model, batch and random state, so two runs differ only in `policy` (None: the
+        step's own), `watch` and `changes`. The changes are undone afterwards.
+
+        Raises:
+            ModelError: the forward raised while everything was still finite, so the call itself is wrong.
+            LossError: the loss that the dump names raised.
+        """
+        policy, changes = policy or self.policy, (*self.changes, *changes)
+        singles = flatten(changes)
+        per_sample = self.per_sample and watch.statistics != "none"
+        run = _RunPlan(
+            step=replace(self, loss_scale=interventions.choose_loss_scale(singles, self.loss_scale)),
+            policy=interventions.choose_policy(singles, policy),
+            watch=replace(watch, statistics="per sample") if per_sample else watch,
+            edits=singles,
+            printed=tuple(change for change in changes if isinstance(change, SourcePatch | Snippet)),
+        )
+        self.progress.begin(f"{watch.stage} {_STAGES.get(policy.label, 'under autocast')}")
+        with self.project.running():
+            outcome = _run(run)
+        self.progress.end(sum(call.leave is not None for call in outcome.trace.calls))
+        return outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunPlan:
+    """The plan of one run; it has an autograd graph from the start only if `grad` is True."""
+
+    step: FailingStep
+    policy: Policy
+    watch: Watch
+    edits: tuple[SingleEdit, ...]
+    printed: tuple[PrintedChange, ...] = ()
+    grad: bool = False
+
+
+def _run(run: _RunPlan) -> Outcome:
+    # If it raises without a graph, try again with one: the forward may take gradients or hook them.
+    for grad in sorted({run.watch.backward, True}):
+        outcome, error = _record(run := replace(run, grad=grad))
+        if error is None or (grad and user_code.explains(outcome.trace, error)):
+            return outcome
+        if user_code.is_wrong_call(error):
+            user_code.raise_explained(error, run.policy, run.step.description)
+    # Only its ops show a value that one forward both makes and checks. If ops were watched, that may be what raised.
+    blinded = f"{type(error).__name__}: {error}" if run.watch.ops else None
+    outcome, error = _record(replace(run, watch=replace(run.watch, ops=not run.watch.ops)))
+    if error is not None and not user_code.explains(outcome.trace, error):
+        user_code.raise_explained(error, run.policy, run.step.description)
+    return replace(outcome, trace=replace(outcome.trace, blinded=blinded))
+
+
+def _record(run: _RunPlan) -> tuple[Outcome, Exception | None]:
+    """Run once; return the outcome and the exception that ended it, or None."""
+    with nullcontext() if is_large(run.step.model) else collection_paused:  # a collection walks all of torch
+        outcome, error = _record_once(run)
+    if error is None or not is_unobserved(error):
+        return outcome, error
+    with classes_observed:
+        return _record_once(run)
+
+
+def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
+    step = run.step
+    chosen = changed_batch(run.printed, interventions.select_samples(run.edits, step.batch, step.used))
+    batch = {name: copied_input(tensor, run.policy) for name, tensor in chosen.items()}
+    with in_mode(step.model, step.training, step.recorded.training):
+        with (
+            restored(step.model) as state,
+            printed_changes(run.printed, step.model, step.loss),
+            state_widened(state, run.policy),
+            seeded(step.seed, step.device, step.rng_states, step.recorded) as draws,
+        ):
+            recording = _RecordedRun(run, batch)
+            recording.make()
+            random = draws()
+        calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model, step.low)
+    error, before = recording.raised, list_nonfinite_state(step.model) if recording.kept else ()
+    kept = {name: is_spoilt for name, is_spoilt in recording.kept.items() if name not in before}
+    return Outcome(
+        trace=recording.trace(calls, kept),
+        output=recording.output,
+        random=random,
+        loss=recording.loss,
+        gradients=recording.gradients,
+        gradient_scale=1.0 if is_large(step.model) else step.loss_factor,  # as `run_backward` keeps them
+        kept=kept,
+        out_of_memory=is_out_of_memory(error),
+        refused=error is not None and user_code.is_refusal(error),
+    ), error
+
+
+class _RecordedRun:
+    """One run with its tracers (of ops and the backward pass, if watched) and its results."""
+
+    def __init__(self, run: _RunPlan, batch: Batch) -> None:
+        step, watch = run.step, run.watch
+        known = [*known_tensors(step.model, batch)] if watch.ops else []
+        watches_backward = watch.backward and watch.ops
+        self._run, self._batch = run, batch
+        self._functions = FunctionTracer(OpTracer(known=known, low=step.low)) if watches_backward else None
+        self._backward = GradientTracer(low=step.low, functions=self._functions) if self._functions else None
+        self._ops = (
+            OpTracer(known=known, low=step.low, gradients=self._backward, on_op=watch.on_op) if watch.ops else None
+        )
+        self.modules = Tracer(
+            step.model,
+            counts_for=step.low,
+            statistics=watch.statistics,
+            on_call=step.progress.on_call,
+            ops=self._ops,
+        )
+        self.output: Any = None
+        self.loss: torch.Tensor | None = None
+        self.gradients: Mapping[str, torch.Tensor] | None = None
+        self.raised: Exception | None = None
+        self._bad_gradients: tuple[TensorStats, ...] = ()
+
+    def make(self) -> None:
+        """Run the step under the run's policy and edits, and read what it was given and what it made."""
+        run, step, read = self._run, self._run.step, self.modules.read
+        self._taken = read({name: self._batch[name] for name in self._batch if name in step.used}, counts=True)
+        with (
+            recorded_backends(step.recorded, step.device),
+            apply_policy(run.policy, step.device),
+            drawn_in_fp32() if run.policy is EXACT else nullcontext(),
+            interventions.intervene(run.edits, step.model, step.device, self.modules.owner),
+        ):
+            started = time.perf_counter()
+            self._execute()
+            self._elapsed_s = time.perf_counter() - started
+            self._given, self._losses = read(self.output), read(self.loss, counts=True)
+        with plain_torch():
+            self._unread = list_unread(self.output)
+            self.kept = list_nonfinite_state(step.model)
+
+    def trace(self, calls: tuple[ModuleCall, ...], kept: Mapping[str, bool]) -> Trace:
+        """Return the trace; `calls` are the module calls, `kept` as in `Outcome`."""
+        run, step = self._run, self._run.step
+        ops = self._ops.calls() if self._ops else ()
+        taken, given, losses = collect_all([self._taken, self._given, self._losses])
+        end = None if self.raised is None else f"{type(self.raised).__name__}: {self.raised}"
+        return Trace(
+            policy=run.policy.label,
+            format=run.policy.format,
+            training=step.training,
+            seed=step.seed,
+            calls=calls,
+            batch=taken,
+            output=given,
+            loss=losses[0] if losses else None,
+            unread=self._unread,
+            elapsed_s=self._elapsed_s,
+            raised=end,
+            ops=ops,
+            buffers=(buffers := frozenset(name for name, _ in step.model.named_buffers())),
+            spoilt_buffers=tuple(name for name, is_spoilt in kept.items() if is_spoilt and name in buffers),
+            built=step.built,
+            backward=self._backward.calls(ops) if self._backward else (),
+            function_ops=self._functions.ops.calls() if self._functions else (),
+            bad_gradients=self._bad_gradients,
+            num_samples=interventions.sample_count(self._batch, step.used),
+        )
+
+    def _execute(self) -> None:
+        """Run forward and loss under the open policy, and backward outside of autocast, as a training step does."""
+        run, watch, model = self._run, self._run.watch, self._run.step.model
+        try:
+            with user_code.kept_running(), kept_in_files(run.grad and is_large(model)):
+                self._run_forward()
+            loss = self.loss if watch.backward else None
+            if loss is not None and watch.worth_backward(self.output, loss):
+                self._bad_gradients, self.gradients = self._run_backward(loss, keep=watch.keep)
+        except Exception as error:
+            self.raised = error
+        finally:
+            if self._backward is not None:
+                self._backward.close()
+
+    def _run_forward(self) -> None:
+        """Compute output and loss; if the loss raises, the output stays."""
+        run, step, ops = self._run, self._run.step, self._ops
+        with (
+            self.modules,
+            ops.watching(self.modules.owner) if ops is not None else nullcontext(),
+            open_checkpoints() if self._backward is not None else nullcontext(),
+            torch.set_grad_enabled(run.grad),
+        ):
+            self.output = step.forward(self._batch)
+            if step.loss is not None:
+                if ops is not None:
+                    ops.phase = "loss"
+                with interventions.loss_in_fp32(run.edits, step.device) as widen:
+                    self.loss = user_code.compute_loss(step.loss, widen(self.output), self._batch, device=step.device)
+
+    def _run_backward(
+        self, loss: torch.Tensor, *, keep: bool
+    ) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
+        step = self._run.step
+        with user_code.kept_running(), torch.autocast(step.device.type, enabled=False):
+            return run_backward(step.model, loss, loss_scale=step.loss_factor, keep=keep)

@@ -1,0 +1,263 @@
+"""Finds the samples of the batch that are to blame, by running the step without the others, and how they differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+
+import torch
+
+from nandoctor.autocast.policy import REFERENCE, Policy
+from nandoctor.changes.batch import KeepSamples
+from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.engine.interventions import may_have_time_first, sample_count
+from nandoctor.engine.runner import FailingStep, Outcome, Watch
+from nandoctor.errors import LossError, ModelError
+from nandoctor.evidence.report import Origin
+from nandoctor.text import MAX_SAMPLES_LISTED, constant, number
+from nandoctor.tracing.tensor_stats import all_finite
+from nandoctor.tracing.tensor_tree import walk_tensors
+
+_OF_SAMPLES = Watch(stage="samples")
+_SPARE_RUNS = 6
+"""Runs beyond the two for each halving that find one sample: for a second one, and where both halves fail."""
+_FEW = 3
+_ALIKE = 1e-2
+"""The share of what a sample differs from the next one by that it may change if it is moved."""
+_NOISE = 1e-5
+"""A batch of another order takes other kernels: fp32 rounds to 6e-8 in each of many layers."""
+_MOST_DIFFERENCES = 2
+_FAR = 8.0
+"""How many times as large a sample is as all others, if its size is worth a word."""
+
+
+class _InDoubtError(Exception):
+    """Samples fail together that do not fail apart, or too many runs would be needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Symptom:
+    """What has to happen again in a run that fails: the `origin` makes non-finite values, under the `policy` too.
+
+    `finite`: the forward ends with finite values all the same.
+    """
+
+    origin: Origin
+    policy: Policy | None
+    finite: bool
+
+    def shows(self, step: FailingStep, samples: KeepSamples) -> bool:
+        """Return True if the step fails again with some of its samples."""
+        origin = self.origin
+        if origin.phase == "backward":
+            return bool(step.run(self.policy, replace(_OF_SAMPLES, backward=True), (samples,)).trace.bad_gradients)
+        trace = step.run(self.policy, replace(_OF_SAMPLES, ops=origin.op is not None), (samples,)).trace
+        place = origin.op, origin.place.module, origin.source
+        made = (op for op in trace.ops if (op.op, op.place.module, op.own_line) == place)
+        fails = origin.op is None or any(not op.outputs_finite for op in made)
+        return fails and (self.finite or not trace.finite)
+
+
+def find_guilty(step: FailingStep, flagged: tuple[int, ...], symptom: Symptom) -> tuple[int, ...] | None:
+    """Return the samples with which the step fails and without which it does not; None in doubt.
+
+    `flagged` are the rows in which the first non-finite tensor was so, () if it has no row for each sample: they are
+    the samples if few runs bear that out.
+    """
+    size = sample_count(step.batch, step.used)
+    if size is None or size < 2:
+        return None if size is None else tuple(range(size))
+    runs = _Runs(step, symptom, size)
+    with suppress(_InDoubtError, ModelError, LossError):
+        found = flagged if flagged and runs.confirm(flagged) else runs.narrow(tuple(range(size)))
+        healthy = tuple(sample for sample in range(size) if sample not in found)
+        # If only some rows are non-finite whichever samples are there, it is their place that makes them so.
+        is_of_place = not healthy and 0 < len(flagged) < min(size, MAX_SAMPLES_LISTED)
+        return found if not is_of_place and _are_samples(step, runs.fill(_spread(healthy))) else None
+    return None
+
+
+class _Runs:
+    """Runs of a step with some of its samples; each set is run once."""
+
+    def __init__(self, step: FailingStep, symptom: Symptom, size: int) -> None:
+        self._step, self._symptom, self._size = step, symptom, size
+        self._left = 2 * math.ceil(math.log2(size)) + _SPARE_RUNS
+        self._known: dict[tuple[int, ...], bool] = {}
+        self._is_whole = False
+
+    def fails(self, samples: tuple[int, ...]) -> bool:
+        """Return True if the step fails with these samples alone."""
+        if samples not in self._known:
+            self._known[samples] = self._run(samples)
+        return self._known[samples]
+
+    def _run(self, samples: tuple[int, ...]) -> bool:
+        if not self._left:
+            raise _InDoubtError
+        self._left -= 1
+        try:
+            return self._symptom.shows(self._step, KeepSamples(samples=self.fill(samples)))
+        except ModelError:
+            if self._is_whole:
+                raise
+        self._is_whole = True
+        return self._run(samples)
+
+    def fill(self, samples: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a batch of the samples that the model takes: the variance over one is 0, or the size may be fixed."""
+        size = self._size if self._is_whole else max(2, len(samples))
+        return tuple(islice(cycle(samples), size))
+
+    def confirm(self, flagged: tuple[int, ...]) -> bool:
+        """Return True if a few of these samples fail beside one of the others, or all others do not without them."""
+        is_cut = len(flagged) == MAX_SAMPLES_LISTED
+        others = () if is_cut else tuple(sample for sample in range(self._size) if sample not in flagged)
+        if others and self.fails(_spread(others)):
+            return False
+        alone = [self.fails((sample, *others[:1])) for sample in _spread(flagged)]
+        return all(alone) or (bool(others) and not any(alone) and not self.fails(others))
+
+    def narrow(self, samples: tuple[int, ...]) -> tuple[int, ...]:
+        """Return which of the samples, with which the step fails, fail by themselves."""
+        if len(samples) == 1:
+            return samples
+        middle = len(samples) // 2
+        found = [half for half in (samples[:middle], samples[middle:]) if self.fails(half)]
+        if not found:
+            raise _InDoubtError
+        return tuple(sample for half in found for sample in self.narrow(half))
+
+
+def _spread(samples: Sequence[int]) -> tuple[int, ...]:
+    """Return a few of the samples, the first and the last among them."""
+    count = min(_FEW, len(samples))
+    return tuple(samples[round(i * (len(samples) - 1) / max(count - 1, 1))] for i in range(count))
+
+
+def _are_samples(step: FailingStep, healthy: tuple[int, ...]) -> bool:
+    """Return False if rows may be time steps: what a sample gives depends neither on its place nor on the others.
+
+    Where that holds along the second dimension of sequences just as well, either may be the samples.
+    """
+    time_first = may_have_time_first(step.batch, step.used)
+    if time_first == "never":
+        return True
+    stands_alone = _stands_alone(step, healthy, dim=0) if len(set(healthy)) > 1 else None
+    if stands_alone is None or time_first == "unlikely":
+        return stands_alone is not False and time_first == "unlikely"
+    return stands_alone and not _stands_alone(step, healthy, dim=1)
+
+
+def _stands_alone(step: FailingStep, samples: tuple[int, ...], *, dim: int) -> bool | None:
+    """Return True if the output moves with a batch that is moved by one along a dimension; None if none has it."""
+    calm = replace(step, training=False)  # without dropout, and without a BatchNorm that mixes samples
+    moved, kept = calm, (*samples[1:], samples[-1])
+    if dim:
+        moved, kept = replace(calm, batch={name: _moved(value) for name, value in step.batch.items()}), samples
+    before = _outputs(calm.run(REFERENCE, _OF_SAMPLES, changes=(KeepSamples(samples=samples),)))
+    after = _outputs(moved.run(REFERENCE, _OF_SAMPLES, changes=(KeepSamples(samples=kept),)))
+    length = _sequence_length(step) if dim else len(samples)
+    pairs = [(one, after[path]) for path, one in before.items() if path in after and one.shape == after[path].shape]
+    alike = [_is_alike(*pair, dim) for pair in pairs if pair[0].shape[dim : dim + 1] == (length,) and pair[0].numel()]
+    known = [is_alike for is_alike in alike if is_alike is not None]
+    return all(known) if known else None
+
+
+def _moved(value: torch.Tensor) -> torch.Tensor:
+    """Return a batch of sequences that begin one step later, and have their last one twice."""
+    return torch.cat([value[:, 1:], value[:, -1:]], dim=1) if value.dim() > 2 else value
+
+
+def _sequence_length(step: FailingStep) -> int | None:
+    """Return the second dimension of the first array that has sequences for each row, of more than one step."""
+    size = sample_count(step.batch, step.used)
+    sequences = (value.shape[1] for value in step.batch.values() if value.shape[:1] == (size,) and value.dim() > 2)
+    return next((length for length in sequences if length > 1), None)
+
+
+def _outputs(outcome: Outcome) -> dict[str, torch.Tensor]:
+    return {path: leaf for path, leaf in walk_tensors(outcome.output) if leaf.is_floating_point()}
+
+
+def _is_alike(before: torch.Tensor, after: torch.Tensor, dim: int) -> bool | None:
+    """Return True if `after` is `before`, moved by one along a dimension; None if it hardly varies along that."""
+    before, after = (values.detach().double().nan_to_num(0.0, 0.0, 0.0) for values in (before, after))
+    length = before.shape[dim] - 1
+    rows, moved = before.narrow(dim, 1, length), after.narrow(dim, 0, length)
+    varies, noise = float((rows - before.narrow(dim, 0, length)).abs().max()), _NOISE * float(before.abs().max())
+    return bool((rows - moved).abs().max() <= _ALIKE * varies) if varies > noise / _ALIKE else None
+
+
+def describe_difference(step: FailingStep, guilty: tuple[int, ...]) -> str:
+    """Describe what sets the samples to blame apart in the batch, "" if nothing does at sight.
+
+    An array that the model does not take and that is not finite is a saved output.
+    """
+    size = sample_count(step.batch, step.used) or 0
+    others = [sample for sample in range(size) if sample not in guilty]
+    rows = {
+        name: value.detach().double().reshape(size, -1)
+        for name, value in step.batch.items()
+        if is_dense(value) and value.shape[:1] == (size,) and value.numel() and not value.is_complex()
+    }
+    told = []
+    for name, values in rows.items() if guilty and others else ():
+        if name in step.used or all_finite(values):
+            found = (rule(values[list(guilty)], values[others]) for rule in _DIFFERENCES)
+            told += [f"`{name}` {difference}" for difference in found if difference is not None][:1]
+    return " and ".join(told[:_MOST_DIFFERENCES])
+
+
+def _differ_by_nan(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
+    ours, others = torch.isfinite(mine).all(1), torch.isfinite(theirs).all(1)
+    return "has NaN or Inf, the others do not" if not bool(ours.any()) and bool(others.all()) else None
+
+
+def _differ_by_constancy(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
+    """Describe samples that are one value all over; those of a single element are not compared."""
+    ours, others = ((values == values[:, :1]).all(1) for values in (mine, theirs))
+    if mine.shape[1] < 2 or not bool(ours.all()) or bool(others.any()):
+        return None
+    is_one = bool((mine == mine[0, 0]).all())
+    return f"is {number(float(mine[0, 0]))} all over, the others vary" if is_one else "is constant, the others vary"
+
+
+def _differ_by_size(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
+    ours, largest = float(mine.abs().amax(1).min()), float(theirs.abs().max())
+    if largest and ours >= _FAR * largest:
+        return f"reaches {number(float(mine.abs().max()))}, {number(ours / largest)} times the others"
+    ours, least = float(mine.abs().max()), float(theirs.abs().amax(1).min())
+    return f"reaches only {number(ours)}, the others {number(least)} or more" if least > _FAR * ours else None
+
+
+def _differ_by_sign(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
+    is_negative = bool((mine < 0).any(1).all()) and bool((theirs >= 0).all())
+    return f"reaches {number(float(mine.min()))}, the others stay above 0" if is_negative else None
+
+
+def _differ_by_zeros(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
+    has_zeros = bool((mine == 0).any(1).all()) and not bool((theirs == 0).any())
+    return "has zeros, the others none" if has_zeros else None
+
+
+def _differ_by_range(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
+    """Describe values on one side of all others', such as a label out of range."""
+    low, high = float(theirs.min()), float(theirs.max())
+    outside = ((mine < low) | (mine > high)).any(1)
+    if not bool(outside.all()) or mine.shape[1] > 1:
+        return None
+    return f"is {constant(float(mine[0]))}, the others {constant(low)} to {constant(high)}"
+
+
+_DIFFERENCES = (
+    _differ_by_nan,
+    _differ_by_constancy,
+    _differ_by_size,
+    _differ_by_sign,
+    _differ_by_zeros,
+    _differ_by_range,
+)

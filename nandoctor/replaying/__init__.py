@@ -1,1 +1,0 @@
-"""Turns a dump into the step that failed, and runs it."""

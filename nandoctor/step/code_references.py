@@ -1,0 +1,291 @@
+"""Decide which code a replay may run, and find the code that the user's own dump names.
+
+Nothing is imported for a dump that this user's recorder did not sign. For the user's own dump, a Module class from an
+installed package or the working directory is imported, and called with the recorded arguments; so is a function in the
+working directory that built the training's model. The classes of configs among the arguments are imported by the same
+rules. The source is checked for the definition before anything is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nandoctor.dumps.array_roles import is_extra_state
+from nandoctor.dumps.code_request import approving_command, code_rows, is_transformers_config
+from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.recorded_format import Recorded, Reference
+from nandoctor.dumps.signature import Provenance
+from nandoctor.dumps.trees import is_plain_data
+from nandoctor.errors import ModelError, UnapprovedCodeError
+from nandoctor.source_files import defines, defines_code, find_typed, hash_of, installed_path, own_source
+from nandoctor.step.argument_objects import Source, find_standard, make_argument, make_config
+from nandoctor.step.model_loading import ModelSource, build_model, find_attribute
+from nandoctor.step.settings import Settings
+from nandoctor.text import brief, plural
+
+_NOT_HERE = "this is not the folder that the dump was recorded in"
+
+
+def find_model(reference: Reference | None, dump: Path, provenance: Provenance) -> Callable[[], nn.Module]:
+    """Return the builder of the model that the user's own dump names, from the working directory or a package.
+
+    Raises:
+        ModelError: the dump names no model, the code is not found, or only the user may approve running it.
+    """
+    if reference is None or not reference.name:
+        raise ModelError(
+            "The dump does not say which class the model is of.",
+            remedy=f"Name the code: nandoctor replay {shlex.quote(str(dump))} --model path/to/file.py:attr; next time "
+            "define the class in a file, or give Recorder its builder.",
+        )
+    if not provenance.own:
+        raise _needs_approval(reference, dump, provenance.detail, own=False)
+    if not is_plain_data(reference.arguments):
+        raise _needs_approval(reference, dump, "its arguments are not plain data")
+    found = _import_source(reference, dump, provenance)
+    if isinstance(found, type) and not issubclass(found, nn.Module):
+        raise _needs_approval(reference, dump, "it is not a Module class")
+
+    def find(source: Source) -> Any:
+        module, name, file, sha256 = (str(source.get(field, "")) for field in ("module", "name", "file", "sha256"))
+        wanted = Reference(module=module, name=name, file=file, sha256=sha256)
+        return find_standard(source) or _import_source(wanted, dump, provenance)
+
+    @functools.wraps(found)
+    def build(**more: Any) -> nn.Module:
+        given = {name: make_argument(value, find) for name, value in reference.arguments.items()}
+        made: nn.Module = found(**{**given, **more})
+        return made
+
+    build.__qualname__ = brief(reference.spec)
+    return build
+
+
+def fill_config(source: ModelSource, reference: Reference | None, directory: Path) -> Callable[[], nn.Module] | None:
+    """Return the builder of the transformers model that the user named, with the dump's values for its configuration.
+
+    None if the dump has no such values, or the user named something else.
+    """
+    if reference is None or reference.configuration is None:
+        return None
+    found = find_attribute(source, directory=directory)
+    kind, described = getattr(found, "config_class", None), reference.arguments["config"]
+    if not (isinstance(found, type) and is_transformers_config(kind)):
+        return None
+    return lambda: found(make_config(kind, described["config"], str(described.get("attention"))))
+
+
+def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Callable[..., Any] | None, list[str]]:
+    """Return the loss that the user's own dump names, a function or Module class of the project's files, and notes.
+
+    Without a loss, return None and a note that says what to type. A source edited since the training gets a note too.
+    Outside of the training's folder it could be anything, and is not run.
+    """
+    if reference is None:
+        return None, []
+    if provenance.own and not reference.file and (typed := find_typed(reference.module, reference.name)) is not None:
+        return build_loss(typed), []
+    command = f"to replay the backward pass, {_name_of_loss(reference)}"
+    source = _find_source(reference)
+    problem = _why_no_loss(reference, source, provenance)
+    if source is None or problem:
+        return None, [f"{problem}; {command}."]
+    found = _import_from(source, reference)
+    if isinstance(found, type) and not issubclass(found, nn.Module):
+        return None, [f"{brief(reference.spec)} is not a function; {command}."]
+    found = build_loss(found)
+    note = f"{brief(reference.file)} has changed since the training."
+    return found, [note] if _has_changed(reference, source) else []
+
+
+def find_optimizer(
+    reference: Reference | None, dump: Dump, named: Iterable[Any], directory: Path
+) -> type[torch.optim.Optimizer] | None:
+    """Return the class of the optimizer that spoiled the weights, if its code may be run; else None.
+
+    It may be if it is torch's, if it stands in a file that the user named in a SPEC, or if the dump is the user's own.
+    """
+    if reference is None:
+        return None
+    found = getattr(torch.optim, reference.name, None) if reference.module.startswith("torch.optim.") else None
+    specs = (spec.rpartition(":")[0] for spec in named if isinstance(spec, str))
+    files = (file for file in specs if file.endswith(".py") and hash_of(directory / file) == reference.sha256)
+    with suppress(ModelError):
+        if file := next(files, None):
+            found = find_attribute(f"{file}:{reference.name}", directory=directory)
+        elif found is None and dump.provenance.own:
+            found = _import_source(reference, dump.path, dump.provenance)
+    return found if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) else None
+
+
+def build_loss(found: Any) -> Any:
+    """Return the loss; if it is a Module class, an instance of it.
+
+    Raises:
+        ModelError: the class cannot be called without arguments.
+    """
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        return found
+    try:
+        return build_model(found, {})
+    except ModelError as error:
+        raise ModelError(
+            f"The loss is a class that needs arguments: {error.message}",
+            remedy=f"Write loss_of = {found.__name__}(...) at the top level of a file, and add --loss FILE.py:loss_of.",
+        ) from error
+
+
+def _name_of_loss(reference: Reference) -> str:
+    """Return the instruction that tells the user how to pass the loss."""
+    if reference.can_be_named:
+        return f"add --loss {shlex.quote(brief(reference.spec))}"
+    file = brief(reference.file or "FILE.py")
+    spec = shlex.quote(f"{file}:loss_of")
+    return f"write it as def loss_of(output, batch) at the top level of {file}, and add --loss {spec}"
+
+
+def _why_no_loss(reference: Reference, source: Path | None, provenance: Provenance) -> str:
+    """Return why the loss is not imported; "" if it is."""
+    if not provenance.own:
+        return f"The loss that the file names was not run, for {provenance.detail}"
+    is_named = bool(reference.file) and reference.name.isidentifier()
+    if not is_named or source is None or not defines(source, reference.name, (ast.FunctionDef, ast.ClassDef)):
+        return f"The loss {brief(reference.name)} is not at the top level of a file in the working directory"
+    return "" if provenance.here else f"{brief(reference.file)} holds the loss, and {_NOT_HERE}"
+
+
+def describe_code_change(reference: Reference | None) -> list[str]:
+    """Return a note if the model's source differs from the training's."""
+    source = None if reference is None else _find_source(reference)
+    if reference is None or source is None or not reference.sha256 or not _has_changed(reference, source):
+        return []
+    return [f"{brief(reference.file or reference.module)} has changed since the training."]
+
+
+def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> Any:
+    """Import the referenced class or, from the project's own files, the top-level function that built the model."""
+    if not reference.file:
+        if reference.module != "__main__":
+            return _import_installed(reference, reference.spec, dump)
+        if (typed := find_typed(reference.module, reference.name)) is None:
+            why = "it was typed into a notebook or console, where nandoctor.replay(FILE) finds it"
+            raise _needs_approval(reference, dump, why)
+        return typed
+    source = _find_source(reference)
+    if source is None:
+        raise _needs_approval(reference, dump, f"{brief(reference.file)} is not in the working directory")
+    if not defines_code(source, reference.name, own=True):
+        raise _needs_approval(reference, dump, f"{source.name} defines no class of that name")
+    if not provenance.here:
+        raise _needs_approval(reference, dump, _NOT_HERE)
+    return _import_from(source, reference)
+
+
+def _import_installed(reference: Reference, spec: str, dump: Path) -> Any:
+    path = installed_path(spec.partition(":")[0])
+    if path is None:
+        raise _needs_approval(reference, dump, "Python finds it in no installed package")
+    if not defines_code(path, spec.rpartition(":")[2], own=False):
+        raise _needs_approval(reference, dump, f"{path.name} defines no class of that name")
+    return find_attribute(spec, directory=None)
+
+
+def _find_source(reference: Reference) -> Path | None:
+    """Return the referenced file in the working directory or, if no file is named, in an installed package."""
+    return own_source(reference.file) if reference.file else installed_path(reference.module)
+
+
+def _has_changed(reference: Reference, source: Path) -> bool:
+    """Return True if the source differs from the recorded hash, or no hash was recorded."""
+    return hash_of(source) != reference.sha256
+
+
+def _import_from(path: Path, reference: Reference) -> Any:
+    """Import what is referenced from its file; a module keeps its dotted name for its relative imports."""
+    parts = reference.module.split(".")
+    stem = list(path.with_suffix("").parts)
+    stem = stem[:-1] if stem[-1] == "__init__" else stem
+    if reference.module != "__main__" and stem[-len(parts) :] == parts:
+        return find_attribute(f"{reference.module}:{reference.name}", directory=Path(*stem[: -len(parts)]))
+    return find_attribute(f"{path.name}:{reference.name}", directory=path.parent)
+
+
+def _needs_approval(reference: Reference, dump: Path, why: str, *, own: bool = True) -> ModelError:
+    return ModelError(
+        f"The dump names {brief(reference.spec)} as its model, and nandoctor does not import that by itself: {why}.",
+        remedy=_how_to_approve(dump, Recorded(model=reference), own=own),
+    )
+
+
+def _how_to_approve(dump: Path, recorded: Recorded, *, own: bool = True) -> str:
+    return f"If you know that code, run where it is: {approving_command(dump, recorded, own=own)}"
+
+
+def require_approval(dump: Dump, settings: Settings, *, has_model: bool) -> None:
+    """Check that the code that the dump names is the user's own, or was named by the user.
+
+    `has_model`: the user named the model. Without approval of its loss, a replay still runs, but without the loss.
+
+    Raises:
+        UnapprovedCodeError: only the file names the model or its method, and the file is not the user's own.
+        ModelError: the user named a different method from the recorded one.
+    """
+    recorded = dump.recorded
+    method = recorded.method
+    if settings.method is not None and settings.method != (method or "forward"):
+        raise ModelError(
+            f"The dump holds calls of {method or 'forward'}, not of {settings.method}.",
+            remedy="Leave --method out, or name a function that makes the call: --call FILE.py:NAME.",
+        )
+    if settings.call is not None or settings.inputs:
+        method = ""  # the recorded call is not made
+    allowed = ("", "training_step") if dump.provenance.own else ("",)
+    knows_method = method in allowed or settings.method == method
+    if dump.is_recorded and not (knows_method and (has_model or dump.provenance.own)):
+        rows = [f"  {label:<11} {text}" for label, text in code_rows(recorded)]
+        why = "" if dump.provenance.own else f", and it was not recorded by you: {dump.provenance.detail}"
+        raise UnapprovedCodeError(
+            f"This dump asks to run code{why}. Nothing was run.\n\n" + "\n".join(rows),
+            remedy=f"  To run it   {approving_command(dump.path, recorded, own=dump.provenance.own)}",
+        )
+
+
+def check_method(model: nn.Module, dump: Dump, settings: Settings) -> None:
+    """Check that the model's class defines the recorded method.
+
+    Raises:
+        ModelError: the class has nothing of that name, or something other than a function.
+    """
+    method = dump.recorded.method
+    if not method or settings.call is not None or settings.inputs:
+        return
+    defined = next((vars(kind)[method] for kind in type(model).__mro__ if method in vars(kind)), None)
+    if not inspect.isfunction(defined):
+        raise ModelError(
+            f"{type(model).__name__} defines no method {method!r}, which the dump holds calls of.",
+            remedy="Name the class that was trained: --model FILE.py:NAME.",
+        )
+
+
+def state_to_load(dump: Dump) -> tuple[Mapping[str, torch.Tensor], list[str]]:
+    """Return the dump's weights for the model, and notes; without extra states if the dump is not the user's own.
+
+    A module may do anything with its extra state, and some installed ones unpickle it.
+    """
+    extra = [name for name in dump.state if is_extra_state(name)]
+    if dump.provenance.own or not extra:
+        return dump.state, []
+    note = (
+        f"_extra_state ({plural(len(extra), 'module')}) was not handed to the model: the dump is not your recorder's."
+    )
+    return {name: tensor for name, tensor in dump.state.items() if name not in extra}, [note]

@@ -1,0 +1,220 @@
+"""Finds the ways to call a model with the arrays of a dump."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import shlex
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from nandoctor.errors import ModelError
+from nandoctor.step.binding import EVERYTHING, FORWARD, Bound, Offer, Signature, bind
+from nandoctor.text import dtype_name
+
+_MAPPING_ANNOTATION = re.compile(r"dict\b|mapping", re.IGNORECASE)
+# Not values() and copy(), which tensors and models have too.
+_MAPPING_METHODS = frozenset({"get", "keys", "items", "pop", "setdefault", "update"})
+_BATCH_NAMES = frozenset({"batch", "batch_dict", "input_dict", "inputs_dict", "data", "data_dict", "sample", "samples"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """One way to call the model: `arrays` names its inputs, `forward(model, batch)` makes the call.
+
+    With `takes_all` it is given everything that was saved, whether it reads it or not.
+    """
+
+    description: str
+    arrays: tuple[str, ...]
+    forward: Callable[[nn.Module, Mapping[str, Any]], Any]
+    takes_all: bool = False
+
+
+def bind_inputs(inputs: Sequence[str], offer: Offer) -> Binding:
+    """Return the binding that the user spelled out: names by position, `parameter=array`, or "*" for a dict of all.
+
+    Raises:
+        ModelError: an array is not in the dump.
+    """
+    pairs = [(item.partition("=")[0], item.partition("=")[2]) if "=" in item else ("", item) for item in inputs]
+    for _, array in pairs:
+        if array not in {EVERYTHING, *offer.values, *offer.containers}:
+            raise ModelError(
+                f"The dump has no array {array!r}.",
+                remedy=f"--inputs takes names from: {', '.join(offer.values) or '(none)'}.",
+            )
+    positional = [array for name, array in pairs if not name]
+    return _make_binding(positional, {name: array for name, array in pairs if name}, offer)
+
+
+def find_bindings(model: nn.Module, offer: Offer) -> list[Binding]:
+    """Return the ways to call `model` with what a file offers, likeliest first, by the rules of `binding.FORWARD`.
+
+    Raises:
+        ModelError: there is no way, or nothing to choose between several; the message lists what is left on both sides.
+    """
+    signature = read_signature(model)
+    first, *others = (bind(signature, offer, rules) for rules in FORWARD)
+    if not signature.is_met(first):
+        raise _explain(type(_inner(model)).__name__, signature, offer, first)
+    ways = [first, *(bound for bound in others if signature.is_met(bound))]
+    return [_bind_parameters(signature, bound, offer) for place, bound in enumerate(ways) if bound not in ways[:place]]
+
+
+def required_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of forward's parameters without a default."""
+    return frozenset(p.name for p in read_signature(model).named if p.default is p.empty)
+
+
+def _bind_parameters(signature: Signature, bound: Bound, offer: Offer) -> Binding:
+    """Bind by position as far as the parameters take values of their own names, and by keyword from there on."""
+    positional: list[str] = [*bound.get(signature.variadic or "", ())]
+    keyword: dict[str, str] = {}
+    for parameter in (p for p in signature.named if p.name in bound):
+        source = str(bound[parameter.name])
+        is_next = parameter is signature.named[len(positional)] and not keyword
+        is_same = source in (parameter.name, EVERYTHING) and parameter.kind is not parameter.KEYWORD_ONLY
+        if parameter.kind is parameter.POSITIONAL_ONLY or (is_next and is_same):
+            positional.append(source)
+        else:
+            keyword[parameter.name] = source
+    return _make_binding(positional, keyword, offer)
+
+
+def _make_binding(positional: Sequence[str], keyword: Mapping[str, str], offer: Offer) -> Binding:
+    parts = {source: _parts_of(source, offer) for source in (*positional, *keyword.values())}
+
+    def value(source: str, batch: Mapping[str, Any]) -> Any:
+        found = parts[source]
+        return batch[found] if isinstance(found, str) else {key: batch[name] for key, name in found.items()}
+
+    def forward(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        args = [value(source, batch) for source in positional]
+        return model(*args, **{name: value(source, batch) for name, source in keyword.items()})
+
+    shown = [spell(parts[source]) for source in positional]
+    shown += [f"{name}={spell(parts[source])}" for name, source in keyword.items()]
+    names = [name for part in parts.values() for name in ((part,) if isinstance(part, str) else part.values())]
+    return Binding(
+        description=f"model({', '.join(shown)})",
+        arrays=tuple(dict.fromkeys(names)),
+        forward=forward,
+        takes_all=EVERYTHING in parts,
+    )
+
+
+def _parts_of(source: str, offer: Offer) -> str | Mapping[str, str]:
+    """Return the name of a source, or the names of everything by its keys.
+
+    A batch saved as its own dict ("batch.image") is passed as that dict.
+    """
+    if source != EVERYTHING:
+        return source
+    first = offer.arrays[0].partition(".")[0] if offer.arrays else ""
+    prefix = f"{first}." if first and all(name.startswith(f"{first}.") for name in offer.arrays) else ""
+    if prefix and first in offer.containers:
+        return first
+    tops = {name.partition(".")[0] for name in offer.values} & offer.containers.keys() if not prefix else set()
+    names = dict.fromkeys(top if (top := name.partition(".")[0]) in tops else name for name in offer.values)
+    return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+
+
+def spell(part: str | Mapping[str, str]) -> str:
+    """Return a source as Python: `batch["image"]` for the name "batch.image"."""
+    if not isinstance(part, str):
+        items = (f"{json.dumps(key)}: {spell(name)}" for key, name in part.items())
+        return f"{{{', '.join(items)}}}"
+    first, *inner = part.split(".")
+    keys = [first, *inner] if not first.isidentifier() else inner
+    found = (f"[{key if key.isdigit() else json.dumps(key)}]" for key in keys)
+    return "".join(["saved" if not first.isidentifier() else first, *found])
+
+
+def read_signature(model: nn.Module) -> Signature:
+    """Return the signature of a model's forward, through wrappers that pass on any arguments."""
+    parameters = _parameters_of(_inner(model))
+    named = tuple(p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return Signature(
+        named=named,
+        variadic=next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None),
+        mappings=frozenset(p.name for p in named if _takes_mapping(model, p)),
+    )
+
+
+def _parameters_of(module: nn.Module) -> list[inspect.Parameter]:
+    """Return the parameters of a module's forward; `*inputs` for a traced one of TorchScript, which has no names."""
+    try:
+        return list(inspect.signature(module.forward).parameters.values())
+    except ValueError:
+        return [inspect.Parameter("inputs", inspect.Parameter.VAR_POSITIONAL)]
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Return the module inside wrappers that pass on any arguments, as DataParallel and compiled modules do."""
+    children = list(model.children())
+    if len(children) != 1:
+        return model
+    kinds = {p.kind for p in _parameters_of(model)}
+    takes_anything = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return _inner(children[0]) if takes_anything else model
+
+
+def _takes_mapping(model: nn.Module, parameter: inspect.Parameter) -> bool:
+    """Return True if forward uses this parameter as a dict, judged by its annotation, the code or its name."""
+    annotation = "" if parameter.annotation is parameter.empty else str(parameter.annotation)
+    if _MAPPING_ANNOTATION.search(annotation):
+        return True
+    if "Tensor" in annotation:
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(_inner(model).forward)))
+    except (OSError, TypeError, SyntaxError):
+        return parameter.name in _BATCH_NAMES
+    return parameter.name in {_used_as_mapping(node) for node in ast.walk(tree)} | _BATCH_NAMES
+
+
+def _used_as_mapping(node: ast.AST) -> str | None:
+    """Return the name that the node uses as a mapping: with a string key, a dict method or `**`; None otherwise."""
+    match node:
+        case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str())):
+            return name
+        case ast.Attribute(value=ast.Name(id=name), attr=method) if method in _MAPPING_METHODS:
+            return name
+        case ast.keyword(arg=None, value=ast.Name(id=name)):
+            return name
+        case ast.Compare(left=ast.Constant(value=str()), ops=[ast.In() | ast.NotIn()], comparators=[ast.Name(id=name)]):
+            return name
+    return None
+
+
+def _explain(model: str, signature: Signature, offer: Offer, bound: Bound) -> ModelError:
+    """Return the error for a model that cannot be called: what is left on both sides, and a call that may be meant."""
+    unmet, left = [p.name for p in signature.unmet(bound)], offer.left(bound)
+    variadic = f"*{signature.variadic}" if signature.variadic else "no array"
+    arrays = ((name, offer.values[name]) for name in left)
+    lines = [f"  {name} {tuple(array.shape)} {dtype_name(array.dtype)}" for name, array in arrays]
+    found = "\n".join(lines) or "  none"
+    taken = [f"{name}={source}" for name, source in bound.items()]
+    beside = f" beside {', '.join(taken)}" if taken else ""
+    message = (
+        f"It is not clear how to call {model}: forward takes {', '.join(unmet) or variadic}{beside}, "
+        f"and these saved arrays could be passed:\n{found}"
+    )
+    pairs = [*taken, *(f"{name}={array}" for name, array in zip(unmet, left, strict=False))]
+    if len(left) < len(unmet) or not left:
+        lacking = ", ".join(unmet[len(left) :]) or "an input"
+        remedy = f"The file has nothing for {lacking}: save it too, or give --call file.py:function, which makes it."
+        return ModelError(message, remedy=remedy)
+    example = ",".join(pairs if unmet else left)
+    return ModelError(
+        message,
+        remedy=f"Name what each takes, as in --inputs {shlex.quote(example)}; or pass all as one dict with "
+        "--inputs '*', or give --call file.py:function.",
+    )

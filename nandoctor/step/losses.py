@@ -1,0 +1,101 @@
+"""Makes the user's loss a function of the output and the arrays of a dump."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nandoctor.dumps.dump import Dump
+from nandoctor.engine.user_code import NOT_UNDER_AUTOCAST, WRONG_CALL, kept_running, raised_at
+from nandoctor.errors import LossError
+from nandoctor.machine import is_out_of_memory
+from nandoctor.process_wide import generators_kept
+from nandoctor.step.binding import LOSS, Offer, Signature, bind
+from nandoctor.step.recorded_step import own_loss
+from nandoctor.step.saved_arrays import MakeBatch, describe_batch
+
+
+def bind_loss(loss: Callable[..., Any] | None, dump: Dump, make: MakeBatch) -> Callable[..., Any] | None:
+    """Return the loss as a function of output and arrays by name; without one, that which the model itself returns."""
+    if loss is None:
+        field = dump.recorded.loss_field
+        return own_loss(field) if field is not None else None
+    num_calls = len(dump.recorded.calls)
+    returned = f"the list of what {num_calls} calls returned" if num_calls > 1 else "what the model returned"
+    return _checked(loss if dump.is_recorded else _by_name(loss), make, returned)
+
+
+def _by_name(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the loss as a function of output and batch; one that takes no batch gets parts of it by their names.
+
+    `loss(logit, mask)` of a batch with a mask is called with that; other names are matched by the rules of
+    `binding.LOSS`.
+    """
+    takes_parts = False
+
+    @functools.wraps(loss)
+    def compute(output: Any, batch: Any) -> Any:
+        nonlocal takes_parts
+        parts = _match_parts(loss, batch)
+        if parts is None:
+            return loss(output, batch)
+        if not takes_parts:
+            try:
+                with generators_kept():
+                    return loss(output, batch)
+            except WRONG_CALL:
+                takes_parts = True
+        return loss(output, **parts)
+
+    return compute
+
+
+def _match_parts(loss: Callable[..., Any], batch: Any) -> dict[str, Any] | None:
+    """Return the parts of a batch for the parameters of a loss after the output; None if one has no part."""
+    if not isinstance(batch, Mapping):
+        return None
+    try:
+        parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    signature = Signature(named=tuple(named[1:]))
+    values = {str(name): part for name, part in batch.items()}
+    arrays = [name for name, part in values.items() if isinstance(part, torch.Tensor)]
+    bound = bind(signature, Offer(values=values, arrays=arrays), LOSS)
+    return {name: values[str(source)] for name, source in bound.items()} if signature.is_met(bound) else None
+
+
+def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callable[..., Any]:
+    """Wrap the loss so that any error in it is a `LossError`: the training may have called it with other arguments."""
+
+    @functools.wraps(loss)
+    def compute(output: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        batch = make(tensors)
+        try:
+            with kept_running():
+                value = loss(output, batch)
+        except Exception as error:
+            if NOT_UNDER_AUTOCAST in str(error) or is_out_of_memory(error):
+                raise
+            raised = f"{type(error).__name__}{raised_at(error)}: {error}"
+            raise LossError(
+                f"The loss function raised {raised} (its {describe_batch(batch)}).",
+                remedy="To replay the backward pass, name with --loss FILE.py:NAME a function (output, batch) -> "
+                f"scalar; output is {returned}.",
+            ) from error
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return value
+        is_tensor = isinstance(value, torch.Tensor)
+        what = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+        raise LossError(
+            f"The loss function returned {what}.",
+            remedy="The function that --loss names must return a tensor with one element, such as loss.mean().",
+        )
+
+    return compute

@@ -1,0 +1,368 @@
+"""Find, build and load the model that a dump belongs to.
+
+A SPEC is `package.module:attr` or `path/to/file.py:attr`.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from nandoctor.dumps.array_roles import is_extra_state
+from nandoctor.dumps.classify import unwrapped_name
+from nandoctor.engine.project import Project, folder_of, in_project, program_arguments
+from nandoctor.engine.user_code import explain_import, explain_memory, kept_running, raised_at
+from nandoctor.errors import ModelError
+from nandoctor.file_memory import cast_to_file
+from nandoctor.machine import is_out_of_memory
+from nandoctor.source_files import package_of
+from nandoctor.step.building_calls import remedy_for_arguments
+from nandoctor.step.memory import Unfilled
+from nandoctor.step.scripts import Script
+from nandoctor.text import brief, relative_path
+from nandoctor.torch_compat import loads_plainly, storage_of
+
+ModelSource = str | nn.Module | Callable[..., nn.Module]
+_State = Mapping[str, torch.Tensor]
+
+_MAX_NAMES_SHOWN = 5
+_MAX_NAMES_COMPARED = 10
+_find_near = partial(difflib.get_close_matches, n=1, cutoff=0.75)
+
+
+def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: Path = Path()) -> nn.Module:
+    """Return the Module that `spec` names or builds.
+
+    `spec` is a Module, a Module class, a function that returns a Module, or the SPEC of one of these; paths and
+    packages are looked up from `directory`, the working directory by default. A live Module is copied, so the caller's
+    stays unchanged.
+
+    Raises:
+        ModelError: nothing is found, the code fails on import or call, or the result is not a Module.
+    """
+    with in_project():
+        found = find_attribute(spec, directory=directory)
+        name = spec if isinstance(spec, str) else getattr(found, "__qualname__", type(found).__name__)
+        if isinstance(found, nn.Module):
+            if arguments:
+                raise ModelError(
+                    f"{name} is a Module already, so it takes no arguments: {', '.join(arguments)}.",
+                    remedy="Drop --model-arg, or name the class or a function that builds the model.",
+                )
+            return _copy(found, name)
+        if not callable(found):
+            raise ModelError(
+                f"{name} is a {type(found).__name__}, not a Module, a Module class or a function that makes one.",
+                remedy="Point --model at the class or function that builds the network.",
+            )
+        # A text such as train.py:CFG names an object; what is no text comes back as it is.
+        values = {k: find_attribute(v, directory=directory) if ".py:" in str(v) else v for k, v in arguments.items()}
+        return _call_factory(found, values, name)
+
+
+def find_attribute(spec: Any, *, directory: Path | None = Path()) -> Any:
+    """Return the object that a SPEC names, imported with its folder on the import path; return other objects as is.
+
+    Within `Project.preparing` the folder stays on the project's import path; otherwise it is removed again. Without a
+    `directory` the SPEC names an installed package, and no folder is added.
+
+    Raises:
+        ModelError: the SPEC is malformed, or nothing is found there.
+    """
+    if not isinstance(spec, str):
+        return spec
+    location, separator, attribute = spec.rpartition(":")
+    if not separator or not location or not attribute:
+        raise ModelError(
+            f"{spec!r} does not say where to look and what to take.",
+            remedy="Write package.module:attr or path/to/file.py:attr, for example train.py:make_model.",
+        )
+    with in_project() as project:
+        if directory is not None and location.endswith(".py"):
+            value: Any = _import_file(directory / location, project)
+        else:
+            value = _import_package(location, directory, project)
+        for name in attribute.split("."):
+            if not hasattr(value, name):
+                public = [item for item in dir(value) if not item.startswith("_")]
+                raise ModelError(
+                    f"{relative_path(location)} has no {attribute!r}.",
+                    remedy=_guess(name, public, "Check what stands after the colon."),
+                )
+            value = getattr(value, name)
+    return value
+
+
+def load_state(
+    model: nn.Module,
+    state: _State,
+    *,
+    strict: bool = True,
+    unfilled: Unfilled | None = None,
+) -> list[str]:
+    """Copy `state` into `model`, and return notes on what was adapted.
+
+    A prefix that only one side has (`model.`, `module.`, a wrapper's name) is added or removed. With `unfilled`, the
+    mode that the model was built under, weights share the memory of `state` instead of being copied, and what `state`
+    lacks is filled.
+
+    Raises:
+        ModelError: names or shapes disagree and `strict` is set, or nothing fits.
+    """
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    own = {name: tensor for name, tensor in own.items() if name in state or not is_extra_state(name)}
+    state, notes = fit_prefix(state, own)
+    state = {**state, **_tied(state, own)}
+    left_out, problems = _compare(own, state)
+    num_fitting = len(own) - len(left_out)
+    if problems and (strict or not num_fitting):
+        raise ModelError(
+            f"The weights do not fit {type(model).__name__} ({num_fitting} of {len(own)} tensors do):\n"
+            + "\n".join(problems),
+            remedy="Give the arguments that the training used (--model-arg K=V), or --no-strict to load what fits "
+            "and leave the rest as the model initialises it."
+            if own.keys() & state.keys()  # of other shapes, perhaps
+            else "This is another model's state dict: check --model.",
+        )
+    loaded = {name: state[name] for name in own if name not in left_out}
+    if unfilled is not None:
+        left = _share_weights(model, loaded)
+        own.clear()  # it holds the initial weights, which nothing else uses any more
+        named = (*model.named_parameters(), *model.named_buffers())
+        unfilled.fill(tensor for name, tensor in named if name not in loaded)
+        loaded = left
+    if loaded:
+        _copy_state(model, loaded)
+    return notes + [f"--no-strict: {problem}" for problem in problems]
+
+
+def _compare(own: _State, state: _State) -> tuple[set[str], list[str]]:
+    """Return the model's names that `state` does not fit, and the problems in words."""
+    missing = [name for name in own if name not in state]
+    unexpected = [name for name in state if name not in own]
+    known = [name for name in own if name in state and not is_lazy(own[name])]
+    reshaped = [name for name in known if own[name].shape != state[name].shape]
+    problems = [
+        *_describe("missing from the weights", missing, lambda name: name + _suggest(name, unexpected)),
+        *_describe("not in the model", unexpected, lambda name: name + _suggest(name, missing)),
+        *_describe(
+            "of another shape (weights for model)",
+            reshaped,
+            lambda name: f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}",
+        ),
+    ]
+    return {*missing, *reshaped}, problems
+
+
+def _tied(state: _State, own: _State) -> dict[str, torch.Tensor]:
+    """Return the weights that the state has only under the name of a tensor tied to them, as safetensors files do.
+
+    https://huggingface.co/docs/safetensors/torch_shared_tensors
+    """
+    places = {
+        name: (storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+        for name, tensor in own.items()
+        if not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel()
+    }
+    given = {place: state[name] for name, place in places.items() if name in state}
+    return {name: given[place] for name, place in places.items() if name not in state and place in given}
+
+
+def _share_weights(model: nn.Module, state: _State) -> dict[str, torch.Tensor]:
+    """Point the weights of modules that load plainly to the memory of `state`; return the rest of it, to be copied."""
+    left = dict(state)
+    waiting = [("", model)] if type(model).load_state_dict is nn.Module.load_state_dict else []
+    while waiting:
+        prefix, module = waiting.pop()
+        if not loads_plainly(module):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if prefix + name in state and _can_share(parameter, state[prefix + name]):
+                parameter.data = cast_to_file(left.pop(prefix + name).detach(), parameter.dtype)
+        waiting += [(f"{prefix}{name}.", child) for name, child in module.named_children()]
+    return left
+
+
+def _can_share(parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
+    """Return True if a weight can use the memory of the file's tensor: both are dense, with the same strides."""
+    return (
+        type(parameter) is nn.Parameter
+        and parameter.device.type == "cpu"
+        and parameter.layout is tensor.layout is torch.strided
+        and parameter.is_floating_point()
+        and tensor.is_floating_point()
+        and parameter.shape == tensor.shape
+        and parameter.stride() == tensor.stride()
+    )
+
+
+def _copy_state(model: nn.Module, state: _State) -> None:
+    try:
+        model.load_state_dict(dict(state), strict=False)
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise explain_memory("load the weights", error) from error
+        reason = brief(str(error).strip().splitlines()[-1].strip(), 300)
+        raise ModelError(
+            f"The weights cannot be copied into {type(model).__name__}: {reason}",
+            remedy="Save them in the formats that the model has: quantized and sparse weights are not converted.",
+        ) from error
+
+
+def _copy(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise explain_memory(f"copy {name}", error) from error
+        raise ModelError(
+            f"{name} cannot be copied ({type(error).__name__}: {error}), and the replay must not write to yours.",
+            remedy="Pass a function that builds the model instead of the model itself.",
+        ) from error
+
+
+def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> nn.Module:
+    try:
+        with kept_running():
+            model = factory(**arguments)
+    except ModelError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise explain_memory(f"build {name}", error) from error
+        raise ModelError(
+            f"{name}{_signature(factory)} raised {type(error).__name__}{raised_at(error)}: {error}",
+            remedy=remedy_for_arguments(name, factory if isinstance(error, TypeError) else None),
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"{name} returned a {type(model).__name__}, not a Module.",
+            remedy="Point --model at a function that returns the network itself.",
+        )
+    return model
+
+
+def _signature(factory: Callable[..., Any]) -> str:
+    try:
+        return str(inspect.signature(factory))
+    except (TypeError, ValueError):
+        return "(...)"
+
+
+def _import_file(path: Path, project: Project) -> ModuleType:
+    if not os.path.isfile(path):  # noqa: PTH113  (False for a name that the system rejects)
+        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        remedy = _guess(path.name, beside, "Check what stands before the colon.")
+        raise ModelError(f"There is no file {relative_path(str(path))}.", remedy=remedy)
+    path = path.resolve()
+    with _explained(relative_path(str(path))):
+        package = package_of(path)
+    root, name = package or (path.parent, _free_name(path))
+    if path.stem == "__init__":
+        return _import_package(name, root, project)
+    project.enter_folder(root)
+    if path not in project.scripts:  # run once more, it would make other classes of the same names
+        project.scripts[path] = _open_script(path, name, project)
+    return project.scripts[path]
+
+
+def _free_name(path: Path) -> str:
+    """Return a file's name as a module's: a file called types.py must not replace Python's own module."""
+    name = path.stem
+    while name in sys.modules and folder_of(name) != path.parent:
+        name += "_"
+    return name
+
+
+def _open_script(path: Path, name: str, project: Project) -> ModuleType:
+    """Return the module of a file, in which a statement runs when a name that it binds is asked for."""
+    parent, _, last = name.rpartition(".")
+    package = _import_package(parent, None, project) if parent else None
+    if package is not None and name in sys.modules:  # the package imports it itself
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    with _explained(relative_path(str(path))):
+        Script(path, module)
+    # Registered under its name so that dataclasses, pickling and the file's own imports find it.
+    sys.modules[name] = module
+    if package is not None:
+        setattr(package, last, module)
+    return module
+
+
+def _import_package(name: str, directory: Path | None, project: Project) -> ModuleType:
+    if directory is not None:
+        project.enter_folder(directory.resolve())
+    with _explained(name), program_arguments(name):
+        return importlib.import_module(name)
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        with kept_running():
+            yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise explain_import(name, error) from error
+
+
+def fit_prefix(state: _State, own: _State) -> tuple[_State, list[str]]:
+    """Return the state with the prefix added or removed that makes most names fit, wrappers aside, and notes."""
+    wrapped = {unwrapped_name(name): name for name in own}
+    state = {name if name in own else wrapped.get(unwrapped_name(name), name): state[name] for name in state}
+    taken_off = {prefix: sum(prefix + name in state for name in own) for prefix in _prefixes(state, own)}
+    put_on = {prefix: sum(prefix + name in own for name in state) for prefix in _prefixes(own, state)}
+    num_fitting = sum(name in own for name in state)
+    best = max(num_fitting, *taken_off.values(), *put_on.values(), 0)
+    if num_fitting == best:
+        return state, []
+    if best in taken_off.values():
+        prefix = next(prefix for prefix, num in taken_off.items() if num == best)
+        kept = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+        dropped = f", {len(state) - len(kept)} other tensors left out" if len(kept) < len(state) else ""
+        return kept, [f"The prefix {prefix!r} was taken off the weights' names{dropped}."]
+    prefix = next(prefix for prefix, num in put_on.items() if num == best)
+    renamed = {prefix + name: tensor for name, tensor in state.items()}
+    return renamed, [f"The prefix {prefix!r} was put before the weights' names."]
+
+
+def _prefixes(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> list[str]:
+    """Return the prefixes that turn names of `shorter` into names of `longer`, judged by its longest names."""
+    names = sorted(shorter, key=len)[-_MAX_NAMES_COMPARED:]
+    return sorted({key[: -len(name)] for key in longer for name in names if key.endswith("." + name)})
+
+
+def _describe(what: str, names: Sequence[str], show: Callable[[str], str]) -> Iterator[str]:
+    if names:
+        shown = [show(name) for name in names[:_MAX_NAMES_SHOWN]]
+        rest = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+        yield f"  {len(names)} {what}: {', '.join(shown)}{rest}"
+
+
+def _suggest(name: str, names: Sequence[str]) -> str:
+    near = _find_near(name, names)
+    return f" (nearest: {near[0]})" if near else ""
+
+
+def _guess(name: str, names: Sequence[str], otherwise: str) -> str:
+    near = _find_near(name, names)
+    return f"Did you mean {near[0]}?" if near else otherwise

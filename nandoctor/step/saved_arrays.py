@@ -1,0 +1,258 @@
+"""Read a dump's arrays: the loop's batch, the outputs to compare a replay with, the precisions that they indicate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from nandoctor.autocast.policy import LOW_DTYPES, Policy
+from nandoctor.dumps.array_roles import role_of
+from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.packing import fill
+from nandoctor.dumps.recorded_format import Autocast
+from nandoctor.dumps.tensors import stored_values
+from nandoctor.dumps.trees import Slot, slots
+from nandoctor.engine.saved_outputs import SavedOutputs, are_round, is_finite_array
+from nandoctor.errors import DumpError
+from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
+from nandoctor.step.input_binding import required_names
+from nandoctor.step.recorded_step import make_batch
+from nandoctor.step.settings import Settings
+from nandoctor.tracing.tensor_stats import format_of
+from nandoctor.trees import walk
+
+_CONTAINERS = (dict, list, tuple)
+
+MakeBatch = Callable[[Mapping[str, torch.Tensor]], Any]
+"""Builds the loop's batch from arrays by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedBatch:
+    """Every array of a dump on the replay's device, and what may go into the model.
+
+    That is, by name: the `inputs` (arrays that are not outputs), the plain `scalars`, and the `containers` of both, as
+    trees. `make` builds the batch that the user's loss or call receives.
+    """
+
+    arrays: Mapping[str, torch.Tensor]
+    inputs: Mapping[str, torch.Tensor]
+    scalars: Mapping[str, Any]
+    containers: Mapping[str, Any]
+    make: MakeBatch
+    notes: tuple[str, ...]
+
+
+def read_batch(dump: Dump, model: nn.Module, outputs: Collection[str], device: torch.device) -> SavedBatch:
+    """Return the batch of a dump on the device.
+
+    A recorder's file has the formats of the training. In any other, float64 is what numpy made of float32, unless the
+    model itself has float64 parameters.
+    """
+    keeps_float64 = dump.is_recorded or any(item.dtype == torch.float64 for item in model.parameters())
+    narrowed = [name for name, array in dump.arrays.items() if array.dtype == torch.float64 and not keeps_float64]
+    arrays = {
+        name: array.to(device, torch.float32 if name in narrowed else array.dtype)
+        for name, array in dump.arrays.items()
+    }
+    inputs = {name: array for name, array in arrays.items() if name not in outputs}
+    found = [
+        (".".join(map(str, place)), item, set(slots(item)))
+        for place, item in walk(dump.tree)
+        if place and isinstance(item, _CONTAINERS)
+    ]
+    return SavedBatch(
+        arrays=arrays,
+        inputs=inputs,
+        scalars=dump.scalars,
+        containers={name: item for name, item, arrays in found if arrays and not arrays.intersection(outputs)},
+        make=_batch_maker(dump, inputs, device),
+        notes=tuple(
+            f"{name} was saved as float64 and passed to the model as float32, its own precision." for name in narrowed
+        ),
+    )
+
+
+def _batch_maker(dump: Dump, inputs: Collection[str], device: torch.device) -> MakeBatch:
+    """Return a function that builds the loop's batch.
+
+    A recorder's file holds the batch. In any other it is the container of all inputs, `batch` in
+    `{"batch": {...}, "logit": ...}`; without such a container, everything that was saved.
+    """
+    if dump.is_recorded:
+        return lambda tensors: make_batch(dump.recorded, tensors, device)
+    tree = dump.tree if dump.tree is not None else {name: Slot(name=name) for name in dump.arrays}
+    first = {name.partition(".")[0] for name in inputs}
+    only = tree.get(next(iter(first))) if len(first) == 1 else None
+    batch = only if isinstance(only, _CONTAINERS) else tree
+    return lambda tensors: fill(batch, tensors, device)
+
+
+def describe_batch(batch: Any) -> str:
+    """Describe the batch that a function was given: "batch has image, targets"."""
+    if isinstance(batch, Mapping):
+        return f"batch has {', '.join(map(str, batch)) or 'nothing in it'}"
+    if isinstance(batch, (list, tuple)):
+        return f"batch is a {type(batch).__name__} of {len(batch)}"
+    return f"batch is a {type(batch).__name__}"
+
+
+def find_outputs(
+    dump: Dump, model: nn.Module, settings: Settings, functions: Collection[Callable[..., Any] | None]
+) -> SavedOutputs:
+    """Return the saved outputs; arrays that the user's `functions` read by name are inputs of those.
+
+    Raises:
+        DumpError: the settings name an output that does not exist.
+    """
+    if dump.is_recorded and settings.output is None:
+        # The largest floating-point array first.
+        names = [name for name in dump.arrays if name.partition(".")[0] == "output"]
+        names.sort(key=lambda name: (not dump.arrays[name].is_floating_point(), -dump.arrays[name].numel()))
+        first = next((name for name in names if not is_finite_array(dump.arrays[name])), next(iter(names), None))
+    else:
+        taken = {*required_names(model), *(item.rpartition("=")[2] for item in settings.inputs)}
+        names = saved_outputs(dump.arrays, settings.output, taken=taken, read=names_read(functions, dump.arrays))
+        first = next(iter(names), None)
+    if first is None:
+        return SavedOutputs(names=tuple(names), graded=_saved_number(dump), field=settings.output)
+    # An array that the recorder named "output.boxes.0" is at "boxes[0]" of the model's output.
+    parts = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in first.split(".")[1:])
+    place = settings.output or (parts.removeprefix(".") if dump.is_recorded else None)
+    return SavedOutputs(names=tuple(names), graded=(first, dump.arrays[first]), field=place)
+
+
+def with_unclaimed(outputs: SavedOutputs, dump: Dump, used: Collection[str], read: Collection[str]) -> SavedOutputs:
+    """Add the arrays that may be the output, whatever their names, if no name shows which it is.
+
+    The call takes those `used`. Of those that a function of the user has `read`, from the batch or from the output, a
+    finite one is no output.
+    """
+    if dump.is_recorded or outputs.array is not None:
+        return outputs
+    floats = [(name, item) for name, item in dump.arrays.items() if name not in used and item.is_floating_point()]
+    found = [(name, item) for name, item in floats if name not in read or not is_finite_array(item)]
+    found.sort(key=lambda named: (is_finite_array(named[1]), role_of(named[0]) != "unknown"))
+    return replace(outputs, perhaps=tuple(found))
+
+
+def names_read(functions: Collection[Callable[..., Any] | None], arrays: Collection[str]) -> frozenset[str]:
+    """Return the arrays whose names, or names within a container, are among the texts in the functions."""
+    texts = {text for function in functions for text in _string_constants(function)}
+    return frozenset(name for name in arrays if name in texts or name.rpartition(".")[2] in texts)
+
+
+def saved_outputs(
+    arrays: Mapping[str, torch.Tensor], key: str | None, *, taken: Collection[str] = (), read: Collection[str] = ()
+) -> list[str]:
+    """Return the names of the arrays that are saved outputs, the one to compare with first.
+
+    `key` is the user's choice. Otherwise arrays are recognized by name, non-finite ones first. Failing that, any
+    non-finite floating-point array of no known role counts, since a training script saves its dump because of it. An
+    array whose name the model has `taken` is no output, nor is one of no known role that the user's functions `read`.
+
+    Raises:
+        DumpError: `key` names no array, and there is no saved output that it could be a field of.
+    """
+    named = [name for name in arrays if role_of(name) == "output" and name not in taken]
+    named.sort(key=lambda name: is_finite_array(arrays[name]))
+    if key is not None and key in arrays:
+        return [key, *(name for name in named if name != key)]
+    if named:
+        return named
+    if key is not None:
+        raise DumpError(
+            f"The dump has no array {key!r}.",
+            remedy=f"--output takes the name of the saved output: {', '.join(arrays) or '(there are no arrays)'}.",
+        )
+    unknown = (name for name in arrays if role_of(name) == "unknown" and name not in {*taken, *read})
+    return [name for name in unknown if not is_finite_array(arrays[name])]
+
+
+def _saved_number(dump: Dump) -> tuple[str, torch.Tensor] | None:
+    """Return the name and value of a saved scalar output or loss, a non-finite one first; None if there is none."""
+    if dump.is_recorded:
+        return None
+    outputs = {name: value for name, value in dump.scalars.items() if isinstance(value, float)}
+    outputs = {name: value for name, value in outputs.items() if role_of(name) == "output"} | dump.losses
+    named = sorted(outputs.items(), key=lambda item: math.isfinite(item[1]))
+    return (named[0][0], torch.tensor(named[0][1], dtype=torch.float64)) if named else None
+
+
+def _string_constants(function: Callable[..., Any] | None) -> Iterator[str]:
+    """Yield the string constants in a function: the names of the arrays that it reads are among them."""
+    waiting = [getattr(function, "__code__", None)]
+    while waiting:
+        constants = getattr(waiting.pop(), "co_consts", ())
+        yield from (constant for constant in constants if isinstance(constant, str))
+        waiting += [constant for constant in constants if isinstance(constant, CodeType)]
+
+
+_ENOUGH = 8
+"""This many distinct values that all fit a format show that they were computed in it."""
+
+
+def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None = None) -> tuple[Policy, ...]:
+    """Return the user's policy, else the recorded one, else those to try, judged by the weights and `saved` output."""
+    recorded = dump.recorded.autocast
+    if recorded is None and any(
+        dump.scalars_by_last_name.get(name) is False for name in ("autocast", "amp", "use_amp")
+    ):
+        recorded = Autocast(enabled=False, device="cuda", dtype="float32")
+    dtype = weight_dtype(dump.state)
+    weights = format_of(dtype) if dtype in LOW_DTYPES else None
+    # With fp32 weights, its format is that of the model's own autocast regions until a run shows that it has none.
+    without = Policy(name=settings.policy or "cuda", format=weights or FP16, ambient=False)
+    if settings.amp_dtype == "none":
+        return (without,)
+    if settings.amp_dtype is not None or settings.policy is not None:
+        told = FORMATS[settings.amp_dtype] if settings.amp_dtype else _recorded_format(recorded) or weights or FP16
+        ambient = recorded is None or recorded.enabled or settings.amp_dtype is not None
+        return (Policy(name=settings.policy or _op_lists(recorded), format=told, ambient=ambient),)
+    if recorded is not None:
+        if not recorded.enabled:
+            off = Policy(name=_op_lists(recorded), format=weights or FP16, ambient=False)
+            if weights is not None or saved is None or saved.dtype not in LOW_DTYPES:
+                return (off,)
+            return off, Policy(name="cuda", format=FORMATS[str(saved.dtype).removeprefix("torch.")])
+        return (Policy(name=_op_lists(recorded), format=_recorded_format(recorded) or weights or FP16),)
+    low = weights or (None if saved is None else _computed_in(saved)) or FP16
+    autocast = [Policy(name="cuda", format=format_) for format_ in (low, BF16 if low is FP16 else FP16)]
+    return (without, *autocast) if dtype is not None else (*autocast, without)
+
+
+def weight_dtype(state: Mapping[str, torch.Tensor]) -> torch.dtype | None:
+    """Return the one format other than fp32 that all weights were saved in; None if there is no such format."""
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point() or tensor.is_complex()}
+    return next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= {*LOW_DTYPES, torch.float64} else None
+
+
+def _op_lists(autocast: Autocast | None) -> Literal["cuda", "native"]:
+    """Return whose op lists a recorded autocast followed; CUDA's if unknown."""
+    return "cuda" if autocast is None or autocast.device == "cuda" or autocast.emulated else "native"
+
+
+def _recorded_format(autocast: Autocast | None) -> FloatFormat | None:
+    if autocast is None or not autocast.enabled or autocast.dtype not in ("float16", "bfloat16"):
+        return None
+    return FORMATS[autocast.dtype]
+
+
+def _computed_in(saved: torch.Tensor) -> FloatFormat | None:
+    """Return a saved output's half-precision format, or the one that its fp32 values all fit, as after `.float()`."""
+    if saved.dtype in LOW_DTYPES:
+        return format_of(saved.dtype)
+    if saved.dtype is not torch.float32:
+        return None
+    values = stored_values(saved.detach()).flatten()
+    values = values[torch.isfinite(values)]
+    if torch.unique(values[~are_round(values)]).numel() < _ENOUGH:
+        return None
+    fitting = (dtype for dtype in (torch.bfloat16, torch.float16) if torch.equal(values.to(dtype).float(), values))
+    return next(map(format_of, fitting), None)

@@ -1,0 +1,215 @@
+"""Take classes and functions from a script, and run no more of it than they need.
+
+A script without `if __name__ == "__main__":` trains whenever it is imported, and may overwrite the dump that is
+replayed. So its statements run one by one when a name is asked for: those that bind the name, and what these read. A
+statement that begins to train ends there.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import symtable
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+
+from nandoctor.engine.project import program_arguments
+from nandoctor.engine.user_code import explain_import, explain_memory, kept_running, raised_at
+from nandoctor.errors import ModelError
+from nandoctor.machine import is_out_of_memory
+from nandoctor.process_wide import held
+from nandoctor.source_files import decode_source, parse
+from nandoctor.text import relative_path
+
+_BY_NAME = frozenset({"eval", "exec", "globals", "locals", "vars"})
+"""What finds names that no symbol table shows."""
+
+
+class _TrainingBegins(BaseException):
+    """A BaseException, so that the script itself does not catch it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Statement:
+    """A top-level statement: the names that it binds, and those that it or its functions read.
+
+    `changes` are objects that it writes into, calls a method of or is decorated by. `always` is True for what sets up
+    the import system or torch, and for an import that nothing in the file reads.
+    """
+
+    node: ast.stmt
+    binds: frozenset[str]
+    reads: frozenset[str]
+    changes: frozenset[str]
+    always: bool = False
+
+
+class Script:
+    """The statements of a file, and `module`, in which those run that a name needs."""
+
+    def __init__(self, path: Path, module: ModuleType) -> None:
+        text = decode_source(path.read_bytes())[0].removeprefix("\ufeff")
+        tree = parse(text) or ast.parse(text, str(path))  # which says why it is not Python
+        nodes = list(flattened(tree.body))
+        future = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+        postponed = any(alias.name == "annotations" for node in future for alias in node.names)
+        self._flags = __future__.annotations.compiler_flag if postponed else 0
+        self._file, self._module = str(path), module
+        read = [_analyse(node) for node in nodes if node not in future]
+        used = {name for statement in read for name in statement.reads}
+        self._statements = [_marked(statement, used) for statement in read]
+        self._modules = {name for it in read if isinstance(it.node, ast.Import) for name in it.binds}
+        self._defined = {name: it.reads for it in read if isinstance(it.node, _DEFINITIONS) for name in it.binds}
+        # Python compiles `torch.exp(x)` in another way where it sees the import. Fixes are run by replacing equal code.
+        seen = [inner for node in nodes if not isinstance(node, _DEFINITIONS) for inner in ast.walk(node)]
+        imports: list[ast.stmt] = [node for node in seen if isinstance(node, _IMPORTS) and node not in future]
+        never = ast.If(test=ast.Constant(False), body=imports, orelse=[])
+        self._imports = [ast.fix_missing_locations(never)] if imports else []
+        self._waiting = dict(enumerate(self._statements))
+        module.__dict__.update(__getattr__=self._get, __dir__=self._names)
+
+    def _get(self, name: str) -> Any:
+        """Return what the script binds to a name, as `module.name` does when it is not there yet."""
+        self._run(name)
+        if name not in vars(self._module):
+            raise AttributeError(f"module {self._module.__name__!r} has no attribute {name!r}")
+        return vars(self._module)[name]
+
+    def _names(self) -> list[str]:
+        return sorted(set().union(vars(self._module), *(statement.binds for statement in self._statements)))
+
+    def _run(self, name: str) -> None:
+        """Run in their order the statements that a name needs, and that have not run yet."""
+        for index in self._needed(name):
+            statement = self._waiting.pop(index, None)
+            if statement is not None:  # else it ran while another one imported this module
+                with suppress(_TrainingBegins):
+                    self._execute(statement, name)
+
+    def _execute(self, statement: _Statement, name: str) -> None:
+        tree = ast.Module(body=[statement.node, *self._imports], type_ignores=[])
+        code = compile(tree, self._file, "exec", flags=self._flags, dont_inherit=True)
+        training = ((torch.autograd, "backward", _begin_training), (torch.Tensor, "backward", _begin_training))
+        shown = relative_path(self._file)
+        try:
+            with kept_running(), program_arguments(self._file), held(*training):
+                exec(code, vars(self._module))
+        except ModelError:
+            raise
+        except ImportError as error:
+            if not statement.always or "*" in ast.unparse(statement.node):
+                raise explain_import(shown, error) from error
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise explain_memory(f"import {shown}", error) from error
+            raise ModelError(
+                f"Line {statement.node.lineno} of {shown} raised {type(error).__name__}{raised_at(error)}: {error}",
+                remedy=f"{name} needs that line: move {name} to a file without it. Named as a module, "
+                f"{Path(shown).stem}:{name}, the whole script is run, training included.",
+            ) from error
+
+    def _needed(self, name: str) -> list[int]:
+        wanted, chosen, size = {name}, set[int](), -1
+        while size != len(chosen):
+            size = len(chosen)
+            for index, statement in self._waiting.items():
+                if index not in chosen and (statement.always or self._binds(statement, wanted)):
+                    chosen.add(index)
+                    wanted |= statement.reads
+            wanted |= self._defined.keys() if wanted & _BY_NAME else set()
+        return sorted(chosen)
+
+    def _binds(self, statement: _Statement, wanted: set[str]) -> bool:
+        """Return True if a statement makes or changes what is wanted.
+
+        A value under a function's name, as a training loop makes one, is not what is wanted, unless it is made of the
+        function. A decorator changes what it reads, as one that registers a class does.
+        """
+        is_loop = isinstance(statement.node, ast.For | ast.While)
+        values = {name for name in self._defined if is_loop or name not in statement.reads}
+        made = statement.binds | (statement.changes - self._modules)
+        if isinstance(statement.node, _DEFINITIONS):
+            values, made = set(), made.union(*(self._defined.get(name, ()) for name in statement.changes))
+        return not wanted.isdisjoint(made - values)
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_IMPORTS = (ast.Import, ast.ImportFrom)
+
+
+def _begin_training(*_: Any, **__: Any) -> NoReturn:
+    raise _TrainingBegins
+
+
+def flattened(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield statements, with those under `if __name__ == "__main__":` in its place, and each import by itself."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (ast.copy_location(ast.Import(names=[alias]), node) for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+            yield from node.body
+        else:
+            yield node
+
+
+def _analyse(node: ast.stmt) -> _Statement:
+    top = symtable.symtable(ast.unparse(node), "<statement>", "exec")
+    if isinstance(node, _DEFINITIONS):
+        changes = {_base(decorator) for decorator in node.decorator_list}
+    else:
+        changes = {_changed(inner) for inner in ast.walk(node)}
+    return _Statement(
+        node=node,
+        binds=frozenset(it.get_name() for it in top.get_symbols() if it.is_assigned() or it.is_imported()),
+        reads=frozenset(_names_read(top, is_top=True)),
+        changes=frozenset(filter(None, changes)),
+    )
+
+
+def _names_read(table: symtable.SymbolTable, *, is_top: bool = False) -> Iterator[str]:
+    """Yield the global names that a statement reads, also in the functions and classes that it defines."""
+    yield from (it.get_name() for it in table.get_symbols() if it.is_referenced() and (is_top or it.is_global()))
+    for inner in table.get_children():
+        yield from _names_read(inner)
+
+
+def _changed(node: ast.AST) -> str | None:
+    """Return the name of the object whose attribute or item a node sets, or whose method it calls for its effect."""
+    match node:
+        case ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del()):
+            return _base(node)
+        case ast.Expr(value=ast.Call(func=ast.Attribute() as method)):
+            return _base(method)
+    return None
+
+
+def _base(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _marked(statement: _Statement, used: set[str]) -> _Statement:
+    node = statement.node
+    if isinstance(node, _IMPORTS):
+        always = statement.binds.isdisjoint(used) or any(alias.name == "*" for alias in node.names)
+    else:
+        text = ast.unparse(node)
+        is_setting = isinstance(node, ast.Assign) and text.startswith(("os.environ", "torch."))
+        always = is_setting or text.startswith("sys.path.") or _sets_torch(node)
+    return replace(statement, always=always)
+
+
+def _sets_torch(node: ast.stmt) -> bool:
+    """Return True for a call of torch's that is given only constants: `torch.set_default_dtype(torch.float64)`."""
+    match node:
+        case ast.Expr(value=ast.Call(func=function, args=args, keywords=keywords)) if _base(function) == "torch":
+            values = [*args, *(keyword.value for keyword in keywords)]
+            return all(isinstance(value, ast.Constant) or _base(value) == "torch" for value in values)
+    return False

@@ -1,0 +1,350 @@
+"""Turns a dump into the failing step, in every way that it may have been called.
+
+No code below this reads a `Dump`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from nandoctor.autocast.literals import cuda_code
+from nandoctor.autocast.policy import LOW_DTYPES, Policy
+from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.packing import fill
+from nandoctor.dumps.trees import slots
+from nandoctor.engine.module_state import LARGE_NBYTES, nonfinite_in
+from nandoctor.engine.progress import Listener
+from nandoctor.engine.project import Project, arguments_of
+from nandoctor.engine.reproduction import Preparation
+from nandoctor.engine.runner import FailingStep
+from nandoctor.engine.saved_outputs import SavedOutputs
+from nandoctor.errors import ModelError, NanDoctorError
+from nandoctor.file_memory import cast_to_file
+from nandoctor.machine import memory_of, return_freed_memory
+from nandoctor.step.binding import Offer
+from nandoctor.step.code_references import (
+    build_loss,
+    check_method,
+    describe_code_change,
+    fill_config,
+    find_loss,
+    find_model,
+    find_optimizer,
+    require_approval,
+    state_to_load,
+)
+from nandoctor.step.input_binding import Binding, bind_inputs, find_bindings
+from nandoctor.step.losses import bind_loss
+from nandoctor.step.memory import Unfilled, building_within, require_room
+from nandoctor.step.model_loading import ModelSource, build_model, find_attribute, load_state
+from nandoctor.step.recorded_step import bind_calls
+from nandoctor.step.saved_arrays import (
+    SavedBatch,
+    choose_policies,
+    find_outputs,
+    names_read,
+    read_batch,
+    weight_dtype,
+    with_unclaimed,
+)
+from nandoctor.step.settings import Settings
+from nandoctor.step.weights import add_casts, cast_weights, fit_state, registered_state
+from nandoctor.tracing.tensor_stats import format_of
+
+NUM_EXTRA_SEEDS = 3
+_UNFILLED_NBYTES = 16 << 20
+"""The size of weights from which on it pays not to draw initial values that the dump replaces."""
+_WIDE = (torch.float32, torch.float64)
+
+
+def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress: Listener | None = None) -> Preparation:
+    """Build the model, load the weights and match the arrays to the call; `model` overrides `settings.model`.
+
+    Raises:
+        ModelError: no model is known, it does not fit the weights or memory, or it is not clear how to call it.
+        DumpError: the output named in the settings is not in the dump.
+        NanDoctorError: torch is in a mode that a replay cannot run in.
+    """
+    dump = cast_weights(dump)
+    device = find_device(settings.device)
+    source = model if model is not None else settings.model
+    require_approval(dump, settings, has_model=source is not None)
+    has_loss = settings.loss is not None or dump.recorded.loss_function is not None
+    require_room(dump, device, backward=has_loss)
+    project = Project()
+    with project.preparing(), arguments_of(dump):
+        code = _import_code(dump, source, settings, device)
+        dump = fit_state(dump, code.model)
+        weight_notes = _load_weights(code, dump, settings, device)
+        outputs = find_outputs(dump, code.model, settings, (code.call, code.loss))
+        batch = read_batch(dump, code.model, outputs.names, device)
+        policies = choose_policies(dump, settings, outputs.array)
+        bindings = _find_bindings(dump, code, batch, settings)
+        steps = [_make_step(binding, dump, code, batch, settings, policies[0]) for binding in bindings]
+        outputs = _with_unclaimed(outputs, dump, code, bindings[0], steps[0].used)
+    notes = [*dump.notes, *code.notes, *weight_notes, *batch.notes]
+    notes += [f"The recorder could not keep {text}." for text in dump.missing]
+    return Preparation(
+        dump=dump,
+        steps=tuple(replace(step, progress=progress or Listener(), project=project) for step in steps),
+        modes=_modes(dump, settings),
+        seeds=_seeds(dump, settings),
+        policies=policies,
+        outputs=outputs,
+        notes=tuple(notes),
+    )
+
+
+def _modes(dump: Dump, settings: Settings) -> tuple[bool, ...]:
+    """Return the mode in the settings, else the recorded one, else both."""
+    if settings.mode:
+        return (settings.mode == "train",)
+    recorded = dump.recorded.training.get("")
+    return (True, False) if recorded is None else (recorded,)
+
+
+def _seeds(dump: Dump, settings: Settings) -> tuple[int | None, ...]:
+    """Return the seed in the settings, else the saved random state (None), else 0; then those of further tries."""
+    first = settings.seed if settings.seed is not None or dump.rng_states else 0
+    return first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Code:
+    """The code imported for the step: the model as built, the functions for call and loss if there are any, and notes.
+
+    `unfilled` has the initial values that a large model was not given. `nonfinite` marks non-finite values that are
+    not among them: those that the model's own code writes, such as a causal mask with the slopes of ALiBi. `is_named`:
+    the user names the model, and not only the dump. `updater` is the class of the optimizer that spoiled the weights.
+    """
+
+    model: nn.Module
+    call: Callable[..., Any] | None
+    loss: Callable[..., Any] | None
+    unfilled: Unfilled | None
+    nonfinite: Mapping[str, torch.Tensor]
+    is_named: bool
+    notes: tuple[str, ...]
+    updater: type[torch.optim.Optimizer] | None = None
+
+
+def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, device: torch.device) -> _Code:
+    nbytes = memory_of(dump.state.values())
+    if nbytes >= LARGE_NBYTES:
+        return_freed_memory()
+    unfilled = Unfilled() if nbytes >= _UNFILLED_NBYTES else None
+    with cuda_code(device):
+        with unfilled or nullcontext(), registered_state() as registered:
+            model, notes = _build(dump, source, settings)
+        call = find_attribute(settings.call, directory=settings.directory)
+        function = build_loss(find_attribute(settings.loss, directory=settings.directory))
+        loss, loss_notes = (
+            find_loss(dump.recorded.loss_function, dump.provenance) if function is None else (function, [])
+        )
+        updater = find_optimizer(dump.recorded.updater, dump, (source, settings.loss), settings.directory)
+    check_method(model, dump, settings)
+    built = nonfinite_in(model, unfilled.holds if unfilled else lambda _: False) if registered else {}
+    notes = [*notes, *loss_notes]
+    is_named = source is not None
+    return _Code(
+        model=model,
+        call=call,
+        loss=loss,
+        unfilled=unfilled,
+        nonfinite=built,
+        is_named=is_named,
+        notes=tuple(notes),
+        updater=updater,
+    )
+
+
+def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.device) -> list[str]:
+    """Load the dump's weights, on the device and in their formats; return notes on what did not fit."""
+    state, state_notes = state_to_load(dump)
+    state_notes += _widen_weights(code.model, state)
+    try:
+        notes = [*load_state(code.model, state, strict=settings.strict, unfilled=code.unfilled), *state_notes]
+    except ModelError as error:
+        if code.is_named:
+            raise
+        remedy = (
+            "Name what builds the model, --model FILE.py:NAME; in the training, give Recorder the arguments of "
+            "the model's class (arguments={...}) or a function that builds it (builder=FUNCTION)."
+        )
+        raise ModelError(error.message, remedy=remedy) from error.__cause__
+    with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device
+        code.model.to(device)
+    add_casts(code.model, dump.recorded)
+    return [*notes, *_take_dtypes(code.model, dump)]
+
+
+def _widen_weights(net: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Give weights of a model that is built in fp16 or bf16 the file's wider format, if only that holds its values.
+
+    Weights in fp16 are often saved in fp32; then every value is one of fp16.
+    """
+    named = [(name, tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers()) if name in state]
+    narrow = [(t, state[name]) for name, t in named if t.dtype in LOW_DTYPES and state[name].dtype in _WIDE]
+    if all(
+        torch.equal(saved.to(tensor.dtype).to(saved.dtype).nan_to_num(), saved.nan_to_num()) for tensor, saved in narrow
+    ):
+        return []
+    formats = [str(format_of(tensor.dtype)) for tensor in narrow[0]]
+    for tensor, saved in narrow:
+        tensor.data = torch.empty_like(tensor.data, dtype=saved.dtype)
+    return [
+        f"The model is built in {formats[0]}, the dump's weights are {formats[1]}: it was replayed in {formats[1]}."
+    ]
+
+
+def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[nn.Module, list[str]]:
+    """Build the model that the user named, else the one that the dump names."""
+    if source is not None:
+        filled = None if settings.model_args else fill_config(source, dump.recorded.model, settings.directory)
+        if filled is not None:
+            with building_within(dump.state):
+                return build_model(filled, {}), []
+        return build_model(source, settings.model_args, directory=settings.directory), []
+    if not dump.is_recorded:
+        raise ModelError(
+            "The dump holds weights and arrays, not the model's code.",
+            remedy="Name what builds the model: --model train.py:make_model, or model=make_model in Python; or set "
+            "model in [tool.nandoctor] of the project's pyproject.toml.",
+        )
+    reference = dump.recorded.model
+    make = find_model(reference, dump.path, dump.provenance)
+    with building_within(dump.state):
+        net = build_model(make, settings.model_args)
+    return net, describe_code_change(reference)
+
+
+def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:
+    """Give weights and buffers the formats of a recorder's file, or the one that all weights of another file share."""
+    dtype = weight_dtype(dump.state)
+    if not dump.is_recorded and dtype is None:
+        return []
+    named = [(name, tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers()) if name in dump.state]
+    differs = dtype is not None and any(tensor.dtype is torch.float32 for _, tensor in named)
+    for name, tensor in named:
+        saved = dump.state[name]
+        if (tensor.is_floating_point(), tensor.is_complex()) == (saved.is_floating_point(), saved.is_complex()):
+            tensor.data = cast_to_file(tensor.data, saved.dtype)
+            if saved.dtype is torch.float64 and tensor.shape == saved.shape:
+                tensor.data.copy_(saved)  # loaded into a model in fp32, it was rounded
+    weights = format_of(dtype) if dtype is not None else None
+    return [f"The dump's weights are {weights}, the model is built in fp32: it was replayed in {weights}."] * differs
+
+
+def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Settings) -> list[Binding]:
+    """Return the ways to call the model: the user's, else the recorded one, else those that parameter names allow."""
+    if (call := code.call) is not None:
+        shown = f"{getattr(call, '__name__', 'call')}(model, batch)"
+        return [
+            Binding(
+                description=shown,
+                arrays=tuple(batch.arrays),
+                forward=lambda model, tensors: call(model, batch.make(tensors)),
+                takes_all=True,
+            )
+        ]
+    values = {**batch.scalars, **batch.inputs}
+    offer = Offer(values=values, arrays=list(batch.inputs), containers=batch.containers)
+    if settings.inputs:
+        return [bind_inputs(settings.inputs, offer)]
+    if dump.recorded.calls:
+        return [bind_calls(dump.recorded, torch.device(settings.device), dump.missing)]
+    return find_bindings(code.model, offer)
+
+
+def _with_unclaimed(
+    outputs: SavedOutputs, dump: Dump, code: _Code, binding: Binding, used: Collection[str]
+) -> SavedOutputs:
+    """Add the arrays that may be the output; a function that is given everything uses what it reads by name."""
+    if not binding.takes_all:
+        return with_unclaimed(outputs, dump, used, names_read((code.loss,), dump.arrays))
+    caller = code.call or getattr(code.model.forward, "__func__", None)
+    read = names_read((caller,), dump.arrays) or dump.arrays  # it may read all of them in a loop
+    return with_unclaimed(outputs, dump, (), {*read, *names_read((code.loss,), dump.arrays)})
+
+
+def _make_step(
+    binding: Binding, dump: Dump, code: _Code, batch: SavedBatch, settings: Settings, policy: Policy
+) -> FailingStep:
+    """Return the step with the model called in this way."""
+    model, device = code.model, torch.device(settings.device)
+    plain = {name: batch.scalars[name] for name in binding.arrays if name in batch.scalars and name not in batch.arrays}
+    trees = {name: batch.containers[name] for name in binding.arrays if name in batch.containers}
+    used = frozenset({*binding.arrays, *slots(trees)}.intersection(batch.inputs))
+
+    def forward(tensors: Mapping[str, torch.Tensor]) -> Any:
+        chosen = {name: tensors[name] for name in binding.arrays if name in tensors}
+        filled = {name: fill(tree, tensors, device) for name, tree in trees.items() if name not in chosen}
+        return binding.forward(model, {**plain, **filled, **chosen})
+
+    dtype = weight_dtype(dump.state)
+    arrays = dict(batch.arrays)
+    if dtype is not None and not dump.is_recorded and settings.call is None:  # as a loop without autocast passes them
+        arrays |= {name: arrays[name].to(dtype) for name in used if arrays[name].dtype is torch.float32}
+    first = code.nonfinite
+    now = nonfinite_in(model) if first else {}  # it reads every weight
+    return FailingStep(
+        model=model,
+        built={name: int(now[name].max()) == 1 for name in now if name in first and now[name].equal(first[name])},
+        batch=arrays,
+        used=used,
+        forward=forward,
+        loss=bind_loss(code.loss, dump, batch.make),
+        loss_scale=dump.loss_scale if settings.loss_scale is None else settings.loss_scale,
+        device=device,
+        description=binding.description,
+        policy=policy,
+        rng_states=dump.rng_states,
+        recorded=dump.recorded,
+        second_moments=dump.moments,
+        optimizer_eps=dump.optimizer_eps,
+        updater=code.updater,
+        per_sample=settings.per_sample,
+        saved_flags=dump.saved_flags,
+    )
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device to replay on, if tensors made around the call are real there and can have gradients.
+
+    Raises:
+        NanDoctorError: there is none of that name, inference mode is on, or tensors are made on another device.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise NanDoctorError(f"A replay cannot run on device {name!r}.", remedy="Use --device cpu or --device cuda.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise NanDoctorError(
+            "This machine has no CUDA device that torch can use.",
+            remedy="Leave --device out: the CPU replays a CUDA run with CUDA's own autocast lists.",
+        )
+    _require_real_tensors(device)
+    return device
+
+
+def _require_real_tensors(device: torch.device) -> None:
+    if torch.is_inference_mode_enabled():
+        raise NanDoctorError(
+            "torch.inference_mode() is on, and a replay runs the backward pass.",
+            remedy="Call nandoctor outside of it; torch.no_grad() is no obstacle.",
+        )
+    default = torch.get_default_device()
+    if default.type not in ("cpu", device.type):
+        empty = ", where they hold no numbers" if default.type == "meta" else ""
+        raise NanDoctorError(
+            f"New tensors are made on the device {default.type!r}{empty}, and the replay runs on {str(device)!r}.",
+            remedy='Call nandoctor outside of `with torch.device(...)`, and reset torch.set_default_device("cpu").',
+        )

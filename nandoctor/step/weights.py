@@ -1,0 +1,181 @@
+"""Choose the weights of the step: from a checkpoint, or the state dict of the dump that fits the model.
+
+FSDP2's MixedPrecisionPolicy is repeated: weights, inputs and outputs are cast module by module. A reference run widens
+the weights again, and inputs then follow them.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from nandoctor.dumps.array_roles import is_extra_state
+from nandoctor.dumps.classify import strip_wrappers
+from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.recorded_format import ModuleCasts, Recorded
+from nandoctor.dumps.tensors import count_nonfinite
+from nandoctor.dumps.weights import read_weights
+from nandoctor.errors import DumpError
+from nandoctor.file_memory import cast_to_file
+from nandoctor.step.model_loading import fit_prefix
+from nandoctor.step.settings import Settings
+from nandoctor.text import brief, join_first, plural
+from nandoctor.tracing.tensor_stats import all_finite
+from nandoctor.trees import tree_map
+
+
+def take_weights(dump: Dump, settings: Settings) -> Dump:
+    """Return the dump with the weights of `settings.weights`, if given; recorded buffers are kept.
+
+    Raises:
+        DumpError: no weights are given and the dump holds none, or the given weights cannot be read.
+    """
+    if settings.weights is None:
+        if not dump.holds_weights:
+            raise _missing_weights(dump)
+        return dump
+    path = settings.directory / settings.weights
+    known, kept = (dump.state, {}) if dump.holds_weights else ({}, dump.state)
+    state = {name: tensor for name, tensor in read_weights(path).items() if not is_extra_state(name)}
+    state = dict(fit_prefix(state, known)[0]) if known else state
+    compared = [name for name in known if name in state]
+    others = [name for name in compared if not _are_equal(state[name], known[name])]
+    return replace(
+        dump,
+        state={**state, **kept},
+        state_name="",
+        other_states={},
+        prefix="",
+        layout="plain" if dump.layout == "batch-only" else dump.layout,
+        recorded=replace(dump.recorded, checkpoint=None),
+        missing=tuple(text for text in dump.missing if not text.startswith("state_dict:")),
+        notes=(*dump.notes, _describe_match(brief(str(settings.weights), 1000), len(compared), len(others))),
+        other_weights=bool(others) or not compared,
+    )
+
+
+def _missing_weights(dump: Dump) -> DumpError:
+    why = "they would have passed the recorder's max_nbytes" if dump.is_recorded else "a batch alone was saved"
+    file = brief(str(dump.path), 1000)
+    return DumpError(
+        f"{file}: the file holds no state dict: {why}.",
+        remedy="Give the checkpoint that has the weights: nandoctor replay "
+        f"{shlex.quote(file)} --weights CHECKPOINT. Or save them with the batch: "
+        'torch.save({"state_dict": model.state_dict(), ...}, path).',
+    )
+
+
+def _are_equal(found: torch.Tensor, known: torch.Tensor) -> bool:
+    """Return True if both have the same numbers in the same format, NaNs being equal."""
+    if found.shape != known.shape or found.dtype != known.dtype or found.layout is not known.layout:
+        return False
+    return torch.equal(found, known) or torch.allclose(found, known, rtol=0, atol=0, equal_nan=True)
+
+
+def _describe_match(path: str, num_compared: int, num_other: int) -> str:
+    if not num_compared:
+        return f"The weights are those of {path}; the dump has none to compare them with."
+    if not num_other:
+        return f"The weights are those of {path}, and the same as the dump's."
+    return (
+        f"The weights in {path} are not those of the failing step: {num_other} of "
+        f"{plural(num_compared, 'tensor')} differ from the dump's. What is replayed is this batch with those weights."
+    )
+
+
+def fit_state(dump: Dump, model: nn.Module) -> Dump:
+    """Return the dump with the one of its state dicts that fits the model best; in a tie, keep its own."""
+    if not dump.other_states:
+        return dump
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    beside = {name: strip_wrappers(state)[0] for name, state in dump.other_states.items()}
+    states = {dump.state_name: dump.state, **beside}
+    # How many of the model's weights each has in the same shape.
+    fitted = {name: fit_prefix(state, own)[0] for name, state in states.items()}
+    num_fitting = {
+        name: sum(key in state and state[key].shape == tensor.shape for key, tensor in own.items())
+        for name, state in fitted.items()
+    }
+    best = max(states, key=lambda name: num_fitting[name])
+    if num_fitting[best] == num_fitting[dump.state_name]:
+        return dump
+    note = f"The weights are those under {best!r}: those under {dump.state_name!r} do not fit the model as well."
+    others = {name: state for name, state in states.items() if name != best}
+    return replace(dump, state=states[best], state_name=best, other_states=others, notes=(*dump.notes, note))
+
+
+def nonfinite_state(dump: Dump) -> Dump:
+    """Return the dump with the first of its state dicts that holds non-finite values; if none does, unchanged."""
+    for name, state in ((dump.state_name, dump.state), *dump.other_states.items()):
+        if any(any(count_nonfinite(tensor)) for tensor in state.values()):
+            return replace(dump, state=state, state_name=name)
+    return dump
+
+
+@contextmanager
+def registered_state() -> Iterator[set[str]]:
+    """Yield the set of names of state registered in this context; empty if a builder returns an existing model."""
+    names = set[str]()
+
+    def add(_: object, name: str, __: object) -> None:
+        names.add(name)
+
+    with register_module_parameter_registration_hook(add), register_module_buffer_registration_hook(add):
+        yield names
+
+
+def cast_weights(dump: Dump) -> Dump:
+    """Return the dump with its weights in the formats that FSDP cast them to; a note names those that overflow."""
+    casts = dump.recorded.mixed_precision
+    if casts is None:
+        return dump
+    formats = {name: getattr(torch, dtype) for name, dtype in casts.parameters.items() if name in dump.state}
+    cast = {name: cast_to_file(dump.state[name], dtype) for name, dtype in formats.items()}
+    lost = [name for name, tensor in cast.items() if all_finite(dump.state[name]) and not all_finite(tensor)]
+    notes = [f"FSDP's policy casts these weights to a format that they overflow: {join_first(lost, 3)}."] * bool(lost)
+    narrow = sorted({dtype for dtype in casts.gradients.values() if dtype in ("float16", "bfloat16")})
+    notes += [
+        f"FSDP's policy sums gradients over ranks in {dtype} (reduce_dtype). A replay has one rank's, and "
+        "does not repeat that: where they are finite here, try reduce_dtype=torch.float32."
+        for dtype in narrow
+    ]
+    return replace(dump, state={**dump.state, **cast}, notes=(*dump.notes, *notes))
+
+
+def add_casts(model: nn.Module, recorded: Recorded) -> None:
+    """Cast floating-point inputs and outputs of the modules that the recorded policy applied to."""
+    casts = recorded.mixed_precision
+    if casts is None:
+        return
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    for path, dtype in casts.inputs.items():
+        if path in modules:
+            cast = _caster(path, dtype, casts, parameters)
+            modules[path].register_forward_pre_hook(lambda _, *given, cast=cast: cast(given), with_kwargs=True)
+    for path, dtype in casts.outputs.items():
+        if path in modules:
+            cast = _caster(path, dtype, casts, parameters)
+            modules[path].register_forward_hook(lambda _, __, output, cast=cast: cast(output))
+
+
+def _caster(path: str, dtype: str, casts: ModuleCasts, parameters: Mapping[str, nn.Parameter]) -> Callable[[Any], Any]:
+    """Return a function that casts a module's values to the recorded format, or to its weights' if that is wider."""
+    names = (name for name in casts.parameters if name in parameters and name.startswith(f"{path}." if path else ""))
+    weight, recorded = parameters.get(next(names, "")), getattr(torch, dtype)
+
+    def cast_leaf(leaf: Any) -> Any:
+        if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point()):
+            return leaf
+        return leaf.to(recorded if weight is None else torch.promote_types(recorded, weight.dtype))
+
+    return lambda value: tree_map(cast_leaf, value)

@@ -1,0 +1,280 @@
+"""Every edit does to the run what it says, and is gone afterwards."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nandoctor.autocast.policy import Policy
+from nandoctor.changes.batch import KeepSamples
+from nandoctor.changes.clamp import ClampArgument
+from nandoctor.changes.constant import SetArgument, SetAttribute
+from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
+from nandoctor.changes.scale_first import ScaleFirst
+from nandoctor.changes.setting import SetLossScale, UseFormat
+from nandoctor.changes.softmax_rows import UnmaskRows
+from nandoctor.engine.interventions import sample_count
+from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch
+from nandoctor.evidence.edits import OpSite
+from nandoctor.evidence.formats import BF16, FP16, FP32, FP64
+
+FP16_AUTOCAST = Policy(name="cuda", format=FP16)
+
+
+class Branch(nn.Module):
+    """A branch with ops of its own around a child."""
+
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-8
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.inner(x)
+        scores = h @ h.T
+        return scores / 8.0 + self.eps
+
+
+class Net(nn.Module):
+    """Tensors [n, 4] -> [n, n] probabilities."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.branch = Branch()
+        self.register_buffer("running_mean", torch.tensor([0.5]))
+
+    def forward(self, x):
+        h = self.branch(self.first(x)) + self.running_mean
+        return torch.softmax(h, dim=-1).log()
+
+
+def make_step(model=None, call=None, loss=None, **batch):
+    torch.manual_seed(0)
+    model = model or Net()
+    batch = batch or {"x": torch.randn(3, 4)}
+    return FailingStep(
+        model=model,
+        batch=batch,
+        used=frozenset(batch),
+        forward=(lambda arrays: call(model, arrays)) if call else (lambda arrays: model(arrays["x"])),
+        loss=loss,
+        device=torch.device("cpu"),
+        description="",
+        policy=FP16_AUTOCAST,
+        training=False,
+    )
+
+
+def execute(step, *edits, policy=FP16_AUTOCAST, watch=MODULES_ONLY):
+    return step.run(policy, watch, edits)
+
+
+def dtypes(outcome):
+    """The format of what each module returned."""
+    return {call.module: call.outputs[0].dtype for call in outcome.trace.calls}
+
+
+def site_of(step, op, nth=0, module=None):
+    """The place of a traced op."""
+    ops = [o for o in execute(step, watch=CLOSELY).trace.ops if o.op == op and module in (None, o.module)]
+    chosen = ops[nth]
+    return OpSite(module=chosen.module, type=chosen.type, op=op, nth=chosen.nth, source=chosen.source)
+
+
+def test_a_kept_module_returns_fp32_and_its_neighbours_do_not():
+    step = make_step()
+    assert dtypes(execute(step, KeepModule(module="first"))) | {} == {
+        "": FP32, "first": FP32, "branch": FP16, "branch.inner": FP16,
+    }  # fmt: skip
+
+
+def test_keeping_a_forward_alone_leaves_children_under_autocast():
+    step = make_step()
+
+    def format_of_inner(*edits):
+        ops = execute(step, *edits, watch=CLOSELY).trace.ops
+        return next(op.outputs[0].dtype for op in ops if op.module == "branch.inner")
+
+    assert format_of_inner(KeepModule(module="branch", children=False)) is FP16
+    assert format_of_inner(KeepModule(module="branch")) is FP32
+    assert dtypes(execute(step, KeepModule(module="branch", children=False)))["branch"] is FP32
+
+
+def test_a_region_of_the_model_holds_in_a_forward_alone_in_fp32():
+    class Careful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cuda", enabled=False):
+                h = self.first(x)
+            return self.second(h)
+
+    ops = execute(make_step(Careful()), KeepModule(module="", children=False), watch=CLOSELY).trace.ops
+    assert {op.module: op.outputs[0].dtype for op in ops if op.op == "linear"} == {"first": FP32, "second": FP16}
+
+
+def test_a_forward_alone_takes_what_children_return_as_fp32():
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(1, 1, bias=False)
+            nn.init.constant_(self.inner.weight, 300.0)
+
+        def forward(self, x):
+            h = self.inner(x)
+            return h @ h
+
+    step = make_step(Large(), x=torch.ones(1, 1))
+    assert not execute(step).trace.finite
+    assert float(execute(step, KeepModule(module="", children=False)).output) == 90000.0
+
+
+def test_a_module_of_half_weights_can_be_kept_and_gets_them_back():
+    step = make_step(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).half(), x=torch.randn(2, 4).half())
+    before = copy.deepcopy(step.model.state_dict())
+    assert dtypes(execute(step, KeepModule(module="")))[""] is FP32
+    after = step.model.state_dict()
+    assert all(after[name].dtype is torch.float16 and torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_kept_op_gives_fp32_there_alone():
+    step = make_step()
+    edit = KeepOp(site=site_of(step, "matmul"))
+    ops = {op.op: op.outputs[0].dtype for op in execute(step, edit, watch=CLOSELY).trace.ops}
+    assert ops["matmul"] is FP32
+    assert ops["linear"] is FP16
+
+
+def test_a_kept_line_holds_for_every_module_of_the_class():
+    class Row(nn.Module):
+        def forward(self, x):
+            return x * x
+
+    model = nn.Sequential(nn.Linear(4, 4), Row(), nn.Linear(4, 4), Row())
+    step = make_step(model)
+    edit = KeepOp(site=OpSite(module="1", type="Row", op="", source=site_of(step, "mul").source))
+    kept = dtypes(execute(step, edit))
+    assert (kept["1"], kept["3"]) == (FP32, FP32)
+    assert (kept["0"], kept["2"]) == (FP16, FP16)
+
+
+def test_an_op_without_a_line_is_found_by_its_number():
+    step = make_step()
+    edit = KeepOp(site=OpSite(module="branch", type="Branch", op="matmul", nth=0))
+    assert dtypes(execute(step, edit))["branch"] is FP32
+    elsewhere = KeepOp(site=OpSite(module="branch", type="Branch", op="matmul", nth=1))
+    assert dtypes(execute(step, elsewhere))["branch"] is FP16
+
+
+def test_a_constant_is_replaced_only_where_it_is_that_number():
+    step = make_step()
+    site = site_of(step, "add", module="branch")
+    changed = execute(step, SetArgument(site=site, argument="other", was=1e-8, value=1.0), watch=CLOSELY)
+    (op,) = [op for op in changed.trace.ops if op.op == "add" and op.module == "branch"]
+    assert dict(op.scalars)["other"] == 1.0
+    other = execute(step, SetArgument(site=site, argument="other", was=1e-6, value=1.0))
+    assert torch.equal(other.output, execute(step).output)
+
+
+def test_an_attribute_is_set_and_put_back():
+    step = make_step()
+    changed = execute(step, SetAttribute(type="Branch", name="eps", was=1e-8, value=2.0), watch=CLOSELY)
+    assert 2.0 in [value for op in changed.trace.ops for _, value in op.scalars]
+    assert step.model.branch.eps == 1e-8
+
+
+def test_scaling_before_a_product_leaves_the_division_out():
+    step = make_step()
+    edit = ScaleFirst(product=site_of(step, "matmul"), scale=site_of(step, "div"), factor=1 / 8)
+    assert torch.allclose(execute(step, edit).output, execute(step).output, atol=1e-3)
+    assert "div" in [op.op for op in execute(step, watch=CLOSELY).trace.ops]
+
+
+@pytest.mark.parametrize("argument", ["self", ""])
+def test_a_clamp_before_an_op_or_after_it(argument):
+    step = make_step()
+    edit = ClampArgument(site=site_of(step, "log"), argument=argument, low=-0.5, high=0.25)
+    output = execute(step, edit).output
+    assert float(output.max()) <= (0.25 if not argument else torch.tensor(0.25).log() + 1e-6)
+
+
+def test_rows_without_a_key_are_opened_and_give_zeros():
+    def call(model, batch):
+        return torch.softmax(model(batch["x"]).masked_fill(batch["hide"], float("-inf")), dim=-1)
+
+    hide = torch.tensor([[True] * 4, [True, False, False, False]])
+    step = make_step(nn.Linear(4, 4), call, x=torch.randn(2, 4), hide=hide)
+    output = execute(step, UnmaskRows(site=site_of(step, "softmax"))).output
+    assert torch.equal(output[0], torch.zeros(4))
+    assert torch.equal(output[1], execute(step).output[1])
+
+
+@pytest.mark.parametrize("boolean", [True, False])
+def test_attention_with_a_row_without_a_key(boolean):
+    def call(model, batch):
+        q = model(batch["x"])[None]
+        mask = batch["seen"] if boolean else torch.zeros(2, 2).masked_fill(~batch["seen"], float("-inf"))
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    step = make_step(nn.Linear(4, 4), call, x=torch.randn(2, 4), seen=torch.tensor([[False, False], [True, True]]))
+    output = execute(step, UnmaskRows(site=site_of(step, "scaled_dot_product_attention"))).output
+    assert torch.equal(output[0, 0].float(), torch.zeros(4))
+    assert torch.isfinite(output).all()
+
+
+def test_formats():
+    step = make_step()
+    assert dtypes(execute(step, UseFormat(format=BF16)))["first"] is BF16
+    assert dtypes(execute(step, UseFormat(format=FP32)))["first"] is FP32
+    assert dtypes(execute(step, UseFormat(format=FP64)))["first"] is FP64
+    assert all(parameter.dtype is torch.float32 for parameter in step.model.parameters())
+
+
+def test_samples_are_taken_from_every_array_of_the_batch():
+    def call(model, batch):
+        assert batch["table"].shape == (7, 2)
+        return model(batch["x"]) + batch["shift"]
+
+    batch = {"x": torch.randn(3, 4), "shift": torch.arange(3.0)[:, None], "table": torch.zeros(7, 2)}
+    step = make_step(nn.Linear(4, 4), call, **batch)
+    output = execute(step, KeepSamples(samples=(2, 0))).output
+    assert torch.equal(output, execute(step).output[[2, 0]])
+
+
+def test_the_loss_in_fp32_and_its_scale():
+    def loss(output, batch):
+        return (output * 200000).mean()
+
+    step = make_step(nn.Linear(4, 4), loss=loss)
+    assert not torch.isfinite(execute(step).loss)
+    assert torch.isfinite(execute(step, KeepModule(module="<loss>")).loss)
+    watch, step = Watch(backward=True, keep=True), replace(step, loss_scale=2.0**20)
+    assert execute(step, watch=watch).trace.bad_gradients
+    quiet = execute(step, KeepModule(module="<loss>"), SetLossScale(value=1.0), watch=watch)
+    assert not quiet.trace.bad_gradients
+    assert quiet.gradients.keys() == {"weight", "bias"}
+
+
+def test_everything_is_undone_when_the_forward_raises():
+    def call(model, batch):
+        model.first(batch["x"])
+        raise ZeroDivisionError
+
+    step = make_step(call=call)
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        execute(step, KeepModule(module=""), KeepModule(module="branch", children=False))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in step.model.modules())
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_boxes_of_each_image_do_not_count_the_images():
+    boxes = {f"labels.{image}.boxes": torch.zeros(1, 4) for image in range(3)}
+    batch = {"images": torch.zeros(3, 3, 8, 8), **boxes}
+    assert sample_count(batch, frozenset(batch)) == 3
+    assert sample_count(boxes, frozenset(boxes)) == 1

@@ -1,0 +1,45 @@
+"""What is read to tell whether the code has changed: so much, whatever a dump names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from nandoctor.dumps.recorded_format import Recorded
+from nandoctor.source_files import SourceHash, hash_of
+from nandoctor.step import code_changes
+from nandoctor.step.code_changes import find_changes
+from nandoctor.step.settings import Settings
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("small.py", "last.py"):
+        Path(name).write_text("#")
+    return tmp_path
+
+
+def changes(hashes, folder):
+    sources = {name: SourceHash(sha256=sha256) for name, sha256 in hashes.items()}
+    dump = SimpleNamespace(path=folder / "dump.pth", recorded=Recorded(sources=sources))
+    step = SimpleNamespace(model=nn.Linear(2, 2), project=SimpleNamespace(files=lambda _: set()))
+    return find_changes(dump, step, Settings())
+
+
+def test_names_beyond_the_bound_make_no_file_a_new_one(project, monkeypatch):
+    """The model's own file is named after thousands of others: it is not compared, and not told as changed."""
+    monkeypatch.setattr(code_changes, "_files_of", lambda _: {project / "last.py"})
+    others = {"small.py": hash_of(Path("small.py"))} | {f"{number}.py": "0" * 64 for number in range(2000)}
+    found = changes({**others, "last.py": "0" * 64}, project)
+    assert found.compared == ("small.py",)
+    assert not found.changes
+
+
+def test_a_file_that_the_training_did_not_have_is_a_change(project, monkeypatch):
+    monkeypatch.setattr(code_changes, "_files_of", lambda _: {project / "last.py"})
+    found = changes({"small.py": hash_of(Path("small.py"))}, project)
+    assert [change.file for change in found.changes] == ["last.py"]

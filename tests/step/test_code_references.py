@@ -1,0 +1,253 @@
+"""Code that a dump names: imported only where the file cannot make it up, and never for the sake of looking."""
+
+from __future__ import annotations
+
+import sys
+import types
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+import torch
+
+from nandoctor.dumps.recorded_format import Reference
+from nandoctor.dumps.signature import Provenance
+from nandoctor.errors import ModelError
+from nandoctor.source_files import hash_of
+from nandoctor.step.code_references import describe_code_change, find_loss, find_model
+
+CODE = """
+from pathlib import Path
+import torch
+
+def marked(found):
+    Path(__file__).with_suffix(".imported").touch()
+    return found
+
+@marked
+class Net(torch.nn.Module):
+    def __init__(self, width=2, dropout=0.1):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+        self.dropout = torch.nn.Dropout(dropout)
+
+    class Inner(torch.nn.Module):
+        pass
+
+@marked
+class Plain:
+    @staticmethod
+    def make():
+        return Net()
+
+@marked
+def make_model():
+    return Net()
+
+@marked
+def loss(output, batch):
+    return (output - batch).sum()
+"""
+DUMP = Path("runs/my dump.pth")
+OWN = Provenance(own=True, here=True)
+
+
+installed = cache(packages_distributions)
+"""Reads a file of every installed package, for a second."""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A working directory with a script and a package of a name that nobody else has."""
+    folder = tmp_path / "project"
+    (folder / "parts_of_the_test").mkdir(parents=True)
+    (folder / "script_of_the_test.py").write_text(CODE)
+    (folder / "parts_of_the_test" / "__init__.py").write_text("")
+    (folder / "parts_of_the_test" / "base.py").write_text(CODE)
+    (folder / "parts_of_the_test" / "net.py").write_text("from .base import Net as Base\nclass Net(Base):\n    pass\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("importlib.metadata.packages_distributions", installed)
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0].endswith("_of_the_test")]:
+        del sys.modules[name]
+
+
+def script(name="Net", **fields):
+    return Reference(**{"module": "__main__", "name": name, "file": "script_of_the_test.py", **fields})
+
+
+def test_a_class_of_the_working_directory_gets_its_arguments(project):
+    model = find_model(script(arguments={"width": 3}), DUMP, OWN)()
+    assert (type(model).__name__, model.linear.in_features) == ("Net", 3)
+    assert type(find_model(script("Net.Inner"), DUMP, OWN)()).__name__ == "Inner"
+
+
+def test_a_module_of_a_package_keeps_its_place_in_it(project):
+    reference = Reference(module="parts_of_the_test.net", name="Net", file="parts_of_the_test/net.py")
+    assert type(find_model(reference, DUMP, OWN)()).__module__ == "parts_of_the_test.net"
+
+
+def test_a_class_of_an_installed_package_is_built(project):
+    reference = Reference(
+        module="torch.nn.modules.linear", name="Linear", arguments={"in_features": 2, "out_features": 1}
+    )
+    assert find_model(reference, DUMP, OWN)().weight.shape == (1, 2)
+
+
+LIBRARY = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        import late_of_the_test
+"""
+
+
+@pytest.fixture
+def library(project, monkeypatch):
+    """An installed package that imports another one late; the working directory has modules of both names."""
+    names = ["library_of_the_test", "late_of_the_test"]
+    for name in names:
+        (project.parent / "installed" / name).mkdir(parents=True)
+        (project.parent / "installed" / name / "__init__.py").write_text(LIBRARY)
+        (project / f"{name}.py").write_text(CODE)
+    sys.path.append(str(project.parent / "installed"))
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: dict.fromkeys(names))
+    return Reference(module="library_of_the_test", name="Net")
+
+
+def test_an_installed_package_takes_nothing_from_the_folder(project, library):
+    model = find_model(library, DUMP, OWN)()
+    assert Path(sys.modules[type(model).__module__].__file__).is_relative_to(project.parent / "installed")
+    assert list(project.glob("*.imported")) == []
+
+
+@pytest.mark.parametrize("way", ["file", "folder", "loaded"])
+def test_a_module_that_hides_an_installed_one_is_not_run(project, library, way, monkeypatch):
+    if way == "loaded":
+        monkeypatch.setitem(sys.modules, library.module, types.ModuleType(library.module))
+    else:
+        sys.path.insert(0, "")
+    if way == "folder":
+        (project / library.module).mkdir()
+        (project / f"{library.module}.py").rename(project / library.module / "__init__.py")
+    with pytest.raises(ModelError, match="Python finds it in no installed package"):
+        find_model(library, DUMP, OWN)
+    assert list(project.rglob("*.imported")) == []
+
+
+@pytest.mark.parametrize(
+    ("reference", "why"),
+    [
+        (script("Plain.make"), "defines no class of that name"),
+        (script("Missing"), "defines no class of that name"),
+        (script(file="../elsewhere.py"), "is not in the working directory"),
+        (script(file="/tmp/elsewhere.py"), "is not in the working directory"),
+        (script(file="missing.py"), "is not in the working directory"),
+        (script(arguments={"width": torch.ones(1)}), "its arguments are not plain data"),
+        (Reference(module="script_of_the_test", name="Net"), "finds it in no installed package"),
+        (Reference(module="os", name="_wrap_close"), "finds it in no installed package"),
+        (Reference(module="torch.nn.modules.linear;print()", name="Linear"), "finds it in no installed package"),
+        (Reference(module="no_such_package", name="Net"), "finds it in no installed package"),
+    ],
+)
+def test_anything_else_is_the_users_decision_and_not_imported(project, reference, why):
+    with pytest.raises(ModelError, match=why) as caught:
+        find_model(reference, DUMP, OWN)
+    assert "nandoctor replay 'runs/my dump.pth' --model " in caught.value.remedy
+    assert not (project / "script_of_the_test.imported").exists()
+
+
+def test_a_class_that_is_no_module_is_not_called(project):
+    with pytest.raises(ModelError, match="it is not a Module class"):
+        find_model(script("Plain"), DUMP, OWN)
+
+
+def test_a_builder_of_the_project_is_called(project):
+    assert type(find_model(script("make_model"), DUMP, OWN)()).__name__ == "Net"
+    with pytest.raises(ModelError):
+        find_model(script("make_model"), DUMP, Provenance())
+
+
+def test_the_command_has_the_arguments(project):
+    table = {1: [None, ()]}
+    with pytest.raises(ModelError) as caught:
+        find_model(script("Plain.make", arguments={"width": 3, "kind": "deep net", "table": table}), DUMP, OWN)
+    assert caught.value.remedy.endswith(
+        "--model script_of_the_test.py:Plain.make --model-arg width=3 --model-arg 'kind=deep net' "
+        "--model-arg 'table={1: [None, ()]}'"
+    )
+
+
+def test_a_model_from_a_console_has_to_be_named(project):
+    with pytest.raises(ModelError, match="does not say which class"):
+        find_model(None, DUMP, OWN)
+
+
+def test_the_loss_is_used_while_its_source_is_unchanged(project):
+    source = project / "script_of_the_test.py"
+    reference = script("loss", sha256=hash_of(source))
+    loss, notes = find_loss(reference, OWN)
+    assert (float(loss(torch.ones(2), torch.zeros(2))), notes) == (2.0, [])
+    source.write_text(CODE + "\n")
+    loss, (note,) = find_loss(reference, OWN)
+    assert float(loss(torch.ones(2), torch.zeros(2))) == 2.0
+    assert note == "script_of_the_test.py has changed since the training."
+
+
+def test_the_code_of_another_folder_is_not_run(project):
+    elsewhere = Provenance(own=True, here=False)
+    loss, (note,) = find_loss(script("loss", sha256=hash_of(project / "script_of_the_test.py")), elsewhere)
+    assert loss is None
+    assert "not the folder that the dump was recorded in" in note
+    assert "--loss script_of_the_test.py:loss" in note
+    with pytest.raises(ModelError, match="not the folder that the dump was recorded in"):
+        find_model(script(), DUMP, elsewhere)
+    assert not (project / "script_of_the_test.imported").exists()
+
+
+def test_a_loss_that_is_a_module_is_built(project):
+    (project / "script_of_the_test.py").write_text(CODE.replace("def loss(", "class loss(torch.nn.L1Loss):\n  def f("))
+    loss, _ = find_loss(script("loss"), OWN)
+    assert float(loss(torch.ones(2), torch.zeros(2))) == 1.0
+
+
+@pytest.mark.parametrize("folder", [".venv/lib/site-packages", "env/lib"])
+def test_nothing_of_a_virtual_environment_is_the_projects(project, folder):
+    (project / folder).mkdir(parents=True)
+    (project / "env" / "pyvenv.cfg").parent.mkdir(exist_ok=True)
+    (project / "env" / "pyvenv.cfg").touch()
+    (project / folder / "tools.py").write_text(CODE)
+    reference = script("loss", file=f"{folder}/tools.py", sha256=hash_of(project / folder / "tools.py"))
+    assert find_loss(reference, OWN)[0] is None
+    with pytest.raises(ModelError, match="not in the working directory"):
+        find_model(script(file=f"{folder}/tools.py"), DUMP, OWN)
+
+
+@pytest.mark.parametrize("fields", [{"file": ""}, {"file": "../x.py"}, {"name": "loss.__globals__"}])
+def test_a_loss_from_elsewhere_is_only_named(project, fields):
+    reference = script(**{"name": "loss", "sha256": hash_of(project / "script_of_the_test.py"), **fields})
+    loss, (note,) = find_loss(reference, OWN)
+    assert loss is None
+    assert "--loss" in note
+
+
+def test_what_changed_since_the_training_is_told(project):
+    (note,) = describe_code_change(script(sha256="0" * 64))
+    assert note == "script_of_the_test.py has changed since the training."
+    assert describe_code_change(script(sha256=hash_of(project / "script_of_the_test.py"))) == []
+    assert describe_code_change(None) == []
+
+
+@pytest.mark.parametrize("name", ["main.<locals>.<lambda>", "<lambda>", "main.<locals>.loss"])
+def test_a_loss_without_a_name_of_its_own_is_to_be_written_out(project, name):
+    loss, (note,) = find_loss(script(name), OWN)
+    assert loss is None
+    assert f"--loss {name}" not in note
+    assert "'" not in note
+    assert note.endswith(
+        "def loss_of(output, batch) at the top level of script_of_the_test.py, and add "
+        "--loss script_of_the_test.py:loss_of."
+    )

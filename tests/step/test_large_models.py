@@ -1,0 +1,139 @@
+"""What large models are spared, weights that are drawn and copies of gradients, changes no finding."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+from sick_models import all_cases
+from sick_models.judging import diagnose
+from torch import nn
+
+from nandoctor import file_memory
+from nandoctor.case import replay
+from nandoctor.engine import module_state
+from nandoctor.step import setup as replay_setup
+from nandoctor.step.memory import Unfilled
+from nandoctor.step.model_loading import load_state
+
+BACKWARD = [case for case in all_cases() if case.phase == "backward"][::8]
+
+
+@pytest.fixture
+def all_are_large(monkeypatch):
+    def make():
+        monkeypatch.setattr(replay_setup, "LARGE_NBYTES", 0)
+        monkeypatch.setattr(replay_setup, "_UNFILLED_NBYTES", 0)
+        monkeypatch.setattr(module_state, "LARGE_NBYTES", 0)
+        monkeypatch.setattr(file_memory, "_LEAST_NBYTES", 0)
+
+    return make
+
+
+def told(report):
+    return report.verdict, report.headline, report.origin, report.cause, report.bad_gradients
+
+
+@pytest.mark.parametrize("case", BACKWARD, ids=lambda case: case.name)
+def test_a_diagnosis_is_the_same(case, tmp_path, all_are_large):
+    plain = told(diagnose(case, tmp_path))
+    all_are_large()
+    assert told(diagnose(case, tmp_path)) == plain
+
+
+class Tied(nn.Module):
+    """Uses one weight twice, so that its gradient comes in two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) * 30)
+
+    def forward(self, x):
+        return (x @ self.weight) @ self.weight * 50
+
+
+def loss(output, batch):
+    return output.square().mean()
+
+
+def test_fixes_are_the_same(tmp_path, all_are_large):
+    torch.manual_seed(0)
+    torch.save({"state_dict": Tied().state_dict(), "x": torch.randn(4, 8)}, tmp_path / "dump.pth")
+    options = {"model": Tied, "loss": loss, "max_trials": 30}
+    plain = replay(tmp_path / "dump.pth", **options).report
+    all_are_large()
+    large = replay(tmp_path / "dump.pth", **options).report
+    assert told(large) == told(plain)
+    assert [(fix.title, fix.verified) for fix in large.fixes] == [(fix.title, fix.verified) for fix in plain.fixes]
+
+
+def test_gradients_are_kept_in_files_and_let_go(all_are_large):
+    all_are_large()
+    model = nn.Linear(4, 4)
+    loss = model(torch.ones(2, 4)).square().sum()
+    nonfinite, kept = module_state.run_backward(model, loss, loss_scale=8.0, keep=True)
+    assert model.weight.grad is None
+    assert nonfinite == ()
+    model(torch.ones(2, 4)).square().sum().backward()
+    assert torch.allclose(kept["weight"], model.weight.grad)
+
+
+def test_a_mapped_tensor_outlives_its_file():
+    mapped = file_memory.map_empty((1024, 1024), torch.float16)
+    mapped.fill_(0.5)
+    assert mapped.shape == (1024, 1024)
+    assert mapped.sum(dtype=torch.float32) == 1 << 19
+
+
+FREED = """
+import sys
+import numpy as np
+from nandoctor.machine import anonymous_memory, return_freed_memory
+
+return_freed_memory()
+np.ones(16 << 20, "u1")
+blocks = [np.ones(4 << 20, "u1") for _ in range(20)]
+last, before = blocks.pop(), anonymous_memory()
+blocks.clear()
+print(before - anonymous_memory())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_freed_memory_is_returned():
+    """Without the call the blocks below the last one stay with the process."""
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    assert int(done.stdout) >= 19 * (4 << 20) * 0.9
+
+
+def test_weights_of_another_format_are_converted_into_files(monkeypatch):
+    made = []
+    make = file_memory.map_empty
+    monkeypatch.setattr(file_memory, "map_empty", lambda shape, dtype: made.append(dtype) or make(shape, dtype))
+    with Unfilled() as unfilled:
+        model = nn.Linear(1024, 1024)
+    state = {name: tensor.bfloat16() for name, tensor in nn.Linear(1024, 1024).state_dict().items()}
+    load_state(model, state, unfilled=unfilled)
+    assert made == [torch.float32]
+    assert torch.equal(model.weight, state["weight"].float())
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_widened_weights_of_a_large_model_lie_in_files(monkeypatch, large):
+    made = []
+    make = file_memory.map_empty
+    monkeypatch.setattr(
+        file_memory, "map_empty", lambda shape, dtype: made.append((shape, dtype)) or make(shape, dtype)
+    )
+    weight = torch.arange(1 << 20, dtype=torch.bfloat16).view(1024, 1024)
+    turned = weight.clone().T
+    before = weight.clone()
+    with module_state.state_in([weight, turned], torch.float32, in_files=large):
+        assert weight.dtype is turned.dtype is torch.float32
+        assert torch.equal(weight, before.float())
+        assert turned.stride() == (1, 1024)
+    assert torch.equal(weight, before)
+    assert [dtype for _, dtype in made] == [torch.float32] * large

@@ -1,0 +1,121 @@
+"""How a loss is called: with the batch, with parts of it by their names, or by a step up to its backward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nandoctor.dumps.dump import Dump
+from nandoctor.errors import LossError
+from nandoctor.step.losses import bind_loss
+from nandoctor.step.recorded_step import call_up_to_backward
+
+OUTPUT = torch.tensor([[2.0, 0.0]])
+ARRAYS = {"image": torch.ones(1, 3), "label": torch.tensor([1]), "weight": torch.tensor([1.0, 3.0])}
+EXPECTED = nn.functional.cross_entropy(OUTPUT, ARRAYS["label"])
+
+
+def of_batch(output, batch):
+    return nn.functional.cross_entropy(output, batch["label"])
+
+
+def of_a_name_in_the_batch(output, label):
+    return of_batch(output, {"label": label})
+
+
+def of_the_plural(output, labels):
+    return of_batch(output, {"label": labels})
+
+
+def of_keywords(output, *, label, reduction="mean", **_):
+    return nn.functional.cross_entropy(output, label, reduction=reduction)
+
+
+def of_anything(output, *args):
+    return of_batch(output, *args)
+
+
+class Smoothed(nn.CrossEntropyLoss):
+    def forward(self, prediction, y):
+        return super().forward(prediction, y)
+
+
+def compute(loss, **others):
+    dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
+    bound = bind_loss(loss, dump, lambda tensors: {**tensors, **others})
+    return [bound(OUTPUT, ARRAYS) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [of_batch, of_a_name_in_the_batch, of_the_plural, of_keywords, of_anything, nn.CrossEntropyLoss(), Smoothed()],
+)
+def test_a_loss_takes_the_batch_or_parts_by_name(loss):
+    assert compute(loss) == [EXPECTED, EXPECTED]
+
+
+def test_a_saved_text_is_no_argument_that_has_a_default():
+    assert compute(of_keywords, reduction="none") == [EXPECTED, EXPECTED]
+
+
+def test_a_parameter_called_batch_is_the_saved_batch():
+    assert compute(of_batch, batch={"label": torch.tensor([0])}) == [EXPECTED, EXPECTED]
+
+
+@pytest.mark.parametrize(
+    ("loss", "others"),
+    [
+        (lambda output, edges: output[edges].mean(), {}),
+        (lambda output, target: (output - target.float()).mean(), {"mask": torch.ones(1)}),  # two targets
+        (lambda output, label, edges: of_batch(output, {"label": label}), {}),
+    ],
+)
+def test_a_part_that_is_not_known_is_not_guessed(loss, others):
+    with pytest.raises(LossError, match="its batch has image, label"):
+        compute(loss, **others)
+
+
+def test_an_error_of_values_is_not_tried_again():
+    called = []
+
+    def strict(output, label):
+        called.append(label)
+        raise ValueError("non-finite scores")
+
+    with pytest.raises(LossError, match="non-finite"):
+        compute(strict)
+    assert len(called) == 1
+
+
+class Manual(nn.Module):
+    """Like a LightningModule that optimizes manually; `configure_optimizers` counts its calls."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.linear, self.asks, self.num_calls = nn.Linear(2, 1), asks, 0
+
+    def configure_optimizers(self):
+        self.num_calls += 1
+        return [torch.optim.SGD(self.parameters(), lr=0.1)] * 2
+
+    def manual_backward(self, loss):
+        raise AssertionError("replaced in a replay")
+
+    def training_step(self, x):
+        if self.asks:
+            first, second = self.optimizers()
+            first.zero_grad()
+            second.step()
+        self.manual_backward(self.linear(x).mean())
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_optimizers_are_made_only_for_a_step_that_asks(asks):
+    model = Manual(asks)
+    loss = call_up_to_backward(model, model.training_step, torch.ones(3, 2))
+    assert loss.shape == ()
+    assert model.num_calls == asks
+    assert "optimizers" not in vars(model)

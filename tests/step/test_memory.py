@@ -1,0 +1,67 @@
+"""A model is built within the bytes of its weights, and the end of memory is told as that."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nandoctor.autocast.policy import REFERENCE
+from nandoctor.engine.module_state import copied_input
+from nandoctor.errors import ModelError
+from nandoctor.machine import is_out_of_memory
+from nandoctor.step.memory import building_within
+from nandoctor.step.model_loading import build_model
+
+WEIGHTS = {"weight": torch.zeros(1000)}
+HUGE = 1 << 40
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(1 << 20, 1 << 20),
+        lambda: nn.ParameterList([torch.arange(HUGE)]),
+        lambda: nn.ParameterList([np.zeros(HUGE)]),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA")
+def test_what_the_weights_do_not_justify_is_refused(make):
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with (
+        pytest.raises(ModelError, match=r"takes more than 537 MB, and the weights in the file have 4 kB"),
+        building_within(WEIGHTS),
+    ):
+        build_model(make, {})
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_a_model_of_its_weights_is_built():
+    with building_within(nn.LSTM(64, 64, 2).state_dict()):
+        net = build_model(lambda: nn.LSTM(64, 64, 2), {})
+    assert net(torch.zeros(1, 1, 64))[0].shape == (1, 1, 64)
+
+
+def test_the_end_of_memory_does_not_blame_the_model():
+    with pytest.raises(ModelError, match="There is not enough memory to build"):
+        build_model(lambda: nn.Linear(HUGE, 1 << 20), {})
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("shapes"))
+
+
+def test_exceptions_that_came_from_each_other_have_an_end():
+    first, second = RuntimeError("shapes"), ValueError("of a leaf")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_out_of_memory(first)
+
+
+def test_an_expanded_input_stays_expanded_in_a_run():
+    large, small = torch.ones(1).half().expand(1 << 42), torch.ones(1, 3).expand(5, 3)
+    copy = copied_input(large, REFERENCE)
+    assert (copy.shape, copy.dtype, copy.untyped_storage().nbytes()) == (large.shape, torch.float32, 4)
+    assert copied_input(small, REFERENCE).mul_(2).tolist() == [[2.0] * 3] * 5
+    assert small.tolist() == [[1.0] * 3] * 5

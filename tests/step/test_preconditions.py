@@ -1,0 +1,99 @@
+"""What is in the way of a replay is told before anything is built."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import nandoctor
+from nandoctor.errors import ModelError, NanDoctorError
+from nandoctor.machine import bounded_memory, private_memory
+
+
+@contextmanager
+def default_device(name):
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+class Counted(nn.Linear):
+    """Counts how often it is built."""
+
+    built = 0
+
+    def __init__(self):
+        super().__init__(3, 2)
+        Counted.built += 1
+
+
+@pytest.fixture
+def dump(tmp_path):
+    torch.save({"state_dict": nn.Linear(3, 2).state_dict(), "x": torch.ones(4, 3)}, tmp_path / "dump.pth")
+    Counted.built = 0
+    return tmp_path / "dump.pth"
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        (torch.inference_mode, r"inference_mode\(\) is on"),
+        (lambda: torch.device("meta"), "on the device 'meta', where they hold no numbers"),
+        (lambda: default_device("meta"), "on the device 'meta'"),
+    ],
+    ids=["inference mode", "device context", "default device"],
+)
+def test_modes_without_real_tensors_are_refused(dump, mode, said):
+    for replay in (nandoctor.replay, nandoctor.verify, nandoctor.repro):
+        with mode(), pytest.raises(NanDoctorError, match=said):
+            replay(dump, Counted)
+    assert Counted.built == 0
+    assert nandoctor.replay(dump, Counted).verdict == "healthy"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, lambda: torch.device("cpu"), lambda: default_device("cpu")])
+def test_modes_with_real_tensors_are_none_of_our_business(dump, mode):
+    with mode():
+        assert nandoctor.replay(dump, Counted, fixes=False).verdict == "healthy"
+
+
+def test_too_little_memory_is_refused_with_the_figure(dump, monkeypatch):
+    needed = 4 * (3 * 2 + 2 + 4 * 3)
+    monkeypatch.setattr("nandoctor.step.memory.available_memory", lambda: needed - 1)
+    with pytest.raises(ModelError, match=rf"at least {needed} bytes .*79 bytes are"):
+        nandoctor.replay(dump, Counted)
+    assert Counted.built == 0
+    monkeypatch.setattr("nandoctor.step.memory.available_memory", lambda: needed)
+    assert nandoctor.replay(dump, Counted, fixes=False).verdict == "healthy"
+    with pytest.raises(ModelError, match=f"at least {needed + 32} bytes"):
+        nandoctor.replay(dump, Counted, loss=lambda output, batch: output.sum())
+
+
+class Greedy(nn.Linear):
+    """Allocates far more than its weights."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+
+    def forward(self, x):
+        return super().forward(x) + torch.zeros(1 << 28).sum()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA")
+def test_a_run_beyond_the_bound_is_an_outcome(dump):
+    with (
+        bounded_memory(private_memory() + (300 << 20)),
+        pytest.raises(ModelError, match="not enough memory to run the step"),
+    ):
+        nandoctor.replay(dump, Greedy)
+
+
+def test_a_machine_that_does_not_tell_its_memory(dump, monkeypatch):
+    monkeypatch.setattr("nandoctor.step.memory.available_memory", lambda: None)
+    assert nandoctor.replay(dump, Counted, fixes=False).verdict == "healthy"

@@ -1,0 +1,135 @@
+"""From a dump, a model and settings to something that runs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import Returns
+from torch import nn
+
+from nandoctor.dumps.dump import Dump
+from nandoctor.errors import DumpError, ModelError, NanDoctorError
+from nandoctor.step.settings import Settings
+from nandoctor.step.setup import prepare
+
+IMAGE = torch.tensor([[1.0, 2.0, 3.0]])
+FUNCTIONS = """
+import torch
+
+def call(model, batch):
+    return {"out": model(batch["image"] * 2), "names": sorted(batch)}
+
+def loss(output, batch):
+    return (output - batch["mask"]).sum()
+
+device = torch.device("cuda").type
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+
+    def forward(self, image):
+        return image.cuda() * self.weight.cuda()
+"""
+
+
+def dump_of(model, scalars=None, **arrays):
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state=state, arrays=arrays, scalars=scalars or {})
+
+
+def run_first(preparation):
+    step = preparation.steps[0]
+    return step.forward(step.batch)
+
+
+def test_the_weights_the_batch_and_the_call_come_together():
+    model = nn.Linear(3, 2)
+    preparation = prepare(dump_of(model, image=IMAGE, logit=torch.full((1, 2), 0.3)), nn.Linear(3, 2), Settings())
+    assert torch.equal(run_first(preparation), model(IMAGE))
+    assert preparation.steps[0].description == "model(input=image)"
+    assert preparation.steps[0].used == {"image"}
+    assert preparation.outputs.graded[0] == "logit"
+    assert preparation.notes == ()
+
+
+def test_saved_outputs_do_not_go_in():
+    dump = dump_of(nn.Identity(), image=IMAGE, logit=IMAGE, aux_logit=IMAGE, mask=IMAGE)
+    preparation = prepare(dump, Returns(lambda batch: batch), Settings(inputs=("*",)))
+    assert list(run_first(preparation)) == ["image", "mask"]
+    assert preparation.outputs.graded[0] == "logit"
+
+
+def test_plain_values_are_parameters_like_any_other():
+    class Denoiser(nn.Module):
+        def forward(self, noisy, timestep, guidance=1.0):
+            return noisy * timestep * guidance
+
+    dump = dump_of(nn.Identity(), scalars={"timestep": 3, "epoch": 7}, noisy=IMAGE)
+    preparation = prepare(dump, Denoiser(), Settings())
+    assert run_first(preparation).tolist() == [[3.0, 6.0, 9.0]]
+    assert preparation.steps[0].description == "model(noisy, timestep)"
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, torch.float32), (torch.float64, torch.float64)])
+def test_float64_arrays_go_in_as_what_the_model_computes_in(dtype, expected):
+    model = nn.Linear(3, 2, dtype=dtype)
+    dump = dump_of(model, image=IMAGE.double(), labels=torch.arange(3))
+    preparation = prepare(dump, model, Settings())
+    batch = preparation.steps[0].batch
+    assert (batch["image"].dtype, batch["labels"].dtype) == (expected, torch.int64)
+    assert [note.partition(" ")[0] for note in preparation.notes] == ["image"] * (expected is torch.float32)
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch):
+    """A folder with a file of functions, on nobody's import path afterwards."""
+    (tmp_path / "functions_of_the_test.py").write_text(FUNCTIONS)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def test_a_call_and_a_loss_are_found_by_their_specs(functions):
+    settings = Settings(call="functions_of_the_test.py:call", loss="functions_of_the_test.py:loss", directory=functions)
+    preparation = prepare(dump_of(nn.Identity(), image=IMAGE, mask=IMAGE, logit=IMAGE), nn.Identity(), settings)
+    output = run_first(preparation)
+    assert (output["out"].tolist(), output["names"]) == ([[2.0, 4.0, 6.0]], ["image", "logit", "mask"])
+    assert preparation.steps[0].used == {"image", "mask"}
+    assert float(preparation.steps[0].loss(output["out"], preparation.steps[0].batch)) == 6.0
+
+
+def test_code_for_cuda_is_built_on_the_replays_device(functions):
+    settings = Settings(model="functions_of_the_test.py:Net", directory=functions)
+    dump = replace(dump_of(nn.Identity(), image=IMAGE), state={"weight": torch.full((3,), 2.0)})
+    assert next(prepare(dump, None, settings).steps[0].model.parameters()).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "error", "message"),
+    [
+        (None, Settings(), ModelError, "not the model's code"),
+        (nn.Linear(2, 2), Settings(), ModelError, "another model's state dict|do not fit"),
+        (nn.Linear(3, 2), Settings(device="gpu"), NanDoctorError, "device 'gpu'"),
+        (nn.Linear(3, 2), Settings(device="meta"), NanDoctorError, "device 'meta'"),
+        (nn.Linear(3, 2), Settings(inputs=("pixels",)), ModelError, "no array 'pixels'"),
+        (nn.Linear(3, 2), Settings(output="pixels"), DumpError, "no array 'pixels'"),
+        (nn.Linear(3, 2), Settings(call="no_such_module_here:f"), ModelError, "no_such_module_here"),
+    ],
+)
+def test_what_does_not_fit_says_what_to_do(model, settings, error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # which is searched for a model
+    with pytest.raises(error, match=message) as caught:
+        prepare(dump_of(nn.Linear(3, 2), image=IMAGE), model, settings)
+    assert caught.value.remedy.endswith(".")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_missing_cuda_is_an_error_that_names_the_emulation():
+    with pytest.raises(NanDoctorError, match="no CUDA device") as caught:
+        prepare(dump_of(nn.Identity(), image=IMAGE), nn.Identity(), Settings(device="cuda"))
+    assert "CPU replays a CUDA run" in caught.value.remedy
