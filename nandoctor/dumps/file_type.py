@@ -87,11 +87,11 @@ def _altered(what: str) -> DumpError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """A file that torch.save may have written, opened once: what is checked is what is loaded.
+    """A file that torch.save or numpy.savez may have written, opened once: what is checked is what is loaded.
 
     `data` is the whole file, copied into memory if it is small, else mapped; writes to it do not reach the file.
-    `pickle` is the member that holds the pickle, `members` has the places of all others by name, and `folder` is the
-    folder that they lie in.
+    `pickle` is the member that holds the pickle (empty in a file of numpy's), `members` has the places of all others by
+    name, and `folder` is the folder that they lie in.
     """
 
     path: Path
@@ -183,6 +183,9 @@ def _describe_stranger(head: bytes) -> DumpError:
 
 def _open_archive(data: mmap.mmap, path: Path) -> Container:
     members = _find_members(data)
+    if members and all(name.endswith(".npy") for name in members):
+        _check_bytes(data, members)
+        return Container(path=path, data=data, pickle=b"", folder="", members=members)
     folder = next(iter(members), "").partition("/")[0]  # the first member's, as in torch
     if f"{folder}/data.pkl" not in members:
         raise DumpError(
@@ -196,11 +199,15 @@ def _open_archive(data: mmap.mmap, path: Path) -> Container:
             remedy="Save arrays as tensors or numpy arrays, not as lists of numbers.",
         )
     _check_byte_order(data, order)
+    _check_bytes(data, members)
+    others = {name: member for name, member in members.items() if member is not pickle}
+    return Container(path=path, data=data, pickle=pickle.of(data), folder=folder, members=others)
+
+
+def _check_bytes(data: mmap.mmap, members: Mapping[str, Member]) -> None:
     for name, member in members.items():
         if not member.is_intact(data):
             raise _altered(name)
-    others = {name: member for name, member in members.items() if member is not pickle}
-    return Container(path=path, data=data, pickle=pickle.of(data), folder=folder, members=others)
 
 
 def _check_byte_order(data: mmap.mmap, member: Member | None) -> None:
