@@ -226,6 +226,34 @@ def test_where_no_call_fits_the_error_is_that_of_the_likeliest():
         replay(PassesOn(lambda inputs: inputs.no_such_thing), image=IMAGE, logit=NONFINITE)
 
 
+class LogOfSum(nn.Module):
+    def forward(self, x):
+        return x.sum(1).log()
+
+
+POSITIVE = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)) + 1
+
+
+@pytest.mark.parametrize(
+    ("saved", "other", "decides"),
+    [
+        (POSITIVE.sum(1).log(), POSITIVE + 1, True),
+        (POSITIVE.sum(1).log(), torch.ones(4), True),  # the model cannot be called with it
+        (POSITIVE.sum(1).log(), POSITIVE.clone(), False),  # both agree
+        (torch.zeros(4), POSITIVE + 1, False),  # neither does
+        (None, POSITIVE + 1, False),
+        (None, torch.ones(4), True),
+    ],
+)
+def test_the_saved_output_decides_which_array_goes_in(saved, other, decides):
+    arrays = {"foo": other, "bar": POSITIVE} | ({"logit": saved} if saved is not None else {})
+    if decides:
+        assert "model(x=bar)" in replay(LogOfSum(), **arrays).notes[0]
+    else:
+        with pytest.raises(ModelError, match="not clear how to call LogOfSum"):
+            replay(LogOfSum(), **arrays)
+
+
 def test_weights_alone_are_judged_by_themselves():
     dump = dump_of(poisoned_weight(), layout="weights-only")
     report = replay_dump(dump, None, Settings()).report

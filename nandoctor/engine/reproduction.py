@@ -120,8 +120,9 @@ def _is_edge(values: torch.Tensor) -> torch.Tensor:
 class Preparation:
     """The start of a replay: the step in every way to call the model, and the saved output to grade against.
 
-    `dump` has only the state dict that the model took. `steps` begins with the likeliest. `modes` are the train flags
-    to try, `seeds` the seeds (None for the saved random state), and `policies` the precisions.
+    `dump` has only the state dict that the model took. `steps` begins with the likeliest; with `unclear` they are
+    guesses, and that is the error to raise unless one of them alone gives the saved output or runs. `modes` are the
+    train flags to try, `seeds` the seeds (None for the saved random state), and `policies` the precisions.
     """
 
     dump: Dump
@@ -131,6 +132,7 @@ class Preparation:
     policies: tuple[Policy, ...]
     outputs: SavedOutputs
     notes: tuple[str, ...]
+    unclear: ModelError | None = None
 
     @property
     def saved_nonfinite(self) -> bool:
@@ -174,8 +176,10 @@ def reproduce(preparation: Preparation) -> Replayed:
     """Replay until the failing step is reproduced, else as nearly as possible; all settings tried are named.
 
     Raises:
-        ModelError: the model cannot be called with the batch.
+        ModelError: the model cannot be called with the batch, or it is not clear how.
     """
+    if preparation.unclear is not None:
+        return _reproduce_alone(preparation, preparation.unclear)
     best, others = _search_first(preparation)
     for policy in others:
         if best.reproduction.grade in ("exact", "no-reference") and not _is_unsettled(best, preparation):
@@ -192,6 +196,23 @@ def reproduce(preparation: Preparation) -> Replayed:
     low = best.step.policy.format
     told = f"The dump says that autocast was off, and its output is {low}: a replay under {low} autocast agrees better."
     return replace(best, notes=(told,))
+
+
+def _reproduce_alone(preparation: Preparation, unclear: ModelError) -> Replayed:
+    """Return the replay of the only step that gives the saved output, or that runs if there is no output to compare.
+
+    Raises:
+        ModelError: `unclear`, if that is no step or more than one.
+    """
+    ran = []
+    for step in preparation.steps:
+        with suppress(ModelError):
+            ran.append(reproduce(replace(preparation, steps=(step,), unclear=None)))
+    compared = [replayed for replayed in ran if replayed.reproduction.grade != "no-reference"]
+    left = [replayed for replayed in compared if _agrees(replayed.reproduction)] if compared else ran
+    if len(left) != 1:
+        raise unclear
+    return left[0]
 
 
 def _is_assumed(best: Replayed, preparation: Preparation) -> bool:

@@ -9,7 +9,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -22,19 +22,23 @@ _MAPPING_ANNOTATION = re.compile(r"dict\b|mapping", re.IGNORECASE)
 # Not values() and copy(), which tensors and models have too.
 _MAPPING_METHODS = frozenset({"get", "keys", "items", "pop", "setdefault", "update"})
 _BATCH_NAMES = frozenset({"batch", "batch_dict", "input_dict", "inputs_dict", "data", "data_dict", "sample", "samples"})
+_MAX_CHOICES = 8
+"""Each is replayed, in every mode and precision that the file leaves open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
     """One way to call the model: `arrays` names its inputs, `forward(model, batch)` makes the call.
 
-    With `takes_all` it is given everything that was saved, whether it reads it or not.
+    With `takes_all` it is given everything that was saved, whether it reads it or not. `unclear` is the error to raise
+    unless this call alone gives the saved output or, if none was saved, alone runs.
     """
 
     description: str
     arrays: tuple[str, ...]
     forward: Callable[[nn.Module, Mapping[str, Any]], Any]
     takes_all: bool = False
+    unclear: ModelError | None = None
 
 
 def bind_inputs(inputs: Sequence[str], offer: Offer) -> Binding:
@@ -57,15 +61,23 @@ def bind_inputs(inputs: Sequence[str], offer: Offer) -> Binding:
 def find_bindings(model: nn.Module, offer: Offer) -> list[Binding]:
     """Return the ways to call `model` with what a file offers, likeliest first, by the rules of `binding.FORWARD`.
 
+    If these leave one parameter and several arrays, each array is a way, and trying has to decide.
+
     Raises:
-        ModelError: there is no way, or nothing to choose between several; the message lists what is left on both sides.
+        ModelError: there is no way; the message lists what is left on both sides.
     """
     signature = read_signature(model)
-    first, *others = (bind(signature, offer, rules) for rules in FORWARD)
-    if not signature.is_met(first):
-        raise _explain(type(_inner(model)).__name__, signature, offer, first)
-    ways = [first, *(bound for bound in others if signature.is_met(bound))]
-    return [_bind_parameters(signature, bound, offer) for place, bound in enumerate(ways) if bound not in ways[:place]]
+    bounds = [bind(signature, offer, rules) for rules in FORWARD]
+    ways = [bound for bound in bounds if signature.is_met(bound)]
+    if signature.is_met(bounds[0]):
+        unique = [bound for place, bound in enumerate(ways) if bound not in ways[:place]]
+        return [_bind_parameters(signature, bound, offer) for bound in unique]
+    unclear = _explain(type(_inner(model)).__name__, signature, offer, bounds[0])
+    unmet, left = signature.unmet(bounds[0]), offer.left(bounds[0])
+    if len(unmet) != 1 or not 1 < len(left) <= _MAX_CHOICES:
+        raise unclear
+    ways = [*({**bounds[0], unmet[0].name: name} for name in left), *ways]
+    return [replace(_bind_parameters(signature, bound, offer), unclear=unclear) for bound in ways]
 
 
 def required_names(model: nn.Module) -> frozenset[str]:

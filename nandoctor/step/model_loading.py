@@ -42,6 +42,15 @@ _State = Mapping[str, torch.Tensor]
 
 _MAX_NAMES_SHOWN = 5
 _MAX_NAMES_COMPARED = 10
+OTHER_ARGUMENTS = (
+    "Give the arguments that the training used (--model-arg K=V), or --no-strict to load what fits and leave the rest "
+    "as the model initialises it."
+)
+OTHER_MODEL = "This is another model's state dict: check --model."
+_ARGUMENTS_NEEDED = (
+    "Give the arguments it needs with --model-arg K=V, once for each; V may be an object, as in cfg=train.py:CFG. "
+    "Relative paths start in the working directory."
+)
 _find_near = partial(difflib.get_close_matches, n=1, cutoff=0.75)
 
 
@@ -134,10 +143,7 @@ def load_state(
         raise ModelError(
             f"The weights do not fit {type(model).__name__} ({num_fitting} of {len(own)} tensors do):\n"
             + "\n".join(problems),
-            remedy="Give the arguments that the training used (--model-arg K=V), or --no-strict to load what fits "
-            "and leave the rest as the model initialises it."
-            if own.keys() & state.keys()  # of other shapes, perhaps
-            else "This is another model's state dict: check --model.",
+            remedy=OTHER_ARGUMENTS if own.keys() & state.keys() else OTHER_MODEL,
         )
     loaded = {name: state[name] for name in own if name not in left_out}
     if unfilled is not None:
@@ -247,7 +253,7 @@ def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], nam
             raise explain_memory(f"build {name}", error) from error
         raise ModelError(
             f"{name}{_signature(factory)} raised {type(error).__name__}{raised_at(error)}: {error}",
-            remedy=remedy_for_arguments(name, factory if isinstance(error, TypeError) else None),
+            remedy=remedy_for_arguments(name, factory, _ARGUMENTS_NEEDED),
         ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(

@@ -2,17 +2,20 @@
 
 A script without `if __name__ == "__main__":` trains whenever it is imported, and may overwrite the dump that is
 replayed. So its statements run one by one when a name is asked for: those that bind the name, and what these read. A
-statement that begins to train ends there.
+statement that begins to train ends there. If only a function binds the name, as `main` often does, its statements run
+in the same way.
 """
 
 from __future__ import annotations
 import __future__
 
+import argparse
 import ast
 import symtable
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -63,8 +66,9 @@ class Script:
         self._file, self._module = str(path), module
         read = [_analyse(node) for node in nodes if node not in future]
         used = {name for statement in read for name in statement.reads}
-        self._statements = [_marked(statement, used) for statement in read]
         self._modules = {name for it in read if isinstance(it.node, ast.Import) for name in it.binds}
+        self._statements = [_marked(replace(it, changes=it.changes - self._modules), used) for it in read]
+        self._functions = list(runnable(nodes))
         self._defined = {name: it.reads for it in read if isinstance(it.node, _DEFINITIONS) for name in it.binds}
         # Python compiles `torch.exp(x)` in another way where it sees the import. Fixes are run by replacing equal code.
         seen = [inner for node in nodes if not isinstance(node, _DEFINITIONS) for inner in ast.walk(node)]
@@ -72,7 +76,7 @@ class Script:
         never = ast.If(test=ast.Constant(False), body=imports, orelse=[])
         self._imports = [ast.fix_missing_locations(never)] if imports else []
         self._waiting = dict(enumerate(self._statements))
-        module.__dict__.update(__getattr__=self._get, __dir__=self._names)
+        module.__dict__.update({"__getattr__": self._get, "__dir__": self._names, _TRAINING_BEGINS: _TrainingBegins})
 
     def _get(self, name: str) -> Any:
         """Return what the script binds to a name, as `module.name` does when it is not there yet."""
@@ -86,7 +90,9 @@ class Script:
 
     def _run(self, name: str) -> None:
         """Run in their order the statements that a name needs, and that have not run yet."""
-        for index in self._needed(name):
+        if not any(name in statement.binds for statement in self._statements):
+            self._add_local(name)
+        for index in _needed(name, self._waiting, self._defined):
             statement = self._waiting.pop(index, None)
             if statement is not None:  # else it ran while another one imported this module
                 with suppress(_TrainingBegins):
@@ -96,9 +102,10 @@ class Script:
         tree = ast.Module(body=[statement.node, *self._imports], type_ignores=[])
         code = compile(tree, self._file, "exec", flags=self._flags, dont_inherit=True)
         training = ((torch.autograd, "backward", _begin_training), (torch.Tensor, "backward", _begin_training))
+        parsing = (argparse.ArgumentParser, "parse_known_args", _parse_what_is_given)
         shown = relative_path(self._file)
         try:
-            with kept_running(), program_arguments(self._file), held(*training):
+            with kept_running(), program_arguments(self._file), held(*training, parsing):
                 exec(code, vars(self._module))
         except ModelError:
             raise
@@ -114,37 +121,75 @@ class Script:
                 f"{Path(shown).stem}:{name}, the whole script is run, training included.",
             ) from error
 
-    def _needed(self, name: str) -> list[int]:
-        wanted, chosen, size = {name}, set[int](), -1
-        while size != len(chosen):
-            size = len(chosen)
-            for index, statement in self._waiting.items():
-                if index not in chosen and (statement.always or self._binds(statement, wanted)):
-                    chosen.add(index)
-                    wanted |= statement.reads
-            wanted |= self._defined.keys() if wanted & _BY_NAME else set()
-        return sorted(chosen)
-
-    def _binds(self, statement: _Statement, wanted: set[str]) -> bool:
-        """Return True if a statement makes or changes what is wanted.
-
-        A value under a function's name, as a training loop makes one, is not what is wanted, unless it is made of the
-        function. A decorator changes what it reads, as one that registers a class does.
-        """
-        is_loop = isinstance(statement.node, ast.For | ast.While)
-        values = {name for name in self._defined if is_loop or name not in statement.reads}
-        made = statement.binds | (statement.changes - self._modules)
-        if isinstance(statement.node, _DEFINITIONS):
-            values, made = set(), made.union(*(self._defined.get(name, ()) for name in statement.changes))
-        return not wanted.isdisjoint(made - values)
+    def _add_local(self, name: str) -> None:
+        """Add what binds a name that only a function binds: a call of the function, cut to what the name needs."""
+        for function, call in self._functions:
+            with suppress(SyntaxError):  # a nested function that writes to variables around it cannot be read alone
+                read = [_analyse(node) for node in function.body if not isinstance(node, ast.Return)]
+                body = [replace(it, changes=it.changes - self._modules) for it in read]
+                if any(name in statement.binds for statement in body):
+                    added = _as_statements(function, call, name, body)
+                    self._waiting |= enumerate(map(_analyse, added), len(self._statements))
+                    return
 
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
+_TRAINING_BEGINS = "__training_begins__"
+
+
+def _needed(name: str, waiting: Mapping[int, _Statement], defined: Mapping[str, frozenset[str]]) -> list[int]:
+    """Return the places of the statements that a name needs."""
+    wanted, chosen, size = {name}, set[int](), -1
+    while size != len(chosen):
+        size = len(chosen)
+        for index, statement in waiting.items():
+            if index not in chosen and (statement.always or _makes(statement, wanted, defined)):
+                chosen.add(index)
+                wanted |= statement.reads
+        wanted |= defined.keys() if wanted & _BY_NAME else set()
+    return sorted(chosen)
+
+
+def _makes(statement: _Statement, wanted: set[str], defined: Mapping[str, frozenset[str]]) -> bool:
+    """Return True if a statement makes or changes what is wanted.
+
+    A value under a function's name, as a training loop makes one, is not what is wanted, unless it is made of the
+    function. A decorator changes what it reads, as one that registers a class does.
+    """
+    is_loop = isinstance(statement.node, ast.For | ast.While)
+    values = {name for name in defined if is_loop or name not in statement.reads}
+    made = statement.binds | statement.changes
+    if isinstance(statement.node, _DEFINITIONS):
+        values, made = set(), made.union(*(defined.get(name, ()) for name in statement.changes))
+    return not wanted.isdisjoint(made - values)
+
+
+def _as_statements(function: ast.FunctionDef, call: ast.Call, name: str, body: Sequence[_Statement]) -> list[ast.stmt]:
+    """Return a copy of a function that returns its variable `name`, and an assignment of that by the script's call."""
+    chosen = [body[place].node for place in _needed(name, dict(enumerate(body)), {})]
+    ends = ast.ExceptHandler(type=ast.Name(_TRAINING_BEGINS, ast.Load()), name=None, body=[ast.Pass()])
+    attempt = ast.Try(body=chosen, handlers=[ends], orelse=[], finalbody=[])
+    returned = ast.Return(ast.Name(name, ast.Load()))
+    label = f"{function.name}_until_{name}"
+    copied = ast.FunctionDef(**{**vars(function), "name": label, "body": [attempt, returned], "decorator_list": []})
+    value = ast.Call(ast.Name(label, ast.Load()), call.args, call.keywords)
+    made = ast.Assign([ast.Name(name, ast.Store())], value)
+    return [ast.fix_missing_locations(ast.copy_location(node, function)) for node in (copied, made)]
 
 
 def _begin_training(*_: Any, **__: Any) -> NoReturn:
     raise _TrainingBegins
+
+
+_parse_known_args = argparse.ArgumentParser.parse_known_args
+
+
+def _parse_what_is_given(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+    """Parse a command line that may lack what the training was given: the model seldom reads the paths of the data."""
+    for action in parser._actions:
+        action.required = False
+    return _parse_known_args(parser, *args, **kwargs)
 
 
 def flattened(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -156,6 +201,21 @@ def flattened(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from node.body
         else:
             yield node
+
+
+def runnable(nodes: Sequence[ast.stmt]) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
+    """Yield the functions that a script calls with all arguments that they need, each with the first such call.
+
+    One that needs none may be called in no place that is seen, as a command is.
+    """
+    calls = [inner for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef):
+            bare = ast.Call(ast.Name(node.name, ast.Load()), [], [])
+            of_it = (it for it in calls if isinstance(it.func, ast.Name) and it.func.id == node.name)
+            needed = len(node.args.posonlyargs) + len(node.args.args) - len(node.args.defaults)
+            found = (call for call in (*of_it, bare) if len(call.args) + len(call.keywords) >= needed)
+            yield from ((node, call) for call in islice(found, 1))
 
 
 def _analyse(node: ast.stmt) -> _Statement:

@@ -28,6 +28,7 @@ from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import memory_of, return_freed_memory
 from nandoctor.step.binding import Offer
+from nandoctor.step.building_calls import remedy_for_arguments, suggest_model
 from nandoctor.step.code_references import (
     build_loss,
     check_method,
@@ -42,7 +43,13 @@ from nandoctor.step.code_references import (
 from nandoctor.step.input_binding import Binding, bind_inputs, find_bindings
 from nandoctor.step.losses import bind_loss
 from nandoctor.step.memory import Unfilled, building_within, require_room
-from nandoctor.step.model_loading import ModelSource, build_model, find_attribute, load_state
+from nandoctor.step.model_loading import (
+    OTHER_ARGUMENTS,
+    ModelSource,
+    build_model,
+    find_attribute,
+    load_state,
+)
 from nandoctor.step.recorded_step import bind_calls
 from nandoctor.step.saved_arrays import (
     SavedBatch,
@@ -93,6 +100,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     return Preparation(
         dump=dump,
         steps=tuple(replace(step, progress=progress or Listener(), project=project) for step in steps),
+        unclear=bindings[0].unclear,
         modes=_modes(dump, settings),
         seeds=_seeds(dump, settings),
         policies=policies,
@@ -129,7 +137,7 @@ class _Code:
     loss: Callable[..., Any] | None
     unfilled: Unfilled | None
     nonfinite: Mapping[str, torch.Tensor]
-    is_named: bool
+    source: ModelSource | None
     notes: tuple[str, ...]
     updater: type[torch.optim.Optimizer] | None = None
 
@@ -151,14 +159,13 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
     check_method(model, dump, settings)
     built = nonfinite_in(model, unfilled.holds if unfilled else lambda _: False) if registered else {}
     notes = [*notes, *loss_notes]
-    is_named = source is not None
     return _Code(
         model=model,
         call=call,
         loss=loss,
         unfilled=unfilled,
         nonfinite=built,
-        is_named=is_named,
+        source=source,
         notes=tuple(notes),
         updater=updater,
     )
@@ -171,17 +178,26 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
     try:
         notes = [*load_state(code.model, state, strict=settings.strict, unfilled=code.unfilled), *state_notes]
     except ModelError as error:
-        if code.is_named:
-            raise
-        remedy = (
-            "Name what builds the model, --model FILE.py:NAME; in the training, give Recorder the arguments of "
-            "the model's class (arguments={...}) or a function that builds it (builder=FUNCTION)."
-        )
-        raise ModelError(error.message, remedy=remedy) from error.__cause__
+        raise ModelError(
+            error.message, remedy=_remedy_for_misfit(code.source, settings, error.remedy)
+        ) from error.__cause__
     with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device
         code.model.to(device)
     add_casts(code.model, dump.recorded)
     return [*notes, *_take_dtypes(code.model, dump)]
+
+
+def _remedy_for_misfit(source: ModelSource | None, settings: Settings, remedy: str) -> str:
+    """Return what to do if the weights do not fit the model that the source or, without one, the dump names."""
+    if source is None:
+        return (
+            "Name what builds the model, --model FILE.py:NAME; in the training, give Recorder the arguments of "
+            "the model's class (arguments={...}) or a function that builds it (builder=FUNCTION)."
+        )
+    factory = find_attribute(source, directory=settings.directory)
+    if remedy != OTHER_ARGUMENTS or not isinstance(source, str) or isinstance(factory, nn.Module):
+        return remedy
+    return remedy_for_arguments(source, factory, remedy)
 
 
 def _widen_weights(net: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
@@ -212,9 +228,12 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
                 return build_model(filled, {}), []
         return build_model(source, settings.model_args, directory=settings.directory), []
     if not dump.is_recorded:
+        suggested = suggest_model(dump.state, settings.directory)
         raise ModelError(
             "The dump holds weights and arrays, not the model's code.",
-            remedy="Name what builds the model: --model train.py:make_model, or model=make_model in Python; or set "
+            remedy=f"A model with these weights is in your own code: {suggested}"
+            if suggested is not None
+            else "Name what builds the model: --model train.py:make_model, or model=make_model in Python; or set "
             "model in [tool.nandoctor] of the project's pyproject.toml.",
         )
     reference = dump.recorded.model

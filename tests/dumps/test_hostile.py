@@ -9,7 +9,6 @@ import resource
 import zipfile
 
 import forge
-import numpy as np
 import pytest
 import torch
 
@@ -44,12 +43,6 @@ def zip_with(member):
     with zipfile.ZipFile(buffer, "w") as file:
         file.writestr(member, b"{}")
         file.writestr("metadata.json", b"{}")
-    return buffer.getvalue()
-
-
-def npz():
-    buffer = io.BytesIO()
-    np.savez(buffer, image=np.ones(3))
     return buffer.getvalue()
 
 
@@ -125,7 +118,6 @@ FILES = {
     "empty": (lambda: b"", "the file is empty", "Copy it again"),
     "text": (lambda: b"epoch 3 loss nan\n", "a text file", "torch.save"),
     "lfs pointer": (lambda: b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer", "git lfs pull"),
-    "npz": (npz, "torch.save did not write: it holds image.npy", "torch.save"),
     "gzip": (lambda: b"\x1f\x8b\x08" + bytes(64), "compressed with gzip", "gunzip"),
     "safetensors": (lambda: (64).to_bytes(8, "little") + b'{"a":{}}' + bytes(64), "safetensors", "--weights"),
     "noise": (lambda: bytes(range(256)) * 4, "not a file that torch.save wrote", "torch.save"),

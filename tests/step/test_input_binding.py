@@ -249,17 +249,24 @@ OPEN = [
 ]
 
 
+def why_open(model, offer):
+    """Return the error that is raised at once, or if the saved output does not decide."""
+    try:
+        return find_bindings(model, offer)[0].unclear
+    except ModelError as error:
+        return error
+
+
 @pytest.mark.parametrize(("signature", "saved", "wanted", "listed", "advice"), OPEN)
 def test_what_is_left_on_both_sides_is_said(signature, saved, wanted, listed, advice):
     model, offer = with_signature(signature), offer_of(saved)
-    with pytest.raises(ModelError) as caught:
-        find_bindings(model, offer)
-    first_line, *lines = caught.value.message.splitlines()
+    error = why_open(model, offer)
+    first_line, *lines = error.message.splitlines()
     assert f"how to call Model: forward {wanted}" in first_line
     assert [line.split()[0] for line in lines] == listed.split()
-    assert advice in caught.value.remedy
-    if "--inputs" in caught.value.remedy and signature not in ("", "**kwargs"):
-        spelled = caught.value.remedy.partition("--inputs ")[2].partition(";")[0].split(",")
+    assert advice in error.remedy
+    if "--inputs" in error.remedy and signature not in ("", "**kwargs"):
+        spelled = error.remedy.partition("--inputs ")[2].partition(";")[0].split(",")
         bind_inputs(spelled, offer).forward(model, offer.values)
 
 

@@ -135,10 +135,13 @@ def test_a_misspelt_spec_is_answered_with_the_nearest_name(write, tmp_path, spec
 
 
 BUILT_AT = {
-    "class CFG:\n    width = 4\ndef main():\n    model = Net(CFG).eval()": "train.py:Net --model-arg cfg=train.py:CFG",
+    "class CFG:\n    width = 4\ndef main():\n    model = Net(CFG).eval()": "train.py:model",
+    "def main(cfg):\n    net = Net(cfg)\nif __name__ == '__main__':\n    main(4)": "train.py:net",
+    "def main(cfg):\n    net = Net(cfg)\nif __name__ == '__main__':\n    main()": None,  # a decorator gives it
     "CFG = 3\nif __name__ == '__main__':\n    net = Net(CFG)": "train.py:net",
     "from shared import CFG\ndef main(): return Net(cfg=CFG)": "train.py:Net --model-arg cfg=train.py:CFG",
     "def main(cfg): return Net(cfg)": None,
+    "def make(cfg):\n    return Net(cfg)\nnet = make(4)": "train.py:net",
 }
 
 

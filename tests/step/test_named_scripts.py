@@ -37,6 +37,11 @@ WIDTHS = {
     ),
     "a class of settings": ("BASE = 2\nclass CFG:\n    half = BASE\n    width = half * 2", "CFG.width"),
     "settings under the guard": ("if __name__ == '__main__':\n    WIDTH = 4\n    os.mkdir('guarded')", "WIDTH"),
+    "arguments that have to be given": (
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--width', type=int, default=4)\n"
+        "parser.add_argument('data')\nparser.add_argument('--fold', required=True)\nargs = parser.parse_args()",
+        "args.width",
+    ),
     "a dict that is filled later": ("cfg = {}\ncfg['width'] = 1\ncfg.update(width=4)", "cfg['width']"),
     "an attribute that is set later": (
         "from types import SimpleNamespace\ncfg = SimpleNamespace()\ncfg.width = 4",
@@ -108,6 +113,27 @@ def test_a_training_that_a_name_needs_ends_where_it_begins(script):
     loop = "for _ in range(2):\n    net.zero_grad()\n    net(torch.ones(3)).sum().backward()\n    os.mkdir('trained')"
     path = script(f"{NET.format(width=4)}\nnet = Net()\n{loop}")
     assert find_attribute(f"{path}:net").weight.grad is None
+
+
+IN_A_FUNCTION = {
+    "what main makes": "def main():\n    width = 4\n    net = Net(width)\nmain()",
+    "of its arguments": "def main(width, depth=1):\n    net = Net(width)\nWIDTH = 4\nmain(WIDTH)",
+    "of what it imports and changes": (
+        "def main():\n    from types import SimpleNamespace\n    cfg = SimpleNamespace()\n    cfg.width = 4\n"
+        "    torch.manual_seed(os.mkdir('seeded'))\n    net = Net(cfg.width)\nmain()"
+    ),
+    "before it trains": (
+        "def main():\n    net = Net(4)\n    for x in [torch.ones(2, 3)]:\n        net.seen = x\n"
+        "        net(x).sum().backward()\n        os.mkdir('trained')\n    return net\nmain()"
+    ),
+    "by a function of another's": "def make(width):\n    net = Net(width)\n    return net\ndef main():\n    make(4)",
+}
+
+
+@pytest.mark.parametrize("what", IN_A_FUNCTION)
+def test_a_name_that_only_a_function_binds_is_made_by_it(what, script):
+    path = script(f"{NET.format(width='width').replace('self', 'self, width')}\n{IN_A_FUNCTION[what]}")
+    assert find_attribute(f"{path}:net").out_features == 4
 
 
 def test_a_file_beside_it_may_import_from_it(script, tmp_path):

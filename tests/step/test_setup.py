@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -126,6 +127,24 @@ def test_what_does_not_fit_says_what_to_do(model, settings, error, message, tmp_
     with pytest.raises(error, match=message) as caught:
         prepare(dump_of(nn.Linear(3, 2), image=IMAGE), model, settings)
     assert caught.value.remedy.endswith(".")
+
+
+WITHOUT_A_MODEL = {
+    "class Net(nn.Module):\n    def __init__(self): self.stem, self.head = 1, 2": "train.py:Net",
+    "class Net(nn.Module):\n    def __init__(self, width): self.stem = self.head = 1\nnet = Net(3)": "train.py:net",
+    "class Net(nn.Module):\n    def __init__(self): self.stem = 1": None,
+}
+
+
+@pytest.mark.parametrize("code", WITHOUT_A_MODEL)
+def test_a_class_with_the_weights_attributes_is_named(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(code)
+    state = {"stem.weight": torch.ones(1), "head.0.bias": torch.ones(1)}
+    with pytest.raises(ModelError, match="not the model's code") as caught:
+        prepare(replace(dump_of(nn.Identity(), image=IMAGE), state=state), None, Settings())
+    named = re.search(r"your own code: --model (.*)", caught.value.remedy)
+    assert (named and named[1]) == WITHOUT_A_MODEL[code]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

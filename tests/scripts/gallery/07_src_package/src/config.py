@@ -1,0 +1,4 @@
+class CFG:
+    width = 20
+    classes = 2
+    eps = 1e-8

@@ -1,0 +1,2 @@
+from .registry import create_model, register_model
+from . import nets
