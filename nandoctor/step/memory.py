@@ -1,4 +1,4 @@
-"""Bound a replay's memory: its least size, a limit for models that dumps describe, a build without initial values."""
+"""Bound the memory of a model: a limit for what dumps describe, and a build without initial values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.tensors import unexpanded
-from nandoctor.engine.module_state import LARGE_NBYTES
 from nandoctor.errors import ModelError
-from nandoctor.machine import available_memory, bounded_memory, is_out_of_memory, memory_of, private_memory
+from nandoctor.machine import bounded_memory, is_out_of_memory, memory_of, private_memory
 from nandoctor.process_wide import is_forked
 from nandoctor.text import byte_size
 from nandoctor.torch_compat import storage_of
@@ -24,7 +21,6 @@ from nandoctor.torch_compat import storage_of
 # Leaves room for initial values, tied copies and position tables that are not saved.
 _TIMES_WEIGHTS = 4
 _FLOOR_NBYTES = 512 << 20
-_WIDE = 4  # bytes: half-precision products are computed in fp32
 _UNFILLED_NBYTES = 1 << 20
 _DRAWING = frozenset({"normal_", "uniform_", "kaiming_uniform_"})
 _FOLLOWING = frozenset({"mul_", "add_", "clamp_"})
@@ -104,34 +100,3 @@ class Unfilled(TorchFunctionMode):
 def _is_large(tensor: Any) -> bool:
     is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not is_lazy(tensor)
     return is_plain and tensor.device.type == "cpu" and memory_of([tensor]) >= _UNFILLED_NBYTES
-
-
-def require_room(dump: Dump, device: torch.device, *, backward: bool) -> None:
-    """Check that the step fits into the free memory.
-
-    Raises:
-        ModelError: it does not; the message has the figures.
-    """
-    least = _least_nbytes(dump, device, backward=backward)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    if free is None or least <= free:
-        return
-    raise ModelError(
-        f"The replay takes at least {byte_size(least)} of memory beside the outputs of the layers, and "
-        f"{byte_size(free)} are free on {device.type}. Nothing was built.",
-        remedy="Run it where there is more memory, or stop other programs there.",
-    )
-
-
-def _least_nbytes(dump: Dump, device: torch.device, *, backward: bool) -> int:
-    """Return the least bytes of memory that a replay takes: activations show only when the model runs.
-
-    A large model's weights stay in the file and are widened one layer at a time; its gradients are freed one by one.
-    """
-    batch = memory_of(unexpanded(array) if array.layout is torch.strided else array for array in dump.arrays.values())
-    weights = memory_of(dump.state.values())
-    floating = [tensor for tensor in dump.state.values() if tensor.is_floating_point()]
-    if device.type == "cpu" and weights >= LARGE_NBYTES:
-        largest = max((tensor.numel() * _WIDE for tensor in floating), default=0)
-        return batch + largest * (2 if backward else 1)
-    return batch + weights + (memory_of(floating) if backward else 0)

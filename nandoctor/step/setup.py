@@ -42,7 +42,7 @@ from nandoctor.step.code_references import (
 )
 from nandoctor.step.input_binding import Binding, bind_inputs, find_bindings
 from nandoctor.step.losses import bind_loss
-from nandoctor.step.memory import Unfilled, building_within, require_room
+from nandoctor.step.memory import Unfilled, building_within
 from nandoctor.step.model_loading import (
     OTHER_ARGUMENTS,
     ModelSource,
@@ -82,8 +82,6 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     device = find_device(settings.device)
     source = model if model is not None else settings.model
     require_approval(dump, settings, has_model=source is not None)
-    has_loss = settings.loss is not None or dump.recorded.loss_function is not None
-    require_room(dump, device, backward=has_loss)
     project = Project()
     with project.preparing(), arguments_of(dump):
         code = _import_code(dump, source, settings, device)

@@ -97,13 +97,6 @@ def test_a_replay_that_fails_leaves_them_too(dump, write):
     assert process_state() == before
 
 
-def test_projects_with_one_name_keep_apart_when_they_run(dump, lazy_project):
-    tame, wild = lazy_project("tame", 1.0), lazy_project("wild", 1e5)
-    verdicts = [replay(dump, folder).report.verdict for folder in (tame, wild, tame, wild)]
-    assert verdicts[0] == verdicts[2] != "precision"
-    assert verdicts[1] == verdicts[3] == "precision"
-
-
 def test_a_live_models_own_modules_stay_its_own(dump, lazy_project, monkeypatch):
     own, other = lazy_project("own", 3.0), lazy_project("other", 1e5)
     monkeypatch.syspath_prepend(own)

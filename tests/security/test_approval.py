@@ -14,10 +14,9 @@ import torch
 from forgery import canaries, contents, make_project
 
 from nandoctor.case import replay
-from nandoctor.dumps.code_request import approving_command, argument_options
+from nandoctor.dumps.code_request import argument_options
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
-from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import ModelError, NanDoctorError, UnapprovedCodeError
 
@@ -181,13 +180,6 @@ def test_no_command_names_what_its_file_does_not_define(project, module, file, n
     assert f":{name}" not in command  # the folder may have any name
     assert "--model FILE.py:NAME" in command
     assert ("a part of Python" in str(request)) == (module in ("os", "builtins", "subprocess"))
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_no_command_names_pythons_own_functions(tmp_path, own):
-    source = Reference(module="os", name="system", arguments={"command": "touch canary"})
-    command = approving_command(tmp_path / "x.pth", Recorded(model=source, loss_function=source), own=own)
-    assert "os:system" not in command
 
 
 def test_a_text_that_almost_is_a_literal_is_passed_as_text():

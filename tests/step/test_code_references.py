@@ -171,16 +171,6 @@ def test_a_builder_of_the_project_is_called(project):
         find_model(script("make_model"), DUMP, Provenance())
 
 
-def test_the_command_has_the_arguments(project):
-    table = {1: [None, ()]}
-    with pytest.raises(ModelError) as caught:
-        find_model(script("Plain.make", arguments={"width": 3, "kind": "deep net", "table": table}), DUMP, OWN)
-    assert caught.value.remedy.endswith(
-        "--model script_of_the_test.py:Plain.make --model-arg width=3 --model-arg 'kind=deep net' "
-        "--model-arg 'table={1: [None, ()]}'"
-    )
-
-
 def test_a_model_from_a_console_has_to_be_named(project):
     with pytest.raises(ModelError, match="does not say which class"):
         find_model(None, DUMP, OWN)
@@ -195,17 +185,6 @@ def test_the_loss_is_used_while_its_source_is_unchanged(project):
     loss, (note,) = find_loss(reference, OWN)
     assert float(loss(torch.ones(2), torch.zeros(2))) == 2.0
     assert note == "script_of_the_test.py has changed since the training."
-
-
-def test_the_code_of_another_folder_is_not_run(project):
-    elsewhere = Provenance(own=True, here=False)
-    loss, (note,) = find_loss(script("loss", sha256=hash_of(project / "script_of_the_test.py")), elsewhere)
-    assert loss is None
-    assert "not the folder that the dump was recorded in" in note
-    assert "--loss script_of_the_test.py:loss" in note
-    with pytest.raises(ModelError, match="not the folder that the dump was recorded in"):
-        find_model(script(), DUMP, elsewhere)
-    assert not (project / "script_of_the_test.imported").exists()
 
 
 def test_a_loss_that_is_a_module_is_built(project):

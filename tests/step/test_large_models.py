@@ -16,8 +16,6 @@ from nandoctor import file_memory
 from nandoctor.case import replay
 from nandoctor.engine import module_state
 from nandoctor.step import setup as replay_setup
-from nandoctor.step.memory import Unfilled
-from nandoctor.step.model_loading import load_state
 
 BACKWARD = [case for case in all_cases() if case.phase == "backward"][::8]
 
@@ -81,13 +79,6 @@ def test_gradients_are_kept_in_files_and_let_go(all_are_large):
     assert torch.allclose(kept["weight"], model.weight.grad)
 
 
-def test_a_mapped_tensor_outlives_its_file():
-    mapped = file_memory.map_empty((1024, 1024), torch.float16)
-    mapped.fill_(0.5)
-    assert mapped.shape == (1024, 1024)
-    assert mapped.sum(dtype=torch.float32) == 1 << 19
-
-
 FREED = """
 import sys
 import numpy as np
@@ -107,18 +98,6 @@ def test_freed_memory_is_returned():
     """Without the call the blocks below the last one stay with the process."""
     done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
     assert int(done.stdout) >= 19 * (4 << 20) * 0.9
-
-
-def test_weights_of_another_format_are_converted_into_files(monkeypatch):
-    made = []
-    make = file_memory.map_empty
-    monkeypatch.setattr(file_memory, "map_empty", lambda shape, dtype: made.append(dtype) or make(shape, dtype))
-    with Unfilled() as unfilled:
-        model = nn.Linear(1024, 1024)
-    state = {name: tensor.bfloat16() for name, tensor in nn.Linear(1024, 1024).state_dict().items()}
-    load_state(model, state, unfilled=unfilled)
-    assert made == [torch.float32]
-    assert torch.equal(model.weight, state["weight"].float())
 
 
 @pytest.mark.parametrize("large", [True, False])

@@ -199,15 +199,10 @@ def test_an_import_that_fails_says_where(write, source, message):
     assert "broken" not in sys.modules
 
 
-def test_a_file_imports_its_siblings(write):
+@pytest.mark.parametrize("line", ["from blocks import Block\ndef make():", "def make():\n    from blocks import Block"])
+def test_a_file_imports_its_siblings_also_when_it_builds(write, line):
     write("blocks.py", "from torch import nn\nclass Block(nn.Linear): ...")
-    path = write("net.py", "from blocks import Block\ndef make(): return Block(2, 2)")
-    assert type(build_model(f"{path}:make", {})).__name__ == "Block"
-
-
-def test_a_file_may_import_a_sibling_when_the_model_is_built(write):
-    write("blocks.py", "from torch import nn\nclass Block(nn.Linear): ...")
-    path = write("net.py", "def make():\n    from blocks import Block\n    return Block(2, 2)")
+    path = write("net.py", f"{line}\n    return Block(2, 2)")
     assert type(build_model(f"{path}:make", {})).__name__ == "Block"
 
 

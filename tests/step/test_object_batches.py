@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,8 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import nandoctor
-from nandoctor.dumps.packing import Fields, fill, pack
-from nandoctor.dumps.reader import read_dump
+from nandoctor.dumps.packing import fill, pack
 from nandoctor.errors import NanDoctorError
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -149,26 +146,6 @@ def test_a_plain_dump_holds_them(tmp_path, model, saved):
     report = nandoctor.replay(tmp_path / "dump.pth", net, mode="train", fixes=False).report
     assert (report.verdict, report.origin.op) == ("precision", "mul")
     assert report.notes[0].startswith(f"Replayed as model({next(iter(saved))})")
-
-
-@pytest.mark.slow  # for seconds, while it imports them
-def test_batches_and_outputs_of_transformers_are_read_without_it(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    from transformers.modeling_outputs import SequenceClassifierOutput
-
-    saved = {
-        "batch": transformers.BatchEncoding({"input_ids": torch.ones(2, 3).long()}),
-        "output": SequenceClassifierOutput(loss=torch.tensor(0.5), logits=X),
-    }
-    torch.save({"state_dict": nn.Linear(3, 3).state_dict(), **saved}, tmp_path / "dump.pth")
-    code = "import sys; from nandoctor.dumps.reader import read_dump; read_dump(sys.argv[1]); print(*sys.modules)"
-    ran = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "dump.pth"], capture_output=True, text=True, check=True
-    )
-    assert "transformers" not in ran.stdout.split()
-    dump = read_dump(tmp_path / "dump.pth")
-    assert (list(dump.arrays), dump.scalars["output.loss"]) == (["batch.input_ids", "output.logits"], 0.5)
-    assert isinstance(fill(dump.tree["batch"], dump.arrays, CPU), Fields)
 
 
 @pytest.mark.parametrize(

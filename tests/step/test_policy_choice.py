@@ -12,7 +12,6 @@ import nandoctor
 from nandoctor.autocast.policy import cuda_autocast
 
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
-PICTURES = torch.linspace(-1, 1, 384).reshape(2, 3, 8, 8)
 
 
 class Stretched(nn.Module):
@@ -26,18 +25,6 @@ class Stretched(nn.Module):
     def forward(self, x):
         hidden = self.inner(x)
         return torch.cat([hidden[:1], hidden[1:] * self.scale])
-
-
-class Convolutional(nn.Module):
-    """A convolution, a BatchNorm and a pooling."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
-
-    def forward(self, image):
-        return self.layers(image)
 
 
 @pytest.fixture
@@ -113,19 +100,32 @@ def test_pure_half_precision_has_an_fp32_reference(replay, low, given, scale, ex
     assert under(replay(model, saved)) == expected
 
 
-def test_pure_bf16_with_a_batch_norm_is_replayed(replay):
-    model = Convolutional().bfloat16()
-    report = replay(model, {"image": PICTURES, "logit": model(PICTURES.bfloat16()).detach()})
+def test_pure_bf16_with_a_batch_norm_has_an_fp32_reference(replay):
+    model = nn.Sequential(nn.Conv1d(8, 4, 1), nn.BatchNorm1d(4)).bfloat16()
+    report = replay(model, {"image": X[..., None], "logit": model(X[..., None].bfloat16()).detach()})
     assert under(report) == ("healthy", "none", "bf16", "exact")
-    assert report.runs.fp32.raised is None
     assert all(stats.dtype.label == "fp32" for row in report.runs.fp32.modules for stats in row.outputs)
 
 
-def test_half_weights_in_a_model_that_is_built_in_fp32_are_told(replay):
-    model = Stretched(1e6).half()
-    report = replay(model, {"x": X, "logit": model(X.half()).detach()}, builds=Stretched(1e6))
-    assert under(report) == ("precision", "none", "fp16", "exact")
-    assert "The dump's weights are fp16, the model is built in fp32: it was replayed in fp16." in report.notes
+def told(low):
+    return [f"The dump's weights are {low}, the model is built in fp32: it was replayed in {low}."]
+
+
+@pytest.mark.parametrize(
+    ("computed", "saved", "builds", "verdict", "note"),
+    [
+        (torch.float16, torch.float16, torch.float32, "precision", told("fp16")),
+        (torch.float16, torch.float32, torch.float16, "precision", []),  # every value is one of fp16
+        (torch.float64, torch.float64, torch.float32, "healthy", told("fp64")),  # a default set under `__main__`
+    ],
+)
+def test_the_model_is_replayed_in_the_format_of_its_weights(replay, computed, saved, builds, verdict, note):
+    scale = 1e39 if computed is torch.float64 else 1e6
+    model = Stretched(scale).to(computed)
+    batch = {"x": X.to(computed), "logit": model(X.to(computed)).detach()}
+    report = replay(copy.deepcopy(model).to(saved), batch, builds=Stretched(scale).to(builds))
+    assert (report.verdict, report.reproduction.grade) == (verdict, "exact")
+    assert [text for text in report.notes if "it was replayed in" in text] == note
 
 
 def test_weights_a_half_model_cannot_hold_stay_in_fp32(replay):
@@ -139,23 +139,6 @@ def test_weights_a_half_model_cannot_hold_stay_in_fp32(replay):
     assert report.reproduction.grade == "exact"
     assert report.headline.startswith("The weight `weight` reaches 100,000; fp16 holds at most 65,504")
     assert any("the dump's weights are fp32: it was replayed in fp32" in note for note in report.notes)
-
-
-def test_half_weights_saved_in_fp32_are_replayed_in_half(replay):
-    model = Stretched(1e6).half()
-    saved = {"x": X, "logit": model(X.half()).detach()}
-    report = replay(copy.deepcopy(model).float(), saved, builds=model)
-    assert (report.verdict, report.reproduction.grade) == ("precision", "exact")
-    assert not any("it was replayed in fp32" in note for note in report.notes)
-
-
-def test_weights_in_float64_are_not_narrowed(replay):
-    """A script that sets the default dtype under `__main__` builds the model in fp32 for a replay."""
-    model = Stretched(1e39).double()
-    report = replay(model, {"x": X.double(), "logit": model(X.double()).detach()}, builds=Stretched(1e39))
-    assert report.verdict == "healthy"
-    assert report.reproduction.grade == "exact"
-    assert "The dump's weights are fp64, the model is built in fp32: it was replayed in fp64." in report.notes
 
 
 def test_an_output_of_nan_alone_tells_of_no_precision(replay):

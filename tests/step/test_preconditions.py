@@ -63,18 +63,6 @@ def test_modes_with_real_tensors_are_none_of_our_business(dump, mode):
         assert nandoctor.replay(dump, Counted, fixes=False).verdict == "healthy"
 
 
-def test_too_little_memory_is_refused_with_the_figure(dump, monkeypatch):
-    needed = 4 * (3 * 2 + 2 + 4 * 3)
-    monkeypatch.setattr("nandoctor.step.memory.available_memory", lambda: needed - 1)
-    with pytest.raises(ModelError, match=rf"at least {needed} bytes .*79 bytes are"):
-        nandoctor.replay(dump, Counted)
-    assert Counted.built == 0
-    monkeypatch.setattr("nandoctor.step.memory.available_memory", lambda: needed)
-    assert nandoctor.replay(dump, Counted, fixes=False).verdict == "healthy"
-    with pytest.raises(ModelError, match=f"at least {needed + 32} bytes"):
-        nandoctor.replay(dump, Counted, loss=lambda output, batch: output.sum())
-
-
 class Greedy(nn.Linear):
     """Allocates far more than its weights."""
 
@@ -92,8 +80,3 @@ def test_a_run_beyond_the_bound_is_an_outcome(dump):
         pytest.raises(ModelError, match="not enough memory to run the step"),
     ):
         nandoctor.replay(dump, Greedy)
-
-
-def test_a_machine_that_does_not_tell_its_memory(dump, monkeypatch):
-    monkeypatch.setattr("nandoctor.step.memory.available_memory", lambda: None)
-    assert nandoctor.replay(dump, Counted, fixes=False).verdict == "healthy"
