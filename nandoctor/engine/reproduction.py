@@ -82,8 +82,7 @@ def _find_counterpart(name: str, reference: torch.Tensor, leaves: Mapping[str, t
     if placed:
         return max(placed, key=len)
     named = [path for path in fitting if path.rpartition(".")[2].rstrip("s") == name.rpartition(".")[2].rstrip("s")]
-    same_shape = [path for path in fitting if leaves[path].shape == reference.shape]
-    choices = named or same_shape or fitting
+    choices = named or [path for path in fitting if leaves[path].shape == reference.shape] or fitting
     return choices[0] if len(choices) == 1 else None
 
 
@@ -162,9 +161,8 @@ class Replayed:
     @property
     def accepted(self) -> bool:
         """True if this reproduces the failing step, so that no other setting need be tried."""
-        if self.reproduction.grade == "no-reference":
-            return not self.trace.finite
-        return _agrees(self.reproduction)
+        is_known = self.reproduction.grade != "no-reference"
+        return _agrees(self.reproduction) if is_known else not self.trace.finite
 
     @property
     def rank(self) -> tuple[int, bool, float]:
@@ -332,7 +330,8 @@ def _is_unsettled(replayed: Replayed, preparation: Preparation) -> bool:
     """
     outputs = preparation.outputs
     is_missing = outputs.graded is not None and replayed.trace.raised is not None
-    return replayed.reproduction.grade == "no-reference" and bool(is_missing or outputs.perhaps)
+    is_unlike = outputs.perhaps or any(name == replayed.reproduction.output for name, _ in outputs.read)
+    return replayed.reproduction.grade == "no-reference" and bool(is_missing or is_unlike)
 
 
 def _agrees_better(other: Replayed, best: Replayed) -> bool:
@@ -397,10 +396,10 @@ def _grade_all(preparation: Preparation, output: Any, loss: torch.Tensor | None)
     stands_beside = saved.array is None or not preparation.dump.is_recorded  # a model's own losses are each graded
     if stands_beside and saved.graded is not None and loss is not None and is_loss(saved.graded[0]):
         output = {saved.graded[0]: loss}
-    grades = [grade(saved.graded, output, saved.field), *(grade(named, output) for named in saved.perhaps)]
-    unknown = [
-        Reproduction(grade="no-reference", output=name) for name, _ in saved.perhaps if role_of(name) == "unknown"
-    ]
+    fields = {path for path, _ in walk_tensors(output)}
+    perhaps = [*saved.perhaps, *(named for named in saved.read if named[0] in fields)]
+    grades = [grade(saved.graded, output, saved.field), *(grade(named, output) for named in perhaps)]
+    unknown = [Reproduction(grade="no-reference", output=name) for name, _ in perhaps if role_of(name) == "unknown"]
     reproduction = next(filter(_agrees, grades), unknown[0] if unknown and saved.graded is None else grades[0])
     if preparation.dump.other_weights and reproduction.grade == "exact":
         return replace(reproduction, grade="same-mask")  # if it is all NaN, other weights give the same

@@ -17,14 +17,15 @@ class SavedOutputs:
     """The `names` of the arrays that are not inputs, and `graded`, the name and values of the one to compare with.
 
     `field` is the user's name for the matching field of the model's output, or its exact place there if the recorder
-    noted it. `perhaps` are the arrays that nothing else claims, if no name shows which is the output: one counts as the
-    output only if the replay agrees with it.
+    noted it. If no name shows which is the output, one of `perhaps`, which nothing else claims, counts as it if the
+    replay agrees; and one of `read`, which the loss reads by name, if the output has a field of that name.
     """
 
     names: tuple[str, ...]
     graded: tuple[str, torch.Tensor] | None = None
     field: str | None = None
     perhaps: tuple[tuple[str, torch.Tensor], ...] = ()
+    read: tuple[tuple[str, torch.Tensor], ...] = ()
 
     @property
     def array(self) -> torch.Tensor | None:

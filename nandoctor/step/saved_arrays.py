@@ -98,8 +98,6 @@ def describe_batch(batch: Any) -> str:
     """Describe the batch that a function was given: "batch has image, targets"."""
     if isinstance(batch, Mapping):
         return f"batch has {', '.join(map(str, batch)) or 'nothing in it'}"
-    if isinstance(batch, (list, tuple)):
-        return f"batch is a {type(batch).__name__} of {len(batch)}"
     return f"batch is a {type(batch).__name__}"
 
 
@@ -131,15 +129,16 @@ def find_outputs(
 def with_unclaimed(outputs: SavedOutputs, dump: Dump, used: Collection[str], read: Collection[str]) -> SavedOutputs:
     """Add the arrays that may be the output, whatever their names, if no name shows which it is.
 
-    The call takes those `used`. Of those that a function of the user has `read`, from the batch or from the output, a
-    finite one is no output.
+    The call takes those `used`, or all if there are none. Of those that a function of the user has `read`, a finite one
+    is an output only where the loss may have read it from there.
     """
     if dump.is_recorded or outputs.array is not None:
         return outputs
     floats = [(name, item) for name, item in dump.arrays.items() if name not in used and item.is_floating_point()]
     found = [(name, item) for name, item in floats if name not in read or not is_finite_array(item)]
     found.sort(key=lambda named: (is_finite_array(named[1]), role_of(named[0]) != "unknown"))
-    return replace(outputs, perhaps=tuple(found))
+    from_output = [(name, item) for name, item in floats if used and name in read and is_finite_array(item)]
+    return replace(outputs, perhaps=tuple(found), read=tuple(from_output))
 
 
 def names_read(functions: Collection[Callable[..., Any] | None], arrays: Collection[str]) -> frozenset[str]:
@@ -177,12 +176,11 @@ def saved_outputs(
 
 def _saved_number(dump: Dump) -> tuple[str, torch.Tensor] | None:
     """Return the name and value of a saved scalar output or loss, a non-finite one first; None if there is none."""
-    if dump.is_recorded:
-        return None
     outputs = {name: value for name, value in dump.scalars.items() if isinstance(value, float)}
     outputs = {name: value for name, value in outputs.items() if role_of(name) == "output"} | dump.losses
     named = sorted(outputs.items(), key=lambda item: math.isfinite(item[1]))
-    return (named[0][0], torch.tensor(named[0][1], dtype=torch.float64)) if named else None
+    is_known = named and not dump.is_recorded
+    return (named[0][0], torch.tensor(named[0][1], dtype=torch.float64)) if is_known else None
 
 
 def _string_constants(function: Callable[..., Any] | None) -> Iterator[str]:

@@ -103,6 +103,33 @@ def not_compared(report):
     return report.reproduction.grade == "no-reference"
 
 
+def of_energies(output, batch):
+    return (output["energy"].sqrt() - batch["target"]).square().mean()
+
+
+def with_energies(model):
+    """The loss reads the energy by the name under which the file has it, of an fp32 run."""
+    x = torch.cat([torch.zeros(1, 8), 300 * normal(3, 8)])
+    return {"x": x, "energy": model(x)["energy"].detach(), "target": normal(4)}
+
+
+ENERGIES = {"never": ("fp16",), "holds": compared("energy"), "loss": of_energies}
+
+
+@rows("numerics <loss> sqrt gradient-singularity", with_energies, samples=(0,), **ENERGIES)
+@rows("healthy", with_energies, 1.0, name="energies above 0", **ENERGIES)
+class Energies(nn.Module):
+    """In fp16 they would overflow."""
+
+    def __init__(self, least=0.0):
+        super().__init__()
+        self.read, self.least = nn.Linear(8, 8, bias=False), least
+
+    def forward(self, x):
+        h = self.read(x)
+        return {"energy": (h * h).sum(-1) + self.least, "hidden": h}
+
+
 @rows("*", with_its_output, name="output that the loss reads by name", holds=compared("recon"), loss=off_recon)
 @rows("*", GAPS, name="target of the name of an output", holds=not_compared, loss=off_recon)
 class Reconstruction(nn.Module):
