@@ -188,15 +188,10 @@ def _gaps_beside_one(op: OpCall, finding: Finding | GradientFinding) -> list[_Lo
         return []
     constants = [(abs(value), dtype) for value, dtype in _constants(op, finding)]
     return [
-        _Lost(op, _without_noise(abs(1 - value)), dtype)
+        _Lost(op, float(f"{abs(1 - value):.6g}"), dtype)  # 1 - (1 - 1e-8) has noise in float64
         for value, dtype in constants
         if 0 < abs(1 - value) <= LARGEST_EPS and dtype.round(value) == 1
     ]
-
-
-def _without_noise(gap: float) -> float:
-    """Round a difference from one to the digits that float64 kept of it: 1 - (1 - 1e-15) is 9.992e-16."""
-    return float(f"{gap:.{max(1, int(math.log10(gap * 2**53)))}g}")
 
 
 def _vanishes(lost: _Lost) -> bool:

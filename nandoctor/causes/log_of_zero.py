@@ -83,7 +83,7 @@ def _diagnose_logarithm(finding: Finding) -> Account | None:
     in_fp32 = "; in fp32 it does not" if finding.reference_is_finite else ""
     stable = tuple(_tell_stable(finding, domain.argument))
     return Account(
-        headline=f"{operand(finding.op, domain.argument) or 'The argument'} is exactly {constant(edge)} in "
+        headline=f"{operand(finding.op, domain.argument) or f'The argument of {op}'} is exactly {constant(edge)} in "
         f"{nonfinite}, and {op}({constant(edge)}) is infinite",
         explanation=f"The argument of {op} reaches exactly {constant(edge)}, which makes {nonfinite} "
         f"infinite{in_fp32}.{''.join(f' Better: {item.text}.' for item in stable)}",

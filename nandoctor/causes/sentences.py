@@ -23,7 +23,7 @@ _OPERATORS: dict[type[ast.operator], str] = {
     ast.Pow: "pow",
     ast.Mod: "remainder",
 }
-_BINARY = frozenset(_OPERATORS.values())
+_BINARY = frozenset(_OPERATORS.values()) | {"xlogy"}
 _OPERAND_KEYWORDS = frozenset({None, "input", "self", "other", "exponent"})
 _REFLECTED = {ast.Sub: "rsub", ast.Div: "reciprocal"}
 """The ops that torch calls if the left operand is a number: 1 - x, 1 / x."""

@@ -13,12 +13,11 @@ from nandoctor.diagnosis.conclusion import (
     Suspect,
     absurd_weights,
     broken_weights,
-    finding_at,
     origin_at,
     origin_taken,
     suspect,
 )
-from nandoctor.diagnosis.origin import NonfiniteSource, trace_back
+from nandoctor.diagnosis.origin import find_at, trace_back
 from nandoctor.diagnosis.removals import find_removal, selects
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis
@@ -146,9 +145,8 @@ def _find_inside(node: OpCall, trace: Trace, reference: Trace, low: FloatFormat)
     inner, inner_reference = (
         replace(run, ops=run.function_ops, output=run.bad_gradients, loss=None) for run in (trace, reference)
     )
-    found = trace_back(inner.ops, inner_reference, symptoms[-1:])
-    sources = [source for source in (*found.sources, *found.written) if source.op.analysis is not None]
-    return finding_at(sources[0], inner, inner_reference, low) if sources else None
+    found = trace_back(inner.ops, inner_reference, symptoms[-1:], low)
+    return next((source for source in (*found.sources, *found.written) if source.op.analysis is not None), None)
 
 
 def _find_kept(inside: Finding, trace: Trace, reference: Trace, low: FloatFormat) -> Finding | None:
@@ -165,7 +163,7 @@ def _find_kept(inside: Finding, trace: Trace, reference: Trace, low: FloatFormat
         same = references.get(op.key)
         is_kept = op.analysis is not None and _places(op.analysis.numel, op.analysis.counts) in kept
         if is_kept and op.analysis and op.analysis.overflowed and same is not None and same.outputs_finite:
-            return finding_at(NonfiniteSource(op=op, reference_op=same, had_inf_input=False), trace, reference, low)
+            return next(find_at([op], trace.ops, reference, low))
     return None
 
 
@@ -202,9 +200,8 @@ def _hidden_origin(
     met = [*forward.outputs, *(tensor.stats for tensor in forward.inputs)]
     if all(stats is None or stats.finite for stats in met):
         return None, None
-    found = trace_back(trace.ops, reference, [forward.order])
-    sources = [source for source in (*found.sources, *found.written) if source.op.analysis]
-    findings = [finding_at(source, trace, reference, low) for source in sources]
+    found = trace_back(trace.ops, reference, [forward.order], low)
+    findings = [source for source in (*found.sources, *found.written) if source.op.analysis]
     overflowed = [finding for finding in findings if finding.overflowed or finding.op.op in _ALWAYS_OVERFLOW]
     own = [finding for finding in findings if with_own or finding.op != forward or finding.had_inf_input]
     computed = [finding for finding in own if not _is_written(finding, trace)]

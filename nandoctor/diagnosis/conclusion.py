@@ -13,7 +13,6 @@ from nandoctor.causes.registry import find_cause, suggest_changes
 from nandoctor.changes.places import site_of
 from nandoctor.diagnosis.origin import (
     NonfinitePlace,
-    NonfiniteSource,
     NonfiniteTrace,
     OutsideKind,
     diagnose_optimizer,
@@ -72,18 +71,6 @@ class Conclusion:
         sites = [suspect.site for suspect in self.suspects]
         suspects = (it for it in later.suspects if it.site not in sites)
         return replace(self, diagnoses=(*self.diagnoses, *others), suspects=(*self.suspects, *suspects))
-
-
-def finding_at(source: NonfiniteSource, trace: Trace, reference: Trace, low: FloatFormat) -> Finding:
-    """Build the finding that causes get for an op that made non-finite values."""
-    return Finding(
-        op=source.op,
-        reference_op=source.reference_op,
-        had_inf_input=source.had_inf_input,
-        ops={op.order: op for op in trace.ops},
-        low=low,
-        references={op.key: op for op in reference.ops},
-    )
 
 
 def suspect(op: OpCall, finding: Finding | GradientFinding, cause: Cause | None) -> Suspect:
@@ -183,8 +170,8 @@ def conclude_update(findings: Findings, update: OptimizerUpdate, traced: UpdateT
 def _find_in_update(traced: UpdateTrace, name: str, trace: Trace) -> Diagnosis | None:
     """Return what the ops of an update say of a weight that it left non-finite."""
     reference = replace(trace, ops=())  # no other run has these ops
-    found = trace_back(traced.ops, reference, [traced.spoiled[name]])
-    diagnoses = (it for _, it, _ in _from_sources(found, replace(trace, ops=traced.ops), reference, traced.low))
+    found = trace_back(traced.ops, reference, [traced.spoiled[name]], traced.low)
+    diagnoses = (it for _, it, _ in _from_sources(found, replace(trace, ops=traced.ops), reference))
     return next(diagnoses, None)
 
 
@@ -262,11 +249,11 @@ def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusio
     symptoms = _symptoms(trace, places)
     if not symptoms:
         return _conclude_untraced(trace, places)
-    found = trace_back(trace.ops, reference, symptoms)
+    found = trace_back(trace.ops, reference, symptoms, low)
     if not found.outside and not any(source.op.analysis for source in (*found.sources, *found.written)):
         # It came through a tensor that cannot be inspected: start from every non-finite result that no op took, too.
-        found = trace_back(trace.ops, reference, [*trace.handed_out, *symptoms])
-    return _conclude_traced(found, trace, reference, places, low)
+        found = trace_back(trace.ops, reference, [*trace.handed_out, *symptoms], low)
+    return _conclude_traced(found, trace, reference, places)
 
 
 def _symptoms(trace: Trace, places: list[NonfinitePlace]) -> list[int]:
@@ -300,7 +287,7 @@ def _conclude_untraced(trace: Trace, places: list[NonfinitePlace]) -> Conclusion
 
 
 def _conclude_swallowed(trace: Trace, reference: Trace, places: list[NonfinitePlace], low: FloatFormat) -> Conclusion:
-    findings = [finding_at(source, trace, reference, low) for source in find_swallowed(trace, reference)]
+    findings = find_swallowed(trace, reference, low)
     causes = [(finding, cause) for finding in findings if (cause := find_cause("swallowed", finding))]
     return Conclusion(
         diagnoses=tuple(
@@ -313,23 +300,29 @@ def _conclude_swallowed(trace: Trace, reference: Trace, places: list[NonfinitePl
 
 
 def _conclude_traced(
-    found_trace: NonfiniteTrace, trace: Trace, reference: Trace, places: list[NonfinitePlace], low: FloatFormat
+    found_trace: NonfiniteTrace, trace: Trace, reference: Trace, places: list[NonfinitePlace]
 ) -> Conclusion:
-    found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace, reference, low)]
+    found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace, reference)]
     # A mask constant that became -inf is harmless except in fully masked rows: any other diagnosis comes first.
     found.sort(key=lambda it: (it[1].cause is not None and it[1].cause.code == MASK, it[0]))
     start = found[0][0] if found else 0
-    producers = {order for order in found_trace.members if order >= start}
+    producers = {op.order for op in found_trace.ops if op.order >= start}
     involved = (place for place in places if place.value.producer in producers)
     way = found_trace.way_from(start) if found else ()
     carriers = (op for op in way[1:] if op.op not in MOVES)
+    told = {_place_in_code(diagnosis.origin) or id(diagnosis): diagnosis for _, diagnosis, _ in reversed(found)}
     return Conclusion(
-        diagnoses=tuple(diagnosis for _, diagnosis, _ in found),
+        diagnoses=tuple(reversed(told.values())),
         suspects=tuple(blamed for _, _, blamed in found if blamed is not None),
         chain=(*(_link(op, "created") for op in way[:1]), *(_link(op, "propagated") for op in carriers)),
         first_nonfinite=next(involved, places[0] if places else None),
         complete=found_trace.complete and (bool(found) or not found_trace.sources),
     )
+
+
+def _place_in_code(origin: Origin) -> object:
+    """Return a key that is the same for all calls of one expression, as in a loop; None without a source."""
+    return None if origin.source is None else (origin.place.module, origin.op, origin.source)
 
 
 def _from_outside(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]:
@@ -371,7 +364,7 @@ def _is_target(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> boo
     return False
 
 
-def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace, low: FloatFormat) -> Iterator[_Found]:
+def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace) -> Iterator[_Found]:
     """Yield what the traced ops made, with the order of each op."""
     # An infinity in the code is intended, unless the loss is computed from it.
     in_loss = trace.loss is not None and not trace.loss.finite
@@ -381,7 +374,7 @@ def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace, l
     for source in found_trace.sources or (found_trace.written if in_loss and not found_trace.outsized else ()):
         if source.op.analysis is None:
             continue
-        finding = finding_at(_at_function(source, trace, reference), trace, reference, low)
+        finding = _at_function(source, trace)
         if finding.op.order != source.op.order and finding.op.order in orders:
             continue
         absurd = absurd_weights(finding, trace)
@@ -394,13 +387,12 @@ def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace, l
             yield source.op.order, diagnosis, suspect(changed, made, cause)
 
 
-def _at_function(source: NonfiniteSource, trace: Trace, reference: Trace) -> NonfiniteSource:
+def _at_function(source: Finding, trace: Trace) -> Finding:
     """Return the source of a derivative, at its function if that made values itself which no selection removed."""
     function = None if source.op.forward is None else trace.ops[source.op.forward]
     if function is None or function.outputs_finite or function.analysis is None or _selection_of(source.op, trace):
         return source
-    in_fp32 = next((op for op in reference.ops if op.key == function.key), None)
-    return replace(source, op=function, reference_op=in_fp32)
+    return replace(source, op=function, reference_op=source.references.get(function.key))
 
 
 def _selection_of(op: OpCall, trace: Trace) -> OpCall | None:

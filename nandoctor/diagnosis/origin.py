@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from nandoctor.causes.base import (
+    Finding,
     OutsideTensor,
     UpdateFinding,
     feeds_product,
     is_constant,
     is_log_of_mask,
+    singular_edge,
     writes_infinity,
 )
 from nandoctor.causes.mask_constant_overflow import constant_in_fp32
 from nandoctor.causes.registry import find_cause
+from nandoctor.changes.places import ancestors, singular_inputs
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.evidence.dump_summary import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, NonfiniteElements, Origin
 from nandoctor.evidence.trace import LOSS, ModuleCall, NonfiniteCounts, OpCall, OpTensor, Place, TensorStats, Trace
-from nandoctor.ops import POINTWISE
+from nandoctor.ops import CASTS, MOVES, POINTWISE, SCALINGS
 
 Where = Literal["output", "between", "batch", "loss"]
 _PHASES: dict[str, Literal["loss", "input"]] = {"batch": "input", "loss": "loss"}
 _TensorKey = tuple[str, int, str, str]
+_KEEP_ZERO, _DEPTH = MOVES | CASTS | SCALINGS | {"neg"}, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,18 +165,6 @@ def _would_be(first: NonfinitePlace, reference: Trace) -> float | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NonfiniteSource:
-    """An op that made non-finite values, and the same op of the fp32 run (None if that took another path).
-
-    `had_inf_input` is True if its inputs were infinite already: it made NaN from them, or overflowed.
-    """
-
-    op: OpCall
-    reference_op: OpCall | None
-    had_inf_input: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NonfiniteTrace:
     """The ops and tensors that lead to one non-finite symptom.
 
@@ -182,18 +174,13 @@ class NonfiniteTrace:
     on, up to the op of order `symptom`. `complete` is False if a non-finite tensor came from before the traced span.
     """
 
-    sources: tuple[NonfiniteSource, ...]
-    written: tuple[NonfiniteSource, ...]
+    sources: tuple[Finding, ...]
+    written: tuple[Finding, ...]
     outside: tuple[tuple[OpCall, OpTensor], ...]
     outsized: tuple[tuple[OpCall, OpTensor, float], ...]
     ops: tuple[OpCall, ...]
     symptom: int
     complete: bool
-
-    @property
-    def members(self) -> frozenset[int]:
-        """The orders of all ops involved."""
-        return frozenset(op.order for op in self.ops)
 
     def way_from(self, start: int) -> tuple[OpCall, ...]:
         """Return the shortest path of non-finite values from the op `start` to the symptom."""
@@ -206,16 +193,15 @@ class NonfiniteTrace:
         return tuple(ops[order] for order in ways.get(self.symptom, (start,)))
 
 
-def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int]) -> NonfiniteTrace:
+def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int], low: FloatFormat) -> NonfiniteTrace:
     """Trace non-finite tensors from the ops with the orders `symptoms` back to where they were made."""
     references = {op.key: op for op in reference.ops}
     sliced = _slice(ops, symptoms)
     outside = [(op, tensor) for op in sliced for tensor in op.nonfinite_inputs if tensor.producer is None]
-    candidates = [
-        NonfiniteSource(op=op, reference_op=references.get(op.key), had_inf_input=_is_of_infinities(op))
-        for op in sliced
-    ]
+    candidates = [*find_at(sliced, ops, reference, low)]
     sources = _without_followers([source for source in candidates if _is_created(source, ops, reference)], sliced)
+    behind = [it for it in find_at(_slice(ops, [*_absorbing(sources)]), ops, reference, low) if it.op.analysis]
+    sources += [source for source in behind if source not in sources and _is_created(source, ops, reference)]
     # Ops that made NaN from infinities are sources only if there are no others.
     examined = [(source, source.op.analysis) for source in candidates if source.had_inf_input]
     had_inf_input = [source for source, analysis in examined if analysis is not None and "nan" in analysis.kinds]
@@ -230,23 +216,34 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
         written=tuple(written),
         outside=tuple(outside),
         outsized=tuple(outsized),
-        ops=tuple(sliced),
+        ops=(*(source.op for source in behind), *sliced),
         symptom=symptoms[-1],
         complete=all(tensor.origin != "unknown" or is_constant(tensor) for _, tensor in outside),
     )
 
 
-def find_swallowed(trace: Trace, reference: Trace) -> tuple[NonfiniteSource, ...]:
+def find_at(made: Iterable[OpCall], ops: Sequence[OpCall], reference: Trace, low: FloatFormat) -> Iterator[Finding]:
+    """Yield the findings that causes get for those of the `ops` that made non-finite values."""
+    by_order, references = {op.order: op for op in ops}, {op.key: op for op in reference.ops}
+    for op in made:
+        yield Finding(
+            op=op,
+            reference_op=references.get(op.key),
+            had_inf_input=_is_of_infinities(op),
+            ops=by_order,
+            low=low,
+            references=references,
+        )
+
+
+def find_swallowed(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[Finding, ...]:
     """Return the sources that fp32 does not have and that a later op turned into finite values other than fp32's.
 
     A clamp or a saturating function that is meant to cut them gives the same in both runs, so they do not count.
     """
     references = {op.key: op for op in reference.ops}
-    sources = (
-        NonfiniteSource(op=op, reference_op=references.get(op.key), had_inf_input=False)
-        for op in trace.ops
-        if op.analysis and not op.nonfinite_inputs
-    )
+    made = (op for op in trace.ops if op.analysis and not op.nonfinite_inputs)
+    sources = find_at(made, trace.ops, reference, low)
     return tuple(
         source
         for source in sources
@@ -282,6 +279,25 @@ def _at_infinities(made: TensorStats, taken: TensorStats) -> TensorStats:
     return replace(made, sample=made.sample[~np.isfinite(taken.sample)])
 
 
+def _absorbing(sources: Sequence[Finding]) -> Iterator[int]:
+    """Yield the ops that made of an infinity the very 0 at which a source is singular, as in 1 / (x / inf)."""
+    for source in sources:
+        edge = singular_edge(source.op) or 0.0
+        for tensor in singular_inputs(source.op):
+            makers = ancestors(source.ops, tensor, _DEPTH, through=_KEEP_ZERO)
+            yield from (op.order for op in makers if _absorbs_at(op, edge))
+
+
+def _absorbs_at(op: OpCall, value: float) -> bool:
+    """Return True if the op has exactly `value` for infinite elements alone, and no infinity in its result."""
+    made = op.outputs[0]
+    taken = [tensor.stats for tensor in op.nonfinite_inputs if tensor.stats is not None]
+    samples = [stats.sample for stats in taken if stats.sample is not None and stats.shape == made.shape]
+    if made.sample is None or not op.outputs_finite or not (made.sample == value).any():
+        return False
+    return any(np.isinf(sample[made.sample == value]).all() for sample in samples)
+
+
 def _slice(ops: tuple[OpCall, ...], symptoms: Sequence[int]) -> list[OpCall]:
     """Return the ops that passed non-finite values on to `symptoms`, and these, in the order of execution."""
     seen, waiting = set(), [*symptoms]
@@ -294,7 +310,7 @@ def _slice(ops: tuple[OpCall, ...], symptoms: Sequence[int]) -> list[OpCall]:
     return [ops[order] for order in sorted(seen)]
 
 
-def _is_created(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:
+def _is_created(source: Finding, ops: Sequence[OpCall], reference: Trace) -> bool:
     """Return True if the op made unintended values: from finite ones, or by overflowing beside infinities."""
     if not source.had_inf_input:
         return not _is_meant(source, ops, reference)
@@ -303,7 +319,7 @@ def _is_created(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace
     )
 
 
-def _without_followers(sources: list[NonfiniteSource], sliced: Sequence[OpCall]) -> list[NonfiniteSource]:
+def _without_followers(sources: list[Finding], sliced: Sequence[OpCall]) -> list[Finding]:
     """Return the sources without those that overflowed beside infinities that another of them had made."""
     spoilt = {source.op.order for source in sources if not source.had_inf_input}
     follows = set()
@@ -325,7 +341,7 @@ def _is_of_infinities(op: OpCall) -> bool:
     return bool(op.nonfinite_inputs) and not of_finite
 
 
-def _is_meant(source: NonfiniteSource, ops: Sequence[OpCall], reference: Trace) -> bool:
+def _is_meant(source: Finding, ops: Sequence[OpCall], reference: Trace) -> bool:
     """Return True for infinities that the code wrote itself, or at most as many as a finite fp32 run has there."""
     kinds = source.op.analysis.kinds if source.op.analysis else ()
     if "nan" in kinds:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nandoctor.evidence.trace import OpCall, TensorStats
+from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import MOVES
 
 _ROUNDING = 2.0**-7
@@ -88,13 +89,7 @@ def _zeroes(nodes: Sequence[OpCall], place: tuple[int, int] | None) -> bool:
 
 def _pairs(node: OpCall) -> Iterator[_Samples]:
     """Yield the sampled incoming and outgoing gradients of a backward op."""
-    for given in node.inputs:
-        for made in node.outputs:
-            if given.stats is not None and _has_sample(given.stats) and _has_sample(made):
-                assert given.stats.sample is not None
-                assert made.sample is not None
-                yield given.stats.sample, made.sample
-
-
-def _has_sample(stats: TensorStats) -> bool:
-    return stats.sample is not None and len(stats.sample) > 0
+    taken = [tensor.stats.sample for tensor in node.inputs if tensor.stats is not None]
+    for given, made in product(taken, [stats.sample for stats in node.outputs]):
+        if given is not None and made is not None and len(given) and len(made):
+            yield given, made

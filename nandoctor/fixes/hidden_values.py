@@ -78,7 +78,7 @@ def _without_resets(step: FailingStep, findings: Findings) -> Trace:
 def _is_set(held: TensorStats, trace: Trace) -> bool:
     if held.producer is None:
         return False
-    found = trace_back(trace.ops, trace, [held.producer])
+    found = trace_back(trace.ops, trace, [held.producer], trace.format)
     put = [source.op for source in found.written]
     return not (found.sources or found.outside) and all(op.op in FILLS and writes_infinity(op) for op in put)
 
@@ -145,7 +145,7 @@ def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, *, compared: 
     """
     if held.producer is None:
         return False
-    found = trace_back(trace.ops, reference, [held.producer])
+    found = trace_back(trace.ops, reference, [held.producer], trace.format)
     masks = () if held.counts is not None and held.counts.num_nan else ("-inf",)
     sources = [source.op for source in found.sources if source.op.analysis and source.op.analysis.kinds != masks]
     if sources:
@@ -212,7 +212,7 @@ def _doubt_lost(lost: Iterable[TensorStats], trace: Trace, reference: Trace) -> 
     for held in lost:
         is_nan = held.counts is not None and held.counts.num_nan > 0
         if is_nan and held.producer is not None and _is_unmeant(held, trace, reference):
-            for source in trace_back(trace.ops, reference, [held.producer]).sources[:1]:
+            for source in trace_back(trace.ops, reference, [held.producer], trace.format).sources[:1]:
                 op, kinds = source.op, source.op.analysis.kinds if source.op.analysis else ()
                 made = "NaN" if "nan" in kinds else "Inf, and from it NaN,"
                 yield Gap(

@@ -46,7 +46,7 @@ def factor_that_guards_nothing(x):
 
 BOUNDED = {
     "logarithm": ("1e-8 is lost beside 1", lambda p: torch.log(1 - p.clamp(1e-8, 1 - 1e-8))),
-    "arc": ("1e-15 is lost beside 1", lambda p: torch.atanh(p.clamp(-1 + 1e-15, 1 - 1e-15))),
+    "arc": ("1e-10 is lost beside 1", lambda p: torch.atanh(p.clamp(-1 + 1e-10, 1 - 1e-10))),
     "derivative": ("1e-8 is lost beside 1", lambda p: torch.acos(p.clamp(max=1 - 1e-8))),
     "zero itself": ("1e-50 rounds to 0", lambda p: torch.log((p - 1).abs() + 1e-50)),
 }
