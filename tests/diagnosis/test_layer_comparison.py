@@ -46,15 +46,12 @@ def test_headroom_is_of_the_largest_output_in_the_low_format():
         ([0.0], [0.0], 0.0),
         ([1.0], [0.0], math.inf),
         ([NAN], [1.0], None),
+        ([3e38], [1e38], 2.0),
         ([], [], None),
     ],
 )
 def test_the_relative_error_is_over_what_is_finite_in_both(values, others, expected):
     assert relative_error((stats(*values),), (stats(*others),)) == pytest.approx(expected)
-
-
-def test_the_error_of_huge_values_does_not_overflow():
-    assert relative_error((stats(3e38),), (stats(1e38),)) == pytest.approx(2.0)
 
 
 LIMIT = 3.4e38

@@ -112,17 +112,6 @@ def entropy(self, x):
     return (share * torch.log(share)).sum(-1)
 
 
-def spread(self, x):
-    energy = (self.wide(x) * self.wide(x)).mean(-1, keepdim=True) * 1e-9
-    centred = x - x.mean(0)
-    return self.narrow(centred / centred.std(0)) * energy
-
-
-def rooted(self, x):
-    large = self.wide(x).square()
-    return torch.sqrt(self.narrow(x) - 9) + large.sum(-1, keepdim=True) * 1e-12
-
-
 def ratio(self, x, count):
     pooled = self.wide(x).sum(-1)
     return pooled * 1e-6 / count
@@ -138,24 +127,6 @@ FIRST_IN_FP32 = {
         cause="log-of-zero",
         op="log",
         line="torch.log(share)",
-        never=WORDS_OF_FP16,
-    ),
-    "one row has no spread": Case(
-        forward=spread,
-        layers=WIDE,
-        batch={"x": normal(1, 6)},
-        cause="empty-reduction",
-        op="std",
-        line="centred.std(0)",
-        never=WORDS_OF_FP16,
-    ),
-    "a root of negative numbers beside an overflow": Case(
-        forward=rooted,
-        layers=WIDE,
-        batch={"x": normal(4, 6)},
-        cause="invalid-domain",
-        op="sqrt",
-        line="torch.sqrt(self.narrow(x) - 9)",
         never=WORDS_OF_FP16,
     ),
     "a count of 0, in a file that says that autocast was off": Case(
@@ -406,15 +377,6 @@ INSIDE = {
         says="because `skip.parametrizations.weight.original` is 0 throughout",
         called_from="self.skip(x)",
     ),
-    "a weight norm of zeros": Case(
-        forward=skipped,
-        layers={"skip": zeroed(parametrizations.weight_norm(nn.Linear(3, 2)), "parametrizations.weight.original1")},
-        batch={"x": normal(4, 3)},
-        cause="division-by-zero",
-        op="_weight_norm",
-        line="torch._weight_norm",
-        called_from="self.skip(x)",
-    ),
     "a norm of a package": Case(
         forward=skipped,
         layers={"skip": Rms()},
@@ -431,13 +393,6 @@ INSIDE = {
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_librarys_line_has_the_users_beside_it(name, tmp_path):
     check(INSIDE[name], replay(INSIDE[name], tmp_path))
-
-
-# The guilty sample where no row tells: in the gradient of a weight.
-
-
-def squared(self, x):
-    return self.head(x)
 
 
 # Where it grew: the steps from an overflow back to the exponent, the weight or the sample that gave most.

@@ -94,6 +94,33 @@ def test_a_buffer_that_the_model_builds_infinite(tmp_path):
     assert any("only the code that builds the model knows" in note for note in report.search_notes)
 
 
+class Holding(nn.Module):
+    """Anything infinite that the builder writes, and a step that reads it."""
+
+    def __init__(self, held, step):
+        super().__init__()
+        self.held, self.step = nn.Parameter(held, requires_grad=False), step
+
+    def forward(self, x):
+        return self.step(x, self.held)
+
+
+BUILT = {
+    "rates": (1 / torch.arange(4.0), lambda x, held: (x * held).sin(), ("state", "poisoned-weights")),
+    "a mask": (torch.ones(3, 3).tril().log(), lambda x, held: (x @ x.T + held).softmax(-1) @ x, ("healthy", None)),
+    "bounds that no step reads": (torch.tensor([-math.inf, math.inf]), lambda x, held: x, ("healthy", None)),
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_infinities_of_the_builder(name, tmp_path):
+    *parts, answer = BUILT[name]
+    torch.save({"state_dict": Holding(*parts).state_dict(), "x": normal(3, 4)}, tmp_path / "dump.pth")
+    report = nandoctor.replay(tmp_path / "dump.pth", model=lambda: Holding(*parts), fixes=False).report
+    assert (report.verdict, report.cause and report.cause.code) == answer
+    assert not any("saved state" in note for note in report.notes)
+
+
 @pytest.mark.parametrize("hands_out", [lambda model: model, lambda model: lambda: model])
 def test_a_trained_model_that_a_builder_hands_out(hands_out, tmp_path):
     """What a notebook has is as broken as the file; only what a builder makes anew tells what the code writes."""
