@@ -186,10 +186,6 @@ class Case:
 
     def __init__(self, report: Report) -> None:
         self.report = report
-        if "IPython" in sys.modules:
-            from nandoctor.views.notebook import show_records
-
-            show_records()
 
     @property
     def verdict(self) -> str:

@@ -16,13 +16,12 @@ from typing import get_args
 import jsonschema
 import pytest
 from report_schema import describe_schema
-from wording import words
+from wording import plain_text, words
 
 from nandoctor.evidence.codec import to_plain
 from nandoctor.evidence.report import SCHEMA, Grade, Report
 from nandoctor.views.document import document
 from nandoctor.views.markdown import draw_markdown
-from nandoctor.views.terminal import plain_text
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"

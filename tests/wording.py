@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import re
+
+from rich.console import Console
+
+from nandoctor.views.terminal import print_document
 
 NUMBER = re.compile(r"-?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?(e[+-]?\d+)?")
 BAR = re.compile(r"[█░]+")
@@ -17,3 +22,11 @@ def words(text: str) -> list[str]:
     """Return the words of `text` with # for each number, without a table's bars, and one word for both agreements."""
     plainer = " ".join(NUMBER.sub("#", BAR.sub("", text)).split())
     return AGREEMENT.sub("AGREES", plainer).split()
+
+
+def plain_text(blocks, width: int = 100) -> str:
+    """Return the document as a terminal shows it, without colours."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as captured:
+        print_document(blocks, console)
+    return captured.get()

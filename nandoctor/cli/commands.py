@@ -128,14 +128,8 @@ def inspect(dump: Path) -> None:
     show(summarize(look_at_dump(dump)))
 
 
-def _complete_codes(_: click.Context, __: click.Parameter, begun: str) -> list[str]:
-    from nandoctor.causes.registry import list_pages
-
-    return [page.code for page in list_pages() if page.code.startswith(begun)]
-
-
 @click.command(cls=GroupedCommand, examples=["explain", "explain eps-underflow"])
-@click.argument("code", required=False, shell_complete=_complete_codes)
+@click.argument("code", required=False)
 def explain(code: str | None) -> None:
     """Explain what a cause is, why it happens and how it is fixed; without CODE, list all causes."""
     from nandoctor.causes.registry import find_page, list_pages

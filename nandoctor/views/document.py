@@ -7,12 +7,11 @@ from typing import Any
 
 from nandoctor.causes.registry import Page
 from nandoctor.evidence.dump_summary import DumpSummary
-from nandoctor.evidence.report import Fix, Report
+from nandoctor.evidence.report import Report
 from nandoctor.evidence.triage import Triage
 from nandoctor.evidence.verification import FixChoice, Verification
 from nandoctor.views.blocks import Block, Level
 from nandoctor.views.explain import catalogue_document, cause_document
-from nandoctor.views.fixes import fix_part
 from nandoctor.views.inspect_dump import inspection_document
 from nandoctor.views.report import report_document
 from nandoctor.views.triage import triage_document
@@ -26,7 +25,6 @@ _DOCUMENTS: Mapping[type, Callable[..., Iterable[Block]]] = {
     DumpSummary: inspection_document,
     Page: cause_document,
     tuple: catalogue_document,
-    Fix: fix_part,
 }
 _WITH_LEVELS = (Report, Triage)
 
@@ -35,7 +33,7 @@ def document(thing: Any, level: Level = "screen", **more: Any) -> tuple[Block, .
     """Return the blocks that say what is known of a record; a tuple is that of all causes' pages.
 
     Args:
-        thing: a report, verification, fix, triage, dump or cause.
+        thing: a report, verification, choice of a fix, triage, dump or cause.
         level: how much is said of a report or a triage; the others have one level.
         **more: `has_page` if a report's page was made already; the `report` that a chosen fix is of.
     """

@@ -8,7 +8,7 @@ from dataclasses import replace
 from nandoctor.causes.sentences import find_operand, place_of_operand
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Origin, Report, Reproduction
-from nandoctor.evidence.trace import Grid, Place, TensorStats
+from nandoctor.evidence.trace import Place, TensorStats
 from nandoctor.text import (
     are,
     brief,
@@ -164,26 +164,6 @@ def describe_extent(first: FirstNonfinite) -> str:
         extent += f", {samples_text(found.samples, first.value.shape[0])}"
     where = f", first at {shape_text(found.first_index)}" if found.first_index else ""
     return f"{extent} ({first.value.dtype} {shape_text(first.value.shape)}{where})"
-
-
-def describe_spread(origin: Origin, grid: Grid) -> str:
-    """Return how far the non-finite elements reach along each dimension of the map, to within a cell."""
-    samples = origin.elements.samples
-    inside = f" of {samples_text(samples, origin.elements.batch_size)}" if samples and 0 not in grid.dims else ""
-    columns = tuple(zip(*grid.counts, strict=True))
-    by_dim = [grid.counts, columns] if len(grid.dims) > 1 else [columns]
-    parts = []
-    for dim, size, lines in zip(grid.dims, grid.sizes, by_dim, strict=True):
-        reached = [cell for cell, line in enumerate(lines) if any(line)]
-        first, last = -(-reached[0] * size // len(lines)), -(-(reached[-1] + 1) * size // len(lines)) - 1
-        if last - first + 1 < size:
-            reach = f"{first} to {last}" if first < last else f"place {first}"
-            parts.append(f"{reach} of {size} along dimension {dim}")
-    if parts:
-        return f"at {' and '.join(parts)}{inside}"
-    if all(map(all, grid.counts)):
-        return f"in all places{inside}"
-    return f"scattered over all{inside or ' of it'}"
 
 
 def describe_inputs(inputs: Sequence[TensorStats]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from nandoctor.causes.log_space import STABLE_FORM
 from nandoctor.changes.log_space import StableLog
@@ -11,14 +10,13 @@ from nandoctor.evidence.edits import SourcePatch, flatten
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import Check, Fix, FixSettings, Report, TrialOutcome
 from nandoctor.text import constant, percent, plural, within
-from nandoctor.views.blocks import Block, Fact, Facts, Headline, Level, Patch, Section
+from nandoctor.views.blocks import Block, Fact, Facts, Level, Patch, Section
 from nandoctor.views.commands import command_for, write_flags
 
 VISIBLE_ERROR = 0.01
 """A trial with a larger error against fp32 than a fix may have shows that error."""
 _MAX_LISTED = 3
 _MAX_OPEN = 2
-_MAX_PATCH_LINES = 40
 _SHOWN_IN_FULL = ("output", "gradients")
 """The other checks, of the loss and of variations of the batch, are only counted."""
 _MAX_REASONS = 2
@@ -40,14 +38,11 @@ def _first_fix(report: Report, verified: Sequence[Fix]) -> Section:
     of = f" 1 of {len(verified)}" if others else ""
     what = "Workaround" if first.kind == "data" and report.verdict == "numerics" else "Fix"
     where = " on this batch alone" if first.kind == "data" else ""
-    patch, left = _shorten(first)
-    command = command_for("fix", report) if left else None
-    facts = [Fact("all of it", command, is_command=True)] if command else []
-    facts += [*how_to_apply(first, report), *_check_facts(first), *reason_facts(first), *_better_facts(report)]
+    facts = [*how_to_apply(first, report), *_check_facts(first), *reason_facts(first), *_better_facts(report)]
     if others:
         more = f"; {len(others) - 1} more in the report" if len(others) > 1 else ""
         facts.append(Fact("or", f"{others[0].title} ({describe_outcome(others[0].outcome)}){more}"))
-    return Section(f"{what}{of}, verified{where}: {first.title}", [patch, Facts(facts)])
+    return Section(f"{what}{of}, verified{where}: {first.title}", [code_of_fix(first, brief=True), Facts(facts)])
 
 
 def _no_fix(report: Report, fixes: Sequence[Fix]) -> Section | None:
@@ -66,7 +61,7 @@ def _all_fixes(report: Report, verified: Sequence[Fix], others: Sequence[Fix]) -
     if not title:
         return None
     shown = [_whole_fix(fix, number, report) for number, fix in enumerate(verified, 1)]
-    failed = [Section(f"{fix.title} ({describe_result(fix, report)})", [_patch(fix)]) for fix in others]
+    failed = [Section(f"{fix.title} ({describe_result(fix, report)})", [code_of_fix(fix)]) for fix in others]
     more = plural(len(shown) - _MAX_OPEN, "more verified fix", "more verified fixes")
     rest = plural(len(failed), "change that was not verified", "changes that were not verified")
     folds = [Section(more, shown[_MAX_OPEN:], folded=True), Section(rest, failed, folded=True)]
@@ -77,17 +72,10 @@ def _all_fixes(report: Report, verified: Sequence[Fix], others: Sequence[Fix]) -
 def _whole_fix(fix: Fix, number: int, report: Report) -> Section:
     """Return a verified fix with all its checks."""
     facts = [*how_to_apply(fix, report), *_check_facts(fix), *reason_facts(fix)]
-    blocks: list[Block] = [_patch(fix, f"patch-{number}"), Facts(facts)]
+    blocks: list[Block] = [code_of_fix(fix, f"patch-{number}"), Facts(facts)]
     if fix.checks:
         blocks.append(Section(plural(len(fix.checks), "check"), [Facts(every_check(fix))], folded=True))
     return Section(f"{number}. {fix.title}", blocks)
-
-
-def fix_part(fix: Fix) -> Iterator[Block]:
-    """Yield a fix by itself: its text, what came of it, and its checks."""
-    yield Headline(fix.title)
-    facts = [Fact("result", describe_outcome(fix.outcome)), *every_check(fix), *reason_facts(fix)]
-    yield Section("", [code_of_fix(fix), Facts(facts)])
 
 
 def no_fix_heading(report: Report) -> str:
@@ -228,11 +216,16 @@ def describe_outcome(outcome: TrialOutcome) -> str:
     return f"finite, {within(outcome.max_rel_err)} of fp32"
 
 
-def code_of_fix(fix: Fix) -> Patch:
-    """Return the change as a diff or as code, including the code that makes a setting."""
-    if fix.patch:
-        return Patch(fix.patch.splitlines(), is_diff=fix.kind in _DIFFS)
-    return Patch(list(_settings_as_code(fix.settings or FixSettings())), is_diff=False)
+def code_of_fix(fix: Fix, name: str = "", *, brief: bool = False) -> Patch:
+    """Return the change as a diff or as code, including the code that makes a setting.
+
+    A brief diff has one line around each change.
+    """
+    if not fix.patch:
+        return Patch(list(_settings_as_code(fix.settings or FixSettings())), is_diff=False, name=name)
+    text = SourcePatch(root=fix.patch_root or ".", files=fix.files).diff_with(1) if brief and fix.files else fix.patch
+    lines = ["" if line.isspace() else line for line in text.splitlines()]
+    return Patch(lines, is_diff=fix.kind in _DIFFS, name=name)
 
 
 def _settings_as_code(settings: FixSettings) -> Iterator[str]:
@@ -243,19 +236,3 @@ def _settings_as_code(settings: FixSettings) -> Iterator[str]:
     if settings.optimizer_eps is not None:
         yield "for group in optimizer.param_groups:"
         yield f'    group["eps"] = {constant(settings.optimizer_eps)}'
-
-
-def _patch(fix: Fix, name: str = "") -> Patch:
-    lines = ["" if line.isspace() else line for line in fix.patch.splitlines()]
-    return Patch(lines, is_diff=fix.kind in _DIFFS, name=name)
-
-
-def _shorten(fix: Fix) -> tuple[Patch, int]:
-    """Return the lines of a fix that fit on a screen, and how many are left out."""
-    whole = _patch(fix)
-    if fix.files:
-        brief = SourcePatch(root=fix.patch_root or ".", files=fix.files).diff_with(1)
-        whole = _patch(replace(fix, patch=brief))
-    left = max(len(whole.lines) - _MAX_PATCH_LINES, 0)
-    more = [f"... {plural(left, 'more line')}"] if left else []
-    return replace(whole, lines=[*whole.lines[:_MAX_PATCH_LINES], *more]), left

@@ -172,23 +172,16 @@ def _row_of(place: Place, value: TensorStats, low: FloatFormat) -> LayerRow:
     return LayerRow(place=place, depth=0, inputs=(), outputs=(value,), headroom_bits=bits)
 
 
-def _repeats(pairs: Sequence[LayerPair]) -> set[int]:
-    """Return the indices of containers whose outputs all come from calls directly inside them."""
-    repeats: set[int] = set()
-    returned: list[LayerPair] = []  # calls with a container that has not returned yet
-    for index, pair in enumerate(pairs):
-        inside: list[LayerPair] = []
-        while returned and returned[-1].either.depth > pair.either.depth:
-            inside.append(returned.pop())
-        if inside and _passes_on(pair, inside):
+def _repeats(calls: Sequence[LayerPair]) -> set[int]:
+    """Return the indices of containers that return only what calls before them have returned."""
+    repeats, made = set[int](), set[tuple[object, ...]]()
+    for index, call in enumerate(calls):
+        outputs = {_fingerprint(stats) for row in call.rows for stats in row.outputs}
+        is_container = index > 0 and calls[index - 1].either.depth > call.either.depth
+        if is_container and outputs <= made:
             repeats.add(index)
-        returned.append(pair)
+        made |= outputs
     return repeats
-
-
-def _passes_on(container: LayerPair, inside: Sequence[LayerPair]) -> bool:
-    made = {_fingerprint(stats) for call in inside for row in call.rows for stats in row.outputs}
-    return all(_fingerprint(stats) in made for row in container.rows for stats in row.outputs)
 
 
 def _fingerprint(stats: TensorStats) -> tuple[object, ...]:

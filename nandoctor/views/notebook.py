@@ -1,4 +1,4 @@
-"""Show the records of a report in a notebook, as cards, and the progress of a replay."""
+"""Show the progress of a replay in a notebook."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from nandoctor.engine.progress import Listener
-from nandoctor.evidence.report import Fix, Report
-from nandoctor.evidence.verification import Verification
+from nandoctor.evidence.report import Report
 from nandoctor.views.html import card_of
 from nandoctor.views.progress import ReplayBar
 
@@ -21,22 +20,10 @@ _WIDTH = 100
 _UPDATE_S = 0.2
 
 
-def show_records() -> None:
-    """Let IPython show records that have a document as cards; do nothing outside of IPython."""
-    shell = _find_shell()
-    if shell is not None:
-        for cls in (Fix, Verification):
-            shell.display_formatter.formatters["text/html"].for_type(cls, card_of)
-
-
 def is_notebook() -> bool:
     """Return True if there is a front end that can replace an output, as Jupyter's."""
-    return getattr(_find_shell(), "kernel", None) is not None
-
-
-def _find_shell() -> Any:
-    get_ipython: Callable[[], Any] | None = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return get_ipython() if get_ipython is not None else None
+    get_ipython: Callable[[], Any] = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    return getattr(get_ipython(), "kernel", None) is not None
 
 
 class NotebookProgress(Listener):

@@ -16,7 +16,6 @@ from nandoctor.views.commands import command_for, next_facts
 from nandoctor.views.evidence import (
     describe_fp32_error,
     describe_reproduction,
-    describe_spread,
     evidence_facts,
     extent_facts,
     list_operands,
@@ -176,8 +175,7 @@ def _evidence_of_page(report: Report) -> Section | None:
     facts += list_operands(origin) if origin is not None else []
     plots: list[Block] = []
     if origin is not None and origin.grid is not None:
-        facts.append(Fact("in the tensor", describe_spread(origin, origin.grid)))
-        is_uniform = len({count for row in origin.grid.counts for count in row}) == 1  # a sentence says as much
+        is_uniform = len({count for row in origin.grid.counts for count in row}) == 1
         plots += [] if is_uniform else [_plot("origin", report)]
     blocks: list[Block] = [*([Facts(facts)] if facts else []), *plots]
     return Section("Evidence", blocks, name="Evidence") if blocks else None

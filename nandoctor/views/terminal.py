@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import singledispatch
@@ -49,14 +48,6 @@ def print_document(blocks: Iterable[Block], console: Console, *, goes_on: bool =
         for line in _draw(block, console):
             # Lines to be copied never wrap, and may go past the edge.
             console.print(_Line(line), highlight=False, crop=False)
-
-
-def plain_text(blocks: Iterable[Block], width: int = 100) -> str:
-    """Return the document as text without colours."""
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    with console.capture() as captured:
-        print_document(blocks, console)
-    return captured.get()
 
 
 class _Line:

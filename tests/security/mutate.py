@@ -33,6 +33,7 @@ import forgery
 import numpy as np
 import torch
 from torch import nn
+from wording import plain_text
 
 from nandoctor.case import replay
 from nandoctor.dumps.dump import summarize
@@ -41,7 +42,6 @@ from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import NanDoctorError
 from nandoctor.views.document import document
 from nandoctor.views.html import card_of
-from nandoctor.views.terminal import plain_text
 
 MAX_SECONDS, MAX_NBYTES = 30, 1 << 30
 BATCH = 500

@@ -14,6 +14,7 @@ import pytest
 import torch
 from forgery import make_project
 from test_layouts import KINDS, files_with
+from wording import plain_text
 
 from nandoctor.dumps import stand_ins
 from nandoctor.dumps.dump import summarize
@@ -30,7 +31,6 @@ from nandoctor.dumps.stored_tensor import (
 from nandoctor.dumps.tensors import count_nonfinite, to_torch
 from nandoctor.errors import DumpError
 from nandoctor.views.document import document
-from nandoctor.views.terminal import plain_text
 
 SAMPLES = sorted((Path(__file__).parents[2] / "sample_dumps").glob("*.pth"))
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from nandoctor.cli import main\n"

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from wording import plain_text
 
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
@@ -18,7 +19,6 @@ from nandoctor.views.html import card_of, page_of
 from nandoctor.views.jsonfile import dumps
 from nandoctor.views.markdown import draw_markdown
 from nandoctor.views.save import ENDINGS, save
-from nandoctor.views.terminal import plain_text
 from nandoctor.views.triage import triage_lines
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "views"))

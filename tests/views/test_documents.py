@@ -28,7 +28,6 @@ VERBS = {
     "inspect": factory.state().dump,
     "explain": find_page("eps-underflow"),
     "causes": list_pages(),
-    "a fix alone": factory.fixable().fixes[0],
 }
 REPORTS = {name: make() for name, make in factory.VERDICTS.items()}
 THINGS = {**REPORTS, **VERBS}

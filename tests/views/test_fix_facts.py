@@ -159,18 +159,6 @@ def test_what_did_not_help_comes_last_and_says_so():
     assert told.facts == [("tried", "Clamp what add returns (failed: still non-finite)")]
 
 
-def test_a_long_patch_is_cut_on_the_screen_only():
-    made = factory.fixable()
-    long = replace(made.fixes[0], patch="\n".join(f"+ line {i}" for i in range(60)))
-    made = replace(made, fixes=(long,), arguments=("nan.pth", "--model", "net.py:Net"))
-    for kind in ("source", "snippet"):
-        shown = Told(replace(made, fixes=(replace(long, kind=kind),)))
-        assert (len(shown.patch), shown.patch[-1]) == (41, "... 20 more lines")
-        assert shown.facts[0] == ("all of it", "nandoctor fix nan.pth --model net.py:Net")
-    whole = fix_section(made, "page").blocks[0].blocks[0]
-    assert len(whole.lines) == 60
-
-
 def test_fp32_sets():
     fp32_set = Fp32Set(modules=(Fp32Module(module="a"), Fp32Module(module="b")))
     search = Fp32SetSearch(

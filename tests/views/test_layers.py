@@ -18,13 +18,13 @@ def labels(layers):
     return [pair.label for pair in layers.pairs]
 
 
-def block(residual):
+def block(residual, size=1.0):
     """A block of two layers that returns what the second made, or what it made of that itself."""
     return (
-        factory.row("block.a", "Linear", factory.tensor(1.0), depth=2),
-        factory.row("block.b", "Linear", factory.tensor(2.0), depth=2),
-        factory.row("block", "Block", factory.tensor(3.0 if residual else 2.0), depth=1),
-        factory.row("", "Net", factory.tensor(3.0 if residual else 2.0), depth=0),
+        factory.row("block.a", "Linear", factory.tensor(size), depth=2),
+        factory.row("block.b", "Linear", factory.tensor(2.0 * size), depth=2),
+        factory.row("block", "Block", factory.tensor((3.0 if residual else 2.0) * size), depth=1),
+        factory.row("", "Net", factory.tensor((3.0 if residual else 2.0) * size), depth=0),
     )
 
 
@@ -67,7 +67,7 @@ def test_a_run_that_raised_is_filled_up_from_the_other():
 INFINITE = factory.tensor(9.0, nonfinite=factory.counts(3, kind="+inf"))
 BLOCKS = (
     *block(residual=True)[:3],
-    *(factory.put(row, module=row.place.module.replace("block", "next")) for row in block(residual=True)[:3]),
+    *(factory.put(row, module=row.place.module.replace("block", "next")) for row in block(True, size=10.0)[:3]),
 )
 IN_NEXT = {"where": "between", "seen_in": BLOCKS[-1].place}
 

@@ -114,7 +114,7 @@ def image_of(figure: Figure, kind: str, *, dpi: int = _DPI) -> bytes:
 
 def write_finding(figure: Figure, report: Report, finding: str) -> None:
     """Write above a plot the report's headline, and what the plot shows of it."""
-    texts = (report.headline.replace("`", ""), finding)
+    texts = (f"{report.headline.replace('`', '').rstrip('.')}.", finding)
     titles = [textwrap.fill(printable(text), _TITLE_LETTERS, max_lines=2, placeholder=" …") for text in texts]
     figure.suptitle("\n".join(titles), x=0.01, ha="left", size=11, weight="bold", parse_math=False)
 

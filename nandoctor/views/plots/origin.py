@@ -16,7 +16,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import Grid
 from nandoctor.text import brief, percent, shape_text
-from nandoctor.views.evidence import describe_origin, describe_spread
+from nandoctor.views.evidence import describe_origin
 from nandoctor.views.plots.figures import NONFINITE_COLOR, new_figure, write_finding, write_legend
 
 _SHARES = LinearSegmentedColormap.from_list("shares", ["#FBE3D5", NONFINITE_COLOR, "#7A3300"])
@@ -42,7 +42,7 @@ def draw_origin(report: Report) -> Figure:
     with matplotlib.style.context("default"):
         figure = new_figure(_LINE_HEIGHT_IN if len(grid.dims) == 1 else _HEIGHT_IN)
         _draw_map(figure.subplots(), origin, grid)
-        write_finding(figure, report, f"{describe_origin(origin)}, {describe_spread(origin, grid)}.")
+        write_finding(figure, report, f"{describe_origin(origin)}.")
         legend = [Patch(color=_SHARES(share), label=f"{percent(share)} non-finite") for share in (0.01, 0.5, 1.0)]
         write_legend(figure, legend, _describe_source(report, origin, grid))
     return figure

@@ -98,15 +98,12 @@ def describe_ranges(report: Report) -> str:
     return f"Closest to {low}'s limit: {pair.label}, {bits_text(pair.headroom_bits)} doublings below it."
 
 
-def _scale_panel(axes: Axes, layers: Layers, limits: tuple[float, float], label: str) -> None:
-    """Set the limits of a panel, and make its y axis logarithmic.
-
-    Its labels are plain text: matplotlib's formulas take as long as the rest of a plot.
-    """
+def _scale_panel(axes: Axes, layers: Layers, limits: tuple[float, float]) -> None:
+    """Set the limits of the panel; its labels are plain text: matplotlib's formulas take as long as all the rest."""
     axes.set_yscale("log")
     axes.set_ylim(*limits)
     axes.set_xlim(-0.7, len(layers.pairs) - 0.3)
-    axes.set_ylabel(label)
+    axes.set_ylabel("absolute value")
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: "10" + str(round(math.log10(value))).translate(_SUPERSCRIPTS))
     )
@@ -118,7 +115,7 @@ def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
     Of many layers fp32 is a solid background, and autocast two lines on it: maximum and median.
     """
     low = runs.autocast.dtype
-    _scale_panel(axes, layers, _find_limits(low, layers), "absolute value")
+    _scale_panel(axes, layers, _find_limits(low, layers))
     _draw_bands(axes, low)
     fp32, autocast = _FP32, replace(_AUTOCAST, name=name_run(runs.autocast.policy, low))
     if len(layers.pairs) > MAX_BARS:
@@ -181,7 +178,7 @@ def _draw_bands(axes: Axes, low: FloatFormat) -> None:
 
 def _draw_bars(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Artist:
     bars = [(x, spread.low or spread.high, spread.high) for x, spread in spreads if spread.high is not None]
-    _fill_bars(axes, bars, width=style.width, color=style.color, alpha=style.alpha)
+    _fill_bars(axes, bars, style)
     medians = [(x, spread.median) for x, spread in spreads if spread.median is not None]
     _draw_edges(axes, medians, style.width, style.median_color)
     # The top edge is drawn separately and last: the bar of a layer with equal values has no height.
@@ -189,15 +186,11 @@ def _draw_bars(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyl
     return Patch(color=style.color, alpha=style.alpha or 1, label=style.name)
 
 
-def _fill_bars(
-    axes: Axes, bars: Sequence[tuple[int, float, float]], *, width: float, color: str, alpha: float = 1.0
-) -> None:
+def _fill_bars(axes: Axes, bars: Sequence[tuple[int, float, float]], style: RunStyle) -> None:
     """Draw bars at (place, bottom, top), as one collection, since matplotlib is slow with many single bars."""
-    corners = [
-        [(x - width / 2, bottom), (x - width / 2, top), (x + width / 2, top), (x + width / 2, bottom)]
-        for x, bottom, top in bars
-    ]
-    collection = PolyCollection(corners, facecolors=color, alpha=alpha, linewidths=0, zorder=2)
+    half = style.width / 2
+    corners = [[(x - half, bottom), (x - half, top), (x + half, top), (x + half, bottom)] for x, bottom, top in bars]
+    collection = PolyCollection(corners, facecolors=style.color, alpha=style.alpha, linewidths=0, zorder=2)
     collection.set_rasterized(len(bars) > MAX_VECTORS)
     axes.add_collection(collection, autolim=False)
 
