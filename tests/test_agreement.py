@@ -29,25 +29,6 @@ class Net(nn.Module):
         scores = scores + (1.0 - mask[:, None, :].to(scores.dtype)) * -1e9
         return scores.softmax(-1) @ self.v(x)
 """
-STABLE = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q = nn.Linear(8, 8)
-
-    def forward(self, x, mask):
-        scores = self.q(x)[..., 0] * 200.0 * mask
-        return torch.log(scores.exp().sum(-1, keepdim=True))
-"""
-DIVIDED = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q = nn.Linear(8, 8)
-
-    def forward(self, x, mask):
-        return self.q(x).sum(1) / mask.sum(1, keepdim=True)
-"""
 NORMED = """
 class Net(nn.Module):
     def __init__(self):
@@ -88,14 +69,12 @@ def write_fix(project, fix):
     return before
 
 
-@pytest.mark.parametrize(
-    "code", [MASKED, *(pytest.param(code, marks=pytest.mark.slow) for code in (STABLE, DIVIDED, NORMED))]
-)
+@pytest.mark.parametrize("code", [MASKED, pytest.param(NORMED, marks=pytest.mark.slow)])
 def test_a_verified_fix_is_fixed_once_it_is_written(project, code):
     write_step(project, code)
     report = nandoctor.replay("dump.pth", "net.py:Net", max_trials=60).report
     written = [fix for fix in report.fixes if fix.kind == "source"]
-    assert code is DIVIDED or any(fix.verified for fix in written)
+    assert any(fix.verified for fix in written)
     runs = {"mode": "train" if report.runs.autocast.training else "eval", "seed": report.runs.autocast.seed}
     for fix in [fix for fix in written if fix.verified][:2]:
         before = write_fix(project, fix)

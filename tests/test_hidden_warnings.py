@@ -24,12 +24,13 @@ class Net(nn.Linear):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "asked", "shown"),
     [
+        ("replay", "default", True),
         ("replay", "", False),
-        pytest.param("replay", "default", True, marks=pytest.mark.slow),
-        pytest.param("triage", "", False, marks=pytest.mark.slow),
+        ("triage", "", False),
     ],
 )
 def test_a_command_shows_no_warnings_of_the_code(tmp_path, verb, asked, shown):

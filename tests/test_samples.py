@@ -96,50 +96,8 @@ def test_docstring_names_what_the_test_expects(script):
     assert (f"on sample {samples[0]} of the batch" if len(samples) == 1 else "on every sample") in text
 
 
-@each_replayable
-def test_replay_is_graded_against_the_saved_output(script, sample_reports):
-    report = sample_reports[script.stem]
-    reproduction = report.reproduction
-    assert reproduction.grade in ("exact", "same-mask")
-    assert reproduction.num_bad_saved == reproduction.num_bad_replayed
-    assert (reproduction.num_bad_saved > 0) is (report.first_nonfinite is not None)
-
-
-@each_replayable
-def test_only_precision_is_fixed_by_fp32(script, sample_reports):
-    report = sample_reports[script.stem]
-    forward_fails = report.first_nonfinite is not None
-    assert report.runs.autocast.finite is not forward_fails
-    assert report.runs.fp32.finite is (report.verdict == "precision" or not forward_fails)
-
-
-def test_earlier_call_of_the_same_norm_is_sound(sample_reports):
-    report = sample_reports["unet_blank_tile"]
-    calls = [row for row in report.runs.autocast.modules if row.place.module == "norm"]
-    assert [row.place.call for row in calls] == [0, 1, 2, 3, 4, 5]
-    assert [row.finite for row in calls] == [True, False, False, False, False, False]
-    assert [stats.dtype.label for stats in calls[0].outputs] == ["fp32"]
-
-
-def test_no_layer_within_the_residual_block_is_blamed(sample_reports):
-    rows = sample_reports["residual_stream"].runs.autocast.modules
-    assert {row.place.module: row.finite for row in rows if row.place.module.startswith("blocks.23")} == {
-        "blocks.23.expand": True,
-        "blocks.23.contract": True,
-        "blocks.23": False,
-    }
-
-
-def test_poisoned_buffers_leave_the_weights_clean(sample_reports):
-    dump = sample_reports["poisoned_buffers"].dump
-    assert dump.bad_weights == ()
-    assert {array.name for array in dump.bad_buffers} == {
-        f"blocks.{block}.norm.running_{kind}" for block in range(3) for kind in ("mean", "var")
-    }
-
-
 def test_poisoned_buffers_are_sound_in_train_mode():
-    case = nandoctor.replay("sample_dumps/poisoned_buffers.pth", mode="train")
+    case = nandoctor.replay("sample_dumps/poisoned_buffers.pth", mode="train", fixes=False)
     assert case.verdict == "not-reproduced"
 
 
