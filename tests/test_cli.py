@@ -90,7 +90,6 @@ def test_a_check_of_a_damaged_dump_tells_what_is_missing(workplace):
     (workplace / "cut.pth").write_bytes((workplace / "sick.pth").read_bytes()[:700])
     result = run("replay", "cut.pth", *SICK[1:], "--check", "--json", "-o", "report.json")
     assert (result.exit_code, result.stdout) == (125, "")
-    assert result.stderr.splitlines()[-1] == "Not written: report.json"
     assert not (workplace / "report.json").exists()
 
 

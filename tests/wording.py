@@ -10,7 +10,6 @@ from rich.console import Console
 from nandoctor.views.terminal import print_document
 
 NUMBER = re.compile(r"-?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?(e[+-]?\d+)?")
-BAR = re.compile(r"[█░]+")
 AGREEMENT = re.compile(
     r"(?<=non-finite, )all others (identical|within # % of the largest saved value)"
     r"|(?<=finite in both, )(and identical|within # % of the largest saved value)"
@@ -19,8 +18,8 @@ AGREEMENT = re.compile(
 
 
 def words(text: str) -> list[str]:
-    """Return the words of `text` with # for each number, without a table's bars, and one word for both agreements."""
-    plainer = " ".join(NUMBER.sub("#", BAR.sub("", text)).split())
+    """Return the words of `text` with # for each number, and one word for both agreements."""
+    plainer = " ".join(NUMBER.sub("#", text).split())
     return AGREEMENT.sub("AGREES", plainer).split()
 
 

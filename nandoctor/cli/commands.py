@@ -20,7 +20,6 @@ from nandoctor.cli.shared import (
     DumpPath,
     ReplayDisplay,
     json_option,
-    load_dump,
     opened_dump,
     print_report,
     show,
@@ -60,10 +59,10 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
         sys.exit(_check(dump, outputs, options, as_json=as_json))
     display = ReplayDisplay(tells=not as_json)
     with display.shown():  # importing torch alone takes a second
+        from nandoctor.case import load
         from nandoctor.case import replay as replay_dump
 
-        opened, settings = load_dump(dump, options)
-        report = replay_dump(opened, progress=display, **settings).report
+        report = replay_dump(load(dump), progress=display, **options).report
     if not as_json:
         print_report(report, told=display.told, has_page=any(path.suffix.lower() == ".html" for path in outputs))
     _write_all(report, outputs, as_json=as_json)
@@ -77,7 +76,7 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
     """Return the exit code for `git bisect run`; any failure means that this commit cannot be judged."""
     from nandoctor.case import check as verify_step
 
-    with exit_code_answers(*outputs):
+    with exit_code_answers():
         with opened_dump(dump, {**options, "fixes": False}) as (opened, settings):
             verification, report = verify_step(opened, **settings)
         _write_all(report, outputs, as_json=as_json)

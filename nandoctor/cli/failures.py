@@ -7,14 +7,10 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import click
 
 from nandoctor.errors import NanDoctorError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141  # 128 + SIGPIPE: the status in a shell of a program whose pipe was closed, as by `| head`
@@ -71,11 +67,8 @@ def failures_told() -> Iterator[None]:
 
 
 @contextmanager
-def exit_code_answers(*files: Path) -> Iterator[None]:
-    """Exit with 125 on any failure, including one of writing, in a verb whose exit codes are answers.
-
-    `files` are then reported as not written.
-    """
+def exit_code_answers() -> Iterator[None]:
+    """Exit with 125 on any failure, including one of writing, in a verb whose exit codes are answers."""
     try:
         yield
     except Exception as error:
@@ -84,6 +77,4 @@ def exit_code_answers(*files: Path) -> Iterator[None]:
 
         if not isinstance(error, BrokenPipeError):  # the reader of the output has gone
             tell(f"nandoctor: cannot tell: {printable(getattr(error, 'message', repr(error)))}")
-        for file in files:
-            tell(f"Not written: {file}")
         sys.exit(EXIT_CANNOT_TELL)

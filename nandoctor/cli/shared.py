@@ -27,13 +27,6 @@ NUM_TOLD = 2
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
 
 
-def load_dump(path: Path, options: dict[str, Any]) -> tuple[Dump, dict[str, Any]]:
-    """Return the dump, and the options that are settings of its replay."""
-    from nandoctor.case import load
-
-    return load(path), dict(options)
-
-
 def console(file: TextIO | None = None) -> Console:
     """Return a console on `file`, by default standard output, that raises if its pipe is closed: rich exits with 1."""
     from rich.console import Console
@@ -146,8 +139,9 @@ def _pointing(descriptor: int, target: int) -> Iterator[None]:
 def opened_dump(path: Path, options: dict[str, Any]) -> Iterator[tuple[Dump, dict[str, Any]]]:
     """Yield the dump and the keywords of its replay: its settings, and a bar on standard error, if it is a terminal."""
     with ReplayDisplay(tells=False).shown() as display:
-        dump, settings = load_dump(path, options)
-        yield dump, {**settings, "progress": display}
+        from nandoctor.case import load
+
+        yield load(path), {**options, "progress": display}
 
 
 def show(thing: Any, *, as_json: bool = False, **more: Any) -> None:

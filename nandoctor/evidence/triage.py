@@ -34,9 +34,6 @@ class TrainingMoment:
 
     run: str
     step: int | None = None
-    epoch: int | None = None
-    rank: int | None = None
-    fold: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +88,6 @@ class Group:
     paths: tuple[str, ...]
     modules: tuple[str, ...]
     steps: tuple[int, int] | None
-    ranks: tuple[int, ...]
-    folds: tuple[str, ...]
     runs: tuple[str, ...]
     representative: str
     fix: str = ""

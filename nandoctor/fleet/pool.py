@@ -150,32 +150,18 @@ def _kill(pool: ProcessPoolExecutor) -> None:
 
 @contextmanager
 def _starting_processes() -> Iterator[None]:
-    """Start processes that leave Ctrl-C to this one and import nothing from the working directory.
+    """Start processes that import nothing from the working directory.
 
     A new process takes over our import path only after its first imports, which a random.py beside a stranger's dump
     could hijack if the working directory were on its path. So could the process that counts the locks of a pool.
-    A process inherits the signals that are blocked; one that comes meanwhile reaches us afterwards.
     """
     safe_path = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
-        with _interrupts_blocked():
-            yield
+        yield
     finally:
         del os.environ["PYTHONSAFEPATH"]
         os.environ.update({} if safe_path is None else {"PYTHONSAFEPATH": safe_path})
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    if not hasattr(signal, "pthread_sigmask"):  # Windows, where no process inherits anything of signals
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _prepare_worker(memory: int | None, num_threads: int) -> None:

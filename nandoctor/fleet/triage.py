@@ -286,8 +286,6 @@ def _make_group(results: Sequence[DumpResult]) -> Group:
         paths=tuple(result.path for result in results),
         modules=tuple(dict.fromkeys(finding.place.module for finding in findings)),
         steps=(min(steps), max(steps)) if steps else None,
-        ranks=tuple(sorted({moment.rank for moment in moments if moment.rank is not None})),
-        folds=tuple(sorted({moment.fold for moment in moments if moment.fold is not None})),
         runs=tuple(sorted({moment.run for moment in moments})),
         representative=representative.path,
     )

@@ -122,17 +122,10 @@ def _describe_place(report: Report) -> CodePlace:
 
 
 def _describe_moment(dump: Dump) -> TrainingMoment:
-    """Return the file's run, step and so on, saved under the names that the recorder and most scripts use."""
+    """Return the file's run and step, saved under the names that the recorder and most scripts use."""
     scalars = dump.scalars_by_last_name
     run = next((str(scalars[name]) for name in _RUN_NAMES if isinstance(scalars.get(name), (str, int))), None)
-    fold = scalars.get("fold")
-    return TrainingMoment(
-        run=brief(run or ""),
-        step=dump.step,
-        epoch=dump.find_count("epoch"),
-        rank=dump.find_count("rank", "global_rank"),
-        fold=brief(str(fold)) if isinstance(fold, (int, str)) else None,
-    )
+    return TrainingMoment(run=brief(run or ""), step=dump.step)
 
 
 def _list_sources(found: Diagnosed) -> Iterator[tuple[str, str]]:

@@ -73,12 +73,11 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell with a tone of its own and, if `room` is known, a bar of that share, 0 to 1."""
+    """A cell with a tone of its own."""
 
     text: str
     _: KW_ONLY
     tone: Tone = ""
-    room: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

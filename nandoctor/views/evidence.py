@@ -51,21 +51,10 @@ def evidence_facts(report: Report) -> list[Fact]:
     return [*facts, *_spread_facts(report), *_run_facts(report)]
 
 
-def extent_facts(report: Report) -> list[Fact]:
-    """Return the extent of the damage."""
-    first = report.first_nonfinite
-    return [Fact("extent", describe_extent(first))] if first is not None else []
-
-
 def note_facts(report: Report) -> list[Fact]:
     """Return the notes; those of the search only if it found a fix, since otherwise the section of fixes has them."""
     of_search = report.search_notes if any(fix.verified for fix in report.fixes) else ()
     return [Fact("note", note) for note in (*report.notes, *of_search)]
-
-
-def describe_fp32_error(error: float) -> str:
-    """Return a sentence for an fp32 output that is far from float64: results close to it may be as wrong."""
-    return f"fp32's own output is wrong, {percent(error)} off float64"
 
 
 def describe_reproduction(reproduction: Reproduction) -> str:
@@ -90,6 +79,7 @@ def describe_reproduction(reproduction: Reproduction) -> str:
 
 def _first_facts(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
     yield Fact("layers", _describe_place(first, report))
+    yield Fact("extent", describe_extent(first))
     if first.inputs:
         yield Fact("input", describe_inputs(first.inputs))
     fp32_is_finite = report.runs is not None and report.runs.fp32.finite

@@ -13,9 +13,6 @@ from nandoctor.evidence.report import SourceExcerpt
 from nandoctor.text import printable
 from nandoctor.views.blocks import Excerpt
 
-_MOST_CARETS = 4
-"""An expression over more lines than this gets no carets; only its lines are marked."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExcerptLine:
@@ -68,7 +65,7 @@ def _hidden(excerpt: SourceExcerpt, dent: int, room: int) -> int:
 
 def _carets(excerpt: SourceExcerpt, number: int, text: str, start: int, seen: str) -> str:
     """Return the carets below one line of the expression, in terminal columns; "" if its columns are unknown."""
-    if excerpt.column is None or excerpt.end_column is None or excerpt.end_line - excerpt.line >= _MOST_CARETS:
+    if excerpt.column is None or excerpt.end_column is None:
         return ""
     begin = excerpt.column if number == excerpt.line else len(text) - len(text.lstrip())
     end = excerpt.end_column if number == excerpt.end_line else len(text)

@@ -14,13 +14,13 @@ _MIN_NAME_WIDTH, _MIN_TYPE_WIDTH = 14, 10
 _TIGHT_BITS = 1.0
 
 
-def layers_near(report: Report, *, before: int = 5, after: int = 2) -> Table | None:
+def layers_near(report: Report) -> Table | None:
     """Return the layers around the first non-finite one, else around the tightest; None if nothing was run."""
     layers = select_layers(report)
     center = layers.tightest() if layers.first_nonfinite is None else layers.first_nonfinite
     if report.runs is None or center is None:
         return None
-    shown = layers.window(center, before, after)
+    shown = layers.window(center)
     pairs = [layers.pairs[index] for index in shown]
     names = [f"{'> ' if index == layers.first_nonfinite else '  '}{layers.pairs[index].label}" for index in shown]
     part = part_of(shown.stop, len(layers.pairs))
@@ -42,7 +42,7 @@ def _number_columns(pairs: Sequence[LayerPair], runs: Runs) -> tuple[Column, ...
         Column(heading, [_range(pair.autocast) for pair in pairs], right=True),
         Column("fp32", [_range(pair.fp32) for pair in pairs], right=True, spare=1),
         Column("rel err", errors, right=True, spare=2),
-        Column("headroom", [_headroom(pair, runs) for pair in pairs]),
+        Column("headroom", [_headroom(pair) for pair in pairs], right=True),
     )
 
 
@@ -63,14 +63,12 @@ def _error(error: float | None) -> str:
     return "-" if error is None else percent(error)
 
 
-def _headroom(pair: LayerPair, runs: Runs) -> Cell:
-    """Return the bits left before overflow, of the fp32 value if there is one, and a bar of them."""
-    known = [row.headroom_bits for row in (pair.fp32, pair.autocast) if row and row.headroom_bits is not None]
-    if not known:
-        return Cell(f"{'-':>5}")  # below the numbers
-    bits, most = known[0], runs.autocast.dtype.max_exponent + 1  # as much as values near one have
-    tone: Tone = "failed" if bits < 0 else "unclear" if bits < _TIGHT_BITS else "good"
-    return Cell(bits_text(bits), tone=tone, room=min(max(bits / most, 0.0), 1.0))
+def _headroom(pair: LayerPair) -> Cell:
+    """Return the bits left before overflow."""
+    bits = pair.headroom_bits
+    if bits is None:
+        return Cell("-")
+    return Cell(bits_text(bits), tone="failed" if bits < 0 else "unclear" if bits < _TIGHT_BITS else "good")
 
 
 def _tones(layers: Layers) -> list[Tone]:

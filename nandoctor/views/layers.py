@@ -11,6 +11,7 @@ from nandoctor.evidence.trace import Place, TensorStats
 from nandoctor.text import brief
 
 _NAME_WIDTH = 64
+_BEFORE, _WINDOW = 3, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,8 @@ class LayerPair:
 
     @property
     def headroom_bits(self) -> float | None:
-        """The smaller headroom of both runs; None if the layer has no finite value."""
-        return min((row.headroom_bits for row in self.rows if row.headroom_bits is not None), default=None)
+        """The headroom of the fp32 value, else of the autocast run's; None if the layer has no finite value."""
+        return next((row.headroom_bits for row in self.rows[::-1] if row.headroom_bits is not None), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +64,13 @@ class Layers:
     first_nonfinite: int | None = None
     elements: NonfiniteElements | None = None
 
-    def window(self, center: int, before: int, after: int) -> range:
+    def window(self, center: int) -> range:
         """Return the indices around `center`, moved inwards at either end so that the window keeps its size."""
-        size = min(before + after + 1, len(self.pairs))
-        start = min(max(center - before, 0), len(self.pairs) - size)
-        return range(start, start + size)
+        start = max(min(center - _BEFORE, len(self.pairs) - _WINDOW), 0)
+        return range(start, min(start + _WINDOW, len(self.pairs)))
 
     def tightest(self) -> int | None:
-        """Return the index of the layer with the least headroom in either run; None if no layer has a finite value."""
+        """Return the index of the layer with the least headroom; None if no layer has a finite value."""
         found = {index: bits for index, pair in enumerate(self.pairs) if (bits := pair.headroom_bits) is not None}
         return min(found, key=found.__getitem__, default=None)
 

@@ -10,14 +10,12 @@ from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import LOSS, describe_run
 from nandoctor.source_files import PACKAGE_FOLDERS
-from nandoctor.text import kinds_text, nonfinite_part, ordinal, samples_text
+from nandoctor.text import kinds_text, nonfinite_part, ordinal, percent, samples_text
 from nandoctor.views.blocks import Block, Excerpt, Fact, Facts, Headline, Level, Plot, Section
 from nandoctor.views.commands import command_for, next_facts
 from nandoctor.views.evidence import (
-    describe_fp32_error,
     describe_reproduction,
     evidence_facts,
-    extent_facts,
     list_operands,
     note_facts,
     short_name,
@@ -31,7 +29,8 @@ from nandoctor.views.verdicts import MEANINGS, tone_of
 
 _MAX_NOTES = 4
 _MAX_CONSTANTS = 200
-_HIDDEN_BESIDE_FIXES = frozenset({"input", "in fp32", "path"})  # all has to fit on one screen
+_HIDDEN = frozenset({"layers"})  # the place, or the marked row of the table, names the layer
+_HIDDEN_BESIDE_FIXES = _HIDDEN | {"input", "in fp32", "path"}  # all has to fit on one screen
 _HIDDEN_BESIDE_VERIFIED = _HIDDEN_BESIDE_FIXES | {"cause", "extent"}
 _PLOTS = ("ranges", "samples")
 
@@ -44,7 +43,8 @@ def report_document(report: Report, level: Level, *, has_page: bool = False) -> 
     yield Headline(report.headline, tone=tone_of(report.verdict))
     yield answer_section(report, level)
     if report.fp32_error is not None:
-        yield Section("", [Facts([Fact("fp32", describe_fp32_error(report.fp32_error))])])
+        wrong = f"fp32's own output is wrong, {percent(report.fp32_error)} off float64"
+        yield Section("", [Facts([Fact("fp32", wrong)])])
     if (fixes := fix_section(report, level)) is not None:
         yield fixes
     following = next_facts(report, page=not has_page)
@@ -122,16 +122,13 @@ def _remark(report: Report) -> str:
 def _rest_of_screen(report: Report, following: list[Fact]) -> Iterator[Section | None]:
     """Yield evidence and what to do next, without what a fix makes superfluous; the layers if no fix was verified."""
     solved = any(fix.verified for fix in report.fixes)
-    left_out = _HIDDEN_BESIDE_VERIFIED if solved else _HIDDEN_BESIDE_FIXES if report.fixes else frozenset()
-    if _names_the_layer(report):
-        left_out |= {"layers"}
+    left_out = _HIDDEN_BESIDE_VERIFIED if solved else _HIDDEN_BESIDE_FIXES if report.fixes else _HIDDEN
     notes = note_facts(report)
     if len(notes) > _MAX_NOTES:
         notes[_MAX_NOTES:] = [Fact("note", f"{len(notes) - _MAX_NOTES} more in the report (-o report.json)")]
     evidence = [fact for fact in (*evidence_facts(report), *trial_facts(report)) if fact.label not in left_out]
-    last = [fact for fact in (*extent_facts(report), *notes, *following) if fact.label not in left_out]
-    around = {"before": 2, "after": 1} if report.fixes else {}
-    table = None if solved else layers_near(report, **around)
+    last = [fact for fact in (*notes, *following) if fact.label not in left_out]
+    table = None if solved else layers_near(report)
     if table is None:
         yield _facts_section([*evidence, *last])
     else:
@@ -140,15 +137,6 @@ def _rest_of_screen(report: Report, following: list[Fact]) -> Iterator[Section |
 
 def _facts_section(facts: list[Fact]) -> Section | None:
     return Section("", [Facts(facts)]) if facts else None
-
-
-def _names_the_layer(report: Report) -> bool:
-    """Return True if the answer's place, or the marked row of the table, names the first non-finite layer."""
-    first, origin = report.first_nonfinite, report.origin
-    if first is None or first.where != "output":
-        return False
-    solved = any(fix.verified for fix in report.fixes)
-    return not solved or (origin is not None and origin.place.key == first.place.key)
 
 
 def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Section | None]:
@@ -163,7 +151,7 @@ def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Section | N
         yield Section(title, [Facts(constants)], name="Eps constants", folded=True)
     yield Section("In the file", file_blocks(report.dump), name="In the file", folded=True)
     versions = Facts([Fact(name, text) for name, text in asdict(report.environment).items()])
-    notes = Facts([*extent_facts(report), *note_facts(report), *following])
+    notes = Facts([*note_facts(report), *following])
     yield Section("Notes", [notes, Section("Versions", [versions], folded=True)], name="Notes")
 
 

@@ -32,12 +32,11 @@ _GAP = "  "
 _LABEL_WIDTH = 12
 """The longest label of a report, so that the sentences of all its parts are aligned."""
 _TEXT_WIDTH = 88  # longer lines are hard to read
-_BAR_WIDTH = 5
 _MAX_ROWS = 20
 _TONES = {"": "", "good": "green", "unclear": "yellow", "failed": "red", "first": "bold red"}
 _CODE_STYLES = {"context": "dim", "marked": "", "caret": "bold red"}
 _DIFF_STYLES = {"file": "bold", "del": "red", "add": "green", "hunk": "cyan"}
-_ASCII_FALLBACKS = str.maketrans({"█": "#", "░": ".", "…": "~"})
+_ASCII_FALLBACKS = str.maketrans({"…": "~"})
 
 
 def print_document(blocks: Iterable[Block], console: Console, *, goes_on: bool = False) -> None:
@@ -202,13 +201,8 @@ def _excess(widths: Sequence[int], window: int) -> int:
 
 
 def _letters(cell: str | Cell) -> Letters:
-    """Return a cell uncut; a cell with room has its number and a bar of five letters."""
-    if isinstance(cell, str):
-        return _literal(cell)
-    if cell.room is None:
-        return _literal(cell.text, _TONES[cell.tone])
-    bar = ("█" * round(cell.room * _BAR_WIDTH)).ljust(_BAR_WIDTH, "░")
-    return Letters.assemble(f"{printable(cell.text):>{_BAR_WIDTH}} ", (bar, _TONES[cell.tone]))
+    """Return a cell uncut."""
+    return _literal(cell) if isinstance(cell, str) else _literal(cell.text, _TONES[cell.tone])
 
 
 def _fit_cell(cell: str | Cell, width: int) -> Letters:

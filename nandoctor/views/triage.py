@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nandoctor.evidence.codec import to_plain
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
-from nandoctor.text import brief, file_line, join_first, plural, relative_path
+from nandoctor.text import file_line, join_first, plural, relative_path
 from nandoctor.views.blocks import Block, Column, Fact, Facts, Headline, Level, Section, Table, Text
 from nandoctor.views.save import MARK
 from nandoctor.views.verdicts import MEANINGS
@@ -90,15 +90,9 @@ def _table(groups: Sequence[Group]) -> Table:
         Column("cause", [group.cause or group.verdict for group in groups], least=_CAUSE_WIDTH),
         Column("place", [_name_line(group.place) for group in groups], least=_MIN_PLACE_WIDTH),
         Column("steps", [_describe_steps(group) for group in groups], right=True, spare=2),
-        Column("ranks", [_listed(group.ranks) for group in groups], spare=3),
-        Column("folds", [_listed(group.folds) for group in groups], spare=4),
-        Column("runs", [f"{len(group.runs):,}" for group in groups], right=True, spare=5),
+        Column("runs", [f"{len(group.runs):,}" for group in groups], right=True, spare=3),
     )
     return Table(columns=[column for column in columns if any(cell not in ("-", "") for cell in column.cells)])
-
-
-def _listed(values: Sequence[object]) -> str:
-    return brief(join_first([str(value) for value in values], _MAX_NAMED), 20) if values else "-"
 
 
 def _fix_of(group: Group) -> str:
@@ -115,8 +109,6 @@ def _group_section(place: int, group: Group, reports: dict[str, str]) -> Section
         "line": group.place.text,
         "modules": ", ".join(module or "the model" for module in group.modules),
         "steps": _describe_steps(group),
-        "ranks": ", ".join(map(str, group.ranks)),
-        "folds": ", ".join(group.folds),
         "runs": ", ".join(group.runs),
         "fix": _fix_of(group),
     }

@@ -57,14 +57,14 @@ def test_what_did_not_fail_comes_last_in_one_group():
     assert [(group.verdict, group.paths) for group in groups] == [("precision", ("c",)), ("healthy", ("a", "b"))]
 
 
-def test_a_group_tells_steps_ranks_folds_and_runs():
+def test_a_group_tells_steps_and_runs():
     moments = [
-        TrainingMoment(run="b", step=9120, rank=1, fold="2"),
-        TrainingMoment(run="a", step=12, rank=0, fold="0"),
+        TrainingMoment(run="b", step=9120),
+        TrainingMoment(run="a", step=12),
         TrainingMoment(run="a"),
     ]
     (group,) = group_results(result(str(number), when=moment) for number, moment in enumerate(moments))
-    assert (group.steps, group.ranks, group.folds, group.runs) == ((12, 9120), (0, 1), ("0", "2"), ("a", "b"))
+    assert (group.steps, group.runs) == ((12, 9120), ("a", "b"))
     assert group.paths == ("2", "1", "0")
 
 

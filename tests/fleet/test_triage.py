@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +17,6 @@ import nandoctor.fleet.triage as fleet
 from nandoctor.cli import main
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.triage import DumpResult
-from nandoctor.fleet.pool import _starting_processes
 from nandoctor.fleet.triage import InterruptedTriageError, TriageOptions, find_dumps, triage
 from nandoctor.fleet.worker import JobAnswer, run_job
 
@@ -219,9 +217,3 @@ def test_the_command_after_ctrl_c_exits_with_130(workers):
     shown = CliRunner().invoke(main, ["triage", "runs", "--model", "models_of_the_test.py:Overflowing"])
     assert shown.exit_code == 130
     assert "files are left" in shown.stderr
-
-
-@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="signals are blocked on POSIX alone")
-def test_an_interrupt_while_a_process_starts_comes_after_it():
-    with pytest.raises(KeyboardInterrupt), _starting_processes():
-        signal.raise_signal(signal.SIGINT)

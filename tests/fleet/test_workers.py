@@ -154,16 +154,6 @@ def test_stopped_in_the_middle_it_does_no_file_twice(workplace):
     assert {path: after[path] for path in before} == before
 
 
-def test_stopped_before_its_processes_are_there_it_ends_quietly(workplace):
-    process = start()
-    while process.poll() is None and not list(workplace.glob("nandoctor-triage/*")):
-        time.sleep(0.01)
-    time.sleep(0.5)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, stderr = process.communicate(timeout=60)
-    assert (process.returncode, "Traceback" in stderr) == (130, False)
-
-
 @contextmanager
 def open_cluster():
     """The address of a cluster whose workers start as fast as ours, and of which a task may kill one, not four."""

@@ -102,13 +102,12 @@ def elements(page):
 def triage_of(name):
     """A triage in which everything that a file, a model or a path may name is called so."""
     place = CodePlace(file=name, line=3, text=name, module=name, type=name, op=name)
-    names = {"title": name, "headline": name, "place": place, "paths": (name,), "modules": (name,), "folds": (name,)}
+    names = {"title": name, "headline": name, "place": place, "paths": (name,), "modules": (name,)}
     group = Group(
         **names,
         verdict="precision",
         cause="eps-underflow",
         steps=(3, 9),
-        ranks=(0, 1),
         runs=(name,),
         representative=name,
         fix=name,

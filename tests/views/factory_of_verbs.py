@@ -24,8 +24,6 @@ def _group(number):
         paths=tuple(f"runs/{run}/nan-step000012.pth" for run in range(301)),
         modules=(LONG_MODULE.format(number),),
         steps=(12, 9_120),
-        ranks=(0, 1, 2, 3),
-        folds=("0", "1"),
         runs=tuple(map(str, range(7))),
         representative="runs/0/nan-step000012.pth",
         fix=f"Use an eps of 1e-4 in line 45 of {LONG_FILE}",

@@ -56,12 +56,6 @@ def test_an_expression_over_several_lines_has_carets_below_each(excerpt):
     ]
 
 
-def test_a_long_expression_is_marked_by_its_lines_alone(excerpt):
-    lines = ("f(", *("    x," for _ in range(8)), ")")
-    text = shown(replace(excerpt, first=1, lines=lines, line=1, end_line=10, column=0, end_column=1))
-    assert all(line.startswith(">") for line in text)
-
-
 def test_wide_letters_take_two_columns(excerpt):
     text = shown(replace(excerpt, first=1, lines=("层 = 归一(x)",), line=1, end_line=1, column=4, end_column=9))
     assert text[1].index("^") == len("> 1 | ") + len("层 = ") + 1

@@ -12,12 +12,12 @@ from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import Diagnosis, Reproduction
 from nandoctor.evidence.trace import Place
 from nandoctor.evidence.verdicts import Verdict
-from nandoctor.views.evidence import describe_reproduction, evidence_facts, extent_facts, list_operands
+from nandoctor.views.evidence import describe_reproduction, evidence_facts, list_operands
 from nandoctor.views.verdicts import MEANINGS
 
 
 def facts(report):
-    return {fact.label: fact.text for fact in (*evidence_facts(report), *extent_facts(report))}
+    return {fact.label: fact.text for fact in evidence_facts(report)}
 
 
 def with_first(**changes):

@@ -121,10 +121,10 @@ def test_nothing_was_run():
 
 
 @pytest.mark.parametrize(
-    ("center", "expected"), [(9, range(4, 12)), (0, range(8)), (19, range(12, 20)), (2, range(8)), (17, range(12, 20))]
+    ("center", "expected"), [(9, range(6, 12)), (0, range(6)), (19, range(14, 20)), (2, range(6)), (18, range(14, 20))]
 )
 def test_windows_stay_inside_and_full(center, expected):
-    assert select_layers(factory.healthy(20)).window(center, 5, 2) == expected
+    assert select_layers(factory.healthy(20)).window(center) == expected
 
 
 def test_the_tightest_layer_has_the_largest_value():

@@ -13,10 +13,8 @@ import matplotlib
 import matplotlib.style
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backend_bases import RendererBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Report
@@ -47,14 +45,6 @@ DrawPanel = Callable[[Axes, Layers], Sequence[Artist]]
 
 class NotebookFigure(Figure):
     """A figure that a notebook shows as a picture, although pyplot does not manage it."""
-
-    def draw(self, renderer: RendererBase) -> None:
-        """Draw everything; while saving, matplotlib calls this twice, the first time only to compute the layout."""
-        engine = self.get_layout_engine()
-        if self.canvas.is_saving() and isinstance(engine, ConstrainedLayoutEngine):
-            engine.execute(self)
-        else:
-            super().draw(renderer)
 
     def _repr_png_(self) -> bytes:
         return image_of(self, "png", dpi=_NOTEBOOK_DPI)

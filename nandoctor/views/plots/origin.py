@@ -15,20 +15,19 @@ from matplotlib.ticker import MaxNLocator
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import Grid
-from nandoctor.text import brief, percent, shape_text
+from nandoctor.text import brief, shape_text
 from nandoctor.views.evidence import describe_origin
 from nandoctor.views.plots.figures import NONFINITE_COLOR, new_figure, write_finding, write_legend
 
-_SHARES = LinearSegmentedColormap.from_list("shares", ["#FBE3D5", NONFINITE_COLOR, "#7A3300"])
+_COUNTS = LinearSegmentedColormap.from_list("counts", ["#FBE3D5", NONFINITE_COLOR, "#7A3300"])
 _HEIGHT_IN, _LINE_HEIGHT_IN = 4.6, 1.9
-_NUM_SAMPLES = 64
 _NAME_WIDTH = 48
 _MAX_ASPECT_RATIO = 3.0
 """A map with a larger aspect ratio is stretched to be visible."""
 
 
 def draw_origin(report: Report) -> Figure:
-    """Draw the share of non-finite elements over two dimensions of the origin's tensor.
+    """Draw the number of non-finite elements over two dimensions of the origin's tensor.
 
     Raises:
         NanDoctorError: the report has no origin, or not the places of the non-finite elements in its tensor.
@@ -41,26 +40,24 @@ def draw_origin(report: Report) -> Figure:
         )
     with matplotlib.style.context("default"):
         figure = new_figure(_LINE_HEIGHT_IN if len(grid.dims) == 1 else _HEIGHT_IN)
-        _draw_map(figure.subplots(), origin, grid)
+        _draw_map(figure.subplots(), grid)
         write_finding(figure, report, f"{describe_origin(origin)}.")
-        legend = [Patch(color=_SHARES(share), label=f"{percent(share)} non-finite") for share in (0.01, 0.5, 1.0)]
+        most = max(map(max, grid.counts))
+        told = sorted({1, (most + 1) // 2, most})
+        legend = [Patch(color=_COUNTS(count / most), label=f"{count:,} non-finite") for count in told]
         write_legend(figure, legend, _describe_source(report, origin, grid))
     return figure
 
 
-def _draw_map(axes: Axes, origin: Origin, grid: Grid) -> None:
+def _draw_map(axes: Axes, grid: Grid) -> None:
     counts = np.array(grid.counts, dtype=np.float64)
     height, width = (1, *grid.sizes) if len(grid.sizes) == 1 else grid.sizes
-    cells_of = zip((height, width), counts.shape, strict=True)
-    lengths = [np.bincount(np.arange(size) * cells // size, minlength=cells) for size, cells in cells_of]
-    depth = _share_of_samples(origin, grid) * grid.numel / max(height * width, 1)
-    shares = counts / (np.outer(*lengths) * depth)  # of all elements of a cell in the affected samples
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
     axes.imshow(
-        np.ma.masked_equal(shares, 0),
-        cmap=_SHARES,
+        np.ma.masked_equal(counts, 0),
+        cmap=_COUNTS,
         vmin=0,
-        vmax=1,
+        vmax=counts.max(),
         extent=extent,
         interpolation="nearest",
         aspect="equal" if 1 / _MAX_ASPECT_RATIO < width / height < _MAX_ASPECT_RATIO else "auto",
@@ -75,18 +72,9 @@ def _draw_map(axes: Axes, origin: Origin, grid: Grid) -> None:
         axes.set_yticks([])
 
 
-def _share_of_samples(origin: Origin, grid: Grid) -> float:
-    """Return the share of affected samples; 1 if that is unknown, or the map itself shows the samples."""
-    shape = origin.output.shape if origin.output is not None else ()
-    samples = origin.elements.samples or ()
-    is_known = 0 < len(samples) < _NUM_SAMPLES and len(shape) > 1 and 0 not in grid.dims
-    return len(samples) / shape[0] if is_known else 1.0
-
-
 def _describe_source(report: Report, origin: Origin, grid: Grid) -> str:
     source = brief(Path(report.dump.path).name, _NAME_WIDTH)
     tensor = f"{origin.output.dtype} {shape_text(origin.output.shape)}" if origin.output is not None else "the tensor"
     shape = origin.output.shape if origin.output is not None else ()
-    affected = ", only affected samples" if _share_of_samples(origin, grid) < 1 else ""
     summed = ", other dimensions summed up" if len(shape) > len(grid.dims) else ""
-    return f"{source}: share of non-finite elements in {tensor}{affected}{summed}"
+    return f"{source}: non-finite elements of {tensor}{summed}"
