@@ -227,6 +227,9 @@ def _sort_module(contents: Contents, name: str, state: Mapping[Any, object]) -> 
 def _sort_mapping(contents: Contents, name: str, mapping: dict[object, object], depth: int) -> Any:
     if mapping.keys() >= _OPTIMIZER_KEYS:
         _take_optimizer(contents, name, mapping)
+    elif is_random_state(name):  # {"torch": ..., "cuda": ...}
+        for key, item in mapping.items():
+            _sort(contents, _join(name, _check_name(str(key))), item, depth + 1)
     elif is_bookkeeping(name):
         contents.left_out.append(name)
     elif _is_state(name, mapping):

@@ -66,6 +66,11 @@ def find_bindings(model: nn.Module, offer: Offer) -> list[Binding]:
     Raises:
         ModelError: there is no way; the message lists what is left on both sides.
     """
+    if getattr(type(_inner(model)), "forward", None) is nn.Module.forward:
+        raise ModelError(
+            f"{type(_inner(model)).__name__} has no forward.",
+            remedy="Give --call file.py:function, a (model, batch) -> output that calls what training called.",
+        )
     signature = read_signature(model)
     bounds = [bind(signature, offer, rules) for rules in FORWARD]
     ways = [bound for bound in bounds if signature.is_met(bound)]

@@ -297,6 +297,13 @@ def test_an_optimizer_is_known_by_its_state_under_any_name(read):
     assert [state.numel() for state in dump.rng_states] == [torch.get_rng_state().numel()]
 
 
+def test_random_states_may_be_in_a_dict(read):
+    states = {"torch": torch.get_rng_state(), "numpy": ("MT19937", np.zeros(624, np.uint32), 0), "python": (3, (1, 2))}
+    dump = read({"model": WEIGHTS, "rng_state": states})
+    assert torch.equal(dump.rng_states[0], torch.get_rng_state())
+    assert dump.left_out == ("rng_state.numpy", "rng_state.python")
+
+
 @pytest.mark.parametrize(
     "saved",
     [

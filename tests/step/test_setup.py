@@ -110,11 +110,16 @@ def test_code_for_cuda_is_built_on_the_replays_device(functions):
     assert next(prepare(dump, None, settings).steps[0].model.parameters()).device.type == "cpu"
 
 
+class WithoutForward(nn.Linear):
+    forward = nn.Module.forward
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "error", "message"),
     [
         (None, Settings(), ModelError, "not the model's code"),
         (nn.Linear(2, 2), Settings(), ModelError, "another model's state dict|do not fit"),
+        (WithoutForward(3, 2), Settings(), ModelError, "WithoutForward has no forward"),
         (nn.Linear(3, 2), Settings(device="gpu"), NanDoctorError, "device 'gpu'"),
         (nn.Linear(3, 2), Settings(device="meta"), NanDoctorError, "device 'meta'"),
         (nn.Linear(3, 2), Settings(inputs=("pixels",)), ModelError, "no array 'pixels'"),
