@@ -198,6 +198,12 @@ def fsdp_policy(module: nn.Module) -> Any:
     return None if read is None else getattr(read(module), "_mp_policy", None)
 
 
+def shard_offset(tensor: Any) -> list[int]:
+    """Return the indices of the first element of this rank's part of a DTensor in the whole."""
+    locate = _find("torch.distributed.tensor._utils.compute_local_shape_and_global_offset")
+    return list(locate(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+
+
 def holds_gradients(module: nn.Module) -> bool:
     """Return True if FSDP2 holds gradients that `set_requires_gradient_sync(False)` keeps from being reduced."""
     read = getattr(type(module), "_get_fsdp_state", None)

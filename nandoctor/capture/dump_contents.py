@@ -59,7 +59,7 @@ def describe(
         "updater": _describe_updater(spoiled.optimizer, observer.model) if spoiled and not unsaved else {},
         "argv": [str(argument) for argument in sys.argv[1:]],
         "backends": read_backends(),
-        "versions": read_versions([model["module"], *(["transformers"] if "transformers" in sys.modules else [])]),
+        "versions": read_versions(),
         "left_out": [
             *(*lost, *dropped, *training.arguments.notes, *unsaved),
             *_describe_writes(step, observer, has_optimizer=bool(optimizers)),

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import platform
 import random
-from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,14 +76,10 @@ def read_backends() -> dict[str, Any]:
     return {name: value for name, value in read_switches(RECORDED).items() if value is not None}
 
 
-def read_versions(modules: Sequence[str]) -> dict[str, str]:
-    """Return the versions of Python, torch, numpy and the like, and of those named packages that are installed."""
+def read_versions() -> dict[str, str]:
+    """Return the versions of nandoctor, torch and Python, and the platform."""
     versions = {"nandoctor": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
-    versions |= {"numpy": np.__version__, "cuda": str(torch.version.cuda), "platform": platform.platform()}
-    for name in sorted({module.partition(".")[0] for module in modules} - versions.keys()):
-        with suppress(PackageNotFoundError, ValueError):
-            versions[name] = version(name)
-    return versions
+    return {**versions, "cuda": str(torch.version.cuda), "platform": platform.platform()}
 
 
 def read_rank() -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.text import dtype_name
-from nandoctor.torch_compat import fsdp_policy, holds_gradients
+from nandoctor.torch_compat import fsdp_policy, holds_gradients, shard_offset
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -60,30 +60,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def describe_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return each sharded tensor's full shape, and the indices of the first element of this rank's part in it.
 
-    These are missing, and nothing can join the parts, if FSDP over tensor parallelism splits a dimension unevenly:
-    a part may then be several pieces of the whole.
+    These are missing, and nothing can join the parts, if FSDP splits what tensor parallelism has split already.
     """
     return {name: _describe(tensor) for name, tensor in tensors.items() if is_sharded(tensor)}
 
 
 def _describe(tensor: Any) -> dict[str, Any]:
-    sizes, offset, is_joinable = list(tensor.shape), [0] * tensor.dim(), True
-    mesh = zip(tensor.placements, tensor.device_mesh.shape, tensor.device_mesh.get_coordinate(), strict=True)
-    for placement, num_parts, place in sorted(mesh, key=lambda along: _is_strided(along[0])):
-        if hasattr(placement, "dim"):  # else every rank has all of it
-            dim = placement.dim
-            if _is_strided(placement) and tensor.shape[dim] % (placement.split_factor * num_parts):
-                is_joinable = False
-            most = -(-sizes[dim] // num_parts)  # as torch.chunk splits
-            begin = min(most * place, sizes[dim])
-            offset[dim] += begin
-            sizes[dim] = min(most, sizes[dim] - begin)
-    return {"shape": list(tensor.shape), "offset": offset if is_joinable else []}
-
-
-def _is_strided(placement: Any) -> bool:
-    """Return True for the split of what tensor parallelism has split already; it comes first in the mesh."""
-    return type(placement).__name__ == "_StridedShard"
+    is_split_again = any(type(placement).__name__ == "_StridedShard" for placement in tensor.placements)
+    return {"shape": list(tensor.shape), "offset": [] if is_split_again else shard_offset(tensor)}
 
 
 def describe_mixed_precision(model: nn.Module) -> dict[str, dict[str, str]]:

@@ -77,14 +77,6 @@ def damaged(what: str) -> DumpError:
     return DumpError(f"the file is damaged: {what}.", remedy=_COPY_AGAIN)
 
 
-def _altered(what: str) -> DumpError:
-    """Return the error for a file of full length in which bytes have changed."""
-    return DumpError(
-        f"the file is damaged: the bytes of {what} do not match the checksum that was written with them.",
-        remedy="Copy it again from where it was written; a transfer or a disk has changed it since.",
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
     """A file that torch.save or numpy.savez may have written, opened once: what is checked is what is loaded.
@@ -207,7 +199,7 @@ def _open_archive(data: mmap.mmap, path: Path) -> Container:
 def _check_bytes(data: mmap.mmap, members: Mapping[str, Member]) -> None:
     for name, member in members.items():
         if not member.is_intact(data):
-            raise _altered(name)
+            raise damaged(f"the bytes of {name} do not match the checksum that was written with them")
 
 
 def _check_byte_order(data: mmap.mmap, member: Member | None) -> None:
@@ -230,11 +222,6 @@ def _find_members(data: mmap.mmap) -> dict[str, Member]:
         raise
     except Exception as error:  # a damaged directory makes zipfile raise nearly anything
         raise _cut_short() from error
-    if any(entry.filename.partition("/")[2] == "constants.pkl" for entry in entries):
-        raise DumpError(
-            "it is a TorchScript program, not a dump.",
-            remedy="Save torch.jit.load(path).state_dict() with torch.save, and the batch with it.",
-        )
     for entry in entries:
         _check_entry(entry)
     if entries and min(entry.header_offset for entry in entries) != 0:

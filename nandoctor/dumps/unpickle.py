@@ -209,10 +209,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
         _HANDLERS[pickle.LONG1[0]](self)
         num_bits = self.stack[-1].bit_length()
         if num_bits > _MAX_INTEGER_BITS:
-            raise DumpError(
-                f"it holds an integer of {num_bits:,} bits, more than any number in a training run needs.",
-                remedy="Save numbers as floats or tensors; do not open the file if you do not know who wrote it.",
-            )
+            raise _hostile(f"it holds an integer of {num_bits:,} bits")
 
     def check_call(self, callee: Any, arguments: Any) -> None:
         """Let a call iterate only over containers, hash only short keys, and copy only what the file can hold.

@@ -127,11 +127,6 @@ FILES = {
         "Save it anew",
     ),
     "plain pickle": (lambda: pickle.dumps({"image": [1.0]}), "a plain pickle", "torch.save"),
-    "torchscript": (
-        lambda: forge.archive(b"}", extra=[("dump/constants.pkl", b"")]),
-        "a TorchScript program",
-        "state_dict()",
-    ),
     # Damaged
     "one byte": (lambda: b"P", "cut short after 1 bytes", "Copy it again"),
     "cut zip": (lambda: forge.saved(forge.step())[:-200], "zip directory is missing", "Copy it again"),

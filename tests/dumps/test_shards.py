@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.tensor import placement_types
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from nandoctor.capture import sharding
 from nandoctor.dumps.reader import read_dump
@@ -56,28 +54,10 @@ def test_every_rank_reads_whole_weights(tmp_path, kind):
         assert state["bias"].tolist() == [rank, rank]
 
 
-PLACEMENTS = {
-    "rows": (lambda shards: [shards.Shard(0)], (2,)),
-    "columns": (lambda shards: [shards.Shard(1)], (3,)),
-    "copies of rows": (lambda shards: [shards.Replicate(), shards.Shard(0)], (2, 2)),
-    "rows of rows": (lambda shards: [shards._StridedShard(0, split_factor=2), shards.Shard(0)], (3, 2)),
-    "rows and columns": (lambda shards: [shards.Shard(0), shards.Shard(1)], (2, 2)),
-}
-
-
-@pytest.mark.parametrize("kind", PLACEMENTS)
-def test_a_part_is_where_torch_puts_it(kind):
-    """Sizes that do not split into equal parts, but for FSDP over tensor parallelism."""
-    make, mesh_shape = PLACEMENTS[kind]
-    placements = make(placement_types)
-    for coordinate in itertools.product(*map(range, mesh_shape)):
-        shape = (12, 5) if kind == "rows of rows" else WHOLE.shape
-        known = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
-        mesh = SimpleNamespace(shape=mesh_shape, get_coordinate=lambda coordinate=coordinate: list(coordinate))
-        sharded = SimpleNamespace(shape=shape, dim=WHOLE.dim, placements=placements, device_mesh=mesh)
-        assert sharding._describe(sharded) == {"shape": list(shape), "offset": list(known[1])}
-        sharded.shape = (7, 5)
-        assert bool(sharding._describe(sharded)["offset"]) == (kind != "rows of rows")  # which would be several pieces
+def test_what_is_split_twice_along_rows_cannot_be_joined():
+    placements = [placement_types._StridedShard(0, split_factor=2), placement_types.Shard(0)]
+    sharded = SimpleNamespace(shape=torch.Size((12, 5)), placements=placements)
+    assert sharding._describe(sharded) == {"shape": [12, 5], "offset": []}
 
 
 def test_copies_need_the_files_of_one_group_alone(tmp_path):
