@@ -38,13 +38,10 @@ class JoinOrder:
         # Flattening a few small tensors is faster than another call of torch.
         self._is_few = len(tensors) <= 8 * len(kinds) and all(tensor.numel() <= _SMALL for tensor in tensors)
 
-    def copy(self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Join the tensors in new memory, or in `into`, the result of an earlier call."""
-        if into is None:
-            with torch.no_grad():
-                return [_join(tensors[part]) for part in self._slices]
-        with passing_autograd():
-            return [_join(tensors[part], out) for part, out in zip(self._slices, into, strict=True)]
+    def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Join the tensors in new memory."""
+        with torch.no_grad():
+            return [_join(tensors[part]) for part in self._slices]
 
     def split(self, joined: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield each tensor as a view of the result of `copy`."""
@@ -68,14 +65,12 @@ def can_join(tensor: torch.Tensor) -> bool:
     return type(tensor) in _DENSE and tensor.layout is torch.strided and tensor.numel() > 0
 
 
-def _join(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join the tensors. Writing into `out` bypasses autocast, which under bf16 refuses to join fp16 tensors."""
     join = torch.cat if tensors[0].dim() else torch.stack
     try:
-        return join(tensors, out=out)  # type: ignore[arg-type]
+        return join(tensors)  # type: ignore[arg-type]
     except RuntimeError:
-        if out is not None:
-            raise
         return join(tensors, out=tensors[0].new_empty(0))  # type: ignore[arg-type]
 
 

@@ -68,8 +68,6 @@ class TrainedParameters:
         self.sharded = any(map(is_sharded, self.parameters))
         self._joint = self._join() if all(map(_is_on_cpu, self.parameters)) else None
         self._copies = self._make_copies(undo_nbytes)
-        split = self._copies if self._joint is None or self._copies is None else self._joint.split(self._copies)
-        self._undo = None if split is None else dict(zip(self.names, split, strict=True))
 
     def _join(self) -> JoinOrder:
         """Sort the parameters into an order in which a few calls can copy and measure them."""
@@ -96,21 +94,18 @@ class TrainedParameters:
 
     def keep(self) -> Mapping[str, torch.Tensor] | None:
         """Copy the weights, so that the dump can have those from before an update; None if there is no room."""
-        if self._copies is None:
-            return None
-        if self._joint is not None:
-            self._joint.copy(self.parameters, self._copies)
-        else:
+        if self._copies is not None:
+            parts = list(map(local_part, self.parameters)) if self.sharded else self.parameters
             with torch.no_grad():
-                copy_tensors(self._copies, list(map(local_part, self.parameters)))
-        return self._undo
+                copy_tensors([*self._copies.values()], parts)
+        return self._copies
 
-    def _make_copies(self, undo_nbytes: int) -> list[torch.Tensor] | None:
+    def _make_copies(self, undo_nbytes: int) -> dict[str, torch.Tensor] | None:
         parts = [local_part(parameter) for parameter in self.parameters]
         if not has_room(parts, undo_nbytes):
             return None
         try:
-            return [torch.empty_like(part) for part in parts] if self._joint is None else self._joint.copy(parts)
+            return {name: torch.empty_like(part) for name, part in zip(self.names, parts, strict=True)}
         except torch.OutOfMemoryError:
             return None
 

@@ -291,9 +291,7 @@ def _take_moments(contents: Contents, name: str, optimizer: Mapping[object, obje
     moments = () if contents.moments else read_second_moments(optimizer)
     for moment in moments:
         place = f"{name}.state.{moment.index}"
-        values = _take_tensor(contents, place, moment.values)
-        first = None if moment.first is None else _take_tensor(contents, place, moment.first)
-        contents.moments.append(replace(moment, values=values, first=first))
+        contents.moments.append(replace(moment, values=_take_tensor(contents, place, moment.values)))
     contents.optimizer_eps = contents.optimizer_eps or read_eps(optimizer)
 
 

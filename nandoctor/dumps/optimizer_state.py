@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
@@ -24,17 +23,14 @@ class SecondMoment:
     """The running mean of the squared gradients of one parameter.
 
     `index` counts the optimizer's parameters from 0; `name` is the parameter's if the optimizer was given names, else
-    "". `eps` is what the optimizer adds to the root, in the format of `values`. `first` is the running mean of the
-    gradients, if there is one, `step` the number of steps, and `decays` those of the two means (0 for a sum).
+    "". `eps` is what the optimizer adds to the root, in the format of `values`. `decay` is the mean's, 0 for a sum.
     """
 
     index: int
     name: str
     eps: float
     values: torch.Tensor
-    first: torch.Tensor | None = None
-    step: int = 1
-    decays: tuple[float, float] = (0.0, 0.0)
+    decay: float = 0.0
 
 
 def read_second_moments(optimizer: Mapping[object, object]) -> tuple[SecondMoment, ...]:
@@ -72,15 +68,12 @@ def _of_group(group: Mapping[object, object], state: Mapping[object, object]) ->
         values = next((slots[name] for name in _NAMES if is_tensor(slots.get(name))), None)
         if _is_real(values):
             name = names[position] if isinstance(names, list) and position < len(names) else ""
-            first = slots.get("exp_avg")
             yield SecondMoment(
                 index=index,
                 name=name if isinstance(name, str) else "",
                 eps=eps,
                 values=values,
-                first=first if _is_real(first) and first.shape == values.shape else None,
-                step=_step(slots),
-                decays=_decays(group),
+                decay=_decay(group),
             )
 
 
@@ -88,17 +81,8 @@ def _is_real(value: object) -> TypeGuard[torch.Tensor]:
     return is_dense(value) and dtype_name(value.dtype) in _DTYPES
 
 
-def _step(slots: Mapping[str, object]) -> int:
-    step = slots.get("step")
-    if is_tensor(step):
-        step = step.item() if is_dense(step) and step.numel() == 1 else 1
-    return max(int(step), 1) if isinstance(step, (int, float)) and math.isfinite(step) else 1
-
-
-def _decays(group: Mapping[object, object]) -> tuple[float, float]:
-    """Return Adam's betas, or 0 and RMSprop's alpha; zeros for Adagrad, which sums without decay."""
-    betas = group.get("betas", (0.0, group.get("alpha", 0.0)))
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        return 0.0, 0.0
-    are_shares = all(isinstance(beta, float) and 0 <= beta < 1 for beta in betas)
-    return (betas[0], betas[1]) if are_shares else (0.0, 0.0)
+def _decay(group: Mapping[object, object]) -> float:
+    """Return Adam's second beta, or RMSprop's alpha; 0 for Adagrad, which sums without decay."""
+    betas = group.get("betas")
+    decay = betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else group.get("alpha")
+    return decay if isinstance(decay, float) and 0 <= decay < 1 else 0.0

@@ -43,7 +43,7 @@ def _safe_eps(moment: SecondMoment) -> float | None:
     """
     own = format_of(moment.values.dtype)
     assert own is not None
-    largest = math.sqrt(own.flush_threshold / (1 - moment.decays[1]))
+    largest = math.sqrt(own.flush_threshold / (1 - moment.decay))
     middle = math.sqrt(largest * min(_LEAST_GRADIENT, largest))
     return next((eps for eps in _TRIED if eps >= _ROUNDED_DOWN * middle and own.round(eps) != 0), None)
 

@@ -6,7 +6,6 @@ import sys
 import warnings
 from contextlib import nullcontext, suppress
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,11 +25,6 @@ NAMES = {
 }
 NOT_THERE = {("LBFGS", "update"), ("LBFGS, marked", "update")}  # see below
 EACH = [(loop, what) for loop in LOOPS for what in CAUSES if (loop, what) not in NOT_THERE]
-
-
-@pytest.fixture(autouse=True)
-def _in_the_folder_of_this_file(monkeypatch):
-    monkeypatch.chdir(Path(__file__).parent)
 
 
 def train(loop, what, folder, **more):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from loops import Net, loss_of
@@ -113,32 +111,6 @@ def test_a_gradient_penalty_is_replayed(tmp_path):
     assert (report.origin.phase, report.origin.op) == ("backward", "sqrt")
 
 
-class Losses(nn.Module):
-    """Returns its losses by name, as detectors do, for the loop to add up."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-
-    def forward(self, x):
-        first, second = self.linear(x).square().mean(0)
-        return {"loss_first": first, "loss_second": (second * 0).sqrt() + 1}
-
-
-def summed(output, batch):
-    return sum(output.values())
-
-
-def test_each_loss_of_a_model_is_graded_by_itself(tmp_path):
-    model, x = Losses(), torch.randn(3, 4)
-    with Recorder(model, folder=tmp_path, loss=summed) as recorder:
-        loss = summed(model(x), x)
-        recorder.watch(loss, x)
-        loss.backward()
-    report = nandoctor.replay(recorder.written[0], model=Losses, loss=summed, fixes=False).report
-    assert (report.reproduction.grade, report.origin.op) == ("exact", "sqrt")
-
-
 class Convolved(nn.Module):
     def __init__(self):
         super().__init__()
@@ -163,14 +135,6 @@ def test_channels_last_and_labels_taken_out(tmp_path):
             recorder.watch(logarithmic(model(batch["x"]), {"weight": weight}))
     report = nandoctor.replay(recorder.written[0], model=Convolved, loss=logarithmic, fixes=False).report
     assert (report.reproduction.grade, report.cause.code) == ("exact", "poisoned-target")
-
-
-def test_a_loss_that_no_replay_has_is_told(tmp_path, caplog):
-    model = Net()
-    with Recorder(model, folder=tmp_path) as recorder:
-        for factor in (1.0, torch.nan):
-            recorder.watch(model(torch.ones(3, 4)).mean() * factor, torch.ones(3, 4))
-    assert caplog.text.count("the loss is computed outside of the model") == 1
 
 
 class Costed(nn.Linear):
@@ -272,41 +236,3 @@ def test_weights_from_functional_call_are_told(tmp_path, caplog):
     told = "the weights of the step: torch.func.functional_call gave the model others than its own"
     assert told in "".join(torch.load(recorder.written[0], weights_only=True)["left_out"])
     assert "record a module that holds the model" in caplog.text
-
-
-class Discriminator(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, width), nn.LeakyReLU(), nn.Dropout(0.2), nn.Linear(width, 1))
-
-    def forward(self, x):
-        return torch.sigmoid(self.layers(x))
-
-
-def discriminator_loss(outputs, batch):
-    """`outputs` are those of the two calls: of what is real, and of what was made up."""
-    real, made_up = outputs
-    return -(torch.log(real) + torch.log(1 - made_up)).mean()
-
-
-def test_a_step_of_two_calls_of_a_gan_is_replayed(tmp_path):
-    """The discriminator's; its forward in the generator's step is in nobody's block."""
-    torch.manual_seed(0)
-    net, generator = Discriminator(), nn.Linear(2, 4)
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    recorder = Recorder(net, folder=tmp_path, loss=discriminator_loss, arguments={"width": 8}, in_a_row=1)
-    for number in range(4):
-        real, made_up = torch.randn(8, 4), generator(torch.randn(8, 2))
-        if number == 3:
-            real[5] = 1e5  # sigmoid gives exactly 0 or 1
-        with pytest.raises(nandoctor.NonFiniteTrainingError) if number == 3 else nullcontext():
-            with recorder.step({"real": real}):
-                loss = discriminator_loss([net(real), net(made_up.detach())], None)
-                recorder.watch(loss)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            (1 - torch.log(net(made_up)).mean()).backward()
-    report = nandoctor.replay(recorder.written[0], model=Discriminator, loss=discriminator_loss, fixes=False).report
-    assert (report.reproduction.grade, report.dump.path[-8:]) == ("exact", "0003.pth")
-    assert (report.origin.phase, report.origin.op, report.cause.code) == ("loss", "log", "log-of-zero")

@@ -22,25 +22,6 @@ from nandoctor import Recorder
 from nandoctor.dumps.reader import read_dump
 
 FOLDER = Path(__file__).parent
-DIES = """
-import sys, torch
-from torch import nn
-from nandoctor import Recorder
-
-model = nn.Linear({width}, {width})
-{before}
-with Recorder(model, folder=sys.argv[1]) as recorder:
-    with recorder.step():
-        recorder.watch(model(torch.full((1, {width}), float("nan"))).sum())
-        raise KeyError("the training's own error")
-"""
-
-
-def run(tmp_path, width=4, before=""):
-    script = DIES.format(width=width, before=before)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), *sys.path])}
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def fail_in(folder, batch=None, **options):
@@ -68,19 +49,10 @@ def test_a_folder_that_cannot_be_made(tmp_path, caplog):
     assert "It could not be saved" in caplog.messages[-1]
 
 
-LIMIT = """
-import resource, signal
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-"""
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_full(tmp_path):
-    process = run(tmp_path, width=200, before=LIMIT)
-    _, errors = process.communicate(timeout=300)
-    assert 'KeyError: "the training\'s own error"' in errors
-    assert "could not save" in errors
+def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert fail_in(tmp_path).written == ()
+    assert "could not save" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -271,9 +243,7 @@ class Late(nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize(
-    "model", [Distances(), Late(), nn.Sequential(Distances(), nn.ReLU())], ids=["one", "late", "two"]
-)
+@pytest.mark.parametrize("model", [Distances(), Late()], ids=["none", "late"])
 def test_a_model_without_weights_is_recorded(tmp_path, model):
     points = torch.ones(5, 3, requires_grad=True)
     optimizer = torch.optim.SGD([points], 0.1)
@@ -354,33 +324,15 @@ class Closed(nn.ReLU):
             raise RuntimeError(name) from None
 
 
-class Signed(nn.Linear):
-    __signature__ = "as documented"
-
-
-class Unprintable(nn.Linear):
-    def extra_repr(self) -> str:
-        raise RuntimeError("not yet")
-
-
-class RaisingLoss(Raises):
-    def __call__(self, output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        return output.mean()
-
-
 ODD = {
     "config": (NotReady(3, 2), None),
     "attributes": (Closed(), None),
-    "signature": (Signed(3, 2), None),
-    "printing": (Unprintable(3, 2), None),
-    "loss that raises": (nn.Linear(3, 2), RaisingLoss()),
     "mock": (nn.Linear(3, 2), MagicMock()),
 }
 
 
 @pytest.mark.parametrize(("model", "loss"), ODD.values(), ids=ODD.keys())
-def test_what_cannot_be_looked_at_is_recorded(tmp_path, monkeypatch, caplog, model, loss):
-    monkeypatch.chdir(FOLDER)
+def test_what_cannot_be_looked_at_is_recorded(tmp_path, caplog, model, loss):
     arguments = {"in_features": 3, "out_features": 2}
     with Recorder(model, folder=tmp_path, arguments=arguments, loss=loss) as recorder:
         recorder.watch(model(torch.full((4, 3), float("nan"))).sum(), torch.ones(3))

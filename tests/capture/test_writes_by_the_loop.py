@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +13,6 @@ import nandoctor
 from nandoctor import Recorder
 from nandoctor.capture.async_flags import Flag
 from nandoctor.dumps.reader import read_dump
-
-
-@pytest.fixture(autouse=True)
-def _in_the_folder_of_this_file(monkeypatch):
-    monkeypatch.chdir(Path(__file__).parent)
 
 
 def descend(model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from one_test import for_each
 
 from nandoctor.dumps.array_roles import is_bookkeeping, is_random_state, role_of
@@ -23,26 +22,10 @@ def test_role_of_a_name(name, role):
     assert role_of(name) == role
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "optimizer",
-        "optimizer_state_dict",
-        "optimizerG",
-        "optim",
-        "lr_schedulers",
-        "callbacks",
-        "rng_state",
-        "train.rng",
-    ],
-)
-def test_bookkeeping(name):
-    assert is_bookkeeping(name)
-
-
-@pytest.mark.parametrize("name", ["image", "optimal_flow", "schedule_mask", "orange", "scaler", "string"])
-def test_what_only_sounds_like_bookkeeping(name):
-    assert not is_bookkeeping(name)
+def test_bookkeeping():
+    names = "optimizer optimizer_state_dict optimizerG optim lr_schedulers callbacks rng_state train.rng"
+    assert all(map(is_bookkeeping, names.split()))
+    assert not any(map(is_bookkeeping, "image optimal_flow schedule_mask orange scaler string".split()))
 
 
 def test_random_state():

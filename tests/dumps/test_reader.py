@@ -10,7 +10,6 @@ import decimal
 import enum
 import pathlib
 import random
-import sys
 import uuid
 import zipfile
 
@@ -383,15 +382,6 @@ def test_what_scripts_save_beside_the_batch_is_read(read):
         "keys.0.5": ["encoder"], "keys.None": 2,
     }  # fmt: skip
     assert f"keys (a value whose key is a {Mode.__module__}.Mode)" in dump.left_out
-
-
-def test_classes_are_not_looked_for_by_their_names(read, tmp_path, monkeypatch):
-    (tmp_path / "trap_of_the_dump.py").write_text("raise SystemExit('imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    trap = forge.call(forge.name("trap_of_the_dump", "Config"))
-    dump = read(forge.archive(forge.mapping(trap=trap, state_dict=forge.weights())))
-    assert dump.state
-    assert "trap_of_the_dump" not in sys.modules
 
 
 def test_a_file_that_names_thousands_of_classes_is_refused(read):

@@ -128,11 +128,6 @@ def test_notes_say_which_weights_and_what_was_left_out(summary_of):
     assert summary.notes == ("The weights are those under 'model'.", "Not read: ema and optimizer.")
 
 
-def test_many_things_left_out_are_counted(summary_of):
-    (note,) = summary_of(**{f"raw{index}": b"" for index in range(20)}).notes
-    assert note.endswith("raw11 (a bytes) and 8 more.")
-
-
 def test_text_of_the_file_is_fit_for_a_terminal(summary_of):
     summary = summary_of(note="\x1b[31mred\n" + "x" * 1000, widths=list(range(10_000)))
     note, widths = (value for _, value in summary.scalars)
