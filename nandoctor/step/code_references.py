@@ -174,30 +174,24 @@ def describe_code_change(reference: Reference | None) -> list[str]:
 
 def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> Any:
     """Import the referenced class or, from the project's own files, the top-level function that built the model."""
-    if not reference.file:
-        if reference.module != "__main__":
-            return _import_installed(reference, reference.spec, dump)
+    if not reference.file and reference.module == "__main__":
         if (typed := find_typed(reference.module, reference.name)) is None:
             why = "it was typed into a notebook or console, where nandoctor.replay(FILE) finds it"
             raise _needs_approval(reference, dump, why)
         return typed
     source = _find_source(reference)
     if source is None:
-        raise _needs_approval(reference, dump, f"{brief(reference.file)} is not in the working directory")
-    if not defines_code(source, reference.name, own=True):
+        elsewhere = f"{brief(reference.file)} is not in the working directory"
+        raise _needs_approval(
+            reference, dump, elsewhere if reference.file else "Python finds it in no installed package"
+        )
+    if not defines_code(source, reference.name, own=bool(reference.file)):
         raise _needs_approval(reference, dump, f"{source.name} defines no class of that name")
+    if not reference.file:
+        return find_attribute(reference.spec, directory=None)
     if not provenance.here:
         raise _needs_approval(reference, dump, _NOT_HERE)
     return _import_from(source, reference)
-
-
-def _import_installed(reference: Reference, spec: str, dump: Path) -> Any:
-    path = installed_path(spec.partition(":")[0])
-    if path is None:
-        raise _needs_approval(reference, dump, "Python finds it in no installed package")
-    if not defines_code(path, spec.rpartition(":")[2], own=False):
-        raise _needs_approval(reference, dump, f"{path.name} defines no class of that name")
-    return find_attribute(spec, directory=None)
 
 
 def _find_source(reference: Reference) -> Path | None:
@@ -223,12 +217,8 @@ def _import_from(path: Path, reference: Reference) -> Any:
 def _needs_approval(reference: Reference, dump: Path, why: str, *, own: bool = True) -> ModelError:
     return ModelError(
         f"The dump names {brief(reference.spec)} as its model, and nandoctor does not import that by itself: {why}.",
-        remedy=_how_to_approve(dump, Recorded(model=reference), own=own),
+        remedy="If you know that code, run where it is: " + approving_command(dump, Recorded(model=reference), own=own),
     )
-
-
-def _how_to_approve(dump: Path, recorded: Recorded, *, own: bool = True) -> str:
-    return f"If you know that code, run where it is: {approving_command(dump, recorded, own=own)}"
 
 
 def require_approval(dump: Dump, settings: Settings, *, has_model: bool) -> None:

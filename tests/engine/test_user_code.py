@@ -106,28 +106,18 @@ ARGUMENTS = """
     import argparse
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float, default=1e-3)
-    {more}
     {net}
     args = parser.parse_args()
     WIDTH = 4
 """
 
 
-def script(more=""):
-    net = textwrap.indent(NET.format(line="pass"), "    ").strip()
-    return ARGUMENTS.format(more=more, net=net)
-
-
 def test_a_script_does_not_read_the_arguments_of_nandoctor(project, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["nandoctor", "replay", "dump.pth", "--model", "train.py:Net"])
     arguments = sys.argv
-    assert replay(project(script())).verdict == "healthy"
+    net = textwrap.indent(NET.format(line="pass"), "    ").strip()
+    assert replay(project(ARGUMENTS.format(net=net))).verdict == "healthy"
     assert sys.argv is arguments
-
-
-def test_a_script_that_wants_arguments_is_not_asked_for_them(project):
-    spec = project(script(more='parser.add_argument("data")'))
-    assert replay(spec).verdict == "healthy"
 
 
 NOISE = """
