@@ -8,8 +8,6 @@ from typing import TypeVar
 T = TypeVar("T")
 
 MAX_SETS = 3
-_FEW = 8
-"""Up to so many members, leaving them out one by one is as quick as halving."""
 
 
 def find_minimal_sets(
@@ -35,8 +33,6 @@ def _find_one(
     """Return a minimal set within the first guess that holds, else within all members; () if these do not."""
     starts = [tuple(member for member in guess if member in members) for guess in guesses]
     start = next((start for start in starts if start and holds(start)), ())
-    if 0 < len(start) <= _FEW:
-        return _without_needless(start, holds)
     return minimise(start or members, holds) if start or (members and holds(members)) else ()
 
 

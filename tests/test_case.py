@@ -37,7 +37,7 @@ def test_a_live_model_is_replayed(case):
 
 @pytest.mark.parametrize("as_given", [str, lambda path: path, nandoctor.load], ids=["string", "path", "dump"])
 def test_the_dump_may_be_a_path_or_loaded(path, as_given):
-    assert nandoctor.replay(as_given(path), Overflowing).verdict == "precision"
+    assert nandoctor.replay(as_given(path), Overflowing, fixes=False).verdict == "precision"
 
 
 def test_a_loaded_dump_shows_its_arrays(path):
@@ -47,7 +47,7 @@ def test_a_loaded_dump_shows_its_arrays(path):
 
 
 def test_options_are_those_of_the_settings(path):
-    case = nandoctor.replay(path, Overflowing(), amp_dtype=torch.bfloat16, inputs="image", mode="eval")
+    case = nandoctor.replay(path, Overflowing(), amp_dtype=torch.bfloat16, inputs="image", mode="eval", fixes=False)
     assert case.report.runs.autocast.dtype.name == "bfloat16"
     assert case.report.runs.autocast.training is False
 
@@ -77,7 +77,7 @@ def test_a_spec_is_looked_up_from_the_working_directory(path, tmp_path, monkeypa
     (work / "net_of_the_notebook.py").write_text("from tiny_models import Overflowing as Net")
     monkeypatch.chdir(work)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    case = nandoctor.replay(path, "net_of_the_notebook.py:Net")
+    case = nandoctor.replay(path, "net_of_the_notebook.py:Net", fixes=False)
     assert (case.verdict, case.report.runs.autocast.seed) == ("precision", 3)
 
 

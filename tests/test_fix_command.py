@@ -110,7 +110,7 @@ def test_the_best_fix_is_shown_and_its_diff_goes_through_git(workplace):
     assert "nandoctor fix dump.pth --model net.py:Net --write" in words(shown.stdout)
     piped = run(*ARGUMENTS, "--max-trials", "30", "--diff")
     assert (piped.exit_code, piped.stderr) == (0, "")
-    assert piped.stdout in shown.stdout
+    assert "\n".join(line.rstrip() for line in piped.stdout.splitlines()) in shown.stdout
     subprocess.run(["git", "apply", "-p1"], input=piped.stdout, text=True, check=True)
     assert run("verify", *ARGUMENTS[1:]).exit_code == 0
 
@@ -173,11 +173,6 @@ def test_what_is_no_patch_is_neither_piped_nor_written(find, fix, flag):
     result = run(*ARGUMENTS, flag)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "This fix is no diff of a file (" in result.stderr
-
-
-def test_flags_that_contradict_each_other_are_wrong_usage(workplace):
-    assert run(*ARGUMENTS, "--diff", "--write").exit_code == 2
-    assert run(*ARGUMENTS, "--diff", "--json").exit_code == 2
 
 
 def test_without_a_verified_change_there_is_nothing_to_print(find):

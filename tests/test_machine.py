@@ -25,10 +25,6 @@ def test_cores_are_those_of_the_containers_quota(quota, text, cores):
     assert machine.count_cores() == cores
 
 
-def test_a_system_without_cgroups_gives_all_its_cores(quota):
-    assert machine.count_cores() == 64
-
-
 @pytest.mark.parametrize(("text", "threads"), [("200000 100000", "2"), ("max 100000", None)])
 def test_torch_starts_no_more_threads_than_there_are_cores(quota, monkeypatch, text, threads):
     quota(text)

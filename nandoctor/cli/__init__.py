@@ -95,9 +95,6 @@ def main() -> None:
     nandoctor replay dump.pth --model train.py:make_model
     nandoctor fix dump.pth --model train.py:make_model --write
     nandoctor verify dump.pth --model train.py:make_model
-    nandoctor plot dump.pth --model train.py:make_model -o ranges.png
-    nandoctor inspect dump.pth
-    nandoctor repro dump.pth --model train.py:make_model -o repro.py
     nandoctor triage runs/ --model train.py:make_model
     """  # noqa: D301  (click wants the escape itself)
     _require_working_directory()

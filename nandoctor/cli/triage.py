@@ -12,6 +12,7 @@ import click
 
 from nandoctor.cli.options import GroupedCommand, settings_options
 from nandoctor.cli.shared import show
+from nandoctor.text import plural
 
 if TYPE_CHECKING:
     from nandoctor.evidence.triage import Triage
@@ -89,20 +90,14 @@ def _print(found: Triage, *, as_json: bool) -> None:
 def _progress_shown() -> Iterator[TriageProgress]:
     """Show a progress line if standard error is a terminal, and yield the function that moves it."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import Progress
 
     errors = Console(file=sys.stderr)
     if not errors.is_terminal:
         yield lambda *_: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("dumps"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=errors, transient=True) as bar:
+    with Progress(console=errors, transient=True) as bar:
         task = bar.add_task("Starting workers", total=None)
-        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
+        yield lambda stage, done, total: bar.update(
+            task, description=f"{stage} {done:,} of {plural(total, 'dump')}", completed=done, total=total
+        )

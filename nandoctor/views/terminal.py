@@ -36,7 +36,6 @@ _MAX_ROWS = 20
 _TONES = {"": "", "good": "green", "unclear": "yellow", "failed": "red", "first": "bold red"}
 _CODE_STYLES = {"context": "dim", "marked": "", "caret": "bold red"}
 _DIFF_STYLES = {"file": "bold", "del": "red", "add": "green", "hunk": "cyan"}
-_ASCII_FALLBACKS = str.maketrans({"…": "~"})
 
 
 def print_document(blocks: Iterable[Block], console: Console, *, goes_on: bool = False) -> None:
@@ -57,8 +56,7 @@ class _Line:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if options.ascii_only:  # any encoding but Unicode's; one letter for one keeps columns aligned
-            text = self._letters.plain.translate(_ASCII_FALLBACKS)
-            self._letters.plain = text.encode(options.encoding, "replace").decode(options.encoding)
+            self._letters.plain = self._letters.plain.encode(options.encoding, "replace").decode(options.encoding)
         yield from self._letters.render(console, end="\n")
 
 

@@ -126,11 +126,9 @@ def test_a_wide_format_is_not_drawn_to_its_limits():
 
 
 @pytest.mark.parametrize("size", [1e-300, 1e300])
-@pytest.mark.parametrize("low", [FP16, BF16])
-def test_any_magnitude_leaves_an_axis(size, low):
-    report = report_on((factory.tensor(size, dtype=low), factory.tensor(size, dtype=FP32)))
-    runs = replace(report.runs, autocast=replace(report.runs.autocast, dtype=low))
-    bottom, top = draw_ranges(replace(report, runs=runs)).axes[0].get_ylim()
+def test_any_magnitude_leaves_an_axis(size):
+    report = report_on((factory.tensor(size), factory.tensor(size, dtype=FP32)))
+    bottom, top = draw_ranges(report).axes[0].get_ylim()
     assert 0 < bottom < top < float("inf")
 
 
