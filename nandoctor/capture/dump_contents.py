@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nandoctor.capture.environment import read_backends, read_rank, read_versions
-from nandoctor.capture.model_rebuild import Training, describe_model
+from nandoctor.capture.model_rebuild import Training
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.sharding import is_sharded
 from nandoctor.capture.source_info import describe_source
@@ -42,12 +42,11 @@ def describe(
     function = getattr(observer.model, settings.method or "forward")
     calls, dropped = step.describe(function, is_method=bool(settings.method))
     spoiled = step.spoiled if reason == "update" else None
-    model = describe_model(training)
-    optimizer, unsaved = _describe_optimizer(spoiled, optimizers, with_state=settings.keep_optimizer)
+    optimizer, unsaved = _describe_optimizer(spoiled, optimizers)
     return {
         "format": FORMAT,
         "event": _describe_event(step, reason, event),
-        "model": model,
+        "model": {**training.model, "arguments": training.arguments.plain},
         **before,
         **calls,
         "method": settings.method,
@@ -76,9 +75,9 @@ def _describe_scaler(scaler: Any, step: RecordedStep) -> dict[str, Any]:
 
 
 def _describe_optimizer(
-    spoiled: Update | None, optimizers: Iterable[Optimizer], *, with_state: bool
+    spoiled: Update | None, optimizers: Iterable[Optimizer]
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the state dict of the model's first optimizer (lr, eps, betas), without state unless asked, and notes.
+    """Return the state dict of the model's first optimizer (lr, eps, betas), without its state, and notes.
 
     An optimizer whose update left non-finite weights is saved instead, with its state, which it may have divided by.
     Only the settings are saved, with a note, if the state is sharded, since a reader would lack the other ranks' parts.
@@ -91,7 +90,7 @@ def _describe_optimizer(
     except Exception as error:
         return None, [f"optimizer: its state_dict raised {type(error).__name__}: {error}"]
     bare = {**saved, "state": {}}
-    if not with_state and spoiled is None:
+    if spoiled is None:
         return bare, []
     if any(is_sharded(tensor) for _, tensor in walk_tensors(saved["state"])):
         return bare, ["optimizer: its state, which is spread over ranks"]

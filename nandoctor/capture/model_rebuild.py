@@ -145,11 +145,6 @@ def _describe_importable(thing: Any) -> dict[str, str]:
     return source
 
 
-def describe_model(training: Training) -> dict[str, Any]:
-    """Return the source of the model's class or builder, with its arguments."""
-    return {**training.model, "arguments": training.arguments.plain}
-
-
 def advise_rebuild(
     model: nn.Module, source: Mapping[str, str], arguments: ModelArguments, *, built: bool
 ) -> Iterator[str]:

@@ -62,7 +62,6 @@ class Recorder:
         keep: number of this run's files to keep; the oldest is deleted.
         max_nbytes: most bytes of a file (default: 8 GiB). The optimizer, the batch and the weights are left out if they
             do not fit, and the file says so.
-        keep_optimizer: True to save the optimizer's state as well.
         on_save: called with (path, event) after each file.
         undo_nbytes: copy the weights before each update, and before each forward what no optimizer writes, if these
             have at most this many bytes (default: 1 GiB), so that a step is saved as it began.
@@ -86,7 +85,6 @@ class Recorder:
     in_a_row: int | None = None
     keep: int = 5
     max_nbytes: int = 8 << 30
-    keep_optimizer: bool = False
     on_save: OnSave | None = None
     undo_nbytes: int = UNDO_NBYTES
     method: str = ""

@@ -26,7 +26,7 @@ from nandoctor.dumps.stored_tensor import (
     types_of,
     why_unread,
 )
-from nandoctor.dumps.trees import AS_WRITTEN, KIND, MAX_NAME, Slot, name_tensors
+from nandoctor.dumps.trees import AS_WRITTEN, KIND, MAX_NAME, Slot, name_tensors, too_large
 from nandoctor.errors import DumpError
 from nandoctor.text import brief, brief_list, byte_size
 from nandoctor.trees import MAX_DEPTH, PLAIN
@@ -192,10 +192,7 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
     """Sort a value and all that it holds; return its part of the tree, or `_NOTHING` if it is not part of a batch."""
     contents.num_values += 1
     if depth > MAX_DEPTH or contents.num_values > _MAX_VALUES:
-        raise DumpError(
-            "it is nested too deeply, or holds more values than any training step does.",
-            remedy="Save the tensors of the failing step in one flat dict.",
-        )
+        raise too_large()
     if is_module(value):
         return _sort_module(contents, name, state_of(value))
     if isinstance(value, Mapping):

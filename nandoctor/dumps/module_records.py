@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from nandoctor.errors import DumpError
+from nandoctor.dumps.trees import too_large
 from nandoctor.trees import BEYOND, walk
 
 _PARTS = ("_parameters", "_buffers", "_modules")
@@ -26,7 +26,7 @@ def state_of(module: Mapping[str, Any]) -> dict[str, object]:
     state: dict[str, object] = {}
     for place, item in walk(module, _children):
         if item is BEYOND or len(state) > _MAX_TENSORS:
-            raise _too_large()
+            raise too_large()
         state |= {".".join([*place, name]): value for name, value in _own_state(item)}
     return state
 
@@ -42,10 +42,3 @@ def _own_state(module: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
         for name, value in module[part].items():
             if value is not None and name not in kept_out:
                 yield str(name), value
-
-
-def _too_large() -> DumpError:
-    return DumpError(
-        "its model is nested too deeply, or has more tensors than any model does.",
-        remedy="Save model.state_dict() beside the batch.",
-    )

@@ -42,8 +42,15 @@ def name_tensors(tree: Any, name: str, take: Callable[[str, Any], str]) -> Any:
     try:
         return placed_map(name_tensor, tree)
     except RecursionError as error:
-        remedy = "Do not open it if you do not know who wrote it."
-        raise DumpError(f"{name!r} is nested too deeply.", remedy=remedy) from error
+        raise too_large() from error
+
+
+def too_large() -> DumpError:
+    """Return the error for contents that are nested without end, or that are too many."""
+    return DumpError(
+        "it is nested too deeply, or holds more values than any training step does.",
+        remedy="Save the tensors of the failing step in one flat dict, with model.state_dict() as the weights.",
+    )
 
 
 def _check_keys(name: str, mapping: Mapping[Any, Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,39 +47,27 @@ def _is_finite_in_fp32(program: Program) -> bool:
 
 
 def shrink(program: Program, failure: Failure) -> Program:
-    """Return the program with its tensors sliced as far as `failure` persists."""
-    return _Shrinking(failure).shrink(program)
+    """Return the program with its tensors sliced as far as `failure` persists, or the number of runs allows."""
+    runs, before = itertools.count(), None
+
+    def still_fails(smaller: Program) -> bool:
+        return next(runs) < _MAX_RUNS and failure.is_shown_by(smaller)
+
+    while before != (before := sum(leaf.numel() for leaf in program.leaves.values())):
+        for slots in [*_groups(program)]:
+            if len({program.leaves[name].shape[dim] for name, dim in slots}) == 1:
+                program = _narrow(program, slots, still_fails)
+    return program
 
 
-class _Shrinking:
-    """A search for smaller programs with a limited number of runs; it keeps the best one when they are used up."""
-
-    def __init__(self, failure: Failure) -> None:
-        self._failure = failure
-        self._runs_left = _MAX_RUNS
-
-    def shrink(self, program: Program) -> Program:
-        """Slice every dimension until no slice is smaller."""
-        before = None
-        while before != (before := sum(leaf.numel() for leaf in program.leaves.values())):
-            for slots in [*_groups(program)]:
-                if len({program.leaves[name].shape[dim] for name, dim in slots}) == 1:
-                    program = self._narrow(program, slots)
-        return program
-
-    def _narrow(self, program: Program, slots: tuple[Dimension, ...]) -> Program:
-        """Cut the dimensions `slots` together, at either end: by half while the failure persists, then by less."""
-        width = _extent(program, slots) // 2
-        while width > 0:
-            shorter = next(filter(self._still_fails, _cut(program, slots, width)), None)
-            program = program if shorter is None else shorter
-            width = width // 2 if shorter is None else min(width, _extent(program, slots) // 2)
-        return program
-
-    def _still_fails(self, program: Program) -> bool:
-        """Return True if the program fails as the first one did; False once the runs are used up."""
-        self._runs_left -= 1
-        return self._runs_left > 0 and self._failure.is_shown_by(program)
+def _narrow(program: Program, slots: tuple[Dimension, ...], still_fails: Callable[[Program], bool]) -> Program:
+    """Cut the dimensions `slots` together, at either end: by half while the failure persists, then by less."""
+    width = _extent(program, slots) // 2
+    while width > 0:
+        shorter = next(filter(still_fails, _cut(program, slots, width)), None)
+        program = program if shorter is None else shorter
+        width = width // 2 if shorter is None else min(width, _extent(program, slots) // 2)
+    return program
 
 
 def _extent(program: Program, slots: tuple[Dimension, ...]) -> int:

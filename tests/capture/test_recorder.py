@@ -210,13 +210,6 @@ def test_old_files_of_the_run_make_way_and_others_stay(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_the_optimizer_is_saved_on_request(tmp_path):
-    model = make_model()
-    recorder = record(tmp_path, model, keep_optimizer=True)
-    train(model, recorder, loud={2}, num_steps=3)
-    assert {moment.index for moment in read_dump(recorder.written[0]).moments} == set(range(6))
-
-
 def test_the_settings_of_the_optimizer_are_always_saved(tmp_path):
     model = make_model()
     recorder = record(tmp_path, model)
