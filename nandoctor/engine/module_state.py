@@ -29,12 +29,7 @@ from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.file_memory import cast_to_file, map_empty
 from nandoctor.machine import memory_of
 from nandoctor.process_wide import held
-from nandoctor.torch_compat import (
-    is_running_norm,
-    plain_torch,
-    run_backward_in_modes,
-    schema_of,
-)
+from nandoctor.torch_compat import is_running_norm, plain_torch, run_backward_in_modes, schema_of
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 from nandoctor.tracing.module_tracer import Tracer
 from nandoctor.tracing.op_tracer import TensorKind

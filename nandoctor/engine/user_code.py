@@ -141,11 +141,7 @@ def raise_explained(error: Exception, policy: Policy, call: str) -> NoReturn:
     if is_out_of_memory(error):
         raise explain_memory("run the step", error) from error
     if _lacks_forward(error):
-        raise ModelError(
-            "The model has no forward.",
-            remedy="Name a function that makes the training's call: --call FILE.py:NAME, with def NAME(model, batch): "
-            "return model.training_step(batch, 0) or the like; or name the network inside it with --model.",
-        ) from error
+        raise explain_forward() from error
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     what = "backward pass" if any(frame.f_code is run_backward.__code__ for frame in frames) else "forward"
     raised = f"The model's {what} raised {type(error).__name__}{raised_at(error)}: {error}"
@@ -162,6 +158,15 @@ def raise_explained(error: Exception, policy: Policy, call: str) -> NoReturn:
         + f" the call, {call}: `nandoctor inspect` lists the saved arrays, --inputs picks among them by name, and "
         "--call names a function (model, batch) -> output for anything else.",
     ) from error
+
+
+def explain_forward() -> ModelError:
+    """Return the error for a model without a forward."""
+    return ModelError(
+        "The model has no forward.",
+        remedy="Name a function that makes the training's call: --call FILE.py:NAME, with def NAME(model, batch): "
+        "return model.training_step(batch, 0) or the like; or name the network inside it with --model.",
+    )
 
 
 def _lacks_forward(error: Exception) -> bool:

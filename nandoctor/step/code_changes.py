@@ -18,12 +18,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.verification import CodeChange, CodeState
-from nandoctor.source_files import (
-    is_changed,
-    is_installed,
-    own_source,
-    shown_path,
-)
+from nandoctor.source_files import is_changed, is_installed, own_source, shown_path
 from nandoctor.step.settings import Settings
 
 _MAX_FILES = 500

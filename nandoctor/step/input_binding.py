@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from nandoctor.engine.user_code import explain_forward
 from nandoctor.errors import ModelError
 from nandoctor.step.binding import EVERYTHING, FORWARD, Bound, Offer, Signature, bind
 from nandoctor.text import dtype_name
@@ -67,10 +68,7 @@ def find_bindings(model: nn.Module, offer: Offer) -> list[Binding]:
         ModelError: there is no way; the message lists what is left on both sides.
     """
     if getattr(type(_inner(model)), "forward", None) is nn.Module.forward:
-        raise ModelError(
-            f"{type(_inner(model)).__name__} has no forward.",
-            remedy="Give --call file.py:function, a (model, batch) -> output that calls what training called.",
-        )
+        raise explain_forward()
     signature = read_signature(model)
     bounds = [bind(signature, offer, rules) for rules in FORWARD]
     ways = [bound for bound in bounds if signature.is_met(bound)]

@@ -119,7 +119,7 @@ class WithoutForward(nn.Linear):
     [
         (None, Settings(), ModelError, "not the model's code"),
         (nn.Linear(2, 2), Settings(), ModelError, "another model's state dict|do not fit"),
-        (WithoutForward(3, 2), Settings(), ModelError, "WithoutForward has no forward"),
+        (WithoutForward(3, 2), Settings(), ModelError, "The model has no forward"),
         (nn.Linear(3, 2), Settings(device="gpu"), NanDoctorError, "device 'gpu'"),
         (nn.Linear(3, 2), Settings(device="meta"), NanDoctorError, "device 'meta'"),
         (nn.Linear(3, 2), Settings(inputs=("pixels",)), ModelError, "no array 'pixels'"),
