@@ -79,13 +79,6 @@ def test_exit_codes_of_a_check(arguments, code):
     assert result.stderr.startswith("nandoctor: ") is (code == 125)
 
 
-def test_a_check_writes_what_it_was_asked_for(workplace):
-    result = run("replay", *SICK, "--check", "--json", "-o", "report.json")
-    assert result.exit_code == 1
-    assert json.loads(result.stdout) == json.loads((workplace / "report.json").read_text())
-    assert result.stderr == "Wrote report.json\n"
-
-
 def test_a_check_of_a_damaged_dump_tells_what_is_missing(workplace):
     (workplace / "cut.pth").write_bytes((workplace / "sick.pth").read_bytes()[:700])
     result = run("replay", "cut.pth", *SICK[1:], "--check", "--json", "-o", "report.json")

@@ -211,15 +211,6 @@ def test_the_saved_output_decides_which_array_goes_in(saved, other, decides):
             replay(LogOfSum(), **arrays)
 
 
-def test_weights_alone_are_judged_by_themselves():
-    dump = dump_of(poisoned_weight(), layout="weights-only")
-    report = replay_dump(dump, None, Settings()).report
-    assert (report.verdict, report.runs) == ("state", None)
-    assert report.headline == "1 of 4 saved tensors is non-finite: last.bias"
-    assert (report.origin.phase, report.origin.place.module, report.cause.code) == ("state", "last", "poisoned-weights")
-    assert report.origin.elements.kinds == ("nan",)
-
-
 def test_buffers_alone_are_told_from_weights():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[1].running_var.fill_(float("inf"))

@@ -231,12 +231,6 @@ def test_dropout_without_its_random_state_cannot_be_told(project):
     assert run("verify", dump, "--model", "net.py:Dropping", "--seed", "0").exit_code == 0
 
 
-def test_dropout_from_the_recorded_state_is_told(project):
-    dump = record_dump(project, "Dropping")
-    edit(project)
-    assert run("verify", dump).exit_code == 0
-
-
 def test_a_loss_that_is_not_replayed_cannot_be_told(project):
     edit(project)
     dump = record_dump(project, loss=None, spoil=float("nan"))

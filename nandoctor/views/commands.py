@@ -46,10 +46,6 @@ def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(arguments)
 
 
-PER_SAMPLE = "nandoctor.replay(..., per_sample=True)"
-"""What counts the values of each sample where no command can."""
-
-
 def command_for(verb: str, report: Report, *rest: str) -> str | None:
     """Return the command for another verb on the report's dump, with `rest` at the end; None if none can express it."""
     if not report.arguments:

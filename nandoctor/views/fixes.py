@@ -168,7 +168,6 @@ def how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
         yield Fact("apply it", WHERE_TO_RUN[fix.kind])
 
 
-_DIFFS = ("source", "cell")
 _MIN_COST = 0.05
 """A cost below this share of the step is not mentioned."""
 
@@ -225,7 +224,7 @@ def code_of_fix(fix: Fix, name: str = "", *, brief: bool = False) -> Patch:
         return Patch(list(_settings_as_code(fix.settings or FixSettings())), is_diff=False, name=name)
     text = SourcePatch(root=fix.patch_root or ".", files=fix.files).diff_with(1) if brief and fix.files else fix.patch
     lines = ["" if line.isspace() else line for line in text.splitlines()]
-    return Patch(lines, is_diff=fix.kind in _DIFFS, name=name)
+    return Patch(lines, is_diff=fix.kind in ("source", "cell"), name=name)
 
 
 def _settings_as_code(settings: FixSettings) -> Iterator[str]:

@@ -116,12 +116,6 @@ def test_changed_code_is_run_again(workers, workplace):
     assert len(workers.jobs) == 6
 
 
-def test_other_settings_are_another_result(workers):
-    triage(["runs/b"], OPTIONS)
-    triage(["runs/b"], TriageOptions(settings={**OPTIONS.settings, "amp_dtype": "bfloat16"}))
-    assert len(workers.jobs) == 2
-
-
 def test_a_failure_is_tried_again(workers):
     broken = TriageOptions(settings={**OPTIONS.settings, "model": "models_of_the_test.py:broken"})
     for _ in range(2):

@@ -20,7 +20,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import LayerRow, Report
 from nandoctor.evidence.trace import SampleStats, describe_run
 from nandoctor.text import samples_text
-from nandoctor.views.commands import PER_SAMPLE, command_for
+from nandoctor.views.commands import command_for
 from nandoctor.views.layers import Layers, select_layers
 from nandoctor.views.plots.figures import NONFINITE_COLOR, ORANGE, SKY, draw_by_layer
 
@@ -51,9 +51,9 @@ def draw_samples(report: Report) -> Figure:
     layers = select_layers(report)
     num_samples = _find_batch(layers)
     if report.runs is None or num_samples is None:
+        command = command_for("plot", report, "--kind samples") or "nandoctor.replay(..., per_sample=True)"
         raise NanDoctorError(
-            f"The report on {report.dump.path} has no per-sample counts.",
-            remedy=f"Count them: {command_for('plot', report, '--kind samples') or PER_SAMPLE}",
+            f"The report on {report.dump.path} has no per-sample counts.", remedy=f"Count them: {command}"
         )
     low = report.runs.autocast.dtype
     under = describe_run(report.runs.autocast.policy, low)
