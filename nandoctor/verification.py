@@ -21,7 +21,6 @@ from nandoctor.engine.progress import Progress
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.edits import Edit, Together
-from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import describe_run
 from nandoctor.evidence.verification import CodeState, Verification
@@ -278,15 +277,11 @@ def _draws_others(found: Diagnosed, query: _Query) -> bool:
 
 def _advise(measured: Verification, found: Diagnosed, query: _Query) -> Iterator[str]:
     """Yield what would make the answer certain."""
-    step, code = found.step, measured.code
-    assert step is not None
+    code = measured.code
     if _draws_others(found, query):
         yield "Give the --seed with which the unchanged code fails."
     if not code.changed and code.basis != "hash":
         yield "Name the file that you changed: --changed FILE"
-    failed = {check.name for check in measured.checks if check.status == "failed"}
-    if "gradients" in failed and step.loss_scale is None and step.low is FP16:
-        yield "Give the loss scale of the failing step: --loss-scale N, or 1 where nothing scales the loss."
 
 
 def _notes(measured: Verification, query: _Query, saved: DumpSummary, step: FailingStep) -> Iterator[str]:
@@ -301,5 +296,3 @@ def _notes(measured: Verification, query: _Query, saved: DumpSummary, step: Fail
             "Replayed in train mode. Eval mode reads the running statistics in the file, which the failing step has "
             "made non-finite: reset them before you go on from these weights."
         )
-    if measured.code.basis == "none" and not measured.code.changed:
-        yield "What has changed since the dump was written is not known."

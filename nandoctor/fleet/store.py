@@ -42,8 +42,6 @@ class Store:
         """
         written = [self.folder / name for name in (PAGE, LINES)]
         known = (self.folder / _RESULTS).is_dir() and all(map(is_replaceable, written))
-        if self.folder.exists() and not self.folder.is_dir():
-            raise NanDoctorError(f"{self.folder} is a file.", remedy="Name another folder with -o.")
         if self.folder.is_dir() and any(self.folder.iterdir()) and not known:
             raise NanDoctorError(
                 f"{self.folder} holds files that nandoctor triage did not write.",
