@@ -190,9 +190,9 @@ def test_plain_values_and_zero_dimensional_arrays_are_numbers(read):
 
 def test_values_that_are_shared_many_times_are_no_bomb(read):
     record = {"file": "tile_" * 100, "box": (1, (2, 3))}
-    dump = read({"model": WEIGHTS, "classes": ["a long name of a class" * 9] * 50_000, "records": [record] * 10_000})
-    assert len(dump.scalars["classes"]) == 50_000
-    assert dump.scalars["records.9999.file"] == "tile_" * 100
+    dump = read({"model": WEIGHTS, "classes": ["a long name of a class" * 9] * 10_000, "records": [record] * 1_000})
+    assert len(dump.scalars["classes"]) == 10_000
+    assert dump.scalars["records.999.file"] == "tile_" * 100
 
 
 def test_arrays_that_are_no_numbers_are_named_and_left_out(read):

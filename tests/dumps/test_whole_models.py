@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-import nandoctor
 from nandoctor.dumps.reader import look_at_dump, read_dump
 from nandoctor.errors import DumpError
 
@@ -62,12 +61,6 @@ def test_a_whole_model_is_read_as_its_weights(read, make):
     assert list(dump.arrays) == ["image"]
     assert_same_state(read(model), model)
     assert set(read(model, look_at_dump).state) == set(model.state_dict())
-
-
-def test_a_model_that_was_saved_under_a_recorder(read, tmp_path):
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with nandoctor.Recorder(model, folder=tmp_path):
-        assert_same_state(read({"model": model, "image": np.ones(2)}), model)
 
 
 def test_a_model_within_itself_is_refused(read):

@@ -16,6 +16,7 @@ from torch import nn
 import nandoctor
 from nandoctor.cli import main
 from nandoctor.errors import NanDoctorError
+from nandoctor.repro_scripts import build
 from nandoctor.repro_scripts.build import run_afresh
 
 ROOT = Path(__file__).parent.parent.parent
@@ -128,12 +129,8 @@ def test_what_fp32_gives_is_said_by_the_verdict(scripts):
 
 def test_a_script_that_does_not_fail_as_it_says_ends_in_an_error(tmp_path):
     text = write_script(CASES["eps/digital-silence"], tmp_path)
-    assert "torch.log(" in text
-    changed = tmp_path / "changed.py"
-    changed.write_text(text.replace("torch.log(", "torch.exp("), encoding="utf-8")
-    done = run_bare(str(changed))
-    assert done.returncode == 1
-    assert "AssertionError" in done.stderr
+    assert build.run_afresh(text) is None
+    assert "AssertionError" in build.run_afresh(text.replace("torch.log(", "torch.exp("))
 
 
 @pytest.mark.slow
@@ -143,9 +140,8 @@ def test_a_script_runs_in_a_process_of_its_own(monkeypatch):
     assert run_afresh("raise ValueError('as it is')") == "ValueError: as it is"
 
 
-@pytest.mark.parametrize("name", sorted(OUT_OF_REACH))
-def test_a_custom_function_needs_the_projects_own_code(name, tmp_path):
-    case = CASES[name]
+def test_a_custom_function_needs_the_projects_own_code(tmp_path):
+    case = CASES["function/swish"]
     with pytest.raises(NanDoctorError, match="is a custom autograd Function"):
         write_script(case, tmp_path)
 
