@@ -371,11 +371,12 @@ def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace) -
     if not found_trace.sources and not found_trace.written and not found_trace.outsized:
         yield from _from_constants(found_trace, in_loss=in_loss)
     orders = {source.op.order for source in found_trace.sources}
-    for source in found_trace.sources or (found_trace.written if in_loss and not found_trace.outsized else ()):
-        if source.op.analysis is None:
-            continue
-        finding = _at_function(source, trace)
-        if finding.op.order != source.op.order and finding.op.order in orders:
+    sources = found_trace.sources or (found_trace.written if in_loss and not found_trace.outsized else ())
+    made_at = [(source, _at_function(source, trace)) for source in sources if source.op.analysis is not None]
+    selected = {finding.op.forward for _, finding in made_at}  # told by their derivatives
+    for source, finding in made_at:
+        is_told = finding.op.order != source.op.order and finding.op.order in orders
+        if is_told or source.op.order in selected:
             continue
         absurd = absurd_weights(finding, trace)
         yield from ((source.op.order, diagnosis, None) for diagnosis in absurd)

@@ -30,12 +30,12 @@ def find_removal(op: OpCall, ops: Sequence[OpCall], backward: BackwardOps) -> Op
         return None
     forward, place = ops[op.forward], _find_place(op)
     is_hidden, carriers = not forward.outputs_finite, {forward.order}
-    followed = (later for later in ops[forward.order + 1 :] if later.order in backward)
-    for later in followed:
+    for later in ops[forward.order + 1 :]:
         taken = [tensor for tensor in later.inputs if tensor.producer in carriers]
         if is_hidden:
             taken = [tensor for tensor in taken if tensor in later.nonfinite_inputs]
-        if not taken:
+        has_own = later.order in backward  # the derivative of x + 1 is no op
+        if not taken or (not has_own and (later.outputs_finite or not is_hidden)):
             continue
         if is_hidden and later.outputs_finite:
             return later
