@@ -59,25 +59,55 @@ def _judge(job: dict[str, Any]) -> dict[str, Any]:
     if job["kind"] == "reference":
         runs = {name: _run(case, name, job) for name in BATCHES}
         plain = {name: _run(case, name, job, autocast=True) for name in BATCHES}
-        exact = {name: _exact_gradients(case, name, job) for name in BATCHES}
-        torch.save({"fp32": runs, "autocast": plain, "fp64": exact}, job["reference"])
+        exact = {name: _run_exact(case, name, job) for name in BATCHES}
+        beside = [_run_exact(_moved(case, seed, size), BATCHES[0], job) for size in _STEPS for seed in range(_SIDES)]
+        torch.save({"fp32": runs, "autocast": plain, "fp64": exact, "beside": beside}, job["reference"])
         return {}
     reference = torch.load(job["reference"], weights_only=False)
     names = BATCHES[:1] if job["kind"] == "data" else BATCHES
     return {"batches": {name: _compare(_run(case, name, job, autocast=True), reference, name, job) for name in names}}
 
 
-def _exact_gradients(case: Any, name: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradients of each loss in float64, {} if the model does not run in it; those of fp32 may be noise."""
+def _run_exact(case: Any, name: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Run the step in float64; {} if the model does not run in it. Gradients in fp32 may be noise."""
     wide = replace(case, build=lambda: _in_fp32(case.build).double(), batch=lambda: _widened(_in_fp32(case.batch)))
     torch.set_default_dtype(torch.float64)
     try:
-        gradients: dict[str, Any] = _run(wide, name, {**job, "settings": {"loss_scale": 1.0}})["gradients"]
-        return gradients
+        return _run(wide, name, {**job, "settings": {"loss_scale": 1.0}})
     except (RuntimeError, TypeError, ValueError):
         return {}
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+_SIDES, _STEPS = 4, (1e-4, 1e-6)
+"""How many neighbours show what the formula means at a point where float64 has no number, at each distance from it."""
+
+
+def _moved(case: Any, seed: int, size: float) -> Any:
+    """Return the case in float64 with all weights, and all arrays but flags, moved a little in a random direction."""
+
+    def build() -> Any:
+        model = case.build().double()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(_shift(weight, seed, size))
+        return model
+
+    def batch() -> Batch:
+        wide = _widened(case.batch())
+        flags = {name: bool(((value == 0) | (value == 1)).all()) for name, value in wide.items()}
+        return {
+            name: value + _shift(value, seed, size) if value.is_floating_point() and not flags[name] else value
+            for name, value in wide.items()
+        }
+
+    return replace(case, build=build, batch=batch)
+
+
+def _shift(value: torch.Tensor, seed: int, size: float) -> torch.Tensor:
+    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return size * noise * torch.where(value == 0, 1.0, value)
 
 
 def _in_fp32(make: Callable[[], Any]) -> Any:
@@ -238,7 +268,9 @@ def _compare(run: dict[str, Any], reference: dict[str, Any], name: str, job: dic
             "error": None
             if loss == SUM
             else _nearest(
-                made["values"], exact["gradients"][loss]["values"], reference["fp64"][name].get(loss, {}).get("values")
+                made["values"],
+                exact["gradients"][loss]["values"],
+                reference["fp64"][name].get("gradients", {}).get(loss, {}).get("values"),
             ),
         }
         for loss, made in run["gradients"].items()
@@ -250,7 +282,55 @@ def _compare(run: dict[str, Any], reference: dict[str, Any], name: str, job: dic
         "harm": harmed,
         "gradients": gradients,
         "reference": all(map(math.isfinite, exact["losses"].values())),
+        "made up": name == BATCHES[0] and job["kind"] != "data" and _is_made_up(run, reference),
     }
+
+
+def _is_made_up(run: dict[str, Any], reference: dict[str, Any]) -> bool:
+    """Return True if a run has a number, or gradients, that the formula does not tend to where float64 has none."""
+    exact, halved = (reference["fp64"][name] for name in (BATCHES[0], "halved"))
+    beside = [near for near in reference["beside"] if near]
+    if not exact or not beside:
+        return False
+    for place, itself in enumerate(exact["values"]):
+        near = torch.stack([other["values"][place] for other in beside])
+        if _has_no_limit_there(run["values"][place], itself, near, halved["values"][place] if halved else itself):
+            return True
+    for name, loss in exact["losses"].items():
+        ours, near = torch.tensor(run["losses"][name]), torch.tensor([other["losses"][name] for other in beside])
+        smaller = torch.tensor(halved["losses"][name] if halved else loss)
+        if name != SUM and _has_no_limit_there(ours, torch.tensor(loss), near, smaller):
+            return True
+    return any(_is_off_limit(run, exact, beside, name) for name in exact["gradients"] if name != SUM)
+
+
+def _has_no_limit_there(ours: torch.Tensor, itself: torch.Tensor, near: torch.Tensor, smaller: torch.Tensor) -> bool:
+    """Return True if `ours` is finite where `itself` is not, and is not what all finite neighbours come to.
+
+    Where no neighbour is finite a NaN means nothing, but an infinity is meant, unless smaller inputs are finite.
+    """
+    known = near.isfinite()
+    low, high = (torch.where(known, near, fill) for fill in (math.inf, -math.inf))
+    low, high = low.amin(0), high.amax(0)
+    size = torch.where(known, near, 0.0).abs().amax().clamp(min=1e-30)
+    agrees = (high - low <= 0.02 * size) & (ours - low >= -0.05 * size) & (ours - high <= 0.05 * size)
+    is_meant = itself.isinf() & ~smaller.isfinite()
+    wrong = torch.where(known.any(0), ~agrees, is_meant)
+    return bool((ours.isfinite() & ~itself.isfinite() & wrong).any())
+
+
+def _is_off_limit(run: dict[str, Any], exact: dict[str, Any], beside: list[dict[str, Any]], loss: str) -> bool:
+    """Return True if the value is finite, and the gradients are far from those that all neighbours have in common."""
+    if not math.isfinite(exact["losses"][loss]) or run["gradients"][loss]["scale"] is None:
+        return False
+    first, *others = (near["gradients"][loss]["values"] for near in beside)
+    spread = [_distance(other, first) for other in others]
+    if _distance(first, exact["gradients"][loss]["values"]) is not None or not all(
+        off is not None and off < 0.05 for off in spread
+    ):
+        return False
+    off = _distance(run["gradients"][loss]["values"], first)
+    return off is not None and off > 0.3
 
 
 def _error(ours: torch.Tensor, theirs: torch.Tensor, floor: float = 1e-30) -> float:

@@ -2,8 +2,8 @@
 
 `python benchmarks/fixes.py [--only TEXT] [--first N]` prints a row for each fix, and how many were applied, fixed the
 failing batch and five others, left non-finite gradients, or changed healthy samples. A case is `right` if all of its
-verified fixes are: finite, and as the unchanged step in fp32 or float64. It is `wrong` if one of them is not. A case
-without a verified fix has a `workaround` or `none`.
+verified fixes are: finite, and as the unchanged step in fp32 or float64, or as its neighbours where that has no number.
+It is `wrong` if one of them is not. A case without a verified fix has a `workaround` or `none`.
 
 A fix is applied with `git apply -p1` to a copy of the code, or executed. The process that judges it imports the step
 and `nandoctor.cuda_autocast`, but nothing of the search or its checks (`fix_judge.py`).
@@ -34,6 +34,7 @@ ROW = "{:<34} {:>2} {:<8} {:<58} {:<9} {:<28} {}"
 LARGEST_GRADIENT_ERROR = 0.1
 HARMS = "healthy samples changed by more than 1 %"
 NONFINITE = "non-finite gradients"
+MADE_UP = "a number that the formula does not tend to"
 OFF = "gradients more than 10 % off fp32 and fp64"
 
 
@@ -184,6 +185,7 @@ def _count(verdict: dict[str, Any]) -> dict[str, int]:
         "fixed on the failing batch": bool(first) and "as it failed" not in _failures(verdict),
         "fixed on the failing batch and five others": bool(first) and not _failures(verdict),
         HARMS: _harmed(verdict) > 0,
+        MADE_UP: bool(first) and first["made up"],
         NONFINITE: bool(_bad_gradients(verdict)),
         OFF: any(error > LARGEST_GRADIENT_ERROR for error in errors),
     }
@@ -192,12 +194,15 @@ def _count(verdict: dict[str, Any]) -> dict[str, int]:
 def _is_right(verdict: dict[str, Any]) -> bool:
     """Return True if the fix means what the unchanged step does, in fp32 or float64 where that is finite."""
     counts = _count(verdict)
-    return bool(counts["fixed on the failing batch"]) and not any(counts[fault] for fault in (HARMS, NONFINITE, OFF))
+    return bool(counts["fixed on the failing batch"]) and not any(
+        counts[fault] for fault in (HARMS, NONFINITE, OFF, MADE_UP)
+    )
 
 
 def _row(name: str, fix: Fix, verdict: dict[str, Any]) -> str:
     applied = "raised" if "raised" in verdict else "yes" if verdict["applied"] else "NO"
-    told = [*_bad_gradients(verdict), *([f"harm {_harmed(verdict):.2g}"] if _harmed(verdict) else [])]
+    told = [MADE_UP] if _count(verdict)[MADE_UP] else []
+    told += [*_bad_gradients(verdict), *([f"harm {_harmed(verdict):.2g}"] if _harmed(verdict) else [])]
     first = verdict.get("batches", {}).get("as it failed", {"gradients": {}})
     told += [
         f"{loss}: {100 * made['error']:.2g} % off at scale {made['scale']:g}"

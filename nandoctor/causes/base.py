@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,10 +11,10 @@ from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.places import singular_inputs, site_of
 from nandoctor.evidence.dump_summary import OptimizerUpdate
-from nandoctor.evidence.edits import Edit
+from nandoctor.evidence.edits import Edit, OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, Operand, OpTensor, TensorStats
+from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, TensorStats
 from nandoctor.ops import (
     CASTS,
     CLAMPS,
@@ -266,6 +266,22 @@ def find_zeros_behind(tensor: OpTensor, ops: Mapping[int, OpCall]) -> OpTensor |
     return min(zeros, key=lambda taken: taken.origin != "weight", default=None)
 
 
+def list_behind(sites: Set[OpSite], ops: Iterable[OpCall]) -> frozenset[str]:
+    """Return the arrays, weights and buffers that the ops at these sites compute from, as far as the trace knows.
+
+    Whole numbers and flags are not followed: a mask does not change when what it was compared from moves a little.
+    """
+    made = {op.order: op for op in ops if op.phase != "backward"}
+    waiting = [tensor for op in made.values() if site_of(op) in sites for tensor in op.inputs]
+    found, seen = set[str](), set[int | None]()
+    for tensor in waiting:  # it grows meanwhile
+        if tensor.stats is not None:
+            found.add(tensor.path)
+            waiting += made[tensor.producer].inputs if tensor.producer in made.keys() - seen else ()
+            seen.add(tensor.producer)
+    return frozenset(found - {""})
+
+
 def is_written(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:
     """Return True if the argument `name` is a number, a constant tensor or a buffer, at most moved, cast or filled in.
 
@@ -292,18 +308,6 @@ def is_log_of_mask(op: OpCall, ops: Sequence[OpCall]) -> bool:
 def feeds_product(written: OpCall, ops: Iterable[OpCall]) -> bool:
     """Return True if the infinities of `written` reach a product along `ops`; those of a mask are gone by then."""
     return any(op.op in PRODUCTS for op in _reached_ops(written, ops))
-
-
-def is_infinite_loss(made: OpCall, ops: Mapping[int, OpCall]) -> bool:
-    """Return True if the infinities of `made` never become NaN, and belong to a loss.
-
-    That is, `made` is an op of the loss, or they reach a 0-dim tensor in the model.
-    """
-    later = [ops[order] for order in sorted(ops) if order > made.order and ops[order].phase != "backward"]
-    reached = [*_reached_ops(made, later)]
-    if any(tensor.counts is not None and tensor.counts.num_nan for op in reached for tensor in op.outputs):
-        return False
-    return made.module == LOSS or any(op.module != LOSS and op.outputs[0].shape == () for op in reached)
 
 
 def _reached_ops(made: OpCall, ops: Iterable[OpCall]) -> Iterator[OpCall]:

@@ -23,13 +23,13 @@ from nandoctor.causes.base import (
     divisor_candidate,
     find_zeros_behind,
     guard_candidate,
-    is_infinite_loss,
     outside_domain,
 )
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import argument, subject
+from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
-from nandoctor.changes.places import ancestors, singular_inputs
+from nandoctor.changes.places import singular_inputs, site_of
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
 from nandoctor.ops import CASTS, DIVISIONS, NORMALISATIONS
@@ -102,25 +102,19 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
         divisor = next(tensor for tensor in finding.op.inputs if tensor.name == denominator.name)
         counts = (1.0,) if _is_count(finding, divisor) else ()
         clamps = divisor_candidate(finding.op, divisor, finding.ops, (*counts, *_SMALL))
-        guard = () if _is_learned_pole(finding, divisor) else guard_candidate(finding.op)
-        if "nan" in finding.analysis.kinds:  # 0 / 0 often tends to 1, as sin(x) / x does
-            guard += tuple(replace(edit, fill=1.0) for edit in guard if isinstance(edit, GuardArgument))
+        guard = guard_candidate(finding.op)
+        is_open = "nan" in finding.analysis.kinds  # 0 / 0 often tends to 1, as sin(x) / x does
+        guard += tuple(replace(edit, fill=1.0) for edit in guard if is_open and isinstance(edit, GuardArgument))
         num = len(counts)
-        if finding.op.op == "pow" or not guard:  # a power has no numerator: a clamp would make up a large number
+        if finding.op.op == "pow" or not (guard and is_open):  # a clamp would make up a large number
             yield (*clamps[:num], *guard, *clamps[num:])
         else:  # a bound above the smallest would replace divisors that other batches have
             yield (*clamps[: num + 1], *guard)
-
-
-def _is_learned_pole(finding: Finding, divisor: OpTensor) -> bool:
-    """Return True if a divisor computed from weights is 0, and the loss is infinite because of it: it is at its worst.
-
-    A result of 0 instead would reward what training should avoid. If it becomes NaN (0 * inf), the Inf means nothing.
-    """
-    if "nan" in finding.analysis.kinds or not is_infinite_loss(finding.op, finding.ops):
-        return False
-    behind = ancestors(finding.ops, divisor, len(finding.ops))
-    return any(tensor.origin == "weight" for op in behind for tensor in op.inputs)
+        maker = finding.ops.get(divisor.producer) if divisor.producer is not None else None
+        takers = [op for op in finding.ops.values() if any(taken.producer == divisor.producer for taken in op.inputs)]
+        signed = any(isinstance(edit, ClampArgument) and edit.keeps_sign for edit in clamps)
+        if maker is not None and len(takers) > 1:  # as a scale that is divided by, and multiplied with again
+            yield (ClampArgument(site=site_of(maker), argument="", low=_SMALL[0], keeps_sign=signed),)
 
 
 def _is_count(finding: Finding, tensor: OpTensor) -> bool:

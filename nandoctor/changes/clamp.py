@@ -186,9 +186,9 @@ def read_twice(expression: Expression, node: ast.expr) -> str:
 def _argument_in_words(op: str, argument: str) -> str:
     if argument == "other":
         return "the divisor" if op in ("div", "true_divide") else "the second argument"
-    if argument in ("", "self", "input"):
+    if argument in ("self", "input"):
         return "the first argument" if op in _BINARY else "the argument"
-    return f"the {argument}" if argument == "exponent" else argument
+    return f"the {argument or 'result'}" if argument in ("", "exponent") else argument
 
 
 def _others_like(source: SourceWriter, expression: Expression, name: str) -> Iterator[Expression]:

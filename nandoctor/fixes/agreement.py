@@ -198,7 +198,7 @@ def values_of(output: Any, loss: torch.Tensor | None) -> dict[str, torch.Tensor]
 def _in_range(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype is not torch.float64:
         return tensor
-    return tensor.masked_fill(tensor.abs() > _LARGEST_FP32, math.inf)
+    return torch.where(tensor.abs() > _LARGEST_FP32, tensor.sign() * math.inf, tensor)
 
 
 def compare_runs(made: Result, reference: Result, *, exact: Result | None = None) -> Agreement:

@@ -7,21 +7,7 @@ from difflib import SequenceMatcher
 
 from nandoctor.changes.source_tree import parse_source
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
-from nandoctor.evidence.trace import OpCall, SourceLine, Trace
-
-
-def failing_op(patch: SourcePatch, trace: Trace) -> OpCall | None:
-    """Return the first op of a changed statement that makes non-finite values from finite ones, or None."""
-    lines = {(file.path, line) for file in patch.files for line in _changed_lines(file)}
-    return next(
-        (
-            op
-            for op in trace.ops
-            if op.source is not None and (op.source.file, op.source.line) in lines
-            if not op.nonfinite_inputs and not op.outputs_finite
-        ),
-        None,
-    )
+from nandoctor.evidence.trace import SourceLine
 
 
 def is_in_changed(patch: SourcePatch, source: SourceLine) -> bool:

@@ -1,20 +1,25 @@
 """What the unchanged formula means where fp32 has no number: its value and gradient in float64, or their limit.
 
-At a singular point the limit is looked for along neighbouring inputs: the batch is moved off the point by shrinking
-steps, towards its own next sample and along a fixed pattern, from both sides, and the results are extrapolated (Aitken:
-exact for h ** p, whatever p). A limit exists where every side that is finite converges, and all to the same number.
+At a singular point the limit is looked for along neighbouring inputs: the batch, the weights and the buffers are moved
+off the point by shrinking steps, the batch towards its own next sample and along a fixed pattern, from both sides, and
+the results are extrapolated (Aitken: exact for h ** p, whatever p). A limit exists where every side that is finite
+converges, and all to the same number.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import torch
+from torch import nn
 
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.module_state import is_large
+from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import is_flags
 from nandoctor.fixes.agreement import TOLERANCE, Result
 from nandoctor.fixes.variations import scaled
@@ -36,18 +41,18 @@ _SIGNIFICANT = 0.01
 """A gradient's elements below this share of its largest have a sign that rounding may decide."""
 _LEAST = 1e-4
 """The same share for a whole weight's gradient, of the largest of all weights."""
-_FAR = 1e3
-"""A value is made up if it is so many times what the formula gives beside a point; 1e-12 for log(0) is 2 times."""
 _REVERSED = 0.1
 """The share of a gradient, by magnitude, that may have the other sign."""
 
 
 class Meaning:
-    """The meaning of one step's unchanged formula; what it needs is run once, and only when it is asked for."""
+    """The meaning of one step's unchanged formula; what it needs is run once, and only when it is asked for.
 
-    def __init__(self, trials: Trials) -> None:
-        self._trials = trials
-        self._nearest: list[Result] = []
+    `behind` are the arrays, weights and buffers that the failing ops' arguments are computed from; all, if it is empty.
+    """
+
+    def __init__(self, trials: Trials, *, behind: frozenset[str] = frozenset()) -> None:
+        self._trials, self._behind = trials, behind
 
     @cached_property
     def smaller(self) -> tuple[float, Trials] | None:
@@ -83,7 +88,10 @@ class Meaning:
 
     @cached_property
     def limit(self) -> Result | None:
-        """The limits of values and gradients, NaN where there is none; None if float64 is finite, or nothing moves."""
+        """The limits of values and gradients; None if float64 is finite, or nothing moves.
+
+        NaN is where there is no limit, Inf where no neighbour has a number either.
+        """
         if not self._trials.numerics or self._trials.exact().finite or is_large(self._trials.step.model):
             return None
         sides = [side for side in map(self._follow, self._sides()) if side is not None]
@@ -93,26 +101,52 @@ class Meaning:
         gradients = _agreed([side.gradients for side in sides])
         return Result(values=values, gradients=gradients, ran=True)
 
-    def describe_beyond(self, made: Result) -> str | None:
-        """Describe where a run's value is far past what the formula gives beside a point where it has no limit."""
+    @cached_property
+    def has_limit(self) -> bool:
+        """True if the unchanged step tends to a number where it gives none itself, in float64."""
+        if (limit := self.limit) is None:
+            return False
+        pairs = [(limit.values, self._trials.exact().values), (limit.gradients, self._trials.exact().gradients)]
+        shared = [(tends[name], itself[name]) for tends, itself in pairs for name in tends.keys() & itself.keys()]
+        return any(bool((torch.isfinite(tends) & ~torch.isfinite(itself)).any()) for tends, itself in shared)
+
+    def describe_replaced(self, made: Result) -> str | None:
+        """Describe where a run has a number that the unchanged formula does not tend to in float64; None if nowhere.
+
+        Where that is NaN for every neighbour too, as for the mean of no elements, nothing is replaced; where it is
+        infinite for all of them, smaller inputs may show that only float64's range is too small.
+        """
         if (limit := self.limit) is None:
             return None
-        itself = self._trials.exact().values
-        for name in made.values.keys() & limit.values:
-            ours = made.values[name].double().abs()
-            near = [run.values[name].double().nan_to_num(0.0, 0.0, 0.0).abs() for run in self._nearest]
-            reach = torch.stack(near).amax(0)
-            far = ~torch.isfinite(itself[name]) & torch.isnan(limit.values[name]) & (ours > _FAR * reach) & (reach > 0)
-            if bool(far.any()):
-                worst = int(torch.where(far, ours, 0.0).argmax())
-                given, most = (number(float(one.flatten()[worst])) for one in (ours, reach))
-                return f"{_place(name, ours, worst)} {given}, and the formula {most} beside this point"
-        return None
+        exact = self._trials.exact()
+        for name in (name for name in limit.values if name in made.values):
+            ours, tends, itself = (run.values[name].double() for run in (made, limit, exact))
+            off = torch.where(torch.isfinite(tends), ours - tends, 0.0).abs().masked_fill(self._lacks(name), torch.inf)
+            replaced = (off > TOLERANCE * _largest(tends)) & torch.isfinite(ours) & ~torch.isfinite(itself)
+            if bool(replaced.any()):
+                return _describe_at(int(torch.where(replaced, off, 0.0).argmax()), name, (ours, tends, itself))
+        # Where a value has no limit, such as log(0), that of a gradient means nothing.
+        has_values = all(bool(torch.isfinite(values).all()) for values in limit.values.values())
+        return _describe_gradients(made, limit) if has_values and not exact.gradients_finite else None
+
+    @cached_property
+    def is_lacking(self) -> bool:
+        """True if a value of the step has no limit, so that any number there is made up."""
+        return self.limit is not None and any(bool(self._lacks(name).any()) for name in self.limit.values)
+
+    def _lacks(self, name: str) -> torch.Tensor:
+        """Return where a value of the step has neither a number nor a limit, or is infinite for its neighbours too."""
+        assert self.limit is not None
+        tends, itself = self.limit.values[name], self._trials.exact().values[name]
+        is_infinite = torch.isinf(tends) & torch.isinf(itself)
+        is_past_range = bool(is_infinite.any()) and self.smaller is not None
+        return (torch.isnan(tends) & ~torch.isfinite(itself)) | (is_infinite & (not is_past_range))
 
     def _sides(self) -> Iterator[Tensors]:
-        """Yield the directions in which the real arrays of the batch are moved."""
-        batch = self._trials.step.batch
-        moved = {name: value.double() for name, value in batch.items() if _is_measured(value)}
+        """Yield the directions in which what is behind the failing ops is moved."""
+        model = self._trials.step.model
+        known = (*model.named_parameters(), *model.named_buffers(), *self._trials.step.batch.items())
+        moved = {name: value.detach().double() for name, value in known if self._moves(name, value)}
         if not moved:
             return
         towards = {name: value.roll(1, 0) - value if value.dim() else value for name, value in moved.items()}
@@ -121,30 +155,41 @@ class Meaning:
             yield direction
             yield {name: -step for name, step in direction.items()}
 
+    def _moves(self, name: str, value: torch.Tensor) -> bool:
+        """Return True for finite real numbers that may be behind the failure: a weight, or an array but flags."""
+        is_real = is_dense(value) and value.is_floating_point() and value.numel() > 0
+        may_be_behind = name in self._behind if self._behind else name in self._trials.step.batch
+        is_measured = isinstance(value, nn.Parameter) or (is_real and not is_flags(value))
+        return may_be_behind and is_real and is_measured and bool(torch.isfinite(value).all())
+
     def _follow(self, direction: Tensors) -> Result | None:
         """Return the limit from one side, NaN where it does not converge; None if the step cannot be run there."""
         step, runs = self._trials.step, list[Result]()
         for size in _STEPS:
-            moved = {name: step.batch[name].double() + size * shift for name, shift in direction.items()}
-            batch = {**step.batch, **moved}
-            runs.append(self._trials.on(replace(step, batch=batch)).exact())
+            shifts = {name: size * shift for name, shift in direction.items()}
+            moved = {name: step.batch[name].double() + shifts[name] for name in shifts.keys() & step.batch}
+            beside = replace(step, batch={**step.batch, **moved}, forward=partial(_run_beside, step, shifts))
+            runs.append(self._trials.on(beside).exact())
             if not runs[-1].ran:
                 return None
-        self._nearest.append(runs[-1])
         values = {name: _extrapolate([run.values[name] for run in runs]) for name in _common(runs, "values")}
         gradients = {name: _extrapolate([run.gradients[name] for run in runs]) for name in _common(runs, "gradients")}
         return Result(values=values, gradients=gradients, ran=True)
 
 
-def _is_measured(value: torch.Tensor) -> bool:
-    """Return True for an array of finite real numbers that are not flags of 0 and 1."""
-    is_real = is_dense(value) and value.is_floating_point() and value.numel() > 0
-    return is_real and bool(torch.isfinite(value).all()) and not is_flags(value)
+def _run_beside(step: FailingStep, shifts: Tensors, batch: Tensors) -> Any:
+    """Run the forward with moved weights and buffers; every run puts back the model's state."""
+    for name, tensor in (*step.model.named_parameters(), *step.model.named_buffers()):
+        if name in shifts.keys() - step.batch:
+            tensor.data.add_(shifts[name])
+    return step.forward(batch)
 
 
 def _pattern_like(value: torch.Tensor) -> torch.Tensor:
-    size = float(value.double().square().mean().sqrt()) or 1.0
-    return size * torch.linspace(1, 20, value.numel(), device=value.device).cos().view(value.shape).to(value)
+    """Return shares of the elements, so that a small variance stays positive; zeros move to one side, by the median."""
+    pattern = torch.linspace(1, 20, value.numel(), dtype=value.dtype, device=value.device).cos().view(value.shape)
+    others = value[value != 0].abs()
+    return torch.where(value == 0, pattern.abs() * (others.median() if others.numel() else 1.0), pattern * value)
 
 
 def _common(runs: Sequence[Result], what: str) -> list[str]:
@@ -165,14 +210,15 @@ def _extrapolate(run: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _agreed(sides: Sequence[Tensors]) -> dict[str, torch.Tensor]:
-    """Return the mean over the sides that are finite, NaN where one does not converge, or where they differ."""
+    """Return the mean over the sides that are finite: NaN where one does not converge or they differ, Inf for none."""
     found = {}
     for name in sides[0]:
         stacked = torch.stack([side[name] for side in sides if name in side])
         inside = ~torch.isinf(stacked)  # outside the domain the formula has no value
         mean = torch.where(inside, stacked, 0.0).sum(0) / inside.sum(0)
         spread = torch.where(inside, stacked - mean, 0.0).abs().amax(0)
-        found[name] = torch.where(spread <= _ALIKE * _largest(mean), mean, torch.nan)
+        agreed = torch.where(spread <= _ALIKE * _largest(mean), mean, torch.nan)
+        found[name] = torch.where(inside.any(0), agreed, torch.inf)
     return found
 
 
@@ -210,29 +256,13 @@ def _share_reversed(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float(theirs[is_reversed].abs().sum() / theirs.abs().sum())
 
 
-def has_limit(limit: Result, exact: Result) -> bool:
-    """Return True if the unchanged step tends to a number where it gives none itself, in float64."""
-    pairs = [(limit.values[name], exact.values[name]) for name in limit.values.keys() & exact.values]
-    pairs += [(limit.gradients[name], exact.gradients[name]) for name in limit.gradients.keys() & exact.gradients]
-    return any(bool((torch.isfinite(tends) & ~torch.isfinite(itself)).any()) for tends, itself in pairs)
-
-
-def distance_from_limit(made: Result, limit: Result, exact: Result) -> str | None:
-    """Describe where a run differs from the limits that the unchanged step has where it has no number; None if nowhere.
-
-    `exact` is the unchanged step itself in float64.
-    """
-    for name in made.values.keys() & limit.values:
-        ours, theirs, itself = (run.values[name].double() for run in (made, limit, exact))
-        singular = ~torch.isfinite(itself) & torch.isfinite(theirs)
-        off = torch.where(singular, ours - theirs, 0.0).abs()
-        if bool((off > TOLERANCE * _largest(theirs)).any()):
-            worst = int(off.argmax())
-            given, tends = (number(float(one.flatten()[worst])) for one in (ours, theirs))
-            return f"{_place(name, ours, worst)} {given} where the formula tends to {tends}"
-    # Where a value has no limit, such as log(0), that of a gradient means nothing.
-    has_values = all(bool(torch.isfinite(values).all()) for values in limit.values.values())
-    return _describe_gradients(made, limit) if has_values and not exact.gradients_finite else None
+def _describe_at(place: int, name: str, values: tuple[torch.Tensor, ...]) -> str:
+    """Describe an element of a run beside the limit there and what the formula itself gives."""
+    given, tends, gives = (float(one.flatten()[place]) for one in values)
+    formula = f"gives {'+' if gives > 0 else '-'}Inf"
+    formula = "gives NaN, and no limit was found" if math.isnan(gives) else formula
+    formula = f"tends to {number(tends)}" if math.isfinite(tends) else formula
+    return f"{_place(name, values[0], place)} {number(given)} where the formula {formula}"
 
 
 def _place(name: str, values: torch.Tensor, worst: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from nandoctor.causes.base import Candidate
+from nandoctor.causes.base import Candidate, list_behind
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
@@ -179,7 +179,7 @@ class _Search:
         self._program_error: str | None = None
 
     def try_changes(self) -> None:
-        """Try what the diagnosis suggests; if fp32 fails as well and nothing helps, leave samples out.
+        """Try what the diagnosis suggests; if fp32 fails as well and nothing helps, leave samples out at last.
 
         Nothing is tried on an error of the program.
         """
@@ -189,7 +189,8 @@ class _Search:
             return
         self._attempt(propose(self._findings, self._trials), self._tried)
         self._untried.remove(_CHANGES)
-        if self._findings.verdict == "numerics" and not self._succeeded:
+        helped = any(fix.verified or fix.workaround is not None for fix in self._tried)
+        if self._findings.verdict == "numerics" and not helped:
             self._try_later_origins()
             affected = self._guilty or rows_hit(self._findings)
             self._attempt(without_guilty(affected, self._step.num_samples), self._tried)
@@ -201,7 +202,13 @@ class _Search:
         is_mask = any(diagnosis.cause and diagnosis.cause.code == MASK for diagnosis in found.diagnoses)
         takes_sums = all(suspect.site.op in {*PRODUCTS, *CASTS} for suspect in found.suspects)
         trusts_fp32 = is_mask or (takes_sums and found.largest < _LARGEST_NEAR)
-        return Verifier(self._trials, guilty=self._guilty, random=self._findings.random, trusts_fp32=trusts_fp32)
+        return Verifier(
+            self._trials,
+            guilty=self._guilty,
+            random=self._findings.random,
+            trusts_fp32=trusts_fp32,
+            behind=list_behind({suspect.site for suspect in found.suspects}, self._findings.ops),
+        )
 
     def _try_later_origins(self) -> None:
         self._later = find_later_origins(self._findings, self._trials, self._writer)
@@ -329,7 +336,7 @@ class _Search:
                 attempts = [_make_fix(edit, text, proof, checks)]
                 if proof.passes or fails_at_once:
                     self._trials.note(edit, proof)
-                if proof.passes:
+                if proof.passes or (proof.workaround is not None and self._verifier.meaning.is_lacking):
                     return attempts
                 # A probe cannot widen an op that writes to its argument, but another text may.
                 if fails_at_once and not isinstance(edit, KeepOp):
@@ -337,7 +344,8 @@ class _Search:
             tried += attempts
 
         def key(fix: Fix) -> tuple[bool, bool, bool, float]:
-            return fix.workaround is None, math.isinf(distance_of(fix)), fix.kind == "advice", distance_of(fix)
+            distance = distance_of(fix) if fix.workaround is None else 0.0
+            return fix.workaround is None, math.isinf(distance), fix.kind == "advice", distance
 
         return sorted(tried, key=key)[:1]
 

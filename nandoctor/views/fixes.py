@@ -46,13 +46,16 @@ def _first_fix(report: Report, verified: Sequence[Fix]) -> Section:
 
 
 def _no_fix(report: Report, fixes: Sequence[Fix]) -> Section | None:
-    """Return for a screen what was tried, and why none of it is a fix; None if there was no search."""
+    """Return for a screen what was tried, why none of it is a fix, and a workaround; None if there was no search."""
     heading = no_fix_heading(report)
     if not heading:
         return None
     tried = [Fact("tried", f"{fix.title} ({describe_result(fix, report)})") for fix in fixes[:_MAX_LISTED]]
     more = f", of {plural(len(fixes), 'change')}" if len(fixes) > _MAX_LISTED else ""
-    return Section(f"{heading}{more}", [Facts([*tried, *why_facts(report)])])
+    blocks: list[Block] = [Facts([*tried, *why_facts(report)])]
+    if fixes and fixes[0].workaround is not None and fixes[0].patch:
+        blocks += [code_of_fix(fixes[0], brief=True), Facts([*how_to_apply(fixes[0], report)])]
+    return Section(f"{heading}{more}", blocks)
 
 
 def _all_fixes(report: Report, verified: Sequence[Fix], others: Sequence[Fix]) -> Section | None:

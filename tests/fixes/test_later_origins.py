@@ -10,8 +10,11 @@ import nandoctor
 
 
 class Rms(nn.Module):
+    """A quotient of zeros, at which the formula tends to 0."""
+
     def forward(self, x):
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True))
+        size = torch.sqrt((x * x).mean(-1, keepdim=True))
+        return x * size / size
 
 
 class TwoSamples(nn.Module):
@@ -83,7 +86,7 @@ def test_both_places_are_changed_in_one_diff(two_samples):
     assert best.verified
     assert best.kind == "source"
     assert [line for line in best.patch.splitlines() if line.startswith("+ ")] == [
-        "+        return x / torch.sqrt((x * x).mean(-1, keepdim=True)).clamp(min=1e-12)",
+        "+        return x * size / size.clamp(min=1e-12)",
         "+        divisor = weight.sum(1, keepdim=True)",  # whole numbers, which a batch may have below 0 too
         "+        mean = (self.rms(x) * weight[..., None]).sum(1) / torch.where(divisor == 0, 1, divisor)",
     ]
@@ -116,8 +119,8 @@ def test_the_change_of_a_later_origin_may_be_enough(tmp_path):
 
 def test_the_later_one_may_be_a_matter_of_precision(tmp_path):
     x = torch.ones(4, 4) * torch.tensor([[1.0], [0.0], [1e8], [2.0]])
-    best = replay(tmp_path, Overflow(), x=x).report.fixes[0]
-    assert best.verified
+    best = next(fix for fix in replay(tmp_path, Overflow(), x=x).report.fixes if fix.kind == "source")
+    assert best.workaround is not None  # no step is small for both 0 and 1e8: no limit is found
     assert {type(edit).__name__ for edit in best.edit.edits} == {"ClampArgument", "KeepOp"}
 
 
@@ -202,8 +205,8 @@ class LayerAndLogarithm(nn.Module):
 
 def test_a_layer_in_fp32_is_written_beside_another_change(tmp_path):
     x = torch.tensor([[1.0, 2.0], [10.0, 3.0], [0.0, 4.0]])
-    best = replay(tmp_path, LayerAndLogarithm(), x=x).report.fixes[0]
-    assert (best.verified, best.kind) == (True, "source")
+    best = next(fix for fix in replay(tmp_path, LayerAndLogarithm(), x=x).report.fixes if fix.kind == "source")
+    assert "where the formula gives -Inf" in best.workaround
     assert "h = self.read(x.float()).float()" in best.patch
     assert "torch.log((h * 1e-4).clamp(min=" in best.patch
 

@@ -2,7 +2,8 @@
 
 Each is an edit's kind and its place: a module, the source line, the constant and what it becomes. None stands for an
 illness that no change of one operation fixes: lost weights, an argument that the program puts outside a domain, or a
-value that float64 alone holds on its way and that every bound would change.
+value that float64 alone holds on its way and that every bound would change. A workaround replaces a value where the
+formula has none and no limit either.
 """
 
 # ruff: noqa: E501  (source lines as they stand)
@@ -40,7 +41,7 @@ ACCEPTED = {
     "exponential/softplus-by-hand": "stable-log return F.softplus(x) if self.stable else torch.log(1 + torch.exp(x))",
     "exponential/temperature": "keep-op return (similarity * self.logit_scale.exp()).softmax(dim=-1)",
     "sigmoid/spam": 'keep-op return {"probability": torch.sigmoid(self.last(F.relu(self.hidden(inputs["words"])))).squeeze(-1)}',
-    "sigmoid/critic": "stable-log return torch.log(1.0 - output).mean()",
+    "sigmoid/critic": "workaround: clamp return torch.log(1.0 - output).mean()",
     "sigmoid/stick-breaking": "stable-log left = torch.cumsum(torch.log(1 - taken), dim=-1)",
     "sigmoid/log-of-softmax": "stable-log return torch.log(scores.softmax(dim=-1))",
     "mask-constant/where": "set-argument -1e+09 -> None",
@@ -56,8 +57,8 @@ ACCEPTED = {
     "eps/digital-silence": "keep-op return torch.log(energy + self.eps)",
     "eps/relu-attention": "set-attribute ReluAttention.eps = 0.0001",
     "ratio/empty-sentence": "clamp return (words * mask.unsqueeze(-1)).sum(dim=1) / count",
-    "ratio/flat-picture": "clamp return self.head(self.body((picture - low) / (high - low)))",
-    "ratio/isolated-paper": "clamp root_degree = adjacency.sum(dim=1).pow(-0.5)",
+    "ratio/flat-picture": "workaround: clamp return self.head(self.body((picture - low) / (high - low)))",
+    "ratio/isolated-paper": "workaround: clamp root_degree = adjacency.sum(dim=1).pow(-0.5)",
     "ratio/silent-microphone": "clamp return torch.fft.irfft(cross / (cross.abs() + self.eps))",
     "ratio/no-organ": "clamp return (1 - 2 * overlap / (probability + organ).sum(dim=(1, 2, 3, 4))).mean()",
     "ratio/nothing-measured": 'clamp return (output - batch["depth"])[batch["valid"]].abs().mean()',
@@ -69,7 +70,7 @@ ACCEPTED = {
     "domain/angle-with-itself": "clamp return torch.acos(cosine.clamp(-self.limit, self.limit) * 0.9999)",
     "form/multiplied-mask": "set-argument -inf -> -10000.0",
     "form/forward-algorithm": None,
-    "form/gated-mask": "clamp weights = (scores + self.gate * self.causal).softmax(dim=-1)",
+    "form/gated-mask": "workaround: clamp weights = (scores + self.gate * self.causal).softmax(dim=-1)",
     "form/entropy": None,
     "singularity/same-signature": "clamp return torch.sqrt(difference.square().sum(dim=-1) + self.eps)",
     "singularity/dead-channel": "clamp return (products + self.eps).pow(0.5).flatten(1)",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ class Expect:
 
     `line` is a piece of the source line that is shown, None if there is none. `also` are the causes of the other
     origins. `says` are pieces of what is said anywhere in the report, and `never` of what is not. `holds` is True of
-    the report.
+    the report. `fix` is what a search gives first: "verified guard", with the kind of edit, or "none" that is verified.
     """
 
     verdict: Any = ANY
@@ -48,6 +49,7 @@ class Expect:
     says: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
     holds: Callable[[Report], Any] = lambda _: True
+    fix: str = ""
 
 
 def expect(words: str, **more: Any) -> Expect:
@@ -156,6 +158,10 @@ def _faults(expected: Expect, report: Report) -> Iterator[str]:
     yield from (f"it says {piece!r}" for piece in expected.never if piece in words)
     if not expected.holds(report):
         yield "something else does not hold"
+    if expected.fix and (report.fixes or report.search_notes):
+        given = [f"verified {fix.edit.kind}" for fix in report.fixes if fix.verified and fix.kind != "data"]
+        if not fnmatchcase(next(iter(given), "none"), expected.fix):
+            yield f"fix {next(iter(given), 'none')}, not {expected.fix}"
 
 
 def _faults_of_line(expected: Any, text: str | None) -> Iterator[str]:

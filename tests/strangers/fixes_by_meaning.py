@@ -1,0 +1,168 @@
+"""What a fix keeps or replaces: three unlike steps for each way in which a finite result can be wrong.
+
+The labels say what the search gives, from the formula: a verified change of the code and its kind, or none.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from strangers.rows import Rows
+from strangers.visits import normal
+
+rows = Rows()
+X = {"x": normal(4, 8)}
+ZEROS = {"x": normal(4, 8).abs() * torch.tensor([[1.0], [0.0], [1.0], [1.0]])}
+FAR = {"x": normal(4, 8) + torch.tensor([[0.0], [0.0], [300.0], [0.0]])}
+IN_FP32 = {**X, "autocast": False}
+DIVISION, RECIPROCAL = (f"numerics . {op} division-by-zero" for op in ("div", "reciprocal"))
+DOMAIN, TRAP = "numerics . {} invalid-domain", "numerics . {} where-gradient-trap"
+
+
+def squared(output, _batch):
+    return (output.float() - 0.3).square().mean()
+
+
+def lifted(name, words, batch, fix, step, **more):
+    rows.lifted(words, batch, name=name, fix=fix, **{"loss": squared, **more})(step)
+
+
+# --- a clamp of one term turns the gradient of the sum round
+
+
+def a_learned_variance(output, batch):
+    log_variance = output.float() - batch["x"]
+    return (torch.exp(log_variance.neg()) * batch["x"].square() + log_variance).mean()
+
+
+def ratio_of_policies(output, batch):
+    log_ratio = output.float() + batch["x"]
+    return (log_ratio.exp() - 1 - log_ratio).sum(-1).mean()
+
+
+def rate_of_counts(output, batch):
+    log_rate = output.float() + batch["x"]
+    return (torch.exp(log_rate) - 2.0 * log_rate).mean()
+
+
+for loss in (a_learned_variance, ratio_of_policies, rate_of_counts):
+    lifted(loss.__name__, "numerics <loss> exp exp-overflow", FAR, "none", lambda h, x: h, loss=loss)
+
+# --- an argument that the program puts outside a domain
+
+lifted("far below", DOMAIN.format("log1p"), X, "none", lambda h, x: torch.log1p(h - 6.0))
+lifted("negative base", DOMAIN.format("pow"), X, "none", lambda h, x: h + (x.mean(-1, keepdim=True) - 3.0) ** 1.5)
+lifted("not normalised", DOMAIN.format("atanh"), X, "none", lambda h, x: torch.atanh(3.0 + h.square()))
+
+# --- 0 / 0 that has a limit: 1, 1 and a half
+
+lifted("steepness", DIVISION, ZEROS, "verified guard", lambda h, x: h * (torch.tanh(x) / x))
+lifted("Bose gas", DIVISION, ZEROS, "verified guard", lambda h, x: h * (x / (torch.exp(x) - 1)))
+lifted("bending", DIVISION, ZEROS, "none", lambda h, x: h * ((1 - torch.cos(x)) / x.square()))
+
+# --- no limit: the formula is infinite, or depends on the side; a scale of weights that are 0 needs a floor itself
+
+lifted("decibels", "numerics . log log-of-zero", ZEROS, "none", lambda h, x: h + 20 * torch.log(x))
+lifted("direction of nothing", DIVISION, ZEROS, "none", lambda h, x: h * (x / x.norm(dim=-1, keepdim=True)))
+
+
+@rows(DIVISION, X, loss=squared, fix="verified clamp")
+class Quantised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lift, self.shift = nn.Linear(8, 8), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        scale = self.shift.detach().abs().amax() / 127
+        whole = self.shift / scale
+        whole = whole + (whole.round() - whole).detach()
+        return self.lift(x) + whole * scale
+
+
+# --- what is made up is hidden by what follows, or fp32 is wrong itself
+
+
+def one_pass_variance(h, x):
+    level = h + 5e4
+    return torch.sqrt(((level * level).mean(-1) - level.mean(-1) * level.mean(-1)).abs() + 1.0)
+
+
+lifted("nearest", RECIPROCAL, ZEROS, "none", lambda h, x: h * torch.softmax(1 / x, -1))
+lifted("shift", RECIPROCAL, ZEROS, "verified guard", lambda h, x: F.layer_norm(h + (1 / x).sum(-1, keepdim=True), (8,)))
+lifted("one pass", "precision . mul elementwise-overflow", X, "none", one_pass_variance)
+
+# --- the code itself says what the value is: an assignment, by index or by mask
+
+
+def logarithm_by_index(h, x):
+    made = torch.log(h.abs() * (x > 0))
+    made[torch.isinf(made)] = 0.0
+    return made + x
+
+
+def logarithm_by_mask(h, x):
+    made = torch.log(h.abs() * (x > 0))
+    return made.masked_fill_(made == -torch.inf, 0.0) + x
+
+
+def degree_by_limit(h, x):
+    made = (h.abs() * (x > 0)).pow(-0.5)
+    made[made > 1e30] = 0.0
+    return made + x
+
+
+for op, step in (("log", logarithm_by_index), ("log", logarithm_by_mask), ("pow", degree_by_limit)):
+    lifted(step.__name__, TRAP.format(op), IN_FP32, "verified guard", step)
+
+# --- right changes: a loss of almost nothing, an eps beside zeros, a mask of -1e4 that differs in padding
+
+
+def of_a_sure_answer(output, _batch):
+    return F.cross_entropy(output.float(), output.argmax(-1))
+
+
+def unit(h, x):
+    h = h - h[1]
+    return h / (h.abs().amax(-1, keepdim=True) + 1e-9)
+
+
+def padded(h, x):
+    there = torch.arange(5) < torch.tensor([[5], [3]])
+    scores = (h @ h.mT) + (~(there[:, :, None] & there[:, None])).to(h) * -1e9
+    return (torch.softmax(scores, -1) @ h) * there[..., None]
+
+
+SURE = "precision . mul elementwise-overflow"
+lifted("sure", SURE, X, "verified keep-op", lambda h, x: h * 3e5 / 3e3, loss=of_a_sure_answer)
+lifted("padded", "precision . * mask-constant-overflow", {"x": normal(2, 5, 8)}, "verified *", padded)
+lifted("unit", "precision . div eps-underflow", X, "verified *", unit)
+
+# --- the text is the edit: dimensions and keywords as they stand
+
+PADDED = {"x": normal(3, 4, 8) * torch.tensor([1.0, 0.0, 1.0])[:, None, None]}
+
+
+def masked(h, x):
+    return h[..., :1].masked_fill((x == 0).all(-1, keepdim=True), -torch.inf)
+
+
+def by_name(h, x):
+    scores = masked(h, x)
+    return (F.softmax(scores, dim=-2) * x).sum(-2)
+
+
+def by_method(h, x):
+    scores = masked(h, x)
+    return (scores.softmax(1) * x).sum(1)
+
+
+def of_the_input(h, x):
+    scores = masked(h, x).mT
+    return torch.softmax(input=scores, dim=2) @ x
+
+
+for pool in (by_name, by_method, of_the_input):
+    words = "numerics . softmax fully-masked-softmax"
+    lifted(pool.__name__, words, PADDED, "verified unmask-rows", pool, samples=(1,))
