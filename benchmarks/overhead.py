@@ -1,11 +1,13 @@
 """Measure what watching, emulating and diagnosing cost in processor time, as ratios to a plain run of the model.
 
-`python benchmarks/overhead.py` prints one table; README.md in this folder keeps one. TorchLens is included if it is
-installed: `pip install --no-deps torchlens`, and its dependencies tqdm, graphviz and pillow.
+`python benchmarks/overhead.py [--rounds 15] [--only encoder|U-Net|commands]` prints one table; README.md in this folder
+keeps one. The dearer variants are timed in a third of the rounds. TorchLens is included if it is installed:
+`pip install --no-deps torchlens`, and its dependencies tqdm, graphviz and pillow.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import statistics
@@ -35,24 +37,35 @@ from nandoctor.tracing.module_tracer import Tracer
 
 NATIVE = Policy(name="native", format=FP16)
 CPU = torch.device("cpu")
-REPEATS = 15
+SAMPLE = Path(__file__).parent.parent / "sample_dumps" / "log_saturated.pth"
+"""The smallest sample that is replayed."""
 
 Variants = Mapping[str, Callable[[], object]]
 
 
 def main() -> None:
     """Print everything, one line for each ratio."""
+    parser = argparse.ArgumentParser(description="Measure what watching, emulating and diagnosing cost.")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", choices=("encoder", "U-Net", "commands"))
+    asked = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {time.strftime('%Y-%m-%d')}")
     for workload in (make_encoder(), make_unet()):
-        print(f"\n{workload.name}: {workload.description}")
-        model = workload.build().train()
-        _print_ratios("plain fp32 forward", _forwards(workload, model), REPEATS)
-        if workload.name == "U-Net":  # the encoder's matrix products are hardly slower in torch's own fp16
-            _print_native(workload, model)
-        _print_peaks(workload, model)
-        _print_diagnoses(workload)
-    print("\ncommand line")
-    _print_commands()
+        if asked.only in (None, workload.name):
+            _print_workload(workload, asked.rounds)
+    if asked.only in (None, "commands"):
+        print("\ncommand line")
+        _print_commands(max(asked.rounds // 2, 1))
+
+
+def _print_workload(workload: Workload, rounds: int) -> None:
+    print(f"\n{workload.name}: {workload.description}", flush=True)
+    model = workload.build().train()
+    _print_ratios("plain fp32 forward", _forwards(workload, model), rounds)
+    if workload.name == "U-Net":  # the encoder's matrix products are hardly slower in torch's own fp16
+        _print_native(workload, model)
+    _print_peaks(workload, model)
+    _print_diagnoses(workload, max(rounds // 3, 1))
 
 
 def _forwards(workload: Workload, model: torch.nn.Module) -> Variants:
@@ -160,7 +173,7 @@ def _peak_allocation(call: Callable[[], object]) -> int:
     return peak
 
 
-def _print_diagnoses(workload: Workload) -> None:
+def _print_diagnoses(workload: Workload, rounds: int) -> None:
     """Print the time of the whole replay of a dump, from file to report, relative to the training step itself."""
     model = workload.build().train()
 
@@ -183,14 +196,14 @@ def _print_diagnoses(workload: Workload) -> None:
             "a middle layer overflows": partial(_replay, path, sick, "precision", fixes=False),
             "the same, fixes tried": lambda: _account(accounts, path, sick),
         }
-        plain = _print_ratios("plain fp32 forward", variants, REPEATS // 3)
+        plain = _print_ratios("plain fp32 forward", variants, rounds)
         for part in PARTS:
             of_part = [account.seconds[part] / seconds for account, seconds in zip(accounts[1:], plain, strict=True)]
             print(f"      {part:<38} {statistics.median(of_part):6.2f}")
     with dump_of(workload, model) as path:
         steep = partial(_replay, path, model, "numerics", loss=workload.steep_loss, fixes=False)
         variants = {"plain": step, "torch.autograd.detect_anomaly": anomaly, "only gradients non-finite": steep}
-        _print_ratios("plain fp32 forward and backward", variants, REPEATS // 3)
+        _print_ratios("plain fp32 forward and backward", variants, rounds)
 
 
 def _account(accounts: list[Account], path: Path, model: torch.nn.Module) -> None:
@@ -204,7 +217,7 @@ def _replay(path: Path, model: torch.nn.Module, verdict: str, **options: Any) ->
     assert case.verdict == verdict, case
 
 
-def _print_commands() -> None:
+def _print_commands(rounds: int) -> None:
     python = [sys.executable, "-c"]
     main_verb = "import sys; from nandoctor.cli import main; sys.argv[0] = 'nandoctor'; main()"
     workload = make_unet()
@@ -215,19 +228,25 @@ def _print_commands() -> None:
             "nandoctor inspect dump.pth": [*python, main_verb, "inspect", str(path)],
             "python -c 'import torch'": [*python, "import torch"],
         }
-        runs = {name: _command(command) for name, command in commands.items()}
-        _print_ratios("python -c pass", runs, 7)
+        replay = [*python, main_verb, "replay", str(SAMPLE)]
+        replays = {"import torch": commands["python -c 'import torch'"], "replay the smallest sample": replay}
+        replays["the same, --no-fixes"] = [*replay, "--no-fixes"]
+        for baseline, timed in (("python -c pass", commands), ("python -c 'import torch'", replays)):
+            _print_ratios(baseline, {name: _command(command) for name, command in timed.items()}, rounds)
 
 
 def _command(arguments: list[str]) -> Callable[[], object]:
-    return lambda: subprocess.run(arguments, check=True, capture_output=True)
+    return lambda: subprocess.run(arguments, check=True, capture_output=True, cwd=SAMPLE.parent.parent)
 
 
-def _print_ratios(baseline: str, variants: Variants, repeats: int) -> list[float]:
+def _print_ratios(baseline: str, variants: Variants, rounds: int) -> list[float]:
     """Time the variants in turn, print the median ratio of each to the first, and return the first's seconds."""
-    times = _time_in_turn(variants, repeats)
+    times = _time_in_turn(variants, rounds)
     first, *others = times
-    print(f"  processor time over the {baseline}'s {1e3 * statistics.median(times[first]):.0f} ms, {repeats} rounds")
+    print(
+        f"  processor time over the {baseline}'s {1e3 * statistics.median(times[first]):.0f} ms, {rounds} rounds",
+        flush=True,
+    )
     for name in others:
         # Round by round, so that other load on the machine affects both sides of the ratio.
         ratios = [ours / plain for ours, plain in zip(times[name], times[first], strict=True)]
@@ -235,9 +254,9 @@ def _print_ratios(baseline: str, variants: Variants, repeats: int) -> list[float
     return times[first]
 
 
-def _time_in_turn(variants: Variants, repeats: int) -> dict[str, list[float]]:
+def _time_in_turn(variants: Variants, rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in variants}
-    for attempt in range(repeats + 1):
+    for attempt in range(rounds + 1):
         for name, call in variants.items():
             started = _processor_time()
             call()
