@@ -21,7 +21,7 @@ from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.module_state import is_large
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import is_flags
-from nandoctor.fixes.agreement import TOLERANCE, Result
+from nandoctor.fixes.agreement import TOLERANCE, Result, in_pieces
 from nandoctor.fixes.variations import scaled
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
 from nandoctor.text import number, percent
@@ -236,9 +236,9 @@ def reversed_gradient(made: Result, meant: Result) -> str | None:
         # That of a bias before a softmax is 0 but for rounding.
         is_noise = any(size[name] <= _LEAST * max(size.values()) for size in sizes)
         ours, theirs = (run.gradients[name] for run in (made, meant))
-        share = _share_reversed(ours, theirs) if ours.shape == theirs.shape and not is_noise else 0.0
-        if share > most:
-            worst, most = name, share
+        least = [_SIGNIFICANT * size[name] for size in sizes]
+        share = _share_reversed(ours, theirs, least) if ours.shape == theirs.shape and not is_noise else 0.0
+        worst, most = (name, share) if share > most else (worst, most)
     return worst
 
 
@@ -246,14 +246,14 @@ def _sizes(gradients: Tensors) -> dict[str, float]:
     return {name: float(gradient.abs().max()) if gradient.numel() else 0.0 for name, gradient in gradients.items()}
 
 
-def _share_reversed(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def _share_reversed(ours: torch.Tensor, theirs: torch.Tensor, least: Sequence[float]) -> float:
     """Return the share of a gradient, by magnitude, in which another has a significant element of the other sign."""
-    ours, theirs = (torch.view_as_real(one) if one.is_complex() else one for one in (ours, theirs))
-    counted = theirs.abs() >= _SIGNIFICANT * theirs.abs().max()
-    least = _SIGNIFICANT * ours.abs().max()
-    ours, theirs = ours[counted].double(), theirs[counted].double()
-    is_reversed = (ours * theirs < 0) & (ours.abs() >= least)
-    return float(theirs[is_reversed].abs().sum() / theirs.abs().sum())
+    turned = whole = 0.0
+    for one, other in in_pieces(ours, theirs):
+        counted = other.abs() * (other.abs() >= least[1])
+        whole += float(counted.sum(dtype=torch.float64))
+        turned += float((counted * ((one.abs() >= least[0]) & ((one < 0) != (other < 0)))).sum(dtype=torch.float64))
+    return turned / whole if turned else 0.0
 
 
 def _describe_at(place: int, name: str, values: tuple[torch.Tensor, ...]) -> str:
