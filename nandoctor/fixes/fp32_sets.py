@@ -37,6 +37,8 @@ def search_fp32_sets(
     """
     members = _find_members(findings, has_loss=trials.step.loss is not None)
     products = _overflowing_products(findings)
+    # Without the product that fails, it passes the limit again, whatever else is in fp32.
+    needed = products & {lead.site.module for lead in findings.conclusion.suspects if lead.site.op in PRODUCTS}
     guesses = _guess(members, products, findings)
     # Leaving out either of the two costs no more than trying both, and is tried anyway.
     trusted = [tuple(guess) for guess in guesses if trusting and few is None and len(guess) == 2]
@@ -45,8 +47,8 @@ def search_fp32_sets(
 
     def is_enough(kept: Kept) -> bool:
         known = trials.judged(*kept)
-        if known is not None:
-            return known
+        if known is not None or not needed.issubset(member.module for member in kept):
+            return bool(known)
         tried_on = of_few if of_few is not None and _fails(of_few) else trials
         return kept in trusted or tried_on.passes(*kept)
 
