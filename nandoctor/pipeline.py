@@ -65,6 +65,7 @@ from nandoctor.evidence.report import Report, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.budget import TrialBudget
+from nandoctor.fixes.candidates import rows_hit
 from nandoctor.fixes.hidden_values import look_for_hidden
 from nandoctor.fixes.search import search_fixes
 from nandoctor.machine import is_out_of_memory
@@ -123,28 +124,14 @@ def add_fixes(found: Diagnosed, settings: Settings) -> Report:
             search = search_fixes(replace(step, loss=None), findings, budget)
             told = (*found.report.notes, f"{error.message} {error.remedy}")
             found = replace(found, report=replace(found.report, notes=told))
-        drift = _describe_drift(step, findings) if search.fixes else ()
     return replace(
         found.report,
         fixes=search.fixes,
         counterfactuals=search.counterfactuals,
         fp32_sets=search.fp32_sets,
         also=(*found.report.also, *search.also),
-        search_notes=(*search.notes, *drift),
+        search_notes=search.notes,
         fp32_error=search.fp32_error,
-    )
-
-
-def _describe_drift(step: FailingStep, findings: Findings) -> tuple[str, ...]:
-    """Return a note if the unchanged step gives another output now than at first: some state was not put back."""
-    if findings.exposed is not None or step.progress.interrupted:
-        return ()
-    first, again = findings.trace.output, step.run().trace.output
-    if [stats.finite for stats in first] == [stats.finite for stats in again] and not outputs_differ(again, first):
-        return ()
-    return (
-        "The unchanged step gives another output after the search than before it: it keeps state outside of its "
-        "modules (in a file's globals, a cache or an object), which runs do not put back. The fixes may not hold.",
     )
 
 
@@ -253,7 +240,11 @@ def _name_samples(step: FailingStep, findings: Findings) -> Findings:
     if findings.verdict in NOTHING_FOUND or first is None or first.origin.phase == "optimizer":
         return findings
     policy = REFERENCE if findings.conclusion.in_fp32 else None
-    symptom = Symptom(origin=first.origin, policy=policy, finite=findings.trace.finite)
+    rows, failing = first.origin.elements.samples, findings.reference if policy is REFERENCE else findings.trace
+    # Rows that an op spoils and that stay spoilt to the end were not left out on the way, as by a mask.
+    stays = first.origin.op is not None and bool(rows) and rows == rows_hit(failing)
+    ends_there = findings.trace.finite or stays
+    symptom = Symptom(origin=first.origin, policy=policy, ends_there=ends_there)
     guilty = find_guilty(step, flagged_rows(findings), symptom)
     return blame(findings, guilty, describe_difference(step, guilty or ()))
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,15 +41,22 @@ from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import collection_paused
 from nandoctor.torch_compat import plain_torch
-from nandoctor.tracing.dispatch_hook import classes_observed, is_unobserved, observer_registered
+from nandoctor.tracing.dispatch_hook import (
+    Invocation,
+    classes_observed,
+    is_unobserved,
+    observer_registered,
+    observing,
+)
 from nandoctor.tracing.gradient_tracer import GradientTracer
-from nandoctor.tracing.module_tracer import Statistics, Tracer
+from nandoctor.tracing.module_tracer import Owner, Statistics, Tracer
 from nandoctor.tracing.op_tracer import OnOp, OpTracer
 from nandoctor.tracing.tensor_stats import collect_all
 from nandoctor.tracing.tensor_tree import list_unread
 
 Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[Any, Batch], torch.Tensor]
+Look = Callable[[Callable[[], Owner], Invocation, Any], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +65,8 @@ class Watch:
 
     `statistics` are read of the tensors that modules take and return. `ops` records every op, and `on_op` gets each
     with its tensors. `backward` runs the backward pass of loss x the step's loss scale, if `worth_backward` accepts
-    output and loss; it is recorded if `ops` is set, and `keep` leaves the gradients in the outcome.
+    output and loss; it is recorded if `ops` is set, and `keep` leaves the gradients in the outcome. `look` gets
+    each op of forward and loss and what it made, after a function that returns the running module call.
     """
 
     stage: str = "replay"
@@ -67,6 +76,7 @@ class Watch:
     keep: bool = False
     worth_backward: Callable[[Any, torch.Tensor], bool] = lambda *_: True
     on_op: OnOp | None = None
+    look: Look | None = None
 
 
 _STAGES = {"fp32": "in fp32", "fp64": "in fp64", "none": "without autocast"}
@@ -203,7 +213,7 @@ def _run(run: _RunPlan) -> Outcome:
             user_code.raise_explained(error, run.policy, run.step.description)
     # Only its ops show a value that one forward both makes and checks. If ops were watched, that may be what raised.
     blinded = f"{type(error).__name__}: {error}" if run.watch.ops else None
-    outcome, error = _record(replace(run, watch=replace(run.watch, ops=not run.watch.ops)))
+    outcome, error = _record(replace(run, watch=replace(run.watch, ops=not run.watch.ops, look=None)))
     if error is not None and not user_code.explains(outcome.trace, error):
         user_code.raise_explained(error, run.policy, run.step.description)
     return replace(outcome, trace=replace(outcome.trace, blinded=blinded))
@@ -342,6 +352,7 @@ class _RecordedRun:
         with (
             self.modules,
             ops.watching(self.modules.owner) if ops is not None else nullcontext(),
+            observing(partial(run.watch.look, self.modules.owner)) if run.watch.look is not None else nullcontext(),
             open_checkpoints() if self._backward is not None else nullcontext(),
             torch.set_grad_enabled(run.grad),
         ):

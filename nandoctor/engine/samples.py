@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from typing import Any
 
 import torch
 
@@ -18,7 +19,10 @@ from nandoctor.engine.runner import FailingStep, Outcome, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Origin
 from nandoctor.text import MAX_SAMPLES_LISTED, constant, number
-from nandoctor.tracing.tensor_stats import all_finite
+from nandoctor.torch_compat import running_node
+from nandoctor.tracing.dispatch_hook import Invocation, find_place, to_source
+from nandoctor.tracing.module_tracer import Owner
+from nandoctor.tracing.tensor_stats import all_finite, has_nan_or_inf, has_nonfinite
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 _OF_SAMPLES = Watch(stage="samples")
@@ -34,6 +38,10 @@ _FAR = 8.0
 """How many times as large a sample is as all others, if its size is worth a word."""
 
 
+class _OriginReached(BaseException):
+    """A run has shown what was asked of it; code that catches every `Exception` does not catch it."""
+
+
 class _InDoubtError(Exception):
     """Samples fail together that do not fail apart, or too many runs would be needed."""
 
@@ -42,23 +50,40 @@ class _InDoubtError(Exception):
 class Symptom:
     """What has to happen again in a run that fails: the `origin` makes non-finite values, under the `policy` too.
 
-    `finite`: the forward ends with finite values all the same.
+    `ends_there`: nothing that comes after the origin is asked for.
     """
 
     origin: Origin
     policy: Policy | None
-    finite: bool
+    ends_there: bool
 
     def shows(self, step: FailingStep, samples: KeepSamples) -> bool:
         """Return True if the step fails again with some of its samples."""
         origin = self.origin
         if origin.phase == "backward":
-            return bool(step.run(self.policy, replace(_OF_SAMPLES, backward=True), (samples,)).trace.bad_gradients)
-        trace = step.run(self.policy, replace(_OF_SAMPLES, ops=origin.op is not None), (samples,)).trace
-        place = origin.op, origin.place.module, origin.source
-        made = (op for op in trace.ops if (op.op, op.place.module, op.own_line) == place)
-        fails = origin.op is None or any(not op.outputs_finite for op in made)
-        return fails and (self.finite or not trace.finite)
+            watch = replace(_OF_SAMPLES, statistics="none", backward=True)
+            return bool(step.run(self.policy, watch, (samples,)).trace.bad_gradients)
+        if origin.op is None:
+            trace = step.run(self.policy, _OF_SAMPLES, (samples,)).trace
+            return self.ends_there or not trace.finite
+        reached: list[bool] = []
+        kinds = origin.elements.kinds
+        is_wrong = has_nan_or_inf if kinds and "-inf" not in kinds else has_nonfinite  # -Inf may be a mask's
+
+        def look(owner: Callable[[], Owner], call: Invocation, made: Any) -> None:
+            if call.name == origin.op and (origin.phase == "loss" or owner()[0] == origin.place.module):
+                place = find_place()  # that of a derivative is at the line of its function
+                is_there = running_node() is not None or to_source(place.inside or place) == origin.source
+                if is_there and is_wrong(made):
+                    reached.append(True)
+                    if self.ends_there:
+                        raise _OriginReached
+
+        watch = replace(_OF_SAMPLES, statistics="none" if self.ends_there else "ranges", ops=not self.ends_there)
+        with suppress(_OriginReached):
+            trace = step.run(self.policy, replace(watch, look=look), (samples,)).trace
+            return bool(reached) and not trace.finite
+        return True
 
 
 def find_guilty(step: FailingStep, flagged: tuple[int, ...], symptom: Symptom) -> tuple[int, ...] | None:
@@ -113,12 +138,12 @@ class _Runs:
         return tuple(islice(cycle(samples), size))
 
     def confirm(self, flagged: tuple[int, ...]) -> bool:
-        """Return True if a few of these samples fail beside one of the others, or all others do not without them."""
+        """Return True if two of these samples fail beside one of the others, or all others do not without them."""
         is_cut = len(flagged) == MAX_SAMPLES_LISTED
         others = () if is_cut else tuple(sample for sample in range(self._size) if sample not in flagged)
         if others and self.fails(_spread(others)):
             return False
-        alone = [self.fails((sample, *others[:1])) for sample in _spread(flagged)]
+        alone = [self.fails((sample, *others[:1])) for sample in dict.fromkeys((flagged[0], flagged[-1]))]
         return all(alone) or (bool(others) and not any(alone) and not self.fails(others))
 
     def narrow(self, samples: tuple[int, ...]) -> tuple[int, ...]:
@@ -126,10 +151,11 @@ class _Runs:
         if len(samples) == 1:
             return samples
         middle = len(samples) // 2
-        found = [half for half in (samples[:middle], samples[middle:]) if self.fails(half)]
+        parts = (samples[:middle], samples[middle:]) if len(samples) > _FEW + 1 else [(sample,) for sample in samples]
+        found = [part for part in parts if self.fails(part)]
         if not found:
             raise _InDoubtError
-        return tuple(sample for half in found for sample in self.narrow(half))
+        return tuple(sample for part in found for sample in self.narrow(part))
 
 
 def _spread(samples: Sequence[int]) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ class Result:
     `meant` marks infinities in the output that the code intends, such as a mask's. `kept` names the model's state that
     the run left non-finite: True for NaN or +Inf, False for -Inf alone, which may be a mask. A large model's gradients
     are gigabytes, so they are checked only once; `looked_at`: the run has found them finite. They belong to loss x
-    `gradient_scale`.
+    `gradient_scale`. `may_hide` is False if no op of the run made NaN or +Inf, and none is in its batch.
     """
 
     values: Mapping[str, torch.Tensor]
@@ -57,6 +57,7 @@ class Result:
     meant: Mapping[str, torch.Tensor] = field(default_factory=dict)
     looked_at: bool = False
     kept: Mapping[str, bool] = field(default_factory=dict)
+    may_hide: bool = True
 
     @property
     def finite(self) -> bool:

@@ -381,6 +381,8 @@ def _excuse(trials: Trials, made: Result, reference: Result) -> Said:
 
 def _judge_hidden(proof: Proof) -> Said | None:
     """Refuse a change whose output depends on a NaN or Inf that became an ordinary value."""
+    if not proof.made.may_hide:
+        return None
     hidden = describe_hidden(replace(proof.trials.step, changes=(proof.change,)))
     return None if hidden is None else Said("failed", hidden[0].lower() + hidden[1:].rstrip("."))
 

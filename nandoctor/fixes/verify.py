@@ -38,7 +38,8 @@ from nandoctor.fixes.agreement import (
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.machine import is_out_of_memory
-from nandoctor.tracing.tensor_stats import all_finite
+from nandoctor.tracing.dispatch_hook import Invocation
+from nandoctor.tracing.tensor_stats import all_finite, has_nan_or_inf
 
 GRADIENT_TOLERANCE = 0.1
 """The largest relative error in norm of all gradients together, which pass through twice as many roundings."""
@@ -272,6 +273,11 @@ class Trials:
             self._references[key] = self._shared_reference(key) or self._execute(edits, REFERENCE)
         return self._references[key]
 
+    @property
+    def known_reference(self) -> Result | None:
+        """The unchanged step in fp32, if it was run."""
+        return self._references.get(frozenset())
+
     def _shared_reference(self, key: frozenset[Change]) -> Result | None:
         """Return the same reference with gradients, if known; the unchanged step's is run, since any fix needs it."""
         if self._backward or not self._is_own_step:
@@ -330,12 +336,19 @@ class Trials:
 
     def _run(self, edits: tuple[Change, ...], policy: Policy | None) -> Result:
         """Run the step once."""
+        seen: list[bool] = []
+
+        def look(_: object, call: Invocation, made: Any) -> None:
+            if not seen and has_nan_or_inf(made):
+                seen.append(True)
+
         watch = Watch(
             stage=f"trial {self._budget.num_run}",
             statistics="none",
             backward=self._backward,
             keep=self._backward,
             worth_backward=partial(self._may_pass, edits),
+            look=look if edits and policy is None and not self._known.is_another else None,
         )
         # Warnings are ignored: they are about a batch or a format that the code never ran with.
         with warnings.catch_warnings(action="ignore"):
@@ -343,7 +356,8 @@ class Trials:
         self._end_if(out_of_memory=outcome.out_of_memory)
         # The value of a surrogate loss is meaningless: it may cancel to a number without a correct digit.
         outcome = replace(outcome, loss=None) if self.step.loss is surrogate_loss else outcome
-        return keep(outcome)
+        is_clean = watch.look is not None and not seen and all(stats.finite for stats in outcome.trace.batch)
+        return replace(keep(outcome), may_hide=not is_clean)
 
     def _with_meant(self, made: Result, edits: tuple[Change, ...], policy: Policy | None) -> Result:
         """Mark infinities as meant that the unchanged step has in fp32 too, if there is a known loss to judge them."""

@@ -21,7 +21,14 @@ from nandoctor.autocast.nan_keeping import holds_finite
 from nandoctor.dumps.tensors import as_stored
 from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
-from nandoctor.torch_compat import answers_itself, outside_transforms, sparse_values, unwrap, without_autocast
+from nandoctor.torch_compat import (
+    answers_itself,
+    outside_transforms,
+    sparse_values,
+    tree_tensors,
+    unwrap,
+    without_autocast,
+)
 from nandoctor.tracing.exact_counts import count_exactly
 
 SAMPLE_SIZE = 1024
@@ -119,6 +126,17 @@ def all_finite(tensor: torch.Tensor) -> bool:
     """Return True if a tensor holds neither NaN nor infinity."""
     values = numbers_in(tensor)
     return values is None or holds_finite(values)
+
+
+def has_nan_or_inf(value: Any) -> bool:
+    """Return True if any tensor in a value holds NaN or +Inf; a mask's -Inf alone does not count."""
+    readings = map(measure, tree_tensors(value))
+    return not all(reading is None or limits_of(reading)[1] < math.inf for reading in readings)
+
+
+def has_nonfinite(value: Any) -> bool:
+    """Return True if any tensor in a value holds NaN or an infinity."""
+    return not all(map(is_finite, map(measure, tree_tensors(value))))
 
 
 def measure_all(
