@@ -242,4 +242,4 @@ class Counted(nn.Module):
 def test_state_that_runs_do_not_put_back_is_said_after_a_search(tmp_path):
     torch.save({"state_dict": Counted().state_dict(), "x": X}, tmp_path / "dump.pth")
     report = nandoctor.replay(tmp_path / "dump.pth", Counted, max_trials=30).report
-    assert any("gives another output after the search" in note for note in report.search_notes)
+    assert any("gave another output in the search" in note for note in report.search_notes)
