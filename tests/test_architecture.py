@@ -36,7 +36,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_978, "tests": 40_697}
+MAX_LINES_OF_ALL = {"nandoctor": 37_978, "tests": 39_363, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_133,
@@ -74,8 +74,13 @@ def lines_of_rooms():
     return counts
 
 
+GALLERY = "tests/scripts/gallery"
+
+
 def lines_of_all():
-    return {name: sum(map(num_lines, (ROOT / name).rglob("*.py"))) for name in MAX_LINES_OF_ALL}
+    """Lines of the package, of the tests, and of the trainings that these replay, which are as people write them."""
+    lines = {name: sum(map(num_lines, (ROOT / name).rglob("*.py"))) for name in MAX_LINES_OF_ALL}
+    return lines | {"tests": lines["tests"] - lines[GALLERY]}
 
 
 def test_no_room_grows():
