@@ -36,7 +36,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_978, "tests": 39_363, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_982, "tests": 39_363, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_133,
@@ -49,7 +49,7 @@ MAX_LINES_OF_ROOMS = {
     "dumps": 3_689,
     "engine": 3_288,
     "evidence": 1_731,
-    "fixes": 3_655,
+    "fixes": 3_659,
     "fleet": 797,
     "recorder": 2_400,
     "records": 1_700,

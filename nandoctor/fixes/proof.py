@@ -18,6 +18,7 @@ from nandoctor.evidence.report import Check
 from nandoctor.fixes.agreement import (
     BF16_TOLERANCE,
     FP32_ERROR,
+    LARGEST_SQUARED,
     MOST_NOISE,
     TOLERANCE,
     Result,
@@ -137,6 +138,9 @@ def _judge_output(proof: Proof) -> Said:
     outcome, made = proof.judgement.outcome, proof.made
     if not outcome.finite or outcome.max_rel_err is None:
         return Said("failed", "the output is not finite wherever it should be")
+    largest = made.largest_finite
+    if "loss" not in made.values and largest > LARGEST_SQUARED > proof.trials.reference().largest_finite:
+        return Said("failed", f"finite, up to {number(largest)}: its square, as in a squared error, overflows in fp32")
     besides = " except for infinities that fp32 has there too" if made.meant else ""
     told = f"finite{besides}, {percent(outcome.max_rel_err)} off fp32"
     if not proof.judgement.passes:
