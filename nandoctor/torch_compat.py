@@ -200,7 +200,9 @@ def fsdp_policy(module: nn.Module) -> Any:
 
 def shard_offset(tensor: Any) -> list[int]:
     """Return the indices of the first element of this rank's part of a DTensor in the whole."""
-    locate = _find("torch.distributed.tensor._utils.compute_local_shape_and_global_offset")
+    # Not in NEEDED: a torch built without distributed has no DTensor either.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as locate  # noqa: PLC0415
+
     return list(locate(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 

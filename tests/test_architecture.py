@@ -36,10 +36,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_982, "tests": 39_363, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_984, "tests": 39_363, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_133,
+    FILES: 3_135,
     "autocast": 995,
     "capture": 3_031,
     "causes": 2_653,

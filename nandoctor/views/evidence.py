@@ -24,7 +24,7 @@ from nandoctor.text import (
     within,
 )
 from nandoctor.views.blocks import Fact
-from nandoctor.views.inspect_dump import bad_state_facts
+from nandoctor.views.inspect_dump import nonfinite_state_facts
 from nandoctor.views.layers import name_origin, select_layers
 
 _NAME_WIDTH = 64
@@ -99,7 +99,7 @@ def _spread_facts(report: Report) -> Iterator[Fact]:
         yield Fact("gradients", f"non-finite: {join_first(names, _MAX_LISTED)}")
     if others := _describe_others([found for found in report.also if not _is_told(found, report)]):
         yield Fact("also", join_first(others, _MAX_LISTED))
-    yield from bad_state_facts(report.dump)
+    yield from nonfinite_state_facts(report.dump)
 
 
 def describe_origin(origin: Origin) -> str:

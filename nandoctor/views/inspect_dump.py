@@ -33,11 +33,11 @@ def inspection_document(summary: DumpSummary) -> Iterator[Block]:
 
 def file_blocks(summary: DumpSummary) -> list[Block]:
     """Return what the file holds, what is non-finite among its weights, and a table of its arrays."""
-    facts = Facts([*_outline(summary), *bad_state_facts(summary)])
+    facts = Facts([*_outline(summary), *nonfinite_state_facts(summary)])
     return [facts, _table(summary.arrays)] if summary.arrays else [facts]
 
 
-def bad_state_facts(summary: DumpSummary) -> Iterator[Fact]:
+def nonfinite_state_facts(summary: DumpSummary) -> Iterator[Fact]:
     """Yield one line for the non-finite weights and one for the buffers: after a failure all running statistics are."""
     for label, arrays in (("weights", summary.bad_weights), ("buffers", summary.bad_buffers)):
         parts = [part_of(array.num_bad, math.prod(array.shape)) for array in arrays]

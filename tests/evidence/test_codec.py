@@ -52,7 +52,7 @@ def alike(a, b):
     return a == b and repr(a) == repr(b)
 
 
-CENSUS = NonfiniteCounts(
+COUNTS = NonfiniteCounts(
     num_nan=1,
     num_posinf=0,
     num_neginf=2,
@@ -70,7 +70,7 @@ MINIMAL = Everything(tensors=(), pair=("", 0), value=0.0, flag=False)
     "record",
     [
         MINIMAL,
-        replace(MINIMAL, tensors=(tensor(counts=CENSUS), tensor(path="é\n", shape=(), min=-0.0, max=math.inf))),
+        replace(MINIMAL, tensors=(tensor(counts=COUNTS), tensor(path="é\n", shape=(), min=-0.0, max=math.inf))),
         *(replace(MINIMAL, mixed=value) for value in (1, 1.0, "1", "text", -math.inf, 10**300)),
         *(replace(MINIMAL, anything=value) for value in ("nan", {"": -1})),
         *(replace(MINIMAL, low=low) for low in FORMATS.values()),

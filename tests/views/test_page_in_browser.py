@@ -97,8 +97,8 @@ def test_searching_filters_by_name_and_type(pages):
         find(""); document.getElementById("only-nonfinite").click();
         return [found, said, cells(2)];
     """
-    found, said, bad = opened(pages["fixable"], actions)["told"]
+    found, said, marked = opened(pages["fixable"], actions)["told"]
     assert len(found) == 5
     assert all("attention" in name for name in found)
     assert said == "5 of 26 calls shown"
-    assert set(bad) == {"NaN"}
+    assert set(marked) == {"NaN"}
