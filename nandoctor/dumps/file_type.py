@@ -269,8 +269,10 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
     """Refuse an encrypted or compressed member: torch.save stores members plain, and they are read in place."""
     if entry.flag_bits & 1 or entry.compress_type != zipfile.ZIP_STORED:
         raise DumpError(
-            "its parts are compressed or encrypted, which torch.save never does.",
-            remedy="Unpack the archive, and pack it again without compression: zip -0 -r FILE.pth FOLDER.",
+            "its parts are compressed or encrypted, which torch.save and numpy.savez never do.",
+            remedy="Write it without compression: numpy.savez(path, **numpy.load(path))."
+            if entry.filename.endswith(".npy")
+            else "Unpack the archive, and pack it again without compression: zip -0 -r FILE.pth FOLDER.",
         )
     if entry.file_size != entry.compress_size:
         raise damaged("a part of it reaches beyond its end")

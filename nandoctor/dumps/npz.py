@@ -34,7 +34,7 @@ def _read(content: bytes) -> PickledArray:
         version = np.lib.format.read_magic(file)
         read: Any = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, in_fortran, dtype = read(file)
-    except ValueError as error:
+    except (ValueError, TypeError, IndexError, MemoryError) as error:  # the header of an altered file
         raise damaged("a part of it is not an array of numpy") from error
     array, kind = PickledArray(), PickledDtype(dtype.str[1:])
     kind.byte_order = dtype.str[0]

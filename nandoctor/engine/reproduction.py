@@ -204,8 +204,11 @@ def _reproduce_alone(preparation: Preparation, unclear: ModelError) -> Replayed:
     """
     ran = []
     for step in preparation.steps:
-        with suppress(ModelError):
+        try:
             ran.append(reproduce(replace(preparation, steps=(step,), unclear=None)))
+        except ModelError as error:  # torch raises RuntimeError for shapes that do not fit
+            if is_out_of_memory(error.__cause__) or not isinstance(error.__cause__, (*WRONG_CALL, RuntimeError)):
+                raise unclear from error
     compared = [replayed for replayed in ran if replayed.reproduction.grade != "no-reference"]
     left = [replayed for replayed in compared if _agrees(replayed.reproduction)] if compared else ran
     if len(left) != 1:

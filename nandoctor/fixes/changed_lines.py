@@ -23,14 +23,6 @@ def is_in_changed(patch: SourcePatch, source: SourceLine) -> bool:
     return False
 
 
-def _changed_lines(file: ChangedFile) -> Iterator[int]:
-    """Yield the lines of changed statements in the new text, counted from 1."""
-    tree = parse_source(file.after)
-    for line in (line for _, after in _changes(file) for line in after):
-        statement = tree.statement_at(line)
-        yield from range(statement.lineno, (statement.end_lineno or line) + 1) if statement else (line,)
-
-
 def _changes(file: ChangedFile) -> Iterator[tuple[range, range]]:
     """Yield ranges of lines that differ, in the text before and in the text after, counted from 1."""
     matcher = SequenceMatcher(a=file.before.splitlines(), b=file.after.splitlines(), autojunk=False)

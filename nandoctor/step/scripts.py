@@ -113,6 +113,8 @@ class Script:
             if not statement.always or "*" in ast.unparse(statement.node):
                 raise explain_import(shown, error) from error
         except Exception as error:
+            if statement.always and name not in statement.binds:  # torch.cuda.set_device(0), where there is none
+                return
             if is_out_of_memory(error):
                 raise explain_memory(f"import {shown}", error) from error
             raise ModelError(
@@ -204,17 +206,22 @@ def flattened(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def runnable(nodes: Sequence[ast.stmt]) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
-    """Yield the functions that a script calls with all arguments that they need, each with the first such call.
+    """Yield the functions that a script calls at its top with all arguments that they need, each with such a call.
 
-    One that needs none may be called in no place that is seen, as a command is.
+    One that needs none may be called in no place that is seen, as a command is; what calls it inside of functions is
+    given names that only these know.
     """
-    calls = [inner for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+    called = [inner for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+    top = [node for node in nodes if not isinstance(node, _DEFINITIONS)]
+    calls = [inner for node in top for inner in ast.walk(node) if isinstance(inner, ast.Call)]
     for node in nodes:
         if isinstance(node, ast.FunctionDef):
             bare = ast.Call(ast.Name(node.name, ast.Load()), [], [])
             of_it = (it for it in calls if isinstance(it.func, ast.Name) and it.func.id == node.name)
             needed = len(node.args.posonlyargs) + len(node.args.args) - len(node.args.defaults)
-            found = (call for call in (*of_it, bare) if len(call.args) + len(call.keywords) >= needed)
+            is_given = any(getattr(it.func, "id", "") == node.name and (it.args or it.keywords) for it in called)
+            ways = of_it if is_given else (*of_it, bare)
+            found = (call for call in ways if len(call.args) + len(call.keywords) >= needed)
             yield from ((node, call) for call in islice(found, 1))
 
 
@@ -244,8 +251,8 @@ def _changed(node: ast.AST) -> str | None:
     match node:
         case ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del()):
             return _base(node)
-        case ast.Expr(value=ast.Call(func=ast.Attribute() as method)):
-            return _base(method)
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=owner))) if not isinstance(owner, ast.Call):
+            return _base(owner)  # `Net().fit()` changes no name
     return None
 
 

@@ -92,7 +92,8 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
         policies = choose_policies(dump, settings, outputs.array)
         bindings = _find_bindings(dump, code, batch, settings)
         steps = [_make_step(binding, dump, code, batch, settings, policies[0]) for binding in bindings]
-        outputs = _with_unclaimed(outputs, dump, code, bindings[0], steps[0].used)
+        taken = frozenset[str]().union(*(step.used for step in steps))  # what goes in in any way is no saved output
+        outputs = _with_unclaimed(outputs, dump, code, bindings[0], taken)
     notes = [*dump.notes, *code.notes, *weight_notes, *batch.notes]
     notes += [f"The recorder could not keep {text}." for text in dump.missing]
     return Preparation(

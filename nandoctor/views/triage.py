@@ -15,7 +15,6 @@ from nandoctor.views.save import MARK
 from nandoctor.views.verdicts import MEANINGS
 
 _MAX_LISTED = 5
-_MAX_NAMED = 3
 _CAUSE_WIDTH, _MIN_PLACE_WIDTH = 23, 18  # the first fits every cause's code
 _OUTCOMES = {
     "unreadable": "unreadable",

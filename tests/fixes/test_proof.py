@@ -366,7 +366,7 @@ def test_gradients_that_a_small_divisor_makes_up_are_refused(tmp_path):
         return (output.float() - 1).square().mean()
 
     fix = replay(tmp_path, Standardized, loss=loss, x=torch.ones(3, 2) * torch.tensor([1.0, 2.0])).fixes[0]
-    assert fix.verified
+    assert fix.workaround is not None  # equal weights have no direction
     assert "clamp(" not in fix.patch  # with 1e-12 no loss scale from 256 on holds them
     assert "== 0" in fix.patch
 

@@ -126,8 +126,20 @@ IN_A_FUNCTION = {
         "def main():\n    net = Net(4)\n    for x in [torch.ones(2, 3)]:\n        net.seen = x\n"
         "        net(x).sum().backward()\n        os.mkdir('trained')\n    return net\nmain()"
     ),
-    "by a function of another's": "def make(width):\n    net = Net(width)\n    return net\ndef main():\n    make(4)",
 }
+
+
+def test_a_call_inside_of_a_function_makes_nothing(script):
+    """Its arguments are names of that function, and a global of the same name is another value."""
+    made = "WIDTH = 4\ndef build(width):\n    net = Net(width)\ndef sweep():\n    for WIDTH in (1, 2): build(WIDTH)"
+    path = script(f"{NET.format(width='width').replace('self', 'self, width')}\n{made}")
+    with pytest.raises(ModelError, match="has no 'net'"):
+        find_attribute(f"{path}:net")
+
+
+def test_a_class_is_taken_without_what_calls_it(script):
+    calls = "torch.cuda.set_device(77)\nNet().double().state_dict(os.mkdir('trained'))"
+    assert find_attribute(f"{script(NET.format(width=4) + chr(10) + calls)}:Net").__name__ == "Net"
 
 
 @pytest.mark.parametrize("what", IN_A_FUNCTION)
