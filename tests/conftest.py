@@ -12,6 +12,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import sys
+import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -197,3 +198,16 @@ def sample_reports(tmp_path_factory):
                 unfinished.replace(made)
             reports[sample.stem] = from_plain(Report, json.loads(made.read_text()))
         return reports
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a source file under the test's folder and returns its path."""
+
+    def write_file(name, source):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    return write_file

@@ -14,7 +14,7 @@ def is_in_changed(patch: SourcePatch, source: SourceLine) -> bool:
     """Return True if a line is in a function that the patch changes, in which lines may have other numbers."""
     for file in (file for file in patch.files if file.path == source.file):
         tree, added = parse_source(file.before), max(file.after.count("\n") - file.before.count("\n"), 0)
-        for before, _ in _changes(file):
+        for before in _changes(file):
             statements = map(tree.statement_at, range(before.start, before.stop + 1))
             functions = (tree.function_of(statement) for statement in statements if statement is not None)
             for place in (function for function in functions if function is not None):
@@ -23,9 +23,9 @@ def is_in_changed(patch: SourcePatch, source: SourceLine) -> bool:
     return False
 
 
-def _changes(file: ChangedFile) -> Iterator[tuple[range, range]]:
-    """Yield ranges of lines that differ, in the text before and in the text after, counted from 1."""
+def _changes(file: ChangedFile) -> Iterator[range]:
+    """Yield ranges of the lines that differ in the text before, counted from 1."""
     matcher = SequenceMatcher(a=file.before.splitlines(), b=file.after.splitlines(), autojunk=False)
-    for kind, start, end, now_start, now_end in matcher.get_opcodes():
+    for kind, start, end, _, _ in matcher.get_opcodes():
         if kind != "equal":
-            yield range(start + 1, end + 1), range(now_start + 1, now_end + 1)
+            yield range(start + 1, end + 1)

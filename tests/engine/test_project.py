@@ -6,7 +6,6 @@ import os
 import random
 import sys
 import sysconfig
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,17 +33,6 @@ class Net(nn.Module):
         from helpers.scales import SCALE
         return self.head(x) * SCALE * SCALE
 """
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_file(name, source):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(source))
-        return path
-
-    return write_file
 
 
 @pytest.fixture

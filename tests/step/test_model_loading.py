@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -24,19 +23,6 @@ def imports_are_restored(tmp_path):
     assert sys.path == path
     files = (getattr(module, "__file__", None) or "" for module in sys.modules.values())
     assert not [file for file in files if str(file).startswith(str(tmp_path))]
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Writes a source file under the test's folder and returns its path."""
-
-    def write_file(name, source):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(source))
-        return path
-
-    return write_file
 
 
 MODEL_FILE = """
