@@ -30,10 +30,9 @@ class Case:
     `mechanism` is a row of the table of mechanisms. `build` and `batch` are deterministic; `batch` gives the arrays of
     the dump and `call` runs the model on them. `module` is the dotted path that owns the origin, "" the root and
     "<loss>" the loss function; for a non-finite weight or buffer its owner, for such a batch "". `op` is the aten name
-    without overload, backend prefix or in-place underscore, "" where the origin is no operation; where it is in the
-    backward of a custom autograd Function, `function` is its class. `line` is a piece of the source line that makes it,
-    found on no other line of that file. `near_causes` are codes that a good doctor could defend as well, where a
-    mechanism touches two of them. `repair` holds the fields in which the healthy twin differs.
+    without overload, backend prefix or in-place underscore, "" where the origin is no operation. `line` is a piece of
+    the source line that makes it, found on no other line of that file. `near_causes` are codes that a good doctor could
+    defend as well, where a mechanism touches two of them. `repair` holds the fields in which the healthy twin differs.
     """
 
     name: str
@@ -49,7 +48,6 @@ class Case:
     verdict: Verdict
     module: str = ""
     op: str = ""
-    function: str = ""
     line: str = ""
     cause: str = ""
     near_causes: tuple[str, ...] = ()

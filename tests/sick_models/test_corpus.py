@@ -18,7 +18,7 @@ from one_test import for_each
 from nandoctor.causes import registry
 from sick_models import LOSS, Case, all_cases, decoyed, healthy_models, renamed
 from sick_models.case import MECHANISMS
-from sick_models.probing import Outcome, distance, finite, first_birth, float_tensors
+from sick_models.probing import Outcome, distance, finite, float_tensors
 from sick_models.probing import run as run_anew
 
 # What a recorder alone can see, the update by the optimizer, has its trainings in tests/capture.
@@ -35,8 +35,7 @@ SHOWS_IN = {
 
 CASES = all_cases()
 BY_NAME = {case.name: case for case in CASES}
-PROBED = [case for case in CASES if case.phase in ("forward", "loss", "backward")]
-every_case, every_probed_case = for_each(CASES), for_each(PROBED)
+every_case = for_each(CASES)
 
 pytestmark = pytest.mark.slow
 
@@ -135,23 +134,6 @@ def test_line_stands_once_in_its_file(case: Case) -> None:
     assert len(lines) == 1
 
 
-@every_probed_case
-def test_origin_is_what_an_independent_prober_finds(case: Case) -> None:
-    nonfinite_source = first_birth(case, autocast=True)
-    assert nonfinite_source is not None
-    assert (nonfinite_source.phase, nonfinite_source.module) == (case.phase, case.module)
-    assert (case.function or case.op) in nonfinite_source.ops
-    assert case.function or case.line in nonfinite_source.line
-
-
-@pytest.mark.parametrize("case", [case for case in PROBED if case.verdict == "numerics"], ids=lambda case: case.name)
-def test_origin_is_the_same_in_fp32(case: Case) -> None:
-    nonfinite_source = first_birth(case, autocast=False)
-    assert nonfinite_source is not None
-    assert (nonfinite_source.phase, nonfinite_source.module) == (case.phase, case.module)
-    assert (case.function or case.op) in nonfinite_source.ops
-
-
 @pytest.mark.parametrize("case", [case for case in CASES if case.verdict == "loss-scale"], ids=lambda case: case.name)
 def test_loss_scale_is_fixed_by_halving(case: Case) -> None:
     scale = case.loss_scale
@@ -205,9 +187,3 @@ def test_decoyed_is_as_sick_and_its_twin_as_healthy(case: Case) -> None:
     assert other.module in (LOSS, "", *dict(other.build().named_modules()))
     assert_sick(other, run(other, autocast=True))
     assert_healthy(other.twin())
-
-
-def test_the_decoy_does_look_ill() -> None:
-    nonfinite_source = first_birth(decoyed(healthy_models()[-1]), autocast=True)
-    assert nonfinite_source is not None
-    assert (nonfinite_source.phase, nonfinite_source.module) == ("forward", "")
