@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-import weakref
 import zipfile
 
-import pytest
 import torch
 from torch import nn
 from trainings import loss_of, make_batch, make_model
@@ -51,23 +48,6 @@ def test_a_whole_model_loads_where_nandoctor_is_not_installed(tmp_path):
     assert {*read_dump(tmp_path / "model.pt").state} == {"weight", "bias"}
 
 
-def test_a_copy_is_compiled_as_one_graph(tmp_path):
-    with Recorder(model := nn.Linear(2, 1), folder=tmp_path):
-        compiled = torch.compile(copy.deepcopy(copy.deepcopy(model)), fullgraph=True, backend="eager")
-        assert torch.equal(compiled(torch.ones(3, 2)), model(torch.ones(3, 2)))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_traced_forward_is_no_call_of_the_model(tmp_path):
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with Recorder(model, folder=tmp_path) as recorder:
-        recorder.watch(model(torch.ones(3, 2)).sum())
-        torch.jit.trace(model, torch.ones(3, 2))
-        recorder.watch(model(torch.full((3, 2), float("nan"))).sum())
-    (path,) = recorder.written
-    assert len(torch.load(path, weights_only=True)["calls"]) == 1
-
-
 class Replaced(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -86,20 +66,3 @@ def test_a_forward_that_is_compiled_as_one_graph(tmp_path):
             recorder.watch(loss)
             loss.backward()
     assert [path.name for path in recorder.written] == ["nan-step000000-micro1.pth"]
-
-
-@pytest.mark.slow
-def test_no_more_than_the_last_batches_are_held(tmp_path):
-    model, seen = make_model(), []
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    with Recorder(model, folder=tmp_path, loss=loss_of) as recorder:
-        for number in range(20):
-            batch = make_batch(loud=number == 3)
-            seen.append(weakref.ref(batch[0]))
-            watch(model, recorder, batch)
-            optimizer.step()
-        del batch
-        gc.collect()
-        assert sum(image() is not None for image in seen) <= 2
-    gc.collect()
-    assert not any(image() is not None for image in seen)

@@ -84,13 +84,6 @@ def test_the_logged_command_replays_the_step(train, capsys):
     assert ended.value.code in (0, None)
 
 
-def test_without_weights_the_error_has_the_command(train):
-    path, *_ = command_in(train())
-    with pytest.raises(DumpError) as caught:
-        nandoctor.replay(path)
-    assert f"nandoctor replay {path} --weights CHECKPOINT" in caught.value.remedy
-
-
 def test_other_weights_than_those_in_the_file_are_told(train):
     path, *flags = command_in(train(max_nbytes=1 << 30))
     assert flags == []

@@ -192,15 +192,6 @@ def test_a_forward_that_raises_for_its_own_nan(tmp_path, caplog, check, saved):
         assert (report.origin.phase, report.origin.op) == ("forward", "div")
 
 
-def test_the_error_of_another_cell_is_none_of_the_training(tmp_path, monkeypatch):
-    run = Run(folder=tmp_path)
-    run.loss(run.batches[0])
-    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
-    monkeypatch.setattr(sys, "last_value", RuntimeError("'Sqrt' returned nan values in its 0th output"), raising=False)
-    run.recorder._at_exit()
-    assert run.recorder.written == ()
-
-
 @pytest.mark.parametrize("ends", [KeyboardInterrupt, FileNotFoundError])
 def test_a_loop_that_is_stopped_while_the_scaler_searches(tmp_path, ends):
     """The skip of its step is how the scaler finds its scale; the error has nothing to do with it."""
@@ -227,30 +218,6 @@ def test_clipping_by_nan_spoils_what_no_scaler_skips(tmp_path):
         run.update(number, *optimizers)
     run.recorder.close()
     assert read_dump(run.recorder.written[0]).scalars["reason"] == "gradients"
-
-
-class Normalised(torch.optim.Optimizer):
-    """Steps of unit length: 0/0 where a parameter has no gradient at all."""
-
-    def __init__(self, parameters, lr=0.01):
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.sub_(group["lr"] * parameter.grad / parameter.grad.norm())
-
-
-def test_an_optimizer_that_divides_by_a_norm_of_zero(tmp_path):
-    run = Run(folder=tmp_path, make_optimizer=Normalised)
-    run.net.enter.weight.register_hook(lambda gradient: gradient * (run.recorder.history.num_steps != run.failing))
-    LOOPS["plain"][0](run)
-    run.recorder.close()
-    report = nandoctor.replay(check(run, "step000003", "update"), fixes=False).report
-    assert (report.reproduction.grade, report.cause.code) == ("exact", "nonfinite-update")
-    assert (report.origin.place.module, report.origin.elements.num_bad) == ("enter", 32)
-    assert report.headline == "Normalised makes enter.weight non-finite, from finite gradients"
 
 
 class Words(nn.Module):

@@ -67,13 +67,6 @@ def test_the_failing_step_is_saved_and_replayed(tmp_path, make, reason, op):
     assert (report.reproduction.grade, report.origin.op) == ("exact", op)
 
 
-def test_buffers_of_torchscript_are_told(tmp_path):
-    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(4)), nn.Linear(4, 1))
-    with Recorder(model, folder=tmp_path) as recorder:
-        recorder.watch(model(torch.full((2, 4), torch.inf)).sum())
-    assert "state_dict.0.running_mean: the file has its value from after" in str(read_dump(recorder.written[0]).missing)
-
-
 class Critic(nn.Module):
     """Flat where all its units are off, so that the gradient of its input is 0."""
 
@@ -111,32 +104,6 @@ def test_a_gradient_penalty_is_replayed(tmp_path):
     assert (report.origin.phase, report.origin.op) == ("backward", "sqrt")
 
 
-class Convolved(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3))
-
-    def forward(self, x):
-        return self.layers(x).mean((2, 3))
-
-
-def logarithmic(output, batch):
-    return -(output.softmax(-1)[:, 0].log() * batch["weight"]).mean()
-
-
-def test_channels_last_and_labels_taken_out(tmp_path):
-    torch.manual_seed(0)
-    model = Convolved().to(memory_format=torch.channels_last)
-    with Recorder(model, folder=tmp_path, loss=logarithmic) as recorder:
-        x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
-        batch = {"x": x, "weight": torch.tensor([1.0, 1.0, torch.inf, 1.0])}
-        with recorder.step(batch):
-            weight = batch.pop("weight")
-            recorder.watch(logarithmic(model(batch["x"]), {"weight": weight}))
-    report = nandoctor.replay(recorder.written[0], model=Convolved, loss=logarithmic, fixes=False).report
-    assert (report.reproduction.grade, report.cause.code) == ("exact", "poisoned-target")
-
-
 class Costed(nn.Linear):
     """Returns its loss, as many models for language and for detection do: beside its output, inside of it, or alone."""
 
@@ -169,22 +136,6 @@ def test_a_loss_that_the_model_returns_is_found(tmp_path, caplog, form, place, t
     assert (report.reproduction.grade, report.cause.code, len(report.bad_gradients)) == ("exact", "log-of-zero", 2)
 
 
-def test_a_loss_that_has_no_memory_of_its_own_ends_no_training(tmp_path, caplog):
-    model = nn.Linear(2, 1)
-    with Recorder(model, folder=tmp_path, arguments={"in_features": 2, "out_features": 1}) as recorder:
-
-        def loss_of(x):
-            loss = model(x).sum()
-            recorder.watch(loss)
-            return loss
-
-        torch.vmap(loss_of)(torch.ones(4, 2)).sum().backward()
-        model(torch.ones(4, 2))
-        recorder.watch(torch.ones(1).to_sparse())
-    assert "failed and may miss" not in caplog.text
-    assert caplog.text.count("outside of the model") == 1
-
-
 def test_an_argument_that_no_file_can_hold_is_told_at_once(tmp_path, caplog):
     class Rows(Net):
         def forward(self, rows):
@@ -214,15 +165,6 @@ def test_what_a_transform_hides_is_named(tmp_path, caplog):
     with pytest.raises(ModelError, match=r"is not in the file: input\.args\.0") as caught:
         nandoctor.replay(recorder.written[0], Unmixed())
     assert "--inputs" in caught.value.remedy
-
-
-def test_inputs_under_grad_alone_are_kept(tmp_path):
-    model = Unmixed()
-    with Recorder(model, folder=tmp_path) as recorder:
-        gradient = torch.func.grad(lambda x: model(x).sum())(torch.zeros(3, 4))
-        recorder.watch(gradient.sum())
-    report = nandoctor.replay(recorder.written[0], model=Unmixed, fixes=False).report
-    assert (report.origin.phase, report.origin.op) == ("forward", "div")
 
 
 def test_weights_from_functional_call_are_told(tmp_path, caplog):

@@ -20,11 +20,7 @@ from trainings import Segmenter, loss_of
 
 import nandoctor
 from nandoctor import Recorder
-from nandoctor.capture.dump_folder import say_next
-from nandoctor.capture.source_info import describe_loss, describe_source
 from nandoctor.errors import ModelError
-
-HERE = Path(__file__).parent
 
 
 class Wide(nn.Module):
@@ -119,23 +115,6 @@ def test_a_config_of_transformers_in_an_own_class_is_built(tmp_path, caplog):
     advice, command, path = record(tmp_path, caplog, Hidden(config, 2), arguments={"config": config, "factor": 2})
     assert (advice, command) == ([], f"nandoctor replay {path}")
     assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
-
-
-@pytest.mark.slow  # which imports transformers
-def test_a_config_of_transformers_that_holds_an_object_is_told(tmp_path, caplog):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(hidden_size=3, attn_implementation="eager", more=Plain(3))
-    advice, _, _ = record(tmp_path, caplog, Hidden(config, 2), arguments={"config": config, "factor": 2})
-    assert "(config: not plain data)" in advice[0]
-    caplog.clear()
-    advice, _, _ = record(tmp_path, caplog, Configured(config))
-    assert "cannot build Configured as Configured() (missing a required argument: 'config')" in advice[0]
-
-
-class Configured(Wide):
-    def __init__(self, config: Any) -> None:
-        super().__init__(config.hidden_size)
-        self.config = config
 
 
 class Hidden(Wide):
@@ -308,30 +287,6 @@ def test_what_a_notebook_defines_is_replayed_in_it(tmp_path, caplog, monkeypatch
     with pytest.raises(ModelError, match="typed into a notebook") as caught:
         nandoctor.replay(recorder.written[0])
     assert "--model FILE.py:Head" in caught.value.remedy
-
-
-def test_a_training_from_another_folder_names_its_file(tmp_path, caplog, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # as Hydra does
-    _, command, path = record(tmp_path, caplog, Wide(3), arguments={"width": 3}, loss=loss_of)
-    assert command == f"nandoctor replay {path}"
-    for started, typed in [(HERE, Path.cwd() / "a.pth"), (Path.cwd(), "a.pth")]:
-        monkeypatch.setenv("PWD", str(started))
-        assert say_next(Path("a.pth"), {"calls": [], "state_dict": {}}, "").endswith(f"next: nandoctor replay {typed}")
-    with pytest.raises(ModelError) as caught:
-        nandoctor.replay(path)
-    assert f"--model {HERE / 'test_rebuild.py'}:Wide --model-arg width=3" in caught.value.remedy
-
-
-def test_a_class_that_needs_arguments_is_no_loss(tmp_path):
-    torch.save({"state_dict": nn.Linear(2, 1).state_dict(), "input": torch.zeros(3, 2)}, tmp_path / "nan.pth")
-    with pytest.raises(ModelError, match="class that needs arguments") as caught:
-        nandoctor.replay(tmp_path / "nan.pth", model=lambda: nn.Linear(2, 1), loss=Wide)
-    assert "loss_of = Wide(...)" in caught.value.remedy
-
-
-@pytest.mark.parametrize("way", [lambda loss: loss, functools.partial(torch.compile, backend="eager")])
-def test_a_compiled_loss_goes_by_its_name(way):
-    assert describe_loss(way(loss_of)) == describe_source(loss_of)
 
 
 @pytest.mark.parametrize(

@@ -94,13 +94,6 @@ def test_a_strangers_arguments_reach_no_code(own, expected):
     assert sys.argv != expected
 
 
-@pytest.mark.slow
-def test_what_a_script_defines_after_its_training_is_found(tmp_path, ready_python, run_nandoctor):
-    train(tmp_path, ready_python, late="later = loss_of")
-    replay = run_nandoctor("replay", "dumps/nan-step000000.pth", "--loss", "train.py:later", cwd=tmp_path)
-    assert replay.returncode == 0, replay.stderr
-
-
 @pytest.mark.parametrize(
     "end",
     [

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from ready_python import ReadyPython
 
 import nandoctor
-from nandoctor.capture.source_info import class_of
 from nandoctor.dumps.reader import read_dump
 
 SCRIPT = """
@@ -191,15 +190,3 @@ def test_flat_weights_are_refused_with_the_line_to_change():
     finally:
         dist.destroy_process_group()
     assert "fully_shard(model)" in caught.value.remedy
-
-
-def test_the_class_below_one_made_on_the_fly():
-    module = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
-    assert type(module) is not torch.nn.Linear
-    assert class_of(module) is torch.nn.Linear
-    assert class_of(torch.nn.Sequential()) is torch.nn.Sequential
-
-    class Local(torch.nn.Linear):
-        pass
-
-    assert class_of(Local(2, 2)) is Local

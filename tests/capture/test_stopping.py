@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from nandoctor import NonFiniteTrainingError, Recorder, cuda_autocast
-from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.step_policy import ScaleSearch, StepHistory, StepResult
 from nandoctor.dumps.reader import read_dump
 
@@ -53,11 +52,6 @@ def test_an_episode_begins_once():
     rule = {"threshold": 1.0, "window": 4}
     begun = [feed(rule, ".LL...L....L"[:end]).begins_episode for end in range(1, 13)]
     assert [step for step, begins in enumerate(begun) if begins] == [1, 6, 11]
-
-
-def test_the_counts_are_those_of_the_whole_run():
-    history = feed({"threshold": 1.0, "window": 4}, "sL.s....S")
-    assert (history.num_steps, history.num_bad_losses, history.num_skipped) == (9, 1, 3)
 
 
 @pytest.mark.parametrize(
@@ -135,22 +129,3 @@ def test_gradients_that_no_scale_fixes_stop_the_run(tmp_path, fused):
     assert dump.scalars["scaler.scale"] == 0.5  # steps that are skipped at scales 4, 2 and 1 do not count
     assert torch.equal(dump.state["weight"], model.weight)
     assert read_dump(last).scalars["event"] == "stopped"
-
-
-@pytest.fixture
-def flags_of_a_device(monkeypatch):
-    """Flags that take their time, as those of a GPU do."""
-    monkeypatch.setattr(Flag, "on_device", property(lambda _: True))
-
-
-@pytest.mark.usefixtures("flags_of_a_device")
-def test_a_fused_skip_is_known_before_the_next_update(tmp_path):
-    model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=0.5)
-    with Recorder(model, folder=tmp_path, scaler=scaler) as recorder:
-        weights = train(recorder, model, scaler, 1.0, 1e20, 1.0, 1.0, fused=True)
-    (path,) = recorder.written
-    assert path.name == "nan-step000001.pth"
-    assert recorder.history.num_skipped == 1
-    dump = read_dump(path)
-    assert dump.missing == ()
-    assert torch.equal(dump.state["weight"], weights[1])

@@ -44,12 +44,6 @@ def test_everything_has_its_place(tmp_path):
     assert summarize(dump).missing == dump.missing
 
 
-def test_a_file_with_the_weights_alone_is_read(tmp_path):
-    torch.save({"format": "nandoctor.dump/1", "state_dict": {"weight": torch.ones(3)}}, tmp_path / "dump.pth")
-    dump = read_dump(tmp_path / "dump.pth")
-    assert (dump.arrays, dump.recorded.calls, dump.recorded.model) == ({}, (), None)
-
-
 def test_a_file_without_weights_says_so_with_an_empty_state_dict(tmp_path):
     saved = {"format": "nandoctor.dump/1", "state_dict": {}}
     torch.save(saved, tmp_path / "dump.pth")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from torch.distributed.tensor import placement_types
 
-from nandoctor.capture import sharding
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import DumpError
 
@@ -52,12 +48,6 @@ def test_every_rank_reads_whole_weights(tmp_path, kind):
         state = read_dump(path).state
         assert torch.equal(state["weight"], WHOLE)
         assert state["bias"].tolist() == [rank, rank]
-
-
-def test_what_is_split_twice_along_rows_cannot_be_joined():
-    placements = [placement_types._StridedShard(0, split_factor=2), placement_types.Shard(0)]
-    sharded = SimpleNamespace(shape=torch.Size((12, 5)), placements=placements)
-    assert sharding._describe(sharded) == {"shape": [12, 5], "offset": []}
 
 
 def test_copies_need_the_files_of_one_group_alone(tmp_path):
@@ -107,20 +97,3 @@ def test_parts_that_do_not_make_up_the_weight(tmp_path, shape, offset, said):
     torch.save(saved, path)
     with pytest.raises(DumpError, match=said):
         read_dump(path)
-
-
-def test_an_expanded_part(tmp_path):
-    write(tmp_path, ROWS)
-    path = tmp_path / "nan-step000004-rank1.pth"
-    saved = torch.load(path)
-    saved["state_dict"]["weight"] = torch.zeros(1).expand(1 << 40)
-    torch.save(saved, path)
-    with pytest.raises(DumpError, match="claims more weights than it holds"):
-        read_dump(tmp_path / "nan-step000004-rank0.pth")
-
-
-def test_a_random_state_that_claims_more_than_it_holds(tmp_path):
-    state = torch.zeros(1, dtype=torch.uint8).expand(1 << 40)
-    torch.save({"state_dict": {"weight": WHOLE}, "rng_state": state, "x": WHOLE}, tmp_path / "dump.pth")
-    with pytest.raises(DumpError, match="random generator"):
-        read_dump(tmp_path / "dump.pth")

@@ -88,16 +88,6 @@ def test_poisoned_buffers_are_told_from_bad_weights(summary_of):
     assert any(sentence.startswith("The buffers are non-finite") for sentence in summary.missing)
 
 
-def test_a_nonfinite_array_of_unknown_name_is_the_output(summary_of):
-    nonfinite = torch.tensor([1.0, NAN])
-    roles = {
-        entry.name: entry.role for entry in summary_of(heat=nonfinite, extra=torch.ones(2), image=nonfinite).arrays
-    }
-    assert roles == {"heat": "output", "extra": "unknown", "image": "input"}
-    roles = {entry.name: entry.role for entry in summary_of(heat=nonfinite, logits=nonfinite).arrays}
-    assert roles == {"heat": "unknown", "logits": "output"}
-
-
 def beginnings(summary):
     return [sentence.split(":")[0] for sentence in summary.missing]
 
@@ -108,12 +98,6 @@ def test_what_is_missing_beside_a_batch(summary_of):
     assert all("Next time" in sentence for sentence in summary.missing)
     assert beginnings(summary_of()) == ["No input"]
     assert beginnings(summary_of(logit=torch.ones(2)))[0] == "No input"
-
-
-def test_a_complete_file_lacks_nothing(summary_of):
-    extra = {"rng_state": torch.get_rng_state(), "scaler": {"scale": 65536.0}}
-    assert summary_of(**forge.step(), **extra).missing == ()
-    assert summary_of(**forge.step(), rng_state=torch.get_rng_state(), loss_scale=1024.0).missing == ()
 
 
 def test_a_notebook_shows_a_dump_in_one_line(tmp_path):

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from nandoctor.dumps import weights
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.weights import read_weights
 from nandoctor.errors import DumpError
-from nandoctor.step.settings import anchored
 
 
 class Net(nn.Module):
@@ -143,23 +140,3 @@ def test_a_broken_checkpoint_has_one_clear_error(kind, tmp_path, monkeypatch):
     with pytest.raises(DumpError) as caught:
         read_weights(tmp_path)
     assert message in caught.value.message
-
-
-def test_shards_that_are_links_to_one_file_are_read_once(tmp_path, monkeypatch):
-    save_file({f"a{number}.weight": torch.full((2,), number) for number in range(30)}, tmp_path / "0.safetensors")
-    for number in range(1, 30):
-        os.link(tmp_path / "0.safetensors", tmp_path / f"{number}.safetensors")
-    index_of({"weight_map": {f"a{number}.weight": f"{number}.safetensors" for number in range(30)}})(tmp_path)
-    seen = []
-    read = weights._read_safetensors
-    monkeypatch.setattr(weights, "_read_safetensors", lambda path: seen.append(path) or read(path))
-    state = read_weights(tmp_path / "model.safetensors.index.json")
-    assert [int(state[f"a{number}.weight"][0]) for number in range(30)] == list(range(30))
-    assert len(seen) == 1
-
-
-def test_a_link_to_itself_cannot_be_opened(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("loop").symlink_to("loop")
-    with pytest.raises(DumpError, match="Too many levels of"):
-        read_weights(anchored({"weights": "loop"})["weights"])

@@ -77,7 +77,3 @@ def test_a_list_is_a_dict_of_its_indices(read, kind):
     assert_same_state(dump, model)
     assert list(dump.arrays) == ["1", "2.mask"]
     assert dump.scalars == {"3": 0.5}
-
-
-def test_a_short_name_of_a_state_dict_is_known(read):
-    assert read({"sd": {"scale": torch.ones(2)}, "x": torch.ones(3)}).state_name == "sd"

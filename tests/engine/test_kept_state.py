@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import nandoctor
@@ -113,24 +112,6 @@ def test_without_it_every_one_of_these_writes_shows():
     assert kinds == []
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()),
-        lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
-        lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
-    ],
-    ids=["lazy", "spectral norm", "weight norm", "batch norm"],
-)
-def test_torch_modules_start_afresh(make):
-    def seeded():
-        torch.manual_seed(0)
-        return make()
-
-    assert not differs_after_another(seeded, restored)
-
-
 class Codebook(nn.Module):
     """Moves its codes towards what it sees, through `.data`."""
 
@@ -201,16 +182,6 @@ def test_what_a_backward_pass_writes_is_put_back(kind, monkeypatch):
         assert before
         assert not torch.equal(model.weight, torch.ones(4, 4))
     assert torch.equal(model.weight, torch.ones(4, 4))
-
-
-@pytest.mark.parametrize("first", [None, torch.ones(2)], ids=["none", "some"])
-def test_gradients_of_the_user_stay(first):
-    model = nn.Linear(2, 2)
-    model.bias.grad = first
-    with restored(model):
-        model(torch.ones(2)).sum().backward()
-    assert model.bias.grad is first
-    assert first is None or torch.equal(first, torch.ones(2))
 
 
 def test_hooks_attributes_and_containers_are_as_they_were():

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
-from nandoctor.autocast.policy import EXACT, REFERENCE, Policy, apply_policy
+from nandoctor.autocast.policy import EXACT, REFERENCE, apply_policy
 from nandoctor.engine.module_state import drawn_in_fp32
-from nandoctor.engine.runner import FailingStep
-from nandoctor.evidence.formats import FP16
 
 CPU = torch.device("cpu")
 DRAWS = {
@@ -38,30 +35,3 @@ def test_float64_draws_what_fp32_does(name):
     assert wide.dtype in (torch.float64, torch.int64)
     torch.testing.assert_close(wide, narrow.to(wide.dtype), rtol=1e-6, atol=1e-6)
     assert torch.equal(after, after_wide)  # and what is drawn next as well
-
-
-class Sampler(nn.Module):
-    """Samples around a mean, [n, 16] -> same."""
-
-    def __init__(self):
-        super().__init__()
-        self.mean = nn.Linear(16, 16)
-
-    def forward(self, batch):
-        mean = self.mean(batch["x"])
-        return mean + torch.randn_like(mean)
-
-
-def test_a_step_in_float64_is_near_to_fp32():
-    torch.manual_seed(0)
-    model = Sampler()
-    step = FailingStep(
-        model=model,
-        batch={"x": torch.randn(4, 16)},
-        used=frozenset({"x"}),
-        forward=model,
-        device=CPU,
-        description="",
-        policy=Policy(name="cuda", format=FP16),
-    )
-    torch.testing.assert_close(step.run(EXACT).output.float(), step.run(REFERENCE).output, rtol=1e-5, atol=1e-5)

@@ -14,7 +14,6 @@ from nandoctor.changes.places import site_of
 from nandoctor.engine.runner import CLOSELY, FailingStep
 from nandoctor.evidence.edits import Together
 from nandoctor.fixes.writing import ChangeWriter
-from nandoctor.views.fixes import describe_outcome
 
 FILE = """
 import torch
@@ -37,7 +36,6 @@ GATE = "top, index = self.powers(x).topk(2); return top[:, 0] / top.sum(-1)"
 HALF = "s = self.lift(x).float(); return torch.log(s) * 0 + torch.sqrt(15 - s)"
 ENTROPY = "p = torch.sigmoid(self.lift(x)).mul(1); return -(p * torch.log(p) + (1 - p) * torch.log(1 - p))"
 DEGREES = "inverse = (x.abs() @ x.abs().t()).float().sum(1).pow(-0.5); return inverse[:, None] * self.lift(x)"
-SHIFTED = "h = self.lift(x).relu(); return torch.log(h) * 0 + torch.log(h + 1e-3) + torch.log(1 + h.exp())"
 
 
 def fixes(body, x, folder):
@@ -104,13 +102,6 @@ def test_each_argument_gets_the_bound_of_its_own_edit(tmp_path):
 
 
 @pytest.mark.slow
-def test_logarithms_that_stay_off_zero_are_left_alone(tmp_path):
-    first, *_ = fixes(SHIFTED, [[0.1, 0.2, 0.3, -4.0], [0.5, 1.0, -1.0, 0.2]], tmp_path)
-    assert first.verified
-    assert first.patch.count("clamp") == 1
-
-
-@pytest.mark.slow
 def test_what_fp32_does_not_do_either_is_let_pass(tmp_path):
     """Doubled inputs take the root below 0, in fp32 as well."""
     found = fixes(HALF, [[10.0, 1e-9, 0.2, 10.0], [0.5, 1.0, 1.0, 0.2]], tmp_path)
@@ -125,12 +116,6 @@ def test_nothing_is_selected_after_what_an_op_writes_elsewhere(tmp_path):
     )
     found = [fix for fix in fixes(body, [[0.5, 0.0, 1.0, 2.0]], tmp_path) if isinstance(fix.edit, GuardArgument)]
     assert not any(fix.verified for fix in found)
-
-
-def test_no_change_that_cannot_run_is_called_non_finite(tmp_path):
-    (clamp,) = fixes("return torch.log(torch.fft.fft(self.lift(x).float())).abs()", [[0.0] * 4], tmp_path)
-    assert not clamp.outcome.ran
-    assert describe_outcome(clamp.outcome) == "the step cannot be run with it"
 
 
 DECAY = (

@@ -89,23 +89,6 @@ def test_a_scale_at_which_most_weights_stop_learning_is_no_fix(share, holds, tmp
     assert any(fix.verified for fix in scales) == holds
 
 
-class Plane(nn.Linear):
-    def forward(self, x):
-        h = super().forward(x).float()
-        return torch.hypot(h[:, 0], h[:, 1])
-
-
-@pytest.mark.slow
-def test_a_distance_of_zero_keeps_off_its_singular_point(tmp_path):
-    torch.save(
-        {"state_dict": {"weight": torch.eye(2)}, "x": torch.tensor([[1.0, 2.0], [0.0, 0.0]])}, tmp_path / "d.pth"
-    )
-    model, loss = Plane(2, 2, bias=False), lambda made, _: made.mean()
-    fix = nandoctor.replay(tmp_path / "d.pth", model, loss=loss).report.fixes[0]
-    assert fix.verified
-    assert "torch.where(second.abs() < 1e-12, 1e-12, second)" in fix.patch
-
-
 POINTER = """
 import torch
 from torch import nn

@@ -30,18 +30,6 @@ class TwoSamples(nn.Module):
         return self.head(mean)
 
 
-class Backward(nn.Module):
-    """A division by zero in the forward; with its divisor clamped, a root of zero in the backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        x = x * self.scale
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True))
-
-
 class Overflow(nn.Module):
     """Zeros divided by zeros in one sample; a product of another, which passes fp16's range, stands behind it."""
 
@@ -105,18 +93,6 @@ def test_both_samples_are_left_out_together(two_samples):
     assert "kept = [0, 2]" in data[0].patch
 
 
-@pytest.mark.slow
-def test_the_change_of_a_later_origin_may_be_enough(tmp_path):
-    """The root's derivative fails once its value is no divisor of zero; a root that is never zero needs no clamp."""
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
-    x[1] = 0
-    report = replay(tmp_path, Backward(), x=x).report
-    best = next(fix for fix in report.fixes if fix.kind == "source")
-    assert best.workaround is not None  # a vector of zeros has no direction
-    assert "(x * x).mean(-1, keepdim=True).clamp(min=1e-12))" in best.patch
-    assert [(diagnosis.origin.phase, diagnosis.origin.op) for diagnosis in report.also] == [("backward", "sqrt")]
-
-
 def test_the_later_one_may_be_a_matter_of_precision(tmp_path):
     x = torch.ones(4, 4) * torch.tensor([[1.0], [0.0], [1e8], [2.0]])
     best = next(fix for fix in replay(tmp_path, Overflow(), x=x).report.fixes if fix.kind == "source")
@@ -129,28 +105,6 @@ def test_nothing_is_promised_where_the_later_one_stays(tmp_path):
     report = replay(tmp_path, Hopeless(), x=x).report
     assert not any(fix.verified for fix in report.fixes)
     assert any('`x * float("nan")` writes NaN, which is never removed' in note for note in report.search_notes)
-
-
-class Logits(nn.Module):
-    """Four logarithms of a probability of 0 or 1, and behind them a scale of zero."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([1.0, 0.0, 2.0]))
-
-    def forward(self, x):
-        logits = torch.log(x) - torch.log(1 - x)
-        volume = -(torch.log(x) + torch.log(1 - x)).sum(-1)
-        return volume + (logits / self.scale).tanh().sum(-1)
-
-
-@pytest.mark.slow
-def test_four_places_that_fail_at_once_may_hide_another(tmp_path):
-    report = replay(tmp_path, Logits(), x=torch.tensor([[0.2, 0.5, 0.4], [0.0, 0.3, 0.6], [0.3, 0.2, 1.0]])).report
-    assert [diagnosis.cause.code for diagnosis in report.also[-1:]] == ["division-by-zero"]
-    assert (report.fixes[0].workaround is not None, report.fixes[0].patch.count("\n+ ")) == (True, 3)
-    said = report.fixes[0].title.split("; ")  # each line once, though two logarithms stand in it
-    assert len(said) == len(set(said)) == 3
 
 
 class Logarithm(nn.Module):

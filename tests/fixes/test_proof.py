@@ -22,40 +22,22 @@ def failures(fix):
     return [check.name for check in fix.checks if check.status == "failed"]
 
 
-class HandSoftplus(nn.Module):
+class HandLogSumExp(nn.Module):
     def __init__(self):
         super().__init__()
         self.read = nn.Linear(2, 2, bias=False)
         nn.init.eye_(self.read.weight)
 
     def forward(self, x):
-        return torch.log(1 + torch.exp(self.read(x)))
-
-
-class HandLogSumExp(HandSoftplus):
-    def forward(self, x):
         return torch.log(torch.exp(self.read(x)).sum(dim=-1, keepdim=True))
 
 
-class HandLog1p(HandSoftplus):
-    def forward(self, x):
-        return self.read(x).exp().log1p()
-
-
-@pytest.mark.parametrize(
-    ("model", "function"),
-    [
-        pytest.param(HandSoftplus, "softplus", marks=pytest.mark.slow),
-        (HandLogSumExp, "logsumexp"),
-        pytest.param(HandLog1p, "softplus", marks=pytest.mark.slow),
-    ],
-)
-def test_a_clamp_that_float64_contradicts_is_no_fix(model, function, tmp_path):
-    report = replay(tmp_path, model, x=torch.tensor([[140.0, 1.0], [0.5, -2.0]]))
+def test_a_clamp_that_float64_contradicts_is_no_fix(tmp_path):
+    report = replay(tmp_path, HandLogSumExp, x=torch.tensor([[140.0, 1.0], [0.5, -2.0]]))
     assert report.verdict == "numerics"  # exp(140) overflows in fp32 as well, and its logarithm is 140
     verified = [item for item in report.fixes if item.verified]
     assert [item.edit.kind for item in verified] == ["stable-log"]
-    assert f"{function}(self.read(x).float()" in verified[0].patch
+    assert "logsumexp(self.read(x).float()" in verified[0].patch
     assert all(not item.verified for item in report.fixes if item.edit.kind == "clamp")
 
 
@@ -108,13 +90,15 @@ class Amplifier(nn.Module):
         return h / (h * h).mean(-1, keepdim=True).sqrt()
 
 
-def test_gradients_are_checked_with_room_for_a_growing_scale(tmp_path):
+@pytest.mark.parametrize(("loss_scale", "tried"), [(1024.0, "4,096"), (1.0, "loss scale 4 ")])
+def test_gradients_are_checked_with_room_for_a_growing_scale(loss_scale, tried, tmp_path):
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
-    report = replay(tmp_path, Amplifier, loss=lambda output, _: (output[:, 0]).float().mean(), loss_scale=1024.0, x=x)
+    options = {"loss": lambda output, _: output[:, 0].float().mean(), "loss_scale": loss_scale}
+    report = replay(tmp_path, Amplifier, x=x, **options)
     checks = {check.name: check for check in report.fixes[0].checks}
     assert report.fixes[0].verified
     assert checks["loss"].status == checks["loss scale"].status == "passed"
-    assert "4,096" in checks["loss scale"].text
+    assert tried in checks["loss scale"].text
 
 
 class Upstream(nn.Module):
@@ -203,14 +187,6 @@ def test_a_clamp_whose_gradients_overflow_is_no_fix(loss, tmp_path):
     assert report.verdict == "numerics"
     tiny = [fix for fix in report.fixes if fix.verified and "min=1e-" in fix.patch]
     assert not [fix.title for fix in tiny if "min=1e-2" not in fix.patch and "min=1e-3" not in fix.patch]
-
-
-def test_a_recorded_loss_scale_of_one_is_known(tmp_path):
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
-    report = replay(tmp_path, Amplifier, loss=lambda output, _: (output[:, 0]).float().mean(), loss_scale=1.0, x=x)
-    checks = {check.name: check for check in report.fixes[0].checks}
-    assert checks["loss scale"].status == "passed"
-    assert "loss scale 4 " in checks["loss scale"].text
 
 
 class Directions(nn.Module):
@@ -328,15 +304,7 @@ def test_noise_at_its_own_size_is_asked_of_a_guard(tmp_path):
         assert "inputs" not in found.get("small noise on the inputs", ""), fix.title
 
 
-def test_noise_is_tried_at_half_and_double_beside_fp32(tmp_path):
-    fix = replay_squares(tmp_path, 100.0)[0]
-    assert fix.edit.kind == "keep-op"
-    found = along_with(fix.checks)
-    assert found["small noise on the inputs"] == "inputs halved, samples in another order, inputs doubled"
-    assert found["inputs doubled"] == "samples in another order, small noise on the inputs"
-
-
-class NearOne(HandSoftplus):
+class NearOne(HandLogSumExp):
     def forward(self, x):
         return -torch.log(1 - torch.sigmoid(self.read(x)) + 1e-30)
 
@@ -348,27 +316,6 @@ def test_a_fix_that_agrees_with_a_wrong_fp32_is_not_verified(tmp_path):
     assert not any(fix.verified for fix in report.fixes if fix.kind != "data")  # fp32 gives 69, float64 30
     assert "float64" in {name for fix in report.fixes for name in failures(fix)}
     assert report.fp32_error > 0.5
-
-
-class Standardized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 3.0]]))
-
-    def forward(self, x):
-        weight = self.weight - self.weight.mean(1, keepdim=True)
-        return x @ (weight / weight.std(1, keepdim=True)).T
-
-
-@pytest.mark.slow
-def test_gradients_that_a_small_divisor_makes_up_are_refused(tmp_path):
-    def loss(output, _):
-        return (output.float() - 1).square().mean()
-
-    fix = replay(tmp_path, Standardized, loss=loss, x=torch.ones(3, 2) * torch.tensor([1.0, 2.0])).fixes[0]
-    assert fix.workaround is not None  # equal weights have no direction
-    assert "clamp(" not in fix.patch  # with 1e-12 no loss scale from 256 on holds them
-    assert "== 0" in fix.patch
 
 
 class Counted(nn.Module):

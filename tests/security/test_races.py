@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -69,12 +68,6 @@ def test_dumps_of_many_at_once_are_all_kept(tmp_path, monkeypatch, links):
         assert [float(read_dump(path).state["weight"][0]) for path in paths] == [*map(float, range(NUM_AT_ONCE))]
         assert all(read_dump(path).provenance.own == links for path in paths)  # no key can be kept without links
     assert len(list(folder.iterdir())) == 5 * NUM_AT_ONCE
-
-
-def test_a_dump_has_the_mode_of_any_other_file(tmp_path):
-    (tmp_path / "other").touch()
-    path = write_dump(record(0), tmp_path, "nan-step1")
-    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
 
 
 def test_a_report_that_many_write_is_one_of_theirs(tmp_path):

@@ -84,18 +84,6 @@ def test_a_class_of_the_working_directory_gets_its_arguments(project):
     assert type(find_model(script("Net.Inner"), DUMP, OWN)()).__name__ == "Inner"
 
 
-def test_a_module_of_a_package_keeps_its_place_in_it(project):
-    reference = Reference(module="parts_of_the_test.net", name="Net", file="parts_of_the_test/net.py")
-    assert type(find_model(reference, DUMP, OWN)()).__module__ == "parts_of_the_test.net"
-
-
-def test_a_class_of_an_installed_package_is_built(project):
-    reference = Reference(
-        module="torch.nn.modules.linear", name="Linear", arguments={"in_features": 2, "out_features": 1}
-    )
-    assert find_model(reference, DUMP, OWN)().weight.shape == (1, 2)
-
-
 LIBRARY = """
 import torch
 class Net(torch.nn.Module):
@@ -171,11 +159,6 @@ def test_a_builder_of_the_project_is_called(project):
         find_model(script("make_model"), DUMP, Provenance())
 
 
-def test_a_model_from_a_console_has_to_be_named(project):
-    with pytest.raises(ModelError, match="does not say which class"):
-        find_model(None, DUMP, OWN)
-
-
 def test_the_loss_is_used_while_its_source_is_unchanged(project):
     source = project / "script_of_the_test.py"
     reference = script("loss", sha256=hash_of(source))
@@ -185,12 +168,6 @@ def test_the_loss_is_used_while_its_source_is_unchanged(project):
     loss, (note,) = find_loss(reference, OWN)
     assert float(loss(torch.ones(2), torch.zeros(2))) == 2.0
     assert note == "script_of_the_test.py has changed since the training."
-
-
-def test_a_loss_that_is_a_module_is_built(project):
-    (project / "script_of_the_test.py").write_text(CODE.replace("def loss(", "class loss(torch.nn.L1Loss):\n  def f("))
-    loss, _ = find_loss(script("loss"), OWN)
-    assert float(loss(torch.ones(2), torch.zeros(2))) == 1.0
 
 
 @pytest.mark.parametrize("folder", [".venv/lib/site-packages", "env/lib"])

@@ -13,7 +13,6 @@ from nandoctor.errors import ModelError
 from nandoctor.step.binding import Offer
 from nandoctor.step.input_binding import bind_inputs, find_bindings
 
-TOKENS = torch.ones(2, 5, dtype=torch.long)
 NUMBERS = {"epoch": 3, "timestep": 7, "mode": "train", "batch.step": 4}
 
 
@@ -214,24 +213,6 @@ def test_wrappers_are_looked_through(wrap):
     assert [binding.description for binding in bindings] == ["model(mask, image)"]
 
 
-def test_a_model_with_a_child_called_module_keeps_its_signature():
-    class Holder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = with_signature("mask, image")
-
-        def forward(self, picture):
-            return picture
-
-    assert find_bindings(Holder(), offer_of("image"))[0].description == "model(picture=image)"
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_traced_module_takes_the_only_array():
-    traced = torch.jit.trace(nn.Linear(3, 2), torch.ones(2, 3))
-    assert find_bindings(traced, offer_of("image mask"))[0].description == "model(image)"
-
-
 OPEN = [
     # parameters; saved arrays; what is said of the parameters; the arrays listed; the command, or what is lacking
     ("x", "foo bar", "takes x,", "foo bar", "--inputs x=foo;"),
@@ -287,11 +268,6 @@ def test_the_user_spells_the_call_out(inputs, heard, call):
         pairs = (item.split("=") for item in heard.split())
         made = binding.forward(with_signature("mask, image"), offer.values)
         assert made == {parameter: offer.values[array] for parameter, array in pairs}
-
-
-def test_a_dict_of_everything_may_hold_plain_values_alone():
-    binding = bind_inputs(["*"], offer_of("epoch timestep"))
-    assert binding.forward(model_of(lambda self, x: x), NUMBERS) == {"epoch": 3, "timestep": 7}
 
 
 @pytest.mark.parametrize("inputs", [["pixels"], ["image", "mask=pixels"], [""]])

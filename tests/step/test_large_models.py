@@ -68,17 +68,6 @@ def test_fixes_are_the_same(tmp_path, all_are_large):
     assert [(fix.title, fix.verified) for fix in large.fixes] == [(fix.title, fix.verified) for fix in plain.fixes]
 
 
-def test_gradients_are_kept_in_files_and_let_go(all_are_large):
-    all_are_large()
-    model = nn.Linear(4, 4)
-    loss = model(torch.ones(2, 4)).square().sum()
-    nonfinite, kept = module_state.run_backward(model, loss, loss_scale=8.0, keep=True)
-    assert model.weight.grad is None
-    assert nonfinite == ()
-    model(torch.ones(2, 4)).square().sum().backward()
-    assert torch.allclose(kept["weight"], model.weight.grad)
-
-
 FREED = """
 import sys
 import numpy as np

@@ -57,10 +57,6 @@ def test_a_loss_takes_the_batch_or_parts_by_name(loss):
     assert compute(loss) == [EXPECTED, EXPECTED]
 
 
-def test_a_saved_text_is_no_argument_that_has_a_default():
-    assert compute(of_keywords, reduction="none") == [EXPECTED, EXPECTED]
-
-
 def test_a_parameter_called_batch_is_the_saved_batch():
     assert compute(of_batch, batch={"label": torch.tensor([0])}) == [EXPECTED, EXPECTED]
 
@@ -76,18 +72,6 @@ def test_a_parameter_called_batch_is_the_saved_batch():
 def test_a_part_that_is_not_known_is_not_guessed(loss, others):
     with pytest.raises(LossError, match="its batch has image, label"):
         compute(loss, **others)
-
-
-def test_an_error_of_values_is_not_tried_again():
-    called = []
-
-    def strict(output, label):
-        called.append(label)
-        raise ValueError("non-finite scores")
-
-    with pytest.raises(LossError, match="non-finite"):
-        compute(strict)
-    assert len(called) == 1
 
 
 class Manual(nn.Module):

@@ -68,12 +68,6 @@ def test_a_spec_names_a_class_a_function_or_a_module(write, attribute, arguments
     assert (model.head.bias is None) == ("bias" in arguments)
 
 
-def test_a_package_is_looked_up_from_the_given_folder(write, tmp_path):
-    write("project_pkg/__init__.py", "")
-    write("project_pkg/net.py", MODEL_FILE)
-    assert build_model("project_pkg.net:Net", {}, directory=tmp_path).head.in_features == 3
-
-
 @pytest.mark.parametrize("file", ["sub/net.py", "sub/__init__.py"])
 def test_a_file_that_imports_relatively_is_of_its_package(write, tmp_path, file):
     write("src/relative_pkg/__init__.py", "")
@@ -142,21 +136,6 @@ def test_missing_arguments_are_those_of_the_own_code(code, write, tmp_path, monk
     assert (f"--model {options}" in caught.value.remedy) if options else "--model-arg K=V" in caught.value.remedy
 
 
-def test_an_argument_may_be_an_object_of_a_file(write, tmp_path):
-    write(
-        "train.py",
-        "class CFG:\n    width = 4\ndef make(cfg):\n    import torch\n    return torch.nn.Linear(3, cfg.width)",
-    )
-    assert build_model("train.py:make", {"cfg": "train.py:CFG"}, directory=tmp_path).out_features == 4
-
-
-def test_missing_arguments_show_the_signature(write):
-    path = write("net.py", "def make(width, depth=2): ...")
-    with pytest.raises(ModelError, match=r"make\(width, depth=2\) raised TypeError: .*'width'") as caught:
-        build_model(f"{path}:make", {})
-    assert "--model-arg K=V" in caught.value.remedy
-
-
 def test_a_module_takes_no_arguments(write):
     path = write("net.py", MODEL_FILE)
     with pytest.raises(ModelError, match="takes no arguments: width"):
@@ -185,13 +164,6 @@ def test_an_import_that_fails_says_where(write, source, message):
     assert "broken" not in sys.modules
 
 
-@pytest.mark.parametrize("line", ["from blocks import Block\ndef make():", "def make():\n    from blocks import Block"])
-def test_a_file_imports_its_siblings_also_when_it_builds(write, line):
-    write("blocks.py", "from torch import nn\nclass Block(nn.Linear): ...")
-    path = write("net.py", f"{line}\n    return Block(2, 2)")
-    assert type(build_model(f"{path}:make", {})).__name__ == "Block"
-
-
 def test_dataclasses_and_pickling_work_in_an_imported_file(write):
     path = write(
         "net.py",
@@ -209,13 +181,6 @@ def test_dataclasses_and_pickling_work_in_an_imported_file(write):
     with Project().preparing():
         output = find_attribute(f"{path}:Output")(logit=2.0)
         assert pickle.loads(pickle.dumps(output)).logit == 2.0
-
-
-def test_a_changed_file_is_read_again(write):
-    path = write("net.py", "width = 1")
-    assert find_attribute(f"{path}:width") == 1
-    path.write_text("width = 2222")
-    assert find_attribute(f"{path}:width") == 2222
 
 
 @pytest.mark.parametrize("layout", ["utils.py", "utils/__init__.py", "utils/parts.py"])
@@ -250,14 +215,6 @@ def test_a_live_module_is_copied():
     assert model.weight.abs().sum() > 0
 
 
-def test_a_module_that_cannot_be_copied_says_what_to_pass():
-    model = nn.Linear(2, 2)
-    model.cache = torch.ones(1, requires_grad=True) * 2
-    with pytest.raises(ModelError, match="Linear cannot be copied") as caught:
-        build_model(model, {})
-    assert "function that builds" in caught.value.remedy
-
-
 class Net(nn.Module):
     """Two layers, a buffer, and an entry of the state dict that is no tensor."""
 
@@ -278,12 +235,6 @@ def state_of(model, prefix=""):
     return {prefix + name: tensor.clone() + 1 for name, tensor in state.items()}
 
 
-def test_weights_and_buffers_are_loaded():
-    model, state = Net(), state_of(Net())
-    assert load_state(model, state) == []
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in state.items())
-
-
 @pytest.mark.parametrize("prefix", ["model.", "module.", "student.backbone."])
 def test_a_prefix_of_the_dump_is_taken_off(prefix):
     model, state = Net(), state_of(Net(), prefix)
@@ -298,13 +249,6 @@ def test_parts_of_the_model_may_be_wrapped_on_one_side(ours, theirs):
     state = {name.replace("encoder.", f"encoder.{theirs}"): tensor for name, tensor in state_of(Net()).items()}
     assert load_state(model, state) == []
     assert torch.equal(model.state_dict()[f"encoder.{ours}weight"], state[f"encoder.{theirs}weight"])
-
-
-def test_what_does_not_carry_the_prefix_is_left_out_and_counted():
-    state = state_of(Net(), "model.") | {"criterion.class_weights_of_the_loss": torch.ones(3)}
-    assert load_state(Net(), state) == [
-        "The prefix 'model.' was taken off the weights' names, 1 other tensors left out."
-    ]
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: nn.ModuleDict({"net": model})])
@@ -351,12 +295,6 @@ def test_what_fits_is_loaded_if_asked_for():
     assert "head.weight (7, 7) for (1, 3)" in notes[1]
 
 
-def test_lazy_modules_take_the_shapes_of_the_dump():
-    model = nn.Sequential(nn.LazyLinear(2))
-    assert load_state(model, {"0.weight": torch.ones(2, 5), "0.bias": torch.ones(2)}) == []
-    assert model(torch.ones(1, 5)).tolist() == [[6.0, 6.0]]
-
-
 class Tied(nn.Module):
     """Two layers of one weight, in one Parameter or in two of the same memory."""
 
@@ -379,10 +317,3 @@ def test_a_tied_weight_is_given_under_either_name(name, same):
     assert load_state(model, {name: weight}, unfilled=unfilled) == []
     assert torch.equal(model.embed.weight, weight)
     assert torch.equal(model.head.weight, weight)
-
-
-def test_a_weight_that_is_not_tied_is_missing_all_the_same():
-    model = Tied(same=True)
-    model.head.weight = nn.Parameter(torch.ones(4, 3))
-    with pytest.raises(ModelError, match="1 missing from the weights: head"):
-        load_state(model, {"embed.weight": torch.ones(4, 3)})

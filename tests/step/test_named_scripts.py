@@ -91,22 +91,10 @@ def test_a_function_is_not_a_value_of_the_training_loop(script):
     assert float(find_attribute(f"{path}:loss")(torch.full((2,), 3.0), {})) == 9.0
 
 
-def test_a_function_may_be_wrapped(script):
-    path = script(
-        f"{NET.format(width=4)}\nfrom functools import lru_cache\ndef wide():\n    return 4\nwide = lru_cache(wide)"
-    )
-    assert find_attribute(f"{path}:wide").cache_info().misses == 0
-
-
 def test_a_model_is_as_it_was_before_it_was_trained(script):
     path = script(f"torch.manual_seed(1)\n{NET.format(width=4)}\nfor _ in range(1):\n    pass")
     torch.manual_seed(1)
     assert torch.equal(find_attribute(f"{path}:model").weight, torch.nn.Linear(3, 4).weight)
-
-
-def test_settings_of_torch_are_made(script):
-    path = script(f"torch.set_default_dtype(torch.float64)\n{NET.format(width=4)}")
-    assert build_model(f"{path}:Net", {}).weight.dtype is torch.float64
 
 
 def test_a_training_that_a_name_needs_ends_where_it_begins(script):

@@ -45,8 +45,3 @@ def test_a_folder_named_like_a_library_is_no_package(write, tmp_path, line):
     write("json/decoder.py", "")
     write("json/net.py", f"{line}\n{MODEL}")
     assert type(build_model("json/net.py:Net", {}, directory=tmp_path)).__module__ == "net"
-
-
-def test_a_file_in_a_folder_named_like_its_import_is_a_script(write, tmp_path):
-    write("data/net.py", f"import data.missing_part\n{MODEL}")
-    assert type(build_model("data/net.py:Net", {}, directory=tmp_path)).__module__ == "net"

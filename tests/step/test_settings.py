@@ -27,12 +27,6 @@ def project(tmp_path):
     return write
 
 
-def test_without_a_project_the_defaults_hold(tmp_path):
-    settings = read_settings(Path("dump.pth"), start=tmp_path)
-    assert (settings.model, settings.amp_dtype, settings.policy, settings.strict) == (None, None, None, True)
-    assert settings.directory == Path.cwd()
-
-
 def test_every_setting_is_read_with_dashes_or_underscores(project):
     folder = project(
         """
@@ -93,11 +87,6 @@ def test_settings_that_another_user_put_into_tmp_are_not_ours(owner, mode, taken
     folder.chmod(mode)
     monkeypatch.setattr(os, "geteuid", lambda: own if owner == "own" else own + 1)
     assert (read_settings(Path("dump.pth"), start=folder).model is not None) is taken
-
-
-def test_the_working_directory_is_where_the_search_starts(project, monkeypatch):
-    monkeypatch.chdir(project("[tool.nandoctor]\nseed = 5"))
-    assert read_settings(Path("dump.pth")).seed == 5
 
 
 PATTERNS = """
@@ -191,11 +180,3 @@ def test_every_setting_has_an_option_and_its_default_is_allowed():
     for item in dataclasses.fields(Settings)[:-1]:
         default = getattr(Settings(), item.name)
         assert check_setting(item.name, default) == default
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("seed", True), ("time", math.nan), ("strict", 1), ("inputs", (1,)), ("directory", ".")]
-)
-def test_values_of_another_kind_are_refused(name, value):
-    with pytest.raises(NanDoctorError, match=f"{name} cannot be|no setting '{name}'"):
-        override(Settings(), {name: value})

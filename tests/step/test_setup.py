@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import Returns
 from torch import nn
 
 from nandoctor.dumps.dump import Dump
@@ -57,24 +56,6 @@ def test_the_weights_the_batch_and_the_call_come_together():
     assert preparation.steps[0].used == {"image"}
     assert preparation.outputs.graded[0] == "logit"
     assert preparation.notes == ()
-
-
-def test_saved_outputs_do_not_go_in():
-    dump = dump_of(nn.Identity(), image=IMAGE, logit=IMAGE, aux_logit=IMAGE, mask=IMAGE)
-    preparation = prepare(dump, Returns(lambda batch: batch), Settings(inputs=("*",)))
-    assert list(run_first(preparation)) == ["image", "mask"]
-    assert preparation.outputs.graded[0] == "logit"
-
-
-def test_plain_values_are_parameters_like_any_other():
-    class Denoiser(nn.Module):
-        def forward(self, noisy, timestep, guidance=1.0):
-            return noisy * timestep * guidance
-
-    dump = dump_of(nn.Identity(), scalars={"timestep": 3, "epoch": 7}, noisy=IMAGE)
-    preparation = prepare(dump, Denoiser(), Settings())
-    assert run_first(preparation).tolist() == [[3.0, 6.0, 9.0]]
-    assert preparation.steps[0].description == "model(noisy, timestep)"
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, torch.float32), (torch.float64, torch.float64)])

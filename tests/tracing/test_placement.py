@@ -42,10 +42,6 @@ def test_few_dimensions(shape, dims, counts):
     assert (grid.dims, grid.counts) == (dims, counts)
 
 
-def test_a_scalar_has_no_place():
-    assert place_nonfinite(torch.tensor(True)) is None
-
-
 @pytest.mark.parametrize("size", [31, 32, 33, 100, 1000])
 def test_large_dimensions_are_joined_into_cells_without_loss(size):
     torch.manual_seed(0)

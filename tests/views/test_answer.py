@@ -56,12 +56,6 @@ def test_an_expression_over_several_lines_has_carets_below_each(excerpt):
     ]
 
 
-def test_wide_letters_take_two_columns(excerpt):
-    text = shown(replace(excerpt, first=1, lines=("层 = 归一(x)",), line=1, end_line=1, column=4, end_column=9))
-    assert text[1].index("^") == len("> 1 | ") + len("层 = ") + 1
-    assert text[1].count("^") == 7
-
-
 def test_a_narrow_screen_shows_the_expression_of_a_long_line(excerpt):
     line = "y = " + "a + " * 40 + "torch.sqrt(z)"
     end = len(line)
@@ -81,16 +75,6 @@ def test_no_letter_goes_without_a_mark(excerpt, width):
     assert code.startswith(("normalized", "…"))
     assert len(code) <= max(width - 6, 20)
     assert code.endswith("torch.sqrt(variance + 1e-8)"[-12:]) or code.endswith("…")
-
-
-def test_a_remark_without_room_stands_below_the_carets(excerpt):
-    text = shown(excerpt, width=50)
-    assert text[-2].endswith("^^^^")
-    assert text[-1] == "     | 1e-8 is 0 in fp16"
-
-
-def test_without_columns_the_line_alone_is_marked(excerpt):
-    assert [line[:1] for line in shown(replace(excerpt, column=None, end_column=None))] == [" ", ">"]
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,6 @@ def test_tables_fit_a_narrow_window(thing):
     assert [line for line in drawn if len(line) > 40 and line not in commands] == []
 
 
-def test_a_narrow_table_cuts_no_number():
-    assert re.search(r"^image .* none$", terminal(factory.dump(), width=40), re.MULTILINE)
-    assert re.search(r" 11\.5$", terminal(factory.precision(), width=40), re.MULTILINE)
-
-
 @each_surface
 def test_cause_line_and_fix_come_first_in_this_order(surface):
     report = factory.fixable()

@@ -6,11 +6,11 @@ import matplotlib
 import pytest
 from matplotlib.collections import PathCollection, PolyCollection
 
-from nandoctor.evidence.formats import BF16, FP16, FP32
+from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.report import Runs
 from nandoctor.views.layers import select_layers
 from nandoctor.views.plots.figures import MAX_BARS
-from nandoctor.views.plots.ranges import draw_ranges, spread_of
+from nandoctor.views.plots.ranges import draw_ranges
 
 
 def texts(axes):
@@ -19,10 +19,6 @@ def texts(axes):
 
 def names(axes):
     return [label.get_text() for label in axes.get_xticklabels()]
-
-
-def legend(figure):
-    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def marks(axes, marker_name):
@@ -43,18 +39,6 @@ def report_on(*pairs, **changes):
     fp32 = [factory.row(f"layer{i}", "Linear", b, depth=1) for i, (_, b) in enumerate(pairs)]
     runs = Runs(autocast=factory.run(autocast, dtype=FP16), fp32=factory.run(fp32, dtype=FP32))
     return factory.report(runs, **changes)
-
-
-def test_twenty_layers_all_have_names_and_bars():
-    figure = draw_ranges(factory.precision())
-    (axes,) = figure.axes
-    shown = [f"encoder.blocks.{i // 4}.{('norm', 'attention', 'project', 'mlp')[i % 4]}" for i in range(20)]
-    assert names(axes) == shown
-    assert len(bars(axes)) == 40
-    first = factory.network(20).fp32.modules[0].outputs[0]
-    assert bars(axes)[0] == pytest.approx((first.p05, first.absmax))
-    assert "\nValues before encoder.blocks.2.attention reach " in figure.get_suptitle()
-    assert legend(figure) == ["fp32", "fp16 autocast", "non-finite, fp16 autocast"]
 
 
 def test_bands_are_those_of_the_format_and_both_runs_are_marked():
@@ -108,42 +92,6 @@ def test_of_many_layers_as_many_are_named_as_have_room(make):
     assert first is None or first.place.label in names(axes)
     boxes = sorted((label.get_window_extent().x0, label.get_window_extent().x1) for label in axes.get_xticklabels())
     assert all(left[1] <= right[0] for left, right in itertools.pairwise(boxes))
-
-
-def test_a_layer_without_a_finite_value_has_a_mark_and_no_bar():
-    nonfinite = factory.tensor(None, nonfinite=factory.counts(9))
-    for reference, num_bars in ((factory.tensor(2.0), 1), (nonfinite, 0)):
-        (axes,) = draw_ranges(report_on((nonfinite, reference))).axes
-        assert len(bars(axes)) == num_bars
-        assert marks(axes, "non-finite, fp16 autocast") == [0]
-
-
-def test_a_wide_format_is_not_drawn_to_its_limits():
-    (axes,) = draw_ranges(factory.precision(low=BF16, would_be=1.0)).axes
-    bottom, top = axes.get_ylim()
-    assert bottom > 1e-6
-    assert top < 1e6
-
-
-@pytest.mark.parametrize("size", [1e-300, 1e300])
-def test_any_magnitude_leaves_an_axis(size):
-    report = report_on((factory.tensor(size), factory.tensor(size, dtype=FP32)))
-    bottom, top = draw_ranges(report).axes[0].get_ylim()
-    assert 0 < bottom < top < float("inf")
-
-
-def test_a_layer_without_a_maximum_reaches_to_its_95_percentile():
-    sampled = replace(factory.tensor(8.0), finite=False, min=None, max=None, absmax=None)
-    (axes,) = draw_ranges(report_on((sampled, factory.tensor(8.0)))).axes
-    assert bars(axes)[1] == pytest.approx((8.0 / 300, 4.0))
-
-
-def test_all_outputs_of_a_call_count():
-    row = factory.row("a", "LSTM", factory.tensor(8.0))
-    row = replace(row, outputs=(*row.outputs, factory.tensor(100.0, shape=(1,)), factory.tensor(0.0, shape=(2,))))
-    spread = spread_of(row)
-    assert (spread.high, spread.median, spread.low) == (100.0, 8.0 / 12, 8.0 / 300)
-    assert spread.finite
 
 
 def test_a_long_headline_and_long_names_leave_room_for_the_panel(tmp_path):

@@ -39,12 +39,6 @@ class Told:
         self.facts = [(fact.label, fact.text) for fact in blocks[Facts].facts]
 
 
-def test_nothing_was_tried_and_nothing_is_said():
-    assert facts(factory.precision()) == []
-    assert fix_section(factory.precision(), "screen") is None
-    assert fix_section(factory.precision(), "page") is None
-
-
 def test_the_first_fix_is_told_in_full_and_the_others_counted():
     told = Told(factory.fixable())
     assert told.heading == "Fix 1 of 3, verified: An eps that fp16 holds at net.py:45"
@@ -92,13 +86,6 @@ def test_what_was_checked_takes_two_lines_on_a_screen():
     assert whole[-1] == ("not checked", "other seed: not known")
 
 
-def test_without_a_command_line_a_diff_is_applied_by_git():
-    made = factory.fixable()
-    fix = replace(made.fixes[0], patch_root="/home/them")
-    told = Told(replace(made, arguments=(), fixes=(fix,)))
-    assert ("apply it", "git apply, in /home/them") in told.facts
-
-
 @pytest.mark.parametrize(
     ("changes", "result"),
     [
@@ -119,15 +106,6 @@ def test_a_lost_constant_is_told_where_it_is_not_the_cause():
     assert "eps" not in dict(facts(factory.fixable()))
     other = replace(factory.fixable(), cause=replace(factory.fixable().cause, code="matmul-overflow"))
     assert dict(facts(other))["eps"].startswith("1e-8 in encoder.blocks.2.attention (net.py:45), used by add, is zero")
-
-
-def test_a_variation_far_from_fp32_says_how_far():
-    made = factory.fixable()
-    far = replace(
-        made.counterfactuals[0], setting=StepSetting(dtype=FP16), outcome=TrialOutcome(finite=True, max_rel_err=1.2)
-    )
-    told = [text for _, text in facts(replace(made, counterfactuals=(far, *made.counterfactuals)))]
-    assert "forward finite: fp16 (120 % off fp32), bf16, without sample 2" in told
 
 
 SETTINGS = [
@@ -202,18 +180,6 @@ USE = EpsUse(place="module", module="norm", type="Norm", name="eps", value=1e-8)
 )  # fmt: skip
 def test_small_constants(changes, text):
     assert describe_use(replace(USE, **changes)) == text
-
-
-def test_what_held_on_this_batch_comes_before_what_is_off():
-    made = factory.fixable()
-    far = TrialOutcome(finite=True, max_rel_err=0.8)
-    off = replace(made.fixes[0], verified=False, rank=0, title="Off", outcome=far, checks=())
-    checks = (
-        Check(name="output", status="passed", text="finite, 0.1 % off fp32"),
-        Check(name="inputs doubled", status="failed", text="output is not finite"),
-    )
-    held = replace(made.fixes[0], verified=False, rank=1, title="Held", checks=checks)
-    assert [fix.title for fix in sort_fixes(replace(made, fixes=(off, held)))] == ["Held", "Off"]
 
 
 def test_beside_a_clamp_what_is_better_is_told():

@@ -37,12 +37,6 @@ def test_hostile_names_are_ascii_in_the_file_and_come_back(tmp_path):
     assert read(tmp_path / "report.json") == hostile
 
 
-def test_writing_leaves_no_draft(saved):
-    save(factory.healthy(), saved)
-    assert [path.name for path in saved.parent.iterdir()] == ["report.json"]
-    assert read(saved).verdict == "healthy"
-
-
 def test_a_failed_write_leaves_the_old_report(saved, monkeypatch):
     def fail(self, target):
         raise OSError(28, "No space left on device")
@@ -52,14 +46,6 @@ def test_a_failed_write_leaves_the_old_report(saved, monkeypatch):
         save(factory.healthy(), saved)
     assert read(saved).verdict == "precision"
     assert len(list(saved.parent.iterdir())) == 1
-
-
-def test_a_link_still_points_to_the_report(saved):
-    link = saved.with_name("latest.json")
-    link.symlink_to(saved)
-    save(factory.healthy(), link)
-    assert link.is_symlink()
-    assert read(saved).verdict == "healthy"
 
 
 def test_writing_into_a_missing_folder_says_so(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Runs
-from nandoctor.views.layers import Layers, select_layers
+from nandoctor.views.layers import select_layers
 
 
 def runs_of(*rows, fp32=None):
@@ -33,35 +33,12 @@ def test_a_container_is_shown_if_it_computes(residual, more):
     assert labels(select_layers(factory.report(runs_of(*block(residual))))) == ["block.a", "block.b", *more]
 
 
-def test_a_container_that_differs_in_fp32_alone_is_shown():
-    rows = block(residual=False)
-    fp32 = (*rows[:2], *(replace(row, outputs=(factory.tensor(9.0),)) for row in rows[2:]))
-    assert labels(select_layers(factory.report(runs_of(*rows, fp32=fp32)))) == ["block.a", "block.b", "block"]
-
-
 def test_a_container_that_gathers_and_reshapes_outputs_passes_on():
     a = factory.row("a", "Linear", factory.tensor(1.0), depth=1)
     b = factory.row("b", "Linear", factory.tensor(2.0), depth=1)
     flat = factory.tensor(2.0, path=".features", shape=(4 * 16 * 32 * 32,))
     root = replace(factory.row("", "Net", flat, depth=0), outputs=(flat, factory.tensor(1.0, path=".logit")))
     assert labels(select_layers(factory.report(runs_of(a, b, root)))) == ["a", "b"]
-
-
-def test_a_nonfinite_container_is_shown_even_if_it_passes_on():
-    rows = block(residual=False)
-    seen = factory.first(replace(rows[2], outputs=(factory.tensor(nonfinite=factory.counts(1)),)))
-    layers = select_layers(factory.report(runs_of(*rows), first_nonfinite=seen))
-    assert labels(layers) == ["block.a", "block.b", "block"]
-    assert layers.first_nonfinite == 2
-
-
-def test_a_run_that_raised_is_filled_up_from_the_other():
-    fp32 = block(residual=True)
-    autocast = (fp32[0], replace(fp32[3], outputs=()), replace(fp32[2], outputs=()))
-    layers = select_layers(factory.report(runs_of(*autocast, fp32=fp32)))
-    assert labels(layers) == ["block.a", "block.b", "block"]
-    assert layers.pairs[1].autocast is None
-    assert layers.pairs[1].fp32 == fp32[1]
 
 
 INFINITE = factory.tensor(9.0, nonfinite=factory.counts(3, kind="+inf"))
@@ -103,31 +80,8 @@ def test_what_is_in_no_output_has_a_row_where_it_happens(origin, seen, name, pla
     assert layers.pairs[place].fp32.absmax == (7e4 if origin else 0.83)
 
 
-@pytest.mark.parametrize("origin", [{"op": None}, {"phase": "optimizer"}, {"output": BLOCKS[0].outputs[0]}])
-def test_what_is_no_nonfinite_value_of_the_step_has_no_row(origin):
-    assert failing(origin).first_nonfinite is None
-
-
-def test_a_first_nonfinite_call_that_the_runs_lack_is_not_marked():
-    report = factory.precision()
-    lost = factory.put(report.first_nonfinite, module="gone")
-    assert select_layers(replace(report, first_nonfinite=lost)).first_nonfinite is None
-
-
-def test_nothing_was_run():
-    layers = select_layers(factory.weights_only())
-    assert layers == Layers(pairs=(), first_nonfinite=None)
-    assert layers.tightest() is None
-
-
 @pytest.mark.parametrize(
     ("center", "expected"), [(9, range(6, 12)), (0, range(6)), (19, range(14, 20)), (2, range(6)), (18, range(14, 20))]
 )
 def test_windows_stay_inside_and_full(center, expected):
     assert select_layers(factory.healthy(20)).window(center) == expected
-
-
-def test_the_tightest_layer_has_the_largest_value():
-    layers = select_layers(factory.healthy(20))
-    largest = max(range(20), key=lambda index: layers.pairs[index].fp32.absmax)
-    assert layers.tightest() == largest

@@ -9,8 +9,6 @@ import factory
 import pytest
 from surfaces import markdown
 
-from nandoctor.views.save import save
-
 HOSTILE = "<script>x</script> @someone #12 |a|b| `c` [d](e) *f*\x1b\nnew\u202e"
 
 
@@ -43,9 +41,3 @@ def test_hostile_names_are_text():
     assert "\u202e" not in text
     assert "@someone" not in text
     assert not re.search(r"(?<!\\)<(?!/?(details|summary)>)", text)
-
-
-def test_the_file_is_utf8(tmp_path):
-    save(factory.fixable(), tmp_path / "report.md")
-    text = markdown(factory.fixable())
-    assert (tmp_path / "report.md").read_text(encoding="utf-8") == f"{text}\n<!-- nandoctor -->\n"

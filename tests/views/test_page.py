@@ -65,15 +65,6 @@ def test_nothing_is_loaded_from_anywhere(page):
     assert not re.search(r"@import|url\((?!#)", page)
 
 
-def test_no_id_stands_twice(page):
-    ids = [value for _, name, value in Page(page).attributes if name == "id"]
-    assert sorted(set(ids)) == sorted(ids)
-    referred = {
-        value[1:] for _, name, value in Page(page).attributes if name.endswith("href") and value.startswith("#")
-    }
-    assert referred <= set(ids)
-
-
 def test_a_drawing_stands_on_the_page_with_its_finding(page):
     drawn = re.findall(r'<img src="data:image/svg\+xml;base64,([^"]+)" alt="([^"]+)">', page)
     assert all(text.startswith(html.escape(factory.fixable().headline)) for _, text in drawn)

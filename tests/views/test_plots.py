@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import factory
-import numpy as np
 import pytest
 from matplotlib.text import Text
 
@@ -21,17 +20,6 @@ def title(figure):
 def surveyed(num_layers=20, **options):
     made = factory.fixable() if num_layers == 20 else factory.precision(num_layers, **options)
     return replace(made, runs=factory.surveyed(made.runs))
-
-
-def rows_with(made, **changes):
-    """The report with the fields of one autocast row changed: `{label: {field: value}}`."""
-    rows = tuple(replace(row, **changes.get(row.place.label, {})) for row in made.runs.autocast.modules)
-    return replace(made, runs=replace(made.runs, autocast=replace(made.runs.autocast, modules=rows)))
-
-
-def test_many_layers_are_drawn():
-    (axes,) = draw(surveyed(400, nonfinite_from=250), "samples").axes
-    assert [*map(round, axes.get_xlim())] == [0, 400]
 
 
 @pytest.mark.parametrize("kind", PLOTS)
@@ -62,33 +50,6 @@ def test_samples_tell_who_is_nonfinite_and_who_is_near():
     near = factory.report(factory.surveyed(factory.network(12, growth=2.3)))
     assert "No sample goes non-finite under fp16 autocast; " in title(draw(near, "samples"))
     assert "near the limit" in title(draw(near, "samples"))
-
-
-def test_samples_of_a_failure_need_no_per_sample():
-    made = factory.precision()
-    samples = tuple(factory.SampleStats(num_bad=9 * (sample == 2), absmax=1.0) for sample in range(4))
-    rows = {
-        row.place.label: {"outputs": tuple(counted(stats, samples) for stats in row.outputs)}
-        for row in made.runs.autocast.modules
-        if not row.finite
-    }
-    figure = draw(rows_with(made, **rows), "samples")
-    assert title(figure).endswith(" on: sample 2.")
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["finite", "more than 4 doublings below the limit", "non-finite"]
-
-
-def counted(stats, samples):
-    return replace(stats, counts=replace(stats.counts, by_sample=samples))
-
-
-def test_layers_without_a_batch_are_left_blank():
-    made = surveyed()
-    row = made.runs.autocast.modules[0]
-    other = replace(row.outputs[0], shape=(7, 3), counts=None)
-    image = draw(rows_with(made, **{row.place.label: {"outputs": (other,)}}), "samples").axes[0].images[0].get_array()
-    assert set(np.asarray(image)[:, 0]) == {0}
-    assert image.shape[0] == factory.BATCH
 
 
 def test_the_origin_is_shown_where_it_is():

@@ -23,17 +23,6 @@ def text_of(bar):
     return " ".join(console.file.getvalue().split())
 
 
-def test_a_run_tells_its_layers_and_the_time():
-    bar = ReplayBar(Console(file=io.StringIO()))
-    assert "Loading" in text_of(bar)
-    bar.run("replay under fp16", 3, None)
-    assert "Diagnosing: replay under fp16" in text_of(bar)
-    assert "3 layers" in text_of(bar)
-    bar.run("fp32", 1, 12)
-    assert "Diagnosing: fp32" in text_of(bar)
-    assert "1/12 layers --:--" in text_of(bar)
-
-
 @pytest.mark.parametrize(
     ("most", "shown"), [(200, "14 of at most 200 runs"), (None, "14 runs"), (float("inf"), "14 runs")]
 )
@@ -106,10 +95,3 @@ def test_an_interrupt_in_a_notebook_gives_the_report_so_far(output, dump, monkey
     assert case.cause is not None
     assert any("interrupt" in note.lower() for note in case.report.search_notes)
     assert output.shown[-1] == {"text/plain": ""}
-
-
-def test_progress_of_the_callers_own_is_all_that_hears(output, dump):
-    stages = set()
-    nandoctor.replay(*dump, fixes=False, progress=lambda stage, *_: stages.add(stage))
-    assert stages
-    assert output.shown == []
