@@ -23,6 +23,7 @@ from torch import nn
 
 import nandoctor
 from nandoctor.evidence.report import Report
+from nandoctor.evidence.trace import SourceLine
 from strangers.visits import Applied, Between, Lifted
 
 ANY: Any = ...
@@ -33,9 +34,10 @@ ANY: Any = ...
 class Expect:
     """What is true of a step; what is not given may be anything.
 
-    `line` is a piece of the source line that is shown, None if there is none. `also` are the causes of the other
-    origins. `says` are pieces of what is said anywhere in the report, and `never` of what is not. `holds` is True of
-    the report. `fix` is what a search gives first: "verified guard", with the kind of edit, or "none" that is verified.
+    `line` is a piece of the source line that is shown, None if there is none, and `called_from` one of the user's line
+    that led there. `also` are the causes of the other origins. `says` are pieces of what is said anywhere in the
+    report, and `never` of what is not. `holds` is True of the report. `fix` is what a search gives first: "verified
+    guard", with the kind of edit, or "none" that is verified.
     """
 
     verdict: Any = ANY
@@ -44,6 +46,7 @@ class Expect:
     cause: Any = ANY
     phase: Any = ANY
     line: Any = ANY
+    called_from: Any = ANY
     samples: Any = ANY
     also: Any = ANY
     says: tuple[str, ...] = ()
@@ -152,7 +155,8 @@ def _faults(expected: Expect, report: Report) -> Iterator[str]:
             yield f"{name} {text!r}, not {true!r}"
     if expected.verdict == "healthy" and origin is not None:
         yield f"{origin.op} is blamed"
-    yield from _faults_of_line(expected.line, origin.source.text if origin and origin.source else None)
+    yield from _faults_of_line(expected.line, origin and origin.source)
+    yield from _faults_of_line(expected.called_from, origin and origin.called_from)
     words = everything_said(report)
     yield from (f"it does not say {piece!r}" for piece in expected.says if piece not in words)
     yield from (f"it says {piece!r}" for piece in expected.never if piece in words)
@@ -164,7 +168,8 @@ def _faults(expected: Expect, report: Report) -> Iterator[str]:
             yield f"fix {next(iter(given), 'none')}, not {expected.fix}"
 
 
-def _faults_of_line(expected: Any, text: str | None) -> Iterator[str]:
+def _faults_of_line(expected: Any, source: SourceLine | None) -> Iterator[str]:
+    text = source.text if source else None
     if expected is ANY or expected == text:
         return
     if expected is None or text is None or expected not in text:
