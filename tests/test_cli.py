@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import subprocess
 import sys
 
 import numpy as np
@@ -254,22 +253,6 @@ def test_an_error_is_one_message_and_what_to_do(arguments, message):
     assert "Traceback" not in result.stderr
 
 
-def test_plot_draws_a_dump(workplace):
-    assert run("plot", *SICK, "--kind", "samples").stderr == "Wrote sick.samples.png\n"
-    assert (workplace / "sick.samples.png").read_bytes().startswith(b"\x89PNG")
-    assert run("plot", *SICK, "-o", "r\u202e.svg").stderr == "Wrote r\\u202e.svg\n"
-
-
-def test_the_shell_is_told_the_kinds():
-    environment = {"_NANDOCTOR_COMPLETE": "bash_complete", "COMP_WORDS": "nandoctor plot --kind ", "COMP_CWORD": "3"}
-    result = CliRunner().invoke(main, [], prog_name="nandoctor", env=environment)
-    assert [line.partition(",")[2] for line in result.output.splitlines()] == ["ranges", "samples", "origin"]
-
-
-def python(*arguments):
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False)
-
-
 def test_a_working_directory_that_is_gone_ends_in_a_message(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -281,10 +264,3 @@ def test_a_working_directory_that_is_gone_ends_in_a_message(tmp_path, monkeypatc
         "nandoctor: The working directory no longer exists.",
     )
     monkeypatch.chdir(tmp_path)
-
-
-def test_the_module_is_the_command():
-    result = python("-m", "nandoctor", "inspect", "nowhere.pth")
-    assert result.returncode == 1
-    assert result.stderr.startswith("nandoctor: ")
-    assert python("-m", "nandoctor", "--version").stdout.startswith("nandoctor ")

@@ -38,24 +38,12 @@ def test_every_set_is_found_and_minimal(given_sets):
     assert set(map(frozenset, find_minimal_sets(members, Oracle(*sets)))) == set(sets)
 
 
-def test_nothing_where_all_together_do_not_pass():
-    assert list(find_minimal_sets(range(9), lambda kept: False)) == []
-    assert list(find_minimal_sets([], lambda kept: True)) == []
-
-
 @pytest.mark.parametrize(("n", "needed"), [(60, (13, 47)), (60, (0, 59)), (400, (7,)), (400, (3, 200, 399))])
 def test_probes_stay_within_the_bound(n, needed):
     oracle = Oracle(needed)
     (found,) = find_minimal_sets(range(n), oracle)
     assert set(found) == set(needed)
     assert len(oracle.asked) <= 4 * len(needed) * math.log2(n)
-
-
-def test_a_good_guess_saves_the_search():
-    oracle = Oracle((13, 47))
-    (found,) = find_minimal_sets(range(60), oracle, guesses=[(13,), (47, 13)])
-    assert set(found) == {13, 47}
-    assert len(oracle.asked) <= 6  # both guesses, the second's parts, and whether the others pass as well
 
 
 def test_a_guess_with_more_than_is_needed_is_cut_down():

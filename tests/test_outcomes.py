@@ -36,10 +36,3 @@ def test_a_changed_patch_is_shown_line_by_line(outcomes):
     before, after = ({"a": {"text": f"first\n-old\n+{new}\n"}} for new in ("one", "other"))
     (block,) = outcomes.differences(before, after)
     assert [line.strip() for line in block.splitlines()][-2:] == ["-+one", "++other"]
-
-
-def test_new_and_missing_cases_are_shown(outcomes, tmp_path):
-    outcomes.write({"b": {"verdict": "healthy"}, "a": {"verdict": "state"}}, tmp_path / "file")
-    read = outcomes.read(tmp_path / "file")
-    assert list(read) == ["a", "b"]
-    assert list(outcomes.differences(read, {"b": read["b"], "c": {}})) == ["a\n  is gone\n", "c\n  is new: {}\n"]

@@ -102,14 +102,6 @@ def test_outputs_of_any_structure_are_graded(make):
     assert (report.reproduction.grade, report.reproduction.output) == ("exact", "logit")
 
 
-def test_the_user_names_the_field_of_the_output():
-    model = Chain(net=Overflowing(), head=Returns(lambda x: {"main": x["logit"], "ema": x["logit"] * 0}))
-    assert replay(model).reproduction.grade == "no-reference"
-    assert replay(model, Settings(output="main")).reproduction.grade == "exact"
-    with pytest.raises(DumpError, match="called 'mian'"):
-        replay(model, Settings(output="mian"))
-
-
 def poisoned_norm():
     model = Chain(norm=nn.BatchNorm1d(4), head=nn.Linear(4, 4))
     model.norm.running_var.fill_(NAN)
@@ -118,13 +110,6 @@ def poisoned_norm():
 
 def attempts(report):
     return [(attempt.training, attempt.seed, attempt.grade) for attempt in report.reproduction.attempts]
-
-
-def test_poisoned_buffers_are_found_in_eval_mode():
-    report = replay(poisoned_norm(), image=torch.rand(4, 4), logit=NONFINITE)
-    assert (report.verdict, report.first_nonfinite.place.module) == ("state", "norm")
-    assert attempts(report) == [(True, 0, "finite"), (False, 0, "exact")]
-    assert report.runs.autocast.training is False
 
 
 def test_poisoned_buffers_are_not_blamed_in_train_mode():
@@ -171,16 +156,6 @@ def test_other_random_numbers_are_told(saved, said):
     report = replay_dump(dump, model, Settings(mode="train", seed=1, fixes=False)).report
     assert report.reproduction.grade == "same-mask"
     assert any(said in note for note in report.notes)
-
-
-def test_no_seeds_are_tried_where_nothing_is_random():
-    report = replay(nn.Linear(4, 4))
-    assert attempts(report) == [(False, 0, "finite"), (True, 0, "finite")]
-
-
-def test_the_seed_that_the_user_names_comes_first():
-    report = replay(Drops(4), Settings(seed=7, mode="train"), image=IMAGE, logit=NONFINITE)
-    assert sorted(attempts(report)) == [(True, seed, "finite") for seed in (7, 8, 9, 10)]
 
 
 class LogOfSum(nn.Module):
@@ -241,15 +216,6 @@ def test_a_model_that_checks_for_nan_is_replayed_up_to_there():
     assert report.runs.autocast.raised == "FloatingPointError: NaN in the output"
 
 
-def test_progress_is_told_by_stage():
-    told = []
-    dump = dump_of(Overflowing(), image=IMAGE, logit=NONFINITE)
-    replay_dump(dump, Overflowing(), Settings(), progress=lambda *step: told.append(step))
-    assert told[0] == ("replay under autocast", 0, None)
-    assert ("replay under autocast", 3, None) in told
-    assert ("replay in fp32", 3, 3) in told
-
-
 LOOKED_INSIDE = ["replay under autocast", "replay in fp32", "closer look under autocast"]
 
 
@@ -269,32 +235,6 @@ def test_a_dump_is_run_no_more_often_than_it_takes(make, arrays, stages):
     dump = dump_of(model, image=IMAGE, **arrays)
     replay_dump(dump, model, Settings(mode="train"), progress=lambda stage, *_: told.append(stage))
     assert list(dict.fromkeys(stage for stage in told if not stage.startswith("samples"))) == stages
-
-
-def mean_square(output, batch):
-    return output.float().square().mean()
-
-
-def root_of_zero(output, batch):
-    return mean_square(output, batch) + (output - output).abs().sum().sqrt()
-
-
-@pytest.mark.parametrize(
-    ("loss", "runs"),
-    [
-        (mean_square, ["replay under autocast", "replay in fp32"]),
-        (root_of_zero, ["replay under autocast", "replay in fp32"]),
-        (lambda *step: mean_square(*step) / 0, 2 * ["replay"] + ["backward under autocast"]),
-    ],
-    ids=["sound", "gradients", "loss"],
-)
-def test_the_backward_pass_follows_the_forward_at_once(loss, runs):
-    model, told = nn.Linear(4, 4), []
-    settings = Settings(mode="train", loss=loss)
-    replay_dump(dump_of(model, image=IMAGE), model, settings, progress=lambda *step: told.append(step))
-    begun = [stage for stage, done, _ in told if not done and not stage.startswith("samples")]
-    assert len(begun) == len(runs)
-    assert all(stage.startswith(run) for stage, run in zip(begun, runs, strict=True))
 
 
 def test_the_live_model_is_as_it_was():

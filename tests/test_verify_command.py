@@ -261,11 +261,6 @@ def test_json_is_the_whole_verification(project):
     assert plain["code"]["changes"] == [{"file": "net.py", "known_by": "hash"}]
 
 
-def test_a_step_that_nothing_says_has_failed_passes(project):
-    torch.save({"state_dict": nn.Linear(3, 3).state_dict(), "x": torch.ones(2, 3)}, "well.pth")
-    assert nandoctor.verify("well.pth", nn.Linear(3, 3)).outcome == "passes"
-
-
 def test_a_check_of_a_silent_overflow_fails(project):
     class RootMeanSquare(nn.Module):
         def __init__(self):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from nandoctor.changes.source_writer import _root_of
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.working_tree import PatchError, encode_diff, plan_patch, restore_files, write_files
@@ -19,15 +18,6 @@ BEFORE = "".join(f"line {number}\n" for number in range(1, 21))
 def change_of(path, before=BEFORE, after=None):
     after = before.replace("line 7", "seven") if after is None else after
     return ChangedFile(path=str(path), before=before, after=after)
-
-
-def test_a_path_with_dots_is_named_as_git_takes_it(tmp_path, monkeypatch):
-    (tmp_path / "docs").mkdir()
-    monkeypatch.chdir(tmp_path / "docs")
-    change = ChangedFile(path=str(tmp_path / "docs" / ".." / "code" / "net.py"), before="a\n", after="b\n")
-    patch = SourcePatch(root=_root_of([change.path]), files=(change,))
-    assert patch.root == str(tmp_path / "code")
-    assert patch.diff.startswith("--- a/net.py\n+++ b/net.py\n")
 
 
 def test_a_written_file_has_no_bytecode_of_its_old_text(tmp_path):
@@ -73,16 +63,6 @@ def test_a_file_that_has_changed_is_not_touched(tmp_path):
         with pytest.raises(PatchError, match="not as it was"):
             plan_patch([change_of(tmp_path / "net.py")])
         assert (tmp_path / "net.py").read_text() == now
-
-
-def test_a_change_between_the_plan_and_the_writing_stays(tmp_path):
-    path = tmp_path / "net.py"
-    path.write_text(BEFORE)
-    files = plan_patch([change_of(path)])
-    path.write_text("mine\n")
-    with pytest.raises(PatchError):
-        write_files(files)
-    assert path.read_text() == "mine\n"
 
 
 def test_installed_packages_are_left_alone_unless_told(tmp_path):

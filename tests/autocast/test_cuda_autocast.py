@@ -28,12 +28,6 @@ def test_one_object_serves_a_whole_loop():
         assert product() is torch.float32
 
 
-def test_one_object_inside_itself():
-    context = nandoctor.cuda_autocast(torch.bfloat16)
-    with context, context:
-        assert product() is torch.bfloat16
-
-
 def test_as_decorator():
     @nandoctor.cuda_autocast()
     def step(depth):

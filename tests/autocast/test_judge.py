@@ -48,9 +48,3 @@ def test_another_dtype_is_told(bench):
     assert not bench.ask(ran).differs
     assert bench.ask(replace(ran, gave=(torch.float16,))).differs
     assert bench.ask(replace(ran, enabled=False)).gives == (torch.float16,)
-
-
-def test_autocast_is_as_it_was_after_asking(bench):
-    bench.judge("region in bf16", FP16)
-    assert not torch.is_autocast_enabled("cuda")
-    assert torch.get_autocast_dtype("cuda") is torch.float16

@@ -3,7 +3,6 @@
 import copy
 import math
 import threading
-import warnings
 
 import pytest
 import torch
@@ -59,33 +58,6 @@ def test_torch_is_restored_after_an_exception(policy):
         raise ZeroDivisionError
     assert kernels() == before
     assert product() is torch.float32
-
-
-def test_an_error_in_a_kernel_is_the_users_to_see():
-    with cuda_autocast():
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            torch.mm(torch.ones(2, 3), torch.ones(2, 3))
-        assert product() is torch.float16
-
-
-def test_registration_is_silent():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with cuda_autocast():
-            product()
-
-
-def test_an_op_that_torch_lacks_is_skipped(monkeypatch):
-    from nandoctor.autocast import kernels as module
-
-    lacking = dict.fromkeys(("op_of_another_version", "exp.of_another_version"), module._run_in_fp32)
-    monkeypatch.setattr(module, "_RUNS", {**module._RUNS, **lacking})
-    module._make_kernels.cache_clear()
-    try:
-        with cuda_autocast():
-            assert torch.exp(torch.ones(1).half()).dtype is torch.float32
-    finally:
-        module._make_kernels.cache_clear()
 
 
 def test_threads_run_under_their_own_policies():
@@ -212,18 +184,6 @@ def test_products_of_fp32_tensors_are_not_computed_in_less(products, chosen):
         assert [backend.fp32_precision for backend in products] == [chosen] * 3
 
 
-def region_in_script(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cuda", enabled=False):
-        return torch.mm(x, weight)
-
-
-def test_scripting_code_with_regions_while_the_model_is_built():
-    with cuda_code(CPU):
-        script = torch.jit.script(region_in_script)
-    with apply_policy(REFERENCE, CPU):
-        assert script(torch.ones(1, 2), torch.ones(2, 1)).item() == 2.0
-
-
 def test_factors_are_rounded_but_for_those_of_the_host():
     """What each gave on an H100: CUDA rounds a number that lies there to the format of what it multiplies."""
     x, sent = torch.tensor([1.0, 0.125]).half(), nn.Parameter(torch.tensor(1e5))
@@ -294,14 +254,6 @@ def test_a_checkpoint_computes_again_what_it_did(reentrant):
         y = checkpoint(lambda x: x * weight * 1e-3 * torch.tensor(1e5) * 1e-2, x, use_reentrant=reentrant)
         y.sum().backward()
     assert weight.grad == pytest.approx(2, rel=0.01)
-
-
-@pytest.mark.slow
-def test_torch_compile_traces_what_makes_numbers():
-    x, weight = torch.ones(2), nn.Parameter(torch.tensor(3.0))
-    with cuda_autocast():
-        y = torch.compile(lambda: x.half() * weight * torch.tensor(2.0), backend="eager", fullgraph=True)()
-    assert y.tolist() == [6, 6]
 
 
 @pytest.mark.cuda

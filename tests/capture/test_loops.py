@@ -24,7 +24,15 @@ NAMES = {
     ("accumulation, scaler", "gradients"): "step000001-micro3",  # where the scaler is updated
 }
 NOT_THERE = {("LBFGS", "update"), ("LBFGS, marked", "update")}  # see below
-EACH = [(loop, what) for loop in LOOPS for what in CAUSES if (loop, what) not in NOT_THERE]
+QUICK = [loop for loop in LOOPS if "," not in loop]
+"""Loops that do two things otherwise than the plain one are left to `-m slow`."""
+
+
+def of_loop(*values):
+    return pytest.param(*values, marks=[pytest.mark.slow] * (values[0] not in QUICK))
+
+
+EACH = [of_loop(loop, what) for loop in LOOPS for what in CAUSES if (loop, what) not in NOT_THERE]
 
 
 def train(loop, what, folder, **more):
@@ -69,7 +77,7 @@ def test_the_step_that_caused_it_is_saved(tmp_path, loop, what):
     assert (report.reproduction.grade, report.cause.code) == ("exact", CAUSES[what])
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", [of_loop(loop) for loop in LOOPS])
 def test_training_is_bit_identical_with_a_recorder(tmp_path, loop):
     ends = []
     for folder in (None, tmp_path):

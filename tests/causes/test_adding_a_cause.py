@@ -92,15 +92,3 @@ def test_following_the_page_adds_the_cause(house):
     follow(house)
     assert "What it is" in python(house, "-m", "nandoctor", "explain", "empty-reduction")
     assert python(house, "-c", ASK).split() == ["True"] * 3
-
-
-def test_a_cause_that_is_not_wired_in_is_missed(house):
-    path, module = module_block()
-    (house / path).write_text(module)
-    (house / "tests").mkdir()
-    for needed in ("causes/test_registry.py", "one_test.py"):
-        shutil.copy(ROOT / "tests" / needed, house / "tests")
-    (house / "conftest.py").write_text("")
-    printed = python(house, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", "-k", "wired_in")
-    assert "1 failed" in printed
-    assert "empty_reduction" in printed

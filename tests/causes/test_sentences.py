@@ -61,10 +61,6 @@ def test_operands_of_calls_with_two(op, expression, name, text):
     assert operand(op_call(op, expression, inputs=2), name) == text
 
 
-def test_a_call_with_numbers_may_be_of_a_method_or_of_a_function():
-    assert operand(op_call("softmax", "scores.softmax(-1)", scalars=(("dim", -1.0),)), "self") is None
-
-
 def test_the_subject_is_the_expression_or_the_op_and_its_module():
     assert subject(op_call("matmul", "q @ k")) == "`q @ k`"
     assert subject(op_call("matmul", "")) == "matmul in net (2nd call)"

@@ -13,14 +13,6 @@ from nandoctor.changes.text_lines import negated
 from nandoctor.evidence.trace import SourceLine
 
 NO_LIBRARY = Library(has_module=lambda _: False, default_eps=lambda _: None)
-LATE = """from __future__ import annotations
-
-
-def late():
-    import math
-
-    return math.pi
-"""
 
 
 def editor(text):
@@ -34,17 +26,6 @@ def find(change, text):
     place = {"line": len(lines), "end_line": len(lines) + text.count("\n"), "column": len(lines[-1])}
     end = len(text.encode().split(b"\n")[-1]) + (0 if "\n" in text else len(lines[-1]))
     return change.tree.find(SourceLine(file="net.py", text="", end_column=end, **place))
-
-
-def test_imports_in_functions_bind_nothing():
-    tree = parse_source(LATE)
-    assert tree.imported_names == {"annotations", "math"}
-    assert tree.global_imports == {"annotations"}
-    change = editor(LATE)
-    change.replace(find(change, "math.pi"), "torch.pi")
-    assert change.text() == LATE.replace("annotations\n", "annotations\nimport torch\n", 1).replace(
-        "math.pi", "torch.pi"
-    )
 
 
 def test_lines_are_counted_as_python_counts_them():
@@ -108,12 +89,6 @@ def test_a_statement_is_put_into_a_block_with_others_before_it():
     change.replace(call.args[0], "w", ("w = x",))
     expected = '\t# first\n\tw = x\n\twith h:\n\t\ty = g(\n\t\t\tw,\n\t\t\t"""a\n\tb""",\n\t\t)  # done\n\treturn y\n'
     assert change.text().partition("\n\n")[2] == expected
-
-
-def test_a_statement_is_removed():
-    change = editor(BLOCK)
-    change.remove(change.tree.statement_at(6))
-    assert change.text() == 'def f(x):\n\t"""Say."""\n\n\t# first\n\treturn y\n'
 
 
 @pytest.mark.parametrize(

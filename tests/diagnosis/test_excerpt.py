@@ -43,10 +43,6 @@ def test_tabs_become_spaces_and_the_path_is_relative(file):
     assert "\t" not in "".join(made.lines)
 
 
-def test_a_file_that_is_no_longer_python_has_no_function(file):
-    assert read_excerpt(at(file, 8)).function == ""  # tabs and spaces mixed: ast refuses
-
-
 def test_the_function_is_named_as_python_names_it(file):
     file.write_text(SOURCE.replace("\t", "        "))
     linecache.checkcache()

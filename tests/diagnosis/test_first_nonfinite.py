@@ -105,11 +105,6 @@ def test_the_call_around_a_repeated_call_is_the_parent():
     assert find_first(trace(*calls, call("a.b", 6, 7, **again, **SEEN))).owner.key == ("a", 1)
 
 
-def test_another_tensor_of_the_same_call_is_not_meant():
-    sick = trace(call("", 0, 5), call("bias", 1, 2, outputs=(MASK, stats(-INF, path="scores"))))
-    assert find_first(sick, reference(*MASKED)).value.path == "scores"
-
-
 @pytest.mark.parametrize(
     ("tensor", "asks"),
     [
@@ -121,9 +116,3 @@ def test_another_tensor_of_the_same_call_is_not_meant():
 )
 def test_counts_are_requested_where_there_are_none(tensor, asks):
     assert needs_counts(trace(call("", 0, 3), call("layer", 1, 2, inputs=(tensor,))), FP16) is asks
-
-
-def test_later_places_follow_in_the_order_of_execution():
-    sick = trace(call("", 0, 3, **MADE), call("a", 1, 2, **SEEN, **MADE), loss=NONFINITE)
-    expected = [("between", "", "a"), ("output", "a", None), ("output", "", None), ("loss", None, None)]
-    assert [place(found) for found in find_nonfinite_places(sick, HEALTHY)] == expected

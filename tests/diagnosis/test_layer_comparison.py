@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -21,11 +20,6 @@ def test_calls_are_compared_by_module_and_number():
     run = trace(call("a", 0, 1, outputs=(stats(1.0),)), call("a", 2, 3, number=1, outputs=(stats(2.0),)))
     other = reference(call("a", 0, 1, outputs=(stats(2.0),)), call("a", 2, 3, number=1, outputs=(stats(2.0),)))
     assert [row.rel_err for row in align(run, other, FP16)] == [0.5, 0.0]
-
-
-def test_a_call_that_the_other_run_never_made_has_no_error():
-    (row,) = align(trace(call("a", 0, 1)), reference(), FP16)
-    assert row.rel_err is None
 
 
 def test_headroom_is_of_the_largest_output_in_the_low_format():
@@ -71,27 +65,9 @@ def test_numbers_written_for_infinity_are_not_compared(values, others, expected)
     assert relative_error((stats(*values),), (stats(*others),)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [stats(2.0, path="aux"), stats(2.0, shape=(1, 1)), dataclasses.replace(stats(2.0), sample=None)],
-    ids=["another place", "another shape", "no sample"],
-)
-def test_only_the_same_tensors_are_compared(other):
-    assert relative_error((stats(1.0),), (other,)) is None
-
-
 def test_the_first_output_past_fp16_goes_by_order_of_return():
     run = reference(
         call("", 0, 5, outputs=(stats(1e6),)), call("a", 1, 2), call("b", 3, 4, outputs=(GOOD, stats(-65520.0)))
     )
     assert first_unholdable(run, FP16).module == "b"
     assert first_unholdable(run, BF16) is None
-
-
-def test_65519_is_held_by_rounding():
-    assert first_unholdable(reference(call("a", 0, 1, outputs=(stats(65519.0),))), FP16) is None
-
-
-def test_calls_without_a_finite_output_are_passed_over():
-    run = reference(call("", 0, None), call("a", 1, 2, outputs=(stats(NAN),)))
-    assert first_unholdable(run, FP16) is None

@@ -15,9 +15,6 @@ BIG = stats(1.0, 1e6, 2.0, shape=(3, 1))
 IN = stats(7.0)
 
 
-HEAD = Place(module="head", type="Head", call=2)
-
-
 def first(sick, healthy):
     return describe_first(find_nonfinite_places(sick, healthy)[0], sick, healthy)
 
@@ -40,14 +37,6 @@ def test_the_output_of_a_module_comes_with_what_fp32_has_there():
     assert (found.inputs, found.value, found.state, found.would_be) == ((IN,), NONFINITE, (NONFINITE,), 1e6)
 
 
-def test_a_value_between_modules_is_compared_where_it_was_seen():
-    sick = trace(call("", 0, 3, inputs=(IN,)), call("head", 1, 2, number=2, inputs=(NONFINITE,)))
-    healthy = reference(call("", 0, 3), call("head", 1, 2, number=2, inputs=(BIG,)))
-    found = first(sick, healthy)
-    assert (found.place.module, found.place.type, found.where, found.seen_in) == ("", "Net", "between", HEAD)
-    assert (found.inputs, found.would_be) == ((IN,), 1e6)
-
-
 @pytest.mark.parametrize(
     ("sick", "phase", "module"),
     [(trace(batch=(NONFINITE,)), "input", ""), (trace(loss=NONFINITE), "loss", "<loss>")],
@@ -56,10 +45,6 @@ def test_a_value_between_modules_is_compared_where_it_was_seen():
 def test_the_batch_and_the_loss_belong_to_no_module(sick, phase, module):
     found = first(sick, reference())
     assert (found.phase, found.place.module, found.inputs, found.would_be) == (phase, module, (), None)
-
-
-def test_nothing_is_said_of_fp32_where_it_never_made_the_call():
-    assert first(trace(call("head", 0, 1, outputs=(NONFINITE,))), reference()).would_be is None
 
 
 def runs():

@@ -215,6 +215,7 @@ def test_an_infinity_that_a_loss_does_not_forgive_is_mended(project):
     assert next(check for check in fix.checks if check.name == "output").text.startswith("finite, ")
 
 
+@pytest.mark.slow
 def test_an_output_that_was_sound_refuses_no_change_of_the_loss(project):
     """fp16 rounds the terms of a small vector by over 1 % of what is left, with the change of the loss as without."""
     model = torch.nn.ModuleDict({"encode": torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.ReLU())})
@@ -236,6 +237,7 @@ def test_a_loss_that_no_scale_fits_is_no_fix(project):
     assert added(fix) == ['ratio = torch.exp((logp - batch["old"]).clamp(max=20))']
 
 
+@pytest.mark.slow
 def test_a_change_that_teaches_nothing_says_so(project):
     """log(1e-12) has no gradient: the step passes, and no weight would move."""
     save(torch.nn.ModuleDict({"means": torch.nn.Linear(4, 3)}), x=torch.randn(5, 4), y=torch.full((5, 1), 4e8))
@@ -245,6 +247,7 @@ def test_a_change_that_teaches_nothing_says_so(project):
     assert "where the formula gives +Inf" in fix.workaround
 
 
+@pytest.mark.slow
 def test_a_loss_whose_error_the_nan_had_hidden_is_left_out(project):
     """The step was never watched, so its batch has no weight: "still non-finite" would be said of each change."""
     save(torch.nn.ModuleDict({"means": torch.nn.Linear(4, 3)}), x=torch.randn(5, 4), y=torch.full((5, 1), 4e8))

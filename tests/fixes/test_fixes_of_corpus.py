@@ -32,7 +32,7 @@ def test_what_can_be_fixed_has_a_verified_fix(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in all_cases() if case.verdict == "precision"][::9], ids=lambda c: c.name
+    "case", [case for case in all_cases() if case.verdict == "precision"][::20], ids=lambda c: c.name
 )
 def test_a_healthy_twin_gets_no_prescription(case, tmp_path):
     assert diagnose(case.twin(), tmp_path, fixes=True).fixes == ()

@@ -92,6 +92,7 @@ def test_a_choice_is_mended_along_with_the_gradients(tmp_path, monkeypatch):
     assert nandoctor.verify("dump.pth", "net.py:Net", loss="net.py:loss").outcome == "passes"
 
 
+@pytest.mark.slow
 def test_a_change_that_leaves_the_choice_is_not_verified(tmp_path, monkeypatch):
     """Without the NaN, the output is that of fp32, and still chosen by an Inf."""
     monkeypatch.chdir(tmp_path)

@@ -90,7 +90,9 @@ class Amplifier(nn.Module):
         return h / (h * h).mean(-1, keepdim=True).sqrt()
 
 
-@pytest.mark.parametrize(("loss_scale", "tried"), [(1024.0, "4,096"), (1.0, "loss scale 4 ")])
+@pytest.mark.parametrize(
+    ("loss_scale", "tried"), [(1024.0, "4,096"), pytest.param(1.0, "loss scale 4 ", marks=pytest.mark.slow)]
+)
 def test_gradients_are_checked_with_room_for_a_growing_scale(loss_scale, tried, tmp_path):
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     options = {"loss": lambda output, _: output[:, 0].float().mean(), "loss_scale": loss_scale}
@@ -180,7 +182,7 @@ def squared_error(output, batch):
     return (output.float() - batch["x"]).square().mean()
 
 
-@pytest.mark.parametrize("loss", [None, squared_error])
+@pytest.mark.parametrize("loss", [pytest.param(None, marks=pytest.mark.slow), squared_error])
 def test_a_clamp_whose_gradients_overflow_is_no_fix(loss, tmp_path):
     torch.manual_seed(0)
     report = replay(tmp_path, Denoiser, loss=loss, x=torch.randn(4, 4), level=torch.tensor([0.5, 0.0, 0.25, 1.0]))
@@ -377,7 +379,7 @@ def test_a_fix_that_leaves_a_buffer_infinite_is_not_verified(tmp_path):
     assert not any(item.verified for item in spoilt)
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize("factor", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_a_loss_is_known_to_the_last_place_of_its_terms(factor, tmp_path):
     def loss(output, _):
         return factor * (1 - torch.softmax(30 * output.float(), -1).amax(-1)).mean()

@@ -141,6 +141,7 @@ def dice(p, batch):
     return 1 - (p * p).mean() / ((p * p).mean() + 1e-8)
 
 
+@pytest.mark.slow
 def test_an_output_within_the_formats_rounding_agrees(tmp_path):
     report = nandoctor.replay(save(tmp_path / "d.pth", Faint(), x=torch.randn(2, 4)), model=Faint, loss=dice).report
     assert report.cause.code == "eps-underflow"
@@ -206,6 +207,7 @@ class Distance(nn.Module):
         return (self.embed(a) - self.embed(b)).pow(2).sum(-1).sqrt()
 
 
+@pytest.mark.slow
 def test_samples_that_may_not_be_all_are_not_left_out(tmp_path):
     """70 samples fail and 64 are listed: the batch without those fails as well, which says nothing of the others."""
     model, a = Distance(), torch.randn(90, 4)

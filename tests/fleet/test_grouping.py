@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult, TrainingMoment
+from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult
 from nandoctor.fleet.triage import group_results
 
 
@@ -57,23 +55,6 @@ def test_what_did_not_fail_comes_last_in_one_group():
     assert [(group.verdict, group.paths) for group in groups] == [("precision", ("c",)), ("healthy", ("a", "b"))]
 
 
-def test_a_group_tells_steps_and_runs():
-    moments = [
-        TrainingMoment(run="b", step=9120),
-        TrainingMoment(run="a", step=12),
-        TrainingMoment(run="a"),
-    ]
-    (group,) = group_results(result(str(number), when=moment) for number, moment in enumerate(moments))
-    assert (group.steps, group.runs) == ((12, 9120), ("a", "b"))
-    assert group.paths == ("2", "1", "0")
-
-
 def test_the_best_replay_stands_for_its_group():
     results = [result("a", grade="elsewhere"), result("b", grade="exact"), result("c", grade="same-mask")]
     assert group_results(results)[0].representative == "b"
-
-
-def test_of_equal_replays_the_first_stands_for_its_group():
-    """A representative that followed the time of the replays would be another one each time."""
-    results = [replace(result(path), elapsed_s=elapsed) for path, elapsed in (("b", 1.0), ("a", 9.0))]
-    assert group_results(results)[0].representative == "a"

@@ -204,10 +204,3 @@ def test_the_command_prints_a_table_or_json_lines(workers):
     assert shown.output.startswith("3 dumps, 1 group (0:0")
     lines = CliRunner().invoke(main, [*arguments, "--json"])
     assert [json.loads(line)["kind"] for line in lines.stdout.splitlines()][-2:] == ["group", "triage"]
-
-
-def test_the_command_after_ctrl_c_exits_with_130(workers):
-    workers.endings[2] = KeyboardInterrupt()
-    shown = CliRunner().invoke(main, ["triage", "runs", "--model", "models_of_the_test.py:Overflowing"])
-    assert shown.exit_code == 130
-    assert "files are left" in shown.stderr

@@ -92,7 +92,7 @@ def test_the_limits_beside_counts_are_of_what_is_finite(dtype, values):
 def test_counts_in_pieces_are_those_of_the_whole(layout, values):
     tensor = layout(torch.tensor(values, dtype=torch.float64).to(torch.float16).reshape(6, 7))
     whole = exact_counts.count_exactly(tensor, FP16, FP16, place=True, per_sample=True)
-    with mock.patch.object(exact_counts, "_AT_ONCE", 4):
+    with mock.patch.object(exact_counts, "_AT_ONCE", 16):
         assert exact_counts.count_exactly(tensor, FP16, FP16, place=True, per_sample=True) == whole
 
 
