@@ -267,11 +267,6 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def count_storage_users(tensor: Tensor) -> int:
-    """Return how many tensors share the memory of this one, itself included."""
-    return int(_find("torch._C._storage_Use_Count")(storage_of(tensor))) - 1
-
-
 is_wrapped: Callable[[Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor")
 """Returns True for the wrapper that `torch.vmap` or `torch.func.grad` passes to a function instead of a tensor."""
 

@@ -6,7 +6,6 @@ returned integers, booleans or only finite numbers.
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,10 +15,10 @@ import torch
 from torch import nn
 
 from nandoctor.engine.module_state import tensors_in
-from nandoctor.engine.runner import Batch, FailingStep, Watch
+from nandoctor.engine.runner import Batch, FailingStep
 from nandoctor.evidence.trace import SourceLine
-from nandoctor.ops import FILLS, MOVES, SELECTIONS, UNFILLED
-from nandoctor.torch_compat import count_storage_users, plain_torch, storage_of, tree_tensors, version_of
+from nandoctor.ops import MOVES, SELECTIONS, UNFILLED
+from nandoctor.torch_compat import plain_torch, tree_tensors, version_of
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, intercepting, to_source
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
 
@@ -101,39 +100,6 @@ class Exposing:
                 self._taken[name] = tensor
                 self.sites[f"taken.{name}"] = Taken(call.name, argument, to_source(find_place()))
         return made
-
-
-def find_held(step: FailingStep) -> Taken | None:
-    """Return the first op whose NaN outlives the step out of sight: in a closure, a class or a file's variable.
-
-    What the model holds was restored by then. A NaN that the code writes is meant.
-    """
-    shown = (*step.model.parameters(), *step.model.buffers(), *(tensor for _, tensor in _list_state(step.model)))
-    known = {storage_of(tensor) for tensor in (*shown, *step.batch.values()) if tensor.layout is torch.strided}
-    made: list[tuple[torch.Tensor, Taken]] = []
-
-    def look(call: Invocation, proceed: Proceed) -> Any:
-        result = proceed(call)
-        for leaf in tree_tensors(result) if call.name not in FILLS | UNFILLED | {"lift_fresh"} else ():
-            numbers = numbers_in(leaf) if leaf.layout is torch.strided else None
-            if numbers is not None and storage_of(leaf) not in known and bool(torch.isnan(numbers).any()):
-                made.append((leaf.detach(), Taken(call.name, "", to_source(find_place()))))
-        return result
-
-    def forward(batch: Batch) -> Any:
-        with intercepting(look):
-            return step.forward(batch)
-
-    replace(step, forward=forward).run(watch=Watch(stage="closer look", statistics="none"))
-    ours = Counter(storage_of(tensor) for tensor, _ in made)
-
-    def find() -> Taken | None:
-        return next((site for tensor, site in made if count_storage_users(tensor) > ours[storage_of(tensor)]), None)
-
-    if find() is None:
-        return None
-    gc.collect()  # walks all of torch and the model, so only if what is there may be garbage
-    return find()
 
 
 def _hides(call: Invocation, taken: torch.Tensor, made: Any) -> bool:

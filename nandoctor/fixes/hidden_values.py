@@ -15,7 +15,7 @@ from nandoctor.diagnosis.conclusion import MASK, Conclusion, Findings, Gap, conc
 from nandoctor.diagnosis.origin import trace_back
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.diagnosis.verdict import judge, name_op
-from nandoctor.engine.exposed_step import WAYS, Exposing, Taken, find_held
+from nandoctor.engine.exposed_step import WAYS, Exposing, Taken
 from nandoctor.engine.runner import CLOSELY, Batch, FailingStep, Outcome, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Reproduction
@@ -110,7 +110,7 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     chosen = frozenset((*kept, *decided))
     if not chosen:
         lost = (held for path, held in hidden.items() if path in taken and taken[path].op == _TO_PYTHON)
-        doubts = [*_doubt_held(step)] or _doubt_lost((*lost, *_unseen(whole)), whole, reference)
+        doubts = _doubt_lost((*lost, *_unseen(whole)), whole, reference)
         return replace(findings, gaps=(*findings.gaps, *doubts))
     shown, shown_reference = (_showing(run, chosen) for run in (whole, reference))
     conclusion = conclude(shown, shown_reference, step.low)
@@ -194,17 +194,6 @@ def _unseen(trace: Trace) -> Iterator[TensorStats]:
     for op in trace.ops:
         if op.order in unseen:
             yield from (replace(stats, producer=op.order) for stats in op.outputs if not stats.finite)
-
-
-def _doubt_held(step: FailingStep) -> Iterator[Gap]:
-    """Yield the gap for NaN that something other than the model still holds after the step."""
-    if (site := find_held(step)) is not None:
-        yield Gap(
-            text=f"The output is finite, but NaN that {name_op(site.op, site.source)} makes is still held after the "
-            "step, and not by the model: by a closure, a class or a file's variable. A later step may read it.",
-            remedy="Guard that operation, or give --call FILE.py:NAME, a function (model, batch) that returns what is "
-            "kept as well.",
-        )
 
 
 def _doubt_lost(lost: Iterable[TensorStats], trace: Trace, reference: Trace) -> Iterator[Gap]:
