@@ -235,13 +235,13 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
     batch = {name: copied_input(tensor, run.policy) for name, tensor in chosen.items()}
     with in_mode(step.model, step.training, step.recorded.training):
         with (
-            restored(step.model) as state,
+            restored(step.model) as (state, is_unwritten),
             printed_changes(run.printed, step.model, step.loss),
             state_widened(state, run.policy),
             seeded(step.seed, step.device, step.rng_states, step.recorded) as draws,
         ):
             recording = _RecordedRun(run, batch)
-            recording.make()
+            recording.make(is_unwritten)
             random = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model, step.low)
     error, before = recording.raised, list_nonfinite_state(step.model) if recording.kept else ()
@@ -285,8 +285,8 @@ class _RecordedRun:
         self.raised: Exception | None = None
         self._bad_gradients: tuple[TensorStats, ...] = ()
 
-    def make(self) -> None:
-        """Run the step under the run's policy and edits, and read what it was given and what it made."""
+    def make(self, is_unwritten: Callable[[torch.Tensor], bool]) -> None:
+        """Run the step under the run's policy and edits, and read what it was given, what it made and what it wrote."""
         run, step, read = self._run, self._run.step, self.modules.read
         self._taken = read({name: self._batch[name] for name in self._batch if name in step.used}, counts=True)
         with (
@@ -301,7 +301,7 @@ class _RecordedRun:
             self._given, self._losses = read(self.output), read(self.loss, counts=True)
         with plain_torch():
             self._unread = list_unread(self.output)
-            self.kept = list_nonfinite_state(step.model)
+            self.kept = list_nonfinite_state(step.model, is_unwritten)
 
     def trace(self, calls: tuple[ModuleCall, ...], kept: Mapping[str, bool]) -> Trace:
         """Return the trace; `calls` are the module calls, `kept` as in `Outcome`."""
