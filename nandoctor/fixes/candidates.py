@@ -27,7 +27,7 @@ from nandoctor.evidence.trace import LOSS, OpCall, Trace
 from nandoctor.fixes.agreement import compare_runs
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.widening import is_below, is_low
-from nandoctor.ops import CASTS, MOVES
+from nandoctor.ops import CASTS, MOVES, PRODUCTS
 from nandoctor.text import MAX_SAMPLES_LISTED
 
 MAX_LEADS = 5
@@ -78,7 +78,8 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
             yield from _lines_in_fp32(leads, findings)
         if len(leads) == 1:
             yield from specific(leads[0], trials.step.model)
-            yield from _in_fp32(leads[0], findings, trials)
+            if overflowing_products(findings) <= {leads[0].site.module}:  # else another product overflows after it
+                yield from _in_fp32(leads[0], findings, trials)
         elif 1 < len(leads) <= MAX_LEADS:
             yield from _combined(leads, findings, trials)
         if trials.step.loss is not None and any(lead.site.module == LOSS for lead in leads):
@@ -143,6 +144,17 @@ def _lines_in_fp32(leads: Sequence[Suspect], findings: Findings) -> Iterator[Can
     if lead is not None and lead.site.source is not None and lead.site.source.whole in lines:
         following = tuple(lines[lines.index(lead.site.source.whole) :][:_MOST_LINES])
         yield tuple(KeepLines(lines=following[: count + 1]) for count in range(len(following)))
+
+
+def overflowing_products(findings: Findings) -> set[str]:
+    """Return the modules with a product that passes the low format's limit in fp32, at the origin or behind it.
+
+    Autocast runs it in that format. One that is neither reached nor blamed is meant to overflow, as before a sigmoid.
+    """
+    failing = {op.module for op in findings.ops if op.nonfinite_inputs}
+    failing |= {lead.site.module for lead in findings.conclusion.suspects}
+    ops = (op for op in findings.reference.ops if op.op in PRODUCTS and op.module in failing)
+    return {op.module for op in ops if any((stats.absmax or 0.0) > findings.trace.format.max for stats in op.outputs)}
 
 
 def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module) -> Iterator[Edit]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
 from nandoctor.changes.places import site_of
@@ -13,47 +12,33 @@ from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.report import Fp32Module, Fp32Set, Fp32SetSearch
 from nandoctor.evidence.trace import LOSS
 from nandoctor.fixes.budget import BudgetSpent
-from nandoctor.fixes.candidates import join, line_of
+from nandoctor.fixes.candidates import join, line_of, overflowing_products
 from nandoctor.fixes.verify import Trials
 from nandoctor.minimal_sets import find_minimal_sets
-from nandoctor.ops import PRODUCTS
 
 Kept = tuple[KeepModule, ...]
 
 
 def search_fp32_sets(
-    findings: Findings,
-    trials: Trials,
-    few: tuple[int, ...] | None = None,
-    *,
-    is_fix: Callable[[Kept], bool] = lambda _: False,
-    trusting: bool = True,
+    findings: Findings, trials: Trials, *, is_fix: Callable[[Kept], bool] = lambda _: False, trusting: bool = True
 ) -> tuple[Fp32SetSearch, list[Kept]]:
     """Search for minimal sets of modules in fp32; a spent budget ends the search early.
 
-    If a `few` samples fail as well, the search runs on these, and each set that is enough is tried on the whole batch,
-    first as the fix that is printed for it (`is_fix`). If one is not enough there, the search starts again on the whole
-    batch. Without `few`, a `trusting` search assumes that two guessed modules are enough until they are tried so.
+    Each set that is enough is first tried as the fix that is printed for it (`is_fix`). A `trusting` search assumes
+    that two guessed modules are enough until they are tried so; if they are not, it starts again.
     """
     members = _find_members(findings, has_loss=trials.step.loss is not None)
-    products = _overflowing_products(findings)
-    # Without the product that fails, it passes the limit again, whatever else is in fp32.
-    needed = products & {lead.site.module for lead in findings.conclusion.suspects if lead.site.op in PRODUCTS}
+    products = overflowing_products(findings)  # without one of them, it passes the limit, whatever else is in fp32
     guesses = _guess(members, products, findings)
     # Leaving out either of the two costs no more than trying both, and is tried anyway.
-    trusted = [tuple(guess) for guess in guesses if trusting and few is None and len(guess) == 2]
-    of_few = trials.of_samples(few) if few is not None else None
+    trusted = [tuple(guess) for guess in guesses if trusting and len(guess) == 2]
     judged_before = trials.num_judged
 
     def is_enough(kept: Kept) -> bool:
         known = trials.judged(*kept)
-        if known is not None or not needed.issubset(member.module for member in kept):
+        if known is not None or not products.issubset(member.module for member in kept):
             return bool(known)
-        tried_on = of_few if of_few is not None and _fails(of_few) else trials
-        return kept in trusted or tried_on.passes(*kept)
-
-    def num_probes() -> int:
-        return trials.num_judged - judged_before + (of_few.num_judged if of_few is not None else 0)
+        return kept in trusted or trials.passes(*kept)
 
     found: list[Kept] = []
     complete = True
@@ -61,16 +46,14 @@ def search_fp32_sets(
         enough = guesses[0] and is_enough(tuple(guesses[0]))
         for kept in find_minimal_sets(members, is_enough, guesses=guesses[:1] if enough else guesses):
             if not (is_fix(kept) or trials.passes(*kept)):
-                probed = num_probes()
-                again, found = search_fp32_sets(findings, trials, is_fix=is_fix, trusting=False)
-                return replace(again, num_probes=again.num_probes + probed), found
+                return search_fp32_sets(findings, trials, is_fix=is_fix, trusting=False)
             found.append(kept)
-            if not products.isdisjoint(member.module for member in kept):
-                break  # without it, the product passes the limit again, whatever else is in fp32
+            if products:
+                break  # every other set has them too
     except BudgetSpent:
         complete = False
-    sets = tuple(map(_recorded, found))
-    return Fp32SetSearch(sets=sets, num_modules=len(members), num_probes=num_probes(), complete=complete), found
+    probes, sets = trials.num_judged - judged_before, tuple(map(_recorded, found))
+    return Fp32SetSearch(sets=sets, num_modules=len(members), num_probes=probes, complete=complete), found
 
 
 def _recorded(kept: Kept) -> Fp32Set:
@@ -82,17 +65,6 @@ def _guess(members: list[KeepModule], products: set[str], findings: Findings) ->
     blamed = {lead.site.module for lead in findings.conclusion.suspects}
     guesses = (blamed, blamed | products, blamed | _leaving_format(findings))
     return [[member for member in members if member.module in guess] for guess in guesses]
-
-
-def _fails(trials: Trials) -> bool:
-    """Return True if the unchanged step fails for the samples of these trials, and fp32 does not."""
-    return trials.reference().finite and not trials.judge().passes
-
-
-def _overflowing_products(findings: Findings) -> set[str]:
-    """Return the modules with a product that passes the low format's limit in fp32; autocast runs it in that format."""
-    ops = (op for op in findings.reference.ops if op.op in PRODUCTS)
-    return {op.module for op in ops if any((stats.absmax or 0.0) > findings.trace.format.max for stats in op.outputs)}
 
 
 def _leaving_format(findings: Findings) -> set[str]:

@@ -24,6 +24,7 @@ from nandoctor.fixes.agreement import (
     Result,
     gradient_error,
     gradient_norm,
+    largest_of,
     share_rounded_to_zero,
 )
 from nandoctor.fixes.meaning import Meaning
@@ -190,8 +191,7 @@ class GradientCheck:
     @staticmethod
     def _largest(made: Result) -> float:
         """Return the largest magnitude in all gradients."""
-        largest = (float(gradient.abs().max()) for gradient in made.gradients.values() if gradient.numel())
-        return max(largest, default=0.0) / made.gradient_scale
+        return max(map(largest_of, made.gradients.values()), default=0.0) / made.gradient_scale
 
     def _references(self, change: Change | None, made: Result) -> Iterator[tuple[Result, float]]:
         """Yield the references that the gradients are compared with in turn, each with the error that is accepted.

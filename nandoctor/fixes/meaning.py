@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import hardshrink
 
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.module_state import is_large
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import is_flags
-from nandoctor.fixes.agreement import TOLERANCE, Result, in_pieces
+from nandoctor.fixes.agreement import TOLERANCE, Result, in_pieces, largest_of
 from nandoctor.fixes.variations import scaled
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
 from nandoctor.text import number, percent
@@ -231,29 +232,37 @@ def _largest(values: torch.Tensor) -> torch.Tensor:
 def reversed_gradient(made: Result, meant: Result) -> str | None:
     """Return the parameter whose gradient mostly points the other way than it should, or None."""
     worst, most = None, _REVERSED
-    sizes = [_sizes(run.gradients) for run in (made, meant)]
+    sizes = [{name: largest_of(gradient) for name, gradient in run.gradients.items()} for run in (made, meant)]
     for name in made.gradients.keys() & meant.gradients:
         # That of a bias before a softmax is 0 but for rounding.
         is_noise = any(size[name] <= _LEAST * max(size.values()) for size in sizes)
-        ours, theirs = (run.gradients[name] for run in (made, meant))
+        same_shape = made.gradients[name].shape == meant.gradients[name].shape
         least = [_SIGNIFICANT * size[name] for size in sizes]
-        share = _share_reversed(ours, theirs, least) if ours.shape == theirs.shape and not is_noise else 0.0
+        share = _share_reversed(made, meant, name, least) if same_shape and not is_noise else 0.0
         worst, most = (name, share) if share > most else (worst, most)
     return worst
 
 
-def _sizes(gradients: Tensors) -> dict[str, float]:
-    return {name: float(gradient.abs().max()) if gradient.numel() else 0.0 for name, gradient in gradients.items()}
+def _share_reversed(made: Result, meant: Result, name: str, least: Sequence[float]) -> float:
+    """Return the share of a gradient, by magnitude, in which another has a significant element of the other sign.
 
-
-def _share_reversed(ours: torch.Tensor, theirs: torch.Tensor, least: Sequence[float]) -> float:
-    """Return the share of a gradient, by magnitude, in which another has a significant element of the other sign."""
-    turned = whole = 0.0
-    for one, other in in_pieces(ours, theirs):
-        counted = other.abs() * (other.abs() >= least[1])
-        whole += float(counted.sum(dtype=torch.float64))
-        turned += float((counted * ((one.abs() >= least[0]) & ((one < 0) != (other < 0)))).sum(dtype=torch.float64))
+    An element of the other sign is off by more than its magnitude; if all are off by less together, none is looked at.
+    """
+    pieces = [*in_pieces(made.gradients[name], meant.gradients[name])]
+    alpha = made.gradient_scale / meant.gradient_scale
+    off = math.fsum(_total(torch.sub(one, other, alpha=alpha)) for one, other in pieces) / alpha
+    whole = math.fsum(_total(hardshrink(other, least[1])) for _, other in pieces)
+    if off <= _REVERSED * whole:
+        return 0.0
+    turned = 0.0
+    for one, other in pieces:
+        counted = (other.abs() >= least[1]) & (one.abs() >= least[0]) & ((one < 0) != (other < 0))
+        turned += _total(other * counted)
     return turned / whole if turned else 0.0
+
+
+def _total(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, 1, dtype=torch.promote_types(values.dtype, torch.float32)))
 
 
 def _describe_at(place: int, name: str, values: tuple[torch.Tensor, ...]) -> str:

@@ -343,7 +343,12 @@ def _judge_variation(name: str, proof: Proof) -> Said:
 
 
 def _judge_on(proof: Proof, varied: Trials | None) -> Said:
-    """Judge the change on another batch, once."""
+    """Judge the change on another batch, once.
+
+    Its forward alone is run if it is the forward that failed, and the change gives its values more range.
+    """
+    if varied is not None and only_widens(proof.edit) and not proof.verifier.search_trials.takes_gradients:
+        varied = varied.without_gradients
     if varied not in proof.varied:
         proof.varied[varied] = _run_on(proof, varied)
     return proof.varied[varied]
@@ -366,9 +371,8 @@ def _run_on(proof: Proof, varied: Trials | None) -> Said:
 def _describe_finite(made: Result, lowered: float | None) -> str:
     """Describe what was finite; there may be no gradients, and a made-up loss has no value."""
     parts = ["output", *(["loss"] if "loss" in made.values else []), *(["gradients"] if made.gradients else [])]
-    only = " alone" if len(parts) == 1 else ""
     at = "" if lowered is None else f", at loss scale {number(lowered)}"
-    return f"{join_words(parts)}{only} finite{at}"
+    return f"{join_words(parts)} finite{at}"
 
 
 def _excuse(trials: Trials, made: Result, reference: Result) -> Said:

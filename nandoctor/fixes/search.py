@@ -228,8 +228,7 @@ class _Search:
         """Try minimal sets of modules in fp32, if fp32 does not fail; then later origins, as in the backward pass."""
         findings, trials = self._findings, self._trials
         if findings.sound_in_fp32:
-            few = self._verifier.others.few
-            self._fp32_sets, found = search_fp32_sets(findings, trials, few, is_fix=self._is_verified)
+            self._fp32_sets, found = search_fp32_sets(findings, trials, is_fix=self._is_verified)
             self._attempt((self._as_printed(kept) for kept in found if self._is_of_use(kept)), self._from_fp32_sets)
             if self._step.low is FP16 and not self._succeeded:  # the last resort: it costs precision everywhere
                 self._attempt([(UseFormat(format=BF16),)], self._tried)

@@ -109,14 +109,15 @@ class Trials:
         step = self.step if self.step.loss is not None else replace(self.step, loss=surrogate_loss)
         return Trials(step, self._budget, numerics=self.numerics, known=replace(self._known, fails=False))
 
+    @cached_property
+    def without_gradients(self) -> Trials:
+        """The trials of the same step without a backward pass."""
+        return Trials(self.step, self._budget, numerics=self.numerics, backward=False, known=self._known)
+
     def on(self, step: FailingStep, *, backward: bool = True) -> Trials:
         """Return the trials of a step with another batch or scale, with gradients by default, on the same budget."""
         known = Known(is_another=not self._is_own_step or step.batch is not self.step.batch)
         return Trials(step, self._budget, numerics=self.numerics, backward=backward, known=known)
-
-    def of_samples(self, samples: tuple[int, ...]) -> Trials:
-        """Return the trials of the same step with these samples alone, judged as this one is, on the same budget."""
-        return self.on(with_samples(self.step, samples), backward=self._backward)
 
     def varied(self, *, training: bool, seed: int | None) -> Trials:
         """Return the trials of the step in this mode, with this seed."""
@@ -136,6 +137,11 @@ class Trials:
             return self._known.writes_infinities
         reference = self.reference()
         return reference.ran and not reference.values_finite and not reference.has_nan
+
+    @property
+    def takes_gradients(self) -> bool:
+        """True if each run makes a backward pass."""
+        return self._backward
 
     @property
     def num_judged(self) -> int:

@@ -1,6 +1,5 @@
 """Prescriptions on networks unlike the corpus: large ones, several origins, outputs of every kind."""
 
-import io
 import math
 
 import pytest
@@ -146,56 +145,6 @@ def test_an_output_within_the_formats_rounding_agrees(tmp_path):
     report = nandoctor.replay(save(tmp_path / "d.pth", Faint(), x=torch.randn(2, 4)), model=Faint, loss=dice).report
     assert report.cause.code == "eps-underflow"
     assert report.fixes[0].verified
-
-
-class Column(nn.Module):
-    """The square of one column, [n, 4] -> [n, 1]."""
-
-    def __init__(self, column):
-        super().__init__()
-        self.column = column
-
-    def forward(self, x):
-        h = x[:, self.column : self.column + 1]
-        h = h * h
-        return h / (1 + h)
-
-
-class Columns(nn.Module):
-    """Each column may overflow by itself, in a module of its own, [n, 4] -> same; tells how many rows it has."""
-
-    def __init__(self, rows):
-        super().__init__()
-        self.columns = nn.ModuleList(map(Column, range(4)))
-        self.write = rows.write
-
-    def forward(self, x):
-        self.write(f"{len(x)} ")
-        return torch.cat([column(x) for column in self.columns], dim=1)
-
-
-@pytest.mark.parametrize("middle", [None, 2])
-def test_sets_found_for_few_samples_hold_for_all(middle, tmp_path):
-    """What overflows in a row that is not among the few is seen on the whole batch, and looked for there."""
-    rows = io.StringIO()
-    x = torch.ones(16, 4)
-    x[3, 0], x[5, 0] = 800.0, 300.0
-    if middle is not None:
-        x[8, middle] = 500.0
-    dump = read_dump(save(tmp_path / "dump.pth", Columns(rows), x=x.half()))
-    found = replay_dump(dump, Columns(rows), Settings())
-
-    def search(few):
-        rows.truncate(rows.seek(0))
-        trials = Trials(found.step, TrialBudget(), numerics=False)
-        return search_fp32_sets(found.findings, trials, few)[0].sets, rows.getvalue().split()
-
-    of_few, few_rows = search((3, 5, 0))
-    of_all, all_rows = search(None)
-    assert of_few == of_all
-    assert [member.module for member in of_all[0].modules] == [f"columns.{it}" for it in (0, middle) if it is not None]
-    assert "3" in few_rows
-    assert middle is not None or few_rows.count("16") < all_rows.count("16")
 
 
 class Distance(nn.Module):
