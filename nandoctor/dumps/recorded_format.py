@@ -51,8 +51,8 @@ class RandomStates:
 
     torch: GeneratorState | None = None
     cuda: GeneratorState | None = None
-    numpy: NumpyState | None = None
-    python: PythonState | None = None
+    numpy: NumpyState | None = field(default=None, repr=False)
+    python: PythonState | None = field(default=None, repr=False)
 
     @property
     def torch_states(self) -> tuple[Tensor, ...]:

@@ -351,7 +351,8 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
     """
     step, *others = steps
     try:
-        outcome = _run(step, preparation, backward=is_first and step.loss is not None and step.policy.ambient)
+        is_known = step.policy.ambient or step.low is FP32  # else its format is known after the run
+        outcome = _run(step, preparation, backward=is_first and step.loss is not None and is_known)
     except ModelError as error:
         if others and isinstance(error.__cause__, WRONG_CALL):
             with suppress(ModelError):  # if no call fits, the likeliest one's error is raised
