@@ -78,7 +78,7 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
             yield from _lines_in_fp32(leads, findings)
         if len(leads) == 1:
             yield from specific(leads[0], trials.step.model)
-            if overflowing_products(findings) <= {leads[0].site.module}:  # else another product overflows after it
+            if not _overflows_elsewhere(leads[0], findings):
                 yield from _in_fp32(leads[0], findings, trials)
         elif 1 < len(leads) <= MAX_LEADS:
             yield from _combined(leads, findings, trials)
@@ -146,15 +146,21 @@ def _lines_in_fp32(leads: Sequence[Suspect], findings: Findings) -> Iterator[Can
         yield tuple(KeepLines(lines=following[: count + 1]) for count in range(len(following)))
 
 
-def overflowing_products(findings: Findings) -> set[str]:
-    """Return the modules with a product that passes the low format's limit in fp32, at the origin or behind it.
+def overflowing_products(findings: Findings) -> list[OpCall]:
+    """Return the products that pass the low format's limit in fp32, at the origin or behind it: autocast narrows them.
 
-    Autocast runs it in that format. One that is neither reached nor blamed is meant to overflow, as before a sigmoid.
+    One in a module that is neither reached nor blamed is meant to overflow, as before a sigmoid.
     """
     failing = {op.module for op in findings.ops if op.nonfinite_inputs}
     failing |= {lead.site.module for lead in findings.conclusion.suspects}
     ops = (op for op in findings.reference.ops if op.op in PRODUCTS and op.module in failing)
-    return {op.module for op in ops if any((stats.absmax or 0.0) > findings.trace.format.max for stats in op.outputs)}
+    return [op for op in ops if any((stats.absmax or 0.0) > findings.trace.format.max for stats in op.outputs)]
+
+
+def _overflows_elsewhere(lead: Suspect, findings: Findings) -> bool:
+    """Return True if a product that no line of the lead's module calls passes the limit too, so that it fails next."""
+    others = (op for op in overflowing_products(findings) if not is_below(op.module, lead.site.module))
+    return any(op.source is None or line_of(site_of(op)).source != line_of(lead.site).source for op in others)
 
 
 def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module) -> Iterator[Edit]:
