@@ -36,10 +36,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_988, "tests": 35_639, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_965, "tests": 35_605, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_135,
+    FILES: 3_130,
     "autocast": 995,
     "capture": 3_031,
     "causes": 2_653,
@@ -47,9 +47,9 @@ MAX_LINES_OF_ROOMS = {
     "cli": 964,
     "diagnosis": 2_045,
     "dumps": 3_691,
-    "engine": 3_291,
+    "engine": 3_268,
     "evidence": 1_731,
-    "fixes": 3_651,
+    "fixes": 3_656,
     "fleet": 797,
     "recorder": 2_400,
     "records": 1_700,

@@ -28,9 +28,8 @@ def search_fp32_sets(
     that two guessed modules are enough until they are tried so; if they are not, it starts again.
     """
     members = _find_members(findings, has_loss=trials.step.loss is not None)
-    products = {
-        op.module for op in overflowing_products(findings)
-    }  # without one of them, it passes the limit, whatever else is in fp32
+    # Without one of these, it passes the limit, whatever else is in fp32.
+    products = {op.module for op in overflowing_products(findings)}
     guesses = _guess(members, products, findings)
     # Leaving out either of the two costs no more than trying both, and is tried anyway.
     trusted = [tuple(guess) for guess in guesses if trusting and len(guess) == 2]
