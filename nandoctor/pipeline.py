@@ -27,7 +27,6 @@ from nandoctor.diagnosis.origin import (
     needs_counts,
 )
 from nandoctor.diagnosis.run_summary import (
-    describe_error_source,
     outputs_differ,
     read_excerpt,
     summarize_runs,
@@ -45,7 +44,7 @@ from nandoctor.diagnosis.verdict import (
     write_headline,
 )
 from nandoctor.dumps.dump import Dump, summarize
-from nandoctor.engine.eps_constants import list_constants, measure_slots
+from nandoctor.engine.optimizer_slots import measure_slots
 from nandoctor.engine.progress import Progress, listener_of
 from nandoctor.engine.reproduction import (
     Preparation,
@@ -182,7 +181,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
         chain=shown.chain,
         growth=findings.growth,
         bad_gradients=findings.bad_gradients,
-        eps_audit=audit(findings.ops, list_constants(step.model), findings.slots, step.optimizer_eps),
+        eps_audit=audit(findings.ops, findings.slots, step.optimizer_eps),
         runs=runs,
         dump=summary,
         environment=describe_environment(step.device),
@@ -192,7 +191,6 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
             *describe_idle_state(verdict, summary, trace.built),
             *describe_blindness(trace),
             *describe_narrow_reference(reference, step.low),
-            *(() if findings.random else describe_error_source(runs.autocast.modules)),  # each format draws others
         ),
         next_steps=advise(verdict, summary, findings.gaps, has_loss=known, same_output=same, built=trace.built),
         difference=findings.difference,

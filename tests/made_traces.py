@@ -1,11 +1,14 @@
-"""Build traces by hand: a few calls with the numbers that matter, and defaults for the rest."""
+"""Build traces by hand: a few calls with the numbers that matter, and defaults for the rest. Trace a model's ops."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
+import torch
 
+from nandoctor.autocast.policy import Policy
+from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.trace import ModuleCall, NonfiniteCounts, TensorStats, Trace
 
@@ -80,3 +83,16 @@ def trace(*calls, batch=(GOOD,), output=(GOOD,), low=True, raised=None, **fields
 def reference(*calls, **fields):
     """Return a trace of the fp32 reference."""
     return trace(*calls, low=False, **fields)
+
+
+def trace_ops(model, x):
+    step = FailingStep(
+        model=model,
+        batch={"x": x},
+        used=frozenset({"x"}),
+        forward=lambda batch: model(batch["x"]),
+        device=torch.device("cpu"),
+        description="model(x)",
+        policy=Policy(name="cuda", format=FP16),
+    )
+    return step.run(watch=Watch(ops=True)).trace.ops

@@ -17,12 +17,3 @@ def test_a_script_that_imports_nandoctor_is_the_users(tmp_path):
     result = CliRunner().invoke(main, ["repro", SAMPLE, "-o", str(script)])
     assert result.exit_code == 2
     assert script.read_text() == "import nandoctor\n"
-
-
-def test_the_file_of_the_model_is_never_written_over(tmp_path):
-    script = tmp_path / "net.py"
-    script.write_text("import torch\n")
-    result = CliRunner().invoke(main, ["repro", SAMPLE, "--model", f"{script}:Net", "-o", str(script)])
-    assert result.exit_code == 2
-    assert "is the file that is read" in result.output
-    assert script.read_text() == "import torch\n"

@@ -108,15 +108,8 @@ def _parse_argument(text: str) -> tuple[str, Any]:
 
 
 def check_replaceable(file: Path) -> None:
-    """Refuse to overwrite a file that the verb reads, or that nandoctor did not write."""
-    context = click.get_current_context()
-    for value in context.params.values():
-        for path in value if isinstance(value, tuple) else (value,):
-            # A SPEC names its file before the last colon.
-            read = Path(path.rpartition(":")[0]) if isinstance(path, str) and ".py:" in path else path
-            if isinstance(read, Path) and read.exists() and file.exists() and read.samefile(file):
-                raise click.BadParameter(f"{file} is the file that is read.")
-    if not is_replaceable(file):
+    """Refuse to overwrite a file that nandoctor did not write, and one of another kind, as a dump, by a link to it."""
+    if file.exists() and (not is_replaceable(file) or file.resolve().suffix != file.suffix):
         raise click.BadParameter(f"{file} exists, and nandoctor did not write it: name another file, or remove it.")
 
 

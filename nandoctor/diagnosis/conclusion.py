@@ -11,6 +11,7 @@ from nandoctor.causes.base import Candidate, Finding, GradientFinding, OutsideTe
 from nandoctor.causes.mask_constant_overflow import fitting_constants
 from nandoctor.causes.registry import find_cause, suggest_changes
 from nandoctor.changes.places import site_of
+from nandoctor.diagnosis.dimensions import name_dimensions, with_samples
 from nandoctor.diagnosis.origin import (
     NonfinitePlace,
     NonfiniteTrace,
@@ -92,9 +93,10 @@ def origin_at(op: OpCall, analysis: OpAnalysis, trace: Trace) -> Origin:
         elements=list_elements(analysis.counts, made, trace),
         would_be=analysis.exact,
         inputs=tuple(tensor.stats for tensor in op.inputs if tensor.stats is not None),
-        output=op.outputs[0],
+        output=made,
         nth=named.nth,
         grid=analysis.counts.grid,
+        dimensions=() if is_backward else name_dimensions(op.order, made.shape, trace.ops),
     )
 
 
@@ -210,9 +212,11 @@ def blame(findings: Findings, guilty: tuple[int, ...] | None, difference: str) -
 
 def _of_samples(diagnosis: Diagnosis, samples: tuple[int, ...] | None) -> Diagnosis:
     """Return the diagnosis with these samples to blame; those of a weight or a buffer are none."""
-    is_state = diagnosis.origin.phase == "state"
-    elements = replace(diagnosis.origin.elements, samples=None if is_state else samples)
-    return replace(diagnosis, origin=replace(diagnosis.origin, elements=elements))
+    origin, names = diagnosis.origin, diagnosis.origin.dimensions
+    if origin.output is not None and samples and set(samples) <= set(origin.elements.samples or ()):
+        names = with_samples(names, len(origin.output.shape))
+    elements = replace(origin.elements, samples=None if origin.phase == "state" else samples)
+    return replace(diagnosis, origin=replace(origin, elements=elements, dimensions=names))
 
 
 MASK = "mask-constant-overflow"

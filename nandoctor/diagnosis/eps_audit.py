@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import isclose, isfinite
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,41 +15,25 @@ from nandoctor.evidence.dump_summary import OptimizerSlot
 from nandoctor.evidence.formats import FP32, LARGEST_EPS, FloatFormat, effect_of
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.trace import OpCall
-from nandoctor.ops import (
-    CLAMPS,
-    EPS_IN_FP32,
-    EPS_IN_INPUT,
-    FILLS,
-    MAXIMA,
-    PRODUCTS,
-    SCALINGS,
-    SUMS,
-)
+from nandoctor.ops import CLAMPS, EPS_IN_FP32, EPS_IN_INPUT, FILLS, MAXIMA, PRODUCTS, SCALINGS, SUMS
 
 _FILLINGS = ("fill_value", "value", "self", "other")
 _DEPTH = 6
 
 
 def audit(
-    ops: Sequence[OpCall],
-    declared: Sequence[EpsUse] = (),
-    slots: Sequence[OptimizerSlot] = (),
-    optimizer_eps: Sequence[float] = (),
+    ops: Sequence[OpCall], slots: Sequence[OptimizerSlot] = (), optimizer_eps: Sequence[float] = ()
 ) -> tuple[EpsUse, ...]:
-    """Return every constant once for each line, format and value.
+    """Return every constant that the `ops` of one run use, once for each line, format and value.
 
-    `ops` are those of one run, `declared` the modules' attributes: one whose number an op of the module used is not
-    listed twice. `optimizer_eps` are those of the optimizer's groups; they can be judged only with `slots`.
+    `optimizer_eps` are those of the optimizer's groups; they can be judged only with `slots`.
     """
     by_order = {op.order: op for op in ops}
     guards = _guards(ops, by_order)
     seen = [use for op in ops for use in _uses(op, by_order, guards)]
-    named = [_with_name(use, declared) for use in seen]
-    used = {(use.module, use.name, use.value) for use in named}
-    unseen = [use for use in declared if (use.module, use.name, use.value) not in used]
     judged = [_in_optimizer(slot) for slot in slots]
     unjudged = [_of_optimizer(eps) for eps in optimizer_eps if eps not in {use.value for use in judged}]
-    return fold([*named, *unseen, *judged, *unjudged])
+    return fold([*seen, *judged, *unjudged])
 
 
 def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iterator[EpsUse]:
@@ -142,15 +126,6 @@ def _bound_share(op: OpCall, name: str) -> float | None:
     if pair is None:
         return None
     return float(np.mean(pair[0] > number if name == "max" else pair[0] < number))
-
-
-def _with_name(use: EpsUse, declared: Iterable[EpsUse]) -> EpsUse:
-    """Return the use under the name of the attribute that it came from."""
-    for own in declared:
-        # A module may store its eps with the digits of fp32.
-        if own.module == use.module and isclose(own.value, use.value, rel_tol=FP32.eps):
-            return replace(use, place="module", name=own.name, value=own.value)
-    return use
 
 
 def _of_optimizer(eps: float) -> EpsUse:

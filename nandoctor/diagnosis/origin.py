@@ -21,6 +21,7 @@ from nandoctor.causes.base import (
 from nandoctor.causes.mask_constant_overflow import constant_in_fp32
 from nandoctor.causes.registry import find_cause
 from nandoctor.changes.places import ancestors, singular_inputs
+from nandoctor.diagnosis.dimensions import name_dimensions, with_samples
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.evidence.dump_summary import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.formats import FloatFormat
@@ -136,8 +137,11 @@ def describe_first(
     """
     owner, seen_in = first.owner, first.seen_in
     elements = nonfinite_elements(first.value, trace)
+    names = name_dimensions(first.value.producer, first.value.shape, trace.ops)
     if guilty is None or not set(guilty) <= set(elements.samples or ()):
         elements = replace(elements, samples=None)
+    elif guilty:
+        names = with_samples(names, len(first.value.shape))
     return FirstNonfinite(
         run="fp32" if trace is reference else "autocast",
         phase=_PHASES.get(first.where, "forward"),
@@ -149,6 +153,7 @@ def describe_first(
         value=first.value,
         would_be=_would_be(first, reference),
         state=owner.state if owner else (),
+        dimensions=names,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from nandoctor.evidence.formats import EDGE, FP16, FloatFormat
 from nandoctor.evidence.report import LayerRow, Runs, RunSummary, SourceExcerpt
 from nandoctor.evidence.trace import ModuleCall, Place, SourceLine, TensorStats, Trace
 from nandoctor.source_files import parse
-from nandoctor.text import percent, relative_path
+from nandoctor.text import relative_path
 
 
 def summarize_runs(trace: Trace, reference: Trace, low: FloatFormat) -> Runs:
@@ -69,10 +69,6 @@ fp16 carries 11 bits and a deep network loses a few of them, so rounding alone s
 
 NEAR_BITS = 1.0
 """A layer within a factor of two of the limit may pass it with another batch."""
-LARGE_ERROR = 0.05
-"""Rounding to fp16 costs 5e-4 a layer; rounding alone does not explain an output this far from fp32."""
-MADE_HERE = 5.0
-"""An error this many times as large as that of the inputs was made by the call itself."""
 
 
 def align(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[LayerRow, ...]:
@@ -92,20 +88,6 @@ def first_unholdable(reference: Trace, low: FloatFormat) -> Place | None:
         if any(stats.absmax is not None and not low.holds(stats.absmax) for stats in call.outputs):
             return call.place
     return None
-
-
-def describe_error_source(rows: Sequence[LayerRow]) -> tuple[str, ...]:
-    """Return a sentence on the first finite call that makes a large error, if any."""
-    for row in rows:
-        made, inherited = row.rel_err, row.inherited_err
-        if not row.finite or made is None or inherited is None:
-            continue
-        if made > LARGE_ERROR and inherited < made / MADE_HERE:
-            return (
-                f"{row.place.with_type} is finite, but its output is {percent(made)} off fp32's, its inputs "
-                f"only {percent(inherited)}: the error is made there.",
-            )
-    return ()
 
 
 def relative_error(tensors: tuple[TensorStats, ...], references: tuple[TensorStats, ...]) -> float | None:

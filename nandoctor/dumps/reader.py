@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nandoctor.dumps.classify import choose_state, is_stub, sort_contents, sort_recorded, strip_wrappers
-from nandoctor.dumps.directories import part_error, refuse_part
+from nandoctor.dumps.directories import part_error
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, open_container
 from nandoctor.dumps.npz import is_npz, load_arrays
@@ -55,7 +55,6 @@ def look_at_dump(path: str | os.PathLike[str]) -> Dump:
 
 def _read(path: Path, *, as_torch: bool) -> Dump:
     with named(path):
-        refuse_part(path)
         container = open_container(path)
         return _make_dump(container, _load(container), as_torch=as_torch)
 

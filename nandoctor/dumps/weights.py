@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from nandoctor.dumps.classify import check_weights, strip_wrappers
-from nandoctor.dumps.directories import directory_error, refuse_part
+from nandoctor.dumps.directories import directory_error
 from nandoctor.dumps.file_type import damaged, regular_size
 from nandoctor.dumps.reader import named, read_state
 from nandoctor.errors import DumpError
@@ -41,7 +41,6 @@ def read_weights(path: str | os.PathLike[str]) -> State:
     """
     location = Path(path)
     with named(location):
-        refuse_part(location)
         try:
             state = _read_file(_choose_file(location) if location.is_dir() else location)
         except OSError as error:

@@ -8,7 +8,7 @@ from typing import Literal
 from nandoctor.evidence.codec import INLINED
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.edits import ChangedFile, Edit, FixCost
-from nandoctor.evidence.formats import Effect, FloatFormat
+from nandoctor.evidence.formats import FP32, Effect, FloatFormat
 from nandoctor.evidence.trace import Grid, Place, SourceLine, TensorStats
 from nandoctor.evidence.verdicts import Verdict
 
@@ -69,7 +69,7 @@ class FirstNonfinite:
 
     `where` says what it was: a module's `output`; a value made `between` modules, in the forward of `module`, and first
     seen as an input of the call `seen_in`; the `batch`; or the `loss`. `inputs` are those of the module call, `value`
-    is the non-finite tensor.
+    is the non-finite tensor, and `dimensions` are as in `Origin`.
     """
 
     run: str
@@ -82,6 +82,7 @@ class FirstNonfinite:
     value: TensorStats
     would_be: float | None
     state: tuple[TensorStats, ...] = ()
+    dimensions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,8 @@ class Origin:
     The place is the module whose forward called the op, or that owns the state. `op` is the aten name, None if none is
     to blame; `nth` counts its calls from that forward, from 0; `function` is the custom Function in whose backward it
     ran. `would_be` is the worst element computed from the same inputs in float64, None if that is non-finite too.
-    `called_from` is the user's line if `source` is a library's.
+    `called_from` is the user's line if `source` is a library's. `dimensions` says what those of `output` count, as
+    "sample" or "channel", "" for an unknown one; () if none is known.
     """
 
     phase: Literal["forward", "loss", "backward", "optimizer", "state", "input"]
@@ -106,6 +108,7 @@ class Origin:
     grid: Grid | None = None
     function: str | None = None
     called_from: SourceLine | None = None
+    dimensions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,12 +321,12 @@ class Fp32SetSearch:
 class EpsUse:
     """A small constant as it was actually used.
 
-    `name` is the attribute of the module, the argument of the op, or the optimizer's eps; "1 - max" stands for a clamp
-    just below one. `op` is the op that used it, and `dtype` the format, None if no op was seen to use it; `rounded` is
-    its value there. `effect` says what is left of it: "zero", "subnormal" (with its relative error), "normal".
+    `name` is the argument of the op, or the optimizer's eps; "1 - max" stands for a clamp just below one. `op` is the
+    op that used it, and `dtype` the format, None for an optimizer whose state is not in the file; `rounded` is its
+    value there. `effect` says what is left of it: "zero", "subnormal" (with its relative error), "normal".
     `absorbed_share` is the share, 0 to 1, of the elements unchanged by adding it; None if it was not added, or not
     seen. `bound_share` is the share of the elements that a clamp to it replaced. One row stands for `num_uses` calls
-    from the same line, parameters of the optimizer, or equal modules; `module` is the first.
+    from the same line, or parameters of the optimizer. The `place` "module" is that of earlier reports.
     """
 
     place: Literal["module", "op", "optimizer"]
@@ -367,6 +370,12 @@ class Runs:
     autocast: RunSummary
     fp32: RunSummary
     first_unholdable: Place | None = None
+
+    @property
+    def are_one(self) -> bool:
+        """True if the step itself computes in fp32 throughout, so that its reference shows the same."""
+        made, again = ([row.outputs for row in run.modules] for run in (self.autocast, self.fp32))
+        return self.autocast.dtype == FP32 and made == again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from nandoctor.causes.sentences import find_operand, place_of_operand
-from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Origin, Report, Reproduction
 from nandoctor.evidence.trace import Place, TensorStats
 from nandoctor.text import (
     are,
     brief,
-    excess,
     file_line,
     join_first,
     nonfinite_part,
@@ -80,12 +78,6 @@ def describe_reproduction(reproduction: Reproduction) -> str:
 def _first_facts(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
     yield Fact("layers", _describe_place(first, report))
     yield Fact("extent", describe_extent(first))
-    if first.inputs:
-        yield Fact("input", describe_inputs(first.inputs))
-    fp32_is_finite = report.runs is not None and report.runs.fp32.finite
-    if fp32_is_finite and (reference := _describe_reference(first)):
-        doubt = "" if report.fp32_error is None else f" (whose output is {percent(report.fp32_error)} off float64)"
-        yield Fact("in fp32", f"{reference}{doubt}")
 
 
 def _spread_facts(report: Report) -> Iterator[Fact]:
@@ -153,43 +145,23 @@ def describe_extent(first: FirstNonfinite) -> str:
     if found.samples and len(first.value.shape) > 1:
         extent += f", {samples_text(found.samples, first.value.shape[0])}"
     where = f", first at {shape_text(found.first_index)}" if found.first_index else ""
-    return f"{extent} ({first.value.dtype} {shape_text(first.value.shape)}{where})"
+    return f"{extent} ({describe_shape(first.value, first.dimensions)}{where})"
 
 
-def describe_inputs(inputs: Sequence[TensorStats]) -> str:
-    """Return a call's inputs: "finite, up to 13.6 (fp16)"; several are named."""
-    if len(inputs) == 1:
-        return _describe_range(inputs[0])
-    return join_first([f"{short_name(stats.path)} {_describe_range(stats)}" for stats in inputs], _MAX_LISTED)
+def name_dimension(dim: int, dimensions: Sequence[str]) -> str:
+    """Return what a dimension counts, or its number: "channel", "dimension 1"."""
+    return (dimensions[dim] if dimensions else "") or f"dimension {dim}"
 
 
-def _describe_range(stats: TensorStats) -> str:
-    limit = "no finite value" if stats.absmax is None else f"up to {number(stats.absmax)}"
-    return f"{'finite' if stats.finite else 'non-finite'}, {limit} ({stats.dtype})"
-
-
-def _describe_reference(first: FirstNonfinite) -> str | None:
-    """Return fp32's values in the first non-finite tensor, compared with what its format can hold, or None."""
-    if first.would_be is None:
-        return None
-    low, finite = first.value.dtype, f"finite, up to {number(first.would_be)}"
-    if first.seen_in is not None:
-        finite = f"{short_place(first.seen_in).label} is given finite values, up to {number(first.would_be)}"
-    if low == FP32:
-        return finite
-    if low.holds(first.would_be):
-        return f"{finite}, which {low} can hold ({number(low.max)})"
-    value = number(first.would_be, unlike=low.max)
-    return f"computes {value} here: {excess(first.would_be, low.max)} what {low} can hold ({number(low.max)})"
+def describe_shape(stats: TensorStats, dimensions: Sequence[str]) -> str:
+    """Return format and shape, and what the dimensions count: "fp16 [8, 12, 32] of sample, ?, channel"."""
+    names = f" of {', '.join(name or '?' for name in dimensions)}" if dimensions else ""
+    return f"{stats.dtype} {shape_text(stats.shape)}{names}"
 
 
 def _run_facts(report: Report) -> Iterator[Fact]:
     if report.runs is None:
         return
-    too_large, first = report.runs.first_unholdable, report.first_nonfinite
-    if too_large and (first is None or too_large.key != first.place.key):
-        text = f"{short_place(too_large).label} is the first whose fp32 value {report.runs.autocast.dtype} cannot hold"
-        yield Fact("too large", text)
     runs = {run.dtype: " ".join(run.raised.split()) for run in (report.runs.autocast, report.runs.fp32) if run.raised}
     for dtype, raised in runs.items():
         yield Fact("raised", f"the {dtype} run stopped early: {brief(raised, _MESSAGE_WIDTH)}")
@@ -211,24 +183,24 @@ def list_operands(origin: Origin) -> list[Fact]:
     If a saved array is to blame, return only that array.
     """
     if origin.op is None:
-        return [] if origin.output is None else [Fact("as saved", describe_tensor(origin.output))]
+        return [] if origin.output is None else [Fact(origin.output.path or "as saved", describe_tensor(origin.output))]
     op, alone, backward = origin.op, len(origin.inputs) == 1, origin.phase == "backward"
     expression = origin.source.expression if origin.source is not None and not backward else ""
     operands = []
     for stats in origin.inputs:
         text = find_operand(expression, op, stats.path, alone=False)
         name = text or place_of_operand(op, stats.path, alone=alone) or "incoming gradient"
-        operands.append(Fact(name, describe_tensor(replace(stats, path=""))))
+        operands.append(Fact(name, describe_tensor(stats)))
     operands = [*dict.fromkeys(operands)]  # x * x reads one tensor
     if origin.output is not None:
-        operands.append(Fact("outgoing gradient" if backward else "result", describe_tensor(origin.output)))
+        made = describe_tensor(origin.output, origin.dimensions)
+        operands.append(Fact("outgoing gradient" if backward else "result", made))
     return operands
 
 
-def describe_tensor(stats: TensorStats) -> str:
+def describe_tensor(stats: TensorStats, dimensions: Sequence[str] = ()) -> str:
     """Return format, shape, range of the finite values, and the non-finite and zero elements."""
-    name = f"{stats.path}: " if stats.path else ""
-    parts = [f"{name}{stats.dtype} {shape_text(stats.shape)}", *_range_of(stats)]
+    parts = [describe_shape(stats, dimensions), *_range_of(stats)]
     if stats.counts is not None and stats.counts.num_bad:
         parts.append(nonfinite_part(stats.counts.kinds, stats.counts.num_bad, stats.numel))
     elif not stats.finite:

@@ -19,4 +19,4 @@ def cause_document(page: Page) -> Iterator[Block]:
     yield Section("", [Text(page.summary[:1].upper() + page.summary[1:])])
     for heading, paragraph in page.sections:
         yield Section(heading, [Text(paragraph)])
-    yield Section("", [Text(f"The rule itself: nandoctor/causes/{page.code.replace('-', '_')}.py")])
+    yield Section("", [Text(f"The rule itself is the module nandoctor.causes.{page.code.replace('-', '_')}")])

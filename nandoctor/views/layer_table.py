@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import LayerRow, Report, Runs
 from nandoctor.evidence.trace import head_run
 from nandoctor.text import bits_text, number, part_of, percent
@@ -36,12 +37,16 @@ def layers_near(report: Report) -> Table | None:
 def _number_columns(pairs: Sequence[LayerPair], runs: Runs) -> tuple[Column, ...]:
     """Return what is known of each layer: its class, the largest values of both runs, the error and the headroom."""
     heading = head_run(runs.autocast.policy, runs.autocast.dtype)
+    heading = "as run" if heading == str(FP32) and not runs.are_one else heading
     errors = [_error(pair.autocast.rel_err if pair.autocast else None) for pair in pairs]
+    compared = (
+        Column("fp32", [_range(pair.fp32) for pair in pairs], right=True, spare=1),
+        Column("rel err", errors, right=True, spare=2),
+    )
     return (
         Column("type", [pair.either.place.type for pair in pairs], least=_MIN_TYPE_WIDTH, spare=3),
         Column(heading, [_range(pair.autocast) for pair in pairs], right=True),
-        Column("fp32", [_range(pair.fp32) for pair in pairs], right=True, spare=1),
-        Column("rel err", errors, right=True, spare=2),
+        *(() if runs.are_one else compared),
         Column("headroom", [_headroom(pair) for pair in pairs], right=True),
     )
 
@@ -85,18 +90,18 @@ def every_layer(report: Report) -> Table | None:
     layers = select_layers(report, every=True)
     inherited = [_error(pair.autocast.inherited_err if pair.autocast else None) for pair in layers.pairs]
     *numbers, headroom = _number_columns(layers.pairs, report.runs)
-    low = report.runs.autocast.dtype
+    compared = "" if report.runs.are_one else " rel err: relative error against fp32; inherited: that of the inputs."
     some_in_fp32 = "; autocast computes some layers in fp32" if numbers[1].heading == "autocast" else ""
     return Table(
         columns=(
             Column("layer", [pair.label for pair in layers.pairs]),
             *numbers,
-            Column("inherited", inherited, right=True),
+            *([Column("inherited", inherited, right=True)] if compared else []),
             headroom,
         ),
-        legend=f"{numbers[1].heading}, fp32: largest finite magnitudes"
-        f"{some_in_fp32}. rel err: relative error against fp32; inherited: that of the inputs. headroom: doublings "
-        f"left before {low} overflows, by the fp32 value where there is one.",
+        legend=f"{', '.join(column.heading for column in numbers[1:3])}: largest finite magnitudes{some_in_fp32}."
+        f"{compared} headroom: doublings left before {report.runs.autocast.dtype} overflows, by the fp32 value where "
+        "there is one.",
         tones=_tones(layers),
         is_searchable=True,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import FirstNonfinite, LayerRow, NonfiniteElements, Origin, Report, Runs
-from nandoctor.evidence.trace import Place, TensorStats
+from nandoctor.evidence.trace import Place, TensorStats, name_run
 from nandoctor.text import brief
 
 _NAME_WIDTH = 64
@@ -103,6 +103,14 @@ def _align_calls(runs: Runs) -> tuple[LayerPair, ...]:
     fp32 = {row.place.key: row for row in runs.fp32.modules}
     longer, shorter = (fp32, autocast) if len(fp32) > len(autocast) else (autocast, fp32)
     return tuple(LayerPair(autocast=autocast.get(key), fp32=fp32.get(key)) for key in {**longer, **shorter})
+
+
+def name_runs(runs: Runs) -> tuple[str, str]:
+    """Return what a legend calls the fp32 run and the run as in training: "fp32", "fp16 autocast"."""
+    run = runs.autocast
+    if run.dtype != FP32:
+        return "fp32", name_run(run.policy, run.dtype)
+    return ("fp32", "fp32") if runs.are_one else ("fp32 throughout", "as your code runs it")
 
 
 def name_origin(origin: Origin) -> str:

@@ -89,7 +89,7 @@ def constant_facts(uses: Sequence[EpsUse]) -> list[Fact]:
 
 def describe_use(use: EpsUse) -> str:
     """Return where a small constant is, and what is left of it: "norm (net.py:45), used by add, is zero in fp16"."""
-    line = f" ({_describe_line(use)})" if use.source else ""
+    line = f" ({file_line(use.source.file, use.source.line)})" if use.source else ""
     used = f", used by {use.op}," if use.op else ""
     return f"{_describe_owner(use)}{line}{used} {_describe_effect(use)}"
 
@@ -115,9 +115,4 @@ def _describe_owner(use: EpsUse) -> str:
     if use.place == "optimizer":
         return "the optimizer"
     owner = short_name(use.module or "the model")
-    more = f" and {use.num_uses - 1} more" if use.num_uses > 1 else ""
-    return f"{owner}.{short_name(use.name)}{more}" if use.place == "module" else f"{owner}{more}"
-
-
-def _describe_line(use: EpsUse) -> str:
-    return file_line(use.source.file, use.source.line) if use.source else ""
+    return f"{owner} and {use.num_uses - 1} more" if use.num_uses > 1 else owner

@@ -78,30 +78,12 @@ def test_a_checkpoint_is_mapped_and_never_written_to(tmp_path, state):
     assert path.read_bytes() == before
 
 
-def lone(folder, name):
-    torch.save({"a.weight": torch.zeros(2)}, folder / name)
-    return folder / name
-
-
-def stub(folder):
-    torch.save({name: torch.empty(0) for name in ("a.weight", "a.bias", "b.weight")}, folder / "pytorch_model.bin")
-    return folder / "pytorch_model.bin"
-
-
-PARTS = {
-    "shard of safetensors": lambda f: lone(f, "model-00001-of-00003.safetensors"),
-    "shard of bin": lambda f: lone(f, "pytorch_model-00002-of-00003.bin"),
-    "dcp part": lambda f: lone(f, "__0_0.distcp"),
-    "zero optimizer": lambda f: lone(f, "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
-    "zero stub": stub,
-}
-
-
-@pytest.mark.parametrize("kind", PARTS)
 @pytest.mark.parametrize("read", [read_dump, read_weights])
-def test_a_part_is_refused_with_what_to_pass(kind, read, tmp_path):
+def test_a_part_is_refused_with_what_to_pass(read, tmp_path):
+    part = tmp_path / "pytorch_model.bin"
+    torch.save({name: torch.empty(0) for name in ("a.weight", "a.bias", "b.weight")}, part)
     with pytest.raises(DumpError, match="only a part of a model's weights") as caught:
-        read(PARTS[kind](tmp_path))
+        read(part)
     assert all(word in caught.value.remedy for word in ("--weights", "dcp_to_torch", "zero_to_fp32"))
 
 

@@ -42,11 +42,6 @@ def test_a_product_is_rounded_once_after_its_sum():
     assert product.run_in_fp32()[0].dtype == torch.float32
 
 
-def test_the_failure_tells_whether_fp32_is_finite():
-    assert find_failure(program("torch.add", half(6e4), half(6e4))).finite_in_fp32
-    assert not find_failure(program("torch.div", half(0.0), half(0.0))).finite_in_fp32
-
-
 def test_dimensions_that_belong_together_shrink_together():
     x, y = torch.rand(6, 12) + 1, torch.rand(12, 9) + 1
     y[:, 4] *= 60000
@@ -79,26 +74,6 @@ def test_a_literal_gives_every_bit_again(dtype):
     again = eval(write_tensor(tensor), {"torch": torch, "inf": INF, "nan": NAN})
     assert again.dtype == dtype
     assert torch.equal(again.view(torch.uint8), tensor.view(torch.uint8))
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.empty(0, 3),
-        torch.tensor(2.0),
-        torch.zeros(300, 2, dtype=torch.bfloat16),
-        torch.arange(200).view(2, 100),
-        torch.tensor([[True, False]]),
-        torch.randn(7, 30),
-    ],
-    ids=lambda tensor: str(tuple(tensor.shape)),
-)
-def test_a_literal_has_shape_dtype_and_values(tensor):
-    text = write_tensor(tensor)
-    assert max(map(len, text.splitlines())) <= 101
-    again = eval(text, {"torch": torch, "inf": INF, "nan": NAN})
-    assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
-    assert torch.equal(again, tensor)
 
 
 def test_what_nobody_would_read_is_refused():

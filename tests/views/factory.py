@@ -418,7 +418,7 @@ def fixable():
                 op="add", source=source, dtype=FP16, rounded=0.0, rel_err=1.0, effect="zero", absorbed_share=1.0,
             ),
             EpsUse(
-                place="module", module="norm", type="LayerNorm", name="eps", value=1e-5, dtype=FP32, rounded=1e-5,
+                place="op", module="norm", type="LayerNorm", name="eps", value=1e-5, dtype=FP32, rounded=1e-5,
                 rel_err=0.0, effect="normal", absorbed_share=0.0,
             ),
         ),

@@ -8,7 +8,6 @@ from typing import get_args
 import factory
 from one_test import for_each
 
-from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import Diagnosis, Reproduction
 from nandoctor.evidence.trace import Place
 from nandoctor.evidence.verdicts import Verdict
@@ -60,7 +59,6 @@ def test_grades_in_words(changes, text):
     assert describe_reproduction(replace(whole, **changes)) == text
 
 
-SKIP = Place(module="skip", type="Skip", call=1)
 FIRST = [
     ("layers", {"module": "", "type": "UNet"}, "the model (UNet) is the first non-finite of 21 layers"),
     ("extent", {"samples": (0, 3)}, "samples 0 and 3 (fp16 "),
@@ -71,25 +69,7 @@ FIRST = [
         {"value": factory.tensor(nonfinite=factory.counts(9), shape=(64, 8)), "samples": tuple(range(0, 18, 2))},
         "samples 0, 2, 4 and 6 more",
     ),
-    (
-        "input",
-        {"inputs": (factory.tensor(0.5, path="[0]"), factory.tensor(None, path=".m", nonfinite=factory.counts(4)))},
-        "[0] finite, up to 0.5 (fp16) and .m non-finite, no finite value (fp16)",
-    ),
-    (
-        "in fp32",
-        {"would_be": 12.5, "where": "between", "seen_in": SKIP},
-        "skip (2nd call) is given finite values, up to 12.5, which fp16 can hold (65,504)",
-    ),
-]
-FIRST += [
-    ("in fp32", {"would_be": value, "value": factory.tensor(nonfinite=factory.counts(8192), dtype=dtype)}, text)
-    for value, dtype, text in (
-        (65519.0, FP16, "finite, up to 65,519, which fp16 can hold (65,504)"),
-        (65520.0, FP16, "computes 65,520 here: 0.024 % above what fp16 can hold (65,504)"),
-        (1e3, BF16, "finite, up to 1,000, which bf16 can hold (3.39e38)"),
-        (12.5, FP32, "finite, up to 12.5"),
-    )
+    ("extent", {"dimensions": ("sample", "", "row", "")}, "32] of sample, ?, row, ?, first at"),
 ]
 
 
@@ -104,23 +84,15 @@ def test_a_value_between_modules():
     )
 
 
-def test_what_fp32_gives_is_said_only_where_it_is_finite():
-    assert "in fp32" not in facts(factory.numerics())
-    told = facts(factory.nonfinite_input())
-    assert told["layers"] == "image is non-finite in the saved batch"
-    assert {"input", "in fp32"}.isdisjoint(told)
+def test_a_value_in_the_batch():
+    assert facts(factory.nonfinite_input())["layers"] == "image is non-finite in the saved batch"
 
 
-def test_the_first_value_too_large_and_an_early_end():
+def test_an_early_end():
     runs = factory.network(8)
-    raised = replace(runs.autocast, raised="boom\n" * 99)
-    told = facts(factory.report(replace(runs, first_unholdable=runs.fp32.modules[5].place, autocast=raised)))
-    assert told["too large"] == "encoder.blocks.1.norm is the first whose fp32 value fp16 cannot hold"
+    told = facts(factory.report(replace(runs, autocast=replace(runs.autocast, raised="boom\n" * 99))))
     assert told["raised"].startswith("the fp16 run stopped early: boom boom")
     assert len(told["raised"]) < 200
-    made = factory.precision()
-    same = replace(made, runs=replace(made.runs, first_unholdable=made.first_nonfinite.place))
-    assert "too large" not in facts(same)  # the first non-finite layer is told already
 
 
 def test_every_verdict_has_a_meaning():

@@ -8,6 +8,7 @@ from matplotlib.collections import PathCollection, PolyCollection
 
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.report import Runs
+from nandoctor.views.layer_table import every_layer
 from nandoctor.views.layers import select_layers
 from nandoctor.views.plots.figures import MAX_BARS
 from nandoctor.views.plots.ranges import draw_ranges
@@ -50,6 +51,16 @@ def test_bands_are_those_of_the_format_and_both_runs_are_marked():
     assert "zero\n< 2.98e-8" in texts(axes)
     edges = {round(edge, 12) for patch in axes.patches for edge in (patch.get_y(), patch.get_y() + patch.get_height())}
     assert {65504.0, round(2.0**-14, 12), round(2.0**-25, 12)} <= edges
+
+
+@pytest.mark.parametrize(("count", "named"), [(None, {"fp32"}), (5, {"fp32 throughout", "as your code runs it"})])
+def test_a_step_in_fp32_is_drawn_once_if_all_of_it_is(count, named):
+    made = factory.numerics()
+    own = replace(made.runs.fp32, policy="none", modules=made.runs.fp32.modules[:count])
+    report = replace(made, runs=replace(made.runs, autocast=own))
+    told = [text.get_text() for text in draw_ranges(report).legends[0].get_texts()]
+    assert {text for text in told if "non-finite" not in text} == named
+    assert [column.heading for column in every_layer(report).columns].count("fp32") == 1
 
 
 def test_the_first_nonfinite_layer_and_those_after_it_are_marked():

@@ -162,20 +162,20 @@ def test_fp32_sets():
     assert list(fp32_facts(replace(made, fp32_sets=replace(search, sets=())))) == []
 
 
-USE = EpsUse(place="module", module="norm", type="Norm", name="eps", value=1e-8)
+USE = EpsUse(place="op", module="norm", type="Norm", name="eps", value=1e-8)
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({}, "norm.eps was not seen in use"),
-        ({"dtype": FP16, "effect": "zero"}, "norm.eps is zero in fp16"),
+        ({}, "norm was not seen in use"),
+        ({"dtype": FP16, "effect": "zero"}, "norm is zero in fp16"),
         ({"dtype": FP16, "effect": "normal", "absorbed_share": 0.5},
-         "norm.eps is kept in fp16, and lost in 50 % of what it is added to"),
-        ({"dtype": FP16, "effect": "subnormal", "rel_err": 0.19}, "norm.eps is subnormal in fp16 and 19 % off"),
+         "norm is kept in fp16, and lost in 50 % of what it is added to"),
+        ({"dtype": FP16, "effect": "subnormal", "rel_err": 0.19}, "norm is subnormal in fp16 and 19 % off"),
         ({"dtype": FP16, "effect": "normal", "bound_share": 0.25},
-         "norm.eps is kept in fp16, and 25 % of the values are clamped to it"),
-        ({"place": "op", "op": "add", "dtype": FP16, "effect": "zero"}, "norm, used by add, is zero in fp16"),
+         "norm is kept in fp16, and 25 % of the values are clamped to it"),
+        ({"op": "add", "dtype": FP16, "effect": "zero"}, "norm, used by add, is zero in fp16"),
     ],
 )  # fmt: skip
 def test_small_constants(changes, text):

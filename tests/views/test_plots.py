@@ -53,7 +53,11 @@ def test_samples_tell_who_is_nonfinite_and_who_is_near():
 
 
 def test_the_origin_is_shown_where_it_is():
-    figure = draw(factory.fixable(), "origin")
+    made = factory.fixable()
+    named = replace(made.origin, dimensions=("sample", "channel", "height", ""))
+    figure = draw(replace(made, origin=named), "origin")
+    assert (figure.axes[0].get_ylabel(), figure.axes[0].get_xlabel()) == ("height", "dimension 3")
+    assert "of sample, channel, height, ?; summed over sample and channel" in figure.legends[0].get_title().get_text()
     assert title(figure) == f"{factory.fixable().headline}. div in encoder.blocks.2.attention: NaN in 288 of 65,536."
     image = figure.axes[0].images[0].get_array()
     assert image[11, 5] == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.style
@@ -15,8 +16,8 @@ from matplotlib.ticker import MaxNLocator
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import Grid
-from nandoctor.text import brief, shape_text
-from nandoctor.views.evidence import describe_origin
+from nandoctor.text import brief, join_words
+from nandoctor.views.evidence import describe_origin, describe_shape, name_dimension
 from nandoctor.views.plots.figures import NONFINITE_COLOR, new_figure, write_finding, write_legend
 
 _COUNTS = LinearSegmentedColormap.from_list("counts", ["#FBE3D5", NONFINITE_COLOR, "#7A3300"])
@@ -40,16 +41,16 @@ def draw_origin(report: Report) -> Figure:
         )
     with matplotlib.style.context("default"):
         figure = new_figure(_LINE_HEIGHT_IN if len(grid.dims) == 1 else _HEIGHT_IN)
-        _draw_map(figure.subplots(), grid)
+        _draw_map(figure.subplots(), grid, origin.dimensions)
         write_finding(figure, report, f"{describe_origin(origin)}.")
-        most = max(map(max, grid.counts))
-        told = sorted({1, (most + 1) // 2, most})
-        legend = [Patch(color=_COUNTS(count / most), label=f"{count:,} non-finite") for count in told]
+        drawn = sorted({count for row in grid.counts for count in row if count})
+        told = sorted({drawn[0], drawn[len(drawn) // 2], drawn[-1]})
+        legend = [Patch(color=_COUNTS(count / drawn[-1]), label=f"{count:,} non-finite") for count in told]
         write_legend(figure, legend, _describe_source(report, origin, grid))
     return figure
 
 
-def _draw_map(axes: Axes, grid: Grid) -> None:
+def _draw_map(axes: Axes, grid: Grid, dimensions: Sequence[str]) -> None:
     counts = np.array(grid.counts, dtype=np.float64)
     height, width = (1, *grid.sizes) if len(grid.sizes) == 1 else grid.sizes
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
@@ -65,16 +66,18 @@ def _draw_map(axes: Axes, grid: Grid) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))  # also for a dimension of one
     axes.tick_params(labelsize=8)
-    axes.set_xlabel(f"dimension {grid.dims[-1]}", size=9)
+    axes.set_xlabel(name_dimension(grid.dims[-1], dimensions), size=9)
     if len(grid.dims) > 1:
-        axes.set_ylabel(f"dimension {grid.dims[0]}", size=9)
+        axes.set_ylabel(name_dimension(grid.dims[0], dimensions), size=9)
     else:
         axes.set_yticks([])
 
 
 def _describe_source(report: Report, origin: Origin, grid: Grid) -> str:
     source = brief(Path(report.dump.path).name, _NAME_WIDTH)
-    tensor = f"{origin.output.dtype} {shape_text(origin.output.shape)}" if origin.output is not None else "the tensor"
-    shape = origin.output.shape if origin.output is not None else ()
-    summed = ", other dimensions summed up" if len(shape) > len(grid.dims) else ""
-    return f"{source}: non-finite elements of {tensor}{summed}"
+    if origin.output is None:
+        return f"{source}: non-finite elements of the tensor"
+    others = (dim for dim in range(len(origin.output.shape)) if dim not in grid.dims)
+    summed = join_words([name_dimension(dim, origin.dimensions) for dim in others])
+    tensor = describe_shape(origin.output, origin.dimensions)
+    return f"{source}: non-finite elements of {tensor}{f'; summed over {summed}' if summed else ''}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -15,9 +16,8 @@ from matplotlib.ticker import FuncFormatter
 
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import LayerRow, Report, Runs
-from nandoctor.evidence.trace import name_run
 from nandoctor.text import bits_text, number
-from nandoctor.views.layers import Layers, select_layers
+from nandoctor.views.layers import Layers, name_runs, select_layers
 from nandoctor.views.plots.figures import (
     BLUE,
     GREY,
@@ -60,10 +60,6 @@ class RunStyle:
     mark_at: float
 
 
-_FP32 = RunStyle(name="fp32", color=SKY, alpha=0.5, width=0.86, median_color=BLUE, mark_at=0.92)
-_AUTOCAST = RunStyle(name="autocast", color=BLUE, alpha=1, width=0.4, median_color="white", mark_at=0.97)
-
-
 def draw_ranges(report: Report) -> Figure:
     """Draw the absolute values of every layer's output in execution order, autocast over fp32.
 
@@ -77,7 +73,7 @@ def draw_ranges(report: Report) -> Figure:
         report,
         lambda axes, layers: _draw_panel(axes, report.runs, layers) if report.runs else [],
         finding=describe_ranges(report),
-        what="5 % quantile, median and maximum of the non-zero magnitudes",
+        what="bars from the 5 % quantile of non-zero magnitudes to the largest, line at the median",
     )
 
 
@@ -117,17 +113,23 @@ def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
     low = runs.autocast.dtype
     _scale_panel(axes, layers, _find_limits(low, layers))
     _draw_bands(axes, low)
-    fp32, autocast = _FP32, replace(_AUTOCAST, name=name_run(runs.autocast.policy, low))
+    name, own_name = name_runs(runs)
+    fp32 = RunStyle(name=name, color=SKY, alpha=0.5, width=0.86, median_color=BLUE, mark_at=0.92)
+    autocast = RunStyle(name=own_name, color=BLUE, alpha=1, width=0.4, median_color="white", mark_at=0.97)
     if len(layers.pairs) > MAX_BARS:
         fp32 = replace(fp32, width=1.0)
         autocast = replace(autocast, width=1.0, alpha=0.0, median_color=BLUE)
-    pairs = list(enumerate(layers.pairs))
+    series = [(fp32, [pair.fp32 for pair in layers.pairs])]
+    if not runs.are_one:
+        series.append((autocast, [pair.autocast for pair in layers.pairs]))
     legend: list[Artist] = []
-    for style, rows in ((fp32, [(x, p.fp32) for x, p in pairs]), (autocast, [(x, p.autocast) for x, p in pairs])):
-        spreads = [(x, spread_of(row)) for x, row in rows if row is not None and row.outputs]
+    for style, rows in series:
+        spreads = [(x, spread_of(row)) for x, row in enumerate(rows) if row is not None and row.outputs]
         nonfinite = [x for x, spread in spreads if not spread.finite]
         marks = _mark_nonfinite(axes, nonfinite, style.mark_at, f"non-finite, {style.name}")
         legend += [_draw_bars(axes, spreads, style), *marks]
+    for drawn in axes.collections:
+        drawn.set_rasterized(len(layers.pairs) > MAX_VECTORS)
     return legend
 
 
@@ -191,15 +193,13 @@ def _fill_bars(axes: Axes, bars: Sequence[tuple[int, float, float]], style: RunS
     half = style.width / 2
     corners = [[(x - half, bottom), (x - half, top), (x + half, top), (x + half, bottom)] for x, bottom, top in bars]
     collection = PolyCollection(corners, facecolors=style.color, alpha=style.alpha, linewidths=0, zorder=2)
-    collection.set_rasterized(len(bars) > MAX_VECTORS)
     axes.add_collection(collection, autolim=False)
 
 
 def _draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, color: str) -> None:
     """Draw short horizontal lines, one at each place."""
     starts, stops = [x - width / 2 for x, _ in places], [x + width / 2 for x, _ in places]
-    lines = axes.hlines([y for _, y in places], starts, stops, color=color, linewidth=1.2, zorder=3)
-    lines.set_rasterized(len(places) > MAX_VECTORS)
+    axes.hlines([y for _, y in places], starts, stops, color=color, linewidth=1.2, zorder=3)
 
 
 def _mark_nonfinite(axes: Axes, places: Sequence[int], height: float, label: str) -> list[Artist]:
@@ -207,8 +207,5 @@ def _mark_nonfinite(axes: Axes, places: Sequence[int], height: float, label: str
     if not places:
         return []
     heights, transform = [height] * len(places), axes.get_xaxis_transform()
-    marks = axes.scatter(
-        places, heights, s=22, marker="v", color=NONFINITE_COLOR, transform=transform, label=label, zorder=5
-    )
-    marks.set_rasterized(len(places) > MAX_VECTORS)
-    return [marks]
+    look: dict[str, Any] = {"s": 22, "marker": "v", "color": NONFINITE_COLOR, "zorder": 5}
+    return [axes.scatter(places, heights, transform=transform, label=label, **look)]

@@ -1,27 +1,21 @@
-"""Collect the small constants that a model's modules and its optimizer carry.
-
-Constants of modules are recognized by name and value only; what they did, only a replay can show.
-"""
+"""Measure the second moments that an optimizer carries, and find the eps that fits their format."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.evidence.dump_summary import OptimizerSlot
-from nandoctor.evidence.formats import LARGEST_EPS, FloatFormat
-from nandoctor.evidence.report import EpsUse
+from nandoctor.evidence.formats import FloatFormat
 from nandoctor.tracing.tensor_stats import format_of, measure_all
 
 _TRIED = tuple(digit * 10.0**power for power in range(-8, -1) for digit in (1, 2, 5))
 _ROUNDED_DOWN = 0.7
 _LEAST_GRADIENT = 2e-6
 """Smaller gradients hardly train a weight in half precision: a rate of 1e-3 changes it by less than its rounding."""
-_IS_EPS = re.compile(r"(^|[^a-z])eps(ilon)?([^a-z]|$)", re.IGNORECASE)  # not the "eps" of "steps"
 
 
 def measure_slots(moments: Sequence[SecondMoment], model: nn.Module, low: FloatFormat) -> tuple[OptimizerSlot, ...]:
@@ -58,21 +52,3 @@ def _parameter_names(moments: Sequence[SecondMoment], model: nn.Module) -> Mappi
         if not named and all(m.index < len(given) and given[m.index][1].shape == m.values.shape for m in moments):
             return {moment.index: given[moment.index][0] for moment in moments}
     return named
-
-
-def list_constants(model: nn.Module) -> tuple[EpsUse, ...]:
-    """Return every small float whose name says eps among the attributes of modules and their classes."""
-    return tuple(
-        EpsUse(place="module", module=path, type=type(module).__name__, name=name, value=value)
-        for path, module in model.named_modules()
-        for name, value in _constants_of(module)
-    )
-
-
-def _constants_of(module: nn.Module) -> Iterator[tuple[str, float]]:
-    attributes = {
-        name: value for holder in (*reversed(type(module).__mro__), module) for name, value in vars(holder).items()
-    }
-    for name, value in attributes.items():
-        if isinstance(value, float) and 0 < value <= LARGEST_EPS and _IS_EPS.search(name):
-            yield name, value

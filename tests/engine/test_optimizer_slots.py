@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.optimizer_state import SecondMoment
-from nandoctor.engine.eps_constants import measure_slots
+from nandoctor.engine.optimizer_slots import measure_slots
 from nandoctor.evidence.formats import FP16
 
 
