@@ -218,35 +218,6 @@ def test_factors_are_rounded_but_for_those_of_the_host():
     assert not vars(made) | vars(built.kept)  # which would be saved with them
 
 
-def test_numbers_are_the_same_inside_torch_func():
-    """Written in any way, and left on the host outside of the function: each gives the gradient of plain autograd."""
-    x, weight = torch.tensor([1.0, 0.125, 3.0]), nn.Parameter(torch.tensor(3.0))
-    with cuda_autocast():
-        host = torch.tensor(1e5)
-        scalings = {
-            "operators": lambda h: 2.5 * h * 3 / 7 + 1.5 / h,
-            "methods": lambda h: h.mul(2.5) + h.multiply(2.5) + h.div(3) + h.divide(3) + h.true_divide(3),
-            "functions": lambda h: torch.multiply(h, 2.5) + torch.divide(h, 3) + torch.true_divide(h, 3),
-            "by name": lambda h: torch.mul(input=h, other=2.5) + torch.div(h, other=3) + h.mul(other=True),
-            "in place": lambda h: h.clone().mul_(2.5).divide_(3).multiply_(7),
-            "rounded": lambda h: h * torch.div(h * 9, 2, rounding_mode="floor") + h.div(2, rounding_mode=None),
-            "complex": lambda h: (h.float() * 2.5j).imag,
-            "on the host": lambda h: h * 1e2 / host,
-            "on the device": lambda h: h * weight.detach(),
-        }
-        for name, scale in scalings.items():
-
-            def total(x, scale=scale):
-                return scale(x.half()).float().sum()
-
-            given = x.clone().requires_grad_()
-            made = total(given)
-            (wanted,) = torch.autograd.grad(made, given)
-            found = torch.func.grad_and_value(total)(x)
-            assert wanted.isfinite().all(), name
-            assert (found[0].equal(wanted), found[1].equal(made)) == (True, True), name
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_computes_again_what_it_did(reentrant):
     x, weight = torch.ones(2, dtype=torch.half, requires_grad=True), nn.Parameter(torch.tensor(3.0))

@@ -234,23 +234,6 @@ def test_rnn_modules_run_in_fp16_as_cudnn_does(kind, packed, dtype):
     assert torch.equal(reference, module(given)[0].data)
 
 
-@pytest.mark.parametrize("policy", [Policy(name="cuda", format=FP16), REFERENCE], ids=["cuda", "reference"])
-@pytest.mark.parametrize("training", [True, False])
-def test_transformer_encoder_takes_no_fast_path(policy, training, monkeypatch):
-    def fast_path(*args, **kwargs):
-        raise AssertionError("autocast turns the fast path off")
-
-    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", fast_path)
-    monkeypatch.setattr(torch, "_native_multi_head_attention", fast_path)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    module, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training), torch.randn(2, 5, 8)
-    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    with torch.no_grad(), apply_policy(policy, CPU):
-        y = module(x, src_key_padding_mask=padding)
-    assert y.dtype is torch.float32  # ends in layer_norm
-    assert y.isfinite().all()
-
-
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after"])
 def test_gradients_are_rounded_where_cuda_rounds_them(inside):
     x, w = torch.randn(3, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)

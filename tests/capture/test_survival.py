@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 from collections import UserDict
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -20,8 +18,6 @@ from torch import nn
 import nandoctor
 from nandoctor import Recorder
 from nandoctor.dumps.reader import read_dump
-
-FOLDER = Path(__file__).parent
 
 
 def fail_in(folder, batch=None, **options):
@@ -56,29 +52,6 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wrapper_of_an_optimizer_without_state_dict(tmp_path):
-    class Lookahead(torch.optim.Optimizer):
-        def __init__(self, inner):  # calls no __init__ of torch's, as published ones do
-            self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
-            self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
-
-        def step(self, closure=None):
-            return self.inner.step(closure)
-
-    model = nn.Linear(4, 4)
-    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.5))
-    with Recorder(model, folder=tmp_path) as recorder:
-        for value in (1.0, float("nan")):
-            loss = model(torch.full((1, 4), value)).sum()
-            recorder.watch(loss)
-            optimizer.zero_grad()  # which has torch hook its step, too
-            loss.backward()
-            optimizer.step()
-    (path,) = recorder.written
-    assert path.name == "nan-step000001.pth"
-    assert "state_dict raised AttributeError" in read_dump(path).missing[0]
-
-
 def test_a_file_beyond_the_cap_says_what_it_left_out(tmp_path):
     (path,) = fail_in(tmp_path, batch=torch.ones(100_000), max_nbytes=200_000).written
     assert path.stat().st_size < 200_000
@@ -91,46 +64,6 @@ def test_a_file_beyond_the_cap_says_what_it_left_out(tmp_path):
 def test_a_step_beyond_the_cap_is_not_saved(tmp_path, caplog):
     assert fail_in(tmp_path, max_nbytes=50).written == ()
     assert any("without the weights, and max_nbytes of the Recorder is 50" in said for said in caplog.messages)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_fork_trains_on_and_writes_nothing_of_its_parent(tmp_path):
-    """Its parent's threads are not there: what waits for them, as an operation on all weights would, hangs."""
-    script = f"""
-import os, signal, sys, torch
-from torch import nn
-from nandoctor import Recorder
-
-class Scales(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scales = nn.ParameterList([torch.ones(8192) for _ in range(12)])
-
-    def forward(self, x):
-        for scale in self.scales:
-            x = x * scale
-        return x.sum()
-
-torch.set_num_threads(2)
-torch.ones(1 << 20).add(1)
-model = Scales()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-9, foreach=False)
-recorder = Recorder(model, folder={str(tmp_path)!r})
-recorder.watch(model(torch.full((1, 8192), float("nan"))))
-child = os.fork()
-if child:
-    sys.exit(os.waitpid(child, 0)[1])
-signal.alarm(60)
-for _ in range(2):
-    loss = model(torch.ones(1, 8192))
-    recorder.watch(loss)
-    loss.backward()
-    optimizer.step()
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), *sys.path])}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, timeout=300)
-    assert [path.name for path in tmp_path.iterdir()] == ["nan-step000000.pth"]
 
 
 class Raises:

@@ -78,39 +78,6 @@ def test_the_step_of_perturbed_weights_is_told(tmp_path, caplog):
     assert caplog.text.count("A replay may not be of the step that failed") == 1
 
 
-def hold(parameter):
-    part = nn.Module()
-    part.held = nn.Parameter(parameter, requires_grad=False)
-    part.register_buffer("kept", parameter.clone())
-    return part
-
-
-PARTS = {
-    "lazy": lambda: nn.LazyLinear(3),
-    "fp8": lambda: hold(torch.zeros(4).to(torch.float8_e4m3fn)),
-    "meta": lambda: hold(torch.empty(4, device="meta")),
-}
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_parameters_without_values_to_measure(tmp_path, caplog, part):
-    run = Run(folder=tmp_path)
-    run.net.part = PARTS[part]()
-    given = [p for p in run.net.parameters() if not nn.parameter.is_lazy(p) and not p.is_meta]
-    optimizer = torch.optim.SGD(given, LR)
-    with Recorder(run.net, folder=tmp_path, builder=nn.Linear) as recorder:
-        for number in range(3):
-            before = run.net.enter.weight.detach().clone()
-            loss = run.net(torch.full((2, 4), torch.inf if number == 2 else number + 1.0)).square().sum()
-            recorder.watch(loss)
-            loss.backward()
-            optimizer.step()
-    dump = read_dump(recorder.written[0])
-    assert (dump.scalars["reason"], recorder.history.num_steps) == ("loss", 3)
-    assert torch.equal(dump.state["enter.weight"], before)
-    assert "may miss steps" not in caplog.text
-
-
 class Rooted(nn.Module):
     """Finite at zero, where its gradients are not; beside it a target that the loop makes an average of it."""
 

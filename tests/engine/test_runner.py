@@ -114,18 +114,6 @@ def test_a_batch_that_is_written_to_is_whole_in_the_next_run():
     assert step.batch["image"].tolist() == [1.0, 1.0]
 
 
-def gradient_penalty(x):
-    x = x.detach().requires_grad_()
-    energy = (x * x).sum()
-    return torch.autograd.grad(energy, x)[0]
-
-
-def test_a_model_that_takes_gradients_on_its_way_gets_them():
-    outcome = run_once(Chain(part=nn.Identity(), force=Returns(gradient_penalty)))
-    assert torch.equal(outcome.output, 2 * IMAGE)
-    assert [call.key for call in outcome.trace.calls] == [("", 0), ("part", 0), ("force", 0)]
-
-
 def test_a_forward_that_needs_a_graph_runs_once_more():
     model = nn.Linear(4, 1)
     seen = []

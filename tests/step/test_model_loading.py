@@ -164,25 +164,6 @@ def test_an_import_that_fails_says_where(write, source, message):
     assert "broken" not in sys.modules
 
 
-def test_dataclasses_and_pickling_work_in_an_imported_file(write):
-    path = write(
-        "net.py",
-        """
-        from __future__ import annotations
-        from dataclasses import dataclass
-        from typing import ClassVar
-
-        @dataclass(slots=True)
-        class Output:
-            kinds: ClassVar[int] = 3
-            logit: float = 0.0
-        """,
-    )
-    with Project().preparing():
-        output = find_attribute(f"{path}:Output")(logit=2.0)
-        assert pickle.loads(pickle.dumps(output)).logit == 2.0
-
-
 @pytest.mark.parametrize("layout", ["utils.py", "utils/__init__.py", "utils/parts.py"])
 def test_two_projects_with_files_of_the_same_names_keep_apart(write, tmp_path, layout):
     module = "utils.parts" if "parts" in layout else "utils"
