@@ -6,8 +6,6 @@ In: nothing. Out: `HEALTHY`, cases with nothing to blame.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -165,61 +163,35 @@ def table_with_a_zero_row() -> Batch:
     return {"table": table}
 
 
-looks_ill = partial(Case, mechanism="healthy decoy", verdict="healthy")
+_MODELS = {
+    "causal-reader": (
+        CausalReader,
+        lambda: {"tokens": torch.tensor([[1, 2, 3, 4, 0, 0], [5, 6, 7, 8, 9, 10]])},
+        positional("tokens"),
+    ),
+    "log-or-zero": (
+        LogOrZero,
+        lambda: {"counts": torch.tensor([[0.0, 1.0, 5.0, 2.0, 0.0], [3.0, 0.0, 7.0, 1.0, 9.0]])},
+        positional("counts"),
+    ),
+    "just-fits": (JustFits, lambda: {"image": rand(2, 1, 8, 8)}, whole),
+    "tiny-eps": (TinyEps, table_with_a_zero_row, positional("table")),
+    "unread-buffers": (UnreadBuffers, lambda: {"wave": randn(3, 2, 20)}, positional("wave")),
+    "holes": (Holes, series_with_holes, positional("series")),
+    "top-scores": (TopScores, lambda: {"items": randn(2, 5, 7)}, positional("items")),
+    "protected-scores": (ProtectedScores, lambda: {"x": randn(2, 6, 8)}, positional("x")),
+    "masterpiece": (Masterpiece, lambda: {"image": randn(4, 3, 8, 8)}, positional("image")),
+}
+"""What is built, its batch, and how it is called."""
 
-HEALTHY = (
-    looks_ill(
-        name="decoy/causal-reader",
-        build=seeded(CausalReader),
-        batch=lambda: {"tokens": torch.tensor([[1, 2, 3, 4, 0, 0], [5, 6, 7, 8, 9, 10]])},
-        call=positional("tokens"),
-    ),
-    looks_ill(
-        name="decoy/log-or-zero",
-        build=seeded(LogOrZero),
-        batch=lambda: {"counts": torch.tensor([[0.0, 1.0, 5.0, 2.0, 0.0], [3.0, 0.0, 7.0, 1.0, 9.0]])},
-        call=positional("counts"),
-    ),
-    looks_ill(
-        name="decoy/just-fits",
-        build=seeded(JustFits),
-        batch=lambda: {"image": rand(2, 1, 8, 8)},
-        call=whole,
-    ),
-    looks_ill(
-        name="decoy/tiny-eps",
-        build=seeded(TinyEps),
-        batch=table_with_a_zero_row,
-        call=positional("table"),
-    ),
-    looks_ill(
-        name="decoy/unread-buffers",
-        build=seeded(UnreadBuffers),
-        batch=lambda: {"wave": randn(3, 2, 20)},
-        call=positional("wave"),
-    ),
-    looks_ill(
-        name="decoy/holes",
-        build=seeded(Holes),
-        batch=series_with_holes,
-        call=positional("series"),
-    ),
-    looks_ill(
-        name="decoy/top-scores",
-        build=seeded(TopScores),
-        batch=lambda: {"items": randn(2, 5, 7)},
-        call=positional("items"),
-    ),
-    looks_ill(
-        name="decoy/protected-scores",
-        build=seeded(ProtectedScores),
-        batch=lambda: {"x": randn(2, 6, 8)},
-        call=positional("x"),
-    ),
-    looks_ill(
-        name="decoy/masterpiece",
-        build=seeded(Masterpiece),
-        batch=lambda: {"image": randn(4, 3, 8, 8)},
-        call=positional("image"),
-    ),
+HEALTHY = tuple(
+    Case(
+        name=f"decoy/{name}",
+        mechanism="healthy decoy",
+        verdict="healthy",
+        build=seeded(kind),
+        batch=batch,
+        call=call,
+    )
+    for name, (kind, batch, call) in _MODELS.items()
 )

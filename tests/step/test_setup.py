@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import Returns
 from torch import nn
 
 from nandoctor.dumps.dump import Dump
@@ -19,6 +20,7 @@ from nandoctor.step.setup import prepare
 IMAGE = torch.tensor([[1.0, 2.0, 3.0]])
 FUNCTIONS = """
 import torch
+from tiny_models import Returns
 
 def call(model, batch):
     return {"out": model(batch["image"] * 2), "names": sorted(batch)}
@@ -56,6 +58,13 @@ def test_the_weights_the_batch_and_the_call_come_together():
     assert preparation.steps[0].used == {"image"}
     assert preparation.outputs.graded[0] == "logit"
     assert preparation.notes == ()
+
+
+def test_saved_outputs_do_not_go_in():
+    dump = dump_of(nn.Identity(), image=IMAGE, logit=IMAGE, aux_logit=IMAGE, mask=IMAGE)
+    preparation = prepare(dump, Returns(lambda batch: batch), Settings(inputs=("*",)))
+    assert list(run_first(preparation)) == ["image", "mask"]
+    assert preparation.outputs.graded[0] == "logit"
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, torch.float32), (torch.float64, torch.float64)])

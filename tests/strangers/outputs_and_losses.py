@@ -67,8 +67,6 @@ CUTS = {
     "clamp": lambda x: x.clamp(-1, 1),
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
-    "hardtanh": nn.functional.hardtanh,
-    "relu6": nn.functional.relu6,
 }
 for name, cut in CUTS.items():
     rows("healthy", {"x": 100 + normal(30, 8)}, cut, name=name)(lambda cut: Between(Saturated(cut)))

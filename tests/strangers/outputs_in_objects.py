@@ -39,11 +39,9 @@ READ = {
     "coo": lambda logits: logits.float().to_sparse(),
     "numpy": lambda logits: {"logits": logits.detach().numpy()},
     "closure": lambda logits: {"later": lambda: logits},
-    "defaults": lambda logits: {"later": lambda held=logits: held},
 }
 UNREAD = {
     "generator": lambda logits: ({"row": row} for row in logits),
-    "iterator": lambda logits: {"rows": iter(logits)},
     "masked": lambda logits: torch.masked.masked_tensor(logits, torch.ones_like(logits).bool()),
 }
 

@@ -63,20 +63,11 @@ EDGES = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 3]])
 FLAT, SERIES = {"x": hot(4, 8)}, {"x": hot(4, 6, 8)}
 UNKNOWN = {
     "edges of a graph": (messages, {"x": hot(6, 8), "edge_index": EDGES}),
-    "values of edges": (
-        lambda self, x, edge_index, values: self.end(self.entry(values)),
-        {"x": hot(6, 8), "edge_index": EDGES, "values": hot(6, 8)},
-    ),
     "tokens": (lambda self, x: self.end(self.entry(x.reshape(-1, 8))), SERIES),
-    "tokens in groups": (lambda self, x: self.end(self.entry(x.transpose(0, 1).reshape(4, 6, 8))), SERIES),
     "steps in time": (lambda self, x: self.end(self.steps(x)[0] * 1e6), {"x": normal(5, 3, 8)}),
     "nothing but a sequence": (lambda self, x: self.end(self.entry(x)), SERIES),
     "attention along the first": (attended(steps_first=True), SERIES),
     "average over the first": (lambda self, x: self.end(self.entry(x)).mean(0), SERIES),
-    "positions along the first": (
-        lambda self, x: self.end(self.entry(x) + self.entry.weight[:4, None].half()),
-        SERIES,
-    ),
     "added up over the batch": (lambda self, x: self.end(self.entry(x).half().amax(dim=(0, 2))), {"x": hot(6, 6, 8)}),
     "positions": (lambda self, x: x + self.end(torch.arange(4.0)[:, None].half() * 1e3), FLAT),
 }
@@ -88,8 +79,6 @@ KNOWN = {
         {**SERIES, "y": normal(4)},
     ),
     "attention along the second": (attended(steps_first=False), {"x": hot(4, 6, 8)}),
-    "average over the second": (lambda self, x: self.end(self.entry(x)).mean(1), SERIES),
-    "positions along the second": (lambda self, x: self.end(self.entry(x) + self.entry.weight[:6].half()), SERIES),
     "maps": (lambda self, x: self.end(self.entry(x).half().amax(dim=(1, 2))), {"x": hot(8, 8, 8, 8)}),
     "heads": (heads, SERIES),
     "a column of numbers": (lambda self, x, y: self.end(y[:, None].half() - self.entry(x)), {**FLAT, "y": normal(4)}),
@@ -98,19 +87,9 @@ KNOWN = {
     "similarities": (lambda self, a, b: self.end(a @ b.T), {"a": hot(4, 8) / 8, "b": normal(4, 8)}),
     "packed rows": (packed, {"x": hot(4, 6, 8), "lengths": torch.ones(4, dtype=torch.int64)}),
     "pairs": (lambda self, a, b: self.end(self.entry(torch.cat([a, b]))), {"a": hot(4, 8), "b": normal(4, 8)}),
-    "other half": (
-        lambda self, a, b: self.end(self.entry(torch.cat([a, b])))[4:],
-        {"a": normal(4, 8), "b": hot(4, 8)},
-    ),
     "sorted": (lambda self, x: self.end(self.entry(x[x[:, 0].argsort()])), FLAT),
-    "reversed": (lambda self, x: self.end(self.entry(x.flip(0))), FLAT),
-    "one channel": (lambda self, x: self.end(self.entry(x)), {"x": hot(4, 1, 8)}),
     "mixed up": (lambda self, x: self.end(self.entry(x + x[torch.tensor([1, 2, 3, 0])])), FLAT),
     "columns": (lambda self, x: self.end(self.entry(x.T)), {"x": hot(8, 8)}),
-    "spread over the columns": (
-        lambda self, x, y: self.end(self.entry.weight[:4, :4].half() + y.half()),
-        {**FLAT, "y": hot(4).abs()},
-    ),
 }
 
 

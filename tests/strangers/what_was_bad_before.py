@@ -17,8 +17,6 @@ TARGET = "input . - poisoned-target"
 LOSSES = {
     "mse": F.mse_loss,
     "selected": lambda out, target: (out[:, 2] - target[:, 2]).square().mean(),
-    "normalised": lambda out, target: F.l1_loss(out, (target - target.mean()) / target.std()),
-    "logits": F.binary_cross_entropy_with_logits,
     "cast": lambda out, target: (out - target.half().float()).abs().mean(),
 }
 
@@ -63,7 +61,6 @@ def looked_at(x, target):
 
 OWN_LOSSES = {
     "mse": F.mse_loss,
-    "broadcast": lambda out, target: F.huber_loss(out[:, :6], target[:, 2:3].expand(-1, 6).double().float()),
     "logits": lambda out, target: F.binary_cross_entropy_with_logits(out[1:].flatten(), target[1:].flatten()),
 }
 for name, own in OWN_LOSSES.items():

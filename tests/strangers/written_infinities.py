@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, embedding, pad
+from torch.nn.functional import cross_entropy, pad
 
 from strangers.rows import Rows
 from strangers.visits import normal
@@ -23,12 +23,6 @@ def by_assignment(scores):
     return scores
 
 
-def by_assignment_to_columns(scores):
-    scores = scores.clone()
-    scores[..., 3:] = -math.inf
-    return scores
-
-
 def by_where_with_a_tensor(scores):
     return torch.where(CAUSAL, torch.tensor(-math.inf, dtype=scores.dtype), scores)
 
@@ -37,31 +31,15 @@ def by_adding_an_array(scores):
     return scores + torch.from_numpy(np.triu(np.full((5, 5), -np.inf, np.float32), 1)).to(scores.dtype)
 
 
-def by_a_table(scores):
-    table = torch.tensor([[0.0], [-math.inf]])
-    return scores + embedding(CAUSAL.long(), table).squeeze(-1).to(scores.dtype)
-
-
 def by_the_logarithm_of_a_mask(scores):
     return scores + torch.log((~CAUSAL).to(scores.dtype))
-
-
-def by_index(scores):
-    return scores.index_fill(-1, torch.tensor([3, 4]), -math.inf)
 
 
 def by_padding(scores):
     return pad(scores[..., :4], (0, 1), value=-math.inf)
 
 
-def with_a_temperature(scores):
-    return scores.masked_fill(CAUSAL, -math.inf) / 0.5
-
-
-WAYS = (
-    *(by_assignment, by_assignment_to_columns, by_where_with_a_tensor, by_adding_an_array, by_a_table),
-    *(by_the_logarithm_of_a_mask, by_index, by_padding, with_a_temperature),
-)
+WAYS = (by_assignment, by_where_with_a_tensor, by_adding_an_array, by_the_logarithm_of_a_mask, by_padding)
 
 
 class Attention(nn.Module):
