@@ -65,6 +65,16 @@ def test_a_file_that_has_changed_is_not_touched(tmp_path):
         assert (tmp_path / "net.py").read_text() == now
 
 
+def test_a_change_between_the_plan_and_the_writing_stays(tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text(BEFORE)
+    files = plan_patch([change_of(path)])
+    path.write_text("mine\n")
+    with pytest.raises(PatchError):
+        write_files(files)
+    assert path.read_text() == "mine\n"
+
+
 def test_installed_packages_are_left_alone_unless_told(tmp_path):
     folder = tmp_path / "lib" / "site-packages" / "pkg"
     folder.mkdir(parents=True)

@@ -234,6 +234,15 @@ def test_rnn_modules_run_in_fp16_as_cudnn_does(kind, packed, dtype):
     assert torch.equal(reference, module(given)[0].data)
 
 
+def test_uses_of_one_rnn_sum_their_gradients_in_fp32():
+    module = nn.RNN(1, 1, nonlinearity="relu", bias=False)
+    nn.init.ones_(module.weight_ih_l0)
+    with cuda_autocast():
+        uses = [module(torch.full((1, 1), 60000.0))[0] for _ in range(2)]
+    sum(use.float() for use in uses).sum().backward()
+    assert module.weight_ih_l0.grad.item() == 120000.0
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after"])
 def test_gradients_are_rounded_where_cuda_rounds_them(inside):
     x, w = torch.randn(3, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
@@ -261,6 +270,15 @@ def test_uses_of_one_weight_sum_their_gradients_in_fp16():
         uses = [F.linear(torch.full((1, 1), 60000.0), w) for _ in range(2)]
     sum(use.float() for use in uses).sum().backward()
     assert w.grad.item() == 120000.0
+
+
+def test_a_weight_that_changed_is_cast_again():
+    module = nn.Linear(1, 1, bias=False)
+    with cuda_autocast():
+        module(torch.ones(1, 1))
+        with torch.no_grad():
+            module.weight.fill_(3.0)
+        assert module(torch.ones(1, 1)).item() == 3.0
 
 
 def test_no_grad_does_not_spoil_the_gradient_of_a_later_use():

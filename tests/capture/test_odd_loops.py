@@ -83,6 +83,13 @@ def test_the_failing_step_is_saved_and_replayed(tmp_path, make, reason, op):
     assert (report.reproduction.grade, report.origin.op) == ("exact", op)
 
 
+def test_buffers_of_torchscript_are_told(tmp_path):
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(4)), nn.Linear(4, 1))
+    with Recorder(model, folder=tmp_path) as recorder:
+        recorder.watch(model(torch.full((2, 4), torch.inf)).sum())
+    assert "state_dict.0.running_mean: the file has its value from after" in str(read_dump(recorder.written[0]).missing)
+
+
 class Costed(nn.Linear):
     """Returns its loss, as many models for language and for detection do: beside its output, inside of it, or alone."""
 

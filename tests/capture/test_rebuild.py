@@ -7,6 +7,7 @@ import functools
 import logging
 import sys
 import types
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +18,10 @@ from trainings import Segmenter, loss_of
 
 import nandoctor
 from nandoctor import Recorder
+from nandoctor.capture.dump_folder import say_next
 from nandoctor.errors import ModelError
+
+HERE = Path(__file__).parent
 
 
 class Wide(nn.Module):
@@ -237,6 +241,25 @@ def test_what_a_notebook_defines_is_replayed_in_it(tmp_path, caplog, monkeypatch
     with pytest.raises(ModelError, match="typed into a notebook") as caught:
         nandoctor.replay(recorder.written[0])
     assert "--model FILE.py:Head" in caught.value.remedy
+
+
+def test_a_training_from_another_folder_names_its_file(tmp_path, caplog, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # as Hydra does
+    _, command, path = record(tmp_path, caplog, Wide(3), arguments={"width": 3}, loss=loss_of)
+    assert command == f"nandoctor replay {path}"
+    for started, typed in [(HERE, Path.cwd() / "a.pth"), (Path.cwd(), "a.pth")]:
+        monkeypatch.setenv("PWD", str(started))
+        assert say_next(Path("a.pth"), {"calls": [], "state_dict": {}}, "").endswith(f"next: nandoctor replay {typed}")
+    with pytest.raises(ModelError) as caught:
+        nandoctor.replay(path)
+    assert f"--model {HERE / 'test_rebuild.py'}:Wide --model-arg width=3" in caught.value.remedy
+
+
+def test_a_class_that_needs_arguments_is_no_loss(tmp_path):
+    torch.save({"state_dict": nn.Linear(2, 1).state_dict(), "input": torch.zeros(3, 2)}, tmp_path / "nan.pth")
+    with pytest.raises(ModelError, match="class that needs arguments") as caught:
+        nandoctor.replay(tmp_path / "nan.pth", model=lambda: nn.Linear(2, 1), loss=Wide)
+    assert "loss_of = Wide(...)" in caught.value.remedy
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,19 @@ def test_an_explicit_evaluation_is_recorded_and_replayed(tmp_path):
     assert report.first_nonfinite.place.module == "middle"
 
 
+def test_an_evaluation_within_a_step_is_no_call_of_it(tmp_path):
+    model = make_model()
+    with Recorder(model, folder=tmp_path) as recorder:
+        batch = make_batch(loud=True)
+        with recorder.step(batch):
+            with nandoctor.cuda_autocast():
+                loss = loss_of(model(batch[0]), batch)
+            with torch.no_grad():
+                model(batch[0])
+            recorder.watch(loss)
+    assert len(read_dump(recorder.written[0]).recorded.calls) == 1
+
+
 @pytest.mark.parametrize(("is_marked", "kept"), [(True, 25), (False, 9)])
 def test_a_step_of_many_calls(tmp_path, is_marked, kept):
     """A text that is read letter by letter, an episode of a policy: the state of the first call is NaN in all later."""

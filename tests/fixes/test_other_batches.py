@@ -100,10 +100,6 @@ def test_other_divisors_are_left_as_they_are(case, other, tmp_path, monkeypatch)
     [
         pytest.param(HIDDEN, id="hidden"),
         pytest.param(EMPTY, id="empty"),
-        *(
-            pytest.param(case, id=name, marks=pytest.mark.slow)
-            for name, case in {"root": ROOT, "angle": ANGLE, "log": LOGARITHM, "sum": RATIO, "norm": UNIT}.items()
-        ),
     ],
 )
 def test_a_nan_from_upstream_stays_one(case, tmp_path, monkeypatch):

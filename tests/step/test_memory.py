@@ -47,6 +47,12 @@ def test_the_end_of_memory_does_not_blame_the_model():
     assert not is_out_of_memory(RuntimeError("shapes"))
 
 
+def test_exceptions_that_came_from_each_other_have_an_end():
+    first, second = RuntimeError("shapes"), ValueError("of a leaf")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_out_of_memory(first)
+
+
 def test_an_expanded_input_stays_expanded_in_a_run():
     large, small = torch.ones(1).half().expand(1 << 42), torch.ones(1, 3).expand(5, 3)
     copy = copied_input(large, REFERENCE)

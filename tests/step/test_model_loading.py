@@ -196,6 +196,14 @@ def test_a_live_module_is_copied():
     assert model.weight.abs().sum() > 0
 
 
+def test_a_module_that_cannot_be_copied_says_what_to_pass():
+    model = nn.Linear(2, 2)
+    model.cache = torch.ones(1, requires_grad=True) * 2
+    with pytest.raises(ModelError, match="Linear cannot be copied") as caught:
+        build_model(model, {})
+    assert "function that builds" in caught.value.remedy
+
+
 class Net(nn.Module):
     """Two layers, a buffer, and an entry of the state dict that is no tensor."""
 
@@ -230,6 +238,13 @@ def test_parts_of_the_model_may_be_wrapped_on_one_side(ours, theirs):
     state = {name.replace("encoder.", f"encoder.{theirs}"): tensor for name, tensor in state_of(Net()).items()}
     assert load_state(model, state) == []
     assert torch.equal(model.state_dict()[f"encoder.{ours}weight"], state[f"encoder.{theirs}weight"])
+
+
+def test_what_does_not_carry_the_prefix_is_left_out_and_counted():
+    state = state_of(Net(), "model.") | {"criterion.class_weights_of_the_loss": torch.ones(3)}
+    assert load_state(Net(), state) == [
+        "The prefix 'model.' was taken off the weights' names, 1 other tensors left out."
+    ]
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: nn.ModuleDict({"net": model})])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import nandoctor
-from nandoctor.errors import LossError
+from nandoctor.errors import LossError, ModelError
 
 IMAGES = torch.linspace(-1, 1, 24).reshape(3, 8)
 LABELS = [{"boxes": torch.ones(count, 4), "id": count, "weight": torch.tensor(0.5)} for count in (1, 2, 3)]
@@ -102,3 +102,24 @@ def test_a_loss_that_cannot_be_computed_judges_nothing(replay, loss, said, scale
 def test_a_wrong_shape_in_the_loss_is_not_the_overflows_doing(replay):
     with pytest.raises(LossError, match="must match the size"):
         replay(Plain(), FLAT, loss=lambda output, batch: (output - batch["images"][:, :3]).mean())
+
+
+def test_a_loss_that_refuses_what_is_non_finite_is_no_error(replay):
+    def strict(output, _):
+        if not output.isfinite().all():
+            raise ValueError("non-finite scores")
+        return output.float().mean()
+
+    report = replay(Plain(), FLAT, loss=strict, fixes=True, max_trials=40)
+    assert report.verdict == "precision"
+    assert any(fix.verified for fix in report.fixes)
+
+
+def test_the_call_that_a_model_rejects_is_shown(replay):
+    class Scaled(nn.Linear):
+        def forward(self, x, scale):
+            return super().forward(x) * scale["by"]
+
+    with pytest.raises(ModelError, match="forward raised IndexError") as caught:
+        replay(Scaled(8, 8), {"images": IMAGES, "factor": torch.ones(3)})
+    assert caught.value.remedy.startswith("Check the call, model(x=images, scale=factor): `nandoctor inspect`")

@@ -86,6 +86,13 @@ def test_what_was_checked_takes_two_lines_on_a_screen():
     assert whole[-1] == ("not checked", "other seed: not known")
 
 
+def test_without_a_command_line_a_diff_is_applied_by_git():
+    made = factory.fixable()
+    fix = replace(made.fixes[0], patch_root="/home/them")
+    told = Told(replace(made, arguments=(), fixes=(fix,)))
+    assert ("apply it", "git apply, in /home/them") in told.facts
+
+
 @pytest.mark.parametrize(
     ("changes", "result"),
     [
