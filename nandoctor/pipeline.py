@@ -44,6 +44,7 @@ from nandoctor.diagnosis.verdict import (
     write_headline,
 )
 from nandoctor.dumps.dump import Dump, summarize
+from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine.optimizer_slots import measure_slots
 from nandoctor.engine.progress import Progress, listener_of
 from nandoctor.engine.reproduction import (
@@ -74,6 +75,7 @@ from nandoctor.step.settings import Settings
 from nandoctor.step.setup import prepare
 from nandoctor.step.weights import nonfinite_state
 from nandoctor.text import are, join_first, mode_text, number, part_of
+from nandoctor.torch_compat import other_torch
 from nandoctor.tracing.tensor_stats import measure_all
 
 
@@ -184,7 +186,7 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
         eps_audit=audit(findings.ops, findings.slots, step.optimizer_eps),
         runs=runs,
         dump=summary,
-        environment=describe_environment(step.device),
+        environment=describe_environment(step.device, step.recorded),
         notes=(
             *notes,
             *findings.notes,
@@ -198,11 +200,12 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
     )
 
 
-def describe_environment(device: torch.device) -> Environment:
-    """Return the versions and the device of this replay."""
+def describe_environment(device: torch.device, recorded: Recorded) -> Environment:
+    """Return the versions and the device of this replay, and the training's torch if that was another."""
     return Environment(
         nandoctor=__version__,
         torch=str(torch.__version__),  # a subclass of str
+        recorded_torch=other_torch(recorded.torch) or None,
         python=platform.python_version(),
         platform=platform.platform(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -227,7 +230,8 @@ def _diagnose(replayed: Replayed) -> Findings:
     if step.recorded.update is not None and findings.verdict == "healthy":
         findings = conclude_update(findings, step.recorded.update, trace_update(step))
     reproduction, seeded = replayed.reproduction, replayed.random and step.seed is not None
-    draws = tuple(doubt_draws(reproduction, has_state=bool(step.rng_states))) if seeded else ()
+    has_state, then = bool(step.rng_states), other_torch(step.recorded.torch)
+    draws = tuple(doubt_draws(reproduction, has_state=has_state, other_torch=then)) if seeded else ()
     has_loss, device_type, findings = step.loss is not None, step.device.type, with_growth(findings)
     return with_gaps(findings, reproduction, step.saved_flags, draws, has_loss=has_loss, device_type=device_type)
 
@@ -337,7 +341,7 @@ def _report_weights(dump: Dump, low: FloatFormat) -> Report:
         also=tuple(others),
         runs=None,
         dump=summary,
-        environment=describe_environment(torch.device("cpu")),
+        environment=describe_environment(torch.device("cpu"), dump.recorded),
         search_notes=("The file holds no batch, so nothing was run or tried.",),
         next_steps=advise("state", summary),
     )

@@ -1,12 +1,12 @@
-"""Wrap every private API of torch that nandoctor uses, so that a new torch can be checked in one place.
+"""Wrap every private API of torch that nandoctor uses, and what differs between its versions, in one place.
 
-`torch_places.NEEDED` lists the APIs, and why no public one does the same; `check_torch` looks up all of them before a
-replay.
+The Recorder runs on torch 2.4 and newer, a replay on 2.6 and newer: docs/versions.md has what was run on which.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
@@ -19,13 +19,36 @@ from torch import Tensor, nn
 from torch.library import Library
 
 from nandoctor.errors import UnsupportedTorchError
-from nandoctor.torch_places import NEEDED
 from nandoctor.trees import walk
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload  # noqa: PLC0414 - exported
 
-TESTED = "2.13"  # the release that the test suite is run on
+
+def minor_version(text: str) -> tuple[int, int] | None:
+    """Return (2, 6) for "2.6.0+cu124"; None for a text that is no version."""
+    found = re.match(r"(\d{1,4})\.(\d{1,4})\b", text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+TORCH = minor_version(torch.__version__) or (0, 0)
+
+
+def other_torch(text: str) -> str:
+    """Return a version of torch as it is if it is another than this one, apart from patches and builds; else ""."""
+    return text if minor_version(text) not in (None, TORCH) else ""
+
+
+# Replaced by nandoctor.process_wide.patched
+
+AUTOCAST_INIT = "torch.amp.autocast_mode.autocast.__init__"
+AUTOCAST_ENTER = "torch.amp.autocast_mode.autocast.__enter__"
+AUTOCAST_EXIT = "torch.amp.autocast_mode.autocast.__exit__"
+CUSTOM_FWD_CAST = "torch.amp.autocast_mode._cast"
+DEVICE_CONTEXT_INIT = "torch.utils._device.DeviceContext.__init__"
+HIGHER_ORDER_KEYS = "torch._ops._compute_keyset"
+MAKE_SUBCLASS = "torch.Tensor._make_subclass"
+CHECKPOINT_APPLY = "torch.utils.checkpoint.CheckpointFunction.apply"
 
 # The dispatcher processes this key before autocast, autograd and the decomposition of composite ops, so an op is seen
 # once, under the name that the user called. Torch reserves the key for its own tests and registers no kernels for it.
@@ -33,23 +56,24 @@ OBSERVER_KEY = "TESTING_ONLY_GenericMode"
 
 
 def check_torch() -> None:
-    """Check that torch has everything in `NEEDED`.
+    """Check that this torch can replay a step; older ones only record.
 
     Raises:
-        UnsupportedTorchError: the installed torch lacks some of it; the message names all that is missing.
+        UnsupportedTorchError: torch is older than 2.6.
     """
-    missing = []
-    for place in NEEDED:
-        try:
-            _find(place)
-        except UnsupportedTorchError:
-            missing.append(place)
-    if missing:
-        raise _unsupported(missing)
+    if TORCH < (2, 6):
+        raise UnsupportedTorchError(
+            f"A replay needs torch 2.6 or newer, and this is {torch.__version__}, which can only record.",
+            remedy="Copy the dump to an environment with a newer torch: it need not be the one that wrote it.",
+        )
 
 
 def look_up(place: str) -> Any:
-    """Return what torch has at a dotted place now."""
+    """Return what torch has at a dotted place now.
+
+    Raises:
+        UnsupportedTorchError: it has nothing there.
+    """
     found, path = cast(Any, torch), "torch"
     for name in place.split(".")[1:]:
         path += f".{name}"
@@ -57,7 +81,10 @@ def look_up(place: str) -> Any:
             with suppress(ImportError):  # a submodule that torch does not import by itself
                 importlib.import_module(path)
         if not hasattr(found, name):
-            raise _unsupported([place])
+            raise UnsupportedTorchError(
+                f"torch {torch.__version__} lacks {place}, which nandoctor needs.",
+                remedy="Install a torch that nandoctor was run on: docs/versions.md lists them.",
+            )
         found = getattr(found, name)
     return found
 
@@ -65,12 +92,24 @@ def look_up(place: str) -> Any:
 _find = cache(look_up)
 
 
-def _unsupported(places: Sequence[str]) -> UnsupportedTorchError:
-    listed = ", ".join(f"{place} (for {NEEDED[place]})" for place in places)
-    return UnsupportedTorchError(
-        f"torch {torch.__version__} lacks what nandoctor needs of it: {listed}.",
-        remedy=f"nandoctor is tested with torch {TESTED}: install that, or a nandoctor that supports your torch.",
-    )
+# Differences between versions
+
+FP32_PRODUCTS = (
+    ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn") if TORCH >= (2, 9) else ()
+)
+"""The places below `torch.backends` with an `fp32_precision`. Before torch 2.9 there are only `allow_tf32` of CUDA and
+cuDNN, and `torch.set_float32_matmul_precision`."""
+
+
+def default_device() -> torch.device:
+    """Return the device that tensors are made on.
+
+    Up to torch 2.9, `torch.get_default_device` raises once `torch.set_default_device(None)` was called.
+    """
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.device("cpu")
 
 
 # Watching operations
@@ -285,8 +324,19 @@ def answers_itself(tensor: Tensor) -> bool:
 
 is_transforming: Callable[[], bool] = _find("torch._C._are_functorch_transforms_active")
 """Returns True if this thread is inside `torch.vmap`, `torch.func.grad` or a similar transform."""
-find_compiler: Callable[[], object] = _find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
-"""Returns what compiles each function that this thread calls now; None or False without a compiler."""
+
+
+def find_compiler() -> object:
+    """Return what compiles each function that this thread calls now; None or False without a compiler.
+
+    Before torch 2.6 it could only be exchanged.
+    """
+    frames = _find("torch._C._dynamo.eval_frame")
+    if TORCH >= (2, 6):
+        return frames.get_eval_frame_callback()
+    found = frames.set_eval_frame(None)
+    frames.set_eval_frame(found)
+    return found
 
 
 def outside_transforms() -> AbstractContextManager[None]:

@@ -44,15 +44,12 @@ def _write_autocast(setting: tuple[Any, ...]) -> None:
     torch.set_autocast_cache_enabled(caches)
 
 
-_FP32_PRODUCTS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
-
-
 def _read_precisions() -> tuple[str, ...]:
-    return tuple(attrgetter(place)(torch.backends).fp32_precision for place in _FP32_PRODUCTS)
+    return tuple(attrgetter(place)(torch.backends).fp32_precision for place in torch_compat.FP32_PRODUCTS)
 
 
 def _write_precisions(precisions: tuple[str, ...]) -> None:
-    for place, precision in zip(_FP32_PRODUCTS, precisions, strict=True):
+    for place, precision in zip(torch_compat.FP32_PRODUCTS, precisions, strict=True):
         backend = attrgetter(place)(torch.backends)
         if backend.fp32_precision != precision:
             backend.fp32_precision = precision
@@ -63,7 +60,7 @@ _is_deterministic = torch.are_deterministic_algorithms_enabled
 _only_warns = torch.is_deterministic_algorithms_warn_only_enabled
 SWITCHES: Mapping[str, Switch] = {
     "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "default_device": (torch.get_default_device, _write_device),
+    "default_device": (torch_compat.default_device, _write_device),
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "autocast": (_read_autocast, _write_autocast),
     "deterministic_algorithms": (
@@ -131,10 +128,13 @@ def write_switches(values: Mapping[str, Any]) -> None:
 def exact_switches(device_type: str) -> dict[str, Any]:
     """Return the switches with which products of fp32 tensors are computed in fp32 on a device, and no others."""
     on_cpu = device_type == "cpu"
-    places = zip(_FP32_PRODUCTS, _read_precisions(), strict=True)
-    precisions = tuple("ieee" if place.startswith("mkldnn") is on_cpu else now for place, now in places)
     # Setting cuDNN's allow_tf32 changes its fp32_precision, so it comes first; unset, code that reads it would raise.
-    return {**({} if on_cpu else {"cudnn_allow_tf32": False}), "fp32_precision": precisions}
+    cudnn = {} if on_cpu else {"cudnn_allow_tf32": False}
+    if not torch_compat.FP32_PRODUCTS:
+        return {**cudnn, "float32_matmul_precision": "highest"}
+    places = zip(torch_compat.FP32_PRODUCTS, _read_precisions(), strict=True)
+    precisions = tuple("ieee" if place.startswith("mkldnn") is on_cpu else now for place, now in places)
+    return {**cudnn, "fp32_precision": precisions}
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import nn
 
 from nandoctor.autocast.policy import cuda_autocast
 from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.errors import DumpError, ModelError
 from nandoctor.pipeline import add_fixes, replay_dump
 from nandoctor.step.settings import Settings
@@ -143,18 +144,26 @@ def test_a_few_seeds_are_tried_where_the_model_is_random():
 
 
 @pytest.mark.parametrize(
-    ("saved", "said"),
-    [((), "is not in the file"), ((torch.get_rng_state(),), "in the file does not give those of the training")],
+    ("saved", "versions", "said"),
+    [
+        ((), {"torch": "2.4.1"}, "is not in the file:"),
+        ((torch.get_rng_state(),), {}, "in the file does not give those of the training:"),
+        ((torch.get_rng_state(),), {"torch": "2.4.1"}, "not give those of the training, which ran on torch 2.4.1:"),
+    ],
 )
-def test_other_random_numbers_are_told(saved, said):
+def test_other_random_numbers_are_told(saved, versions, said):
     model, image = Drops(4), torch.ones(2, 4)
     image[0] = NAN
     logit = torch.full((2, 4), 100.0)
     logit[0] = NAN
-    dump = dataclasses.replace(dump_of(model, image=image, logit=logit), rng_states=saved)
+    dump = dump_of(model, image=image, logit=logit)
+    dump = dataclasses.replace(dump, rng_states=saved, recorded=Recorded(versions=versions))
     report = replay_dump(dump, model, Settings(mode="train", seed=1, fixes=False)).report
     assert report.reproduction.grade == "same-mask"
     assert any(said in note for note in report.notes)
+    versions_noted = f"Recorded with torch 2.4.1 and replayed with {torch.__version__}. Autocast casts the operations"
+    assert any(versions_noted in note for note in report.notes) == bool(versions)
+    assert report.environment.recorded_torch == versions.get("torch")
 
 
 class LogOfSum(nn.Module):

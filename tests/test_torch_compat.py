@@ -1,4 +1,4 @@
-"""What is private in torch is used in one file, and where it is missing nandoctor says so and stops."""
+"""What is private in torch is used in one file; where it is missing, or torch is too old, nandoctor stops."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import nandoctor
-from nandoctor import process_wide, torch_compat, torch_places
+from nandoctor import process_wide, torch_compat
 from nandoctor.engine.checkpoints import open_checkpoints
 from nandoctor.errors import UnsupportedTorchError
 
@@ -70,59 +70,49 @@ def forget():
     torch_compat._find.cache_clear()
 
 
-def test_the_installed_torch_has_everything(forget):
-    torch_compat.check_torch()
+@pytest.fixture
+def saved(tmp_path):
+    torch.save({"state_dict": nn.Linear(2, 2).state_dict(), "x": torch.ones(1, 2)}, tmp_path / "nan.pth")
+    return tmp_path / "nan.pth"
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "torch._C._dispatch_keyset_full_after",
-        "torch._C._jit_set_autocast_mode",
-        "torch._C._functorch.get_unwrapped",
-        "torch.library.Library._destroy",
-        "torch.nn.Module._compiled_call_impl",
-    ],
-)
-def test_what_is_missing_is_named_with_torchs_version(place, forget, monkeypatch):
-    monkeypatch.delattr(place)
-    with pytest.raises(UnsupportedTorchError, match=re.escape(f"torch {torch.__version__} lacks")) as caught:
-        torch_compat.check_torch()
-    assert f"{place} (for {torch_compat.NEEDED[place]})" in caught.value.message
-    assert torch_compat.TESTED in caught.value.remedy
+def test_what_is_missing_is_named_and_not_laid_on_the_model(saved, forget, monkeypatch):
+    monkeypatch.delattr("torch._C._ExcludeDispatchKeyGuard")
+    with pytest.raises(UnsupportedTorchError, match=re.escape(f"torch {torch.__version__} lacks torch._C._Exc")) as it:
+        nandoctor.replay(saved, nn.Linear(2, 2), amp_dtype="float16")
+    assert "docs/versions.md" in it.value.remedy
 
 
-def test_a_replay_stops_before_it_blames_the_model(forget, monkeypatch):
-    model = nn.Linear(2, 2)
-    monkeypatch.delattr("torch._C._dispatch_keyset_full_after")
-    with pytest.raises(UnsupportedTorchError, match="watching operations"), nandoctor.cuda_autocast():
-        model(torch.ones(1, 2))
+def test_a_replay_with_an_older_torch_says_where_to_go(saved, monkeypatch):
+    monkeypatch.setattr(torch_compat, "TORCH", (2, 5))
+    with pytest.raises(UnsupportedTorchError, match=r"needs torch 2\.6 or newer") as caught:
+        nandoctor.replay(saved, nn.Linear(2, 2))
+    assert "Copy the dump to an environment with a newer torch" in caught.value.remedy
+    with pytest.raises(UnsupportedTorchError), nandoctor.cuda_autocast():
+        pytest.fail("the emulation needs what older torches lack")
 
 
-def test_a_place_that_is_not_listed_cannot_be_used():
-    source = (PACKAGE / "torch_compat.py").read_text(encoding="utf-8")
-    asked_for = set(re.findall(r'_find\("([\w.]+)"\)', source))
-    assert asked_for <= set(torch_compat.NEEDED)
+def test_a_compiler_is_found_as_older_torches_show_it(monkeypatch):
+    monkeypatch.setattr(torch_compat, "TORCH", (2, 4))
+    set_callback = torch._C._dynamo.eval_frame.set_eval_frame
+    before = set_callback(None)
+    assert not torch_compat.find_compiler()
+    assert set_callback(before) is None
 
 
-def test_the_version_that_is_named_as_tested_is_this_one():
-    assert torch.__version__.startswith(f"{torch_compat.TESTED}.")
+def test_the_default_device_of_a_torch_that_forgot_it(monkeypatch):
+    def forgot():
+        raise AttributeError("'_thread._local' object has no attribute 'device'")
 
-
-def enter_of_autocast():
-    return vars(torch.amp.autocast_mode.autocast)["__enter__"]
-
-
-def fail_while_patched():
-    with process_wide.patched([process_wide.Patch(torch_places.AUTOCAST_ENTER, lambda enter: lambda *args: None)]):
-        raise ZeroDivisionError
+    monkeypatch.setattr(torch, "get_default_device", forgot)
+    assert torch_compat.default_device() == torch.device("cpu")
 
 
 def test_patches_are_undone_where_the_block_raises():
-    before = enter_of_autocast()
-    with pytest.raises(ZeroDivisionError):
-        fail_while_patched()
-    assert enter_of_autocast() is before
+    before, patch = torch.autocast.__enter__, process_wide.Patch(torch_compat.AUTOCAST_ENTER, lambda enter: None)
+    with pytest.raises(ZeroDivisionError), process_wide.patched([patch]):
+        raise ZeroDivisionError
+    assert torch.autocast.__enter__ is before
 
 
 def is_checkpointed():

@@ -19,22 +19,22 @@ from nandoctor.autocast import op_lists
 from nandoctor.autocast.literals import FP32_FOR_HALF, is_on_host
 from nandoctor.file_memory import move_to_file
 from nandoctor.process_wide import Shared, held
-from nandoctor.torch_compat import answers_itself, is_view, schema_of, version_of
+from nandoctor.torch_compat import TORCH, answers_itself, is_view, schema_of, version_of
 
 if TYPE_CHECKING:
     from nandoctor.torch_compat import OpOverload
 
 
 @contextmanager
-def install_kernels(device_type: str) -> Iterator[None]:
-    """Make the autocast of a device type ("cpu") follow CUDA's op lists while the context is open.
+def install_kernels(device_type: str, version: tuple[int, int] = TORCH) -> Iterator[None]:
+    """Make the autocast of a device type ("cpu") follow CUDA's op lists of a torch version while the context is open.
 
     The kernels read the thread's autocast dtype. Under float16 and bfloat16 a product is computed as by tensor cores:
     operands rounded to that type, products summed in float32, the result rounded once. Under float32 nothing is
     rounded, which makes the reference run. Registration is process-wide: another thread's own `torch.autocast` on this
     device type follows CUDA's lists too while the context is open.
     """
-    with shared_kernels(device_type), held((_weight_casts, "entries", {})):
+    with shared_kernels(device_type), held((_weight_casts, "entries", {}), (_running, "version", version)):
         yield
 
 
@@ -66,7 +66,7 @@ def _make_kernels(device_type: str) -> dict[str, Callable[..., Any]]:
     ops = {name: op for name in _RUNS if (op := _find_op(name)) is not None}
     listed = torch_compat.list_ops(f"Autocast{device_type.upper()}")
     own = [name.removeprefix("aten::") for name in listed if name.startswith("aten::")]
-    kernels = {name: _make_kernel(op, _RUNS[name], device_type) for name, op in ops.items()}
+    kernels = {name: _make_kernel(op, name, device_type) for name, op in ops.items()}
     return dict.fromkeys([name for name in own if name not in _RUNS], fallthrough_kernel) | kernels
 
 
@@ -123,15 +123,29 @@ Run = Callable[[_Call], Any]
 
 
 class _Running(threading.local):
-    """True in `op` while this thread is in a kernel that needs no further casts in the ops it calls."""
+    """True in `op` while this thread is in a kernel that needs no further casts in the ops it calls.
+
+    `version` is that of the torch whose lists it follows.
+    """
 
     op = False
+    version = TORCH
 
 
 _running = _Running()
 
 
-def _make_kernel(op: OpOverload, run: Run, device_type: str) -> Callable[..., Any]:
+def _make_kernel(op: OpOverload, name: str, device_type: str) -> Callable[..., Any]:
+    kernel = _make_listed_kernel(op, _RUNS[name], device_type)
+
+    def kernel_if_listed(*args: Any, **kwargs: Any) -> Any:
+        listed = name in op_lists.listed(_running.version)
+        return kernel(*args, **kwargs) if listed else torch_compat.decompose(op, *args, **kwargs)
+
+    return kernel_if_listed if name in op_lists.CHANGED else kernel
+
+
+def _make_listed_kernel(op: OpOverload, run: Run, device_type: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return run(_Call(op=op, device_type=device_type, args=args, kwargs=kwargs))
 
@@ -198,7 +212,8 @@ def _run_with_fp32_result(call: _Call) -> Any:
 
 
 def _run_norm(call: _Call) -> Any:
-    with_dtype = _find_op(op_lists.FP32_APPEND_DTYPE[str(call.op).removeprefix("aten.")])
+    overload = str(call.op).removeprefix("aten.")
+    with_dtype = _find_op("norm.ScalarOpt_dtype" if overload == "norm.Scalar" else f"{overload}_dtype")
     assert with_dtype is not None
     # The other overload has no defaults for the arguments that the dispatcher left out.
     defaults = [argument.default_value for argument in schema_of(call.op).arguments[len(call.args) :]]
@@ -272,22 +287,23 @@ def _run_cast(call: _Call) -> Any:
     return call.op(*map(widen, call.args), **{name: widen(value) for name, value in call.kwargs.items()})
 
 
-_RUNS: dict[str, Run] = {
-    **dict.fromkeys(op_lists.LOWER_PRECISION, _run_product),
-    **dict.fromkeys(op_lists.SEVERAL_PRODUCTS, _run_several_products),  # overrides some of LOWER_PRECISION
-    **dict.fromkeys(op_lists.CUDNN_RNN, _run_cudnn_rnn),
-    **dict.fromkeys(op_lists.FP32, _run_in_fp32),
-    **dict.fromkeys(op_lists.FP32_SET_OPT_DTYPE, _run_with_fp32_result),
-    **dict.fromkeys(op_lists.FP32_APPEND_DTYPE, _run_norm),
-    **dict.fromkeys(op_lists.PROMOTE, _run_in_widest),
-    **dict.fromkeys(op_lists.PROMOTED_AND_ROUNDED_ONCE, _run_in_widest_rounded_once),  # overrides some of PROMOTE
-    **dict.fromkeys(op_lists.BANNED, _refuse),
-    **dict.fromkeys(op_lists.NORMS, _run_half),
-    **dict.fromkeys(op_lists.ROUNDED_ONCE_ON_CUDA, _run_half),
-    **dict.fromkeys(op_lists.HALF_ON_CUDA_ALONE, _run_half),
-    **dict.fromkeys(op_lists.SCALING, _run_scaling),
-    **dict.fromkeys(op_lists.CASTS, _run_cast),
+_RUNS_OF_LISTS: dict[str, Run] = {
+    "lower_precision": _run_product,
+    "several_products": _run_several_products,  # overrides some of lower_precision
+    "cudnn_rnn": _run_cudnn_rnn,
+    "fp32": _run_in_fp32,
+    "fp32_set_opt_dtype": _run_with_fp32_result,
+    "fp32_append_dtype": _run_norm,
+    "promote": _run_in_widest,
+    "promoted_and_rounded_once": _run_in_widest_rounded_once,  # overrides some of promote
+    "banned": _refuse,
+    "norms": _run_half,
+    "rounded_once_on_cuda": _run_half,
+    "half_on_cuda_alone": _run_half,
+    "scaling": _run_scaling,
+    "casts": _run_cast,
 }
+_RUNS = {op: run for name, run in _RUNS_OF_LISTS.items() for op in op_lists.ever_listed(name)}
 """The function that runs each listed op."""
 
 

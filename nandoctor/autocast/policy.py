@@ -18,7 +18,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS, FP32, FP64, FloatFormat
 from nandoctor.process_wide import Shared
 from nandoctor.text import dtype_name
-from nandoctor.torch_compat import check_torch, without_jit_autocast
+from nandoctor.torch_compat import TORCH, check_torch, without_jit_autocast
 from nandoctor.torch_switches import exact_switches, switched
 
 PolicyName = Literal["fp32", "fp64", "cuda", "native"]
@@ -31,12 +31,14 @@ class Policy:
     "cuda" follows CUDA's op lists on any device, "native" those of the device itself; both take fp16 and bf16. "fp32"
     is the reference: autocast stays on, so that a model that checks for it takes the same path, but nothing is rounded,
     and half precision named in the code becomes fp32. "fp64" has autocast off, for a model and a batch in float64. If
-    `ambient` is False, the lists apply only in autocast regions that the model opens itself.
+    `ambient` is False, the lists apply only in autocast regions that the model opens itself. Torch's lists differ
+    between versions; "cuda" follows those of `torch`.
     """
 
     name: PolicyName
     format: FloatFormat
     ambient: bool = True
+    torch: tuple[int, int] = TORCH
 
     @property
     def label(self) -> str:
@@ -86,7 +88,7 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
             stack.enter_context(WideLiterals(FP32_FOR_HALF))
         if policy.name == "fp32" or (policy.name == "cuda" and device.type != "cuda"):
             stack.enter_context(exact_products(device.type))
-            stack.enter_context(install_kernels(device.type))
+            stack.enter_context(install_kernels(device.type, policy.torch))
         if policy.ambient:
             stack.enter_context(_autocast_region(device.type, dtype))
         yield

@@ -69,17 +69,19 @@ def describe_no_graph(message: str) -> Gap:
     )
 
 
-def doubt_draws(reproduction: Reproduction, *, has_state: bool) -> Iterator[Gap]:
+def doubt_draws(reproduction: Reproduction, *, has_state: bool, other_torch: str) -> Iterator[Gap]:
     """Yield the gap of a step that draws random numbers other than the training's.
 
-    If the file has a generator's state (`has_state`), it was saved at another time, or the model draws in another way.
+    If the file has a generator's state (`has_state`), it was saved at another time, or the model draws in another way,
+    or `other_torch`, the version that the training ran on, draws others from the same state.
     """
     if reproduction.grade in ("same-mask", "elsewhere"):
         state = "in the file does not give those of the training" if has_state else "is not in the file"
+        ran = f", which ran on torch {other_torch}" if has_state and other_torch else ""
         yield Gap(
-            text=f"The step draws random numbers, and the generator's state {state}: the replay drew others, so its "
-            "values differ from the saved ones.",
-            remedy="Pass the --seed that training used.",
+            text=f"The step draws random numbers, and the generator's state {state}{ran}: the replay drew others, so "
+            "its values differ from the saved ones.",
+            remedy=f"Replay it with torch {other_torch}." if ran else "Pass the --seed that training used.",
         )
 
 

@@ -170,7 +170,7 @@ class Recorded:
     output. `argv` is the training's command line, without the program. `backends` are torch's switches, by their names
     under torch. `update` is the step's own, if that made weights non-finite; then `updater` is the optimizer.
     `sources` are the project's files by their paths relative to the training's working directory. `checkpoint` is set
-    if the weights are not in the file, and `mixed_precision` if FSDP2 had a policy.
+    if the weights are not in the file, and `mixed_precision` if FSDP2 had a policy. `versions` are the training's.
     """
 
     calls: tuple[Call, ...] = ()
@@ -190,6 +190,12 @@ class Recorded:
     sources: Mapping[str, SourceHash] = field(default_factory=dict)
     checkpoint: Mapping[str, Any] | None = None
     mixed_precision: ModuleCasts | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def torch(self) -> str:
+        """The version of torch that the training ran on; "" if unknown."""
+        return brief(self.versions.get("torch", ""))
 
 
 def is_recorded(saved: object) -> TypeGuard[dict[str, Any]]:

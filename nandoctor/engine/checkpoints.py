@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nandoctor.process_wide import Patch, Shared, held, patched
-from nandoctor.torch_places import CHECKPOINT_APPLY
+from nandoctor.torch_compat import CHECKPOINT_APPLY
 
 
 class _Checkpoints(threading.local):

@@ -33,6 +33,7 @@ from nandoctor.engine.printed_changes import changed_batch, printed_changes
 from nandoctor.engine.progress import Listener
 from nandoctor.engine.project import Project
 from nandoctor.engine.starting_state import in_mode, recorded_backends, seeded
+from nandoctor.errors import UnsupportedTorchError
 from nandoctor.evidence.dump_summary import SavedFlags
 from nandoctor.evidence.edits import Change, PrintedChange, SingleEdit, Snippet, SourcePatch, flatten
 from nandoctor.evidence.formats import FloatFormat
@@ -340,6 +341,8 @@ class _RecordedRun:
             loss = self.loss if watch.backward else None
             if loss is not None and watch.worth_backward(self.output, loss):
                 self._bad_gradients, self.gradients = self._run_backward(loss, keep=watch.keep)
+        except UnsupportedTorchError:  # of nandoctor's own, though raised inside the user's code
+            raise
         except Exception as error:
             self.raised = error
         finally:

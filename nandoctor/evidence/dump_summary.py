@@ -71,13 +71,14 @@ class SavedFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The versions, platform and device of a replay."""
+    """The versions, platform and device of a replay; `recorded_torch` is the training's if another."""
 
     nandoctor: str
     torch: str
     python: str
     platform: str
     device: str
+    recorded_torch: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

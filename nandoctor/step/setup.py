@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from nandoctor.autocast.literals import cuda_code
+from nandoctor.autocast.op_lists import describe_lists
 from nandoctor.autocast.policy import LOW_DTYPES, Policy
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
@@ -62,6 +63,7 @@ from nandoctor.step.saved_arrays import (
 )
 from nandoctor.step.settings import Settings
 from nandoctor.step.weights import add_casts, cast_weights, fit_state, registered_state
+from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
 from nandoctor.tracing.tensor_stats import format_of
 
 NUM_EXTRA_SEEDS = 3
@@ -76,8 +78,9 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     Raises:
         ModelError: no model is known, it does not fit the weights or memory, or it is not clear how to call it.
         DumpError: the output named in the settings is not in the dump.
-        NanDoctorError: torch is in a mode that a replay cannot run in.
+        NanDoctorError: torch is too old, or in a mode that a replay cannot run in.
     """
+    check_torch()
     dump = cast_weights(dump)
     device = find_device(settings.device)
     source = model if model is not None else settings.model
@@ -89,20 +92,24 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
         weight_notes = _load_weights(code, dump, settings, device)
         outputs = find_outputs(dump, code.model, settings, (code.call, code.loss))
         batch = read_batch(dump, code.model, outputs.names, device)
-        policies = choose_policies(dump, settings, outputs.array)
+        version = minor_version(dump.recorded.torch) or TORCH
+        policies = [replace(policy, torch=version) for policy in choose_policies(dump, settings, outputs.array)]
         bindings = _find_bindings(dump, code, batch, settings)
         steps = [_make_step(binding, dump, code, batch, settings, policies[0]) for binding in bindings]
         taken = frozenset[str]().union(*(step.used for step in steps))  # what goes in in any way is no saved output
         outputs = _with_unclaimed(outputs, dump, code, bindings[0], taken)
     notes = [*dump.notes, *code.notes, *weight_notes, *batch.notes]
     notes += [f"The recorder could not keep {text}." for text in dump.missing]
+    if torch_then := other_torch(dump.recorded.torch):
+        versions = f"Recorded with torch {torch_then} and replayed with {torch.__version__}."
+        notes.append(f"{versions} {describe_lists(torch_then)}".rstrip())
     return Preparation(
         dump=dump,
         steps=tuple(replace(step, progress=progress or Listener(), project=project) for step in steps),
         unclear=bindings[0].unclear,
         modes=_modes(dump, settings),
         seeds=_seeds(dump, settings),
-        policies=policies,
+        policies=tuple(policies),
         outputs=outputs,
         notes=tuple(notes),
     )
@@ -359,7 +366,7 @@ def _require_real_tensors(device: torch.device) -> None:
             "torch.inference_mode() is on, and a replay runs the backward pass.",
             remedy="Call nandoctor outside of it; torch.no_grad() is no obstacle.",
         )
-    default = torch.get_default_device()
+    default = default_device()
     if default.type not in ("cpu", device.type):
         empty = ", where they hold no numbers" if default.type == "meta" else ""
         raise NanDoctorError(

@@ -23,6 +23,8 @@ from nandoctor.ops import unread_inputs
 from nandoctor.process_wide import Patch, Shared, held, patched
 from nandoctor.source_files import is_installed
 from nandoctor.torch_compat import (
+    HIGHER_ORDER_KEYS,
+    MAKE_SUBCLASS,
     OBSERVER_KEY,
     call_below_observer,
     is_wrapped,
@@ -36,7 +38,6 @@ from nandoctor.torch_compat import (
     unobserved,
     without_observer,
 )
-from nandoctor.torch_places import HIGHER_ORDER_KEYS, MAKE_SUBCLASS
 from nandoctor.trees import tree_map
 
 if TYPE_CHECKING:

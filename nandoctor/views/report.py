@@ -150,7 +150,7 @@ def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Section | N
         title = "Eps constants, and what the format made of them"
         yield Section(title, [Facts(constants)], name="Eps constants", folded=True)
     yield Section("In the file", file_blocks(report.dump), name="In the file", folded=True)
-    versions = Facts([Fact(name, text) for name, text in asdict(report.environment).items()])
+    versions = Facts([Fact(name.replace("_", " "), text) for name, text in asdict(report.environment).items() if text])
     notes = Facts([*note_facts(report), *following])
     yield Section("Notes", [notes, Section("Versions", [versions], folded=True)], name="Notes")
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from nandoctor.autocast import op_lists
-from nandoctor.autocast.policy import REFERENCE, apply_policy, cuda_autocast
+from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy, cuda_autocast
+from nandoctor.evidence.formats import FP16
+from nandoctor.torch_compat import TORCH
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 
@@ -23,22 +25,34 @@ def macro_entries(macro):
 
 
 @pytest.mark.parametrize(
-    ("macro", "table"),
+    ("macro", "name"),
     [
-        ("AT_FORALL_LOWER_PRECISION_FP", op_lists.LOWER_PRECISION),
-        ("AT_FORALL_FP32", op_lists.FP32),
-        ("AT_FORALL_FP32_SET_OPT_DTYPE", op_lists.FP32_SET_OPT_DTYPE),
-        ("AT_FORALL_PROMOTE", op_lists.PROMOTE),
+        ("AT_FORALL_LOWER_PRECISION_FP", "lower_precision"),
+        ("AT_FORALL_FP32", "fp32"),
+        ("AT_FORALL_FP32_SET_OPT_DTYPE", "fp32_set_opt_dtype"),
+        ("AT_FORALL_PROMOTE", "promote"),
     ],
 )
-def test_table_equals_the_header(macro, table):
-    assert list(table) == macro_entries(macro)
+def test_list_equals_the_header(macro, name):
+    assert op_lists.lists_of(TORCH)[name] == set(macro_entries(macro))
 
 
-def test_norms_equal_the_header():
-    body = HEADER.read_text().split("#define AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(_)")[1].split("#define")[0]
-    assert list(op_lists.FP32_APPEND_DTYPE) == re.findall(r'"(norm\.\w+)"', body)
-    assert body.count("fp32_append_dtype") == len(op_lists.FP32_APPEND_DTYPE)
+def test_a_run_follows_the_lists_of_the_version_that_is_named():
+    """rms_norm is computed in fp32 as a whole since torch 2.12; before, only its power and its root were."""
+    half = torch.full((2, 4), 300.0, dtype=torch.float16)
+    dtypes = {}
+    for version in ((2, 11), (2, 12)):
+        with apply_policy(Policy(name="cuda", format=FP16, torch=version), torch.device("cpu")):
+            dtypes[version] = torch.nn.functional.rms_norm(half, (4,)).dtype
+    assert dtypes[2, 12] is torch.float32
+    assert dtypes[2, 11] is torch.float16
+    assert "rms_norm" not in op_lists.listed((2, 11))
+
+
+def test_an_unknown_version_has_the_nearest_lists():
+    assert op_lists.lists_of((1, 13)) == op_lists.lists_of((2, 4))
+    assert op_lists.lists_of((3, 0)) == op_lists.lists_of((2, 99)) != op_lists.lists_of((2, 4))
+    assert op_lists.describe_lists("nightly") == op_lists.describe_lists(torch.__version__) == ""
 
 
 def registered(key):
@@ -48,20 +62,12 @@ def registered(key):
 
 def test_tables_equal_what_this_torch_registers_for_cuda():
     """The header's macros, and what autocast_mode.cpp and AutocastRNN.cpp add by hand."""
-    ours = {
-        *op_lists.LOWER_PRECISION,
-        *op_lists.FP32,
-        *op_lists.FP32_SET_OPT_DTYPE,
-        *op_lists.FP32_APPEND_DTYPE,
-        *op_lists.PROMOTE,
-        *op_lists.BANNED,
-    }
     only_on_cuda = {"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn", "miopen_rnn"}
-    assert registered("AutocastCUDA") - only_on_cuda == ours
+    assert registered("AutocastCUDA") - only_on_cuda == op_lists.listed()
 
 
 def test_ops_of_the_cpu_list_alone_fall_through():
-    ours = {*op_lists.HALF_ON_CUDA_ALONE, *op_lists.ROUNDED_ONCE_ON_CUDA}
+    ours = {*op_lists.ever_listed("half_on_cuda_alone"), *op_lists.ever_listed("rounded_once_on_cuda")}
     extra = registered("AutocastCPU") - registered("AutocastCUDA") - ours
     assert "quantile" in extra
     half = torch.rand(4, 4, dtype=torch.float16)
@@ -140,15 +146,6 @@ BUILTIN_ENTRIES = [
     *entries("torch_expect_builtin_promote", torch),
     *(p for p in entries("methods_expect_builtin_promote", "method") if p.values[1] != "__div__"),
 ]
-
-
-def test_no_entry_is_forgotten():
-    total = sum(len(getattr(LISTS, name)) for name in vars(LISTS))
-    python_two = 1  # Tensor.__div__ went with Python 2's division; torch's own test skips it as well
-    banned = len(LISTS.banned)
-    collected = FP16_ENTRIES + FP32_ENTRIES + PROMOTE_ENTRIES + BUILTIN_ENTRIES
-    assert len(collected) + python_two + banned == total
-    assert sum(bool(p.marks) for p in collected) == len(CANNOT_RUN)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -25,7 +25,7 @@ def product():
 
 
 def kernels():
-    names = [*op_lists.LOWER_PRECISION, *op_lists.FP32, *op_lists.CUDNN_RNN, *op_lists.BANNED, "quantile", "cat"]
+    names = [*op_lists.listed(), *op_lists.ever_listed("cudnn_rnn"), "quantile", "cat"]
     return [torch._C._dispatch_dump(f"aten::{name}") for name in names]
 
 
