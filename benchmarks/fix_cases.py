@@ -1,6 +1,6 @@
-"""The steps whose fixes are judged: the sick models of the tests, the sample dumps, and failures inside libraries.
+"""The steps whose fixes are judged: sick models, the sample dumps, failures inside libraries, bugs of packages.
 
-`CASES` has them by name, each a sick model with its batch.
+`CASES` has all but the last by name, each a sick model with its batch; `case_named` returns any of them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
+from real_bugs import geometry, pictures_and_sound, probability, sequences  # noqa: E402
+from real_bugs.bug import Bug  # noqa: E402
 from sick_models import all_cases  # noqa: E402
 from sick_models.case import Batch, Case, positional, rand, scaled, seeded  # noqa: E402
 
@@ -106,3 +108,11 @@ def _libraries() -> list[Case]:
 
 
 CASES = {case.name: case for case in (*all_cases(), *map(_sample, SAMPLES), *_libraries())}
+BUGS: dict[str, Bug] = {
+    f"real/{bug.title}": bug for module in (pictures_and_sound, sequences, probability, geometry) for bug in module.BUGS
+}
+
+
+def case_named(name: str) -> Case:
+    """Return the case of this name; one of a package imports that package as soon as its model is built."""
+    return BUGS[name].case() if name in BUGS else CASES[name]

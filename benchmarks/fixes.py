@@ -3,7 +3,11 @@
 `python benchmarks/fixes.py [--only TEXT] [--first N]` prints a row for each fix, and how many were applied, fixed the
 failing batch and five others, left non-finite gradients, or changed healthy samples. A case is `right` if all of its
 verified fixes are: finite, and as the unchanged step in fp32 or float64, or as its neighbours where that has no number.
-It is `wrong` if one of them is not. A case without a verified fix has a `workaround` or `none`.
+It is `wrong` if one of them is not. `samples left out` has no verified fix but one of the batch; a case without any has
+a `workaround` or `none`.
+
+With `--real-bugs FOLDER` the bugs of released packages are judged instead, which pip fetches into that folder: how many
+are right of those for which upstream merged something, and of those in which that keeps what the formula means.
 
 A fix is applied with `git apply -p1` to a copy of the code, or executed. The process that judges it imports the step
 and `nandoctor.cuda_autocast`, but nothing of the search or its checks (`fix_judge.py`).
@@ -13,18 +17,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shutil
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fix_cases import CASES, ROOT
+from fix_cases import BUGS, CASES, ROOT, case_named
+from real_bugs.bug import install
 from sick_models.judging import diagnose
 
 import nandoctor
@@ -44,34 +51,65 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--first", type=int, default=None, help="judge at most this many fixes of each case")
+    parser.add_argument("--real-bugs", type=Path, default=None, help="judge these, with the packages in this folder")
     options = parser.parse_args()
     judge = _Judge()
-    tally = Counter[str]()
+    tally, given = Counter[str](), dict[str, str]()
     print(ROW.format("case", "", "kind", "fix", "applied", "fails on", "gradients, harm"))
-    for name in (name for name in CASES if options.only in name):
+    for name in (name for name in (BUGS if options.real_bugs else CASES) if options.only in name):
+        packages = install(BUGS[name].packages, options.real_bugs) if options.real_bugs else []
         with tempfile.TemporaryDirectory() as folder:
-            report = _replay(name, Path(folder))
-            verified = [fix for fix in report.fixes if fix.verified][: options.first]
-            given = "workaround" if any(fix.workaround for fix in report.fixes) else "none"
-            for fix in verified:
-                verdict = judge.judge(name, fix, report, Path(folder))
+            report = _replay(name, Path(folder), packages)
+            verdicts = []
+            for fix in [fix for fix in report.fixes if fix.verified][: options.first]:
+                verdict = judge.judge(name, fix, report, Path(folder), packages)
+                verdicts.append((fix, verdict))
                 tally.update(_count(verdict))
                 print(_row(name, fix, verdict), flush=True)
-                given = "wrong" if given == "wrong" or not _is_right(verdict) else "right"
-            if not verified:
-                print(ROW.format(name, "", "-", f"no verified fix ({given})", "", "", ""), flush=True)
-            tally.update({"cases": 1, f"cases: {given}": 1})
+            given[name] = _of_case(report, verdicts)
+            if not verdicts:
+                print(ROW.format(name, "", "-", f"no verified fix ({given[name]})", "", "", ""), flush=True)
+            tally.update({"cases": 1, f"cases: {given[name]}": 1})
     print()
     for what, number in tally.items():
         print(f"{what:<44} {number:>5}")
+    if options.real_bugs:
+        print("\n".join(_shares(given)))
 
 
-def _replay(name: str, folder: Path) -> Report:
-    case = CASES[name]
+def _of_case(report: Report, verdicts: list[tuple[Fix, dict[str, Any]]]) -> str:
+    """Return what all verified fixes of a case are together."""
+    if not all(_is_right(verdict) for _, verdict in verdicts):
+        return "wrong"
+    if verdicts:
+        return "samples left out" if all(fix.kind == "data" for fix, _ in verdicts) else "right"
+    return "workaround" if any(fix.workaround for fix in report.fixes) else "none"
+
+
+def _shares(given: dict[str, str]) -> Iterator[str]:
+    """Yield how many bugs are right of those that upstream fixed."""
+    fixed = [name for name in given if BUGS[name].upstream]
+    keeping = [name for name in fixed if not BUGS[name].upstream_replaces]
+    for names, what in ((fixed, "fixed upstream"), (keeping, "fixed upstream, and what the formula means is kept")):
+        if names:
+            right = sum(given[name] == "right" for name in names)
+            yield f"{what}: {right} of {len(names)} right ({100 * right / len(names):.0f} %)"
+
+
+def _replay(name: str, folder: Path, packages: list[Path]) -> Report:
     if name.startswith("sample/"):
         dump = ROOT / "sample_dumps" / f"{name.removeprefix('sample/')}.pth"
         return nandoctor.replay(dump).report
-    return diagnose(case, folder, fixes=True)
+    if not packages:
+        return diagnose(CASES[name], folder, fixes=True)
+    # Two bugs need one package at different versions, so each is replayed in a process of its own.
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(_replay_beside, (name, folder, packages))
+
+
+def _replay_beside(name: str, folder: Path, packages: list[Path]) -> Report:
+    sys.path[:0] = map(str, packages)
+    return diagnose(case_named(name), folder, fixes=True)
 
 
 class _Judge:
@@ -84,29 +122,31 @@ class _Judge:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._references: set[Path] = set()
 
-    def judge(self, name: str, fix: Fix, report: Report, folder: Path) -> dict[str, Any]:
-        """Apply the fix in a copy below `folder`, and run the step there."""
+    def judge(self, name: str, fix: Fix, report: Report, folder: Path, packages: list[Path]) -> dict[str, Any]:
+        """Apply the fix in a copy below `folder`, and run the step there with the packages that it imports."""
+        where: dict[str, Any] = {
+            "case": name,
+            "reference": str(folder / "reference.pt"),
+            "packages": list(map(str, packages)),
+        }
         copy = Path(tempfile.mkdtemp(dir=folder))
-        reference = folder / "reference.pt"
-        if not reference.exists():
+        if not Path(where["reference"]).exists():
             copy_code(copy)
-            made = self._ask({"case": name, "folder": str(copy), "kind": "reference", "reference": str(reference)})
+            made = self._ask({**where, "folder": str(copy), "kind": "reference"})
             if "raised" in made:
                 return {"applied": True, **made}
             copy = Path(tempfile.mkdtemp(dir=folder))
         copy_code(copy)
-        if fix.kind == "source" and not _apply(fix, copy):
+        if fix.kind == "source" and not _apply(fix, copy, packages):
             return {"applied": False}
         job = {
-            "case": name,
+            **where,
             "folder": str(copy),
             "kind": fix.kind,
             "patch": fix.patch,
             "settings": asdict(fix.settings) if fix.settings else None,
             "guilty": list(report.origin.elements.samples or ()) if report.origin else [],
-            "reference": str(reference),
         }
         return {"applied": True, **self._ask(job)}
 
@@ -126,25 +166,30 @@ def copy_code(copy: Path) -> None:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def _apply(fix: Fix, copy: Path) -> bool:
+def _apply(fix: Fix, copy: Path, packages: list[Path]) -> bool:
     """Run `git apply -p1` in the copy of this repository, or in one of the library that the diff changes."""
     assert fix.patch_root is not None
     root = Path(fix.patch_root)
-    target = copy if root == ROOT else copy / "site-packages"
-    if root != ROOT:
-        _link_library(fix.patch, root, target)
+    place = copy if root == ROOT else _link_library(fix.patch, root, copy / "site-packages", packages)
     patch = copy / "fix.diff"
     patch.write_text(fix.patch)
-    made = subprocess.run(["git", "apply", "-p1", str(patch)], cwd=target, capture_output=True, check=False)
+    made = subprocess.run(["git", "apply", "-p1", str(patch)], cwd=place, capture_output=True, check=False)
     return made.returncode == 0
 
 
-def _link_library(patch: str, root: Path, target: Path) -> None:
-    """Copy the packages that the diff changes, with symbolic links for all files that it does not change."""
+def _link_library(patch: str, root: Path, target: Path, packages: list[Path]) -> Path:
+    """Copy the packages that the diff changes, with symbolic links for all files that it does not change.
+
+    Returns where the diff applies.
+    """
     changed = [line[6:] for line in patch.splitlines() if line.startswith("+++ b/")]
+    link = partial(_link, {root / name for name in changed})
+    for folder in (folder for folder in packages if root.is_relative_to(folder)):
+        shutil.copytree(folder, target, copy_function=link)
+        return target / root.relative_to(folder)
     for package in {name.partition("/")[0] for name in changed}:
-        link = partial(_link, {root / name for name in changed})
         shutil.copytree(root / package, target / package, copy_function=link)
+    return target
 
 
 def _link(changed: set[Path], source: str, place: str) -> None:

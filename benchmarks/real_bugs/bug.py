@@ -24,7 +24,9 @@ class Bug:
 
     `packages` begins with the version before the fix; the others are what importing it takes. `inputs` are the arrays
     of the batch that the model is called with. The control is the same step on a batch or with a model that the code is
-    fine with. `reason` says why the labels are what they are; they are those of `sick_models.Case`.
+    fine with. `reason` says why the labels are what they are; they are those of `sick_models.Case`. `upstream` is what
+    was merged against the bug, "" if nothing was; with `upstream_replaces` that puts a number in the place of a value
+    that the formula gives, or tends to.
     """
 
     title: str
@@ -37,6 +39,8 @@ class Bug:
     healthy_model: Callable[[], nn.Module] | None = None
     loss: Callable[[Any, Batch], Tensor] | None = None
     reason: str
+    upstream: str = ""
+    upstream_replaces: bool = False
     verdict: Verdict = "numerics"
     phase: Phase = "forward"
     module: str = ""

@@ -15,7 +15,6 @@ When it is wrong
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from nandoctor.causes.base import (
     Candidate,
@@ -28,7 +27,6 @@ from nandoctor.causes.base import (
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import argument, subject
 from nandoctor.changes.clamp import ClampArgument
-from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.places import singular_inputs, site_of
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
@@ -103,13 +101,10 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
         counts = (1.0,) if _is_count(finding, divisor) else ()
         clamps = divisor_candidate(finding.op, divisor, finding.ops, (*counts, *_SMALL))
         guard = guard_candidate(finding.op)
-        is_open = "nan" in finding.analysis.kinds  # 0 / 0 often tends to 1, as sin(x) / x does
-        guard += tuple(replace(edit, fill=1.0) for edit in guard if is_open and isinstance(edit, GuardArgument))
-        num = len(counts)
-        if finding.op.op == "pow" or not (guard and is_open):  # a clamp would make up a large number
-            yield (*clamps[:num], *guard, *clamps[num:])
-        else:  # a bound above the smallest would replace divisors that other batches have
-            yield (*clamps[: num + 1], *guard)
+        if finding.op.op == "pow" or not guard or "nan" not in finding.analysis.kinds:
+            yield (*clamps[: len(counts)], *guard, *clamps[len(counts) :])  # a clamp would make up a large number
+        else:  # 0 / 0 may tend to one; a bound above the smallest would replace divisors that other batches have
+            yield (*clamps[: len(counts) + 1], *guard)
         maker = finding.ops.get(divisor.producer) if divisor.producer is not None else None
         takers = [op for op in finding.ops.values() if any(taken.producer == divisor.producer for taken in op.inputs)]
         signed = any(isinstance(edit, ClampArgument) and edit.keeps_sign for edit in clamps)

@@ -181,17 +181,13 @@ class GradientCheck:
         sound, smaller, factor = self._trials.sound_reference(()), self._meaning.smaller, 1.0
         if smaller is not None:
             factor, sound = smaller[0], smaller[1].exact()
-        if sound.finite and self._largest(sound) * scale > factor * FP16.max:
+        largest = max(map(largest_of, sound.gradients.values()), default=0.0)
+        if sound.finite and largest * scale > factor * FP16.max * sound.gradient_scale:
             return True
         if not self._healthy:
             return False
         made = self._trials.run(KeepSamples(samples=self._healthy), SetLossScale(value=scale))
         return made.values_finite and not made.gradients_finite
-
-    @staticmethod
-    def _largest(made: Result) -> float:
-        """Return the largest magnitude in all gradients."""
-        return max(map(largest_of, made.gradients.values()), default=0.0) / made.gradient_scale
 
     def _references(self, change: Change | None, made: Result) -> Iterator[tuple[Result, float]]:
         """Yield the references that the gradients are compared with in turn, each with the error that is accepted.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,11 +11,12 @@ from torch import nn
 from nandoctor.causes.base import Candidate
 from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
+from nandoctor.changes.source_tree import FUNCTIONS, parse_source
 from nandoctor.diagnosis.backward import conclude_backward
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect, conclude
-from nandoctor.evidence.edits import Edit, SourcePatch, is_text_alone
+from nandoctor.evidence.edits import ChangedFile, Edit, SourcePatch, is_text_alone
 from nandoctor.evidence.report import Diagnosis
-from nandoctor.evidence.trace import LOSS
+from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.fixes.candidates import (
     MAX_LEADS,
     distinct_leads,
@@ -25,7 +27,6 @@ from nandoctor.fixes.candidates import (
     specific,
     together,
 )
-from nandoctor.fixes.changed_lines import is_in_changed
 from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.writing import ChangeWriter
@@ -130,8 +131,16 @@ def _conclude_with(edit: Edit, trials: Trials, writer: ChangeWriter) -> Conclusi
     else:
         return Conclusion()
     stands_in = step.loss is surrogate_loss and any(lead.site.module == LOSS for lead in conclusion.suspects)
-    sources = [lead.site.source for lead in conclusion.suspects]
-    is_placed = not isinstance(change, SourcePatch) or not any(
-        source and is_in_changed(change, source) for source in sources
-    )
+    files = change.files if isinstance(change, SourcePatch) else ()
+    sources = [lead.site.source for lead in conclusion.suspects if lead.site.source is not None]
+    is_placed = not any(_is_in_changed(file, source) for file in files for source in sources)
     return conclusion if conclusion.suspects and is_placed and not stands_in else None
+
+
+def _is_in_changed(file: ChangedFile, source: SourceLine) -> bool:
+    """Return True if a line is in a function that a patch changes, in which lines may have other numbers."""
+    tree = parse_source(file.before)
+    statement = tree.statement_at(source.line) if file.path == source.file else None
+    function = tree.function_of(statement) if statement is not None else None
+    after = (node for node in ast.walk(ast.parse(file.after)) if isinstance(node, FUNCTIONS))
+    return function is not None and ast.dump(function) not in map(ast.dump, after)

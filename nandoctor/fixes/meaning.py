@@ -18,24 +18,27 @@ import torch
 from torch import nn
 from torch.nn.functional import hardshrink
 
+from nandoctor.changes.guard import GuardArgument
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.module_state import is_large
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import is_flags
+from nandoctor.evidence.edits import Change
 from nandoctor.fixes.agreement import TOLERANCE, Result, in_pieces, largest_of
 from nandoctor.fixes.variations import scaled
-from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
+from nandoctor.fixes.verify import Trials
 from nandoctor.text import number, percent
 
 Tensors = Mapping[str, torch.Tensor]
 _FACTORS = tuple(0.5 * 4.0**-n for n in range(6))
 """exp is finite in float64 up to 709, in fp32 up to 88: with steps of 4, one factor lands between the two."""
-_STEPS = (2.0**-10, 2.0**-15, 2.0**-20)
+_STEPS = (2.0**-8, 2.0**-13, 2.0**-18)
 """Each is 1/32 of the one before: sqrt(h) still shrinks sixfold, and float64 keeps ten digits of 1/h."""
+_SETTLED = 1e-5
+"""What moves by less between the first two steps, relative to the largest value, has come to its limit: only rounding
+moves it at the third. Where terms cancel, as in (1 - cos(h)) / h ** 2, float64's is divided by h ** 2."""
 _SHRINKING = 0.5
 """Differences of a convergent sequence shrink at least so much from step to step; those of log(h) do not."""
-_NOISE = 1e-7
-"""Float64's own error beside 1/h, relative to the largest value."""
 _ALIKE = 1e-3
 """Sides whose extrapolations differ by more, relative to the largest value, have no common limit."""
 _SIGNIFICANT = 0.01
@@ -57,7 +60,7 @@ class Meaning:
 
     @cached_property
     def smaller(self) -> tuple[float, Trials] | None:
-        """The largest input factor with which float64 is finite, its gradients too if possible; and its trials."""
+        """An input factor with which float64 is finite, its gradients too if possible, but fp32 is not; its trials."""
         if not self._trials.numerics or self._trials.exact().finite:
             return None
         found = None
@@ -70,7 +73,8 @@ class Meaning:
                 found = factor, trials
             if trials.exact().finite:
                 break
-        return found
+        # Where fp32 is finite too, such inputs show nothing of the failure.
+        return None if found is None or found[1].reference().finite else found
 
     @cached_property
     def directed(self) -> Result | None:
@@ -105,13 +109,38 @@ class Meaning:
     @cached_property
     def has_limit(self) -> bool:
         """True if the unchanged step tends to a number where it gives none itself, in float64."""
-        if (limit := self.limit) is None:
-            return False
-        pairs = [(limit.values, self._trials.exact().values), (limit.gradients, self._trials.exact().gradients)]
+        exact = self._trials.exact()
+        limit = self.limit or exact
+        pairs = [(limit.values, exact.values), (limit.gradients, exact.gradients)]
         shared = [(tends[name], itself[name]) for tends, itself in pairs for name in tends.keys() & itself.keys()]
         return any(bool((torch.isfinite(tends) & ~torch.isfinite(itself)).any()) for tends, itself in shared)
 
-    def describe_replaced(self, made: Result) -> str | None:
+    def find_fill(self, guard: GuardArgument) -> float:
+        """Find the result of a guarded op with which the step comes to its limit: by secants, as it may bend it."""
+        one, other = guard.fill, guard.fill + 1.0
+        offs = [self._off_limit(replace(guard, fill=fill)) for fill in (one, other)]
+        moved = (offs[1] - offs[0]).nan_to_num().abs()
+        if not bool(moved.any()):
+            return guard.fill
+        place = int(moved.argmax())
+        before, last = (float(off[place]) for off in offs)
+        for _ in range(4):  # of a straight line the first is exact
+            if abs(last) <= _SETTLED * float(moved[place]) or last == before or not math.isfinite(last):
+                break
+            one, other = other, other - last * (other - one) / (last - before)
+            before, last = last, float(self._off_limit(replace(guard, fill=other))[place])
+        found, short = (float(f"{other:.{digits}g}") for digits in (6, 4))
+        return short if abs(short - found) <= _ALIKE / 10 * abs(found) else found
+
+    def _off_limit(self, change: Change) -> torch.Tensor:
+        """Return how far the step with a change is off its limit in float64, where it gives no number itself."""
+        exact, made = self._trials.exact().values, self._trials.exact(change).values
+        limit = self.limit.values if self.limit is not None else {}
+        names = limit.keys() & made.keys()
+        places = {name: torch.isfinite(limit[name]) & ~torch.isfinite(exact[name]) for name in names}
+        return torch.cat([torch.zeros(0), *((made[name] - limit[name])[places[name]] for name in names)])
+
+    def describe_replaced(self, change: Change, made: Result) -> str | None:
         """Describe where a run has a number that the unchanged formula does not tend to in float64; None if nowhere.
 
         Where that is NaN for every neighbour too, as for the mean of no elements, nothing is replaced; where it is
@@ -128,7 +157,8 @@ class Meaning:
                 return _describe_at(int(torch.where(replaced, off, 0.0).argmax()), name, (ours, tends, itself))
         # Where a value has no limit, such as log(0), that of a gradient means nothing.
         has_values = all(bool(torch.isfinite(values).all()) for values in limit.values.values())
-        return _describe_gradients(made, limit) if has_values and not exact.gradients_finite else None
+        is_open = has_values and not exact.gradients_finite
+        return _describe_gradients(self._trials.exact(change), limit) if is_open else None
 
     @cached_property
     def is_lacking(self) -> bool:
@@ -150,8 +180,10 @@ class Meaning:
         moved = {name: value.detach().double() for name, value in known if self._moves(name, value)}
         if not moved:
             return
+        sizes = {name: _sizes_in(value) for name, value in moved.items()}
         towards = {name: value.roll(1, 0) - value if value.dim() else value for name, value in moved.items()}
-        pattern = {name: _pattern_like(value) for name, value in moved.items()}
+        towards = {name: step.clamp(-sizes[name], sizes[name]) for name, step in towards.items()}
+        pattern = {name: _pattern_like(value, sizes[name]) for name, value in moved.items()}
         for direction in (towards, pattern):
             yield direction
             yield {name: -step for name, step in direction.items()}
@@ -186,11 +218,17 @@ def _run_beside(step: FailingStep, shifts: Tensors, batch: Tensors) -> Any:
     return step.forward(batch)
 
 
-def _pattern_like(value: torch.Tensor) -> torch.Tensor:
-    """Return shares of the elements, so that a small variance stays positive; zeros move to one side, by the median."""
-    pattern = torch.linspace(1, 20, value.numel(), dtype=value.dtype, device=value.device).cos().view(value.shape)
+def _sizes_in(value: torch.Tensor) -> torch.Tensor:
+    """Return the elements' magnitudes; that of a zero is the median of the others, at most 1."""
     others = value[value != 0].abs()
-    return torch.where(value == 0, pattern.abs() * (others.median() if others.numel() else 1.0), pattern * value)
+    return torch.where(value == 0, min(float(others.median()), 1.0) if others.numel() else 1.0, value.abs())
+
+
+def _pattern_like(value: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Return a half to the whole of each size, so that a small variance stays positive; zeros move to one side."""
+    pattern = torch.linspace(1, 20, value.numel(), dtype=value.dtype, device=value.device).cos().view(value.shape)
+    pattern = (1 + pattern.abs()) / 2 * torch.where(pattern < 0, -1.0, 1.0)
+    return torch.where(value == 0, pattern.abs() * sizes, pattern * value)
 
 
 def _common(runs: Sequence[Result], what: str) -> list[str]:
@@ -203,10 +241,10 @@ def _extrapolate(run: Sequence[torch.Tensor]) -> torch.Tensor:
     """Extrapolate three values to a step of 0: NaN where they do not converge, Inf where the last is not finite."""
     first, second, third = (one.double() for one in run)
     before, last = second - first, third - second
-    noise = _NOISE * _largest(third)
-    converges = last.abs() <= _SHRINKING * before.abs() + noise
-    ratio = torch.where(before.abs() > noise, last / before, 0.0).clamp(-_SHRINKING, _SHRINKING)
-    limit = torch.where(converges, third + last * ratio / (1 - ratio), torch.nan)
+    ratio = torch.where(before == 0, 0.0, last / before)
+    settled = torch.where(before.abs() <= _SETTLED * _largest(second), second, torch.nan)
+    limit = torch.where(last.abs() <= _SHRINKING * before.abs(), third + last * ratio / (1 - ratio), settled)
+    limit = torch.where(limit.abs() <= _ALIKE * first.abs(), 0.0, limit)
     return torch.where(torch.isfinite(third), limit, torch.inf)
 
 
@@ -224,9 +262,11 @@ def _agreed(sides: Sequence[Tensors]) -> dict[str, torch.Tensor]:
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
-    """Return the largest finite magnitude, at least the smallest normal number."""
-    magnitudes = torch.where(torch.isfinite(values), values, 0.0).abs()
-    return magnitudes.amax().clamp(min=torch.finfo(torch.float32).tiny) if values.numel() else magnitudes.sum()
+    """Return the largest finite magnitude of each row; that of all for a row as good as 0, and without rows."""
+    sizes = torch.where(torch.isfinite(values), values, 0.0).abs()
+    overall = sizes.amax().clamp(min=torch.finfo(torch.float32).tiny) if values.numel() else sizes.sum()
+    own = sizes.flatten(1).amax(1).view(-1, *[1] * (values.dim() - 1)) if values.dim() > 1 and len(sizes) else overall
+    return torch.where(own > 1e-12 * overall, own, overall)  # rounding may leave as much of 0
 
 
 def reversed_gradient(made: Result, meant: Result) -> str | None:
@@ -287,7 +327,7 @@ def _describe_gradients(made: Result, limit: Result) -> str | None:
         known = torch.isfinite(theirs)
         off = torch.where(known, made.gradients[name].double() / made.gradient_scale - theirs, 0.0)
         size = torch.where(known, theirs, 0.0).norm()
-        if float(off.norm()) > GRADIENT_TOLERANCE * max(float(size), torch.finfo(torch.float32).tiny):
+        if float(off.norm()) > TOLERANCE * max(float(size), torch.finfo(torch.float32).tiny):
             far = percent(float(off.norm() / size)) if size else "far"
             return f"the gradient of `{name}` is {far} off its limit at this point"
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -12,14 +12,12 @@ from nandoctor.causes.log_space import STABLE_FORM
 from nandoctor.causes.registry import find_page
 from nandoctor.diagnosis.conclusion import Findings
 from nandoctor.engine.module_state import nonfinite_in
-from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP32
-from nandoctor.evidence.report import Counterfactual, Fix
+from nandoctor.evidence.report import Fix
 from nandoctor.fixes.agreement import TOLERANCE
 from nandoctor.fixes.candidates import MAX_LEADS, distinct_leads
-from nandoctor.text import percent, plural, samples_text
-from nandoctor.torch_compat import is_running_norm
+from nandoctor.text import percent, plural
 
 
 def describe_search(
@@ -92,14 +90,3 @@ def _by_hand(findings: Findings) -> str:
     advice = "" if cause is None or is_told else dict(find_page(cause.code).sections)["Fix"]
     is_of_use = advice and not (findings.verdict == "numerics" and str(FP32) in advice)
     return f"By hand: {advice}" if is_of_use else ""
-
-
-def describe_coupling(found: Iterable[Counterfactual], step: FailingStep) -> tuple[str, ...]:
-    """Return a note if the samples fail only together: neither those to blame nor the others fail alone."""
-    samples = [trial for trial in found if trial.group == "samples"]
-    if len(samples) < 2 or not all(trial.outcome.finite for trial in samples):
-        return ()
-    blamed = next(trial.setting.only for trial in samples if trial.setting.only)
-    norms = [name for name, module in step.model.named_modules() if is_running_norm(module) and step.training]
-    mixer = f" {norms[0]} computes its statistics over the whole batch." if norms else ""
-    return (f"The batch fails only as a whole: it is finite with {samples_text(blamed)} alone and without.{mixer}",)

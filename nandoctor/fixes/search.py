@@ -32,7 +32,7 @@ from nandoctor.fixes.candidates import (
 from nandoctor.fixes.fp32_sets import Kept, refine, search_fp32_sets
 from nandoctor.fixes.gradient_check import scale_set_by
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
-from nandoctor.fixes.notes import describe_coupling, describe_none, describe_search, distance_of
+from nandoctor.fixes.notes import describe_none, describe_search, distance_of
 from nandoctor.fixes.program_errors import find_program_error
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import Judgement, Known, Trials
@@ -281,7 +281,6 @@ class _Search:
                 *self._later.notes,
                 *describe_search(self._findings, ranked, left, out_of_memory=self._budget.out_of_memory),
                 *([describe_none(self._findings, self._step.model)] if self._found_none(ranked, left) else []),
-                *(() if self._findings.verdict == "silent" else describe_coupling(self._varied, self._step)),
                 *(self._describe_drift() if ranked else ()),
             ),
         )
@@ -333,8 +332,8 @@ class _Search:
 
         If fp32 is sound, the text is run without a probe: its output shows a failure as soon as a probe's would.
         """
-        tried: list[Fix] = []
-        for edit in candidate:
+        tried, waiting = list[Fix](), list(candidate)
+        for edit in waiting:  # it grows
             written = list(self._writer.write(edit))
             if not written and is_text_alone(edit):
                 continue
@@ -355,6 +354,9 @@ class _Search:
                 # A probe cannot widen an op that writes to its argument, but another text may.
                 if fails_at_once and not isinstance(edit, KeepOp):
                     break
+                if proof.workaround is not None and isinstance(edit, GuardArgument) and edit in candidate:
+                    filled = replace(edit, fill=self._verifier.meaning.find_fill(edit))
+                    waiting += [] if filled in waiting else [filled]
             tried += attempts
 
         def key(fix: Fix) -> tuple[bool, bool, bool, float]:

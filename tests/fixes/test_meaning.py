@@ -43,8 +43,13 @@ def of_code(report):
     return [fix for fix in report.fixes if fix.kind == "source"]
 
 
+def test_the_number_that_the_formula_tends_to_is_found(tmp_path):
+    fix = of_code(replay("return torch.tanh(h * ((s - torch.sin(s)) / s**3))", ZERO, tmp_path))[0]
+    assert (fix.verified, fix.edit.fill) == (True, pytest.approx(1 / 6, rel=1e-4))
+
+
 def test_a_value_beside_the_limit_is_a_workaround(tmp_path):
-    report = replay("return h * (torch.clamp(2 * s, max=0.4) / s)", ZERO, tmp_path)
+    report = replay("return h + ((1 + x.abs()) ** s - 1) / s", ZERO, tmp_path)  # it tends to log(1 + x)
     assert not [fix.title for fix in of_code(report) if fix.verified]
     (fix, *_) = of_code(report)
     assert "the formula tends to" in fix.workaround

@@ -56,16 +56,36 @@ lifted("far below", DOMAIN.format("log1p"), X, "none", lambda h, x: torch.log1p(
 lifted("negative base", DOMAIN.format("pow"), X, "none", lambda h, x: h + (x.mean(-1, keepdim=True) - 3.0) ** 1.5)
 lifted("not normalised", DOMAIN.format("atanh"), X, "none", lambda h, x: torch.atanh(3.0 + h.square()))
 
-# --- 0 / 0 that has a limit: 1, 1 and a half
+# --- every bound changes what it says: a ratio of hyperbolic sines
+
+
+@rows("numerics . sinh *", {"x": torch.tensor([[1.0, 1.5]])}, says=("off; 1 % is allowed.",), fix="none")
+class Ratio(nn.Module):
+    def forward(self, x):
+        grown = torch.sinh(x * 100)
+        return grown[:, 0] / grown[:, 1]
+
+
+# --- 0 / 0 that has a limit: 1, 1 and a half, where terms cancel, in a mean, and beside 1e8; and one in each element
 
 lifted("steepness", DIVISION, ZEROS, "verified guard", lambda h, x: h * (torch.tanh(x) / x))
 lifted("Bose gas", DIVISION, ZEROS, "verified guard", lambda h, x: h * (x / (torch.exp(x) - 1)))
-lifted("bending", DIVISION, ZEROS, "none", lambda h, x: h * ((1 - torch.cos(x)) / x.square()))
+lifted("bending", DIVISION, ZEROS, "verified guard", lambda h, x: h * ((1 - torch.cos(x)) / x.square()))
+lifted("mean", DIVISION, ZEROS, "verified guard", lambda h, x: h * ((1 - torch.cos(x)) / x.square()).mean())
+lifted("weight", DIVISION, {**IN_FP32, "x": 1e8 * ZEROS["x"]}, "verified guard", lambda h, x: h + x.clamp(max=2) / x)
+lifted("Box-Cox", DIVISION, ZEROS, "none", lambda h, x: h + ((1 + h.abs()) ** x - 1) / x)
 
 # --- no limit: the formula is infinite, or depends on the side; a scale of weights that are 0 needs a floor itself
 
 lifted("decibels", "numerics . log log-of-zero", ZEROS, "none", lambda h, x: h + 20 * torch.log(x))
 lifted("direction of nothing", DIVISION, ZEROS, "none", lambda h, x: h * (x / x.norm(dim=-1, keepdim=True)))
+lifted(
+    "bin",
+    "numerics . log log-of-zero",
+    FAR,
+    "none",
+    lambda h, x: h + torch.log(torch.sigmoid(x) - torch.sigmoid(x - 1)),
+)
 
 
 @rows(DIVISION, X, loss=squared, fix="verified clamp")
@@ -79,6 +99,20 @@ class Quantised(nn.Module):
         whole = self.shift / scale
         whole = whole + (whole.round() - whole).detach()
         return self.lift(x) + whole * scale
+
+
+# --- acos is pi at -1, which a guard would take away, and 0 at 1: only the edge that is met is guarded
+
+
+@rows("numerics . acos *", {"x": torch.tensor([[-1.0, 0.5]])}, loss=squared, fix="verified clamp")
+@rows("numerics . acos *", {"x": torch.tensor([[1.0], [0.5]])}, loss=squared, fix="verified guard", name="at one")
+class Angle(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return torch.acos(x * self.scale)
 
 
 # --- what is made up is hidden by what follows, or fp32 is wrong itself

@@ -27,7 +27,9 @@ EPS_LOST = {"phase": "optimizer", "holds": lambda report: "poisoned-weights" in 
 Adam, SGD = torch.optim.Adam, torch.optim.SGD
 
 
-@rows("state hidden addcdiv optimizer-eps-underflow", after_step(Adam), torch.half, **EPS_LOST)
+@rows(
+    "state hidden addcdiv optimizer-eps-underflow", after_step(Adam), torch.half, fix="none", **EPS_LOST
+)  # lost already
 @rows(
     "* * * optimizer-eps-underflow", after_step(Adam, eps=0.0), says=("The optimizer's eps is 0, so",), name="eps of 0"
 )
@@ -55,3 +57,26 @@ class Detector(nn.Module):
 
     def forward(self, x):
         return self.out(torch.relu(self.hidden(x.to(self.hidden.weight.dtype))))
+
+
+# a larger eps keeps small gradients from training, and is no fix
+@rows("* * * optimizer-eps-underflow", after_step(torch.optim.RMSprop), fix="verified keep-module")
+class Words(nn.Embedding):
+    """Pure fp16, with words that no step has seen."""
+
+    def __init__(self):
+        super().__init__(3, 4, dtype=torch.half)
+
+    def forward(self, x):
+        return super().forward(x.long())
+
+
+@rows("* * * optimizer-eps-underflow", after_step(torch.optim.Adagrad), fix="none")
+class Faint(nn.Linear):
+    """Pure fp16, with gradients whose squares are 0 there: the step made all weights infinite."""
+
+    def __init__(self):
+        super().__init__(6, 4, dtype=torch.half)
+
+    def forward(self, x):
+        return 1e-4 * super().forward(x.half())

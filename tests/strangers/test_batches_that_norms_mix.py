@@ -64,16 +64,6 @@ def test_samples_that_fail_only_together_are_told_as_coupled(replay):
     assert any(note.endswith(said) for note in report.search_notes)
 
 
-def test_a_sample_that_fails_by_itself_is_not_told_as_coupled(replay):
-    class Alone(Scaled):
-        def forward(self, picture):
-            return self.norm(picture) + picture.half() * 80_000.0
-
-    report = replay(Alone(), picture=pictures())
-    assert (report.origin.elements.samples, outcomes(report, "samples")) == ((5,), [False, True])
-    assert not any("only as a whole" in note for note in report.search_notes)
-
-
 def test_masked_positions_of_other_samples_are_not_blamed(replay):
     class Scores(nn.Module):
         def forward(self, score, hidden):
