@@ -5,6 +5,9 @@ The command line prints them without a traceback.
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+
 
 class NanDoctorError(Exception):
     """An error that the user can fix; the base of all errors that nandoctor raises on purpose.
@@ -14,13 +17,16 @@ class NanDoctorError(Exception):
     Args:
         message: what is wrong.
         remedy: what to do about it.
+        options: what to add to the command, after the remedy; the command line shows the whole command.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, remedy: str) -> None:
+    def __init__(self, message: str, *, remedy: str, options: Sequence[str] = ()) -> None:
         from nandoctor.text import printable  # noqa: PLC0415 - `--help` does not need it
 
+        self.options = tuple(map(printable, options))
+        remedy = f"{remedy} {shlex.join(self.options)}".rstrip()
         self.message, self.remedy = ("\n".join(map(printable, text.split("\n"))) for text in (message, remedy))
         super().__init__(self.message)
 

@@ -9,7 +9,7 @@ import torch
 
 from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
-from nandoctor.diagnosis.backward import UNSCALED, conclude_backward, describe_removed
+from nandoctor.diagnosis.backward import UNSCALED, conclude_backward
 from nandoctor.diagnosis.conclusion import (
     Conclusion,
     Findings,
@@ -21,16 +21,8 @@ from nandoctor.diagnosis.conclusion import (
 )
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.diagnosis.growth import with_growth
-from nandoctor.diagnosis.origin import (
-    describe_first,
-    diagnose_outside,
-    needs_counts,
-)
-from nandoctor.diagnosis.run_summary import (
-    outputs_differ,
-    read_excerpt,
-    summarize_runs,
-)
+from nandoctor.diagnosis.origin import describe_first, diagnose_outside, needs_counts
+from nandoctor.diagnosis.run_summary import outputs_differ, read_excerpt, summarize_runs
 from nandoctor.diagnosis.verdict import (
     advise,
     describe_blindness,
@@ -47,14 +39,7 @@ from nandoctor.dumps.dump import Dump, summarize
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine.optimizer_slots import measure_slots
 from nandoctor.engine.progress import Progress, listener_of
-from nandoctor.engine.reproduction import (
-    Preparation,
-    Replayed,
-    replay_from_reset,
-    replay_plainly,
-    reproduce,
-    run_whole,
-)
+from nandoctor.engine.reproduction import Preparation, Replayed, replay_from_reset, replay_plainly, reproduce, run_whole
 from nandoctor.engine.runner import CLOSELY, FailingStep, Watch
 from nandoctor.engine.samples import Symptom, describe_difference, find_guilty
 from nandoctor.engine.updates import trace_update
@@ -232,8 +217,7 @@ def _diagnose(replayed: Replayed) -> Findings:
     reproduction, seeded = replayed.reproduction, replayed.random and step.seed is not None
     has_state, then = bool(step.rng_states), other_torch(step.recorded.torch)
     draws = tuple(doubt_draws(reproduction, has_state=has_state, other_torch=then)) if seeded else ()
-    has_loss, device_type, findings = step.loss is not None, step.device.type, with_growth(findings)
-    return with_gaps(findings, reproduction, step.saved_flags, draws, has_loss=has_loss, device_type=device_type)
+    return with_gaps(with_growth(findings), reproduction, step.saved_flags, draws, has_loss=step.loss is not None)
 
 
 def _name_samples(step: FailingStep, findings: Findings) -> Findings:
@@ -302,7 +286,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
         note = f"The loss is non-finite and every gradient is finite {at}: GradScaler does not skip such a step."
         return replace(findings, notes=(note, *told))
     if not sound or not trace.bad_gradients:
-        return replace(findings, notes=(*describe_removed(trace), *told) if sound else ())
+        return replace(findings, notes=told if sound else ())
     reference = findings.reference if findings.reference.backward else step.run(REFERENCE, watch).trace
     unscaled = replace(watch, stage="backward at scale 1")
     fixed = step.loss_factor > 1 and not replace(step, loss_scale=1.0).run(watch=unscaled).trace.bad_gradients

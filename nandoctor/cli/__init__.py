@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from nandoctor import __version__
-from nandoctor.cli.failures import EXIT_CANNOT_TELL, failures_told
+from nandoctor.cli.failures import EXIT_CANNOT_TELL, TYPED, failures_told
 from nandoctor.errors import NanDoctorError
 
 __all__ = ["VERBS", "find_verb", "main"]
@@ -38,9 +38,12 @@ def find_verb(name: str) -> click.Command:
 class _Verbs(click.Group):
     """The group of all verbs; it reports failures in one place, including those of --help and --version."""
 
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **kwargs: Any) -> click.Context:
+        typed = [*args]  # parsing empties the list
         with failures_told():
-            return super().make_context(*args, **kwargs)
+            context = super().make_context(info_name, args, *rest, **kwargs)
+        context.meta[TYPED] = typed
+        return context
 
     def invoke(self, context: click.Context) -> Any:
         from nandoctor.hidden_warnings import warnings_hidden

@@ -9,21 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nandoctor.cli.failures import EXIT_CANNOT_TELL, EXIT_INTERRUPTED, exit_code_answers, tell
-from nandoctor.cli.options import (
-    MODEL_AND_STEP,
-    GroupedCommand,
-    check_replaceable,
-    file_option,
-    settings_options,
-)
-from nandoctor.cli.shared import (
-    DumpPath,
-    ReplayDisplay,
-    json_option,
-    opened_dump,
-    print_report,
-    show,
-)
+from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, check_replaceable, file_option, settings_options
+from nandoctor.cli.shared import DumpPath, ReplayDisplay, json_option, opened_dump, print_report, show
 from nandoctor.text import printable
 from nandoctor.views.plots.kinds import PLOTS
 from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS

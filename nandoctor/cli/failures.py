@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import io
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import click
@@ -33,13 +34,36 @@ def discard_output() -> None:
     sys.stdout = io.StringIO()
 
 
+TYPED = "nandoctor.typed"
+"""The key under which a context has the words of the command line."""
+
+
+def remedy_for(error: NanDoctorError) -> str:
+    """Return what to do; if options are missing, the user's own command with them, to be pasted."""
+    context = click.get_current_context(silent=True)
+    if not error.options or context is None:
+        return error.remedy
+    command = shlex.join(["nandoctor", *_without(context.meta[TYPED], error.options[0]), *error.options])
+    return f"{error.remedy.removesuffix(shlex.join(error.options)).rstrip()}\n  {command}"
+
+
+def _without(typed: Sequence[str], flag: str) -> Iterator[str]:
+    """Yield the words of a command without an option and its value."""
+    words = iter(typed)
+    for word in words:
+        if word == flag:
+            next(words, None)
+        elif not word.startswith(f"{flag}="):
+            yield word
+
+
 @contextmanager
 def failures_told() -> Iterator[None]:
     """Print one clear message for an error that the user can fix, and exit."""
     try:
         yield
     except NanDoctorError as error:
-        tell(f"nandoctor: {error.message}\n{error.remedy}")
+        tell(f"nandoctor: {error.message}\n{remedy_for(error)}")
         sys.exit(error.exit_code)
     except (click.ClickException, click.exceptions.Exit):
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from nandoctor.dumps.code_request import read_option
 from nandoctor.errors import NanDoctorError
 from nandoctor.step.settings import OPTIONS, Option, OptionGroup, check_setting
 from nandoctor.views.save import check_ending, is_replaceable
@@ -101,10 +101,7 @@ def _parse_argument(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
     if not separator or not name:
         raise click.BadParameter(f"{text!r} is not K=V.")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return name, value
+    return name, read_option(value)
 
 
 def check_replaceable(file: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nandoctor.cli.failures import exit_code_answers, tell
+from nandoctor.cli.failures import exit_code_answers, remedy_for, tell
 from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, settings_options
 from nandoctor.cli.shared import DumpPath, json_option, opened_dump, show
 from nandoctor.errors import NanDoctorError
@@ -59,7 +59,8 @@ def _verify(dump: Path, options: dict[str, Any]) -> Verification:
         with opened_dump(dump, options) as (opened, settings):
             return check(opened, proved=settings.pop("written_fix"), **settings)[0]
     except NanDoctorError as error:
-        return cannot_tell(str(dump), error.message, tuple(error.remedy.split("\n")))
+        steps = (line.strip() for line in remedy_for(error).split("\n"))
+        return cannot_tell(str(dump), error.message, tuple(steps))
     except Exception as error:
         return cannot_tell(str(dump), f"nandoctor failed: {error!r}")
 

@@ -23,7 +23,6 @@ from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis
 from nandoctor.evidence.trace import NonfiniteCounts, OpCall, Trace
 from nandoctor.ops import EXPONENTIALS, GRADIENT_SUM
-from nandoctor.text import file_line
 
 _DISCARDED = "where-gradient-trap"
 _ALWAYS_OVERFLOW = EXPONENTIALS - {"pow"}
@@ -173,18 +172,6 @@ def _places(numel: int, counts: NonfiniteCounts) -> object:
 
 UNSCALED = "Gradients are those of the unscaled loss: pass --loss-scale if GradScaler multiplied it."
 """A note for fp16 without a known loss scale: gradients that are finite without it may exceed 65504 with it."""
-
-
-def describe_removed(trace: Trace) -> tuple[str, ...]:
-    """Return a note on non-finite gradients that a later backward op removes before they reach a parameter, if any."""
-    made = [op for op in trace.backward if op.analysis is not None]
-    if not made or trace.bad_gradients:
-        return ()
-    line = f" ({file_line(made[0].source.file, made[0].source.line)})" if made[0].source else ""
-    return (
-        f"The backward of {made[0].op}{line} makes non-finite gradients, but a later op replaces them by zeros: the "
-        "gradients of all parameters are finite. torch.autograd.detect_anomaly would stop there.",
-    )
 
 
 def _hidden_origin(

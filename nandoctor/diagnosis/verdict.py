@@ -85,16 +85,6 @@ def doubt_draws(reproduction: Reproduction, *, has_state: bool, other_torch: str
         )
 
 
-def describe_draws_of_gpu(device_type: str) -> tuple[str, ...]:
-    """Return a note that a GPU's dropout masks depend on the format, by which kernels draw more or fewer at a time."""
-    if device_type != "cuda":
-        return ()
-    return (
-        "The step draws random numbers, and a GPU draws others in fp32 than in half precision: the fp32 run, and the "
-        "run with a change, may have another dropout mask. Without --device all runs draw the same.",
-    )
-
-
 def doubt_rounding(trace: Trace, reference: Trace, *, random: bool) -> Iterator[Gap]:
     """Yield the gap of a finite step that is non-finite in fp32, or gives something else there than rounding explains.
 
@@ -158,20 +148,12 @@ def judge_unfailing(verdict: Verdict, gaps: tuple[Gap, ...], flags: SavedFlags) 
 
 
 def with_gaps(
-    findings: Findings,
-    reproduction: Reproduction,
-    flags: SavedFlags,
-    draws: tuple[Gap, ...],
-    *,
-    has_loss: bool,
-    device_type: str,
+    findings: Findings, reproduction: Reproduction, flags: SavedFlags, draws: tuple[Gap, ...], *, has_loss: bool
 ) -> Findings:
     """Add to the findings what could not be looked at, which decides the verdict if nothing was found.
 
     `draws` doubts the random numbers that the step draws.
     """
-    if findings.random:
-        findings = replace(findings, notes=(*findings.notes, *describe_draws_of_gpu(device_type)))
     rounding = doubt_rounding(findings.trace, findings.reference, random=findings.random)
     gaps = (*find_gaps(findings.trace, flags, reproduction, has_loss=has_loss), *rounding, *findings.gaps, *draws)
     if findings.verdict not in NOTHING_FOUND:

@@ -59,7 +59,7 @@ def approving_command(dump: Path, recorded: Recorded, *, own: bool = False) -> s
         words += ["--method", recorded.method]
     if loss is not None and _may_be_offered(loss, own=own, assigned=True):
         words += ["--loss", loss.spec.replace("__main__:", "FILE.py:")]
-    return " ".join(map(_quote, words))
+    return shlex.join(map(printable, words))  # no terminal should get the rest of a path as it is
 
 
 def argument_options(arguments: Mapping[str, Any]) -> list[str]:
@@ -109,11 +109,6 @@ def _shown(value: Any) -> str:
     return text if text is not None else f"a {type(value).__name__} that only a function can build"
 
 
-def _quote(word: str) -> str:
-    """Return the word quoted for a shell; what no terminal should get of a path is written as escapes."""
-    return shlex.quote(printable(word))
-
-
 def is_transformers_config(kind: Any) -> bool:
     """Return True for a configuration class of transformers, which spells its base class in two ways."""
     return any(base.__name__.lower() == "pretrainedconfig" for base in getattr(kind, "__mro__", ()))
@@ -125,10 +120,11 @@ def as_option(value: Any) -> str | None:
         return None
     text = value if isinstance(value, str) else repr(value)
     is_typable = len(text) <= _MAX_OPTION and text.isprintable()
-    return text if is_typable and _read_option(text) == value else None
+    return text if is_typable and read_option(text) == value else None
 
 
-def _read_option(text: str) -> Any:
+def read_option(text: str) -> Any:
+    """Return the value after `--model-arg K=`: a Python literal if it reads as one, else the text."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # TypeError: an unhashable key

@@ -16,7 +16,6 @@ from nandoctor.repro_scripts.program import METHOD, TESTS, Program, Ref, is_cast
 
 _NAMES = {"nan": "NaN", "+inf": "an infinity", "-inf": "a negative infinity"}
 _INDENT = "    "
-_WIDTH = 110
 _TENSOR_WIDTH = 100
 _MAX_NUMEL = 20_000
 
@@ -26,25 +25,17 @@ def write_script(program: Program, failure: Failure, facts: Mapping[str, str]) -
     tensors = "\n".join(f"{name} = {write_tensor(leaf)}" for name, leaf in program.leaves.items())
     head = f"{_docstring(program, failure, facts)}\n\n{_imports(program)}"
     body = f"{tensors}\n\n" + "\n".join(_checks(program, failure))
-    return "\n\n\n".join([head, "\n".join(_wrap(line, 8) for line in _case(program)), body]) + "\n"
+    return "\n\n\n".join([head, "\n".join(_case(program)), body]) + "\n"
 
 
 def _docstring(program: Program, failure: Failure, facts: Mapping[str, str]) -> str:
     width = max(map(len, facts), default=0)
-    lines = "\n".join(_wrap(f"{label:<{width}}  {_printable(text)}", width + 2) for label, text in facts.items())
+    lines = "\n".join(f"{label:<{width}}  {_printable(text)}" for label, text in facts.items())
     where = "in the gradients of " if program.gradient else "from "
     name = program.function.replace(METHOD, "torch.Tensor.")
     what = f"{_NAMES[failure.kind].capitalize().replace('Nan', 'NaN')} {where}{name}"
     last = "Needs torch alone, on a CPU or with CUDA; exits with 0 if it fails as stated."
     return f'"""{what}: the smallest case.\n\n{lines}\n\n{last}\n"""'
-
-
-def _wrap(line: str, indent: int) -> str:
-    """Wrap a line, unless it contains a string."""
-    if len(line) <= _WIDTH or "'" in line:
-        return line
-    following = " " * indent
-    return textwrap.fill(line, _WIDTH, subsequent_indent=following, break_long_words=False, break_on_hyphens=False)
 
 
 def _printable(text: str) -> str:

@@ -7,35 +7,35 @@ from __future__ import annotations
 
 import ast
 import inspect
-import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from nandoctor.dumps.classify import unwrapped_name
+from nandoctor.dumps.code_request import as_option
 from nandoctor.source_files import parse_source, shown_path
 from nandoctor.step.scripts import flattened, runnable
 
 _MAX_FILES = 200
 
 
-def remedy_for_arguments(spec: str, factory: Callable[..., Any], otherwise: str) -> str:
-    """Return what to type if `factory`, which a SPEC names, was called in another way than by the project's own code.
+Options = tuple[str, ...]
+"""The options of a command that name the code which builds a model."""
 
-    Return `otherwise` if that does not show how it is called.
-    """
-    location, _, name = spec.rpartition(":")
+
+def find_building(spec: Any, factory: Callable[..., Any]) -> Options:
+    """Return how the project's own code builds what `factory` does, which a SPEC names; () if it does not show that."""
+    location, _, name = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
     if not location.endswith(".py"):
-        return otherwise
+        return ()
     try:
         parameters = list(inspect.signature(factory).parameters)
     except (TypeError, ValueError):  # a factory made by C code has no signature
-        return otherwise
-    options = _find_call(Path(location).resolve(), name, parameters)
-    return otherwise if options is None else f"Build it as your own code does: {options}"
+        return ()
+    return _find_call(Path(location).resolve(), name, parameters)
 
 
-def suggest_model(weights: Iterable[str], folder: Path) -> str | None:
+def suggest_model(weights: Iterable[str], folder: Path) -> Options:
     """Return the options that build the first class in the folder's files that sets all attributes that weights need.
 
     Weights are named by the attributes of their model: `encoder.0.weight`.
@@ -44,21 +44,15 @@ def suggest_model(weights: Iterable[str], folder: Path) -> str | None:
     for path in [*sorted(folder.glob("*.py")), *sorted(folder.glob("*/*.py"))][:_MAX_FILES]:
         tree = parse_source(path)
         for node in tree.body if tree is not None else ():
-            if isinstance(node, ast.ClassDef) and needed <= set(_attributes_set(node)):
+            attributes = (inner for inner in ast.walk(node) if isinstance(inner, ast.Attribute))
+            stored = {inner.attr for inner in attributes if isinstance(inner.ctx, ast.Store)}
+            if isinstance(node, ast.ClassDef) and needed <= stored:
                 file = path.resolve()
-                return _find_call(file, node.name, []) or f"--model {shlex.quote(f'{shown_path(file)}:{node.name}')}"
-    return None
+                return _find_call(file, node.name, []) or ("--model", f"{shown_path(file)}:{node.name}")
+    return ()
 
 
-def _attributes_set(node: ast.ClassDef) -> Iterator[str]:
-    """Yield the names of the attributes that a class sets on `self`."""
-    for inner in ast.walk(node):
-        match inner:
-            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                yield name
-
-
-def _find_call(file: Path, name: str, parameters: Sequence[str]) -> str | None:
+def _find_call(file: Path, name: str, parameters: Sequence[str]) -> Options:
     """Return the options that build `name` of a file as a call in that file does, or else in a file beside it.
 
     If the only calls are in functions that return what they make, return how the first of these is called.
@@ -71,7 +65,7 @@ def _find_call(file: Path, name: str, parameters: Sequence[str]) -> str | None:
             for options in _find_options(path, tree, file, made, parameters if made == name else ()):
                 return options
         names += [maker for _, tree in trees for maker in _makers_of(made, tree) if maker not in names]
-    return None
+    return ()
 
 
 def _makers_of(name: str, tree: ast.Module) -> list[str]:
@@ -81,27 +75,47 @@ def _makers_of(name: str, tree: ast.Module) -> list[str]:
     return [maker for maker, statements in returned.items() if any(_calls_of(name, node) for node in statements)]
 
 
-def _find_options(path: Path, tree: ast.Module, file: Path, name: str, parameters: Sequence[str]) -> Iterator[str]:
+def _find_options(path: Path, tree: ast.Module, file: Path, name: str, parameters: Sequence[str]) -> Iterator[Options]:
     top = list(flattened(tree.body))
     statements = [*top, *(node for function, _ in runnable(top) for node in function.body)]
     known = set[str]()
     for statement in statements:
         match statement:
-            case ast.Assign(targets=[ast.Name(id=target)]):
-                known.add(target)
-                if _calls_of(name, statement):
-                    yield f"--model {shlex.quote(f'{shown_path(path)}:{target}')}"
+            case ast.Assign(targets=[target], value=value):
+                for variable, made in _pairs(target, value):
+                    known.add(variable)
+                    if _calls_of(name, made):
+                        yield "--model", f"{shown_path(path)}:{variable}"
             case ast.ClassDef(name=target):
                 known.add(target)
             case ast.ImportFrom(names=aliases):
                 known |= {alias.asname or alias.name for alias in aliases}
     for call in _calls_of(name, tree):
         given = [*zip(parameters, call.args, strict=False), *((it.arg, it.value) for it in call.keywords)]
-        values = [(key, value.id) for key, value in given if key and isinstance(value, ast.Name)]
-        if given and len(values) == len(given) and all(value in known for _, value in values):
-            arguments = (shlex.quote(f"{key}={shown_path(path)}:{value}") for key, value in values)
-            model = shlex.quote(f"{shown_path(file)}:{name}")
-            yield " ".join([f"--model {model}", *(f"--model-arg {text}" for text in arguments)])
+        texts = [(key, _text_of(value, path, known)) for key, value in given]
+        if given and all(key and text for key, text in texts):
+            arguments = [word for key, text in texts for word in ("--model-arg", f"{key}={text}")]
+            yield "--model", f"{shown_path(file)}:{name}", *arguments
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the variables of an assignment with what is assigned to each: `G, D = Gen(64), Critic(64)`."""
+    match target, value:
+        case ast.Name(id=name), _:
+            yield name, value
+        case ast.Tuple(elts=targets), ast.Tuple(elts=values):
+            for inner, made in zip(targets, values, strict=False):
+                yield from _pairs(inner, made)
+
+
+def _text_of(value: ast.expr, path: Path, known: Set[str]) -> str | None:
+    """Return an argument as `--model-arg` takes it: a plain value, or the SPEC of what a file binds; else None."""
+    match value:
+        case ast.Name(id=name) if name in known:
+            return f"{shown_path(path)}:{name}"
+        case ast.Constant(value=constant):
+            return as_option(constant)
+    return None
 
 
 def _calls_of(name: str, tree: ast.AST) -> list[ast.Call]:

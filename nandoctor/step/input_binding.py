@@ -6,7 +6,6 @@ import ast
 import inspect
 import json
 import re
-import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -230,6 +229,6 @@ def _explain(model: str, signature: Signature, offer: Offer, bound: Bound) -> Mo
     example = ",".join(pairs if unmet else left)
     return ModelError(
         message,
-        remedy=f"Name what each takes, as in --inputs {shlex.quote(example)}; or pass all as one dict with "
-        "--inputs '*', or give --call file.py:function.",
+        remedy="Pass all as one dict with --inputs '*', give --call file.py:function, or name what each takes:",
+        options=("--inputs", example),
     )

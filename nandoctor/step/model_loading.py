@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +30,7 @@ from nandoctor.errors import ModelError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory
 from nandoctor.source_files import package_of
-from nandoctor.step.building_calls import remedy_for_arguments
+from nandoctor.step.building_calls import find_building
 from nandoctor.step.memory import Unfilled
 from nandoctor.step.scripts import Script
 from nandoctor.text import brief, relative_path
@@ -46,12 +45,12 @@ OTHER_ARGUMENTS = (
     "Give the arguments that the training used (--model-arg K=V), or --no-strict to load what fits and leave the rest "
     "as the model initialises it."
 )
+AS_YOUR_CODE = "Build it as your own code does:"
 OTHER_MODEL = "This is another model's state dict: check --model."
 _ARGUMENTS_NEEDED = (
     "Give the arguments it needs with --model-arg K=V, once for each; V may be an object, as in cfg=train.py:CFG. "
     "Relative paths start in the working directory."
 )
-_find_near = partial(difflib.get_close_matches, n=1, cutoff=0.75)
 
 
 def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: Path = Path()) -> nn.Module:
@@ -164,8 +163,8 @@ def _compare(own: _State, state: _State) -> tuple[set[str], list[str]]:
     known = [name for name in own if name in state and not is_lazy(own[name])]
     reshaped = [name for name in known if own[name].shape != state[name].shape]
     problems = [
-        *_describe("missing from the weights", missing, lambda name: name + _suggest(name, unexpected)),
-        *_describe("not in the model", unexpected, lambda name: name + _suggest(name, missing)),
+        *_describe("missing from the weights", missing, str),
+        *_describe("not in the model", unexpected, str),
         *_describe(
             "of another shape (weights for model)",
             reshaped,
@@ -251,9 +250,11 @@ def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], nam
     except Exception as error:
         if is_out_of_memory(error):
             raise explain_memory(f"build {name}", error) from error
+        options = find_building(name, factory)
         raise ModelError(
             f"{name}{_signature(factory)} raised {type(error).__name__}{raised_at(error)}: {error}",
-            remedy=remedy_for_arguments(name, factory, _ARGUMENTS_NEEDED),
+            remedy=AS_YOUR_CODE if options else _ARGUMENTS_NEEDED,
+            options=options,
         ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(
@@ -364,11 +365,6 @@ def _describe(what: str, names: Sequence[str], show: Callable[[str], str]) -> It
         yield f"  {len(names)} {what}: {', '.join(shown)}{rest}"
 
 
-def _suggest(name: str, names: Sequence[str]) -> str:
-    near = _find_near(name, names)
-    return f" (nearest: {near[0]})" if near else ""
-
-
 def _guess(name: str, names: Sequence[str], otherwise: str) -> str:
-    near = _find_near(name, names)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     return f"Did you mean {near[0]}?" if near else otherwise

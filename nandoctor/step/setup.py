@@ -5,9 +5,11 @@ No code below this reads a `Dump`.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from nandoctor.autocast.literals import cuda_code
 from nandoctor.autocast.op_lists import describe_lists
 from nandoctor.autocast.policy import LOW_DTYPES, Policy
+from nandoctor.dumps.code_request import read_option
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.trees import slots
@@ -29,7 +32,7 @@ from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import memory_of, return_freed_memory
 from nandoctor.step.binding import Offer
-from nandoctor.step.building_calls import remedy_for_arguments, suggest_model
+from nandoctor.step.building_calls import find_building, suggest_model
 from nandoctor.step.code_references import (
     build_loss,
     check_method,
@@ -45,6 +48,7 @@ from nandoctor.step.input_binding import Binding, bind_inputs, find_bindings
 from nandoctor.step.losses import bind_loss
 from nandoctor.step.memory import Unfilled, building_within
 from nandoctor.step.model_loading import (
+    AS_YOUR_CODE,
     OTHER_ARGUMENTS,
     ModelSource,
     build_model,
@@ -184,26 +188,25 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
     try:
         notes = [*load_state(code.model, state, strict=settings.strict, unfilled=code.unfilled), *state_notes]
     except ModelError as error:
-        raise ModelError(
-            error.message, remedy=_remedy_for_misfit(code.source, settings, error.remedy)
-        ) from error.__cause__
+        raise _explain_misfit(error, code.source, settings) from error.__cause__
     with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device
         code.model.to(device)
     add_casts(code.model, dump.recorded)
     return [*notes, *_take_dtypes(code.model, dump)]
 
 
-def _remedy_for_misfit(source: ModelSource | None, settings: Settings, remedy: str) -> str:
-    """Return what to do if the weights do not fit the model that the source or, without one, the dump names."""
+def _explain_misfit(error: ModelError, source: ModelSource | None, settings: Settings) -> ModelError:
+    """Return the error for weights that do not fit the model that the source or, without one, the dump names."""
     if source is None:
-        return (
-            "Name what builds the model, --model FILE.py:NAME; in the training, give Recorder the arguments of "
-            "the model's class (arguments={...}) or a function that builds it (builder=FUNCTION)."
+        return ModelError(
+            error.message,
+            remedy="Name what builds the model, --model FILE.py:NAME; in the training, give Recorder the arguments of "
+            "the model's class (arguments={...}) or a function that builds it (builder=FUNCTION).",
         )
     factory = find_attribute(source, directory=settings.directory)
-    if remedy != OTHER_ARGUMENTS or not isinstance(source, str) or isinstance(factory, nn.Module):
-        return remedy
-    return remedy_for_arguments(source, factory, remedy)
+    has_others = error.remedy == OTHER_ARGUMENTS and not isinstance(factory, nn.Module)
+    options = find_building(source, factory) if has_others else ()
+    return ModelError(error.message, remedy=AS_YOUR_CODE if options else error.remedy, options=options)
 
 
 def _widen_weights(net: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
@@ -232,21 +235,39 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
         if filled is not None:
             with building_within(dump.state):
                 return build_model(filled, {}), []
-        return build_model(source, settings.model_args, directory=settings.directory), []
+        try:
+            return build_model(source, settings.model_args, directory=settings.directory), []
+        except ModelError as error:
+            return _build_as_own_code(error, str(source), settings)
     if not dump.is_recorded:
         suggested = suggest_model(dump.state, settings.directory)
         raise ModelError(
             "The dump holds weights and arrays, not the model's code.",
-            remedy=f"A model with these weights is in your own code: {suggested}"
-            if suggested is not None
+            options=suggested,
+            remedy="A model with these weights is in your own code:"
+            if suggested
             else "Name what builds the model: --model train.py:make_model, or model=make_model in Python; or set "
             "model in [tool.nandoctor] of the project's pyproject.toml.",
         )
     reference = dump.recorded.model
     make = find_model(reference, dump.path, dump.provenance)
     with building_within(dump.state):
-        net = build_model(make, settings.model_args)
-    return net, describe_code_change(reference)
+        try:
+            net, notes = build_model(make, settings.model_args), list[str]()
+        except ModelError as error:
+            net, notes = _build_as_own_code(error, make.__qualname__, settings)
+    return net, [*notes, *describe_code_change(reference)]
+
+
+def _build_as_own_code(error: ModelError, named: str, settings: Settings) -> tuple[nn.Module, list[str]]:
+    """Build the model as the file does that the user approved by naming it; raise the error if it does not show how."""
+    _, spec, *given = error.options or ("", "")
+    arguments = dict(text.split("=", 1) for text in given[1::2])
+    files = {Path(text.rpartition(":")[0]).resolve() for text in (spec, *arguments.values()) if ".py:" in text}
+    if settings.model_args or files != {Path(named.rpartition(":")[0]).resolve()}:
+        raise error
+    model = build_model(spec, {name: read_option(text) for name, text in arguments.items()})
+    return model, [f"Built as your own code builds it: {shlex.join(error.options)}"]
 
 
 def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:

@@ -160,10 +160,9 @@ def describe_shape(stats: TensorStats, dimensions: Sequence[str]) -> str:
 
 
 def _run_facts(report: Report) -> Iterator[Fact]:
-    if report.runs is None:
-        return
-    runs = {run.dtype: " ".join(run.raised.split()) for run in (report.runs.autocast, report.runs.fp32) if run.raised}
-    for dtype, raised in runs.items():
+    both = () if report.runs is None else (report.runs.autocast, report.runs.fp32)
+    ended = {run.dtype: " ".join(run.raised.split()) for run in both if run.raised}
+    for dtype, raised in ended.items():
         yield Fact("raised", f"the {dtype} run stopped early: {brief(raised, _MESSAGE_WIDTH)}")
 
 

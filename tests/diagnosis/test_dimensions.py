@@ -9,7 +9,7 @@ from made_traces import trace_ops
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attend
 
-from nandoctor.diagnosis.dimensions import name_dimensions, with_samples
+from nandoctor.diagnosis.dimensions import name_dimensions
 
 HEADS, CHANNELS = 2, 8
 
@@ -56,7 +56,6 @@ NAMED = {
     "later, after a cast": (lambda m, x: (m.conv(x).relu() * 2).double().contiguous().tan(), IMAGE, SPACE),
     "a function of resizing": (lambda m, x: F.interpolate(x, scale_factor=2.0, mode="bilinear").tan(), IMAGE, SPACE),
     "in one dimension": (lambda m, x: F.avg_pool1d(x.tan(), 2), (2, CHANNELS, 9), ("", "channel", "position")),
-    "no batch": (lambda m, x: m.conv(x).tan(), IMAGE[1:], SPACE[1:]),
     "batch norm": (lambda m, x: F.batch_norm(x.tan(), None, None, training=True), IMAGE[:3], ("", "channel", "")),
     "a linear layer": (lambda m, x: m.enter(x).tan(), TEXT, ("", "", "feature")),
     "layer norm": (lambda m, x: F.layer_norm(x.tan(), (CHANNELS,)), TEXT, ("", "", "feature")),
@@ -69,7 +68,6 @@ NAMED = {
 UNNAMED = {
     "the batch": (lambda m, x: x.tan(), IMAGE),
     "a convolution's, moved": (lambda m, x: m.conv(x).transpose(2, 3).tan(), (2, CHANNELS, 5, 5)),
-    "a product of its maps": (lambda m, x: (m.conv(x) @ m.conv(x)).tan(), (2, CHANNELS, 5, 5)),
     "similarities, without values": (lambda m, x: (m.enter(x) @ m.enter(x).T).tan().softmax(-1), (5, CHANNELS)),
     "values weighted along the rows": (lambda m, x: (m.enter(x) @ m.enter(x).mT).tan().softmax(1) @ x, TEXT),
     "no space": (lambda m, x: torch.atleast_2d(x).tan(), (4, 4)),
@@ -85,7 +83,3 @@ def test_ops_name_the_dimensions_that_they_define(case):
 @pytest.mark.parametrize("case", UNNAMED)
 def test_nothing_is_said_where_no_op_tells(case):
     assert names_in(*UNNAMED[case]) == ()
-
-
-def test_samples_are_named_whether_anything_else_is_or_not():
-    assert (with_samples((), 2), with_samples(("", "key"), 2)) == (("sample", ""), ("sample", "key"))

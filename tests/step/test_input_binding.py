@@ -215,17 +215,17 @@ def test_wrappers_are_looked_through(wrap):
 
 OPEN = [
     # parameters; saved arrays; what is said of the parameters; the arrays listed; the command, or what is lacking
-    ("x", "foo bar", "takes x,", "foo bar", "--inputs x=foo;"),
-    ("x", "labels mask", "takes x,", "labels mask", "--inputs x=labels;"),
-    ("left, right", "image foo bar", "takes left, right,", "image foo bar", "--inputs left=image,right=foo;"),
+    ("x", "foo bar", "takes x,", "foo bar", "--inputs x=foo"),
+    ("x", "labels mask", "takes x,", "labels mask", "--inputs x=labels"),
+    ("left, right", "image foo bar", "takes left, right,", "image foo bar", "--inputs left=image,right=foo"),
     ("left, right", "left", "takes right beside left=left,", "none", "nothing for right"),
-    ("mask, x", "mask foo bar", "takes x beside mask=mask,", "foo bar", "--inputs mask=mask,x=foo;"),
-    ("mask, image", "a.image b.image mask", "takes image beside", "a.image b.image", "image=a.image;"),
+    ("mask, x", "mask foo bar", "takes x beside mask=mask,", "foo bar", "--inputs mask=mask,x=foo"),
+    ("mask, image", "a.image b.image mask", "takes image beside", "a.image b.image", "image=a.image"),
     ("images, x", "image input_image", "takes images, x,", "image input_image", "--inputs images=image,x=input_image"),
-    ("*tensors", "image foo", "takes *tensors,", "image foo", "--inputs image,foo;"),
-    ("", "image", "takes no array,", "image", "--inputs image;"),
-    ("**kwargs", "image", "takes no array,", "image", "--inputs image;"),
-    ("x=None", "foo bar", "takes x,", "foo bar", "--inputs x=foo;"),
+    ("*tensors", "image foo", "takes *tensors,", "image foo", "--inputs image,foo"),
+    ("", "image", "takes no array,", "image", "--inputs image"),
+    ("**kwargs", "image", "takes no array,", "image", "--inputs image"),
+    ("x=None", "foo bar", "takes x,", "foo bar", "--inputs x=foo"),
     ("x", "epoch", "takes x,", "none", "nothing for x"),
 ]
 
@@ -246,9 +246,8 @@ def test_what_is_left_on_both_sides_is_said(signature, saved, wanted, listed, ad
     assert f"how to call Model: forward {wanted}" in first_line
     assert [line.split()[0] for line in lines] == listed.split()
     assert advice in error.remedy
-    if "--inputs" in error.remedy and signature not in ("", "**kwargs"):
-        spelled = error.remedy.partition("--inputs ")[2].partition(";")[0].split(",")
-        bind_inputs(spelled, offer).forward(model, offer.values)
+    if error.options and signature not in ("", "**kwargs"):
+        bind_inputs(error.options[1].split(","), offer).forward(model, offer.values)
 
 
 SPELLED = [

@@ -124,6 +124,23 @@ def test_what_does_not_fit_says_what_to_do(model, settings, error, message, tmp_
     assert caught.value.remedy.endswith(".")
 
 
+BUILT = {
+    "net = Net(3)": "train.py:net",
+    "G, D = Net(3), Net(4)": "train.py:G",
+    "class Trainer:\n    def __init__(self): self.net = Net(3)": "train.py:Net --model-arg width=3",
+    "class A: w = 3\nclass B:\n    def __init__(self): Net(width=A)": "train.py:Net --model-arg width=train.py:A",
+}
+NET = "from torch import nn\ndef Net(width): return nn.Linear(getattr(width, 'w', width), 2)"
+
+
+@pytest.mark.parametrize("call", BUILT)
+def test_a_class_that_lacks_arguments_is_built_as_its_file_does(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(f"{NET}\n{call}\n")
+    made = prepare(dump_of(nn.Linear(3, 2), image=IMAGE), "train.py:Net", Settings())
+    assert f"Built as your own code builds it: --model {BUILT[call]}" in made.notes
+
+
 WITHOUT_A_MODEL = {
     "class Net(nn.Module):\n    def __init__(self): self.stem, self.head = 1, 2": "train.py:Net",
     "class Net(nn.Module):\n    def __init__(self, width): self.stem = self.head = 1\nnet = Net(3)": "train.py:net",

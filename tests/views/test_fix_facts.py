@@ -176,7 +176,6 @@ USE = EpsUse(place="op", module="norm", type="Norm", name="eps", value=1e-8)
     ("changes", "text"),
     [
         ({}, "norm was not seen in use"),
-        ({"dtype": FP16, "effect": "zero"}, "norm is zero in fp16"),
         ({"dtype": FP16, "effect": "normal", "absorbed_share": 0.5},
          "norm is kept in fp16, and lost in 50 % of what it is added to"),
         ({"dtype": FP16, "effect": "subnormal", "rel_err": 0.19}, "norm is subnormal in fp16 and 19 % off"),

@@ -75,8 +75,7 @@ def _draw_map(axes: Axes, grid: Grid, dimensions: Sequence[str]) -> None:
 
 def _describe_source(report: Report, origin: Origin, grid: Grid) -> str:
     source = brief(Path(report.dump.path).name, _NAME_WIDTH)
-    if origin.output is None:
-        return f"{source}: non-finite elements of the tensor"
+    assert origin.output is not None  # a grid is one of its elements
     others = (dim for dim in range(len(origin.output.shape)) if dim not in grid.dims)
     summed = join_words([name_dimension(dim, origin.dimensions) for dim in others])
     tensor = describe_shape(origin.output, origin.dimensions)
