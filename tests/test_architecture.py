@@ -49,7 +49,7 @@ MAX_LINES_OF_ROOMS = {
     "dumps": 3_675,
     "engine": 3_247,
     "evidence": 1_741,
-    "fixes": 3_659,
+    "fixes": 3_688,
     "fleet": 797,
     "recorder": 2_400,
     "records": 1_700,

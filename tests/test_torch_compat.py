@@ -88,24 +88,6 @@ def test_a_replay_with_an_older_torch_says_where_to_go(saved, monkeypatch):
     with pytest.raises(UnsupportedTorchError, match=r"needs torch 2\.6 or newer") as caught:
         nandoctor.replay(saved, nn.Linear(2, 2))
     assert "Copy the dump to an environment with a newer torch" in caught.value.remedy
-    with pytest.raises(UnsupportedTorchError), nandoctor.cuda_autocast():
-        pytest.fail("the emulation needs what older torches lack")
-
-
-def test_a_compiler_is_found_as_older_torches_show_it(monkeypatch):
-    monkeypatch.setattr(torch_compat, "TORCH", (2, 4))
-    set_callback = torch._C._dynamo.eval_frame.set_eval_frame
-    before = set_callback(None)
-    assert not torch_compat.find_compiler()
-    assert set_callback(before) is None
-
-
-def test_the_default_device_of_a_torch_that_forgot_it(monkeypatch):
-    def forgot():
-        raise AttributeError("'_thread._local' object has no attribute 'device'")
-
-    monkeypatch.setattr(torch, "get_default_device", forgot)
-    assert torch_compat.default_device() == torch.device("cpu")
 
 
 def test_patches_are_undone_where_the_block_raises():

@@ -29,7 +29,7 @@ from nandoctor.fixes.agreement import (
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
 from nandoctor.fixes.hidden_values import describe_hidden
 from nandoctor.fixes.meaning import Meaning, reversed_gradient
-from nandoctor.fixes.other_batches import OtherBatches
+from nandoctor.fixes.other_batches import OtherBatches, with_passing_clamps
 from nandoctor.fixes.variations import OTHER_SEED, VARIATIONS
 from nandoctor.fixes.verify import Judgement, Trials, selects
 from nandoctor.fixes.writing import WrittenChange
@@ -268,7 +268,8 @@ def _judge_edge(proof: Proof) -> Said | None:
     at_edge = proof.written.at_edge
     if at_edge is None:
         return None
-    made, lowered = run_lowered(proof.trials, at_edge, proof.scale)
+    trials = proof.trials.on(with_passing_clamps(proof.trials.step))
+    made, lowered = run_lowered(trials, at_edge, proof.scale)
     edits = flatten((proof.edit,))
     told = " and ".join(dict.fromkeys(constant(edge) for single in edits for edge in single.edges))
     if not made.ran:

@@ -2,11 +2,13 @@
 
 import runpy
 import subprocess
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 import nandoctor
+from nandoctor.torch_compat import kernel_library
 
 FILE = """
 import torch
@@ -29,6 +31,7 @@ def loss(output, batch):
 """
 ROOT = "return torch.sqrt(h)", [[1.0, 0.5, 0.0, 2.0], [0.5] * 4]
 ANGLE = "return torch.acos(h * 0.5)", [[1.0, 0.5, -0.25, 2.0], [0.5] * 4]
+CIRCLE = "return torch.sqrt(1 - h * h)", [[1.0000001, 0.5, 0.0, 0.2], [0.5] * 4]
 LOGARITHM = "return torch.stack([torch.log(row + 0) for row in h])", [[1.0, 0.5, 0.0, 2.0], [0.5] * 4]
 RATIO = "return h / h.sum(-1, keepdim=True)", [[0.0] * 4, [0.25] * 4]
 UNIT = "return h / h.abs().sum(-1, keepdim=True)", [[0.0] * 4, [0.25] * 4]
@@ -76,6 +79,28 @@ def test_gradients_are_finite_at_the_edge_itself(case, edges, tmp_path, monkeypa
     (check,) = [check for check in fix.checks if check.name == "values at the edge"]
     assert check.status == "passed"
     assert "min=0)" not in fix.patch
+
+
+@contextmanager
+def gradient_at_bound(gradient):
+    """Give clamps this gradient where the value is the lower bound: torch's is 1 up to 2.13, and 0 since."""
+
+    def clamp(tensor, min=None, max=None):  # noqa: A002
+        low = torch.full_like(tensor, -torch.inf if min is None else min)
+        kept = torch.where(tensor < low if gradient else tensor <= low, low, tensor)
+        return kept if max is None else torch.minimum(kept, torch.full_like(kept, max))
+
+    with kernel_library("aten") as library:
+        library.impl("clamp", clamp, "AutogradCPU")
+        yield
+
+
+@pytest.mark.parametrize("gradient", [0, 1])
+def test_a_bound_that_fp16_rounds_to_the_edge_is_refused(gradient, tmp_path, monkeypatch):
+    with gradient_at_bound(gradient):
+        _, model = patched(*CIRCLE, tmp_path, monkeypatch)
+    with gradient_at_bound(1), nandoctor.cuda_autocast():
+        assert run(model, [[1.0] * 4, [0.5] * 4])[1].isfinite().all()
 
 
 @pytest.mark.parametrize(
