@@ -56,11 +56,7 @@ OBSERVER_KEY = "TESTING_ONLY_GenericMode"
 
 
 def check_torch() -> None:
-    """Check that this torch can replay a step; older ones only record.
-
-    Raises:
-        UnsupportedTorchError: torch is older than 2.6.
-    """
+    """Raise UnsupportedTorchError if this torch is older than 2.6, and so can only record."""
     if TORCH < (2, 6):
         raise UnsupportedTorchError(
             f"A replay needs torch 2.6 or newer, and this is {torch.__version__}, which can only record.",
@@ -97,8 +93,7 @@ _find = cache(look_up)
 FP32_PRODUCTS = (
     ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn") if TORCH >= (2, 9) else ()
 )
-"""The places below `torch.backends` with an `fp32_precision`. Before torch 2.9 there are only `allow_tf32` of CUDA and
-cuDNN, and `torch.set_float32_matmul_precision`."""
+"""The places below `torch.backends` with an `fp32_precision`: before torch 2.9 there are `allow_tf32` and the like."""
 
 
 def default_device() -> torch.device:
@@ -239,7 +234,6 @@ def fsdp_policy(module: nn.Module) -> Any:
 
 def shard_offset(tensor: Any) -> list[int]:
     """Return the indices of the first element of this rank's part of a DTensor in the whole."""
-    # Not in NEEDED: a torch built without distributed has no DTensor either.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as locate  # noqa: PLC0415
 
     return list(locate(tensor.shape, tensor.device_mesh, tensor.placements)[1])

@@ -39,8 +39,8 @@ MAX_LINES = 600
 MAX_LINES_OF_ALL = {"nandoctor": 37_901, "tests": 35_342, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_080,
-    "autocast": 970,
+    FILES: 3_074,
+    "autocast": 967,
     "capture": 3_031,
     "causes": 2_648,
     "changes": 2_982,
@@ -49,7 +49,7 @@ MAX_LINES_OF_ROOMS = {
     "dumps": 3_675,
     "engine": 3_247,
     "evidence": 1_741,
-    "fixes": 3_688,
+    "fixes": 3_669,
     "fleet": 797,
     "recorder": 2_400,
     "records": 1_700,

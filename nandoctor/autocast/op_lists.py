@@ -1,8 +1,7 @@
 """CUDA autocast's op lists: those of each torch version, and what CUDA computes otherwise than a CPU beside them.
 
-`cuda_op_lists.json` has them as `aten` names with overload, each list with what is done to its ops: those of torch 2.4,
-what later versions changed, and what is on no list. `tests/autocast/test_op_lists.py` compares them with the installed
-torch's `ATen/autocast_mode.h` and with its registrations.
+`cuda_op_lists.json` has them by `aten` names with overload: those of torch 2.4, what later versions changed, and what
+is on no list. `tests/autocast/test_op_lists.py` compares them with the installed torch.
 """
 
 from __future__ import annotations

@@ -65,8 +65,6 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
     It may be nested and entered from several threads at once; all of torch's state is restored on exit. A graph built
     inside can be differentiated later, except that `torch.utils.checkpoint` recomputes under the policy only while the
     context is open.
-
-    Raise UnsupportedTorchError if the installed torch lacks a required internal.
     """
     check_torch()
     dtype = torch_dtype(policy.format)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
-
-import torch
 
 from nandoctor.engine.runner import FailingStep
-from nandoctor.fixes.variations import NEARLY_THE_SAME, OTHER_SEED, SCALED, VARIATIONS, extreme_samples, surrogate_loss
+from nandoctor.fixes.variations import NEARLY_THE_SAME, OTHER_SEED, SCALED, VARIATIONS, extreme_samples
 from nandoctor.fixes.verify import Trials, with_samples
-from nandoctor.ops import CLAMPS
-from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 
 
 class OtherBatches:
@@ -91,26 +86,3 @@ class OtherBatches:
                 return None
             step = varied
         return self._trials.on(step)
-
-
-def with_passing_clamps(step: FailingStep) -> FailingStep:
-    """Return the step with a gradient of 1 through a clamp wherever it leaves the value as it is, also at its bound.
-
-    There it is 1 up to torch 2.13 and 0 since, which hides an infinite derivative behind it.
-    """
-
-    def passing(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any) -> Any:
-            with intercepting(_pass_at_bound):
-                return function(*given)
-
-        return run
-
-    loss = step.loss if step.loss in (None, surrogate_loss) else passing(step.loss)
-    return replace(step, forward=passing(step.forward), loss=loss)
-
-
-def _pass_at_bound(call: Invocation, proceed: Proceed) -> Any:
-    made = proceed(call)
-    taken = [tensor for _, tensor in call.tensors()] if call.name in CLAMPS and not call.is_mutable else []
-    return torch.where(taken[0] == made, taken[0], made.detach()) if len(taken) == 1 else made

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -29,11 +29,13 @@ from nandoctor.fixes.agreement import (
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
 from nandoctor.fixes.hidden_values import describe_hidden
 from nandoctor.fixes.meaning import Meaning, reversed_gradient
-from nandoctor.fixes.other_batches import OtherBatches, with_passing_clamps
+from nandoctor.fixes.other_batches import OtherBatches
 from nandoctor.fixes.variations import OTHER_SEED, VARIATIONS
 from nandoctor.fixes.verify import Judgement, Trials, selects
 from nandoctor.fixes.writing import WrittenChange
+from nandoctor.ops import CLAMPS
 from nandoctor.text import are, constant, join_first, join_words, number, percent
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 
 _COARSER_IN_BF16 = 8
 """The ratio of rounding errors: bf16 has 8 bits and fp16 has 11."""
@@ -268,8 +270,8 @@ def _judge_edge(proof: Proof) -> Said | None:
     at_edge = proof.written.at_edge
     if at_edge is None:
         return None
-    trials = proof.trials.on(with_passing_clamps(proof.trials.step))
-    made, lowered = run_lowered(trials, at_edge, proof.scale)
+    with intercepting(_pass_at_bound):
+        made, lowered = run_lowered(proof.trials, at_edge, proof.scale)
     edits = flatten((proof.edit,))
     told = " and ".join(dict.fromkeys(constant(edge) for single in edits for edge in single.edges))
     if not made.ran:
@@ -279,6 +281,13 @@ def _judge_edge(proof: Proof) -> Said | None:
         return Said("failed", f"{what} not finite with arguments of exactly {told}")
     at = "" if lowered is None else f" at loss scale {number(lowered)}"
     return Said("passed", f"finite with arguments of exactly {told}{at}")
+
+
+def _pass_at_bound(call: Invocation, proceed: Proceed) -> Any:
+    """Give a clamp the gradient 1 at its bound, as torch does up to 2.13: 0 would hide an infinite one behind it."""
+    made = proceed(call)
+    taken = [tensor for _, tensor in call.tensors()] if call.name in CLAMPS and not call.is_mutable else []
+    return torch.where(taken[0] == made, taken[0], made.detach()) if len(taken) == 1 else made
 
 
 def _judge_past_bound(proof: Proof) -> Said | None:
