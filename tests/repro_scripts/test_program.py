@@ -55,6 +55,14 @@ def test_a_sum_keeps_as_many_terms_as_it_takes():
     assert found.leaves["x"].unique().tolist() == [1000.0]
 
 
+def test_sizes_in_the_arguments_shrink_with_the_tensor():
+    x = torch.zeros(4, 6)
+    x[2] = NAN
+    found = smallest(program("torch.nn.functional.layer_norm", x, others=([6],), mode="in_fp32"))
+    assert found.leaves["x"].shape == (1, 1)
+    assert found.args[1] == [1]
+
+
 def test_the_gradient_of_a_strided_convolution_shrinks_with_it():
     torch.manual_seed(0)
     x, weight = torch.randn(2, 4, 32, 32), torch.randn(8, 4, 3, 3) * 100
