@@ -147,6 +147,14 @@ def judge_unfailing(verdict: Verdict, gaps: tuple[Gap, ...], flags: SavedFlags) 
     return "not-reproduced" if flags.loss is not None or flags.gradients else "healthy"
 
 
+def describe_draws_of_gpu() -> str:
+    """Return a note that a GPU's dropout masks depend on the format, by which kernels draw more or fewer at a time."""
+    return (
+        "The step draws random numbers, and a GPU draws others in fp32 than in half precision: the fp32 run, and the "
+        "run with a change, may have another dropout mask. Without --device all runs draw the same."
+    )
+
+
 def with_gaps(
     findings: Findings, reproduction: Reproduction, flags: SavedFlags, draws: tuple[Gap, ...], *, has_loss: bool
 ) -> Findings:

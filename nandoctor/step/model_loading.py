@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,6 +52,7 @@ _ARGUMENTS_NEEDED = (
     "Give the arguments it needs with --model-arg K=V, once for each; V may be an object, as in cfg=train.py:CFG. "
     "Relative paths start in the working directory."
 )
+_find_near = partial(difflib.get_close_matches, n=1, cutoff=0.75)
 
 
 def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: Path = Path()) -> nn.Module:
@@ -163,8 +165,8 @@ def _compare(own: _State, state: _State) -> tuple[set[str], list[str]]:
     known = [name for name in own if name in state and not is_lazy(own[name])]
     reshaped = [name for name in known if own[name].shape != state[name].shape]
     problems = [
-        *_describe("missing from the weights", missing, str),
-        *_describe("not in the model", unexpected, str),
+        *_describe("missing from the weights", missing, lambda name: name + _suggest(name, unexpected)),
+        *_describe("not in the model", unexpected, lambda name: name + _suggest(name, missing)),
         *_describe(
             "of another shape (weights for model)",
             reshaped,
@@ -365,6 +367,11 @@ def _describe(what: str, names: Sequence[str], show: Callable[[str], str]) -> It
         yield f"  {len(names)} {what}: {', '.join(shown)}{rest}"
 
 
+def _suggest(name: str, names: Sequence[str]) -> str:
+    near = _find_near(name, names)
+    return f" (nearest: {near[0]})" if near else ""
+
+
 def _guess(name: str, names: Sequence[str], otherwise: str) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    near = _find_near(name, names)
     return f"Did you mean {near[0]}?" if near else otherwise

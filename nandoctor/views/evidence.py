@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from nandoctor.causes.sentences import find_operand, place_of_operand
+from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Origin, Report, Reproduction
 from nandoctor.evidence.trace import Place, TensorStats
 from nandoctor.text import (
     are,
     brief,
+    excess,
     file_line,
     join_first,
     nonfinite_part,
@@ -78,6 +80,10 @@ def describe_reproduction(reproduction: Reproduction) -> str:
 def _first_facts(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
     yield Fact("layers", _describe_place(first, report))
     yield Fact("extent", describe_extent(first))
+    fp32_is_finite = report.runs is not None and report.runs.fp32.finite
+    if fp32_is_finite and (reference := _describe_reference(first)):
+        doubt = "" if report.fp32_error is None else f" (whose output is {percent(report.fp32_error)} off float64)"
+        yield Fact("in fp32", f"{reference}{doubt}")
 
 
 def _spread_facts(report: Report) -> Iterator[Fact]:
@@ -146,6 +152,21 @@ def describe_extent(first: FirstNonfinite) -> str:
         extent += f", {samples_text(found.samples, first.value.shape[0])}"
     where = f", first at {shape_text(found.first_index)}" if found.first_index else ""
     return f"{extent} ({describe_shape(first.value, first.dimensions)}{where})"
+
+
+def _describe_reference(first: FirstNonfinite) -> str | None:
+    """Return fp32's values in the first non-finite tensor, compared with what its format can hold, or None."""
+    if first.would_be is None:
+        return None
+    low, finite = first.value.dtype, f"finite, up to {number(first.would_be)}"
+    if first.seen_in is not None:
+        finite = f"{short_place(first.seen_in).label} is given finite values, up to {number(first.would_be)}"
+    if low == FP32:
+        return finite
+    if low.holds(first.would_be):
+        return f"{finite}, which {low} can hold ({number(low.max)})"
+    value = number(first.would_be, unlike=low.max)
+    return f"computes {value} here: {excess(first.would_be, low.max)} what {low} can hold ({number(low.max)})"
 
 
 def name_dimension(dim: int, dimensions: Sequence[str]) -> str:

@@ -261,8 +261,8 @@ def test_missing_and_unexpected_names_come_with_the_nearest():
     with pytest.raises(ModelError) as caught:
         load_state(Net(), state)
     assert "do not fit Net (4 of 5 tensors do)" in caught.value.message
-    assert "1 missing from the weights: head.weight" in caught.value.message
-    assert "1 not in the model: haed.weight" in caught.value.message
+    assert "1 missing from the weights: head.weight (nearest: haed.weight)" in caught.value.message
+    assert "1 not in the model: haed.weight (nearest: head.weight)" in caught.value.message
     assert "--no-strict" in caught.value.remedy
 
 

@@ -8,6 +8,7 @@ from typing import get_args
 import factory
 from one_test import for_each
 
+from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import Diagnosis, Reproduction
 from nandoctor.evidence.trace import Place
 from nandoctor.evidence.verdicts import Verdict
@@ -70,6 +71,20 @@ FIRST = [
         "samples 0, 2, 4 and 6 more",
     ),
     ("extent", {"dimensions": ("sample", "", "row", "")}, "32] of sample, ?, row, ?, first at"),
+    (
+        "in fp32",
+        {"would_be": 12.5, "where": "between", "seen_in": Place(module="skip", type="Skip", call=1)},
+        "skip (2nd call) is given finite values, up to 12.5, which fp16 can hold (65,504)",
+    ),
+]
+FIRST += [
+    ("in fp32", {"would_be": value, "value": factory.tensor(nonfinite=factory.counts(8192), dtype=dtype)}, text)
+    for value, dtype, text in (
+        (65519.0, FP16, "finite, up to 65,519, which fp16 can hold (65,504)"),
+        (65520.0, FP16, "computes 65,520 here: 0.024 % above what fp16 can hold (65,504)"),
+        (1e3, BF16, "finite, up to 1,000, which bf16 can hold (3.39e38)"),
+        (12.5, FP32, "finite, up to 12.5"),
+    )
 ]
 
 
@@ -84,8 +99,11 @@ def test_a_value_between_modules():
     )
 
 
-def test_a_value_in_the_batch():
-    assert facts(factory.nonfinite_input())["layers"] == "image is non-finite in the saved batch"
+def test_what_fp32_gives_is_said_only_where_it_is_finite():
+    assert "in fp32" not in facts(factory.numerics())
+    told = facts(factory.nonfinite_input())
+    assert told["layers"] == "image is non-finite in the saved batch"
+    assert "in fp32" not in told
 
 
 def test_an_early_end():
