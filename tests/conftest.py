@@ -96,9 +96,12 @@ def observer_kept():
 
     `torch_state` shows that each test releases it.
     """
-    from nandoctor.torch_compat import OBSERVER_KEY
+    from nandoctor.torch_compat import OBSERVER_KEY, TORCH
     from nandoctor.tracing.dispatch_hook import observer_registered
 
+    if TORCH < (2, 6):  # it only records
+        yield
+        return
     key = torch._C._parse_dispatch_key(OBSERVER_KEY)
     with observer_registered:
         assert torch._C._dispatch_has_backend_fallback(key)

@@ -42,12 +42,6 @@ def test_a_run_follows_the_lists_of_the_version_that_is_named():
     assert "rms_norm" not in op_lists.listed((2, 11))
 
 
-def test_an_unknown_version_has_the_nearest_lists():
-    assert op_lists.lists_of((1, 13)) == op_lists.lists_of((2, 4))
-    assert op_lists.lists_of((3, 0)) == op_lists.lists_of((2, 99)) != op_lists.lists_of((2, 4))
-    assert op_lists.describe_lists("nightly") == op_lists.describe_lists(torch.__version__) == ""
-
-
 def registered(key):
     names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
@@ -135,10 +129,6 @@ FP32_ENTRIES = [
     *entries("methods_fp32", "method"),
 ]
 PROMOTE_ENTRIES = [*entries("torch_need_autocast_promote", torch)]
-BUILTIN_ENTRIES = [
-    *entries("torch_expect_builtin_promote", torch),
-    *(p for p in entries("methods_expect_builtin_promote", "method") if p.values[1] != "__div__"),
-]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -161,18 +151,6 @@ def test_entry_in_fp32(namespace, name, args, kwargs, run):
         result = first(call(namespace, name, args, kwargs))
     assert result.dtype is torch.float32
     assert torch.equal(result, expected)
-
-
-@pytest.mark.parametrize(("namespace", "name", "args", "kwargs"), BUILTIN_ENTRIES)
-def test_entry_that_promotes_itself(namespace, name, args, kwargs):
-    expected = call(namespace, name, args, kwargs)
-    with cuda_autocast():
-        result = call(namespace, name, args, kwargs)
-    if isinstance(expected, torch.Tensor):
-        assert result.dtype is expected.dtype
-        assert torch.equal(result, expected)
-    else:
-        assert result == expected
 
 
 @pytest.mark.parametrize(("namespace", "name", "args", "kwargs"), FP16_ENTRIES)
