@@ -18,13 +18,15 @@ import torch
 from torch import nn
 from torch.nn.functional import hardshrink
 
+from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.module_state import is_large
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import is_flags
-from nandoctor.evidence.edits import Change
+from nandoctor.evidence.edits import Change, Edit, flatten
 from nandoctor.fixes.agreement import TOLERANCE, Result, in_pieces, largest_of
+from nandoctor.fixes.candidates import join
 from nandoctor.fixes.variations import scaled
 from nandoctor.fixes.verify import Trials
 from nandoctor.text import number, percent
@@ -140,18 +142,21 @@ class Meaning:
         places = {name: torch.isfinite(limit[name]) & ~torch.isfinite(exact[name]) for name in names}
         return torch.cat([torch.zeros(0), *((made[name] - limit[name])[places[name]] for name in names)])
 
-    def describe_replaced(self, change: Change, made: Result) -> str | None:
+    def describe_replaced(self, change: Change, made: Result, edit: Edit) -> str | None:
         """Describe where a run has a number that the unchanged formula does not tend to in float64; None if nowhere.
 
-        Where that is NaN for every neighbour too, as for the mean of no elements, nothing is replaced; where it is
-        infinite for all of them, smaller inputs may show that only float64's range is too small.
+        Where that is NaN for every neighbour too, as for the mean of no elements, nothing is replaced unless the number
+        that the `edit` puts shows. Where it is infinite for all of them, smaller inputs may show that only float64's
+        range is too small.
         """
         if (limit := self.limit) is None:
             return None
         exact = self._trials.exact()
         for name in (name for name in limit.values if name in made.values):
             ours, tends, itself = (run.values[name].double() for run in (made, limit, exact))
-            off = torch.where(torch.isfinite(tends), ours - tends, 0.0).abs().masked_fill(self._lacks(name), torch.inf)
+            unknown, lacks = ~torch.isfinite(tends) & ~torch.isfinite(itself), self._lacks(name)
+            lacks = lacks | (unknown & self._shows(edit, name)) if bool(unknown.any()) else lacks
+            off = torch.where(torch.isfinite(tends), ours - tends, 0.0).abs().masked_fill(lacks, torch.inf)
             replaced = (off > TOLERANCE * _largest(tends)) & torch.isfinite(ours) & ~torch.isfinite(itself)
             if bool(replaced.any()):
                 return _describe_at(int(torch.where(replaced, off, 0.0).argmax()), name, (ours, tends, itself))
@@ -172,6 +177,13 @@ class Meaning:
         is_infinite = torch.isinf(tends) & torch.isinf(itself)
         is_past_range = bool(is_infinite.any()) and self.smaller is not None
         return (torch.isnan(tends) & ~torch.isfinite(itself)) | (is_infinite & (not is_past_range))
+
+    def _shows(self, edit: Edit, name: str) -> torch.Tensor:
+        """Return where another number in the edit's place gives another value in float64, and no smaller inputs do."""
+        ours, others = (self._trials.exact(one).values.get(name) for one in (edit, _with_other_numbers(edit)))
+        if ours is None or others is None or ours.shape != others.shape or self.smaller is not None:
+            return torch.zeros((), dtype=torch.bool)
+        return (ours - others).abs() > TOLERANCE * _largest(ours)
 
     def _sides(self) -> Iterator[Tensors]:
         """Yield the directions in which what is behind the failing ops is moved."""
@@ -205,9 +217,21 @@ class Meaning:
             runs.append(self._trials.on(beside).exact())
             if not runs[-1].ran:
                 return None
-        values = {name: _extrapolate([run.values[name] for run in runs]) for name in _common(runs, "values")}
+        names = _common([self._trials.exact(), *runs], "values")
+        values = {name: _extrapolate([run.values[name] for run in runs]) for name in names}
         gradients = {name: _extrapolate([run.gradients[name] for run in runs]) for name in _common(runs, "gradients")}
         return Result(values=values, gradients=gradients, ran=True)
+
+
+def _with_other_numbers(edit: Edit) -> Edit:
+    """Return the edit with other bounds of its clamps and other values of its guards."""
+    singles = []
+    for single in flatten((edit,)):
+        if isinstance(single, ClampArgument | GuardArgument):
+            low, high = (4 * bound if bound is not None else None for bound in (single.low, single.high))
+            single = replace(single, low=low, high=high, fill=single.fill + 1.0)
+        singles.append(single)
+    return join(singles)
 
 
 def _run_beside(step: FailingStep, shifts: Tensors, batch: Tensors) -> Any:

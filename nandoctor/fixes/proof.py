@@ -216,7 +216,7 @@ def _judge_limit(proof: Proof) -> Said | None:
     """Refuse a change that gives a number which is not the limit of the formula at a point where it has no value."""
     if selects((proof.change,)) or proof.written.kind == "data":
         return None
-    sentence = proof.verifier.meaning.describe_replaced(proof.change, proof.made)
+    sentence = proof.verifier.meaning.describe_replaced(proof.change, proof.made, proof.edit)
     if sentence is not None:
         return Said("failed", sentence, replaces=sentence)
     return Said("passed", "the change gives the formula's limit") if proof.verifier.meaning.has_limit else None

@@ -135,7 +135,7 @@ def multiplied(self, x, width):
     return root * 0.5 * (width > 0).float()
 
 
-@removed("an index by mask", TRAP.format("log"), "torch.log", fixes=False)
+@removed("an index by mask", TRAP.format("log"), "torch.log")
 def picked(self, x, width):
     logs = torch.log(self.body(x).square() * width)
     return logs[width[:, 0] > 0]
