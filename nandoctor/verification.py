@@ -25,6 +25,7 @@ from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import describe_run
 from nandoctor.evidence.verification import CodeState, Verification
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
+from nandoctor.fixes.meaning import Meaning
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.writing import WrittenChange
@@ -223,7 +224,8 @@ def _measure(blank: Verification, step: FailingStep, query: _Query, *, random: b
     edit: Edit = Together(edits=()) if lowered is None else SetLossScale(value=lowered)
     try:
         trials = Trials(step, TrialBudget(), numerics=False)
-        verifier = Verifier(trials, guilty=(), random=random, trusts_fp32=True)
+        meaning = Meaning(trials.with_gradients)
+        verifier = Verifier(trials, guilty=(), random=random, trusts_fp32=True, meaning=meaning)
         judgement, checks = verifier.verify(WrittenChange(kind="source", title="", text="", change=None), edit)
         return replace(blank, output=judgement.outcome, checks=checks)
     except BudgetSpent:

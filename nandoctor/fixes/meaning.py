@@ -24,7 +24,7 @@ from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.module_state import is_large
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import is_flags
-from nandoctor.evidence.edits import Change, Edit, flatten
+from nandoctor.evidence.edits import Change, Edit, SingleEdit, flatten
 from nandoctor.fixes.agreement import TOLERANCE, Result, in_pieces, largest_of
 from nandoctor.fixes.candidates import join
 from nandoctor.fixes.variations import scaled
@@ -55,10 +55,11 @@ class Meaning:
     """The meaning of one step's unchanged formula; what it needs is run once, and only when it is asked for.
 
     `behind` are the arrays, weights and buffers that the failing ops' arguments are computed from; all, if it is empty.
+    `gives_infinity`: the failing ops do, where the mean of no elements is NaN at once.
     """
 
-    def __init__(self, trials: Trials, *, behind: frozenset[str] = frozenset()) -> None:
-        self._trials, self._behind = trials, behind
+    def __init__(self, trials: Trials, *, behind: frozenset[str] = frozenset(), gives_infinity: bool = False) -> None:
+        self._trials, self._behind, self._gives_infinity = trials, behind, gives_infinity
 
     @cached_property
     def smaller(self) -> tuple[float, Trials] | None:
@@ -145,9 +146,9 @@ class Meaning:
     def describe_replaced(self, change: Change, made: Result, edit: Edit) -> str | None:
         """Describe where a run has a number that the unchanged formula does not tend to in float64; None if nowhere.
 
-        Where that is NaN for every neighbour too, as for the mean of no elements, nothing is replaced unless the number
-        that the `edit` puts shows. Where it is infinite for all of them, smaller inputs may show that only float64's
-        range is too small.
+        Where that is NaN for every neighbour too, as for the mean of no elements, nothing is replaced; where it is an
+        infinity that became NaN, something is if the number that the `edit` puts shows. Where it is infinite for all of
+        them, smaller inputs may show that only float64's range is too small.
         """
         if (limit := self.limit) is None:
             return None
@@ -155,7 +156,8 @@ class Meaning:
         for name in (name for name in limit.values if name in made.values):
             ours, tends, itself = (run.values[name].double() for run in (made, limit, exact))
             unknown, lacks = ~torch.isfinite(tends) & ~torch.isfinite(itself), self._lacks(name)
-            lacks = lacks | (unknown & self._shows(edit, name)) if bool(unknown.any()) else lacks
+            if self._gives_infinity and bool(unknown.any()):
+                lacks = lacks | (unknown & self._shows(edit, name))
             off = torch.where(torch.isfinite(tends), ours - tends, 0.0).abs().masked_fill(lacks, torch.inf)
             replaced = (off > TOLERANCE * _largest(tends)) & torch.isfinite(ours) & ~torch.isfinite(itself)
             if bool(replaced.any()):
@@ -225,13 +227,14 @@ class Meaning:
 
 def _with_other_numbers(edit: Edit) -> Edit:
     """Return the edit with other bounds of its clamps and other values of its guards."""
-    singles = []
-    for single in flatten((edit,)):
-        if isinstance(single, ClampArgument | GuardArgument):
-            low, high = (4 * bound if bound is not None else None for bound in (single.low, single.high))
-            single = replace(single, low=low, high=high, fill=single.fill + 1.0)
-        singles.append(single)
-    return join(singles)
+    return join([_with_other_number(single) for single in flatten((edit,))])
+
+
+def _with_other_number(edit: SingleEdit) -> SingleEdit:
+    if not isinstance(edit, ClampArgument | GuardArgument):
+        return edit
+    low, high = (4 * bound if bound is not None else None for bound in (edit.low, edit.high))
+    return replace(edit, low=low, high=high, fill=edit.fill + 1.0)
 
 
 def _run_beside(step: FailingStep, shifts: Tensors, batch: Tensors) -> Any:

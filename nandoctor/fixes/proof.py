@@ -46,7 +46,7 @@ class Verifier:
     """A verifier of the written changes of one step, which shares the runs that they are compared with.
 
     `guilty` are the samples to blame, () if unknown; `random`: random numbers are drawn; `trusts_fp32`: no float64 run.
-    `behind` is what the failing ops compute from.
+    `meaning` is that of the step with gradients.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Verifier:
         guilty: tuple[int, ...],
         random: bool,
         trusts_fp32: bool,
-        behind: frozenset[str] = frozenset(),
+        meaning: Meaning,
     ) -> None:
         self.trials, self.search_trials = trials.with_gradients, trials
         self.guilty, self._trusts_fp32 = guilty, trusts_fp32
         samples = range(trials.step.num_samples or 0)
         self.healthy = tuple(sample for sample in samples if sample not in guilty) if guilty else ()
-        self.meaning = Meaning(self.trials, behind=behind)
+        self.meaning = meaning
         self.gradients = GradientCheck(self.trials, self.meaning, healthy=self.healthy)
         self.others = OtherBatches(self.trials, guilty=guilty, healthy=self.healthy, random=random)
         self._verified: dict[object, tuple[Judgement, tuple[Check, ...]]] = {}

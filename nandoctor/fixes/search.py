@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from nandoctor.causes.base import Candidate, list_behind
 from nandoctor.changes.clamp import ClampArgument
@@ -32,6 +33,7 @@ from nandoctor.fixes.candidates import (
 from nandoctor.fixes.fp32_sets import Kept, refine, search_fp32_sets
 from nandoctor.fixes.gradient_check import scale_set_by
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
+from nandoctor.fixes.meaning import Meaning
 from nandoctor.fixes.notes import describe_none, describe_search, distance_of
 from nandoctor.fixes.program_errors import find_program_error
 from nandoctor.fixes.proof import Verifier
@@ -209,7 +211,16 @@ class _Search:
             guilty=self._guilty,
             random=self._findings.random,
             trusts_fp32=trusts_fp32,
+            meaning=self._meaning,
+        )
+
+    @cached_property
+    def _meaning(self) -> Meaning:
+        found = self._findings.conclusion
+        return Meaning(
+            self._trials.with_gradients,
             behind=list_behind({suspect.site for suspect in found.suspects}, self._findings.ops),
+            gives_infinity=any({"+inf", "-inf"} & {*it.origin.elements.kinds} for it in found.diagnoses),
         )
 
     def _try_later_origins(self) -> None:
