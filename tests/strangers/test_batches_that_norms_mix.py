@@ -55,13 +55,11 @@ def test_a_mode_whose_statistics_are_nan_is_not_called_finite(replay, variance, 
     assert outcomes(report, "mode") == [False, finite_in_eval]
 
 
-def test_samples_that_fail_only_together_are_told_as_coupled(replay):
+def test_samples_that_fail_only_together(replay):
     report = replay(Scaled(), picture=pictures())
     assert outcomes(report, "samples") == [True, True]
     assert report.fixes[0].verified
     assert outcomes(report, "mode") == []  # what the other mode would show is of little use beside a fix
-    said = "it is finite with sample 5 alone and without. norm computes its statistics over the whole batch."
-    assert any(note.endswith(said) for note in report.search_notes)
 
 
 def test_masked_positions_of_other_samples_are_not_blamed(replay):
