@@ -36,7 +36,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_979, "tests": 36_087, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_979, "tests": 36_080, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_078,

@@ -68,20 +68,13 @@ class Damped(nn.Module):
         return h / (1 + torch.exp(h * self.gain))
 
 
-def noted(report):
-    (note,) = [note for note in report.notes if "detect_anomaly" in note]
-    return "sqrt" in note and "hidden_branches.py:" in note
-
-
-@rows("healthy", BATCH, 0.0, holds=noted, loss=mean)
-@rows("*", BATCH, 1e-2, never=("detect_anomaly",), loss=mean)
+@rows("healthy", BATCH, loss=mean)
 class Rooted(nn.Module):
     """The root of a relu: its infinite derivative at 0 meets relu's zero, and is replaced."""
 
-    def __init__(self, shift):
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(8, 8)
-        self.shift = shift
 
     def forward(self, x):
-        return torch.sqrt(torch.relu(self.layer(x)) + self.shift)
+        return torch.sqrt(torch.relu(self.layer(x)))
