@@ -112,8 +112,9 @@ class Meaning:
     @cached_property
     def has_limit(self) -> bool:
         """True if the unchanged step tends to a number where it gives none itself, in float64."""
+        if (limit := self.limit) is None:
+            return False
         exact = self._trials.exact()
-        limit = self.limit or exact
         pairs = [(limit.values, exact.values), (limit.gradients, exact.gradients)]
         shared = [(tends[name], itself[name]) for tends, itself in pairs for name in tends.keys() & itself.keys()]
         return any(bool((torch.isfinite(tends) & ~torch.isfinite(itself)).any()) for tends, itself in shared)
