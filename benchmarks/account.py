@@ -32,7 +32,7 @@ REPEATS = 9
 PARTS = {
     "diagnosis": "from the file to the cause",
     "search": "probes, and texts whose output fails",
-    "reference": "gradients of the unchanged step in fp32, taken in the diagnosis' own run, and other runs in fp32",
+    "reference": "the unchanged step in fp32 with its gradients, and other runs in fp32",
     "verification": "texts whose output passes: gradients, healthy samples, other batches",
     "settings": "what the failure depends on",
 }
@@ -98,10 +98,9 @@ class Account:
             return search(*args)
 
     def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Book the backward pass in the diagnosis' fp32 run separately: only the search uses it."""
+        """Time the backward pass of a run by itself; its part is that of the run."""
         started = time.process_time()
-        with self._at("reference"):
-            gradients = run(*args, **kwargs)
+        gradients = run(*args, **kwargs)
         self._backward = time.process_time() - started
         return gradients
 
@@ -142,7 +141,7 @@ class Account:
                 seconds = time.process_time() - started - self._backward
                 self.runs.append(Run(part=part, line=line, seconds=seconds))
                 if self._backward:
-                    self.runs.append(Run(part="reference", line="  its backward pass", seconds=self._backward))
+                    self.runs.append(Run(part=part, line="  its backward pass", seconds=self._backward))
                 self._backward = 0.0
 
 

@@ -12,6 +12,8 @@ from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.trace import ModuleCall, NonfiniteCounts, TensorStats, Trace
 
+FP16_AUTOCAST = Policy(name="cuda", format=FP16)
+
 NAN, INF = math.nan, math.inf
 
 
@@ -85,14 +87,18 @@ def reference(*calls, **fields):
     return trace(*calls, low=False, **fields)
 
 
-def trace_ops(model, x):
-    step = FailingStep(
+def make_step(model, x, policy=FP16_AUTOCAST):
+    """Return the step that calls the model with x."""
+    return FailingStep(
         model=model,
         batch={"x": x},
         used=frozenset({"x"}),
         forward=lambda batch: model(batch["x"]),
         device=torch.device("cpu"),
         description="model(x)",
-        policy=Policy(name="cuda", format=FP16),
+        policy=policy,
     )
-    return step.run(watch=Watch(ops=True)).trace.ops
+
+
+def trace_ops(model, x):
+    return make_step(model, x).run(watch=Watch(ops=True)).trace.ops

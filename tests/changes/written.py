@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import itertools
 
-import torch
+from made_traces import make_step
 
 from nandoctor.autocast.policy import REFERENCE
 from nandoctor.changes.places import site_of
-from nandoctor.engine.runner import CLOSELY, FailingStep
+from nandoctor.engine.runner import CLOSELY
 from nandoctor.fixes.writing import ChangeWriter
 
 FILE = """import torch
@@ -31,16 +31,7 @@ def step_of(code, folder, x):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    model = module.Net()
-    return FailingStep(
-        model=model,
-        batch={"x": x},
-        used=frozenset({"x"}),
-        forward=lambda arrays: model(arrays["x"]),
-        device=torch.device("cpu"),
-        description="",
-        policy=REFERENCE,
-    )
+    return make_step(module.Net(), x, REFERENCE)
 
 
 def run_both(code, folder, x, op, make):

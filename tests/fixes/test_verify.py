@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from made_traces import make_step
 from torch import nn
 
 import nandoctor
@@ -13,14 +14,12 @@ from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.keep_fp32 import KeepModule
 from nandoctor.changes.setting import UseFormat
-from nandoctor.engine.runner import CLOSELY, FailingStep
+from nandoctor.engine.runner import CLOSELY
 from nandoctor.evidence.edits import OpSite
-from nandoctor.evidence.formats import BF16, FP16
+from nandoctor.evidence.formats import BF16
 from nandoctor.fixes.agreement import BF16_TOLERANCE, TOLERANCE
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.verify import Known, Trials
-
-FP16_AUTOCAST = Policy(name="cuda", format=FP16)
 
 
 class Attention(nn.Module):
@@ -38,18 +37,6 @@ class Attention(nn.Module):
         hidden = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
         scores = (scores / 8**0.5).masked_fill(hidden, float("-inf"))
         return self.head(scores.softmax(-1) @ x)
-
-
-def make_step(model, x, policy=FP16_AUTOCAST):
-    return FailingStep(
-        model=model,
-        batch={"x": x},
-        used=frozenset({"x"}),
-        forward=lambda batch: model(batch["x"]),
-        device=torch.device("cpu"),
-        description="",
-        policy=policy,
-    )
 
 
 @pytest.fixture
@@ -134,15 +121,7 @@ class Noisy(nn.Module):
 def test_what_fp32_itself_is_unsure_of_need_not_agree():
     torch.manual_seed(0)
     model = Noisy()
-    step = FailingStep(
-        model=model,
-        batch={"x": torch.full((3, 2), 0.3)},
-        used=frozenset({"x"}),
-        forward=lambda batch: model(batch["x"]),
-        device=torch.device("cpu"),
-        description="",
-        policy=FP16_AUTOCAST,
-    )
+    step = make_step(model, torch.full((3, 2), 0.3))
     trials = make_trials(step)
     assert not trials.judge().outcome.finite
     edit = SetArgument(site=site_of(step, "add"), argument="other", was=1e-8, value=1e-4)
@@ -156,15 +135,7 @@ def test_numerics_is_judged_against_fp32_with_the_same_change():
 
     model = Logs()
     x = torch.tensor([[0.0, 1.0, 1e-3]])
-    step = FailingStep(
-        model=model,
-        batch={"x": x},
-        used=frozenset({"x"}),
-        forward=lambda batch: model(batch["x"]),
-        device=torch.device("cpu"),
-        description="",
-        policy=FP16_AUTOCAST,
-    )
+    step = make_step(model, x)
     site = site_of(step, "log")
     trials = make_trials(step, numerics=True)
     assert trials.passes(ClampArgument(site=site, argument="self", low=1e-6))
