@@ -36,7 +36,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_980, "tests": 36_080, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_982, "tests": 36_059, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_078,
@@ -49,7 +49,7 @@ MAX_LINES_OF_ROOMS = {
     "dumps": 3_675,
     "engine": 3_247,
     "evidence": 1_741,
-    "fixes": 3_708,
+    "fixes": 3_710,
     "fleet": 797,
     "recorder": 2_400,
     "records": 1_700,

@@ -199,14 +199,16 @@ def _unseen(trace: Trace) -> Iterator[TensorStats]:
 def _doubt_lost(lost: Iterable[TensorStats], trace: Trace, reference: Trace) -> Iterator[Gap]:
     """Yield the gap for the first NaN that an op made and no op took."""
     for held in lost:
-        is_nan = held.counts is not None and held.counts.num_nan > 0
-        if is_nan and held.producer is not None and _is_unmeant(held, trace, reference):
+        is_number = held.counts is not None and not held.counts.num_nan
+        if not is_number and held.producer is not None and _is_unmeant(held, trace, reference):
             for source in trace_back(trace.ops, reference, [held.producer], trace.format).sources[:1]:
                 op, kinds = source.op, source.op.analysis.kinds if source.op.analysis else ()
+                if held.counts is None and "nan" not in kinds:
+                    continue
                 made = "NaN" if "nan" in kinds else "Inf, and from it NaN,"
                 yield Gap(
                     text=f"The output is finite, but {name_op(op.op, op.source)} makes {made} that no later operation "
-                    "takes. It may have left torch as a Python or numpy number.",
+                    "takes. It may have left torch as a Python or numpy number, or be kept outside of the model.",
                     remedy="Guard that operation, or give --call FILE.py:NAME, a function (model, batch) that returns "
                     "what becomes of it.",
                 )

@@ -204,6 +204,17 @@ def other_random_numbers(_model, h):
     return h + 9 * torch.randn_like(h)
 
 
+@rows("cannot-tell", BATCH, says=("div (", "kept outside of the model"))
+def kept_by_a_closure():
+    kept = []
+
+    def keep(_model, h):
+        kept.append(nan(h.detach()))
+        return h
+
+    return Hiding(keep)
+
+
 @hiding("cannot-tell", says=("div (",))
 def leaves_torch(model, h):
     model.memory["mean"] = nan(h).mean().item()
