@@ -36,14 +36,14 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_982, "tests": 36_059, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_892, "tests": 36_014, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_078,
     "autocast": 967,
     "capture": 3_031,
     "causes": 2_648,
-    "changes": 2_982,
+    "changes": 2_892,
     "cli": 969,
     "diagnosis": 2_091,
     "dumps": 3_675,

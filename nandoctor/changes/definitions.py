@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from nandoctor.changes.editor import Editor
 from nandoctor.changes.source_tree import COMPREHENSIONS, FUNCTIONS, SourceTree, name_called, names_in
@@ -27,7 +27,8 @@ class Definitions:
     def _bound(self) -> dict[str, list[tuple[int, ast.AST]]]:
         """By name, each binding's end and the node that makes it, in the order of the text."""
         found: dict[str, list[tuple[int, ast.AST]]] = {}
-        for node in nodes_in_body(self._function):
+        body = self._function.body
+        for node in chain.from_iterable(map(ast.walk, body if isinstance(body, list) else [body])):
             for name, place in _names_bound(node):
                 found.setdefault(name, []).append((self._tree.span(place)[1], node))
         return {name: sorted(places, key=lambda place: place[0]) for name, places in found.items()}
@@ -108,12 +109,6 @@ class Definitions:
         return isinstance(parent, ast.Assign) and node is not parent.value
 
 
-def nodes_in_body(function: Function) -> Iterator[ast.AST]:
-    """Yield every node below the body of a function."""
-    for item in function.body if isinstance(function.body, list) else [function.body]:
-        yield from ast.walk(item)
-
-
 def calls_in(change: Editor, function: Function, ops: Sequence[OpCall]) -> Iterator[tuple[ast.AST, OpCall]]:
     """Yield the expressions of a function that called ops, each with its last op: autocast's casts come before it."""
     tree = change.tree
@@ -123,11 +118,6 @@ def calls_in(change: Editor, function: Function, ops: Sequence[OpCall]) -> Itera
         node = change.find(source)
         if node is not None and tree.scope_of(node) is function:
             yield node, op
-
-
-def in_loop(tree: SourceTree, node: ast.AST) -> bool:
-    """Return True if a node is inside a loop, in its function or around it."""
-    return any(isinstance(parent, _LOOPS) for parent in tree.ancestors(node))
 
 
 def _name_of(node: ast.Assign) -> str:

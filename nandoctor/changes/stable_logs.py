@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from nandoctor.changes.definitions import Definitions, calls_in
 from nandoctor.changes.editor import HAS_EFFECTS, Editor
 from nandoctor.changes.expression import Expression, number_in
-from nandoctor.changes.shares import sides_of_quotient
-from nandoctor.changes.source_tree import CannotWriteError, names_in
+from nandoctor.changes.source_tree import CannotWriteError, name_called, names_in
 from nandoctor.changes.text_lines import grouped, negated, on_one_line, parse_expression
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.trace import OpCall
@@ -29,6 +28,7 @@ _UNTRACED_CASTS = frozenset({"float", "double", "clone", "contiguous"}) | CASTS
 _PUTS_ZEROS = frozenset({"dropout", "pad", "constant_pad_nd"})  # applied to a logarithm, they put 0 instead of -inf
 _MOVES = (MOVES - _PUTS_ZEROS) | {"diagonal", "masked_select", "index_select", "take_along_dim", "swapaxes"}
 _MOVES_AND_CASTS = _MOVES | _UNTRACED_CASTS
+_DIVIDES = frozenset({"div", "divide", "true_divide"})
 _BINDS_LOOSELY = (ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda)
 _FUNCTIONAL = ("import torch.nn.functional as F\n", "from torch.nn import functional as F\n")
 
@@ -97,11 +97,20 @@ class LogSpace:
     def write_ratio(self, node: ast.AST) -> None:
         """Write a quotient as exp of a difference, and take out the assignments that are unread then."""
         self._place = node
-        numerator, divisor = sides_of_quotient(self._change, node, self._calls.get(node))
+        numerator, divisor = self._sides_of(node)
         log = self._log_of(divisor)
         if log is None:
             raise CannotWriteError
         self._change_texts({node: self._share(numerator, log)})
+
+    def _sides_of(self, node: ast.AST) -> tuple[ast.expr, ast.expr]:
+        """Return the numerator and the divisor of `x / y`, `x.div(y)` or `torch.div(x, y)`."""
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            return node.left, node.right
+        expression = Expression(self._change, node, self._calls.get(node), "div")
+        if name_called(node) not in _DIVIDES or len(expression.texts_after_first()) != 1:  # a third one rounds
+            raise CannotWriteError
+        return expression.argument_node("self"), expression.argument_node("other")
 
     def _share(self, numerator: ast.expr, divisor: _Log) -> str:
         """Return the text of a quotient: a sigmoid or softmax by hand, or any other."""

@@ -36,6 +36,10 @@ WRITTEN = {
         "w = x.exp()\nreturn (w * x).sum(-1) / w.sum(-1)", "exp",
         ["w = (x - x.amax(-1, keepdim=True).detach()).exp()"],
     ),
+    "shares, cast and scaled": (
+        "w = 2 * x.exp().float()\nz = torch.sum(w, dim=1)\nreturn w.to(x.dtype) @ x / z[:, None]", "exp",
+        ["w = 2 * (x - x.amax(1, keepdim=True).detach()).exp().float()"],
+    ),
     "over several statements": (
         "score = x * 2\ndensity = torch.exp(score)\ntotal = density.sum(dim=-1)\nreturn -torch.log(total)", "log",
         ["return -torch.logsumexp(score, dim=-1)"],
@@ -79,7 +83,12 @@ LEFT = {
     ),
     "an eps makes zeros of a row of -inf": ("w = x.exp()\nreturn w / (w.sum(-1, keepdim=True) + 1e-8)", "exp"),
     "the 1 would have to be scaled as well": ("w = x.exp()\nreturn w / (1 + w.sum(-1, keepdim=True))", "exp"),
-    "of an empty batch the powers": ("w = x.exp()\nreturn w / w.sum(-1, keepdim=True) if len(x) else w", "exp"),
+    "a bound": ("w = x.exp()\nreturn w / w.sum(-1, keepdim=True).clamp(min=1e-8)", "exp"),
+    "a mask": ("w = x.exp() * (x > 0)\nreturn w / w.sum(-1, keepdim=True)", "exp"),
+    "squares": ("w = x.exp()\nreturn w * w / w.sum(-1, keepdim=True)", "exp"),
+    "another numerator": ("w = x.exp()\nreturn x / w.sum(-1, keepdim=True)", "exp"),
+    "the reciprocal": ("w = x.exp()\nreturn w / w.sum(-1, keepdim=True) + 1 / w.sum()", "exp"),
+    "summed along another dimension": ("w = x.exp()\nreturn w / w.t().sum(-1, keepdim=True)", "exp"),
     "no sum along a dimension": ("w = x.exp()\nreturn w.log() + 0 * w.sum(-1, keepdim=True)", "exp"),
 }  # fmt: skip
 
