@@ -85,7 +85,7 @@ def _forwards(workload: Workload, model: torch.nn.Module) -> Variants:
             model(**workload.batch)
 
     def traced() -> None:
-        with torch.no_grad(), Tracer(model, counts_for=FP16) as tracer:
+        with torch.no_grad(), Tracer(model) as tracer:
             model(**workload.batch)
         tracer.calls()
 

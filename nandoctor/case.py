@@ -120,7 +120,7 @@ def verify(
 
     Args:
         changed: files that have changed since the failure, or True for "the code has", where the dump cannot tell.
-        **options: the keywords of `replay` but `per_sample`, `fixes`, `max_trials` and `time`.
+        **options: the keywords of `replay` but `fixes`, `max_trials` and `time`.
 
     Returns:
         The answer: `outcome` ("fixed", "passes", "still-fails" or "cannot-tell"), `headline`, `reasons`, `checks`,
@@ -160,7 +160,7 @@ def repro(
     `dump`, `model` and `progress` are those of `replay`.
 
     Args:
-        **options: the keywords of `replay` but `per_sample`, `fixes`, `max_trials` and `time`.
+        **options: the keywords of `replay` but `fixes`, `max_trials` and `time`.
 
     Returns:
         The text of the script, which imports torch alone.
@@ -234,7 +234,7 @@ class Case:
                 the tensor).
 
         Raises:
-            NanDoctorError: there is no such kind, or only a replay with `per_sample=True` has the numbers for it.
+            NanDoctorError: there is no such kind, or the report lacks the numbers that it shows.
         """
         from nandoctor.views.plots.kinds import draw
 

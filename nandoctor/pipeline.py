@@ -46,7 +46,7 @@ from nandoctor.engine.samples import Symptom, describe_difference, find_guilty
 from nandoctor.engine.updates import trace_update
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
-from nandoctor.evidence.formats import FP16, FloatFormat
+from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import Report, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
@@ -56,7 +56,6 @@ from nandoctor.fixes.hidden_values import look_for_hidden
 from nandoctor.fixes.search import search_fixes
 from nandoctor.machine import is_out_of_memory
 from nandoctor.step.model_loading import ModelSource
-from nandoctor.step.saved_arrays import choose_policies
 from nandoctor.step.settings import Settings
 from nandoctor.step.setup import prepare
 from nandoctor.step.weights import nonfinite_state
@@ -92,7 +91,7 @@ def replay_dump(
         DumpError: the file holds nothing to replay.
     """
     if not dump.arrays and settings.call is None:
-        return Diagnosed(report=_report_weights(nonfinite_state(dump), choose_policies(dump, settings)[0].format))
+        return Diagnosed(report=_report_weights(nonfinite_state(dump)))
     preparation = prepare(dump, model, settings, listener_of(progress))
     with preparation.steps[0].kept_ready():
         return _with_or_without_loss(preparation, settings)
@@ -212,7 +211,7 @@ def _diagnose(replayed: Replayed) -> Findings:
             findings = replace(findings, gaps=(describe_no_graph(error.message),))
     if forward.verdict == "healthy" and findings.trace.finite:
         findings = look_for_hidden(step, findings)
-    slots = measure_slots(step.second_moments, step.model, step.low)
+    slots = measure_slots(step.second_moments, step.model)
     findings = conclude_optimizer(replace(findings, slots=slots))
     if step.recorded.update is not None and findings.verdict == "healthy":
         findings = conclude_update(findings, step.recorded.update, trace_update(step))
@@ -270,7 +269,7 @@ def _run_reference(step: FailingStep, trace: Trace) -> Trace:
 def _counted(step: FailingStep, trace: Trace, policy: Policy) -> Trace:
     """Return the trace, run again with exact counts if it needs them."""
     closer = Watch(stage="closer look", statistics="counts")
-    return step.run(policy, closer).trace if needs_counts(trace, step.low) else trace
+    return step.run(policy, closer).trace if needs_counts(trace) else trace
 
 
 def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
@@ -299,7 +298,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     return replace(findings, verdict=verdict, conclusion=found)
 
 
-def _report_weights(dump: Dump, low: FloatFormat) -> Report:
+def _report_weights(dump: Dump) -> Report:
     """Report on a file without a batch, if its weights are non-finite; else raise DumpError."""
     summary = summarize(dump)
     nonfinite = (*summary.bad_weights, *summary.bad_buffers)
@@ -312,7 +311,7 @@ def _report_weights(dump: Dump, low: FloatFormat) -> Report:
     first, *others = [
         diagnosis
         for array in nonfinite
-        for stats in measure_all([("", dump.state[array.name])], counts_for=low)
+        for stats in measure_all([("", dump.state[array.name])], counts=True)
         for diagnosis in diagnose_outside("weight" if array in summary.bad_weights else "buffer", array.name, stats)
     ] or (None,)
     names = join_first([array.name for array in nonfinite], 3)

@@ -36,27 +36,27 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_892, "tests": 36_014, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_598, "tests": 35_922, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_078,
+    FILES: 3_077,
     "autocast": 967,
     "capture": 3_031,
     "causes": 2_648,
     "changes": 2_892,
-    "cli": 969,
-    "diagnosis": 2_091,
+    "cli": 966,
+    "diagnosis": 2_088,
     "dumps": 3_675,
-    "engine": 3_247,
-    "evidence": 1_741,
+    "engine": 3_233,
+    "evidence": 1_724,
     "fixes": 3_710,
     "fleet": 797,
     "recorder": 2_400,
     "records": 1_700,
     "repro_scripts": 732,
-    "step": 3_261,
-    "tracing": 1_954,
-    "views": 3_099,
+    "step": 3_258,
+    "tracing": 1_865,
+    "views": 2_935,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 

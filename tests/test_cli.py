@@ -138,7 +138,7 @@ def test_the_diagnosis_is_printed_before_a_fix_is_tried(monkeypatch):
 
 RUN = frozenset({"model", "step"})
 VERBS = {
-    "replay": RUN | {"statistics", "fixes"},
+    "replay": RUN | {"fixes"},
     "fix": RUN | {"fixes"},
     "verify": RUN,
     "plot": RUN,
@@ -176,13 +176,13 @@ def test_every_setting_can_be_given_by_its_flag(monkeypatch):
         **{"--amp-dtype": "bfloat16", "--policy": "native", "--mode": "eval", "--device": "cuda:1"},
         **{"--max-trials": "inf", "--time": "0", "--weights": "step7.pt"},
     }
-    flags = ["--no-strict", "--per-sample", "--no-fixes"]
+    flags = ["--no-strict", "--no-fixes"]
     run("replay", "sick.pth", *(word for pair in values.items() for word in pair), *flags)
     assert {option.flag for option in OPTIONS.values()} == {*values, *flags}
     assert {name: kept[name] for name in OPTIONS} == {
         **{"model": "m.py:f", "model_args": {"width": 4}, "method": "step", "inputs": "a,b"},
         **{"call": "m.py:g", "loss": "m.py:h", "loss_scale": 2.0, "output": "logit", "seed": 0, "strict": False},
-        **{"amp_dtype": "bfloat16", "policy": "native", "mode": "eval", "device": "cuda:1", "per_sample": True},
+        **{"amp_dtype": "bfloat16", "policy": "native", "mode": "eval", "device": "cuda:1"},
         **{"max_trials": math.inf, "time": 0.0, "fixes": False, "weights": "step7.pt"},
     }
 
@@ -222,7 +222,7 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["replay", *SICK, "-o", "nowhere/report.json"], "there is no folder nowhere"),
         (["plot", *SICK, "-o", "ranges"], "ranges: unknown ending"),
         (["plot", *SICK, "-o", "ranges.html"], "ranges.html: unknown ending; use .png, .svg or .pdf"),
-        (["plot", *SICK, "--kind", "pie"], "'pie' is not one of 'ranges', 'samples', 'origin'"),
+        (["plot", *SICK, "--kind", "pie"], "'pie' is not one of 'ranges', 'origin'"),
         (["triage", "sick.pth", "--scheduler", "tcp://x:1", "--jobs", "2"], "--scheduler goes with no --jobs"),
         (["plto", "sick.pth"], "No such command 'plto'"),
     ],

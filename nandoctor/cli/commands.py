@@ -36,7 +36,7 @@ EXIT_NOT_REPRODUCED = 3
 @click.option(
     "--check", is_flag=True, help="For git bisect run: exit 0 fixed or healthy, 1 still fails, 125 cannot tell."
 )
-@settings_options(*MODEL_AND_STEP, "statistics", "fixes")
+@settings_options(*MODEL_AND_STEP, "fixes")
 def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **options: Any) -> None:
     """Replay DUMP under CUDA's autocast and in fp32, name what makes the first NaN or Inf, and find a fix.
 
@@ -75,7 +75,7 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
 @click.command(
     cls=GroupedCommand,
     examples=[
-        "plot nan.pth --model train.py:make_model --kind samples",
+        "plot nan.pth --model train.py:make_model --kind origin",
         "plot nan.pth --model train.py:make_model -o ranges.svg",
     ],
 )
@@ -88,8 +88,6 @@ def plot(dump: Path, file: Path | None, kind: str, **options: Any) -> None:
     from nandoctor.views.plots.figures import save_figure
     from nandoctor.views.plots.kinds import draw
 
-    if PLOTS[kind].per_sample:
-        options["per_sample"] = True
     if file is None:
         file = Path(f"{dump.stem}.{kind}.png")
         check_replaceable(file)

@@ -22,7 +22,6 @@ MODEL_AND_STEP: tuple[OptionGroup, ...] = ("model", "step")
 _HEADINGS: dict[OptionGroup, str] = {
     "model": "The model",
     "step": "The failing step",
-    "statistics": "Statistics",
     "fixes": "The search for fixes",
 }
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 )
 @click.option("--retry", is_flag=True, help="Retry what could not be analysed in an earlier run.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines: one for each dump, one for each group.")
-@settings_options("model", "step", "statistics", "fixes")
+@settings_options("model", "step", "fixes")
 @click.pass_context
 def triage(context: click.Context, /, patterns: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Replay many dumps in parallel, and group them by cause and place in the code.

@@ -122,10 +122,10 @@ def list_elements(counts: NonfiniteCounts, stats: TensorStats, trace: Trace | No
     )
 
 
-def needs_counts(trace: Trace, low: FloatFormat) -> bool:
-    """Return True if a tensor of the trace needs exact counts and has none."""
+def needs_counts(trace: Trace) -> bool:
+    """Return True if a non-finite tensor of the trace has no exact counts."""
     tensors = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs))
-    return any(stats.counts is None and stats.needs_counts(low) for stats in tensors)
+    return any(stats.counts is None and not stats.finite for stats in tensors)
 
 
 def describe_first(

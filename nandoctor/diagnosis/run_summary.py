@@ -67,9 +67,6 @@ WRONG = 0.1
 
 fp16 carries 11 bits and a deep network loses a few of them, so rounding alone stays below a few per cent."""
 
-NEAR_BITS = 1.0
-"""A layer within a factor of two of the limit may pass it with another batch."""
-
 
 def align(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[LayerRow, ...]:
     """Return the calls of `trace` in the order in which they returned, each compared with that of `reference`.

@@ -24,7 +24,6 @@ from torch.nn.parameter import is_lazy
 from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy, torch_dtype
 from nandoctor.dumps.tensors import unexpanded
 from nandoctor.errors import LossError
-from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.file_memory import cast_to_file, map_empty
 from nandoctor.machine import memory_of
@@ -117,9 +116,7 @@ def known_tensors(
     yield from (("batch", name, tensor) for name, tensor in batch.items())
 
 
-def with_nonfinite_state(
-    calls: tuple[ModuleCall, ...], modules: Tracer, model: nn.Module, low: FloatFormat
-) -> tuple[ModuleCall, ...]:
+def with_nonfinite_state(calls: tuple[ModuleCall, ...], modules: Tracer, model: nn.Module) -> tuple[ModuleCall, ...]:
     """Return a run's calls, each with its module's non-finite state, for which every weight is read after a failure."""
     if all(stats.finite for call in calls for stats in (*call.inputs, *call.outputs)):
         return calls
@@ -128,7 +125,7 @@ def with_nonfinite_state(
         buffers = () if _writes_only(module) else module.named_buffers(recurse=False)
         own = (*module.named_parameters(recurse=False), *buffers)
         if found := [(name, tensor) for name, tensor in own if not is_finite(modules.reading_of(tensor))]:
-            state[path] = measure_all(found, counts_for=low)
+            state[path] = measure_all(found, counts=True)
     return tuple(replace(call, state=state.get(call.module, ())) for call in calls)
 
 

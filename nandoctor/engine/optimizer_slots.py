@@ -9,7 +9,6 @@ from torch import nn
 
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.evidence.dump_summary import OptimizerSlot
-from nandoctor.evidence.formats import FloatFormat
 from nandoctor.tracing.tensor_stats import format_of, measure_all
 
 _TRIED = tuple(digit * 10.0**power for power in range(-8, -1) for digit in (1, 2, 5))
@@ -18,13 +17,13 @@ _LEAST_GRADIENT = 2e-6
 """Smaller gradients hardly train a weight in half precision: a rate of 1e-3 changes it by less than its rounding."""
 
 
-def measure_slots(moments: Sequence[SecondMoment], model: nn.Module, low: FloatFormat) -> tuple[OptimizerSlot, ...]:
-    """Measure every second moment with exact counts, counting as flushed what `low` flushes to zero."""
+def measure_slots(moments: Sequence[SecondMoment], model: nn.Module) -> tuple[OptimizerSlot, ...]:
+    """Measure every second moment with exact counts."""
     names = _parameter_names(moments, model)
     return tuple(
         OptimizerSlot(parameter=names.get(moment.index, ""), eps=moment.eps, moment=stats, safe_eps=_safe_eps(moment))
         for moment in moments
-        for stats in measure_all([("", moment.values)], counts_for=low)
+        for stats in measure_all([("", moment.values)], counts=True)
     )
 
 

@@ -116,7 +116,7 @@ class FailingStep:
     which the step failed. If `training` is the model's recorded flag, its modules have theirs. A `seed` of None means
     the saved random state: torch's in `rng_states`, numpy's and Python's in `recorded`, which also has torch's
     switches. `second_moments` and `optimizer_eps` are the optimizer's, `updater` its class if it may be run and
-    spoiled the weights. With `per_sample` every run that measures counts every tensor. `saved_flags` are what the dump
+    spoiled the weights. `saved_flags` are what the dump
     says went wrong, `built` the state that the model's own code makes non-finite, True if with -inf alone. Every run
     makes `changes` and is told to `progress`. `project` is its code.
     """
@@ -137,7 +137,6 @@ class FailingStep:
     second_moments: tuple[SecondMoment, ...] = ()
     optimizer_eps: tuple[float, ...] = ()
     updater: type[torch.optim.Optimizer] | None = None
-    per_sample: bool = False
     saved_flags: SavedFlags = field(default_factory=SavedFlags)
     progress: Listener = field(default_factory=Listener, compare=False)
     project: Project = field(default_factory=Project, compare=False)
@@ -177,11 +176,10 @@ class FailingStep:
         """
         policy, changes = policy or self.policy, (*self.changes, *changes)
         singles = flatten(changes)
-        per_sample = self.per_sample and watch.statistics != "none"
         run = _RunPlan(
             step=replace(self, loss_scale=interventions.choose_loss_scale(singles, self.loss_scale)),
             policy=interventions.choose_policy(singles, policy),
-            watch=replace(watch, statistics="per sample") if per_sample else watch,
+            watch=watch,
             edits=singles,
             printed=tuple(change for change in changes if isinstance(change, SourcePatch | Snippet)),
         )
@@ -244,7 +242,7 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
             recording = _RecordedRun(run, batch)
             recording.make(is_unwritten)
             random = draws()
-        calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model, step.low)
+        calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
     error, before = recording.raised, list_nonfinite_state(step.model) if recording.kept else ()
     kept = {name: is_spoilt for name, is_spoilt in recording.kept.items() if name not in before}
     return Outcome(
@@ -268,18 +266,10 @@ class _RecordedRun:
         known = [*known_tensors(step.model, batch)] if watch.ops else []
         watches_backward = watch.backward and watch.ops
         self._run, self._batch = run, batch
-        self._functions = FunctionTracer(OpTracer(known=known, low=step.low)) if watches_backward else None
-        self._backward = GradientTracer(low=step.low, functions=self._functions) if self._functions else None
-        self._ops = (
-            OpTracer(known=known, low=step.low, gradients=self._backward, on_op=watch.on_op) if watch.ops else None
-        )
-        self.modules = Tracer(
-            step.model,
-            counts_for=step.low,
-            statistics=watch.statistics,
-            on_call=step.progress.on_call,
-            ops=self._ops,
-        )
+        self._functions = FunctionTracer(OpTracer(known=known)) if watches_backward else None
+        self._backward = GradientTracer(self._functions) if self._functions else None
+        self._ops = OpTracer(known=known, gradients=self._backward, on_op=watch.on_op) if watch.ops else None
+        self.modules = Tracer(step.model, statistics=watch.statistics, on_call=step.progress.on_call, ops=self._ops)
         self.output: Any = None
         self.loss: torch.Tensor | None = None
         self.gradients: Mapping[str, torch.Tensor] | None = None

@@ -36,7 +36,7 @@ def trace_update(step: FailingStep) -> UpdateTrace:
     parameters = dict(step.model.named_parameters())
     grads = {name: gradient / outcome.gradient_scale for name, gradient in gradients.items()}
     low = next(filter(None, (format_of(parameter.dtype) for parameter in parameters.values())), FP32)
-    ops = OpTracer(known=[("weight", name, parameter) for name, parameter in parameters.items()], low=low)
+    ops = OpTracer(known=[("weight", name, parameter) for name, parameter in parameters.items()])
     ops.phase = "optimizer"
     with restored(step.model), held(*((weight, "grad", grads.get(name)) for name, weight in parameters.items())):
         try:

@@ -84,21 +84,11 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleStats:
-    """One index along dimension 0: its number of non-finite elements, and its largest finite magnitude or None."""
-
-    num_bad: int
-    absmax: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NonfiniteCounts:
-    """Exact counts over one tensor, made only if the cheap pass or the user asked for them.
+    """Exact counts over one tensor, made only if the cheap pass asked for them.
 
-    `smallest` is the smallest non-zero finite magnitude, None if there is none. `flushed_share` is the share of
-    elements, 0 to 1, that are non-zero and would round to zero in the run's low-precision format. `samples` lists the
-    indices along dimension 0 with a NaN or an infinity, at most 64. `by_sample` has the first 64 indices, if one is
-    non-finite or per-sample statistics were asked for. `grid` exists for non-finite arrays of the batch and for the
+    `smallest` is the smallest non-zero finite magnitude, None if there is none. `samples` lists the indices along
+    dimension 0 with a NaN or an infinity, at most 64. `grid` exists for non-finite arrays of the batch and for the
     outputs of examined ops.
     """
 
@@ -106,12 +96,9 @@ class NonfiniteCounts:
     num_posinf: int
     num_neginf: int
     num_zero: int
-    num_subnormal: int
     smallest: float | None
-    flushed_share: float
     first_bad_index: tuple[int, ...] | None
     samples: tuple[int, ...]
-    by_sample: tuple[SampleStats, ...] = ()
     grid: Grid | None = None
 
     @property
@@ -151,10 +138,6 @@ class TensorStats:
     counts: NonfiniteCounts | None = None
     producer: int | None = None
     sample: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
-
-    def needs_counts(self, low: FloatFormat) -> bool:
-        """Return True if exact counts add something: there are non-finite elements, or ones below `low`'s normals."""
-        return not self.finite or (self.p05 is not None and self.p05 < low.smallest_normal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

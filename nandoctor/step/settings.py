@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 
-OptionGroup = Literal["model", "step", "statistics", "fixes"]
+OptionGroup = Literal["model", "step", "fixes"]
 """What a setting is about; each verb offers the groups that it uses."""
 
 
@@ -149,7 +149,6 @@ class Settings:
         reads=int,
         accepts=lambda value: 0 <= value < 1 << 31,  # numpy takes 32 bits; the next few follow
     )
-    per_sample: bool = _switch("statistics", "--per-sample", "Count the samples in every layer.", default=False)
     fixes: bool = _switch("fixes", "--no-fixes", "Diagnose only; do not search for fixes.", default=True)
     max_trials: int | None = _setting(
         "fixes",
@@ -196,7 +195,6 @@ class StepOptions(TypedDict, total=False):
 class ReplayOptions(StepOptions, total=False):
     """All settings of a replay except the model."""
 
-    per_sample: bool | None
     fixes: bool | None
     max_trials: float | None
     time: float | None

@@ -355,7 +355,6 @@ def _make_step(
         second_moments=dump.moments,
         optimizer_eps=dump.optimizer_eps,
         updater=code.updater,
-        per_sample=settings.per_sample,
         saved_flags=dump.saved_flags,
     )
 

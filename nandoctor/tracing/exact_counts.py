@@ -1,4 +1,4 @@
-"""Exact counts of one tensor: NaN, infinite, zero and subnormal elements, their samples and places.
+"""Exact counts of one tensor: NaN, infinite and zero elements, their samples and places.
 
 Everything is counted on the stored bits read as integers, which order magnitudes as the numbers do. For a CPU tensor
 numpy compares these five to ten times as fast as torch compares fp16; on another device torch does it.
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from nandoctor.evidence.formats import FORMATS, FloatFormat
-from nandoctor.evidence.trace import Grid, NonfiniteCounts, SampleStats
+from nandoctor.evidence.trace import Grid, NonfiniteCounts
 from nandoctor.text import MAX_SAMPLES_LISTED, dtype_name
 from nandoctor.torch_compat import plain_torch, unwrap
 
@@ -68,11 +68,10 @@ def _cut(numbers: Any) -> Iterator[Any]:
     return iter(np.nditer(numbers, _IN_PIECES, buffersize=_AT_ONCE)) if numbers.size else iter([numbers.ravel()])
 
 
-def _tally(stored: _Stored, subnormal: int, flushed: int) -> tuple[int, ...]:
-    """Count the elements of one piece that are non-finite, NaN, +Inf, zero, subnormal and flushed to zero.
+def _tally(stored: _Stored) -> tuple[int, ...]:
+    """Count the elements of one piece that are non-finite, NaN, +Inf and zero.
 
     Three integers follow: of the smallest magnitude above zero, of the lowest and of the highest finite value.
-    `subnormal` and `flushed` are the integers of the largest magnitude that counts as such.
     """
     signed, sign, infinity = stored.signed, stored.kind.min, stored.infinity
     magnitudes = signed & stored.kind.max
@@ -81,7 +80,7 @@ def _tally(stored: _Stored, subnormal: int, flushed: int) -> tuple[int, ...]:
     if smallest >= infinity:  # no element is finite, so there are no limits
         num_nan = size if smallest > infinity else _count(magnitudes > infinity)
         num_posinf = _count(signed == infinity) if num_nan < size else 0
-        return size, num_nan, num_posinf, 0, 0, 0, infinity, 0, 0
+        return size, num_nan, num_posinf, 0, infinity, 0, 0
     num_bad = num_nan = num_posinf = num_zero = 0
     lowest, highest = int((signed ^ sign).max()), int(signed.max())
     if max(lowest, highest) >= infinity:
@@ -94,46 +93,31 @@ def _tally(stored: _Stored, subnormal: int, flushed: int) -> tuple[int, ...]:
     if smallest == 0:
         num_zero = _count(magnitudes == 0)
         smallest = int(((magnitudes - 1) & stored.kind.max).min()) + 1  # zero wraps around to the largest
-    num_subnormal = _count(magnitudes <= subnormal) - num_zero if smallest <= subnormal else 0
-    num_flushed = _count(magnitudes <= flushed) - num_zero if smallest <= flushed else 0
-    return num_bad, num_nan, num_posinf, num_zero, num_subnormal, num_flushed, smallest, lowest, highest
+    return num_bad, num_nan, num_posinf, num_zero, smallest, lowest, highest
 
 
 def count_exactly(
-    values: torch.Tensor,
-    own: FloatFormat,
-    target: FloatFormat,
-    *,
-    samples: bool = True,
-    place: bool = False,
-    per_sample: bool = False,
+    values: torch.Tensor, *, samples: bool = True, place: bool = False
 ) -> tuple[NonfiniteCounts, tuple[float, float] | None]:
-    """Count the elements of one strided tensor in format `own`; also return the finite elements' limits, or None.
+    """Count the elements of one strided tensor; also return the finite elements' limits, or None.
 
-    Flushes to zero are judged against `target`. `samples` is False if dimension 0 is not the batch. `place` asks where
-    non-finite elements are, `per_sample` for samples even if all elements are finite.
+    `samples` is False if dimension 0 is not the batch. `place` asks where non-finite elements are.
     """
     stored = _Stored.of(values)
-    subnormal = _last_up_to(own.smallest_normal - own.smallest_subnormal, stored.format)
-    flushed = _last_up_to(target.flush_threshold, stored.format)
     parts = (stored._replace(signed=part) for part in _cut(stored.signed))
-    columns = list(zip(*(_tally(part, subnormal, flushed) for part in parts), strict=True))
-    num_bad, num_nan, num_posinf, num_zero, num_subnormal, num_flushed = map(sum, columns[:6])
-    smallest, lowest, highest = min(columns[6]), max(0, *columns[7]), max(0, *columns[8])
+    columns = list(zip(*map(_tally, parts), strict=True))
+    num_bad, num_nan, num_posinf, num_zero = map(sum, columns[:4])
+    smallest, lowest, highest = min(columns[4]), max(0, *columns[5]), max(0, *columns[6])
     num_finite = values.numel() - num_bad
-    by_sample = _count_samples(stored, everywhere=not num_finite) if samples and (num_bad or per_sample) else ()
-    first, hit = _locate(stored, by_sample, everywhere=not num_finite) if num_bad else (None, ())
+    first, hit = _locate(stored, everywhere=not num_finite) if num_bad else (None, ())
     counts = NonfiniteCounts(
         num_nan=num_nan,
         num_posinf=num_posinf,
         num_neginf=num_bad - num_nan - num_posinf,
         num_zero=num_zero,
-        num_subnormal=num_subnormal,
         smallest=_number(smallest, stored.format) if smallest < stored.infinity else None,
-        flushed_share=num_flushed / max(values.numel(), 1),
         first_bad_index=first,
         samples=hit if samples else (),
-        by_sample=by_sample,
         grid=place_nonfinite(torch.as_tensor(stored.nonfinite)) if place and num_bad else None,
     )
     if not num_finite:
@@ -159,54 +143,14 @@ def _number(integer: int, stored: FloatFormat) -> float:
     return math.ldexp(fraction, stored.min_exponent + max(exponent - 1, 0) - stored.fraction_bits)
 
 
-def _last_up_to(limit: float, stored: FloatFormat) -> int:
-    """Return the integer of the largest magnitude up to `limit`, which must not exceed the format's own limit."""
-    exponent = max(math.frexp(limit)[1] - 1, stored.min_exponent)
-    steps = math.floor(math.ldexp(limit, stored.fraction_bits - exponent))
-    return steps + ((exponent - stored.min_exponent) << stored.fraction_bits)
-
-
-def _count_samples(stored: _Stored, *, everywhere: bool) -> tuple[SampleStats, ...]:
-    """Return non-finite counts and largest finite magnitudes of the first MAX_SAMPLES samples along dimension 0."""
-    if stored.signed.ndim < 2:
-        return ()
-    rows = stored.signed[:MAX_SAMPLES]
-    size = math.prod(rows.shape[1:])
-    if everywhere:
-        return (SampleStats(num_bad=size, absmax=None),) * len(rows)
-    counted = []
-    for row in rows:
-        num_bad = largest = 0
-        for part in _cut(row):
-            magnitudes = part & stored.kind.max
-            most = int(magnitudes.max())
-            if most >= stored.infinity and int(magnitudes.min()) >= stored.infinity:
-                num_bad, most = num_bad + math.prod(part.shape), 0
-            elif most >= stored.infinity:
-                finite = magnitudes < stored.infinity
-                num_bad += math.prod(part.shape) - _count(finite)
-                most = int((magnitudes * finite).max())
-            largest = max(largest, most)
-        counted.append(SampleStats(num_bad=num_bad, absmax=_number(largest, stored.format) if num_bad < size else None))
-    return tuple(counted)
-
-
-def _locate(
-    stored: _Stored, by_sample: Sequence[SampleStats], *, everywhere: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the index of the first non-finite element, and the indices along dimension 0 that hold one.
-
-    `by_sample` tells the latter, unless there are more samples than it lists.
-    """
+def _locate(stored: _Stored, *, everywhere: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the index of the first non-finite element, and the indices along dimension 0 that hold one."""
     shape = tuple(stored.signed.shape)
     if not shape:
         return (), ()
     if everywhere:
         return (0,) * len(shape), tuple(range(min(shape[0], MAX_SAMPLES_LISTED)))
-    if len(by_sample) == shape[0]:
-        rows = [row for row, found in enumerate(by_sample) if found.num_bad]
-    else:
-        rows = torch.as_tensor(stored.nonfinite.reshape(shape[0], -1).any(1)).nonzero().flatten().tolist()
+    rows = torch.as_tensor(stored.nonfinite.reshape(shape[0], -1).any(1)).nonzero().flatten().tolist()
     nonfinite = torch.as_tensor(stored._replace(signed=stored.signed[rows[0] : rows[0] + 1]).nonfinite)
     _, *inner = find_largest(nonfinite.numpy(force=True))
     return (rows[0], *inner), tuple(rows[:MAX_SAMPLES_LISTED])
@@ -218,7 +162,6 @@ def find_largest(values: NDArray[Any]) -> tuple[int, ...]:
 
 
 MAX_CELLS = 32
-MAX_SAMPLES = 64
 
 
 def place_nonfinite(nonfinite: torch.Tensor) -> Grid | None:

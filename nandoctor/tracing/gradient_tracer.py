@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nandoctor.evidence.formats import FP64, FloatFormat
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine
 from nandoctor.ops import BACKWARD_HOOK, GRADIENT_SUM
 from nandoctor.torch_compat import is_custom_node, unobserved
@@ -60,10 +59,9 @@ class GradientTracer:
     Autograd adds up the gradients of a tensor that several ops use; a sum that overflows is recorded as an op.
     """
 
-    def __init__(self, *, low: FloatFormat, functions: FunctionTracer) -> None:
+    def __init__(self, functions: FunctionTracer) -> None:
         self._functions = functions
         self.owner_inside: Owner = ("", "", 0)
-        self._low = low
         self._claims: dict[Any, _Claim] = {}
         self._summands: dict[tuple[Any, int], list[Reading]] = {}  # by node, and by the output that they belong to
         self._recordings: list[_RecordedNode] = []
@@ -164,11 +162,11 @@ class GradientTracer:
         nonfinite = next(
             values for values in map(numbers_in, outgoing) if values is not None and not all_finite(values)
         )
-        counts, _ = count_exactly(nonfinite, format_of(nonfinite.dtype) or FP64, self._low, place=True)
+        counts, _ = count_exactly(nonfinite, place=True)
         given = [values for values in map(numbers_in, incoming) if values is not None]
         # A derivative that is infinite by itself says more than one that is multiplied by a zero gradient.
         places = (find_nonfinite(nonfinite) & (values != 0) for values in given if values.shape == nonfinite.shape)
         open_places = (find_largest(place.numpy(force=True)) for place in places if bool(place.any()))
         worst = next(open_places, counts.first_bad_index)
-        taken = (describe_operand("grad_output", values, worst, nonfinite, self._low) for values in given)
+        taken = (describe_operand("grad_output", values, worst, nonfinite) for values in given)
         return OpAnalysis(counts=counts, numel=nonfinite.numel(), operands=tuple(taken))

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall
 from nandoctor.process_wide import collection_paused
 from nandoctor.torch_compat import plain_torch, version_of
-from nandoctor.tracing.tensor_stats import Reading, Readings, add_counts, asks_for_counts, collect_all, measure
+from nandoctor.tracing.tensor_stats import Reading, Readings, add_counts, collect_all, is_finite, measure
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 if TYPE_CHECKING:
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
 Owner = tuple[str, str, int]
 """A module call: path, type name and call number."""
 
-Statistics = Literal["none", "ranges", "counts", "per sample"]
-"""What is read of a tensor: nothing (quicker if only the output matters), its limits, also exact counts if it is
-non-finite or near the low format's limits, or exact counts of every tensor with samples."""
+Statistics = Literal["none", "ranges", "counts"]
+"""What is read of a tensor: nothing (quicker if only the output matters), its limits, or exact counts too if it is
+non-finite."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,22 +56,20 @@ class _OpenCall:
 class Tracer:
     """A context in which every call of every module of `model` is recorded.
 
-    Flushes to zero are judged against `counts_for`. `on_call` gets the number of returned calls after each.
-    `ops` knows which traced op made a tensor, and what was read of it there. A shared module goes by its first name.
-    Compiled code runs eagerly meanwhile: a graph would skip the hooks, or be traced through them.
+    `on_call` gets the number of returned calls after each. `ops` knows which traced op made a tensor, and what was read
+    of it there. A shared module goes by its first name. Compiled code runs eagerly meanwhile: a graph would skip the
+    hooks, or be traced through them.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        counts_for: FloatFormat,
         statistics: Statistics = "ranges",
         on_call: Callable[[int], None] | None = None,
         ops: OpTracer | None = None,
     ) -> None:
         self._model = model
-        self._counts_for = counts_for
         self._statistics = statistics
         self._on_call = on_call
         self._ops = ops
@@ -188,12 +185,11 @@ class Tracer:
         return self._ops is None or reading.producer == self._ops.producer_of(tensor)
 
     def _measure(self, tensor: torch.Tensor, counts: bool) -> Reading | None:
-        low, per_sample = self._counts_for, self._statistics == "per sample"
         reading = self.reading_of(tensor)
         if reading is None:
             return None
-        if counts or per_sample:
-            reading = add_counts(reading, tensor, low, place=counts, per_sample=per_sample)
-        elif self._statistics == "counts" and reading.counts is None and asks_for_counts(reading, low):
-            reading = add_counts(reading, tensor, low)
+        if counts:
+            reading = add_counts(reading, tensor, place=True)
+        elif self._statistics == "counts" and reading.counts is None and not is_finite(reading):
+            reading = add_counts(reading, tensor)
         return reading if self._ops is None else reading._replace(producer=self._ops.producer_of(tensor))

@@ -9,7 +9,7 @@ from functools import reduce
 import numpy as np
 import torch
 
-from nandoctor.evidence.formats import FP64, FloatFormat
+from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.trace import OpAnalysis, Operand
 from nandoctor.ops import PRODUCTS, num_terms
 from nandoctor.torch_compat import plain_torch, tree_tensors, unwrap, without_autocast
@@ -18,15 +18,15 @@ from nandoctor.tracing.exact_counts import count_exactly, find_largest, find_non
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
 
 
-def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatFormat) -> OpAnalysis:
+def examine(call: Invocation, outputs: Sequence[torch.Tensor]) -> OpAnalysis:
     """Analyse an op with a non-finite output; `call` holds the arguments as they were before it ran."""
     made = [numbers_in(output) for output in outputs]
     place, output = next((i, o) for i, o in enumerate(made) if o is not None and not all_finite(o))
     exact, rows = recompute(call, place, like=output), full_rows(call)
     with plain_torch():  # a transform of torch.func would wrap every number that is read
         output = _without_passed_on(call, output)
-        own, numel = format_of(output.dtype) or FP64, output.numel()
-        counts, _ = count_exactly(output, own, low, place=True)
+        counts, _ = count_exactly(output, place=True)
+        numel = output.numel()
         worst, value = _find_worst(find_nonfinite(output), exact)
         if (each := _before_reduction(call)) is not None and not all_finite(each):
             output, worst = each, find_largest(find_nonfinite(each).numpy(force=True))
@@ -38,7 +38,7 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor], *, low: FloatForm
             exact=value,
             length=_length(call, [tensor for _, tensor in operands], output),
             num_full_rows=None if rows is None else int(unwrap(rows).sum()),
-            operands=tuple(describe_operand(name, tensor, worst, output, low) for name, tensor in operands),
+            operands=tuple(describe_operand(name, tensor, worst, output) for name, tensor in operands),
         )
 
 
@@ -97,16 +97,13 @@ def _find_worst(nonfinite: torch.Tensor, exact: torch.Tensor | None) -> tuple[tu
     return find_largest(places), None
 
 
-def describe_operand(
-    name: str, tensor: torch.Tensor, worst: tuple[int, ...] | None, output: torch.Tensor, low: FloatFormat
-) -> Operand:
+def describe_operand(name: str, tensor: torch.Tensor, worst: tuple[int, ...] | None, output: torch.Tensor) -> Operand:
     """Return the counts of one operand, and its value where it meets the worst element of `output`."""
     tensor = tensor.detach()
-    own = format_of(tensor.dtype) or FP64
-    counts, limits = count_exactly(tensor, own, low)
+    counts, limits = count_exactly(tensor)
     return Operand(
         name=name,
-        dtype=own,
+        dtype=format_of(tensor.dtype) or FP64,
         shape=tuple(tensor.shape),
         absmax=max(abs(limits[0]), abs(limits[1])) if limits else None,
         min=limits[0] if limits else None,

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, TensorStats
 from nandoctor.ops import UNFILLED
 from nandoctor.process_wide import held
@@ -104,22 +103,19 @@ class OpTracer:
     """A recorder of the ops that the current thread calls while `watching()` is open.
 
     `known` lists the tensors from outside, with their names. An op that makes non-finite values is analysed on the
-    spot, with overflow judged against `low`. `gradients` gets every output, to claim the op's graph nodes; `on_op` gets
-    every op with its tensors.
+    spot. `gradients` gets every output, to claim the op's graph nodes; `on_op` gets every op with its tensors.
     """
 
     def __init__(
         self,
         *,
         known: Iterable[tuple[TensorKind, str, torch.Tensor]],
-        low: FloatFormat,
         gradients: GradientTracer | None = None,
         on_op: OnOp | None = None,
     ) -> None:
         self.phase: Phase = "forward"
         self._find_owner: Callable[[], Owner] = lambda: ("", "", 0)
         self._names: dict[int, Name] = {}
-        self._low = low
         self._gradients = gradients
         self._on_op = on_op
         self._recordings: list[_RecordedOp] = []
@@ -235,7 +231,7 @@ class OpTracer:
         if writer is None:
             reading, producer = measure(tensor), self.producer_of(tensor)
             if producer is None and not is_finite(reading):
-                reading = measure(tensor, counts_for=self._low)
+                reading = measure(tensor, counts=True)
             writer = self._remember(tensor, producer, reading)
         return _Tensor(name, writer.reading, writer.order, known_as)
 
@@ -303,7 +299,7 @@ class OpTracer:
         with torch.random.fork_rng(devices=[]):
             if rng_state is not None:
                 torch.set_rng_state(rng_state)
-            return examine(call, leaves, low=self._low)
+            return examine(call, leaves)
 
 
 def _makes_nonfinite(inputs: list[_Tensor], outputs: list[Reading | None]) -> bool:

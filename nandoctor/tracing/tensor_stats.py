@@ -69,11 +69,11 @@ def format_of(dtype: torch.dtype) -> FloatFormat | None:
     return _FORMATS.get(dtype)
 
 
-def measure(tensor: torch.Tensor, *, counts_for: FloatFormat | None = None) -> Reading | None:
+def measure(tensor: torch.Tensor, *, counts: bool = False) -> Reading | None:
     """Measure one tensor, or return None if there is nothing to measure (integers, empty, meta).
 
     The cheap pass is `torch.aminmax`, which sees NaN and both infinities in one sweep without a temporary the size
-    of the tensor, and a spread sample. `counts_for` asks for exact counts too, with flushes judged against that format.
+    of the tensor, and a spread sample. `counts` asks for exact counts too.
     The shape is that of the numbers themselves: a complex tensor's ends in 2, a nested one's starts with all rows, a
     sparse one's with its stored values, one under `torch.vmap` has the mapped dimension.
     """
@@ -82,33 +82,16 @@ def measure(tensor: torch.Tensor, *, counts_for: FloatFormat | None = None) -> R
         return None
     limits, sample = _read(values)
     reading = Reading(tuple(values.shape), _FORMATS[tensor.dtype], values.numel(), limits, sample)
-    return reading if counts_for is None else add_counts(reading, tensor, counts_for)
+    return add_counts(reading, tensor) if counts else reading
 
 
-def add_counts(
-    reading: Reading, tensor: torch.Tensor, low: FloatFormat, *, place: bool = False, per_sample: bool = False
-) -> Reading:
-    """Return the reading with exact counts added; the other arguments are those of `count_exactly`."""
+def add_counts(reading: Reading, tensor: torch.Tensor, *, place: bool = False) -> Reading:
+    """Return the reading with exact counts added; `place` asks where non-finite elements are."""
     values = numbers_in(tensor)
     assert values is not None
     rows_are_samples = not tensor.is_nested and tensor.layout == torch.strided
-    counts, limits = count_exactly(
-        values, reading.dtype, low, samples=rows_are_samples, place=place, per_sample=per_sample
-    )
+    counts, limits = count_exactly(values, samples=rows_are_samples, place=place)
     return reading._replace(counts=counts, finite_limits=limits)
-
-
-def asks_for_counts(reading: Reading, low: FloatFormat) -> bool:
-    """Return True if exact counts would add anything, as in `TensorStats`; this waits for the device."""
-    if not is_finite(reading):
-        return True
-    sample = reading.sample
-    magnitudes = np.abs(sample.float().numpy(force=True) if isinstance(sample, torch.Tensor) else sample)
-    num_small = np.count_nonzero((magnitudes > 0) & (magnitudes < low.smallest_normal))
-    if not num_small:  # as in nearly all tensors
-        return False
-    num_counted = np.count_nonzero((magnitudes > 0) & (magnitudes < math.inf))
-    return bool(num_small > round(_LOWEST * (num_counted - 1)))  # so the 5 % quantile is small
 
 
 def is_finite(reading: Reading | None) -> bool:
@@ -139,11 +122,9 @@ def has_nonfinite(value: Any) -> bool:
     return not all(map(is_finite, map(measure, tree_tensors(value))))
 
 
-def measure_all(
-    tensors: Iterable[tuple[str, torch.Tensor]], *, counts_for: FloatFormat | None = None
-) -> tuple[TensorStats, ...]:
-    """Return the statistics of all tensors that have numbers, by name; `counts_for` as in `measure`."""
-    return collect([(name, read) for name, tensor in tensors if (read := measure(tensor, counts_for=counts_for))])
+def measure_all(tensors: Iterable[tuple[str, torch.Tensor]], *, counts: bool = False) -> tuple[TensorStats, ...]:
+    """Return the statistics of all tensors that have numbers, by name; `counts` as in `measure`."""
+    return collect([(name, read) for name, tensor in tensors if (read := measure(tensor, counts=counts))])
 
 
 def collect(readings: Readings) -> tuple[TensorStats, ...]:

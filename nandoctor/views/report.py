@@ -32,7 +32,6 @@ _MAX_CONSTANTS = 200
 _HIDDEN = frozenset({"layers"})  # the place, or the marked row of the table, names the layer
 _HIDDEN_BESIDE_FIXES = _HIDDEN | {"path"}  # all has to fit on one screen
 _HIDDEN_BESIDE_VERIFIED = _HIDDEN_BESIDE_FIXES | {"cause", "extent"}
-_PLOTS = ("ranges", "samples")
 
 
 def report_document(report: Report, level: Level, *, has_page: bool = False) -> Iterator[Block]:
@@ -145,7 +144,7 @@ def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Section | N
         yield Section("What else was tried", [Facts(trials)], name="What else was tried", folded=True)
     if (layers := every_layer(report)) is not None:
         yield Section("Every layer", [layers], name="Every layer", folded=True)
-        yield Section("Plots", [_plot(kind, report) for kind in _PLOTS], name="Plots", folded=True)
+        yield Section("Plot", [_plot("ranges", report)], name="Plot", folded=True)
     if constants := constant_facts(report.eps_audit[:_MAX_CONSTANTS]):
         title = "Eps constants, and what the format made of them"
         yield Section(title, [Facts(constants)], name="Eps constants", folded=True)

@@ -124,7 +124,7 @@ def test_a_line_that_ran_in_two_formats_is_two_rows():
 def test_an_optimizers_eps_is_judged_in_the_format_of_its_state(dtype, effect, share):
     model = nn.Linear(2, 2, bias=False).to(dtype)
     values = torch.tensor([[0.0, 1.0], [4.0, 9.0]], dtype=dtype)
-    slots = measure_slots([SecondMoment(index=0, name="", eps=1e-8, values=values)], model, FP16)
+    slots = measure_slots([SecondMoment(index=0, name="", eps=1e-8, values=values)], model)
     use = only(audit((), slots, (1e-8,)))
     assert (use.place, use.effect, use.absorbed_share) == ("optimizer", effect, share)
 

@@ -22,7 +22,7 @@ def model():
 
 def test_the_numbers_are_exact(model):
     values = torch.tensor([0.0, 6e-8, 1.0], dtype=torch.float16)
-    (slot,) = measure_slots([SecondMoment(index=1, name="", eps=1e-8, values=values)], model, FP16)
+    (slot,) = measure_slots([SecondMoment(index=1, name="", eps=1e-8, values=values)], model)
     assert slot.moment.dtype is FP16
     assert slot.moment.counts.num_zero == 1
     assert slot.moment.counts.smallest == pytest.approx(6e-8, rel=0.01)
@@ -40,4 +40,4 @@ def test_the_numbers_are_exact(model):
 )
 def test_moments_get_the_names_of_weights(moments, frozen, names, model):
     model[0].requires_grad_(requires_grad=not frozen)
-    assert [slot.parameter for slot in measure_slots(moments, model, FP16)] == names
+    assert [slot.parameter for slot in measure_slots(moments, model)] == names

@@ -57,9 +57,7 @@ COUNTS = NonfiniteCounts(
     num_posinf=0,
     num_neginf=2,
     num_zero=3,
-    num_subnormal=0,
     smallest=2.0**-24,
-    flushed_share=0.5,
     first_bad_index=(0, 1),
     samples=(0,),
 )

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from nandoctor.evidence.formats import FP16
 from nandoctor.tracing.dispatch_hook import intercepting
 from nandoctor.tracing.op_tracer import OpTracer
 
@@ -20,7 +19,7 @@ def clamp(call, proceed):
 @pytest.mark.parametrize("edit", [widen, clamp])
 def test_operands_of_an_edited_op_keep_their_origin(edit):
     x = torch.tensor([1.0, float("inf")])
-    tracer = OpTracer(known=[("batch", "x", x)], low=FP16)
+    tracer = OpTracer(known=[("batch", "x", x)])
     edited = intercepting(lambda call, proceed: edit(call, proceed) if call.name == "exp" else proceed(call))
     with edited, tracer.watching(lambda: ("", "", 0)):
         torch.exp(x * 2)
@@ -31,7 +30,7 @@ def test_operands_of_an_edited_op_keep_their_origin(edit):
 
 
 def test_operands_from_nowhere_stay_unknown():
-    unknown, tracer = torch.ones(1), OpTracer(known=[], low=FP16)
+    unknown, tracer = torch.ones(1), OpTracer(known=[])
     with intercepting(widen), tracer.watching(lambda: ("", "", 0)):
         torch.exp(unknown)
     (call,) = tracer.calls()

@@ -7,9 +7,7 @@ import math
 import pytest
 import torch
 
-from nandoctor.evidence.formats import FP16, FP32
-from nandoctor.evidence.trace import SampleStats
-from nandoctor.tracing.exact_counts import count_exactly, place_nonfinite
+from nandoctor.tracing.exact_counts import place_nonfinite
 from nandoctor.tracing.tensor_stats import add_counts, collect, measure
 
 
@@ -55,31 +53,12 @@ def test_large_dimensions_are_joined_into_cells_without_loss(size):
     ]
 
 
-def samples_of(values):
-    """What is counted of each sample."""
-    return count_exactly(values, FP32, FP16, per_sample=True)[0].by_sample
-
-
-def test_samples_are_counted_one_by_one():
-    assert samples_of(torch.tensor([[1.0, -3.0], [math.nan, 2.0], [math.inf, math.nan], [0.0, 0.0]])) == (
-        SampleStats(num_bad=0, absmax=3.0),
-        SampleStats(num_bad=1, absmax=2.0),
-        SampleStats(num_bad=2, absmax=None),
-        SampleStats(num_bad=0, absmax=0.0),
-    )
-    assert samples_of(torch.ones(5)) == ()
-    assert samples_of(torch.full((70, 3, 2), math.nan)) == (SampleStats(num_bad=6, absmax=None),) * 64
-    assert len(samples_of(torch.ones(99, 2))) == 64
-
-
 def stats_of(tensor, **options):
-    return collect([("", add_counts(measure(tensor), tensor, FP16, **options))])[0]
+    return collect([("", add_counts(measure(tensor), tensor, **options))])[0]
 
 
 def test_a_counts_places_nothing_unless_asked():
     sound, nonfinite = torch.ones(2, 3), torch.tensor([[1.0, math.nan], [1.0, 1.0]])
-    assert stats_of(sound).counts.by_sample == ()
     assert stats_of(nonfinite).counts.grid is None
-    assert [sample.num_bad for sample in stats_of(nonfinite).counts.by_sample] == [1, 0]
     assert stats_of(nonfinite, place=True).counts.grid.counts == ((0, 1), (0, 0))
-    assert len(stats_of(sound, per_sample=True).counts.by_sample) == 2
+    assert stats_of(sound, place=True).counts.grid is None

@@ -39,7 +39,7 @@ from nandoctor.evidence.report import (
     StepSetting,
     TrialOutcome,
 )
-from nandoctor.evidence.trace import Grid, NonfiniteCounts, Place, SampleStats, SourceLine, TensorStats
+from nandoctor.evidence.trace import Grid, NonfiniteCounts, Place, SourceLine, TensorStats
 from nandoctor.views.html import page_of
 
 
@@ -60,9 +60,7 @@ def counts(num_bad, *, kind="nan", samples=(2,)):
         num_posinf=num_bad if kind == "+inf" else 0,
         num_neginf=num_bad if kind == "-inf" else 0,
         num_zero=0,
-        num_subnormal=0,
         smallest=1e-3,
-        flushed_share=0.0,
         first_bad_index=(samples[0], 0, 0, 0),
         samples=samples,
     )
@@ -145,28 +143,6 @@ def network(num_layers, *, nonfinite_from=None, low=FP16, growth=1.0):
     autocast.append(replace(autocast[-1], place=ROOT, depth=0))
     fp32.append(replace(fp32[-1], place=ROOT, depth=0))
     return Runs(autocast=run(autocast, dtype=low), fp32=run(fp32, dtype=FP32))
-
-
-def surveyed(runs):
-    """The same runs with every output counted by its samples."""
-    return Runs(
-        autocast=_per_sample(runs.autocast), fp32=_per_sample(runs.fp32), first_unholdable=runs.first_unholdable
-    )
-
-
-def _per_sample(summary):
-    rows = [replace(row, outputs=tuple(map(_count, row.outputs))) for row in summary.modules]
-    return replace(summary, modules=tuple(rows))
-
-
-def _count(stats):
-    known = stats.counts or replace(counts(0), first_bad_index=None, samples=())
-    shares = [(1 + sample) / stats.shape[0] for sample in range(stats.shape[0])]
-    samples = tuple(
-        SampleStats(num_bad=known.num_bad * (sample in known.samples), absmax=stats.absmax * share)
-        for sample, share in enumerate(shares)
-    )
-    return replace(stats, counts=replace(known, by_sample=samples))
 
 
 def put(record, **changes):

@@ -10,8 +10,7 @@ from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.report import Runs
 from nandoctor.views.layer_table import every_layer
 from nandoctor.views.layers import select_layers
-from nandoctor.views.plots.figures import MAX_BARS
-from nandoctor.views.plots.ranges import draw_ranges
+from nandoctor.views.plots.ranges import MAX_BARS, draw_ranges
 
 
 def texts(axes):

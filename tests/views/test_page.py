@@ -48,7 +48,7 @@ def test_every_verdict_makes_a_well_formed_page(make):
 def test_the_story_comes_first_and_in_order(page):
     headings = re.findall(r'<h[23] id="([\w-]+)"', page)
     assert headings == [
-        "h-fixes", "h-evidence", "h-origin", "h-what-else-was-tried", "h-every-layer", "h-plots", "h-ranges",
+        "h-fixes", "h-evidence", "h-origin", "h-what-else-was-tried", "h-every-layer", "h-plot", "h-ranges",
         "h-eps-constants", "h-in-the-file", "h-notes",
     ]  # fmt: skip
     assert page.index("<h1") < page.index("h-fixes")

@@ -1,46 +1,30 @@
-"""The figure and colours that all plots over a model's layers share, and writing image files."""
+"""The figure, the colour and the texts that plots share, and writing image files."""
 
 from __future__ import annotations
 
 import io
-import math
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-import matplotlib.style
 from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Report
-from nandoctor.text import brief, kinds_text, printable
-from nandoctor.views.layers import Layers, select_layers
+from nandoctor.text import printable
 from nandoctor.views.save import MARK, PICTURE_ENDINGS, check_ending, write_bytes
 
-# Okabe and Ito's palette, told apart by colour-blind readers: https://jfly.uni-koeln.de/color/
-SKY, BLUE, ORANGE, GREY = "#56B4E9", "#0072B2", "#E69F00", "#999999"
+# Of Okabe and Ito's palette, told apart by colour-blind readers: https://jfly.uni-koeln.de/color/
 NONFINITE_COLOR = "#D55E00"
-
-MAX_BARS = 48
-"""Of more layers the bars would be too thin to tell one in front of another, and their names would collide."""
-MAX_VECTORS = 1500
-"""More shapes than a panel has pixels are rasterized: a vector file of them would take long to open."""
 
 _DPI = 150
 _NOTEBOOK_DPI = 80
 _WIDTH_IN = 8.0
-_PANEL_HEIGHT_IN, _TEXT_HEIGHT_IN, _LETTER_IN = 3.2, 1.2, 0.065
 _LEGEND_ROW_IN = 0.17
 _TITLE_LETTERS, _LEGEND_LETTERS = 80, 128  # of a line
-_FIRST_NAME_WIDTH, _NAME_WIDTH = 36, 44
-
-DrawPanel = Callable[[Axes, Layers], Sequence[Artist]]
-"""Draws all layers, x being their index, and returns what a legend should explain."""
 
 
 class NotebookFigure(Figure):
@@ -48,32 +32,6 @@ class NotebookFigure(Figure):
 
     def _repr_png_(self) -> bytes:
         return image_of(self, "png", dpi=_NOTEBOOK_DPI)
-
-
-def draw_by_layer(report: Report, draw: DrawPanel, *, finding: str, what: str) -> Figure:
-    """Draw all layers in execution order; `what` says what is drawn.
-
-    Raises:
-        NanDoctorError: the report holds no run, or no layer with a floating-point output.
-    """
-    layers = select_layers(report)
-    if report.runs is None or not layers.pairs:
-        raise NanDoctorError(
-            f"There are no layers to draw for {report.dump.path}: nothing was run, or no layer returned numbers.",
-            remedy="Replay a dump that holds the failing batch; `nandoctor inspect` shows what is in it.",
-        )
-    with matplotlib.style.context("default"):
-        figure = new_figure()
-        axes = figure.subplots()
-        marks = draw(axes, layers)
-        _name_layers(axes, layers)
-        _mark_first(axes, layers)
-        longest = max(len(label.get_text()) for label in axes.get_xticklabels())
-        figure.set_figheight(_TEXT_HEIGHT_IN + _PANEL_HEIGHT_IN + _LETTER_IN * longest)
-        write_finding(figure, report, finding)
-        source = brief(Path(report.dump.path).name, _FIRST_NAME_WIDTH)
-        write_legend(figure, marks, f"{source}: layers in order of execution, {what}")
-        return figure
 
 
 def new_figure(height: float = 1.0) -> Figure:
@@ -118,43 +76,3 @@ def write_legend(figure: Figure, marks: Sequence[Artist], what: str) -> None:
     box.set_title("\n".join(lines))
     box.get_title().set(size=8, parse_math=False)
     box.set_alignment("left")
-
-
-def _name_layers(axes: Axes, layers: Layers) -> None:
-    """Name every layer or, if they are too many, as many as have room, and the first non-finite one."""
-    first = layers.first_nonfinite
-    step = math.ceil(len(layers.pairs) / MAX_BARS)
-    named = [index for index in range(0, len(layers.pairs), step) if first is None or abs(index - first) >= step]
-    if first is not None:
-        named = sorted([*named, first])
-    # parse_math=False: a dollar sign in a name would start a formula, and an incomplete one raises when drawn.
-    names = [brief(layers.pairs[index].label, _NAME_WIDTH) for index in named]
-    axes.set_xticks(named, names, rotation=90, size=7.5, parse_math=False)
-    axes.grid(axis="x", color="black", alpha=0.08, linewidth=0.6)
-    for index, label in zip(named, axes.get_xticklabels(), strict=True):
-        if index == first:
-            label.set(color=NONFINITE_COLOR, weight="bold")
-
-
-def _mark_first(axes: Axes, layers: Layers) -> None:
-    """Draw a labelled line through the first non-finite layer, operation or array."""
-    place, elements = layers.first_nonfinite, layers.elements
-    if place is None or elements is None:
-        return
-    pair = layers.pairs[place]
-    where = f"{'' if pair.name else 'the output of '}{brief(pair.label, _FIRST_NAME_WIDTH)}"
-    axes.axvline(place, color=NONFINITE_COLOR, linewidth=1.2, linestyle="--", zorder=4)
-    left, right = axes.get_xlim()
-    alignment = ("left", "center", "right")[int(3 * (place - left) / (right - left))]  # inwards, near either end
-    axes.annotate(
-        f"first non-finite: {kinds_text(elements.kinds)} in {where}",
-        (place, 1.0),
-        xycoords=axes.get_xaxis_transform(),
-        xytext=(0, 4),
-        textcoords="offset points",
-        ha=alignment,
-        size=8.5,
-        color=NONFINITE_COLOR,
-        weight="bold",
-        parse_math=False,
-    )

@@ -1,4 +1,4 @@
-"""The kinds of plots in one table: title, content, and whether per-sample statistics are needed.
+"""The kinds of plots in one table: title and content.
 
 The module named like the kind draws it; matplotlib is imported only when something is drawn.
 """
@@ -20,19 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlotKind:
-    """One kind. `title` is its heading on the page; `per_sample` kinds need a replay with per-sample statistics."""
+    """One kind; `title` is its heading on the page."""
 
     title: str
     shows: str
-    per_sample: bool = False
 
 
 PLOTS: Mapping[str, PlotKind] = {
     "ranges": PlotKind("Ranges of every layer", "what every layer's values span, against what the format can hold"),
-    "samples": PlotKind("Samples", "which samples are non-finite, or near the limit, in which layer", per_sample=True),
-    "origin": PlotKind(
-        "Where in the tensor", "which elements of the tensor are the first non-finite ones", per_sample=True
-    ),
+    "origin": PlotKind("Where in the tensor", "which elements of the tensor are the first non-finite ones"),
 }
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import matplotlib.style
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -14,21 +16,21 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
+from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import LayerRow, Report, Runs
-from nandoctor.text import bits_text, number
+from nandoctor.text import bits_text, brief, kinds_text, number
 from nandoctor.views.layers import Layers, name_runs, select_layers
-from nandoctor.views.plots.figures import (
-    BLUE,
-    GREY,
-    MAX_BARS,
-    MAX_VECTORS,
-    NONFINITE_COLOR,
-    ORANGE,
-    SKY,
-    draw_by_layer,
-)
+from nandoctor.views.plots.figures import NONFINITE_COLOR, new_figure, write_finding, write_legend
 
+SKY, BLUE, ORANGE, GREY = "#56B4E9", "#0072B2", "#E69F00", "#999999"
+MAX_BARS = 48
+"""Of more layers the bars would be too thin to tell one in front of another, and their names would collide."""
+_MAX_VECTORS = 1500
+"""More shapes than a panel has pixels are rasterized: a vector file of them would take long to open."""
+_PANEL_HEIGHT_IN, _TEXT_HEIGHT_IN, _LETTER_IN = 3.2, 1.2, 0.065
+_FIRST_NAME_WIDTH, _NAME_WIDTH = 36, 44
+_WHAT = "bars from the 5 % quantile of non-zero magnitudes to the largest, line at the median"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NEARBY = 1e9
 """A limit of the format further than this factor from every value is left out of the panel."""
@@ -69,12 +71,24 @@ def draw_ranges(report: Report) -> Figure:
     Raises:
         NanDoctorError: the report holds no run, or no layer with a floating-point output.
     """
-    return draw_by_layer(
-        report,
-        lambda axes, layers: _draw_panel(axes, report.runs, layers) if report.runs else [],
-        finding=describe_ranges(report),
-        what="bars from the 5 % quantile of non-zero magnitudes to the largest, line at the median",
-    )
+    layers = select_layers(report)
+    if report.runs is None or not layers.pairs:
+        raise NanDoctorError(
+            f"There are no layers to draw for {report.dump.path}: nothing was run, or no layer returned numbers.",
+            remedy="Replay a dump that holds the failing batch; `nandoctor inspect` shows what is in it.",
+        )
+    with matplotlib.style.context("default"):
+        figure = new_figure()
+        axes = figure.subplots()
+        marks = _draw_panel(axes, report.runs, layers)
+        _name_layers(axes, layers)
+        _mark_first(axes, layers)
+        longest = max(len(label.get_text()) for label in axes.get_xticklabels())
+        figure.set_figheight(_TEXT_HEIGHT_IN + _PANEL_HEIGHT_IN + _LETTER_IN * longest)
+        write_finding(figure, report, describe_ranges(report))
+        source = brief(Path(report.dump.path).name, _FIRST_NAME_WIDTH)
+        write_legend(figure, marks, f"{source}: layers in order of execution, {_WHAT}")
+        return figure
 
 
 def describe_ranges(report: Report) -> str:
@@ -129,7 +143,7 @@ def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
         marks = _mark_nonfinite(axes, nonfinite, style.mark_at, f"non-finite, {style.name}")
         legend += [_draw_bars(axes, spreads, style), *marks]
     for drawn in axes.collections:
-        drawn.set_rasterized(len(layers.pairs) > MAX_VECTORS)
+        drawn.set_rasterized(len(layers.pairs) > _MAX_VECTORS)
     return legend
 
 
@@ -209,3 +223,43 @@ def _mark_nonfinite(axes: Axes, places: Sequence[int], height: float, label: str
     heights, transform = [height] * len(places), axes.get_xaxis_transform()
     look: dict[str, Any] = {"s": 22, "marker": "v", "color": NONFINITE_COLOR, "zorder": 5}
     return [axes.scatter(places, heights, transform=transform, label=label, **look)]
+
+
+def _name_layers(axes: Axes, layers: Layers) -> None:
+    """Name every layer or, if they are too many, as many as have room, and the first non-finite one."""
+    first = layers.first_nonfinite
+    step = math.ceil(len(layers.pairs) / MAX_BARS)
+    named = [index for index in range(0, len(layers.pairs), step) if first is None or abs(index - first) >= step]
+    if first is not None:
+        named = sorted([*named, first])
+    # parse_math=False: a dollar sign in a name would start a formula, and an incomplete one raises when drawn.
+    names = [brief(layers.pairs[index].label, _NAME_WIDTH) for index in named]
+    axes.set_xticks(named, names, rotation=90, size=7.5, parse_math=False)
+    axes.grid(axis="x", color="black", alpha=0.08, linewidth=0.6)
+    for index, label in zip(named, axes.get_xticklabels(), strict=True):
+        if index == first:
+            label.set(color=NONFINITE_COLOR, weight="bold")
+
+
+def _mark_first(axes: Axes, layers: Layers) -> None:
+    """Draw a labelled line through the first non-finite layer, operation or array."""
+    place, elements = layers.first_nonfinite, layers.elements
+    if place is None or elements is None:
+        return
+    pair = layers.pairs[place]
+    where = f"{'' if pair.name else 'the output of '}{brief(pair.label, _FIRST_NAME_WIDTH)}"
+    axes.axvline(place, color=NONFINITE_COLOR, linewidth=1.2, linestyle="--", zorder=4)
+    left, right = axes.get_xlim()
+    alignment = ("left", "center", "right")[int(3 * (place - left) / (right - left))]  # inwards, near either end
+    axes.annotate(
+        f"first non-finite: {kinds_text(elements.kinds)} in {where}",
+        (place, 1.0),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(0, 4),
+        textcoords="offset points",
+        ha=alignment,
+        size=8.5,
+        color=NONFINITE_COLOR,
+        weight="bold",
+        parse_math=False,
+    )
