@@ -328,9 +328,8 @@ class _RecordedRun:
         try:
             with user_code.kept_running(), kept_in_files(run.grad and is_large(model)):
                 self._run_forward()
-            loss = self.loss if watch.backward else None
-            if loss is not None and watch.worth_backward(self.output, loss):
-                self._bad_gradients, self.gradients = self._run_backward(loss, keep=watch.keep)
+            if watch.backward and (loss := self.loss) is not None and watch.worth_backward(self.output, loss):
+                self._run_backward(loss)
         except UnsupportedTorchError:  # of nandoctor's own, though raised inside the user's code
             raise
         except Exception as error:
@@ -356,9 +355,10 @@ class _RecordedRun:
                 with interventions.loss_in_fp32(run.edits, step.device) as widen:
                     self.loss = user_code.compute_loss(step.loss, widen(self.output), self._batch, device=step.device)
 
-    def _run_backward(
-        self, loss: torch.Tensor, *, keep: bool
-    ) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
-        step = self._run.step
+    def _run_backward(self, loss: torch.Tensor) -> None:
+        step, keep = self._run.step, self._run.watch.keep
+        # As torch does where a region ends. Up to 2.9, a reentrant checkpoint would compute again with weights that
+        # were cast without a graph, and give them no gradients.
+        torch.clear_autocast_cache()
         with user_code.kept_running(), torch.autocast(step.device.type, enabled=False):
-            return run_backward(step.model, loss, loss_scale=step.loss_factor, keep=keep)
+            self._bad_gradients, self.gradients = run_backward(step.model, loss, loss_scale=step.loss_factor, keep=keep)

@@ -11,12 +11,13 @@ import pytest
 import torch
 from tiny_models import Chain, Counts, Drops, Raises, Returns
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.engine.progress import Listener
-from nandoctor.engine.runner import FailingStep
+from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.errors import ModelError
-from nandoctor.evidence.formats import FP16, FP32
+from nandoctor.evidence.formats import BF16, FP16, FP32
 
 CUDA = Policy(name="cuda", format=FP16)
 POLICIES = [REFERENCE, CUDA, Policy(name="native", format=FP16)]
@@ -123,20 +124,20 @@ def test_a_forward_that_needs_a_graph_runs_once_more():
         seen.append(torch.rand(()))
         return torch.autograd.grad(output.sum(), model.weight)[0]
 
-    step = FailingStep(
-        policy=CUDA,
-        training=False,
-        model=model,
-        batch={"image": IMAGE},
-        used=frozenset({"image"}),
-        forward=forward,
-        device=torch.device("cpu"),
-        description="",
-    )
+    step = replace(step_of(model), training=False, forward=forward)
     outcome = step.run(REFERENCE)
     assert outcome.output.tolist() == [[2.0, 2.0, 2.0, 2.0]]
     assert [call.key for call in outcome.trace.calls] == [("", 0)]
     assert seen[0] == seen[1]
+
+
+def test_weights_of_a_reentrant_checkpoint_have_gradients():
+    """It computes again with the weights that autocast has cast before, up to torch 2.9 without a graph."""
+    model = Chain(first=nn.Linear(4, 4), last=Returns(lambda x: checkpoint(model.last.inner, x, use_reentrant=True)))
+    model.last.inner = nn.Linear(4, 4)
+    step = replace(step_of(model), loss=lambda output, _: output.float().sum())
+    made = step.run(Policy(name="native", format=BF16), Watch(backward=True, keep=True)).gradients
+    assert made.keys() == dict(model.named_parameters()).keys()
 
 
 def test_a_forward_that_raises_on_finite_values_is_miscalled():
