@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nandoctor import torch_compat
+from nandoctor.torch_compat import FP32_PRODUCTS, default_device, print_options
 
 Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 """How one switch is read, and how it is set."""
@@ -45,11 +45,11 @@ def _write_autocast(setting: tuple[Any, ...]) -> None:
 
 
 def _read_precisions() -> tuple[str, ...]:
-    return tuple(attrgetter(place)(torch.backends).fp32_precision for place in torch_compat.FP32_PRODUCTS)
+    return tuple(attrgetter(place)(torch.backends).fp32_precision for place in FP32_PRODUCTS)
 
 
 def _write_precisions(precisions: tuple[str, ...]) -> None:
-    for place, precision in zip(torch_compat.FP32_PRODUCTS, precisions, strict=True):
+    for place, precision in zip(FP32_PRODUCTS, precisions, strict=True):
         backend = attrgetter(place)(torch.backends)
         if backend.fp32_precision != precision:
             backend.fp32_precision = precision
@@ -60,7 +60,7 @@ _is_deterministic = torch.are_deterministic_algorithms_enabled
 _only_warns = torch.is_deterministic_algorithms_warn_only_enabled
 SWITCHES: Mapping[str, Switch] = {
     "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "default_device": (torch_compat.default_device, _write_device),
+    "default_device": (default_device, _write_device),
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "autocast": (_read_autocast, _write_autocast),
     "deterministic_algorithms": (
@@ -80,7 +80,7 @@ SWITCHES: Mapping[str, Switch] = {
     # Before `fp32_precision`, some of which it sets.
     "float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "fp32_precision": (_read_precisions, _write_precisions),
-    "cudnn_allow_tf32": _attribute(_CUDNN, "allow_tf32"),
+    "cudnn_allow_tf32": _attribute(_CUDNN, "allow_tf32"),  # since torch 2.9 a part of `fp32_precision`
     "cudnn_enabled": _attribute(_CUDNN, "enabled"),
     "cudnn_benchmark": _attribute(_CUDNN, "benchmark"),
     "cudnn_deterministic": _attribute(_CUDNN, "deterministic"),
@@ -91,7 +91,7 @@ SWITCHES: Mapping[str, Switch] = {
     "cudnn_sdp": (_CUDA.cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp),
     "warn_always": (torch.is_warn_always_enabled, torch.set_warn_always),
     "print_options": (
-        torch_compat.print_options,
+        print_options,
         lambda options: torch.set_printoptions(**options),  # type: ignore[no-untyped-call]
     ),
 }
@@ -100,7 +100,7 @@ RECORDED = (
     *("deterministic_algorithms", "num_threads"),
 )
 """Those that decide which kernel runs, as a dump has them."""
-RESTORED = tuple(name for name in SWITCHES if name != "cudnn_allow_tf32")  # part of fp32_precision
+RESTORED = tuple(name for name in SWITCHES if name != ("cudnn_allow_tf32" if FP32_PRODUCTS else "fp32_precision"))
 
 
 def read_switches(names: Iterable[str] = RESTORED) -> dict[str, Any]:
@@ -130,9 +130,9 @@ def exact_switches(device_type: str) -> dict[str, Any]:
     on_cpu = device_type == "cpu"
     # Setting cuDNN's allow_tf32 changes its fp32_precision, so it comes first; unset, code that reads it would raise.
     cudnn = {} if on_cpu else {"cudnn_allow_tf32": False}
-    if not torch_compat.FP32_PRODUCTS:
+    if not FP32_PRODUCTS:
         return {**cudnn, "float32_matmul_precision": "highest"}
-    places = zip(torch_compat.FP32_PRODUCTS, _read_precisions(), strict=True)
+    places = zip(FP32_PRODUCTS, _read_precisions(), strict=True)
     precisions = tuple("ieee" if place.startswith("mkldnn") is on_cpu else now for place, now in places)
     return {**cudnn, "fp32_precision": precisions}
 

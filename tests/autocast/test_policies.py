@@ -14,6 +14,8 @@ from nandoctor.autocast.literals import cuda_code
 from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy, cuda_autocast, torch_dtype
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import BF16, FP16
+from nandoctor.torch_compat import FP32_PRODUCTS
+from nandoctor.torch_switches import read_switches, switched
 
 CPU = torch.device("cpu")
 CUDA_FP16, CUDA_BF16 = Policy(name="cuda", format=FP16), Policy(name="cuda", format=BF16)
@@ -133,6 +135,7 @@ def test_checkpoints_recompute_under_the_same_policy(policy, use_reentrant):
     for module in (plain, model):
         with apply_policy(policy, CPU):
             y = module(x)
+            torch.clear_autocast_cache()  # as where a region ends: up to torch 2.9, it has weights without a graph
             with torch.autocast("cuda", enabled=False):
                 y.float().pow(2).sum().backward()
     assert model.dtypes[: len(plain.dtypes)] == plain.dtypes
@@ -163,25 +166,22 @@ def test_scripted_code_meets_the_same_kernels():
         assert script[0](torch.randn(2, 4)).dtype is torch.float16
 
 
-@pytest.fixture
-def products():
-    """The settings of a CPU's fp32 products, put back afterwards."""
-    backends = [torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn]
-    before = [backend.fp32_precision for backend in backends]
-    yield backends
-    for backend, precision in zip(backends, before, strict=True):
-        backend.fp32_precision = precision
+def precisions():
+    """How products of fp32 tensors are computed: since torch 2.9 each kind of them has its own setting."""
+    if not FP32_PRODUCTS:
+        return torch.get_float32_matmul_precision()
+    return {getattr(torch.backends.mkldnn, kind).fp32_precision for kind in ("matmul", "conv", "rnn")}
 
 
-@pytest.mark.parametrize("chosen", ["ieee", "tf32", "bf16"])
-def test_products_of_fp32_tensors_are_not_computed_in_less(products, chosen):
-    """Chosen by hand or by `torch.set_float32_matmul_precision("medium")`, a CPU's fp32 products may run in bf16."""
-    for backend in products:
-        backend.fp32_precision = chosen
-    for policy in (CUDA_FP16, REFERENCE):
-        with apply_policy(policy, CPU):
-            assert [backend.fp32_precision for backend in products] == ["ieee"] * 3
-        assert [backend.fp32_precision for backend in products] == [chosen] * 3
+@pytest.mark.parametrize("chosen", ["highest", "high", "medium"])
+def test_products_of_fp32_tensors_are_not_computed_in_less(chosen):
+    """In "medium", a CPU's may run in bf16."""
+    with switched(read_switches()):
+        torch.set_float32_matmul_precision(chosen)
+        for policy in (CUDA_FP16, REFERENCE):
+            with apply_policy(policy, CPU):
+                assert precisions() == ({"ieee"} if FP32_PRODUCTS else "highest")
+            assert torch.get_float32_matmul_precision() == chosen
 
 
 def test_factors_are_rounded_but_for_those_of_the_host():

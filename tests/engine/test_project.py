@@ -17,6 +17,7 @@ from torch import nn
 import nandoctor
 from nandoctor.engine.project import Project
 from nandoctor.step.model_loading import find_attribute
+from nandoctor.torch_compat import FP32_PRODUCTS
 from nandoctor.torch_switches import read_switches
 
 LAZY_MODEL = """
@@ -130,7 +131,7 @@ SETTINGS = {
     "flush_denormal": "torch.set_flush_denormal(True)",
     "num_threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
     "float32_matmul_precision": "torch.set_float32_matmul_precision('medium')",
-    "fp32_precision": "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+    "fp32_precision" if FP32_PRODUCTS else "cudnn_allow_tf32": "torch.backends.cudnn.allow_tf32 = False",
     "cudnn_enabled": "torch.backends.cudnn.enabled = False",
     "cudnn_benchmark": "torch.backends.cudnn.benchmark = True",
     "cudnn_deterministic": "torch.backends.cudnn.deterministic = True",
