@@ -40,8 +40,8 @@ def refuse_unknown(model: nn.Module) -> None:
     """
     if type(model).__module__.partition(".")[0] == "deepspeed":
         raise TypeError("DeepSpeed's engine has its own gradients and updates, which the recorder does not know")
-    package = sys.modules.get("torch.distributed.fsdp")
-    if package is not None and any(isinstance(module, package.FullyShardedDataParallel) for module in model.modules()):
+    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    if any(isinstance(module, wrapper) for module in model.modules()):
         raise NanDoctorError(
             "FullyShardedDataParallel (FSDP1) keeps weights in flat pieces, from which a replay cannot build a model.",
             remedy="Shard with FSDP2 instead: `for block in model.blocks: fully_shard(block)`, then "
