@@ -52,8 +52,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--first", type=int, default=None, help="judge at most this many fixes of each case")
     parser.add_argument("--real-bugs", type=Path, default=None, help="judge these, with the packages in this folder")
+    parser.add_argument("--judge", default=sys.executable, help="the Python that judges: one with another torch, say")
     options = parser.parse_args()
-    judge = _Judge()
+    judge = _Judge(options.judge)
     tally, given = Counter[str](), dict[str, str]()
     print(ROW.format("case", "", "kind", "fix", "applied", "fails on", "gradients, harm"))
     for name in (name for name in (BUGS if options.real_bugs else CASES) if options.only in name):
@@ -115,9 +116,9 @@ def _replay_beside(name: str, folder: Path, packages: list[Path]) -> Report:
 class _Judge:
     """A process that imports only the autocast of nandoctor, and forks for each fix."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-B", str(ROOT / "benchmarks" / "fix_judge.py")],
+            [python, "-B", str(ROOT / "benchmarks" / "fix_judge.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

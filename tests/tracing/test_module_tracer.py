@@ -195,16 +195,7 @@ def test_a_tensor_read_again_for_counts_gets_them():
     assert (second[0][1].counts.num_nan, second[0][1].finite_limits) == (1, (1.0, 1.0))
 
 
-def scripted(model):
-    return torch.jit.script(model)
-
-
-def traced(model):
-    return torch.jit.trace(model, ONE)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("compile_module", [scripted, traced])
+@pytest.mark.parametrize("compile_module", [torch.jit.script, lambda model: torch.jit.trace(model, ONE)])
 def test_a_torchscript_module_is_one_call_under_its_own_name(compile_module):
     part = compile_module(nn.Sequential(nn.Linear(3, 2), nn.ReLU()))
     calls = trace(Chain(part=part, last=nn.Tanh()), ONE)
