@@ -36,7 +36,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_598, "tests": 35_922, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_552, "tests": 35_837, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_077,
@@ -49,7 +49,7 @@ MAX_LINES_OF_ROOMS = {
     "dumps": 3_675,
     "engine": 3_233,
     "evidence": 1_724,
-    "fixes": 3_710,
+    "fixes": 3_664,
     "fleet": 797,
     "recorder": 2_400,
     "records": 1_700,

@@ -10,7 +10,7 @@ Why it happens
     The loss is a sum rather than a mean, something is divided by a small number, or a recurrence multiplies gradients.
 Fix
     Run this op in fp32, average the loss, or clip inside the recurrence. If the loss is multiplied by a scale of its
-    own, remove that, or start GradScaler below 1.
+    own, remove that.
 When it is wrong
     If a loss scale of 1 helps, the report names loss-scale-overflow instead.
 """
@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
 from nandoctor.causes.eps_underflow import raise_constants
 from nandoctor.causes.sentences import gradient_at
-from nandoctor.changes.setting import SetLossScale
 from nandoctor.evidence.report import Account
 from nandoctor.ops import DIVISIONS, GRADIENT_SUM
 from nandoctor.text import number
@@ -50,9 +49,8 @@ def diagnose(finding: GradientFinding) -> Account | None:
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
-    """Raise constants in the next divisors; or use a loss scale below 1, which undoes a scale of the loss's own."""
+    """Raise the constants in the next divisors."""
     made = finding.forward.order if finding.forward is not None else None
     for op in finding.ops.values():
         if op.op in DIVISIONS and any(tensor.producer == made for tensor in op.inputs):
             yield from raise_constants(op, finding.ops)
-    yield tuple(SetLossScale(value=2.0**-halvings) for halvings in (8, 16, 24))

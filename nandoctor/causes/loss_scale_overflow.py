@@ -15,6 +15,7 @@ When it is wrong
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
@@ -45,5 +46,6 @@ def diagnose(finding: GradientFinding) -> Account | None:
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
-    """Halve the loss scale, as GradScaler will, until the gradients are finite."""
-    yield tuple(SetLossScale(value=finding.loss_scale / 2**halvings) for halvings in range(1, 25))
+    """Halve the loss scale, as GradScaler will, until the gradients are finite: at 1 they are."""
+    halvings = range(1, math.floor(math.log2(finding.loss_scale)) + 1)
+    yield tuple(SetLossScale(value=finding.loss_scale / 2**count) for count in halvings)

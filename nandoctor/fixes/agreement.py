@@ -249,20 +249,6 @@ def gradient_error(made: Result, reference: Result, *, grain: float = 0.0) -> fl
     return difference / norm if norm else difference
 
 
-def share_rounded_to_zero(made: Result, reference: Result) -> float:
-    """Return the share of the reference's gradients that are 0 in the run although some loss scale would preserve them.
-
-    A gradient smaller than its weight's largest one times fp16's smallest subnormal is not counted.
-    """
-    lost = held = 0
-    for name in made.gradients.keys() & reference.gradients:
-        size = reference.gradients[name].abs()
-        counts = size > FP16.smallest_subnormal * (size.max() if size.numel() else 0)
-        held += int(counts.sum())
-        lost += int((counts & (made.gradients[name] == 0)).sum())
-    return lost / held if held else 0.0
-
-
 def in_pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield tensors of one shape in pieces whose temporaries stay in the cache, which is ten times as fast."""
     if all(tensor.layout is torch.strided for tensor in tensors):

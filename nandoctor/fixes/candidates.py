@@ -68,7 +68,7 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         yield from _unread(findings.trace, trials)
         yield from without_guilty(findings.guilty or (), trials.step.num_samples)
     if findings.verdict in ("numerics", "loss-scale"):
-        in_code = [changes for lead in leads[:MAX_LEADS] if (changes := _in_code(lead, trials.step.model))]
+        in_code = [changes for lead in leads[:MAX_LEADS] if (changes := specific(lead, trials.step.model))]
         if len(in_code) < len(leads):  # a change that keeps one origin off 0 may also stop another's gradient overflow
             yield from together(in_code)
         yield from together([specific(lead, trials.step.model) for lead in leads[:MAX_LEADS]])
@@ -260,14 +260,8 @@ def _for_block(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> 
     """Return the changes of one origin, or combined changes of several in one block."""
     model = trials.step.model
     if len(leads) == 1:
-        return chain(_in_code(leads[0], model), _in_fp32(leads[0], findings, trials))
-    return together([[*_in_code(lead, model), *((kept,) for kept in _op_in_fp32(lead, model))] for lead in leads])
-
-
-def _in_code(lead: Suspect, model: nn.Module) -> list[Candidate]:
-    """Return the changes of the operation itself, without the loss scale, which fixes no other origin."""
-    changes = specific(lead, model)
-    return [change for change in changes if not any(isinstance(edit, SetLossScale) for edit in change)]
+        return chain(specific(leads[0], model), _in_fp32(leads[0], findings, trials))
+    return together([[*specific(lead, model), *((kept,) for kept in _op_in_fp32(lead, model))] for lead in leads])
 
 
 def _unread(trace: Trace, trials: Trials) -> Iterator[Candidate]:

@@ -25,7 +25,6 @@ from nandoctor.fixes.agreement import (
     gradient_error,
     gradient_norm,
     largest_of,
-    share_rounded_to_zero,
 )
 from nandoctor.fixes.meaning import Meaning
 from nandoctor.fixes.variations import surrogate_loss
@@ -128,12 +127,10 @@ class GradientCheck:
             # The next larger scale counts: a change that needs a still lower one is not excused by an overflow that
             # happens without the failure at the highest.
             larger = min((usual for usual in self._scales(change) if usual > scale), default=scale)
-            excused = scale < 1 or (scale < larger and self._overflows_anyway(larger))
+            excused = scale < larger and self._overflows_anyway(larger)
             aside = self._describe_unknown(scale, larger if excused else highest, excused=excused)
             if scale < min(_LEAST_SCALE, highest) and not excused:
                 return Said("failed", told + aside)
-        if scale < 1 and (lost := self._loses_small_gradients(change, made, scale)) is not None:
-            return Said("failed", f"{told}, at which {lost} are rounded to 0")
         references = self._references(None if in_backward else change, made)
         error, allowed = _nearest(references, made, grain=FP16.smallest_subnormal / scale)
         told += _describe_error(error, allowed)
@@ -220,37 +217,16 @@ class GradientCheck:
         usual = max(1.0, self._trials.reference().largest_finite ** 2)
         return size(made) > min(_LARGEST_UNKNOWN * usual, LARGEST_SQUARED)
 
-    def _loses_small_gradients(self, change: Change, made: Result, scale: float) -> str | None:
-        """Describe the small gradients that a scale for the largest ones loses; the norm of all does not show them."""
-        sound = self._trials.sound_reference((change,))
-        if sound.gradients_finite and (share := share_rounded_to_zero(made, sound)) > GRADIENT_TOLERANCE:
-            return f"{percent(share)} of those that are not 0 in fp32"
-        if not self._healthy:
-            # Only a loss that is itself multiplied by a large factor needs a scale below 1.
-            is_too_low = scale_set_by(change) is not None and scale * _factor_of_loss(made) < 1
-            return "gradients of an ordinary size" if is_too_low else None
-        return "those of the samples that were fine" if self._healthy_error(scale) > GRADIENT_TOLERANCE else None
-
     @cached_property
     def _own_error(self) -> float:
-        """The error of the healthy samples' gradients in the format that the step failed in."""
-        return self._healthy_error(self._trials.step.loss_scale or _USUAL_SCALES[1])
-
-    def _healthy_error(self, scale: float) -> float:
-        """Return the error of the healthy samples' gradients against fp32; 0 if either are not finite."""
-        kept = KeepSamples(samples=self._healthy)
+        """The error of the healthy samples' gradients in the step's own format; 0 if these or fp32's are not finite."""
+        kept, scale = KeepSamples(samples=self._healthy), self._trials.step.loss_scale or _USUAL_SCALES[1]
         made, reference = self._trials.run(kept, SetLossScale(value=scale)), self._trials.reference(kept)
         return gradient_error(made, reference) if made.finite and reference.finite else 0.0
 
 
 def _size_of_loss(made: Result) -> float:
     return float(made.values["loss"].abs().max()) if "loss" in made.values else 0.0
-
-
-def _factor_of_loss(made: Result) -> float:
-    """Return how many times as large as the output the loss is, at least 1."""
-    output = max((float(value.abs().max()) for name, value in made.values.items() if name != "loss"), default=0.0)
-    return max(1.0, _size_of_loss(made) / output) if output else 1.0
 
 
 def _nearest(references: Iterable[tuple[Result, float]], made: Result, *, grain: float) -> tuple[float | None, float]:

@@ -31,7 +31,6 @@ from nandoctor.fixes.candidates import (
     without_guilty,
 )
 from nandoctor.fixes.fp32_sets import Kept, refine, search_fp32_sets
-from nandoctor.fixes.gradient_check import scale_set_by
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.meaning import Meaning
 from nandoctor.fixes.notes import describe_none, describe_search, distance_of
@@ -100,15 +99,14 @@ def _gave_finite_output(trace: Trace) -> bool:
 def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> list[Fix]:
     """Rank verified fixes first: changes at the origin, then sets found by search, then another format; by size.
 
-    Then come fixes that leave the origin as it is: they help because an input happens to arrive in fp32, or because the
-    loss is scaled by less than 1, which no GradScaler is meant to reach. Leaving out samples, for this batch, is last.
-    Workarounds follow, and what failed. Among changes of one size, the smaller error is better.
+    Then come fixes that leave the origin as it is: they help because an input happens to arrive in fp32. Leaving out
+    samples, for this batch, is last. Workarounds follow, and what failed. Among changes of one size, the smaller error
+    is better.
     """
 
     def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, bool, int, float]:
         size = _size(item.edit, findings)
-        elsewhere = _is_only_upstream(item.edit, findings) or (scale_set_by(item.edit) or 1.0) < 1
-        is_workaround = item.workaround is not None
+        is_workaround, elsewhere = item.workaround is not None, _is_only_upstream(item.edit, findings)
         place = item.kind == "data", elsewhere, size >= WHOLE, item.patch not in at_origin
         return not item.verified, not is_workaround, *place, size, distance_of(item)
 
