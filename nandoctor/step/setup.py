@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from nandoctor.autocast.literals import cuda_code
 from nandoctor.autocast.op_lists import describe_lists
@@ -29,7 +30,6 @@ from nandoctor.engine.reproduction import Preparation
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import SavedOutputs
 from nandoctor.errors import ModelError, NanDoctorError
-from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import memory_of, return_freed_memory
 from nandoctor.step.binding import Offer
 from nandoctor.step.building_calls import find_building, suggest_model
@@ -73,7 +73,6 @@ from nandoctor.tracing.tensor_stats import format_of
 NUM_EXTRA_SEEDS = 3
 _UNFILLED_NBYTES = 16 << 20
 """The size of weights from which on it pays not to draw initial values that the dump replaces."""
-_WIDE = (torch.float32, torch.float64)
 
 
 def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress: Listener | None = None) -> Preparation:
@@ -184,7 +183,7 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
 def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.device) -> list[str]:
     """Load the dump's weights, on the device and in their formats; return notes on what did not fit."""
     state, state_notes = state_to_load(dump)
-    state_notes += _widen_weights(code.model, state)
+    state_notes += _take_formats(code.model, state, is_recorded=dump.is_recorded)
     try:
         notes = [*load_state(code.model, state, strict=settings.strict, unfilled=code.unfilled), *state_notes]
     except ModelError as error:
@@ -192,7 +191,7 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
     with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device
         code.model.to(device)
     add_casts(code.model, dump.recorded)
-    return [*notes, *_take_dtypes(code.model, dump)]
+    return notes
 
 
 def _explain_misfit(error: ModelError, source: ModelSource | None, settings: Settings) -> ModelError:
@@ -209,23 +208,34 @@ def _explain_misfit(error: ModelError, source: ModelSource | None, settings: Set
     return ModelError(error.message, remedy=AS_YOUR_CODE if options else error.remedy, options=options)
 
 
-def _widen_weights(net: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
-    """Give weights of a model that is built in fp16 or bf16 the file's wider format, if only that holds its values.
+def _take_formats(net: nn.Module, state: Mapping[str, torch.Tensor], *, is_recorded: bool) -> list[str]:
+    """Give weights and buffers the formats of the file, if the training had them, before the file's are loaded.
 
-    Weights in fp16 are often saved in fp32; then every value is one of fp16.
+    It had those of a recorder's file, one other than fp32 that all weights share, and wider ones that hold values which
+    the model's own do not: weights in fp16 are often saved in fp32, and then every value is one of fp16.
     """
-    named = [(name, tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers()) if name in state]
-    narrow = [(t, state[name]) for name, t in named if t.dtype in LOW_DTYPES and state[name].dtype in _WIDE]
-    if all(
-        torch.equal(saved.to(tensor.dtype).to(saved.dtype).nan_to_num(), saved.nan_to_num()) for tensor, saved in narrow
-    ):
+    named = [(tensor, state[name]) for name, tensor in (*net.named_parameters(), *net.named_buffers()) if name in state]
+    other = [(ours, saved) for ours, saved in named if ours.dtype is not saved.dtype and _are_alike(ours, saved)]
+    shared = weight_dtype(state)
+    if shared is None and not is_recorded:
+        other = [(ours, saved) for ours, saved in other if ours.dtype in LOW_DTYPES]
+        if all(
+            torch.equal(saved.to(ours.dtype).to(saved.dtype).nan_to_num(), saved.nan_to_num()) for ours, saved in other
+        ):
+            return []
+    if not other:
         return []
-    formats = [str(format_of(tensor.dtype)) for tensor in narrow[0]]
-    for tensor, saved in narrow:
-        tensor.data = torch.empty_like(tensor.data, dtype=saved.dtype)
-    return [
-        f"The model is built in {formats[0]}, the dump's weights are {formats[1]}: it was replayed in {formats[1]}."
-    ]
+    built, found = (format_of(tensor.dtype) for tensor in other[0])
+    for ours, saved in other:
+        ours.data = torch.empty_like(ours.data, dtype=saved.dtype)
+    told = shared is not None or not is_recorded
+    return [f"The model is built in {built}, the dump's weights are {found}: it was replayed in {found}."] * told
+
+
+def _are_alike(ours: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Return True for two tensors of one shape, both real or both complex."""
+    kinds = [(tensor.is_floating_point(), tensor.is_complex()) for tensor in (ours, saved)]
+    return kinds[0] == kinds[1] and (is_lazy(ours) or ours.shape == saved.shape)
 
 
 def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[nn.Module, list[str]]:
@@ -268,23 +278,6 @@ def _build_as_own_code(error: ModelError, named: str, settings: Settings) -> tup
         raise error
     model = build_model(spec, {name: read_option(text) for name, text in arguments.items()})
     return model, [f"Built as your own code builds it: {shlex.join(error.options)}"]
-
-
-def _take_dtypes(net: nn.Module, dump: Dump) -> list[str]:
-    """Give weights and buffers the formats of a recorder's file, or the one that all weights of another file share."""
-    dtype = weight_dtype(dump.state)
-    if not dump.is_recorded and dtype is None:
-        return []
-    named = [(name, tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers()) if name in dump.state]
-    differs = dtype is not None and any(tensor.dtype is torch.float32 for _, tensor in named)
-    for name, tensor in named:
-        saved = dump.state[name]
-        if (tensor.is_floating_point(), tensor.is_complex()) == (saved.is_floating_point(), saved.is_complex()):
-            tensor.data = cast_to_file(tensor.data, saved.dtype)
-            if saved.dtype is torch.float64 and tensor.shape == saved.shape:
-                tensor.data.copy_(saved)  # loaded into a model in fp32, it was rounded
-    weights = format_of(dtype) if dtype is not None else None
-    return [f"The dump's weights are {weights}, the model is built in fp32: it was replayed in {weights}."] * differs
 
 
 def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Settings) -> list[Binding]:

@@ -101,7 +101,7 @@ def test_pure_half_precision_has_an_fp32_reference(replay, low, given, scale, ex
 
 
 def told(low):
-    return [f"The dump's weights are {low}, the model is built in fp32: it was replayed in {low}."]
+    return [f"The model is built in fp32, the dump's weights are {low}: it was replayed in {low}."]
 
 
 @pytest.mark.parametrize(
