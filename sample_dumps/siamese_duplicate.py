@@ -90,7 +90,7 @@ def main(path: Path) -> None:
     model = Siamese()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        recorder = nandoctor.Recorder(model, loss=contrastive_loss, arguments={"width": 32}, folder=folder, in_a_row=1)
+        recorder = nandoctor.Recorder(model, loss=contrastive_loss, arguments={"width": 32}, folder=folder, threshold=0)
         try:
             for step in range(NUM_STEPS):
                 batch = draw_pairs(recordings, speakers)

@@ -171,7 +171,7 @@ def test_every_setting_can_be_given_by_its_flag(monkeypatch):
     kept = {}
     monkeypatch.setattr("nandoctor.case.replay", lambda _, **given: kept.update(given))
     values = {
-        **{"--model": "m.py:f", "--model-arg": "width=4", "--method": "step", "--inputs": "a,b"},
+        **{"--model": "m.py:f", "--model-arg": "width=4", "--inputs": "a,b"},
         **{"--call": "m.py:g", "--loss": "m.py:h", "--loss-scale": "2", "--output": "logit", "--seed": "0"},
         **{"--amp-dtype": "bfloat16", "--policy": "native", "--mode": "eval", "--device": "cuda:1"},
         **{"--max-trials": "inf", "--time": "0", "--weights": "step7.pt"},
@@ -180,7 +180,7 @@ def test_every_setting_can_be_given_by_its_flag(monkeypatch):
     run("replay", "sick.pth", *(word for pair in values.items() for word in pair), *flags)
     assert {option.flag for option in OPTIONS.values()} == {*values, *flags}
     assert {name: kept[name] for name in OPTIONS} == {
-        **{"model": "m.py:f", "model_args": {"width": 4}, "method": "step", "inputs": "a,b"},
+        **{"model": "m.py:f", "model_args": {"width": 4}, "inputs": "a,b"},
         **{"call": "m.py:g", "loss": "m.py:h", "loss_scale": 2.0, "output": "logit", "seed": 0, "strict": False},
         **{"amp_dtype": "bfloat16", "policy": "native", "mode": "eval", "device": "cuda:1"},
         **{"max_trials": math.inf, "time": 0.0, "fixes": False, "weights": "step7.pt"},

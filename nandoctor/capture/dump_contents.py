@@ -39,8 +39,8 @@ def describe(
     assert step.before is not None
     settings, observer = training.settings, training.observer
     before, lost = observer.describe(step.before, step.undo or {})
-    function = getattr(observer.model, settings.method or "forward")
-    calls, dropped = step.describe(function, is_method=bool(settings.method))
+    method = "training_step" if settings.training_step else "forward"
+    calls, dropped = step.describe(getattr(observer.model, method), is_whole=settings.training_step)
     spoiled = step.spoiled if reason == "update" else None
     optimizer, unsaved = _describe_optimizer(spoiled, optimizers)
     return {
@@ -49,7 +49,7 @@ def describe(
         "model": {**training.model, "arguments": training.arguments.plain},
         **before,
         **calls,
-        "method": settings.method,
+        "method": method,
         "loss_function": training.loss,
         "sources": training.files.describe(),
         "scaler": _describe_scaler(settings.scaler, step),

@@ -41,14 +41,14 @@ class DumpFolder:
         return path
 
 
-def say_next(path: Path, written: Mapping[str, Any], flags: str | None) -> str:
-    """Return what was saved and the command that replays it; if `flags` is None, the Python call for this notebook."""
-    if flags is None:
+def say_next(path: Path, written: Mapping[str, Any], *, in_notebook: bool) -> str:
+    """Return what was saved and the command that replays it, or the Python call for this notebook."""
+    if in_notebook:
         return f"Saved to {path}; next, here: nandoctor.replay({str(path)!r})"
     start = os.environ.get("PWD")  # the folder of the shell that started this process, which may have left it since
     if start is not None and Path(start).resolve() != Path.cwd():
         path = path.absolute()
-    command = f"next: nandoctor replay {shlex.quote(str(path))}{flags}"
+    command = f"next: nandoctor replay {shlex.quote(str(path))}"
     if "checkpoint" not in written:
         return f"Saved to {path}; {command}"
     command += " --weights CHECKPOINT"

@@ -24,8 +24,8 @@ class RecorderCallback(_find_base()):  # type: ignore[misc]
     `training_step` with the batch. It is compared with the recorded outputs of the module's direct children.
 
     Args:
-        **options: keyword arguments of `nandoctor.Recorder`, except `scaler`, `method` and `ambient`, which come from
-            the Trainer.
+        **options: keyword arguments of `nandoctor.Recorder`, except `scaler`, `training_step` and `ambient`, which
+            come from the Trainer.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -38,7 +38,7 @@ class RecorderCallback(_find_base()):  # type: ignore[misc]
         arguments = {"arguments": dict(pl_module.hparams)} if pl_module.hparams else {}
         self.recorder = Recorder(
             pl_module,
-            method="training_step",
+            training_step=True,
             scaler=getattr(precision, "scaler", None),
             ambient=precision.forward_context,
             **{**arguments, **self.options},
@@ -51,7 +51,7 @@ class RecorderCallback(_find_base()):  # type: ignore[misc]
         self.recorder.epoch, self.recorder.next_step = trainer.current_epoch, trainer.global_step
         self.recorder.begin(batch)
         num_parameters = len(inspect.signature(pl_module.training_step).parameters)
-        self.recorder.call_method(*(batch, batch_idx, 0)[:num_parameters])
+        self.recorder.call_training_step(*(batch, batch_idx, 0)[:num_parameters])
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Check the loss, which the precision plugin has already scaled."""

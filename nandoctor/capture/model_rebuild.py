@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -17,9 +18,7 @@ from nandoctor.capture.source_info import (
     class_of,
     describe_loss,
     describe_source,
-    is_elsewhere,
     is_found,
-    is_own_function,
     is_typed,
     source_file,
 )
@@ -32,18 +31,16 @@ if TYPE_CHECKING:
     from nandoctor.capture.recorder import Recorder
 
 LOG = logging.getLogger("nandoctor")
-_CONTAINERS = (nn.Sequential.__init__, nn.ModuleList.__init__, nn.ModuleDict.__init__)
-"""Constructors that are given the modules themselves, of which a model does not tell the code."""
 
 
 class ModelArguments(NamedTuple):
     """Arguments by name, as plain data.
 
-    `odd` names those that a replay cannot make again, and `notes` say what is lost of these.
+    `is_odd`: a replay cannot make some of them again; `notes` say what is lost of these.
     """
 
     plain: dict[str, Any]
-    odd: tuple[str, ...] = ()
+    is_odd: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -51,8 +48,8 @@ class ModelArguments(NamedTuple):
 class Training:
     """Facts common to all steps of a run: how model and loss are built, and their sources as the run began.
 
-    `model` is the source of the model's class, or of its builder. `files` are the project's files. `flags`
-    are those that a replay is known to need, None if only this notebook can replay the steps.
+    `model` is the source of the model's class, or of its builder. `files` are the project's files. `in_notebook`: only
+    this notebook, which defines the model's class, can replay the steps without flags.
     """
 
     settings: Recorder
@@ -61,11 +58,11 @@ class Training:
     loss: Mapping[str, str] | None
     arguments: ModelArguments
     files: ProjectSources
-    flags: str | None
+    in_notebook: bool
 
 
 def describe_training(settings: Recorder, observer: Observer) -> Training:
-    """Return what all files of a run have in common; log what a replay cannot import or build."""
+    """Return what all files of a run have in common; log if a replay cannot import the loss."""
     model, builder, arguments = observer.model, settings.builder, settings.arguments or {}
     if isinstance(builder, functools.partial) and not builder.args:
         arguments = {**builder.keywords, **arguments}
@@ -74,9 +71,8 @@ def describe_training(settings: Recorder, observer: Observer) -> Training:
     built = builder is not None and not isinstance(builder, type)
     loss = None if settings.loss is None else describe_loss(settings.loss)
     described = describe_arguments(arguments) if arguments or built else find_config(model)
-    advice = list(advise_rebuild(model, source, described, built=built))
-    for line in (*advice, *(() if loss is None else advise_loss(loss))):
-        LOG.warning("nandoctor.Recorder: %s", line)
+    if loss is not None:
+        _advise_loss(loss)
     return Training(
         settings=settings,
         observer=observer,
@@ -84,24 +80,24 @@ def describe_training(settings: Recorder, observer: Observer) -> Training:
         loss=loss,
         arguments=described,
         files=ProjectSources(source, loss),
-        flags=" --model FILE.py:NAME" if advice else None if is_typed(source) else "",
+        in_notebook=is_typed(source),
     )
 
 
 def describe_arguments(arguments: Mapping[str, Any]) -> ModelArguments:
     """Describe all arguments; one that cannot be made again is kept as far as it is plain data."""
     plain: dict[str, Any] = {}
-    odd: list[str] = []
     notes: list[str] = []
+    is_odd = False
     for name, value in arguments.items():
         try:
             plain[name] = describe_argument(value, _describe_importable)
         except Exception:  # a user's object may raise at any access
             packed = pack(value, f"model.arguments.{name}")
             plain[name] = packed.tree
-            odd.append(name)
             notes += packed.notes
-    return ModelArguments(plain, tuple(odd), tuple(notes))
+            is_odd = True
+    return ModelArguments(plain, is_odd, tuple(notes))
 
 
 def find_config(model: nn.Module) -> ModelArguments:
@@ -123,7 +119,7 @@ def find_config(model: nn.Module) -> ModelArguments:
     if type(value) in (*PLAIN, dict, list, tuple):
         return nothing
     described = describe_arguments({name: value})
-    return nothing if described.odd else described
+    return nothing if described.is_odd else described
 
 
 def _describe_importable(thing: Any) -> dict[str, str]:
@@ -136,7 +132,7 @@ def _describe_importable(thing: Any) -> dict[str, str]:
         raise NotDescribableError
     if find_typed(source["module"], name) is thing and not source["file"]:
         return source
-    if path is None or is_elsewhere(source):
+    if path is None or Path(source["file"]).is_absolute():
         raise NotDescribableError
     if not source["file"] and PACKAGE_FOLDERS.isdisjoint(path.parts):  # Python's own: not imported for a dump
         raise NotDescribableError
@@ -145,63 +141,12 @@ def _describe_importable(thing: Any) -> dict[str, str]:
     return source
 
 
-def advise_rebuild(
-    model: nn.Module, source: Mapping[str, str], arguments: ModelArguments, *, built: bool
-) -> Iterator[str]:
-    """Yield what to change if a replay cannot import the model's code, or cannot build the model.
-
-    The class is not called, since its constructor may change what the training uses: only its signature is compared
-    with the arguments.
-    """
-    name = source["name"]
-    is_nowhere = not source["file"] and source["module"] in ("__main__", "") and not is_typed(source)
-    if "<" in name or is_nowhere:
-        where = "inside a function" if "<" in name else "outside of any file"
-        yield f"a replay cannot import {name}, which is defined {where}: define it at the top level of a .py file."
+def _advise_loss(source: Mapping[str, str]) -> None:
+    """Log what to change if a replay cannot import the loss: it is not at the top level of a file, or installed."""
+    if source["name"].isidentifier() and (source["file"] or is_typed(source)):
         return
-    if not built and (problem := _find_problem(model, arguments)):
-        yield (
-            f"a replay cannot build {name} {problem}. Give Recorder arguments={{...}}, the plain data that {name} was "
-            "called with, or builder=FUNCTION, a function at the top level of a file that takes no arguments and "
-            "returns the model."
-        )
-
-
-def _find_problem(model: nn.Module, arguments: ModelArguments) -> str:
-    """Return why the class cannot be called as a replay does, "" if its signature does not show it."""
-    kind, plain = class_of(model), arguments.plain
-    if arguments.odd:
-        return f"from its arguments ({', '.join(sorted(map(str, arguments.odd)))}: not plain data)"
-    called = f"as {kind.__name__}({', '.join(map(str, plain))})"
-    if not plain and kind.__init__ in _CONTAINERS and next(model.children(), None) is not None:
-        return f"{called}: it would be empty"
-    refused = why_refused(kind, plain)
-    return f"{called} ({refused})" if refused else ""
-
-
-def why_refused(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """Return why the signature of a class or function refuses the arguments; "" if it shows no reason.
-
-    The function is not called.
-    """
-    try:
-        signature = inspect.signature(function)
-    except Exception:  # it has no signature, or a user's own one
-        return ""
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
-def advise_loss(source: Mapping[str, str]) -> Iterator[str]:
-    """Yield what to change if a replay cannot import the loss."""
-    is_elsewhere_in_file = is_elsewhere(source) and source["name"].isidentifier()
-    if not (is_own_function(source) or is_elsewhere_in_file or is_typed(source)):
-        name = source["name"].rpartition(".")[2] or source["name"]
-        yield (
-            f"a replay cannot import the loss ({name}), and cannot check gradients without it. Give Recorder a "
-            "function at the top level of a file of this project: loss=loss_of, with def loss_of(output, batch): "
-            "return ..."
-        )
+    LOG.warning(
+        "nandoctor.Recorder: a replay cannot import the loss (%s), and cannot check gradients without it. Give it a "
+        "function at the top level of a file of this project, def loss_of(output, batch), as loss=loss_of.",
+        source["name"].rpartition(".")[2] or source["name"],
+    )

@@ -55,18 +55,17 @@ class Recorder:
         loss: a function (output, batch) -> scalar, for the replay of the backward pass.
         builder: the function that built the model, if it was not built by its class with `arguments`.
         arguments: the arguments that the model's class, or `builder`, was called with.
-        threshold: stop when more than this share (0 to 1) of the last `window` steps was non-finite. Steps that the
-            scaler skips count only if its scale has fallen below 1.
+        threshold: stop when more than this share of the last `window` steps was non-finite; 0 stops at once, 1 never.
+            Steps that the scaler skips count only if its scale has fallen below 1.
         window: a number of steps.
-        in_a_row: also stop after this many such steps in a row.
         keep: number of this run's files to keep; the oldest is deleted.
         max_nbytes: most bytes of a file (default: 8 GiB). The optimizer, the batch and the weights are left out if they
             do not fit, and the file says so.
         on_save: called with (path, event) after each file.
         undo_nbytes: copy the weights before each update, and before each forward what no optimizer writes, if these
             have at most this many bytes (default: 1 GiB), so that a step is saved as it began.
-        method: for integrations: the method of the model that is the step, if it is not forward.
-        ambient: for integrations: returns the autocast context that `method` will run under.
+        training_step: for integrations: True if a step is a call of the model's `training_step`, not of its forward.
+        ambient: for integrations: returns the autocast context that `training_step` will run under.
         from_output: for integrations: True if the loss is in the model's output.
 
     Raises:
@@ -82,12 +81,11 @@ class Recorder:
     arguments: Mapping[str, Any] | None = None
     threshold: float = 0.1
     window: int = 100
-    in_a_row: int | None = None
     keep: int = 5
     max_nbytes: int = 8 << 30
     on_save: OnSave | None = None
     undo_nbytes: int = UNDO_NBYTES
-    method: str = ""
+    training_step: bool = False
     ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
     from_output: bool = False
 
@@ -95,11 +93,11 @@ class Recorder:
         self._check_settings()
         self._handles = ExitStack()
         self._policy = StepPolicy(
-            StepHistory(threshold=self.threshold, window=self.window, in_a_row=self.in_a_row),
+            StepHistory(threshold=self.threshold, window=self.window),
             DumpFolder(Path(self.folder), keep=self.keep),
             self._make_contents,
             on_save=self.on_save,
-            replay_flags=lambda: self._training.flags,
+            in_notebook=lambda: self._training.in_notebook,
         )
         self._scouted = self._is_idle = False
         self._warned: set[str] = set()
@@ -121,12 +119,10 @@ class Recorder:
                 f"Recorder takes arguments by name, not as {type(self.arguments).__name__}.",
                 remedy='Give them by name: arguments={"width": 64}.',
             )
-        counts = (self.window, self.keep, 1 if self.in_a_row is None else self.in_a_row)
-        if not 0 <= self.threshold <= 1 or min(counts) < 1:
+        if not 0 <= self.threshold <= 1 or min(self.window, self.keep) < 1:
             raise NanDoctorError(
-                f"Recorder does not accept threshold={self.threshold}, window={self.window}, in_a_row={self.in_a_row} "
-                f"and keep={self.keep}.",
-                remedy="threshold is a share from 0 to 1 (1 never stops); window, in_a_row and keep are 1 or more.",
+                f"Recorder does not accept threshold={self.threshold}, window={self.window} and keep={self.keep}.",
+                remedy="threshold is a share from 0 to 1 (0 stops at once, 1 never); window and keep are 1 or more.",
             )
 
     def _follow_model(self) -> None:
@@ -238,7 +234,7 @@ class Recorder:
             return
         step.batch = step.batch if batch is None else held(batch)
         self._look_at(step, self._as_tensor(loss), ask_all=True)
-        if loss is not None and not self.method:
+        if loss is not None and not self.training_step:
             self._advise_loss(step)
         self._decide_known(step)
 
@@ -319,8 +315,8 @@ class Recorder:
     def _at_exit(self) -> None:
         self._on_exception(None if is_interactive() else getattr(sys, "last_value", None))
 
-    def call_method(self, *args: Any, **kwargs: Any) -> None:
-        """Note that `method` is about to be called with these arguments; for integrations, after `begin`."""
+    def call_training_step(self, *args: Any, **kwargs: Any) -> None:
+        """Note that `training_step` is about to be called with these arguments; for integrations, after `begin`."""
         assert self._tracker.current is not None, "begin comes first"
         step = self._tracker.current
         with self.ambient():
@@ -331,7 +327,7 @@ class Recorder:
         tracker = self._tracker
         self._handles.callback(BEFORE_UPDATE.add(Hook(tracker.before_step)))
         self._handles.callback(AFTER_UPDATE.add(Hook(tracker.after_step)))
-        if not self.method:
+        if not self.training_step:
             attach(self.model, self._before_forward, self._after_forward, self._handles)
             return
         for name, child in self._observer.model.named_children():

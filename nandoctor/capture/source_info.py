@@ -151,13 +151,3 @@ def _hash(path: Path) -> str:
 def is_typed(source: Mapping[str, str]) -> bool:
     """Return True if the source is defined in this notebook or console and not in a file."""
     return not source["file"] and find_typed(source["module"], source["name"]) is not None
-
-
-def is_elsewhere(source: Mapping[str, str]) -> bool:
-    """Return True if the file is outside of the working directory: a replay imports nothing from there by itself."""
-    return Path(source["file"]).is_absolute()
-
-
-def is_own_function(source: Mapping[str, str]) -> bool:
-    """Return True if it is at the top level of a file in the working directory, so that a replay can import it."""
-    return bool(source["file"]) and not is_elsewhere(source) and source["name"].isidentifier()

@@ -215,10 +215,10 @@ class RecordedStep:
         own = [tensor for tensor in scalars if is_dense(tensor) and tensor.data_ptr() == memory]
         return next((place for place, tensor in walk_tensors(returned.tree) if own and tensor is own[0]), None)
 
-    def describe(self, function: Callable[..., Any], *, is_method: bool) -> tuple[dict[str, Any], list[str]]:
+    def describe(self, function: Callable[..., Any], *, is_whole: bool) -> tuple[dict[str, Any], list[str]]:
         """Return a dump's entries for the calls of `function`, the batch and the output, and notes on what is missing.
 
-        A method that is a whole step returns the loss; the output is then the loss and the children's outputs.
+        With `is_whole`, it is a training step and returns the loss; the output is then that and the children's outputs.
         """
         batch = pack(self.batch, "batch", kinds=True)
         names, outputs = _parameter_names(function), [packed.tree for packed in self.returned]
@@ -238,7 +238,7 @@ class RecordedStep:
             "output": outputs[0] if len(outputs) == 1 else outputs,
             "loss_field": place if len(outputs) == 1 else None,
         }
-        if is_method:
+        if is_whole:
             inside = {name: packed.tree for name, packed in self.inside.items()}
             contents |= {"output": {"returned": self.loss, **inside}, "loss_field": "returned"}
         packs = [*self.calls, *self.returned, *self.inside.values(), batch]

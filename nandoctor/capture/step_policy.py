@@ -72,13 +72,13 @@ class StepHistory:
     """Counts over the whole run, and the results of its last steps.
 
     `begins_episode`: the last step is worth saving, but neither the step before it nor another micro-batch of the same
-    update is. The training is to stop if more than a share `threshold` of the last `window` steps failed, or `in_a_row`
-    consecutive ones. The share is of the full window, even while fewer steps were seen. Non-finite losses, updates that
+    update is. The training is to stop if more than a share `threshold` of the last `window` steps failed. The share is
+    of the full window, even while fewer steps were seen. Non-finite losses, updates that
     spoil the weights and skipped steps are counted separately; a step counts by what went wrong first.
     """
 
-    def __init__(self, *, threshold: float = 0.1, window: int = 100, in_a_row: int | None = None) -> None:
-        self.threshold, self.window, self.in_a_row = threshold, window, in_a_row
+    def __init__(self, *, threshold: float = 0.1, window: int = 100) -> None:
+        self.threshold, self.window = threshold, window
         self.num_steps = 0
         self.num_bad_losses = 0
         self.num_spoiled = 0
@@ -87,7 +87,6 @@ class StepHistory:
         self._last_worth_saving: int | None = None
         self.begins_episode = False
         self._recent: deque[StepResult] = deque(maxlen=window)
-        self._num_in_a_row = 0
 
     def add(self, result: StepResult) -> None:
         """Count a step."""
@@ -96,7 +95,6 @@ class StepHistory:
         self.num_spoiled += result.reason in _SPOILS
         self.num_skipped += result.reason == "skipped"
         self._recent.append(result)
-        self._num_in_a_row = self._num_in_a_row + 1 if result.failed else 0
         is_new = result.worth_saving and not self._in_episode
         self.begins_episode = is_new and self._last_worth_saving != result.step
         self._in_episode = result.worth_saving
@@ -105,8 +103,6 @@ class StepHistory:
 
     def why_stop(self) -> str | None:
         """Return the reason to stop after the last step; None to go on."""
-        if self.in_a_row is not None and self._num_in_a_row >= self.in_a_row:
-            return f"{self._num_in_a_row} non-finite step{'s in a row' if self.in_a_row > 1 else ''}"
         reasons = [result.reason for result in self._recent if result.failed]
         most = self.threshold * self.window
         of = f"of the last {len(self._recent)} steps"
@@ -137,12 +133,12 @@ class StepPolicy:
         make_contents: MakeContents,
         *,
         on_save: OnSave | None = None,
-        replay_flags: Callable[[], str | None] = str,
+        in_notebook: Callable[[], bool] = bool,
     ) -> None:
         self.history = history
         self.folder = folder
         self._on_save = on_save
-        self._replay_flags = replay_flags
+        self._in_notebook = in_notebook
         self._make_contents = make_contents
         self._scale_search = ScaleSearch()
         self._last_saved = 0
@@ -211,7 +207,7 @@ class StepPolicy:
                 self._on_save(path, contents["event"])
             except Exception as error:
                 LOG.warning("on_save failed for %s (%s: %s).", path, type(error).__name__, error)
-        return path, say_next(path, contents, self._replay_flags())
+        return path, say_next(path, contents, in_notebook=self._in_notebook())
 
 
 def _is_below_1(scale: float | None) -> bool:

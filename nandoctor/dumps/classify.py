@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nandoctor.dumps.array_roles import is_bookkeeping, is_extra_state, is_random_state
-from nandoctor.dumps.directories import part_error
 from nandoctor.dumps.module_records import is_module, state_of
 from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, get, no_state, read_recorded
@@ -126,18 +125,9 @@ def check_weights(state: Mapping[str, torch.Tensor], nbytes: int) -> dict[str, t
     """Return the state dict, its names and tensors checked as those of a file of `nbytes` bytes.
 
     Raises:
-        DumpError: a name or tensor in it is invalid, or its weights are the empty ones that ZeRO leaves.
+        DumpError: a name or tensor in it is invalid.
     """
-    checked = _take_state(Contents(nbytes=nbytes, as_torch=True), "weights", state)
-    if is_stub(checked):
-        raise part_error()
-    return checked
-
-
-def is_stub(state: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if most weights are the empty tensors that stage 3 of DeepSpeed's ZeRO leaves in their place."""
-    weights = [tensor for tensor in state.values() if tensor.is_floating_point()]
-    return 2 * sum(tensor.shape == (0,) for tensor in weights) > len(weights)
+    return _take_state(Contents(nbytes=nbytes, as_torch=True), "weights", state)
 
 
 def _take_unique(contents: Contents, names: dict[tuple[Any, ...], str], name: str, value: Any) -> str:

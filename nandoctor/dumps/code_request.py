@@ -55,8 +55,6 @@ def approving_command(dump: Path, recorded: Recorded, *, own: bool = False) -> s
     words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's code, once it is saved to a file
     if not holds_objects(model.arguments):  # else a function has to make them, or the model fills its configuration
         words += argument_options(model.arguments)
-    if recorded.method:
-        words += ["--method", recorded.method]
     if loss is not None and _may_be_offered(loss, own=own, assigned=True):
         words += ["--loss", loss.spec.replace("__main__:", "FILE.py:")]
     return shlex.join(map(printable, words))  # no terminal should get the rest of a path as it is

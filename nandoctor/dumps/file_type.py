@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import shlex
 import stat
 import struct
 import sys
 import zipfile
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, cast
 
-from nandoctor.dumps.directories import directory_error
 from nandoctor.errors import DumpError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.text import brief, brief_list
@@ -42,6 +41,11 @@ _COPY_AGAIN = (
 )
 _SAVE_AGAIN = 'Save the step with torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).'
 _SAVE_ANEW = "Save it anew: torch.save(torch.load(path, weights_only=True), path)."
+_PASS_WHOLE = (
+    "Pass the whole with --weights. Of Hugging Face: the directory. Of torch.distributed.checkpoint: the file of "
+    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY weights.pt. Of DeepSpeed: what "
+    "python zero_to_fp32.py DIRECTORY weights writes; without ZeRO its mp_rank_00_model_states.pt."
+)
 # How files of other programs begin, what they are, and what to do.
 _STRANGERS = (
     # torch.save before 1.6, or with _use_new_zipfile_serialization=False, first pickles a number by protocol 2.
@@ -127,6 +131,13 @@ def open_container(path: Path) -> Container:
     raise _describe_stranger(head)
 
 
+def directory_error(path: Path) -> DumpError:
+    """Return the error for a directory in place of a file."""
+    folder = shlex.quote(brief(str(path), 1000))
+    remedy = f"Name a file, or replay all dumps in it: nandoctor triage {folder}. If it is a checkpoint: {_PASS_WHOLE}"
+    return DumpError("it is a directory, not a file.", remedy=remedy)
+
+
 def _open_data(file: BufferedReader, nbytes: int) -> mmap.mmap:
     """Return the file, copied into memory or, if it is large, mapped.
 
@@ -134,22 +145,12 @@ def _open_data(file: BufferedReader, nbytes: int) -> mmap.mmap:
     """
     if nbytes >= _MAPPED_NBYTES:
         return mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
-    before, copied = os.fstat(file.fileno()), _allocate(nbytes)
+    before, copied = os.fstat(file.fileno()), mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY)
     num_read = file.readinto(copied)
     after = os.fstat(file.fileno())
     if num_read < nbytes or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise DumpError("it changed while it was read.", remedy="Wait until it is written, and run again.")
     return copied
-
-
-def _allocate(nbytes: int) -> mmap.mmap:
-    """Return empty memory, on Linux in pages of 2 MB: filling those takes a fifth of the time."""
-    if sys.platform != "linux":
-        return mmap.mmap(-1, nbytes)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def regular_size(path: Path) -> int:

@@ -163,9 +163,9 @@ class Autocast:
 class Recorded:
     """The step as the recorder saw it; empty for a file that the recorder did not write.
 
-    `calls` are the calls of the model, or of its `method`, in their order; `watched` are the submodules whose outputs
-    were saved besides what the method returned. `batch` is a tree, None if none was given. `training` maps module names
-    to train flags. `rng` has the generators' states before the step.
+    `calls` are the calls of the model in their order, or with a `method` of its `training_step`; `watched` are then the
+    submodules whose outputs were saved besides the loss. `batch` is a tree, None if none was given. `training` maps
+    module names to train flags. `rng` has the generators' states before the step.
     `loss_function` makes a scalar of output and batch; without one, `loss_field` is the place of the loss in the
     output. `argv` is the training's command line, without the program. `backends` are torch's switches, by their names
     under torch. `update` is the step's own, if that made weights non-finite; then `updater` is the optimizer.
@@ -174,7 +174,7 @@ class Recorded:
     """
 
     calls: tuple[Call, ...] = ()
-    method: str = ""
+    method: Literal["", "forward", "training_step"] = ""
     watched: tuple[str, ...] = ()
     batch: Any = None
     training: Mapping[str, bool] = field(default_factory=dict)

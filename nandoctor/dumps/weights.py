@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from nandoctor.dumps.classify import check_weights, strip_wrappers
-from nandoctor.dumps.directories import directory_error
-from nandoctor.dumps.file_type import damaged, regular_size
+from nandoctor.dumps.file_type import damaged, directory_error, regular_size
 from nandoctor.dumps.reader import named, read_state
 from nandoctor.errors import DumpError
 from nandoctor.text import brief, brief_list

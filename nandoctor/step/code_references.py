@@ -221,46 +221,33 @@ def _needs_approval(reference: Reference, dump: Path, why: str, *, own: bool = T
     )
 
 
-def require_approval(dump: Dump, settings: Settings, *, has_model: bool) -> None:
-    """Check that the code that the dump names is the user's own, or was named by the user.
+def require_approval(dump: Dump, *, has_model: bool) -> None:
+    """Check that the code that the dump names is the user's own, or that the user named the model.
 
-    `has_model`: the user named the model. Without approval of its loss, a replay still runs, but without the loss.
+    Without approval of its loss, a replay still runs, but without the loss.
 
     Raises:
-        UnapprovedCodeError: only the file names the model or its method, and the file is not the user's own.
-        ModelError: the user named a different method from the recorded one.
+        UnapprovedCodeError: only the file names the model, and the file is not the user's own.
     """
-    recorded = dump.recorded
-    method = recorded.method
-    if settings.method is not None and settings.method != (method or "forward"):
-        raise ModelError(
-            f"The dump holds calls of {method or 'forward'}, not of {settings.method}.",
-            remedy="Leave --method out, or name a function that makes the call: --call FILE.py:NAME.",
-        )
-    if settings.call is not None or settings.inputs:
-        method = ""  # the recorded call is not made
-    allowed = ("", "training_step") if dump.provenance.own else ("",)
-    knows_method = method in allowed or settings.method == method
-    if dump.is_recorded and not (knows_method and (has_model or dump.provenance.own)):
-        rows = [f"  {label:<11} {text}" for label, text in code_rows(recorded)]
-        why = "" if dump.provenance.own else f", and it was not recorded by you: {dump.provenance.detail}"
+    if dump.is_recorded and not (has_model or dump.provenance.own):
+        rows = [f"  {label:<11} {text}" for label, text in code_rows(dump.recorded)]
+        why = f"it was not recorded by you: {dump.provenance.detail}"
         raise UnapprovedCodeError(
-            f"This dump asks to run code{why}. Nothing was run.\n\n" + "\n".join(rows),
-            remedy=f"  To run it   {approving_command(dump.path, recorded, own=dump.provenance.own)}",
+            f"This dump asks to run code, and {why}. Nothing was run.\n\n" + "\n".join(rows),
+            remedy=f"  To run it   {approving_command(dump.path, dump.recorded)}",
         )
 
 
 def check_method(model: nn.Module, dump: Dump, settings: Settings) -> None:
-    """Check that the model's class defines the recorded method.
+    """Check that the model's class has the recorded method, `training_step`, if the replay is to call that.
 
     Raises:
-        ModelError: the class has nothing of that name, or something other than a function.
+        ModelError: it has none.
     """
     method = dump.recorded.method
     if not method or settings.call is not None or settings.inputs:
         return
-    defined = next((vars(kind)[method] for kind in type(model).__mro__ if method in vars(kind)), None)
-    if not inspect.isfunction(defined):
+    if not inspect.isfunction(getattr(type(model), method, None)):
         raise ModelError(
             f"{type(model).__name__} defines no method {method!r}, which the dump holds calls of.",
             remedy="Name the class that was trained: --model FILE.py:NAME.",

@@ -85,9 +85,6 @@ class Settings:
         metavar="K=V",
         holds="a table of names and values",
     )
-    method: str | None = _setting(
-        "model", "--method", "Allow the model's method that the dump holds calls of.", metavar="NAME"
-    )
     strict: bool = _switch("model", "--no-strict", "Load the weights that fit, leave the rest.", default=True)
     weights: str | None = _setting(
         "model",
@@ -177,7 +174,6 @@ class StepOptions(TypedDict, total=False):
     """The settings of the model and of the failing step as passed in Python; None leaves one as it is."""
 
     model_args: Mapping[str, Any] | None
-    method: str | None
     strict: bool | None
     weights: str | os.PathLike[str] | None
     inputs: str | Sequence[str] | None

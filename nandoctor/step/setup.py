@@ -87,7 +87,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     dump = cast_weights(dump)
     device = find_device(settings.device)
     source = model if model is not None else settings.model
-    require_approval(dump, settings, has_model=source is not None)
+    require_approval(dump, has_model=source is not None)
     project = Project()
     with project.preparing(), arguments_of(dump):
         code = _import_code(dump, source, settings, device)

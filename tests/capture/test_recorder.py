@@ -118,18 +118,19 @@ def test_validation_is_no_step(tmp_path):
 
 def test_it_stops_and_says_where_the_file_is_and_what_to_type(tmp_path, caplog):
     model, scaler = make_model(), make_scaler(2.0**20)
-    recorder = record(tmp_path, model, scaler=scaler, in_a_row=3)
+    recorder = record(tmp_path, model, scaler=scaler, threshold=0.02)
     with caplog.at_level(logging.WARNING), pytest.raises(NonFiniteTrainingError) as caught:
         train(model, recorder, loud={2, 3, 4, 5}, scaler=scaler)
     first, last = recorder.written
     assert [path.name for path in recorder.written] == ["nan-step000002.pth", "nan-step000004.pth"]
-    assert caught.value.message == "The recorder stopped the training at step 4: 3 non-finite steps in a row."
+    why = "the loss was non-finite in 3 of the last 5 steps"
+    assert caught.value.message == f"The recorder stopped the training at step 4: {why}."
     assert caught.value.remedy == f"Saved to {last}; next: nandoctor replay {last}"
     assert caplog.messages == [f"Step 2: the loss is non-finite. Saved to {first}; next: nandoctor replay {first}"]
 
 
 def test_settings_that_mean_nothing_are_refused(tmp_path):
-    for wrong in ({"threshold": 1.5}, {"window": 0}, {"in_a_row": 0}, {"keep": 0}, {"arguments": [3]}):
+    for wrong in ({"threshold": 1.5}, {"window": 0}, {"keep": 0}, {"arguments": [3]}):
         with pytest.raises(NanDoctorError, match=r"does not accept|arguments by name"):
             Recorder(nn.Linear(2, 2), folder=tmp_path, **wrong)
 

@@ -71,7 +71,7 @@ def main(rank, way):
         policy = {**POLICIES.get(way, {}), **({"output_dtype": torch.float32} if module is model else {})}
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    recorder = nandoctor.Recorder(model, loss=loss_of, in_a_row=1) if way != "off" else None
+    recorder = nandoctor.Recorder(model, loss=loss_of, threshold=0) if way != "off" else None
     torch.manual_seed(rank)
     try:
         for step in range(5):

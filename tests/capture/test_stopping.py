@@ -41,11 +41,9 @@ def test_the_share_in_the_window_decides(pattern, stops):
     assert (feed({"threshold": 0.2, "window": 10}, pattern).why_stop() is not None) is stops
 
 
-def test_so_many_in_a_row():
-    rule = {"threshold": 1.0, "in_a_row": 3}
-    assert feed(rule, "LL.LL").why_stop() is None
-    assert feed(rule, "LLSL.LLL").why_stop() == "3 non-finite steps in a row"
-    assert feed({"in_a_row": 1}, "..L").why_stop() == "1 non-finite step"
+def test_a_threshold_of_zero_stops_at_once():
+    assert feed({"threshold": 0.0}, "..").why_stop() is None
+    assert feed({"threshold": 0.0}, "..L").why_stop() == "the loss was non-finite in 1 of the last 3 steps"
 
 
 def test_an_episode_begins_once():
@@ -78,7 +76,7 @@ def test_which_skips_the_scaler_makes_to_find_its_scale(scales, unexpected):
 @each_optimizer
 def test_the_first_skip_after_the_warm_up_is_saved(tmp_path, fused):
     model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=512.0)
-    with Recorder(model, folder=tmp_path, scaler=scaler, in_a_row=1) as recorder:
+    with Recorder(model, folder=tmp_path, scaler=scaler, threshold=0) as recorder:
         weights = train(recorder, model, scaler, 200.0, 1.0, 1.0, 1e20, 1.0, fused=fused)
     (path,) = recorder.written
     dump = read_dump(path)

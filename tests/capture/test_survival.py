@@ -202,7 +202,7 @@ def lose_the_folder(tmp_path, monkeypatch):
 def test_a_training_that_cannot_be_described_goes_on(tmp_path, monkeypatch, caplog, prepare):
     model, options = prepare(tmp_path, monkeypatch)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Recorder(model, **{"folder": tmp_path, "in_a_row": 1, **options}) as recorder:
+    with Recorder(model, **{"folder": tmp_path, "threshold": 0, **options}) as recorder:
         recorder.epoch, recorder.next_step = 3, 5
         for marks in (True, False):
             with recorder.step(torch.ones(3)) if marks else nullcontext():

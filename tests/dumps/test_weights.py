@@ -78,15 +78,6 @@ def test_a_checkpoint_is_mapped_and_never_written_to(tmp_path, state):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("read", [read_dump, read_weights])
-def test_a_part_is_refused_with_what_to_pass(read, tmp_path):
-    part = tmp_path / "pytorch_model.bin"
-    torch.save({name: torch.empty(0) for name in ("a.weight", "a.bias", "b.weight")}, part)
-    with pytest.raises(DumpError, match="only a part of a model's weights") as caught:
-        read(part)
-    assert all(word in caught.value.remedy for word in ("--weights", "dcp_to_torch", "zero_to_fp32"))
-
-
 def test_a_directory_of_dumps_is_told_from_a_file(tmp_path):
     folder = tmp_path / "some folder"
     folder.mkdir()

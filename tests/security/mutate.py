@@ -241,7 +241,7 @@ def examine(path):
         if not dump.provenance.own:
             with suppress(NanDoctorError):
                 replay(dump, fixes=False)
-        case = replay(dump, Net(), fixes=False, method=dump.recorded.method or None)
+        case = replay(dump, Net(), fixes=False)
         plain_text(document(case.report))
         card_of(case.report)
     finally:

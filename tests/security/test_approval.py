@@ -18,7 +18,7 @@ from nandoctor.dumps.code_request import argument_options
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.writer import write_dump
-from nandoctor.errors import ModelError, NanDoctorError, UnapprovedCodeError
+from nandoctor.errors import DumpError, ModelError, NanDoctorError, UnapprovedCodeError
 
 
 @pytest.fixture
@@ -192,28 +192,19 @@ def test_a_flag_allows_what_it_names_and_no_more(project):
     assert any("--loss train.py:loss_of" in note for note in case.report.notes)
 
 
-@pytest.mark.parametrize("method", ["save_pretrained", "zero_grad", "__class__", "linear", "training_step"])
-def test_a_strangers_method_is_asked_for(project, method):
-    path = strangers(project, method=method)
-    error = refusal(path, model="train.py:Net", model_args={"width": 3})
-    assert f"  method      {method}" in error.message
-    assert f"--method {method}" in error.remedy
+@pytest.mark.parametrize("method", ["save_pretrained", "zero_grad", "__class__", "linear"])
+@pytest.mark.parametrize("write", [recorded, strangers])
+def test_no_file_names_another_method_than_the_step(project, write, method):
+    with pytest.raises(DumpError, match=r"says that it is nandoctor\.dump/1, but"):
+        read_dump(write(project, method=method))
     assert canaries(project) == ""
 
 
-@pytest.mark.parametrize("method", ["save_pretrained", "zero_grad"])
-def test_even_an_own_dump_calls_no_other_method(project, method):
-    error = refusal(recorded(project, method=method))
-    assert error.message.startswith("This dump asks to run code. Nothing was run.")
-    assert canaries(project) == ""
-
-
-def test_a_method_must_be_a_function_of_the_class(project):
-    for method in ("linear", "training"):
-        with pytest.raises(ModelError, match=f"defines no method '{method}'"):
-            replay(recorded(project, method=method), method=method, fixes=False)
-    with pytest.raises(ModelError, match="holds calls of forward, not of generate"):
-        replay(recorded(project), method="generate", fixes=False)
+def test_the_step_must_be_a_method_of_the_class(project):
+    with (project / "train.py").open("a") as script:
+        script.write("\nclass Other(Net):\n    training_step = None\n")
+    with pytest.raises(ModelError, match="defines no method 'training_step'"):
+        replay(recorded(project, method="training_step"), "train.py:Other", model_args={"width": 3}, fixes=False)
 
 
 def test_extra_states_stay_in_a_strangers_file(project):
@@ -232,12 +223,12 @@ def test_inspect_shows_all_that_a_replay_would_call(project):
     kind = {"module": "transformers", "name": "BertConfig", "file": "", "sha256": ""}
     described = {"<type>": kind, "config": {"hidden_size": 3}, "attention": "evil/kernel"}
     model = {**plain["model"], "arguments": {"config": described}}
-    notes = summarize(read_dump(strangers(project, method="generate", model=model))).notes
+    notes = summarize(read_dump(strangers(project, method="training_step", model=model))).notes
     assert notes[:5] == (
         "It was not recorded by you (it carries no signature): a replay asks before it runs the code that it names.",
         "model: train.py:Net (in this folder; sha256 as recorded)",
         "config: transformers:BertConfig, filled with the values in the file",
-        "method: generate",
+        "method: training_step",
         "loss: train.py:loss_of (in this folder; sha256 as recorded)",
     )
     assert canaries(project) == ""
