@@ -8,7 +8,6 @@ rules. The source is checked for the definition before anything is imported.
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import shlex
@@ -27,13 +26,11 @@ from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.trees import is_plain_data
 from nandoctor.errors import ModelError, UnapprovedCodeError
-from nandoctor.source_files import defines, defines_code, find_typed, hash_of, installed_path, own_source
+from nandoctor.source_files import defines_code, find_typed, hash_of, installed_path, own_source
 from nandoctor.step.argument_objects import Source, find_standard, make_argument, make_config
 from nandoctor.step.model_loading import ModelSource, build_model, find_attribute
 from nandoctor.step.settings import Settings
 from nandoctor.text import brief, plural
-
-_NOT_HERE = "this is not the folder that the dump was recorded in"
 
 
 def find_model(reference: Reference | None, dump: Path, provenance: Provenance) -> Callable[[], nn.Module]:
@@ -48,8 +45,6 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
             remedy=f"Name the code: nandoctor replay {shlex.quote(str(dump))} --model path/to/file.py:attr; next time "
             "define the class in a file, or give Recorder its builder.",
         )
-    if not provenance.own:
-        raise _needs_approval(reference, dump, provenance.detail, own=False)
     if not is_plain_data(reference.arguments):
         raise _needs_approval(reference, dump, "its arguments are not plain data")
     found = _import_source(reference, dump, provenance)
@@ -86,26 +81,19 @@ def fill_config(source: ModelSource, reference: Reference | None, directory: Pat
 
 
 def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Callable[..., Any] | None, list[str]]:
-    """Return the loss that the user's own dump names, a function or Module class of the project's files, and notes.
+    """Return the loss that the user's own dump names, found as the model is, and notes.
 
     Without a loss, return None and a note that says what to type. A source edited since the training gets a note too.
-    Outside of the training's folder it could be anything, and is not run.
     """
     if reference is None:
         return None, []
-    if provenance.own and not reference.file and (typed := find_typed(reference.module, reference.name)) is not None:
-        return build_loss(typed), []
     command = f"to replay the backward pass, {_name_of_loss(reference)}"
-    source = _find_source(reference)
-    problem = _why_no_loss(reference, source, provenance)
-    if source is None or problem:
-        return None, [f"{problem}; {command}."]
-    found = _import_from(source, reference)
+    if why := _why_not_imported(reference, provenance):
+        return None, [f"The loss that the file names was not run: {why}; {command}."]
+    found = _import(reference)
     if isinstance(found, type) and not issubclass(found, nn.Module):
         return None, [f"{brief(reference.spec)} is not a function; {command}."]
-    found = build_loss(found)
-    note = f"{brief(reference.file)} has changed since the training."
-    return found, [note] if _has_changed(reference, source) else []
+    return build_loss(found), describe_code_change(reference)
 
 
 def find_optimizer(
@@ -154,54 +142,49 @@ def _name_of_loss(reference: Reference) -> str:
     return f"write it as def loss_of(output, batch) at the top level of {file}, and add --loss {spec}"
 
 
-def _why_no_loss(reference: Reference, source: Path | None, provenance: Provenance) -> str:
-    """Return why the loss is not imported; "" if it is."""
-    if not provenance.own:
-        return f"The loss that the file names was not run, for {provenance.detail}"
-    is_named = bool(reference.file) and reference.name.isidentifier()
-    if not is_named or source is None or not defines(source, reference.name, (ast.FunctionDef, ast.ClassDef)):
-        return f"The loss {brief(reference.name)} is not at the top level of a file in the working directory"
-    return "" if provenance.here else f"{brief(reference.file)} holds the loss, and {_NOT_HERE}"
-
-
 def describe_code_change(reference: Reference | None) -> list[str]:
-    """Return a note if the model's source differs from the training's."""
+    """Return a note if the source differs from the training's, whose hash was recorded."""
     source = None if reference is None else _find_source(reference)
-    if reference is None or source is None or not reference.sha256 or not _has_changed(reference, source):
+    if reference is None or source is None or not reference.sha256 or hash_of(source) == reference.sha256:
         return []
     return [f"{brief(reference.file or reference.module)} has changed since the training."]
 
 
 def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> Any:
     """Import the referenced class or, from the project's own files, the top-level function that built the model."""
+    if why := _why_not_imported(reference, provenance):
+        raise _needs_approval(reference, dump, why, own=provenance.own)
+    return _import(reference)
+
+
+def _why_not_imported(reference: Reference, provenance: Provenance) -> str:
+    """Return why the code is not imported for this dump; "" if it is. Nothing is imported to find out."""
+    if not provenance.own:
+        return provenance.detail
     if not reference.file and reference.module == "__main__":
-        if (typed := find_typed(reference.module, reference.name)) is None:
-            why = "it was typed into a notebook or console, where nandoctor.replay(FILE) finds it"
-            raise _needs_approval(reference, dump, why)
-        return typed
+        typed = find_typed(reference.module, reference.name)
+        return "it was typed into a notebook or console, where nandoctor.replay(FILE) finds it" if typed is None else ""
     source = _find_source(reference)
+    if source is None and reference.file:
+        return f"{brief(reference.file)} is not in the working directory"
     if source is None:
-        elsewhere = f"{brief(reference.file)} is not in the working directory"
-        raise _needs_approval(
-            reference, dump, elsewhere if reference.file else "Python finds it in no installed package"
-        )
+        return "Python finds it in no installed package"
     if not defines_code(source, reference.name, own=bool(reference.file)):
-        raise _needs_approval(reference, dump, f"{source.name} defines no class of that name")
-    if not reference.file:
-        return find_attribute(reference.spec, directory=None)
-    if not provenance.here:
-        raise _needs_approval(reference, dump, _NOT_HERE)
-    return _import_from(source, reference)
+        return f"{source.name} defines no class of that name"
+    return "" if provenance.here or not reference.file else "this is not the folder that the dump was recorded in"
+
+
+def _import(reference: Reference) -> Any:
+    """Return the class or function, which `_why_not_imported` has found."""
+    if not reference.file and reference.module == "__main__":
+        return find_typed(reference.module, reference.name)
+    source = own_source(reference.file)
+    return find_attribute(reference.spec, directory=None) if source is None else _import_from(source, reference)
 
 
 def _find_source(reference: Reference) -> Path | None:
     """Return the referenced file in the working directory or, if no file is named, in an installed package."""
     return own_source(reference.file) if reference.file else installed_path(reference.module)
-
-
-def _has_changed(reference: Reference, source: Path) -> bool:
-    """Return True if the source differs from the recorded hash, or no hash was recorded."""
-    return hash_of(source) != reference.sha256
 
 
 def _import_from(path: Path, reference: Reference) -> Any:
