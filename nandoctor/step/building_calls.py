@@ -84,7 +84,7 @@ def _find_options(path: Path, tree: ast.Module, file: Path, name: str, parameter
             case ast.Assign(targets=[target], value=value):
                 for variable, made in _pairs(target, value):
                     known.add(variable)
-                    if _calls_of(name, made):
+                    if isinstance(made, ast.Call) and _calls_of(name, made):  # not a table of several
                         yield "--model", f"{shown_path(path)}:{variable}"
             case ast.ClassDef(name=target):
                 known.add(target)
