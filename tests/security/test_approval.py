@@ -192,7 +192,7 @@ def test_a_flag_allows_what_it_names_and_no_more(project):
     assert any("--loss train.py:loss_of" in note for note in case.report.notes)
 
 
-@pytest.mark.parametrize("method", ["save_pretrained", "zero_grad", "__class__", "linear"])
+@pytest.mark.parametrize("method", ["save_pretrained", "zero_grad", "__class__", "__init__", "linear"])
 @pytest.mark.parametrize("write", [recorded, strangers])
 def test_no_file_names_another_method_than_the_step(project, write, method):
     with pytest.raises(DumpError, match=r"says that it is nandoctor\.dump/1, but"):
