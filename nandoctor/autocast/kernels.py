@@ -292,6 +292,7 @@ _RUNS_OF_LISTS: dict[str, Run] = {
     "several_products": _run_several_products,  # overrides some of lower_precision
     "cudnn_rnn": _run_cudnn_rnn,
     "fp32": _run_in_fp32,
+    "fp32_by_hand": _run_in_fp32,
     "fp32_set_opt_dtype": _run_with_fp32_result,
     "fp32_append_dtype": _run_norm,
     "promote": _run_in_widest,
@@ -309,11 +310,7 @@ _RUNS = {op: run for name, run in _RUNS_OF_LISTS.items() for op in op_lists.ever
 
 def _round(result: Any, dtype: torch.dtype) -> Any:
     # Only results of lifted operands are float32; doubles and integers passed through unchanged.
-    return _map_items(lambda item: item.to(dtype) if _is_fp32(item) else item, result)
-
-
-def _is_fp32(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype is torch.float32
+    return _map_items(lambda item: item.to(dtype) if getattr(item, "dtype", None) is torch.float32 else item, result)
 
 
 def _map_items(change: Callable[[Any], Any], value: Any) -> Any:
@@ -345,7 +342,7 @@ _weight_casts = _WeightCasts()
 
 
 def _lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    is_weight = _is_fp32(tensor) and tensor.requires_grad and tensor.is_leaf and not is_view(tensor)
+    is_weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not is_view(tensor)
     if is_weight and dtype is not torch.float32 and torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
         return _weight_casts.cast(tensor, dtype)
     return tensor.to(dtype)

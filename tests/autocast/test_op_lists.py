@@ -50,7 +50,7 @@ def registered(key):
 def test_tables_equal_what_this_torch_registers_for_cuda():
     """The header's macros, and what autocast_mode.cpp and AutocastRNN.cpp add by hand."""
     only_on_cuda = {"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn", "miopen_rnn"}
-    assert registered("AutocastCUDA") - only_on_cuda == op_lists.listed()
+    assert registered("AutocastCUDA") - only_on_cuda - {*op_lists.ever_listed("fp32_by_hand")} == op_lists.listed()
 
 
 def test_ops_of_the_cpu_list_alone_fall_through():
@@ -61,7 +61,7 @@ def test_ops_of_the_cpu_list_alone_fall_through():
     with cuda_autocast():
         for name in extra:
             dump = torch._C._dispatch_dump(f"aten::{name}")
-            assert re.search(r"^AutocastCPU: .*torch_compat\.py.*\[ fallthrough boxed \]$", dump, re.MULTILINE), name
+            assert re.search(r"^AutocastCPU: .*\[ fallthrough boxed \]$", dump, re.MULTILINE), name
         assert torch.trace(half).dtype is torch.float16
         assert torch.nn.functional.pad(half[None], (1, 1), mode="reflect").dtype is torch.float16
         promoted = torch.cat([half, half.float()])
