@@ -66,7 +66,7 @@ def record(name: str, low: FloatFormat) -> list[Ran]:
         state = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         ran.append(Ran(call=call, enabled=state[0], dtype=state[1], gave=dtypes_of(output)))
 
-    tracer = OpTracer(known=(), low=low, on_op=note)
+    tracer = OpTracer(known=(), on_op=note)
     with apply_policy(Policy(name="cuda", format=low), CPU), tracer.watching(lambda: ("", "", 0)):
         model(*make_inputs(shapes))
     return ran
