@@ -9,7 +9,7 @@ from importlib.util import cache_from_source
 from pathlib import Path
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.edits import ChangedFile, SourcePatch
+from nandoctor.evidence.edits import ChangedFile
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 from nandoctor.views.save import write_bytes
 
@@ -35,15 +35,6 @@ def plan_patch(files: Sequence[ChangedFile], *, allow_installed: bool = False) -
             `allow_installed` is not set.
     """
     return tuple(_plan_file(file, allow_installed) for file in files)
-
-
-def encode_diff(patch: SourcePatch) -> bytes:
-    """Return the diff as bytes, each file's lines in its own encoding, since `git apply` compares bytes."""
-    parts = list[bytes]()
-    for file in patch.files:
-        old, new, hunks = SourcePatch(root=patch.root, files=(file,)).diff.split("\n", 2)
-        parts += [f"{old}\n{new}\n".encode(), hunks.encode(decode_source(Path(file.path).read_bytes())[1])]
-    return b"".join(parts)
 
 
 def write_files(files: Sequence[PatchedFile]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.edits import ChangedFile, SourcePatch
-from nandoctor.working_tree import PatchError, encode_diff, plan_patch, restore_files, write_files
+from nandoctor.evidence.edits import ChangedFile
+from nandoctor.working_tree import PatchError, plan_patch, restore_files, write_files
 
 BEFORE = "".join(f"line {number}\n" for number in range(1, 21))
 
@@ -44,17 +44,6 @@ def test_line_endings_and_permissions_are_the_files_own(tmp_path, before):
     write_files(plan_patch([change_of(path, before)]))
     assert path.read_bytes() == before.replace("line 7", "seven").encode()
     assert stat.S_IMODE(path.stat().st_mode) == 0o755
-
-
-def test_a_diff_has_the_bytes_of_each_file(tmp_path):
-    texts = {"a.py": "# coding: cp1252\nx = 1  # \u20ac\n", "b.py": "x = 1  # \u20ac"}
-    changes = []
-    for name, text in texts.items():
-        (tmp_path / name).write_bytes(text.encode("cp1252" if name == "a.py" else "utf-8"))
-        changes.append(ChangedFile(path=str(tmp_path / name), before=text, after=text.replace("x = 1", "x = 2")))
-    encoded = encode_diff(SourcePatch(root=str(tmp_path), files=tuple(changes)))
-    assert [encoded.count(b"x = 2  # " + sign + b"\n") for sign in (b"\x80", "\u20ac".encode())] == [1, 1]
-    assert encoded.endswith(b"\n\\ No newline at end of file\n")
 
 
 def test_a_file_that_has_changed_is_not_touched(tmp_path):

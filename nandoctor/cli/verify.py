@@ -99,10 +99,8 @@ def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: boo
         sys.exit(EXIT_NOTHING_FAILED)
     choice = _choose(case, pick)
     if only_diff:
-        from nandoctor.working_tree import encode_diff
-
         patch = _patch_of(choice.fix)
-        click.echo(encode_diff(patch), nl=False)
+        click.echo(patch.diff.encode(), nl=False)
         if Path(patch.root).resolve() != Path.cwd():
             tell(f"Its paths start from {patch.root}: git -C {shlex.quote(patch.root)} apply")
         return

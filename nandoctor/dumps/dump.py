@@ -36,7 +36,7 @@ class Dump:
     `left_out` names the rest of the file: other weights, schedules, arrays of text. `recorded` is what a file in the
     recorder's format says of the call and its environment, and `provenance` whether this user's own recorder wrote it;
     `missing` names what it could not hold. If `other_weights`, `state` was read from another file (`notes` say so),
-    and is not, or may not be, that of the failing step.
+    and may not be that of the failing step.
     """
 
     path: Path

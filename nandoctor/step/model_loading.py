@@ -338,20 +338,17 @@ def fit_prefix(state: _State, own: _State) -> tuple[_State, list[str]]:
     """Return the state with the prefix added or removed that makes most names fit, wrappers aside, and notes."""
     wrapped = {unwrapped_name(name): name for name in own}
     state = {name if name in own else wrapped.get(unwrapped_name(name), name): state[name] for name in state}
-    taken_off = {prefix: sum(prefix + name in state for name in own) for prefix in _prefixes(state, own)}
-    put_on = {prefix: sum(prefix + name in own for name in state) for prefix in _prefixes(own, state)}
-    num_fitting = sum(name in own for name in state)
-    best = max(num_fitting, *taken_off.values(), *put_on.values(), 0)
-    if num_fitting == best:
-        return state, []
-    if best in taken_off.values():
-        prefix = next(prefix for prefix, num in taken_off.items() if num == best)
+    ways: dict[str, _State] = {"": state}
+    for prefix in _prefixes(state, own):
         kept = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
         dropped = f", {len(state) - len(kept)} other tensors left out" if len(kept) < len(state) else ""
-        return kept, [f"The prefix {prefix!r} was taken off the weights' names{dropped}."]
-    prefix = next(prefix for prefix, num in put_on.items() if num == best)
-    renamed = {prefix + name: tensor for name, tensor in state.items()}
-    return renamed, [f"The prefix {prefix!r} was put before the weights' names."]
+        ways[f"The prefix {prefix!r} was taken off the weights' names{dropped}."] = kept
+    for prefix in _prefixes(own, state):
+        ways[f"The prefix {prefix!r} was put before the weights' names."] = {
+            prefix + name: state[name] for name in state
+        }
+    said, best = max(ways.items(), key=lambda way: sum(name in own for name in way[1]))
+    return best, [said] if said else []
 
 
 def _prefixes(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> list[str]:

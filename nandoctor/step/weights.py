@@ -29,7 +29,7 @@ from nandoctor.errors import DumpError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.step.model_loading import fit_prefix
 from nandoctor.step.settings import Settings
-from nandoctor.text import brief, join_first, plural
+from nandoctor.text import brief, join_first
 from nandoctor.tracing.tensor_stats import all_finite
 from nandoctor.trees import tree_map
 
@@ -44,23 +44,20 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
         if not dump.holds_weights:
             raise _missing_weights(dump)
         return dump
-    path = settings.directory / settings.weights
-    known, kept = (dump.state, {}) if dump.holds_weights else ({}, dump.state)
-    state = {name: tensor for name, tensor in read_weights(path).items() if not is_extra_state(name)}
-    state = dict(fit_prefix(state, known)[0]) if known else state
-    compared = [name for name in known if name in state]
-    others = [name for name in compared if not _are_equal(state[name], known[name])]
+    state = read_weights(settings.directory / settings.weights)
+    kept = {} if dump.holds_weights else dump.state
+    given = brief(str(settings.weights), 1000)
     return replace(
         dump,
-        state={**state, **kept},
+        state={**{name: tensor for name, tensor in state.items() if not is_extra_state(name)}, **kept},
         state_name="",
         other_states={},
         prefix="",
         layout="plain" if dump.layout == "batch-only" else dump.layout,
         recorded=replace(dump.recorded, checkpoint=None),
         missing=tuple(text for text in dump.missing if not text.startswith("state_dict:")),
-        notes=(*dump.notes, _describe_match(brief(str(settings.weights), 1000), len(compared), len(others))),
-        other_weights=bool(others) or not compared,
+        notes=(*dump.notes, f"The weights are those of {given}, which may not be those of the failing step."),
+        other_weights=True,
     )
 
 
@@ -72,24 +69,6 @@ def _missing_weights(dump: Dump) -> DumpError:
         remedy="Give the checkpoint that has the weights: nandoctor replay "
         f"{shlex.quote(file)} --weights CHECKPOINT. Or save them with the batch: "
         'torch.save({"state_dict": model.state_dict(), ...}, path).',
-    )
-
-
-def _are_equal(found: torch.Tensor, known: torch.Tensor) -> bool:
-    """Return True if both have the same numbers in the same format, NaNs being equal."""
-    if found.shape != known.shape or found.dtype != known.dtype or found.layout is not known.layout:
-        return False
-    return torch.equal(found, known) or torch.allclose(found, known, rtol=0, atol=0, equal_nan=True)
-
-
-def _describe_match(path: str, num_compared: int, num_other: int) -> str:
-    if not num_compared:
-        return f"The weights are those of {path}; the dump has none to compare them with."
-    if not num_other:
-        return f"The weights are those of {path}, and the same as the dump's."
-    return (
-        f"The weights in {path} are not those of the failing step: {num_other} of "
-        f"{plural(num_compared, 'tensor')} differ from the dump's. What is replayed is this batch with those weights."
     )
 
 

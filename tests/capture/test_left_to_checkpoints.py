@@ -78,7 +78,7 @@ def test_the_logged_command_replays_the_step(train, capsys):
     report = nandoctor.replay(path, weights="step1.pt", fixes=False).report
     assert report.reproduction.grade == "same-mask"
     assert report.cause.code == "invalid-domain"
-    assert any("step1.pt; the dump has none to compare them with" in note for note in report.notes)
+    assert any("step1.pt, which may not be those of the failing step" in note for note in report.notes)
     with pytest.raises(SystemExit) as ended:
         main(["replay", path, "--weights", "step1.pt", "--no-fixes"])
     assert ended.value.code in (0, None)
@@ -88,10 +88,10 @@ def test_other_weights_than_those_in_the_file_are_told(train):
     path, *flags = command_in(train(max_nbytes=1 << 30))
     assert flags == []
     assert nandoctor.replay(path, fixes=False).report.reproduction.grade == "exact"
-    said = {step: nandoctor.replay(path, weights=f"step{step}.pt", fixes=False).report for step in range(2)}
-    assert said[0].reproduction.grade != "exact"
-    assert any("step0.pt are not those of the failing step: 9 of 9 tensors" in note for note in said[0].notes)
-    assert any("step1.pt, and the same as the dump's" in note for note in said[1].notes)
+    for step in range(2):
+        report = nandoctor.replay(path, weights=f"step{step}.pt", fixes=False).report
+        assert report.reproduction.grade != "exact"
+        assert any(f"step{step}.pt, which may not be those of the failing step" in note for note in report.notes)
 
 
 def test_other_weights_never_verify(train):
