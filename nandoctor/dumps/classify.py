@@ -33,10 +33,8 @@ from nandoctor.trees import MAX_DEPTH, PLAIN
 if TYPE_CHECKING:
     import torch
 
-# Prefixes that DataParallel and torch.compile add to every name.
-_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
-# Parts that torch.compile, FSDP and activation checkpointing add to the paths of modules that they wrap.
-_WRAPPED_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# Parts that DataParallel, torch.compile, FSDP and activation checkpointing add to the paths of modules that they wrap.
+_WRAPPED_PARTS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 # Names under which scripts save weights, the likeliest first.
 _STATE_NAMES = (
@@ -157,25 +155,9 @@ def choose_state(states: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
     return min(states, key=rank)
 
 
-def strip_wrappers(state: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torch.Tensor], str]:
-    """Return the state dict without the prefixes of DataParallel and torch.compile, in any nesting, and the prefix."""
-    removed = ""
-    while prefix := next((p for p in _WRAPPER_PREFIXES if _is_prefix(state, p)), ""):
-        state, removed = {name.removeprefix(prefix): tensor for name, tensor in state.items()}, removed + prefix
-    return state, removed
-
-
 def unwrapped_name(name: str) -> str:
     """Return the path that a tensor or module has if no part of its model is wrapped."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED_PARTS)
-
-
-def _is_prefix(state: Mapping[str, torch.Tensor], prefix: str) -> bool:
-    """Return True if every name has the prefix, or also occurs with it.
-
-    D-FINE writes its NaN.pth with both: https://github.com/Peterande/D-FINE/issues/43
-    """
-    return bool(state) and all(name.startswith(prefix) or prefix + name in state for name in state)
 
 
 def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:

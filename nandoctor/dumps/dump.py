@@ -26,9 +26,7 @@ class Dump:
     """A state dict, the arrays that were saved with it, and the plain values.
 
     `state` maps parameter and buffer names to tensors on the CPU; `state_name` is its name in the file, "" for the
-    file itself; `other_states` are the file's other state dicts by name. `prefix` is what wrappers had added to every
-    name and the reader removed (`module.`, `_orig_mod.`); a Lightning checkpoint's `model.` stays, since a model may
-    have an attribute of that name.
+    file itself; `other_states` are the file's other state dicts by name.
     `arrays` maps names to tensors of at least one dimension, in the order of the file. `scalars` holds numbers,
     strings, booleans, None, flat lists of them, and 0-dim arrays as numbers. Both flatten nested containers to dotted
     names; `tree` keeps the containers, with a `Slot` for each array. `rng_states` are the states of random generators,
@@ -48,7 +46,6 @@ class Dump:
     rng_states: tuple[torch.Tensor, ...] = ()
     moments: tuple[SecondMoment, ...] = ()
     optimizer_eps: tuple[float, ...] = ()
-    prefix: str = ""
     state_name: str = ""
     other_states: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
@@ -139,7 +136,6 @@ def summarize(dump: Dump) -> DumpSummary:
         layout=dump.layout,
         num_weights=len(dump.state),
         num_parameters=sum(tensor.numel() for name, tensor in dump.state.items() if not is_buffer(name)),
-        prefix=dump.prefix,
         arrays=arrays,
         scalars=tuple((name, brief(str(value))) for name, value in dump.scalars.items()),
         bad_weights=tuple(entry for entry in nonfinite if not is_buffer(entry.name)),

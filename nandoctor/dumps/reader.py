@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nandoctor.dumps.classify import choose_state, sort_contents, sort_recorded, strip_wrappers
+from nandoctor.dumps.classify import choose_state, sort_contents, sort_recorded
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, open_container
 from nandoctor.dumps.npz import is_npz, load_arrays
@@ -93,15 +93,13 @@ def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:
         )
     state_name = choose_state(contents.states) if contents.states else ""
     other_states = {name: other for name, other in contents.states.items() if name != state_name}
-    state, prefix = strip_wrappers(contents.states.get(state_name, {}))
     return Dump(
         path=container.path,
         nbytes=container.nbytes,
         layout="batch-only" if not contents.states else "plain" if contents.arrays else "weights-only",
-        state=state,
+        state=contents.states.get(state_name, {}),
         state_name=state_name,
         other_states=other_states,
-        prefix=prefix,
         arrays=contents.arrays,
         scalars=contents.scalars,
         rng_states=tuple(contents.rng_states.values()),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from nandoctor.dumps.classify import check_weights, strip_wrappers
+from nandoctor.dumps.classify import check_weights
 from nandoctor.dumps.file_type import damaged, directory_error, regular_size
 from nandoctor.dumps.reader import named, read_state
 from nandoctor.errors import DumpError
@@ -30,7 +30,7 @@ _WHOLE = (
 
 
 def read_weights(path: str | os.PathLike[str]) -> State:
-    """Read the weights at `path`, without the prefixes of DataParallel and torch.compile.
+    """Read the weights at `path`, by their names there.
 
     `path` is a safetensors file, an index of Hugging Face (`.index.json`) or its directory, or a file of torch.save: a
     state dict, a dump, DeepSpeed's model states.
@@ -46,7 +46,7 @@ def read_weights(path: str | os.PathLike[str]) -> State:
             raise DumpError(f"it cannot be read ({error.strerror}).", remedy="Check the path.") from error
         if not state:
             raise DumpError("it has no weights.", remedy="Name a file of weights.")
-    return strip_wrappers(state)[0]
+    return state
 
 
 def _read_file(path: Path) -> State:

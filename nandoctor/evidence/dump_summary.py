@@ -46,7 +46,6 @@ class DumpSummary:
     layout: Layout
     num_weights: int
     num_parameters: int
-    prefix: str
     arrays: tuple[ArraySummary, ...]
     scalars: tuple[tuple[str, str], ...]
     bad_weights: tuple[ArraySummary, ...]

@@ -125,18 +125,16 @@ def load_state(
     strict: bool = True,
     unfilled: Unfilled | None = None,
 ) -> list[str]:
-    """Copy `state` into `model`, and return notes on what was adapted.
+    """Copy `state` into `model`, whose names `fit_prefix` has given it, and return notes on what does not fit.
 
-    A prefix that only one side has (`model.`, `module.`, a wrapper's name) is added or removed. With `unfilled`, the
-    mode that the model was built under, weights share the memory of `state` instead of being copied, and what `state`
-    lacks is filled.
+    With `unfilled`, the mode that the model was built under, weights share the memory of `state` instead of being
+    copied, and what `state` lacks is filled.
 
     Raises:
         ModelError: names or shapes disagree and `strict` is set, or nothing fits.
     """
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     own = {name: tensor for name, tensor in own.items() if name in state or not is_extra_state(name)}
-    state, notes = fit_prefix(state, own)
     state = {**state, **_tied(state, own)}
     left_out, problems = _compare(own, state)
     num_fitting = len(own) - len(left_out)
@@ -155,7 +153,7 @@ def load_state(
         loaded = left
     if loaded:
         _copy_state(model, loaded)
-    return notes + [f"--no-strict: {problem}" for problem in problems]
+    return [f"--no-strict: {problem}" for problem in problems]
 
 
 def _compare(own: _State, state: _State) -> tuple[set[str], list[str]]:
@@ -335,7 +333,10 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def fit_prefix(state: _State, own: _State) -> tuple[_State, list[str]]:
-    """Return the state with the prefix added or removed that makes most names fit, wrappers aside, and notes."""
+    """Return the state with the prefix added or removed that makes most names fit, wrappers aside, and notes.
+
+    D-FINE writes its NaN.pth with and without a wrapper's: https://github.com/Peterande/D-FINE/issues/43
+    """
     wrapped = {unwrapped_name(name): name for name in own}
     state = {name if name in own else wrapped.get(unwrapped_name(name), name): state[name] for name in state}
     ways: dict[str, _State] = {"": state}

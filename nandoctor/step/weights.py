@@ -18,9 +18,9 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 
 from nandoctor.dumps.array_roles import is_extra_state
-from nandoctor.dumps.classify import strip_wrappers
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import ModuleCasts, Recorded
 from nandoctor.dumps.tensors import count_nonfinite
@@ -52,7 +52,6 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
         state={**{name: tensor for name, tensor in state.items() if not is_extra_state(name)}, **kept},
         state_name="",
         other_states={},
-        prefix="",
         layout="plain" if dump.layout == "batch-only" else dump.layout,
         recorded=replace(dump.recorded, checkpoint=None),
         missing=tuple(text for text in dump.missing if not text.startswith("state_dict:")),
@@ -73,24 +72,25 @@ def _missing_weights(dump: Dump) -> DumpError:
 
 
 def fit_state(dump: Dump, model: nn.Module) -> Dump:
-    """Return the dump with the one of its state dicts that fits the model best; in a tie, keep its own."""
-    if not dump.other_states:
-        return dump
+    """Return the dump with the one of its state dicts that fits the model best, by the model's names.
+
+    In a tie, its own stays.
+    """
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    beside = {name: strip_wrappers(state)[0] for name, state in dump.other_states.items()}
-    states = {dump.state_name: dump.state, **beside}
-    # How many of the model's weights each has in the same shape.
-    fitted = {name: fit_prefix(state, own)[0] for name, state in states.items()}
-    num_fitting = {
-        name: sum(key in state and state[key].shape == tensor.shape for key, tensor in own.items())
-        for name, state in fitted.items()
-    }
-    best = max(states, key=lambda name: num_fitting[name])
-    if num_fitting[best] == num_fitting[dump.state_name]:
-        return dump
-    note = f"The weights are those under {best!r}: those under {dump.state_name!r} do not fit the model as well."
-    others = {name: state for name, state in states.items() if name != best}
-    return replace(dump, state=states[best], state_name=best, other_states=others, notes=(*dump.notes, note))
+    states = {dump.state_name: dump.state, **dump.other_states}
+    fitted = {name: fit_prefix(state, own) for name, state in states.items()}
+    best = max(states, key=lambda name: _num_fitting(fitted[name][0], own)) if dump.other_states else dump.state_name
+    state, notes = fitted[best]
+    if best != dump.state_name:
+        others = f"those under {dump.state_name!r} do not fit the model as well"
+        notes = [f"The weights are those under {best!r}: {others}.", *notes]
+    left = {name: state for name, state in states.items() if name != best}
+    return replace(dump, state=state, state_name=best, other_states=left, notes=(*dump.notes, *notes))
+
+
+def _num_fitting(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> int:
+    """Return how many of the model's weights have the same shape in a state dict."""
+    return sum(name in state and not is_lazy(own[name]) and state[name].shape == own[name].shape for name in own)
 
 
 def nonfinite_state(dump: Dump) -> Dump:

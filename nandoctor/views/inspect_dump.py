@@ -53,8 +53,6 @@ def _and_more(rows: Sequence[object]) -> str:
 def _outline(summary: DumpSummary) -> Iterator[Fact]:
     yield Fact("file", f"{byte_size(summary.nbytes)}, {_LAYOUTS[summary.layout]}")
     yield Fact("weights", f"{plural(summary.num_weights, 'tensor')}, {plural(summary.num_parameters, 'value')}")
-    if summary.prefix:
-        yield Fact("prefix", f"{brief(summary.prefix)} (taken off every name)")
     for name, value in summary.scalars[:_MAX_ROWS]:
         yield Fact(brief(name, _NAME_WIDTH), value)
     if more := _and_more(summary.scalars):

@@ -149,7 +149,6 @@ SUMMARY = DumpSummary(
     layout="plain",
     num_weights=1,
     num_parameters=1,
-    prefix="",
     arrays=(),
     scalars=(),
     bad_weights=(),

@@ -48,7 +48,7 @@ def test_the_plain_dump_of_a_training_script(read):
 
     assert dump.layout == "plain"
     assert dump.state_name == "state_dict"
-    assert (dump.prefix, dump.left_out, dict(dump.scalars)) == ("", (), {})
+    assert (dump.left_out, dict(dump.scalars)) == ((), {})
     assert_same_state(dump.state, step["state_dict"])
     assert list(dump.arrays) == ["image", "mask", "logit"]
     for name, tensor in dump.arrays.items():
@@ -194,29 +194,23 @@ def test_arrays_that_are_no_numbers_are_named_and_left_out(read):
 
 
 @pytest.mark.parametrize(
-    ("saved", "state_name", "prefix"),
+    ("saved", "state_name"),
     [
-        (WEIGHTS, "", ""),
-        (collections.OrderedDict(WEIGHTS), "", ""),
-        ({"model": WEIGHTS}, "model", ""),
-        ({"model_state_dict": WEIGHTS, "epoch": 3}, "model_state_dict", ""),
-        ({"net": WEIGHTS}, "net", ""),
-        ({"checkpoint": {"generator": WEIGHTS}}, "checkpoint.generator", ""),
-        ({f"module.{name}": tensor for name, tensor in WEIGHTS.items()}, "", "module."),
-        ({f"_orig_mod.{name}": tensor for name, tensor in WEIGHTS.items()}, "", "_orig_mod."),
-        ({f"module._orig_mod.{name}": tensor for name, tensor in WEIGHTS.items()}, "", "module._orig_mod."),
-        ({f"_orig_mod.module.{name}": tensor for name, tensor in WEIGHTS.items()}, "", "_orig_mod.module."),
-        ({"model": {k: v.numpy() for k, v in WEIGHTS.items()}}, "model", ""),
-        ({"model": {k: nn.Parameter(v) for k, v in WEIGHTS.items()}}, "model", ""),
-        ({"ema": {"module": WEIGHTS, "updates": 3}}, "ema.module", ""),
-        # D-FINE adds the names without `module.` to those with: https://github.com/Peterande/D-FINE/issues/43
-        ({"model": {f"module.{name}": tensor for name, tensor in WEIGHTS.items()} | WEIGHTS}, "model", "module."),
+        (WEIGHTS, ""),
+        (collections.OrderedDict(WEIGHTS), ""),
+        ({"model": WEIGHTS}, "model"),
+        ({"model_state_dict": WEIGHTS, "epoch": 3}, "model_state_dict"),
+        ({"net": WEIGHTS}, "net"),
+        ({"checkpoint": {"generator": WEIGHTS}}, "checkpoint.generator"),
+        ({"model": {k: v.numpy() for k, v in WEIGHTS.items()}}, "model"),
+        ({"model": {k: nn.Parameter(v) for k, v in WEIGHTS.items()}}, "model"),
+        ({"ema": {"module": WEIGHTS, "updates": 3}}, "ema.module"),
     ],
 )
-def test_weights_alone(saved, state_name, prefix, read):
+def test_weights_alone(saved, state_name, read):
     dump = read(saved)
     assert dump.layout == "weights-only"
-    assert (dump.state_name, dump.prefix) == (state_name, prefix)
+    assert dump.state_name == state_name
     assert not dump.arrays
     assert_same_state(dump.state)
 
@@ -240,7 +234,6 @@ def test_a_lightning_checkpoint_keeps_its_model_prefix(read):
         }
     )
     assert list(dump.state) == ["model.encoder.weight", "model.encoder.bias"]
-    assert dump.prefix == ""
     assert dump.layout == "weights-only"
     assert dump.left_out == ("loops", "callbacks", "optimizer_states", "lr_schedulers")
     assert dict(dump.scalars) == {

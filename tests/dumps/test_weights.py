@@ -55,7 +55,7 @@ def write(kind, folder, state):
         torch.save({"module": state, "ds_version": "0.16"}, folder / "mp_rank_00_model_states.pt")
         return folder / "mp_rank_00_model_states.pt"
     else:
-        torch.save({f"module.{name}": tensor for name, tensor in state.items()}, folder / "state.pt")
+        torch.save(state, folder / "state.pt")
         return folder / "state.pt"
     return folder
 

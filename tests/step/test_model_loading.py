@@ -12,7 +12,7 @@ from torch import nn
 from nandoctor.engine.project import Project
 from nandoctor.errors import ModelError
 from nandoctor.step.memory import Unfilled
-from nandoctor.step.model_loading import build_model, find_attribute, load_state
+from nandoctor.step.model_loading import build_model, find_attribute, fit_prefix, load_state
 
 
 @pytest.fixture(autouse=True)
@@ -224,10 +224,16 @@ def state_of(model, prefix=""):
     return {prefix + name: tensor.clone() + 1 for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("prefix", ["model.", "module.", "student.backbone."])
+def load_fitted(model, state):
+    """Load the state by the model's names; return the notes of both."""
+    fitted, notes = fit_prefix(state, model.state_dict())
+    return [*notes, *load_state(model, fitted)]
+
+
+@pytest.mark.parametrize("prefix", ["model.", "student.backbone."])
 def test_a_prefix_of_the_dump_is_taken_off(prefix):
     model, state = Net(), state_of(Net(), prefix)
-    assert load_state(model, state) == [f"The prefix {prefix!r} was taken off the weights' names."]
+    assert load_fitted(model, state) == [f"The prefix {prefix!r} was taken off the weights' names."]
     assert torch.equal(model.head.weight, state[f"{prefix}head.weight"])
 
 
@@ -236,23 +242,33 @@ def test_parts_of_the_model_may_be_wrapped_on_one_side(ours, theirs):
     model = Net()
     model.encoder = torch.compile(model.encoder, backend="eager") if ours else model.encoder
     state = {name.replace("encoder.", f"encoder.{theirs}"): tensor for name, tensor in state_of(Net()).items()}
-    assert load_state(model, state) == []
+    assert load_fitted(model, state) == []
     assert torch.equal(model.state_dict()[f"encoder.{ours}weight"], state[f"encoder.{theirs}weight"])
 
 
 def test_what_does_not_carry_the_prefix_is_left_out_and_counted():
     state = state_of(Net(), "model.") | {"criterion.class_weights_of_the_loss": torch.ones(3)}
-    assert load_state(Net(), state) == [
+    assert load_fitted(Net(), state) == [
         "The prefix 'model.' was taken off the weights' names, 1 other tensors left out."
     ]
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: nn.ModuleDict({"net": model})])
-def test_a_prefix_of_the_model_is_put_on(wrap):
-    model, state = wrap(Net()), state_of(Net())
-    (note,) = load_state(model, state)
+def test_a_prefix_of_the_model_is_put_on():
+    model, state = nn.ModuleDict({"net": Net()}), state_of(Net())
+    (note,) = load_fitted(model, state)
     assert "was put before the weights' names" in note
-    assert torch.equal(next(iter(model.children())).head.weight, state["head.weight"])
+    assert torch.equal(model["net"].head.weight, state["head.weight"])
+
+
+WRAPPED = ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
+
+
+@pytest.mark.parametrize("prefix", WRAPPED)
+def test_what_wrappers_add_to_names_is_on_neither_side(prefix):
+    state = state_of(Net(), prefix)
+    assert load_fitted(Net(), state) == load_fitted(nn.DataParallel(Net()), state) == []
+    assert load_fitted(nn.DataParallel(Net()), state_of(Net())) == []
+    assert load_fitted(Net(), state | state_of(Net())) == []  # D-FINE writes both
 
 
 def test_missing_and_unexpected_names_come_with_the_nearest():

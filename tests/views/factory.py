@@ -189,7 +189,6 @@ def dump(**changes):
         layout="plain",
         num_weights=62,
         num_parameters=46_113,
-        prefix="",
         arrays=(array("image", role="input", shape=(BATCH, 3, 32, 32)), array(num_nan=1024)),
         scalars=(("step", "49"),),
         bad_weights=(),
