@@ -70,14 +70,15 @@ def main() -> None:
     members += [KeepModule(module=name, children=False) for name in ("", "left", "right")]
     blamed = [member for member in members if member.module in ("left.layers.13", "right.layers.22")]
     for name, guesses in (("without a guess", []), ("with the diagnosis as a guess", [blamed])):
-        trials = Trials(step, TrialBudget(), numerics=False)
+        budget = TrialBudget()
+        trials = Trials(step, budget, numerics=False)
         started = time.perf_counter()
         first, *others = find_minimal_sets(members, lambda kept, t=trials: t.passes(*kept), guesses=guesses)
         elapsed_s = time.perf_counter() - started
         bound = 4 * len(first) * math.log2(len(members))
         print(
             f"{len(members)} modules, {name}: {', '.join(member.module for member in first)} "
-            f"and {len(others)} further sets; {trials.num_judged} probes (bound {bound:.0f}), {elapsed_s:.2f} s"
+            f"and {len(others)} further sets; {budget.num_run} runs (bound {bound:.0f}), {elapsed_s:.2f} s"
         )
 
 

@@ -36,27 +36,27 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_552, "tests": 35_837, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_179, "tests": 35_707, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_077,
-    "autocast": 967,
-    "capture": 3_031,
+    FILES: 3_068,
+    "autocast": 913,
+    "capture": 2_958,
     "causes": 2_648,
     "changes": 2_892,
-    "cli": 966,
-    "diagnosis": 2_088,
-    "dumps": 3_675,
+    "cli": 964,
+    "diagnosis": 2_025,
+    "dumps": 3_606,
     "engine": 3_233,
-    "evidence": 1_724,
-    "fixes": 3_664,
+    "evidence": 1_701,
+    "fixes": 3_657,
     "fleet": 797,
     "recorder": 2_400,
     "records": 1_700,
     "repro_scripts": 732,
-    "step": 3_258,
+    "step": 3_194,
     "tracing": 1_865,
-    "views": 2_935,
+    "views": 2_926,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 

@@ -57,7 +57,7 @@ def decisions(report):
         "origin": some(data["origin"], "phase module type call op source kinds num_bad numel samples would_be"),
         "cause": some(data["cause"], "code title"),
         "also": [some(other["origin"], "phase module op") for other in data["also"]],
-        "chain": [some(link, "event module op") for link in data["chain"]],
+        "chain": [some(link, "module op") for link in data["chain"]],
         "fixes": [some(fix, "rank title verified") for fix in data["fixes"]],
         "counterfactuals": [setting_of(one) for one in data["counterfactuals"]],
         "bad_weights": [array["name"] for array in data["dump"]["bad_weights"]],

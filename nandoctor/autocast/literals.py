@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from nandoctor import torch_compat
 from nandoctor.process_wide import Patch, Shared, held, patched
-from nandoctor.torch_compat import is_enabled, is_transforming, set_enabled, unwrap, without_autocast
+from nandoctor.torch_compat import is_enabled, is_transforming, set_enabled, unwrap
 
 _CAST_METHODS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
 _DTYPE_QUERIES = frozenset({torch.finfo, torch.iinfo})
@@ -45,8 +45,6 @@ _SCALING: Mapping[Any, Any] = {
 }
 """The aten op of each function that multiplies or divides. Torch turns a Python number among their operands into a
 tensor, which torch.func wraps, so that a Python kernel cannot take it."""
-
-_HALF_SIZE = 2  # bytes
 
 FP32_FOR_HALF: Mapping[torch.dtype, torch.dtype] = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 FP64_FOR_ALL: Mapping[torch.dtype, torch.dtype] = dict.fromkeys(
@@ -275,17 +273,11 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 class WideLiterals(TorchFunctionMode):
-    """A function mode that replaces the dtypes named in the code by wider ones.
-
-    Bits are those of the named format: `x.half().view(torch.int16)` rounds to fp16 first, and numbers assembled from
-    bits are widened afterwards.
-    """
+    """A function mode that replaces the dtypes named in the code by wider ones."""
 
     def __init__(self, wider: Mapping[torch.dtype, torch.dtype]) -> None:
         super().__init__()
         self._wider = wider
-        self._named: torch.dtype | None = None
-        self._half = torch.float16
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -296,27 +288,7 @@ class WideLiterals(TorchFunctionMode):
             return args[0].to(self._widen(named), **kwargs)
         if func in _DTYPE_QUERIES:
             return func(*args, **kwargs)
-        if func is Tensor.view and isinstance(dtype := kwargs.get("dtype", (*args, None)[1]), torch.dtype):
-            return self._read_bits(args[0], dtype)
         return func(*map(self._widen, args), **{name: self._widen(value) for name, value in kwargs.items()})
 
     def _widen(self, value: Any) -> Any:
-        if not isinstance(value, torch.dtype):
-            return value
-        if value.is_floating_point:
-            self._named = value
-            self._half = value if value.itemsize == _HALF_SIZE else self._half
-        return self._wider.get(value, value)
-
-    def _read_bits(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """View a tensor as another dtype as if it had the format that the code gave it."""
-        if dtype.is_complex or tensor.is_complex():
-            return tensor.view(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype.to_complex())
-        if not tensor.is_floating_point():
-            return tensor.view(dtype).to(self._wider.get(dtype, dtype))
-        # Bytes may come from any format: assume the one that was named last.
-        meant = {_HALF_SIZE: self._half, 4: torch.float32, 1: self._named}.get(dtype.itemsize)
-        if meant is None or dtype.is_floating_point or tensor.dtype is not self._wider.get(meant):
-            return tensor.view(dtype)
-        with without_autocast():  # under the reference's autocast the cast would not round
-            return tensor.to(meant).view(dtype)
+        return self._wider.get(value, value) if isinstance(value, torch.dtype) else value

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Literal
@@ -141,11 +140,11 @@ def _fp32_products(device_type: str) -> Iterator[None]:
         yield
 
 
-class cuda_autocast(ContextDecorator):  # noqa: N801 - it replaces `torch.autocast`
-    """CUDA's autocast on any device, like `torch.autocast("cuda", dtype)` on a GPU.
+@contextmanager
+def cuda_autocast(dtype: torch.dtype = torch.float16, device: str = "cpu") -> Iterator[None]:
+    """CUDA's autocast on any device, like `torch.autocast("cuda", dtype)` on a GPU: a context, or a decorator.
 
-    One object may be entered many times, nested and as a decorator. With `torch.utils.checkpoint`, which computes again
-    in the backward pass, call `backward()` inside the context.
+    With `torch.utils.checkpoint`, which computes again in the backward pass, call `backward()` inside the context.
 
     Args:
         dtype: float16 or bfloat16.
@@ -154,30 +153,8 @@ class cuda_autocast(ContextDecorator):  # noqa: N801 - it replaces `torch.autoca
     Raises:
         NanDoctorError: a dtype other than float16 and bfloat16.
     """
-
-    def __init__(self, dtype: torch.dtype = torch.float16, device: str = "cpu") -> None:
-        name = dtype_name(dtype)
-        if dtype not in LOW_DTYPES:
-            raise NanDoctorError(
-                f"Autocast does not compute in {name}.", remedy="Choose float16 or bfloat16 as its dtype."
-            )
-        self._policy = Policy(name="cuda", format=FORMATS[name])
-        self._device = torch.device(device)
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(apply_policy(self._policy, self._device))
-            _open.regions.append(stack.pop_all())
-
-    def __exit__(self, *raised: object) -> None:
-        _open.regions.pop().close()
-
-
-class _OpenRegions(threading.local):
-    """What undoes each region that this thread is in, innermost last."""
-
-    def __init__(self) -> None:
-        self.regions: list[ExitStack] = []
-
-
-_open = _OpenRegions()
+    name = dtype_name(dtype)
+    if dtype not in LOW_DTYPES:
+        raise NanDoctorError(f"Autocast does not compute in {name}.", remedy="Choose float16 or bfloat16 as its dtype.")
+    with apply_policy(Policy(name="cuda", format=FORMATS[name]), torch.device(device)):
+        yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from nandoctor.causes.base import Candidate, Finding, GradientFinding, OutsideTensor, is_constant
 from nandoctor.causes.mask_constant_overflow import fitting_constants
@@ -33,7 +33,6 @@ from nandoctor.evidence.report import Cause, Diagnosis, Growth, Link, Origin
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, TensorStats, Trace, UpdateTrace
 from nandoctor.evidence.verdicts import Verdict
 from nandoctor.ops import CASTS, MOVES, PRODUCTS
-from nandoctor.text import number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +317,7 @@ def _conclude_traced(
     return Conclusion(
         diagnoses=tuple(reversed(told.values())),
         suspects=tuple(blamed for _, _, blamed in found if blamed is not None),
-        chain=(*(_link(op, "created") for op in way[:1]), *(_link(op, "propagated") for op in carriers)),
+        chain=tuple(Link(place=op.place, op=op.op) for op in (*way[:1], *carriers)),
         first_nonfinite=next(involved, places[0] if places else None),
         complete=found_trace.complete and (bool(found) or not found_trace.sources),
     )
@@ -455,9 +454,3 @@ def broken_weights(found_trace: NonfiniteTrace, trace: Trace) -> list[Diagnosis]
     """Return diagnoses of weights that were non-finite before the step, among the tensors from outside."""
     weights = replace(found_trace, outside=tuple(it for it in found_trace.outside if it[1].origin == "weight"))
     return [diagnosis for _, diagnosis, _ in _from_outside(weights, trace)]
-
-
-def _link(op: OpCall, event: Literal["created", "propagated"]) -> Link:
-    went_in = max((tensor.stats.absmax for tensor in op.inputs if tensor.stats and tensor.stats.absmax), default=None)
-    text = f"of {number(went_in)}" if event == "created" and went_in is not None else ""
-    return Link(place=op.place, op=op.op, event=event, text=text)

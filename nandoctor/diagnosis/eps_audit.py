@@ -1,13 +1,10 @@
-"""Audits the small constants of a run: their values in the format they were used in, and whether they had an effect."""
+"""Audits the small constants of a run: what is left of them in the format they were used in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
-
-import numpy as np
-from numpy.typing import NDArray
 
 from nandoctor.causes.base import is_written
 from nandoctor.changes.places import ancestors, singular_inputs
@@ -54,7 +51,7 @@ def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iter
                 effect="normal" if rounded else "zero",
                 rel_err=abs(rounded / value - 1),
             )
-        yield replace(use, absorbed_share=_absorbed_share(op, name), bound_share=_bound_share(op, name))
+        yield use
 
 
 def _eps_in(op: OpCall, name: str, value: float) -> float | None:
@@ -105,43 +102,13 @@ def _in_format(use: EpsUse, dtype: FloatFormat) -> EpsUse:
     return replace(use, dtype=dtype, rounded=rounded, rel_err=rel_err, effect=effect_of(rounded, dtype))
 
 
-def _samples(op: OpCall) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
-    """Return the same elements before and after the op, finite in both; None without any, or if the shapes differ."""
-    before = next((t.stats for t in op.inputs if t.stats is not None and t.name in ("self", "input")), None)
-    after = op.outputs[0]
-    if before is None or before.shape != after.shape or before.sample is None or after.sample is None:
-        return None
-    finite = np.isfinite(before.sample) & np.isfinite(after.sample)
-    return (before.sample[finite], after.sample[finite]) if finite.any() else None
-
-
-def _absorbed_share(op: OpCall, name: str) -> float | None:
-    pair = _samples(op) if op.op in ("add", "sub") and name == "other" else None
-    return None if pair is None else float(np.mean(pair[0] == pair[1]))
-
-
-def _bound_share(op: OpCall, name: str) -> float | None:
-    number = dict(op.scalars)[name]
-    pair = _samples(op) if op.op in CLAMPS or (op.op in MAXIMA and name == "other") else None
-    if pair is None:
-        return None
-    return float(np.mean(pair[0] > number if name == "max" else pair[0] < number))
-
-
 def _of_optimizer(eps: float) -> EpsUse:
     return EpsUse(place="optimizer", module="", type="", name="eps", value=eps)
 
 
 def _in_optimizer(slot: OptimizerSlot) -> EpsUse:
     use = _of_optimizer(slot.eps)
-    if not slot.eps:
-        return use
-    use = _in_format(use, slot.moment.dtype)
-    if slot.moment.sample is None:
-        return use
-    # The root of a second moment is rounded to its own format before the eps is added.
-    roots = np.sqrt(np.abs(slot.moment.sample))
-    return replace(use, absorbed_share=float(np.mean(roots >= slot.moment.dtype.absorbed_from(slot.eps))))
+    return _in_format(use, slot.moment.dtype) if slot.eps else use
 
 
 def fold(uses: Iterable[EpsUse]) -> tuple[EpsUse, ...]:
@@ -150,17 +117,4 @@ def fold(uses: Iterable[EpsUse]) -> tuple[EpsUse, ...]:
     for use in uses:
         line = (use.source.file, use.source.line) if use.source else use.type
         groups.setdefault((use.place, line, use.name, use.value, use.op, use.dtype), []).append(use)
-    return tuple(
-        replace(
-            group[0],
-            num_uses=len(group),
-            absorbed_share=_mean(use.absorbed_share for use in group),
-            bound_share=_mean(use.bound_share for use in group),
-        )
-        for group in groups.values()
-    )
-
-
-def _mean(shares: Iterable[float | None]) -> float | None:
-    known = [share for share in shares if share is not None]
-    return sum(known) / len(known) if known else None
+    return tuple(replace(group[0], num_uses=len(group)) for group in groups.values())

@@ -11,7 +11,7 @@ import numpy as np
 
 from nandoctor.evidence.formats import EDGE, FP16, FloatFormat
 from nandoctor.evidence.report import LayerRow, Runs, RunSummary, SourceExcerpt
-from nandoctor.evidence.trace import ModuleCall, Place, SourceLine, TensorStats, Trace
+from nandoctor.evidence.trace import ModuleCall, SourceLine, TensorStats, Trace
 from nandoctor.source_files import parse
 from nandoctor.text import relative_path
 
@@ -21,7 +21,6 @@ def summarize_runs(trace: Trace, reference: Trace, low: FloatFormat) -> Runs:
     return Runs(
         autocast=_summarize(trace, reference, low),
         fp32=_summarize(reference, trace, low),
-        first_unholdable=first_unholdable(reference, low),
     )
 
 
@@ -76,15 +75,6 @@ def align(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[LayerRow, .
     others = {call.key: call for call in reference.calls}
     returned = sorted(trace.calls, key=lambda call: math.inf if call.leave is None else call.leave)
     return tuple(_row(call, others.get(call.key), low) for call in returned)
-
-
-def first_unholdable(reference: Trace, low: FloatFormat) -> Place | None:
-    """Return the first call, in the order of return, whose fp32 output `low` could not hold, or None."""
-    returned = (call for call in reference.calls if call.leave is not None)
-    for call in sorted(returned, key=lambda call: call.leave or 0):
-        if any(stats.absmax is not None and not low.holds(stats.absmax) for stats in call.outputs):
-            return call.place
-    return None
 
 
 def relative_error(tensors: tuple[TensorStats, ...], references: tuple[TensorStats, ...]) -> float | None:

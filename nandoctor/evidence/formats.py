@@ -62,16 +62,6 @@ class FloatFormat:
         is_held_tie = abs(magnitude) == self.overflow_threshold and not self.has_inf
         return abs(magnitude) < self.overflow_threshold or is_held_tie
 
-    def absorbed_from(self, addend: float) -> float:
-        """Return the smallest magnitude from which x + addend rounds to x for every x; 0 if always, inf if never.
-
-        The addend must be less than half the distance from x to the next larger value.
-        """
-        if abs(addend) < self.flush_threshold:
-            return 0.0
-        exponent = math.frexp(addend)[1] + self.fraction_bits + 1
-        return 2.0**exponent if exponent <= self.max_exponent else math.inf
-
     def headroom_bits(self, magnitude: float) -> float:
         """Return log2(max / magnitude), the doublings left before overflow; negative past it, inf for zero."""
         if magnitude == 0:

@@ -158,8 +158,6 @@ class Link:
 
     place: Place = field(metadata=INLINED)
     op: str
-    event: Literal["created", "propagated", "absorbed"]
-    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,8 +310,6 @@ class Fp32SetSearch:
     """The search for the smallest sets of modules to keep in fp32; the sets have no member in common."""
 
     sets: tuple[Fp32Set, ...]
-    num_modules: int
-    num_probes: int
     complete: bool
 
 
@@ -323,13 +319,11 @@ class EpsUse:
 
     `name` is the argument of the op, or the optimizer's eps; "1 - max" stands for a clamp just below one. `op` is the
     op that used it, and `dtype` the format, None for an optimizer whose state is not in the file; `rounded` is its
-    value there. `effect` says what is left of it: "zero", "subnormal" (with its relative error), "normal".
-    `absorbed_share` is the share, 0 to 1, of the elements unchanged by adding it; None if it was not added, or not
-    seen. `bound_share` is the share of the elements that a clamp to it replaced. One row stands for `num_uses` calls
-    from the same line, or parameters of the optimizer. The `place` "module" is that of earlier reports.
+    value there. `effect` says what is left of it: "zero", "subnormal" (with its relative error), "normal". One row
+    stands for `num_uses` calls from the same line, or parameters of the optimizer.
     """
 
-    place: Literal["module", "op", "optimizer"]
+    place: Literal["op", "optimizer"]
     module: str
     type: str
     name: str
@@ -340,8 +334,6 @@ class EpsUse:
     rounded: float | None = None
     rel_err: float | None = None
     effect: Effect | None = None
-    absorbed_share: float | None = None
-    bound_share: float | None = None
     num_uses: int = 1
 
 
@@ -362,14 +354,10 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """The replay under autocast and its fp32 reference, with rows for the same calls where both reached them.
-
-    `first_unholdable` is the first call whose fp32 output the low-precision format cannot hold.
-    """
+    """The replay under autocast and its fp32 reference, with rows for the same calls where both reached them."""
 
     autocast: RunSummary
     fp32: RunSummary
-    first_unholdable: Place | None = None
 
     @property
     def are_one(self) -> bool:

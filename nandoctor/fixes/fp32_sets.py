@@ -33,7 +33,6 @@ def search_fp32_sets(
     guesses = _guess(members, products, findings)
     # Leaving out either of the two costs no more than trying both, and is tried anyway.
     trusted = [tuple(guess) for guess in guesses if trusting and len(guess) == 2]
-    judged_before = trials.num_judged
 
     def is_enough(kept: Kept) -> bool:
         known = trials.judged(*kept)
@@ -53,8 +52,7 @@ def search_fp32_sets(
                 break  # every other set has them too
     except BudgetSpent:
         complete = False
-    probes, sets = trials.num_judged - judged_before, tuple(map(_recorded, found))
-    return Fp32SetSearch(sets=sets, num_modules=len(members), num_probes=probes, complete=complete), found
+    return Fp32SetSearch(sets=tuple(map(_recorded, found)), complete=complete), found
 
 
 def _recorded(kept: Kept) -> Fp32Set:

@@ -143,11 +143,6 @@ class Trials:
         """True if each run makes a backward pass."""
         return self._backward
 
-    @property
-    def num_judged(self) -> int:
-        """The number of sets of edits that were judged so far."""
-        return len(self._judgements)
-
     def look(self, *edits: Change) -> TrialOutcome | None:
         """Return the outcome with the edits, compared with fp32 on the same samples; None if the step cannot run."""
         edits = tuple(edit for edit in edits if edit != UseFormat(format=self.step.low))  # it has that format already

@@ -98,17 +98,10 @@ def _describe_effect(use: EpsUse) -> str:
     """Return what its format made of a small constant."""
     if use.dtype is None:
         return "was not seen in use"
-    absorbed = ""
-    if use.absorbed_share:
-        absorbed = f", and lost in {percent(use.absorbed_share)} of what it is added to"
-    elif use.bound_share:
-        absorbed = f", and {percent(use.bound_share)} of the values are clamped to it"
-    if use.effect == "zero":
-        return f"is zero in {use.dtype}{absorbed}"
     if use.effect == "subnormal":
         wrong = f" and {percent(use.rel_err)} off" if use.rel_err is not None else ""
-        return f"is subnormal in {use.dtype}{wrong}{absorbed}"
-    return f"is kept in {use.dtype}{absorbed}"
+        return f"is subnormal in {use.dtype}{wrong}"
+    return f"is {'zero' if use.effect == 'zero' else 'kept'} in {use.dtype}"
 
 
 def _describe_owner(use: EpsUse) -> str:

@@ -40,27 +40,6 @@ def test_half_precision_by_name_is_wide_in_a_reference(maker, dtype):
     assert (made["fp32", True], made["fp64", True]) == (torch.float32, torch.float64)
 
 
-BITS = {
-    "half": lambda: (X.half().view(torch.int16) & -16).view(torch.float16),
-    "bfloat16": lambda: (X.to(torch.bfloat16).view(torch.int16) & -16).view(dtype=torch.bfloat16),
-    "rounded to bfloat16": lambda: ((X.float().view(torch.int32) + 0x7FFF) & -65536).view(torch.float32),
-    "bytes": lambda: X.half().view(torch.uint8).float(),
-    "bytes of fp32": lambda: X.float().view(torch.uint8).float(),
-    "complex": lambda: X.float().view(torch.complex64).abs(),
-    "parts": lambda: torch.view_as_complex(X.float().view(4, 2)).view(torch.float32),
-}
-
-
-@pytest.mark.parametrize("kind", BITS)
-@pytest.mark.parametrize("reference", [REFERENCE, EXACT], ids=["fp32", "fp64"])
-def test_bits_are_those_of_the_format_that_is_meant(kind, reference):
-    expected = BITS[kind]()
-    with apply_policy(reference, CPU):
-        made = BITS[kind]()
-    torch.testing.assert_close(made, expected.to(made.dtype), rtol=0, atol=1e-7)
-    assert made.dtype is (torch.float64 if reference is EXACT else torch.float32)
-
-
 class Made(nn.Module):
     """Adds up in a tensor that it makes itself."""
 

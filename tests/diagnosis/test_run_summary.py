@@ -8,7 +8,6 @@ from made_traces import INF, NAN, call, reference, stats, trace
 from nandoctor.diagnosis.origin import describe_first, find_nonfinite_places
 from nandoctor.diagnosis.run_summary import summarize_runs, tabulate
 from nandoctor.evidence.formats import FP16, FP32
-from nandoctor.evidence.trace import Place
 
 NONFINITE = stats(1.0, INF, NAN, shape=(3, 1))
 BIG = stats(1.0, 1e6, 2.0, shape=(3, 1))
@@ -58,7 +57,6 @@ def test_each_run_keeps_its_own_facts():
     assert (both.autocast.finite, both.fp32.finite) == (False, True)
     assert (both.autocast.policy, both.fp32.policy) == ("cuda", "fp32")
     assert [row.place.module for row in both.autocast.modules] == ["a", "only.low", ""]
-    assert both.first_unholdable == Place(module="a", type="A", call=0)
     assert both.fp32.modules[0].headroom_bits < 0
 
 

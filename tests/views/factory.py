@@ -355,13 +355,7 @@ def fixable():
             evidence=(Evidence(name="eps", value=1e-8, text="the constant is 1e-8, used by add in fp16"),),
         ),
         chain=tuple(
-            Link(
-                place=Place(module=f"encoder.blocks.{block}", type="Block", call=0),
-                op="add",
-                event="propagated" if block else "created",
-                text="",
-            )
-            for block in range(20)
+            Link(place=Place(module=f"encoder.blocks.{block}", type="Block", call=0), op="add") for block in range(20)
         ),
         fixes=tuple(
             Fix(
@@ -383,18 +377,16 @@ def fixable():
         ),
         fp32_sets=Fp32SetSearch(
             sets=(Fp32Set(modules=(Fp32Module(module="encoder.blocks.2.attention", children=False),)),),
-            num_modules=26,
-            num_probes=11,
             complete=True,
         ),
         eps_audit=(
             EpsUse(
                 place="op", module="encoder.blocks.2.attention", type="MultiheadAttention", name="other", value=1e-8,
-                op="add", source=source, dtype=FP16, rounded=0.0, rel_err=1.0, effect="zero", absorbed_share=1.0,
+                op="add", source=source, dtype=FP16, rounded=0.0, rel_err=1.0, effect="zero",
             ),
             EpsUse(
                 place="op", module="norm", type="LayerNorm", name="eps", value=1e-5, dtype=FP32, rounded=1e-5,
-                rel_err=0.0, effect="normal", absorbed_share=0.0,
+                rel_err=0.0, effect="normal",
             ),
         ),
     )  # fmt: skip

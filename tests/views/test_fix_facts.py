@@ -148,8 +148,6 @@ def test_fp32_sets():
     fp32_set = Fp32Set(modules=(Fp32Module(module="a"), Fp32Module(module="b")))
     search = Fp32SetSearch(
         sets=(fp32_set, replace(fp32_set, modules=(Fp32Module(module="c"),))),
-        num_modules=9,
-        num_probes=5,
         complete=True,
     )
     made = factory.fixable()
@@ -176,11 +174,8 @@ USE = EpsUse(place="op", module="norm", type="Norm", name="eps", value=1e-8)
     ("changes", "text"),
     [
         ({}, "norm was not seen in use"),
-        ({"dtype": FP16, "effect": "normal", "absorbed_share": 0.5},
-         "norm is kept in fp16, and lost in 50 % of what it is added to"),
+        ({"dtype": FP16, "effect": "normal"}, "norm is kept in fp16"),
         ({"dtype": FP16, "effect": "subnormal", "rel_err": 0.19}, "norm is subnormal in fp16 and 19 % off"),
-        ({"dtype": FP16, "effect": "normal", "bound_share": 0.25},
-         "norm is kept in fp16, and 25 % of the values are clamped to it"),
         ({"op": "add", "dtype": FP16, "effect": "zero"}, "norm, used by add, is zero in fp16"),
     ],
 )  # fmt: skip
