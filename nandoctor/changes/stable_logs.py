@@ -1,9 +1,9 @@
 """Writes logarithms and quotients of exponentials as sums and differences, which neither overflow nor round to 0.
 
 The forms that people write are known: log of softmax or sigmoid and of 1 minus it, log of a sum of exponentials, of
-their products and quotients, of 1 minus an exponential, a softplus, a sigmoid or a softmax by hand. A name stands for
-its definition in the same function, if that is certain. Only names and the form of the code are read here: the run with
-the new text has to show that it means the same.
+their products and quotients, of 1 minus an exponential, of cosh and of 1 minus the square of tanh, a softplus, a
+sigmoid or a softmax by hand. A name stands for its definition in the same function, if that is certain. Only names and
+the form of the code are read here: the run with the new text has to show that it means the same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 from nandoctor.changes.definitions import Definitions, calls_in
 from nandoctor.changes.editor import HAS_EFFECTS, Editor
@@ -162,15 +163,21 @@ class LogSpace:
         name, expression = self._named_op(node)
         if name in _MOVES_AND_CASTS:
             return self._moved(node, name, expression, self._log_of)
-        if name == "exp":
-            return self._leaf(expression.argument_node("self"))
-        if name in ("softmax", "sigmoid"):
-            return self._of_probability(expression, name)
-        if name == "sum":
-            return self._summed(expression)
-        if isinstance(node, ast.BinOp):
-            return self._of_operator(node, name)
-        return None
+        if name in self._forms:
+            return self._forms[name](expression)
+        return self._of_operator(node, name) if isinstance(node, ast.BinOp) else None
+
+    @cached_property
+    def _forms(self) -> Mapping[str, Callable[[Expression], _Log | None]]:
+        """The logarithms of what these ops make."""
+        return {
+            "exp": lambda expression: self._leaf(expression.argument_node("self")),
+            "softmax": self._of_softmax,
+            "sigmoid": self._of_sigmoid,
+            "cosh": self._of_cosh,
+            "sum": self._summed,
+            "prod": self._multiplied,
+        }
 
     def _of_operator(self, node: ast.BinOp, name: str) -> _Log | None:
         """Return the logarithm of a product, a quotient, a sum of two, or 1 minus something."""
@@ -181,15 +188,20 @@ class LogSpace:
         is_rest = name in ("sub", "rsub") and number_in(node.left) == 1
         return self._log_of_rest(node.right) if is_rest else None
 
-    def _of_probability(self, expression: Expression, name: str) -> _Log:
-        logit = self._leaf(expression.argument_node("self"))
-        if name == "sigmoid":
-            return _Log(text=f"{self._functional}.logsigmoid({logit.wide})")
-        dims = expression.texts_after_first()
+    def _of_softmax(self, expression: Expression) -> _Log:
+        logit, dims = self._leaf(expression.argument_node("self")), expression.texts_after_first()
         if not dims:  # an nn.Softmax has its own dim
             assert expression.op is not None
             dims = [f"dim={value:g}" for key, value in expression.op.scalars if key == "dim"]
         return _Log(text=f"torch.log_softmax({', '.join([logit.text, *dims])})")
+
+    def _of_sigmoid(self, expression: Expression) -> _Log:
+        logit = self._leaf(expression.argument_node("self"))
+        return _Log(text=f"{self._functional}.logsigmoid({logit.wide})")
+
+    def _of_cosh(self, expression: Expression) -> _Log:
+        given = self._leaf(expression.argument_node("self")).wide
+        return _Log(text=f"torch.logaddexp({given}, {negated(given)}) - {math.log(2):.8g}")
 
     def _log_of_rest(self, node: ast.expr) -> _Log | None:
         """Return the logarithm of 1 minus an expression."""
@@ -204,7 +216,8 @@ class LogSpace:
             return _Log(text=f"torch.log(-torch.expm1({self._leaf(expression.argument_node('self')).wide}))")
         if name in ("sub", "rsub") and isinstance(node, ast.BinOp) and number_in(node.left) == 1:
             return self._log_of(node.right)
-        return None
+        root, of_root = self._named_op(self._resolved(_root_of(node, name, expression)))
+        return _Log(text=f"-2 * ({self._of_cosh(of_root).text})") if root == "tanh" else None
 
     def _moved(self, node: ast.expr, name: str, expression: Expression, form: _Form) -> _Log | None:
         """Return the form of what an op only moves or casts, moved in the same way."""
@@ -227,6 +240,16 @@ class LogSpace:
         dims = expression.texts_after_first()
         given = [log.wide, *dims] if dims else [f"{grouped(log.wide)}.flatten()", "0"]
         return _Log(text=f"torch.logsumexp({', '.join(given)})", terms=log.text, dims=tuple(dims))
+
+    def _multiplied(self, expression: Expression) -> _Log | None:
+        """Return the logarithm of a product over a dimension: the sum of the logarithms."""
+        subject = expression.argument_node("self")
+        log = self._log_of(subject)
+        if log is None:
+            return None
+        if not self._is_known_here(expression.node, without=subject):
+            raise CannotWriteError
+        return _Log(text=f"{grouped(log.wide)}.sum({', '.join(expression.texts_after_first())})")
 
     def _joined(self, node: ast.BinOp, sign: str) -> _Log | None:
         """Return the logarithm of a product or a quotient."""
@@ -313,6 +336,14 @@ class LogSpace:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = node.func.attr if node.func.attr in _MOVES_AND_CASTS else ""
         return name, Expression(self._change, node, None, name)
+
+
+def _root_of(node: ast.expr, name: str, expression: Expression) -> ast.expr:
+    """Return what an expression is the square of, else the expression."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and ast.dump(node.left) == ast.dump(node.right):
+        return node.left
+    is_square = name == "square" or (name == "pow" and number_in(expression.argument_node("exponent")) == 2)
+    return expression.argument_node("self") if is_square else node
 
 
 def _log_of_number(node: ast.expr) -> _Log | None:

@@ -58,6 +58,16 @@ WRITTEN = {
         ["return -x - (x + 0.91893853)"],
     ),
     "two exponentials": ("return torch.log(x.exp() + (2 * x).exp())", "log", ["return torch.logaddexp(x, 2 * x)"]),
+    "log of a product": ("return x.sigmoid().prod(dim=1).log()", "log", ["return F.logsigmoid(x).sum(dim=1)"]),
+    "log of cosh": ("return torch.log(torch.cosh(x))", "log", ["return torch.logaddexp(x, -x) - 0.69314718"]),
+    "a squashed action": (
+        "a = torch.tanh(x)\nreturn torch.log(1 - a ** 2).sum(-1)", "log",
+        ["return (-2 * (torch.logaddexp(x, -x) - 0.69314718)).sum(-1)"],
+    ),
+    "a squashed action by a product": (
+        "a = x.tanh()\nreturn a - torch.log(1 - a * a)", "log",
+        ["return a - (-2 * (torch.logaddexp(x, -x) - 0.69314718))"],
+    ),
     "a diagonal": (
         "e = torch.exp(x @ x.t() / 9)\nreturn -torch.log(torch.diag(e) / e.sum(dim=1))", "log",
         ["logits = x @ x.t() / 9", "return -(torch.diag(logits) - torch.logsumexp(logits, dim=1))"],
@@ -71,6 +81,8 @@ WRITTEN = {
 LEFT = {
     "dropout keeps 0, in training alone": ("p = F.dropout(x.exp(), 0.5, False)\nreturn torch.log(p.sum(-1))", "log"),
     "a summand may be negative": ("return torch.log(torch.exp(x) + x.abs()).sum(-1)", "log"),
+    "a factor may be negative": ("return torch.log((x * x.abs()).prod(-1))", "log"),
+    "a square of another function": ("a = torch.sin(x)\nreturn torch.log(1 - a * a)", "log"),
     "a weight may be negative": ("return torch.log((torch.exp(x) * x.abs()).sum(-1))", "log"),
     "a comprehension has names of its own": (
         "p = torch.exp(x)\nreturn torch.stack([torch.log(p.sum(-1)) for p in (p, p + 0)]).sum(0)", "log",
