@@ -51,7 +51,6 @@ from nandoctor.evidence.report import Report, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.budget import TrialBudget
-from nandoctor.fixes.candidates import rows_hit
 from nandoctor.fixes.hidden_values import look_for_hidden
 from nandoctor.fixes.search import search_fixes
 from nandoctor.machine import is_out_of_memory
@@ -229,7 +228,7 @@ def _name_samples(step: FailingStep, findings: Findings) -> Findings:
     policy = REFERENCE if findings.conclusion.in_fp32 else None
     rows, failing = first.origin.elements.samples, findings.reference if policy is REFERENCE else findings.trace
     # Rows that an op spoils and that stay spoilt to the end were not left out on the way, as by a mask.
-    stays = first.origin.op is not None and bool(rows) and rows == rows_hit(failing)
+    stays = first.origin.op is not None and bool(rows) and rows == failing.rows_hit
     ends_there = findings.trace.finite or stays
     symptom = Symptom(origin=first.origin, policy=policy, ends_there=ends_there)
     guilty = find_guilty(step, flagged_rows(findings), symptom)

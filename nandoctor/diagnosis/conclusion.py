@@ -306,8 +306,9 @@ def _conclude_traced(
     found_trace: NonfiniteTrace, trace: Trace, reference: Trace, places: list[NonfinitePlace]
 ) -> Conclusion:
     found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace)]
-    # A mask constant that became -inf is harmless except in fully masked rows: any other diagnosis comes first.
-    found.sort(key=lambda it: (it[1].cause is not None and it[1].cause.code == MASK, it[0]))
+    # A mask constant that became -inf is harmless except in fully masked rows, and what ended on the way altogether:
+    # any other diagnosis comes first.
+    found.sort(key=lambda it: (_is_mask(it[1]), _ends_on_the_way(it[1].origin, trace), it[0]))
     start = found[0][0] if found else 0
     producers = {op.order for op in found_trace.ops if op.order >= start}
     involved = (place for place in places if place.value.producer in producers)
@@ -321,6 +322,16 @@ def _conclude_traced(
         first_nonfinite=next(involved, places[0] if places else None),
         complete=found_trace.complete and (bool(found) or not found_trace.sources),
     )
+
+
+def _is_mask(diagnosis: Diagnosis) -> bool:
+    return diagnosis.cause is not None and diagnosis.cause.code == MASK
+
+
+def _ends_on_the_way(origin: Origin, trace: Trace) -> bool:
+    """Return True if none of the origin's samples is one in which the output fails: a softmax makes 0 of -Inf."""
+    rows, samples = trace.rows_hit, origin.elements.samples
+    return bool(rows and samples) and set(rows).isdisjoint(samples or ())
 
 
 def _place_in_code(origin: Origin) -> object:

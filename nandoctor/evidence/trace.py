@@ -355,6 +355,12 @@ class Trace:
         return self.raised is None and all(stats.finite for stats in ends) and not hidden
 
     @property
+    def rows_hit(self) -> tuple[int, ...]:
+        """The non-finite rows of outputs with one row per sample; a trial has to show that these are the samples."""
+        outputs = (stats for stats in self.output if stats.counts and stats.shape[:1] == (self.num_samples,))
+        return tuple(sorted({row for stats in outputs if stats.counts for row in stats.counts.samples}))
+
+    @property
     def handed_out(self) -> tuple[int, ...]:
         """The forward's ops whose non-finite outputs no op read: they left the model, or were discarded."""
         taken = {tensor.producer for op in self.ops for tensor in op.inputs}

@@ -285,12 +285,6 @@ def without_guilty(guilty: tuple[int, ...], num_samples: int | None) -> Iterator
         yield (KeepSamples(samples=kept),)
 
 
-def rows_hit(trace: Trace) -> tuple[int, ...]:
-    """Return the non-finite rows of outputs with one row per sample; a trial has to show that these are the samples."""
-    outputs = (stats for stats in trace.output if stats.counts and stats.shape[:1] == (trace.num_samples,))
-    return tuple(sorted({row for stats in outputs if stats.counts for row in stats.counts.samples}))
-
-
 def vary_settings(trials: Trials, guilty: tuple[int, ...], *, random: bool, verified: bool) -> Iterator[Counterfactual]:
     """Run the step with one setting changed at a time, as long as the budget of the trials lasts.
 

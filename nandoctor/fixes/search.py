@@ -26,7 +26,6 @@ from nandoctor.fixes.candidates import (
     by_lines,
     join,
     propose,
-    rows_hit,
     vary_settings,
     without_guilty,
 )
@@ -194,7 +193,7 @@ class _Search:
         helped = any(fix.verified or fix.workaround is not None for fix in self._tried)
         if self._findings.verdict == "numerics" and not helped:
             self._try_later_origins()
-            affected = self._guilty or rows_hit(self._findings.trace)
+            affected = self._guilty or self._findings.trace.rows_hit
             self._attempt(without_guilty(affected, self._step.num_samples), self._tried)
 
     def _new_verifier(self) -> Verifier:

@@ -52,3 +52,17 @@ class MaskThatFitsBesideScoresThatDoNot(nn.Module):
         scores = self.query(x) @ x.transpose(-1, -2)
         hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
         return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ x
+
+
+UNIFORM = torch.rand(5, 8, generator=torch.Generator().manual_seed(0))
+UNIFORM[1, 2], UNIFORM[3, 3] = 0.0, 1.0
+
+
+@rows("numerics . log log-of-zero", {"u": UNIFORM}, samples=(3,))
+class InfinityThatASoftmaxMakesZeroOf(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Parameter(torch.zeros(8))
+
+    def forward(self, u):
+        return torch.softmax(self.score - torch.log(-torch.log(u)), -1)
