@@ -9,7 +9,7 @@ from typing import Literal
 
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
-from nandoctor.changes.places import singular_inputs, site_of
+from nandoctor.changes.places import ancestors, singular_inputs, site_of
 from nandoctor.evidence.dump_summary import OptimizerUpdate
 from nandoctor.evidence.edits import Edit, OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
@@ -280,6 +280,15 @@ def list_behind(sites: Set[OpSite], ops: Iterable[OpCall]) -> frozenset[str]:
             waiting += made[tensor.producer].inputs if tensor.producer in made.keys() - seen else ()
             seen.add(tensor.producer)
     return frozenset(found - {""})
+
+
+def list_makers(sites: Set[OpSite], ops: Iterable[OpCall]) -> frozenset[OpSite]:
+    """Return the places where that is made in which the ops at these sites are singular, past moves and casts."""
+    made = {op.order: op for op in ops if op.phase != "backward"}
+    taken = (tensor for op in made.values() if site_of(op) in sites for tensor in singular_inputs(op))
+    paths = (ancestors(made, tensor, _DEPTH, through=MOVES | CASTS) for tensor in taken)
+    makers = (next((op for op in path if op.op not in MOVES | CASTS), None) for path in paths)
+    return frozenset(site_of(maker) for maker in makers if maker is not None)
 
 
 def is_written(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:

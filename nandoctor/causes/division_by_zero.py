@@ -109,7 +109,8 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
         takers = [op for op in finding.ops.values() if any(taken.producer == divisor.producer for taken in op.inputs)]
         signed = any(isinstance(edit, ClampArgument) and edit.keeps_sign for edit in clamps)
         if maker is not None and len(takers) > 1:  # as a scale that is divided by, and multiplied with again
-            yield (ClampArgument(site=site_of(maker), argument="", low=_SMALL[0], keeps_sign=signed),)
+            site = site_of(maker)  # a cancelling numerator, as in (1 - exp(-k)) / k, needs a larger bound
+            yield tuple(ClampArgument(site=site, argument="", low=low, keeps_sign=signed) for low in _SMALL)
 
 
 def _is_count(finding: Finding, tensor: OpTensor) -> bool:

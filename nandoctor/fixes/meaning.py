@@ -3,16 +3,17 @@
 At a singular point the limit is looked for along neighbouring inputs: the batch, the weights and the buffers are moved
 off the point by shrinking steps, the batch towards its own next sample and along a fixed pattern, from both sides, and
 the results are extrapolated (Aitken: exact for h ** p, whatever p). A limit exists where every side that is finite
-converges, and all to the same number.
+converges, and all to the same number. Where all of that stays at the point, as behind a ReLU, the zeros that the
+failing ops take are moved themselves, where they are made: whatever else reads them moves along.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,11 +21,12 @@ from torch.nn.functional import hardshrink
 
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
+from nandoctor.changes.running_op import RunningOp
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.module_state import is_large
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import is_flags
-from nandoctor.evidence.edits import Change, Edit, SingleEdit, flatten
+from nandoctor.evidence.edits import Change, Edit, OpSite, SingleEdit, flatten
 from nandoctor.fixes.agreement import TOLERANCE, Result, in_pieces, largest_of
 from nandoctor.fixes.candidates import join
 from nandoctor.fixes.variations import scaled
@@ -55,11 +57,19 @@ class Meaning:
     """The meaning of one step's unchanged formula; what it needs is run once, and only when it is asked for.
 
     `behind` are the arrays, weights and buffers that the failing ops' arguments are computed from; all, if it is empty.
-    `gives_infinity`: the failing ops do, where the mean of no elements is NaN at once.
+    `makers` are the places of the ops that made those in which they are singular. `gives_infinity`: the failing ops do,
+    where the mean of no elements is NaN at once.
     """
 
-    def __init__(self, trials: Trials, *, behind: frozenset[str] = frozenset(), gives_infinity: bool = False) -> None:
-        self._trials, self._behind, self._gives_infinity = trials, behind, gives_infinity
+    def __init__(
+        self,
+        trials: Trials,
+        *,
+        behind: frozenset[str] = frozenset(),
+        makers: frozenset[OpSite] = frozenset(),
+        gives_infinity: bool = False,
+    ) -> None:
+        self._trials, self._behind, self._makers, self._gives_infinity = trials, behind, makers, gives_infinity
 
     @cached_property
     def smaller(self) -> tuple[float, Trials] | None:
@@ -102,10 +112,10 @@ class Meaning:
         """
         if not self._trials.numerics or self._trials.exact().finite or is_large(self._trials.step.model):
             return None
-        sides = [side for side in map(self._follow, self._sides()) if side is not None]
+        sides = self._follow_all(partial(self._run_beside, direction) for direction in self._sides())
         if not sides:
             return None
-        values = _agreed([side.values for side in sides])
+        values = self._moved_off_zero(_agreed([side.values for side in sides]))
         gradients = _agreed([side.gradients for side in sides])
         return Result(values=values, gradients=gradients, ran=True)
 
@@ -210,20 +220,55 @@ class Meaning:
         is_measured = isinstance(value, nn.Parameter) or (is_real and not is_flags(value))
         return may_be_behind and is_real and is_measured and bool(torch.isfinite(value).all())
 
-    def _follow(self, direction: Tensors) -> Result | None:
+    def _run_beside(self, direction: Tensors, size: float) -> Result:
+        step = self._trials.step
+        shifts = {name: size * shift for name, shift in direction.items()}
+        moved = {name: step.batch[name].double() + shifts[name] for name in shifts.keys() & step.batch}
+        beside = replace(step, batch={**step.batch, **moved}, forward=partial(_forward_beside, step, shifts))
+        return self._trials.on(beside).exact()
+
+    def _run_off_zero(self, sign: float, size: float) -> Result:
+        return self._trials.exact(*(_MoveZeros(site=site, by=sign * size) for site in self._makers))
+
+    def _moved_off_zero(self, values: Tensors) -> Tensors:
+        """Return limits, with those of the operands' own zeros where the step is NaN and every neighbour is too."""
+        exact = self._trials.exact().values
+        is_open = {name: torch.isinf(value) & torch.isnan(exact[name]) for name, value in values.items()}
+        if not self._makers or not any(bool(places.any()) for places in is_open.values()):
+            return values
+        sides = self._follow_all(partial(self._run_off_zero, sign) for sign in (1.0, -1.0))
+        moved = _agreed([side.values for side in sides]) if sides else values
+        return {name: torch.where(is_open[name], moved.get(name, value), value) for name, value in values.items()}
+
+    def _follow_all(self, sides: Iterable[Callable[[float], Result]]) -> list[Result]:
+        return [followed for run in sides if (followed := self._follow(run)) is not None]
+
+    def _follow(self, run: Callable[[float], Result]) -> Result | None:
         """Return the limit from one side, NaN where it does not converge; None if the step cannot be run there."""
-        step, runs = self._trials.step, list[Result]()
+        runs = list[Result]()
         for size in _STEPS:
-            shifts = {name: size * shift for name, shift in direction.items()}
-            moved = {name: step.batch[name].double() + shifts[name] for name in shifts.keys() & step.batch}
-            beside = replace(step, batch={**step.batch, **moved}, forward=partial(_run_beside, step, shifts))
-            runs.append(self._trials.on(beside).exact())
+            runs.append(run(size))
             if not runs[-1].ran:
                 return None
         names = _common([self._trials.exact(), *runs], "values")
         values = {name: _extrapolate([run.values[name] for run in runs]) for name in names}
         gradients = {name: _extrapolate([run.gradients[name] for run in runs]) for name in _common(runs, "gradients")}
         return Result(values=values, gradients=gradients, ran=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MoveZeros(SingleEdit):
+    """Move the zeros that an op makes; only to look at what is beside them."""
+
+    kind: Literal["move-zeros"] = "move-zeros"
+    site: OpSite
+    by: float
+
+    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+        yield self.site, self._run
+
+    def _run(self, op: RunningOp) -> Any:
+        return op.each(lambda made: made.where(made != 0, self.by) if made.is_floating_point() else made, op.run())
 
 
 def _with_other_numbers(edit: Edit) -> Edit:
@@ -238,7 +283,7 @@ def _with_other_number(edit: SingleEdit) -> SingleEdit:
     return replace(edit, low=low, high=high, fill=edit.fill + 1.0)
 
 
-def _run_beside(step: FailingStep, shifts: Tensors, batch: Tensors) -> Any:
+def _forward_beside(step: FailingStep, shifts: Tensors, batch: Tensors) -> Any:
     """Run the forward with moved weights and buffers; every run puts back the model's state."""
     for name, tensor in (*step.model.named_parameters(), *step.model.named_buffers()):
         if name in shifts.keys() - step.batch:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nandoctor.causes.base import Candidate, list_behind
+from nandoctor.causes.base import Candidate, list_behind, list_makers
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
@@ -214,9 +214,11 @@ class _Search:
     @cached_property
     def _meaning(self) -> Meaning:
         found = self._findings.conclusion
+        sites = {suspect.site for suspect in found.suspects}
         return Meaning(
             self._trials.with_gradients,
-            behind=list_behind({suspect.site for suspect in found.suspects}, self._findings.ops),
+            behind=list_behind(sites, self._findings.ops),
+            makers=list_makers(sites, self._findings.ops),
             gives_infinity=any({"+inf", "-inf"} & {*it.origin.elements.kinds} for it in found.diagnoses),
         )
 

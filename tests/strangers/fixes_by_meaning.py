@@ -80,6 +80,29 @@ lifted("mean", DIVISION, ZEROS, "verified guard", lambda h, x: h * ((1 - torch.c
 lifted("weight", DIVISION, {**IN_FP32, "x": 1e8 * ZEROS["x"]}, "verified guard", lambda h, x: h + x.clamp(max=2) / x)
 lifted("Box-Cox", DIVISION, ZEROS, "none", lambda h, x: h + ((1 + h.abs()) ** x - 1) / x)
 
+# --- the same behind a ReLU, whose zeros no batch beside this one moves; a mean of nothing has nothing to tend to
+
+
+def dose(h, x):
+    rate = x.relu()
+    return h * ((1 - torch.exp(-2.0 * rate)) / rate)
+
+
+def gain(h, x):
+    size = x.relu()
+    return h + torch.tanh(3.0 * size) / size
+
+
+def mean_of_what_fires(h, x):
+    fires = (x.relu() > 0).to(h)
+    return (h * fires).sum(-1) / fires.sum(-1)
+
+
+for step, change in ((dose, "guard"), (gain, "guard"), (mean_of_what_fires, "*")):
+    lifted(
+        step.__name__, DIVISION, {"x": X["x"] - ZEROS["x"].eq(0) * 9.0, "autocast": False}, f"verified {change}", step
+    )
+
 # --- no limit: the formula is infinite, or depends on the side; a scale of weights that are 0 needs a floor itself
 
 lifted("decibels", "numerics . log log-of-zero", ZEROS, "none", lambda h, x: h + 20 * torch.log(x))
