@@ -114,7 +114,9 @@ class LogSpace:
         return expression.argument_node("self"), expression.argument_node("other")
 
     def _share(self, numerator: ast.expr, divisor: _Log) -> str:
-        """Return the text of a quotient: a sigmoid or softmax by hand, or any other."""
+        """Return the text of a quotient: a sigmoid or softmax by hand, or any other; that of a difference is one."""
+        if isinstance(numerator, ast.BinOp) and isinstance(numerator.op, ast.Sub):
+            return f"{self._share(numerator.left, divisor)} - {self._share(numerator.right, divisor)}"
         is_softplus = divisor.terms and divisor.dims is None
         if number_in(numerator) == 1 and is_softplus:
             return f"torch.sigmoid({negated(divisor.terms)})"
@@ -172,6 +174,7 @@ class LogSpace:
         """The logarithms of what these ops make."""
         return {
             "exp": lambda expression: self._leaf(expression.argument_node("self")),
+            "expm1": self._of_expm1,
             "softmax": self._of_softmax,
             "sigmoid": self._of_sigmoid,
             "cosh": self._of_cosh,
@@ -185,8 +188,10 @@ class LogSpace:
             return self._joined(node, "+" if name == "mul" else "-")
         if name == "add":
             return self._added(node)
-        is_rest = name in ("sub", "rsub") and number_in(node.left) == 1
-        return self._log_of_rest(node.right) if is_rest else None
+        if name in ("sub", "rsub") and number_in(node.left) == 1:
+            return self._log_of_rest(node.right)
+        inner, of_power = self._named_op(self._resolved(node.left))
+        return self._of_expm1(of_power) if name == "sub" and inner == "exp" and number_in(node.right) == 1 else None
 
     def _of_softmax(self, expression: Expression) -> _Log:
         logit, dims = self._leaf(expression.argument_node("self")), expression.texts_after_first()
@@ -198,6 +203,11 @@ class LogSpace:
     def _of_sigmoid(self, expression: Expression) -> _Log:
         logit = self._leaf(expression.argument_node("self"))
         return _Log(text=f"{self._functional}.logsigmoid({logit.wide})")
+
+    def _of_expm1(self, expression: Expression) -> _Log:
+        """Return log(exp(x) - 1) as x + log(1 - exp(-x)): the inverse of a softplus, whose exp overflows."""
+        given = self._leaf(expression.argument_node("self")).wide
+        return _Log(text=f"{given} + torch.log(-torch.expm1({negated(given)}))")
 
     def _of_cosh(self, expression: Expression) -> _Log:
         given = self._leaf(expression.argument_node("self")).wide

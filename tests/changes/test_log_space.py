@@ -59,6 +59,14 @@ WRITTEN = {
     ),
     "two exponentials": ("return torch.log(x.exp() + (2 * x).exp())", "log", ["return torch.logaddexp(x, 2 * x)"]),
     "log of a product": ("return x.sigmoid().prod(dim=1).log()", "log", ["return F.logsigmoid(x).sum(dim=1)"]),
+    "inverse of a softplus": (
+        "return torch.log(torch.exp(x.abs() + 1) - 1)", "log",
+        ["return x.abs() + 1 + torch.log(-torch.expm1(-(x.abs() + 1)))"],
+    ),
+    "tanh": (
+        "return (x.exp() - (-x).exp()) / (x.exp() + (-x).exp())", "div",
+        ["return torch.exp(x - torch.logaddexp(x, -x)) - torch.exp(-x - torch.logaddexp(x, -x))"],
+    ),
     "log of cosh": ("return torch.log(torch.cosh(x))", "log", ["return torch.logaddexp(x, -x) - 0.69314718"]),
     "a squashed action": (
         "a = torch.tanh(x)\nreturn torch.log(1 - a ** 2).sum(-1)", "log",
