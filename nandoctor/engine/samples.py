@@ -271,12 +271,18 @@ def _differ_by_zeros(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
 
 
 def _differ_by_range(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
-    """Describe values on one side of all others', such as a label out of range."""
-    low, high = float(theirs.min()), float(theirs.max())
-    outside = ((mine < low) | (mine > high)).any(1)
-    if not bool(outside.all()) or mine.shape[1] > 1:
+    """Describe single numbers beyond all others', such as a label out of range; others than whole ones far beyond."""
+    if mine.shape[1] > 1 or len(theirs) < _FEW:
         return None
-    return f"is {constant(float(mine[0]))}, the others {constant(low)} to {constant(high)}"
+    is_whole = all(bool((values == values.round()).all()) for values in (mine, theirs))
+    gap = 0.0 if is_whole else float(theirs.max() - theirs.min())
+    if mine.min() > theirs.max() + gap or mine.max() < theirs.min() - gap:
+        return f"is {_range(mine)}, the others {_range(theirs)}"
+    return None
+
+
+def _range(values: torch.Tensor) -> str:
+    return " to ".join(dict.fromkeys((constant(float(values.min())), constant(float(values.max())))))
 
 
 _DIFFERENCES = (
