@@ -115,9 +115,11 @@ class Meaning:
         sides = self._follow_all(partial(self._run_beside, direction) for direction in self._sides())
         if not sides:
             return None
-        values = self._moved_off_zero(_agreed([side.values for side in sides]))
-        gradients = _agreed([side.gradients for side in sides])
-        return Result(values=values, gradients=gradients, ran=True)
+        values = _agreed([side.values for side in sides])
+        if (is_open := self._open(values)) and (off_zero := self._follow_all(self._off_zero())):
+            sides, moved = off_zero, _agreed([side.values for side in off_zero])
+            values |= {name: torch.where(is_open[name], moved[name], values[name]) for name in is_open.keys() & moved}
+        return Result(values=values, gradients=_agreed([side.gradients for side in sides]), ran=True)
 
     @cached_property
     def has_limit(self) -> bool:
@@ -230,15 +232,16 @@ class Meaning:
     def _run_off_zero(self, sign: float, size: float) -> Result:
         return self._trials.exact(*(_MoveZeros(site=site, by=sign * size) for site in self._makers))
 
-    def _moved_off_zero(self, values: Tensors) -> Tensors:
-        """Return limits, with those of the operands' own zeros where the step is NaN and every neighbour is too."""
+    def _off_zero(self) -> Iterator[Callable[[float], Result]]:
+        """Yield runs in which the zeros that the failing ops take are moved, where they are made."""
+        for sign in (1.0, -1.0) if self._makers else ():
+            yield partial(self._run_off_zero, sign)
+
+    def _open(self, values: Tensors) -> Tensors:
+        """Return where the step is NaN and every neighbour is too; nothing if it is so nowhere."""
         exact = self._trials.exact().values
-        is_open = {name: torch.isinf(value) & torch.isnan(exact[name]) for name, value in values.items()}
-        if not self._makers or not any(bool(places.any()) for places in is_open.values()):
-            return values
-        sides = self._follow_all(partial(self._run_off_zero, sign) for sign in (1.0, -1.0))
-        moved = _agreed([side.values for side in sides]) if sides else values
-        return {name: torch.where(is_open[name], moved.get(name, value), value) for name, value in values.items()}
+        found = {name: torch.isinf(value) & torch.isnan(exact[name]) for name, value in values.items()}
+        return found if any(bool(places.any()) for places in found.values()) else {}
 
     def _follow_all(self, sides: Iterable[Callable[[float], Result]]) -> list[Result]:
         return [followed for run in sides if (followed := self._follow(run)) is not None]

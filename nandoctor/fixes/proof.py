@@ -174,11 +174,20 @@ def _error_of_smaller(proof: Proof) -> str | None:
 
 
 def _judge_float64(proof: Proof) -> Said | None:
-    """Refuse a change that agrees with fp32 where fp32 itself is wrong."""
-    off = proof.verifier.fp32_error if proof.judgement.passes and not selects((proof.change,)) else None
-    if off is None or compare_runs(proof.made, proof.verifier.search_trials.exact()).agrees():
+    """Refuse a change that agrees with fp32 where fp32 itself is wrong: without the change, or only with it.
+
+    With k.clamp(min=1e-12) for a k of 0, float64 has 1 for (1 - exp(-k)) / k, and fp32 has 0.
+    """
+    if not proof.judgement.passes or selects((proof.change,)):
         return None
-    return Said("failed", f"fp32 itself is {percent(off)} off float64 here")
+    trials, off = proof.trials, proof.verifier.fp32_error
+    if off is not None and not compare_runs(proof.made, proof.verifier.search_trials.exact()).agrees():
+        return Said("failed", f"fp32 itself is {percent(off)} off float64 here")
+    if trials.numerics and not trials.exact().finite:
+        found = compare_runs(trials.reference(proof.change), trials.exact(proof.change))
+        if found.values and not found.agrees():
+            return Said("failed", f"with the change, fp32 is {percent(found.max_rel_err)} off float64")
+    return None
 
 
 def _judge_loss(proof: Proof) -> Said:
