@@ -239,17 +239,6 @@ def shard_offset(tensor: Any) -> list[int]:
     return list(locate(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
-def holds_gradients(module: nn.Module) -> bool:
-    """Return True if FSDP2 holds gradients that `set_requires_gradient_sync(False)` keeps from being reduced."""
-    read = getattr(type(module), "_get_fsdp_state", None)
-    state = None if read is None else read(module)
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    held = [param for group in groups for param in getattr(group, "fsdp_params", ())]
-    grads = [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in held]
-    grads += [getattr(param, "unsharded_accumulated_grad", None) for param in held]  # in another format
-    return any(grad is not None for grad in grads)
-
-
 # Tensors and containers
 
 

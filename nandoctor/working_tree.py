@@ -14,10 +14,6 @@ from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 from nandoctor.views.save import write_bytes
 
 
-class PatchError(NanDoctorError):
-    """A patch cannot be applied to the files as they are."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchedFile:
     """One file: its bytes before and after the patch."""
@@ -31,7 +27,7 @@ def plan_patch(files: Sequence[ChangedFile], *, allow_installed: bool = False) -
     """Read the files and return what becomes of each; nothing is written.
 
     Raises:
-        PatchError: a file is missing, has changed since or is not text, or it belongs to an installed package and
+        NanDoctorError: a file is missing, has changed since or is not text, or it belongs to an installed package and
             `allow_installed` is not set.
     """
     return tuple(_plan_file(file, allow_installed) for file in files)
@@ -71,7 +67,7 @@ def _write(source: bytes, path: Path) -> None:
 def _plan_file(file: ChangedFile, allow_installed: bool) -> PatchedFile:
     path = Path(file.path).resolve()
     if not allow_installed and not PACKAGE_FOLDERS.isdisjoint(path.parts):
-        raise PatchError(
+        raise NanDoctorError(
             f"{path} belongs to an installed package.",
             remedy="Take a fix of your own code with --pick N, send the patch to the package's authors, or add "
             "--allow-installed.",
@@ -81,14 +77,14 @@ def _plan_file(file: ChangedFile, allow_installed: bool) -> PatchedFile:
         text, encoding = decode_source(before)
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise PatchError(f"{path} cannot be read: {reason}.", remedy="Apply the patch by hand.") from error
+        raise NanDoctorError(f"{path} cannot be read: {reason}.", remedy="Apply the patch by hand.") from error
     if text != file.before:
         raise _changed_since(path)
     return PatchedFile(path=path, before=before, after=file.after.encode(encoding))
 
 
-def _changed_since(path: Path) -> PatchError:
-    return PatchError(
+def _changed_since(path: Path) -> NanDoctorError:
+    return NanDoctorError(
         f"{path} is not as it was when the fix was found.",
         remedy="Run nandoctor fix again: it reads the file anew.",
     )

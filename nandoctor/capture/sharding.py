@@ -14,7 +14,7 @@ from torch import nn
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.text import dtype_name
-from nandoctor.torch_compat import fsdp_policy, holds_gradients, shard_offset
+from nandoctor.torch_compat import fsdp_policy, shard_offset
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -22,13 +22,6 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     # Importing the module takes a second. If nobody has imported it, there are no DTensors.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
-
-
-def has_gradient(parameter: nn.Parameter | None, model: nn.Module) -> bool:
-    """Return True if the model's parameter has a gradient, including one that FSDP2 has not yet summed over ranks."""
-    if parameter is None or parameter.grad is not None:
-        return parameter is not None
-    return is_sharded(parameter) and any(map(holds_gradients, model.modules()))
 
 
 def refuse_unknown(model: nn.Module) -> None:

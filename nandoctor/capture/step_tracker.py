@@ -17,7 +17,6 @@ from nandoctor.capture.environment import read_generators
 from nandoctor.capture.hooks import Hook, with_closure
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.raised import is_for_nonfinite
-from nandoctor.capture.sharding import has_gradient
 from nandoctor.capture.step import RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import StepPolicy
 from nandoctor.capture.updates import Trainers, Update
@@ -82,8 +81,8 @@ class StepTracker:
 
     def _is_accumulating(self, version: int | None) -> bool:
         """Return True if there are gradients, and no optimizer or scaler was updated since the last step."""
-        may_accumulate = self._accumulates and self._scale_version == version
-        return may_accumulate and has_gradient(self.trainers.probe, self._observer.model)
+        probe = self.trainers.probe
+        return self._accumulates and self._scale_version == version and probe is not None and probe.grad is not None
 
     def _read_scale(self) -> tuple[Flag | None, int | None]:
         """Return the loss scale as a flag, and how often the scaler was updated; None without a scaler."""

@@ -22,7 +22,6 @@ from nandoctor.dumps.stored_tensor import (
     is_generator_state,
     is_tensor,
     numbers_of,
-    types_of,
     why_unread,
 )
 from nandoctor.dumps.trees import AS_WRITTEN, KIND, MAX_NAME, Slot, name_tensors, too_large
@@ -278,7 +277,7 @@ def _sort_leaf(contents: Contents, name: str, value: object) -> Any:
         contents.scalars[name] = value
     elif isinstance(value, (list, tuple, set, frozenset)):
         contents.scalars[name] = list(value)
-    elif isinstance(value, (TorchName, *types_of("dtype", "device"))):
+    elif isinstance(value, TorchName):
         contents.scalars[name] = str(value)
     else:
         contents.left_out.append(f"{name} ({_describe(value)})")

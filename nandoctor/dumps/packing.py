@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from nandoctor.dumps.stored_tensor import TorchName
 from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE, Slot
 from nandoctor.torch_compat import is_wrapped, unwrap, version_of
 from nandoctor.trees import MAX_DEPTH, Parts, attributes, parts, tree_map
@@ -174,13 +175,14 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def fill(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Any:
-    """Return the tree with each `Slot` replaced by its tensor, and devices by that of this replay."""
+    """Return the tree with tensors in place of slots, torch's own dtypes, and the device of this replay for any."""
 
     def fill_item(item: Any) -> Any:
         if isinstance(item, Slot):
             return tensors[item.name]
-        if isinstance(item, torch.device):
-            return device
+        if isinstance(item, TorchName):
+            found = getattr(torch, item.name.removeprefix("torch."), None)
+            return found if isinstance(found, torch.dtype) else device
         if isinstance(item, dict) and isinstance(item.get(KIND), str):
             fields = {key: part for key, part in item.items() if key != KIND}
             return _rebuild(item[KIND], tree_map(fill_item, fields))

@@ -38,8 +38,6 @@ def read_dump(path: str | os.PathLike[str]) -> Dump:
     Raises:
         DumpError: the file is missing, damaged or hostile, is of another kind, or has neither weights nor arrays.
     """
-    import torch  # noqa: F401 (so that dtypes and devices are torch's)
-
     return _read(Path(path), as_torch=True)
 
 

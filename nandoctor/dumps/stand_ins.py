@@ -15,12 +15,12 @@ from nandoctor.dumps.stored_tensor import (
     PickledArray,
     PickledDtype,
     StorageKind,
+    TorchName,
     is_tensor,
-    make_device,
+    name_device,
     rebuild,
     rebuild_sparse,
     rebuild_v3,
-    torch_value,
     unread,
 )
 from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE
@@ -186,7 +186,7 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "torch._utils._rebuild_meta_tensor_no_storage": unread(META),
     "torch._utils._rebuild_nested_tensor": unread(NESTED),
     "torch.serialization._get_layout": _layout_name,
-    "torch.device": make_device,
+    "torch.device": name_device,
     "torch.Size": tuple,
     "torch.nn.utils.rnn.PackedSequence": _PackedSequence,
 }
@@ -204,7 +204,7 @@ def find_stand_in(name: str) -> object:
     if module in ("torch", "torch.cuda", "torch.storage") and attribute in _STORAGE_DTYPES:
         return StorageKind(dtype=_STORAGE_DTYPES[attribute])
     if _TORCH_VALUE.fullmatch(name):
-        return torch_value(name)
+        return TorchName(name=name)
     if _BOOKKEEPING.fullmatch(name):
         return _Opaque
     return _of_kind(_UserDict if attribute in _USER_DICTS else Record, name)

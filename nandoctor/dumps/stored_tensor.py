@@ -14,7 +14,6 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import numpy as np
@@ -114,7 +113,7 @@ def _contradiction() -> DumpError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchName:
-    """A stand-in for a dtype, device or quantization scheme of torch, if torch is not imported."""
+    """A stand-in for a dtype, device or quantization scheme of torch."""
 
     name: str
 
@@ -247,15 +246,15 @@ for _stand_in, _name in ((StoredStorage, "TypedStorage"), (StoredTensor, "Tensor
     _stand_in.__name__ = _name  # for messages about them
 
 
-def types_of(*names: str) -> tuple[type[Any], ...]:
-    """Return torch's classes of these names; none if it is not imported."""
+def _is_torchs(value: object) -> bool:
+    """Return True for a tensor of torch, which need not be imported."""
     torch = sys.modules.get("torch")
-    return tuple(attrgetter(name)(torch) for name in names if torch)
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     """Return True for a tensor, or a stand-in for one."""
-    return isinstance(value, (StoredTensor, StoredSparse, UnreadTensor, *types_of("Tensor")))
+    return isinstance(value, (StoredTensor, StoredSparse, UnreadTensor)) or _is_torchs(value)
 
 
 def is_array(value: object) -> bool:
@@ -300,7 +299,7 @@ def claimed_nbytes(value: Any) -> int:
     """Return the bytes of all elements that an array or tensor claims to have."""
     if isinstance(value, PickledArray):
         return len(value.data) if isinstance(value.data, bytes) else 0
-    if isinstance(value, types_of("Tensor")):
+    if _is_torchs(value):
         return value.numel() * value.element_size() if str(value.layout) == "torch.strided" else 0
     return int(value.nbytes)
 
@@ -316,18 +315,11 @@ def is_generator_state(state: Any) -> bool:
     return bool(seeded == 1 and 0 < left <= _MERSENNE_N and after <= _MERSENNE_N)
 
 
-def torch_value(name: str) -> object:
-    """Return torch's dtype or quantization scheme of this name, or the stand-in for it."""
-    torch = sys.modules.get("torch")
-    return attrgetter(name.removeprefix("torch."))(torch) if torch else TorchName(name=name)
-
-
-def make_device(*place: Any) -> object:
-    """Return torch's device, or the stand-in for it; `place` is its kind and perhaps its index. Raises TypeError."""
+def name_device(*place: Any) -> TorchName:
+    """Return the stand-in for a device; `place` is its kind and perhaps its index. Raises TypeError."""
     if not all(type(part) in (str, int) for part in place):  # the text of a container may be endless
         raise TypeError("no place of a device")
-    torch = sys.modules.get("torch")
-    return torch.device(*place) if torch else TorchName(name=":".join(map(str, place)))
+    return TorchName(name=":".join(map(str, place)))
 
 
 def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> object:
@@ -347,7 +339,7 @@ def rebuild_v3(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) 
         TypeError, ValueError, OverflowError: it does not lie in its storage.
     """
     dtype = others[2]
-    if not isinstance(dtype, (TorchName, *types_of("dtype"))):  # the text of a container may be endless
+    if not isinstance(dtype, TorchName):  # the text of a container may be endless
         raise TypeError("no dtype")
     return _place(dtype_name(dtype), storage, (offset, size, stride), others[3:])
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nandoctor.dumps.stored_tensor import TorchName, types_of
+from nandoctor.dumps.stored_tensor import TorchName
 from nandoctor.errors import DumpError
 from nandoctor.trees import PLAIN, Place, placed_map, walk
 
@@ -31,7 +31,7 @@ def name_tensors(tree: Any, name: str, take: Callable[[str, Any], str]) -> Any:
     Raises:
         DumpError: the tree is nested too deeply, or holds what no writer of dumps puts there.
     """
-    others: tuple[type[Any], ...] = (*PLAIN, list, tuple, TorchName, *types_of("dtype", "device"))
+    others: tuple[type[Any], ...] = (*PLAIN, list, tuple, TorchName)
 
     def name_tensor(place: Place, item: Any) -> Any:
         if isinstance(item, dict):

@@ -52,7 +52,7 @@ _REBUILDS = "torch._utils._rebuild_"
 
 
 def load_pickle(container: Container) -> object:
-    """Build the object, with torch's dtypes and devices if torch is imported.
+    """Build the object, of stand-ins and plain values.
 
     If the file contradicts itself, raise `DumpError` or whatever its parts raise.
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nandoctor.dumps.file_type import open_container
 from nandoctor.dumps.packing import fill, pack
+from nandoctor.dumps.tensors import to_torch
 from nandoctor.dumps.trees import Slot, name_tensors
+from nandoctor.dumps.unpickle import load_pickle
 from nandoctor.dumps.writer import write_dump
 
 
@@ -42,7 +45,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_trees_come_back_as_they_went_in():
+def test_trees_come_back_as_they_went_in(tmp_path):
     tensor = torch.ones(2, requires_grad=True)
     value = {"a": [tensor, 1, None], "b": (torch.float16, torch.device("cuda:1")), 3: {"c": "text"}}
     packed = pack(value, "batch")
@@ -51,10 +54,11 @@ def test_trees_come_back_as_they_went_in():
     arrays = {}
 
     def take(name, found):
-        arrays[name] = found
+        arrays[name] = to_torch(found)
         return name
 
-    tree = name_tensors(packed.tree, "batch", take)
+    read = load_pickle(open_container(write_dump({"batch": packed.tree}, tmp_path, "dump")))
+    tree = name_tensors(read["batch"], "batch", take)
     assert tree["a"][0] == Slot(name="batch.a.0")
     filled = fill(tree, arrays, torch.device("cpu"))
     assert filled["b"] == (torch.float16, torch.device("cpu"))
