@@ -36,20 +36,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_304, "tests": 35_764, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_167, "tests": 35_754, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_067,
+    FILES: 3_052,
     "autocast": 913,
-    "capture": 2_958,
+    "capture": 2_950,
     "causes": 2_658,
-    "changes": 2_933,
+    "changes": 2_854,
     "cli": 964,
     "diagnosis": 2_036,
-    "dumps": 3_606,
+    "dumps": 3_597,
     "engine": 3_239,
     "evidence": 1_707,
-    "fixes": 3_709,
+    "fixes": 3_683,
     "fleet": 797,
     "recorder": 2_400,
     "records": 1_700,

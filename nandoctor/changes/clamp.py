@@ -134,53 +134,37 @@ class ClampArgument(SingleEdit):
             write_zero(expression)
             return
         target = expression.argument_node(self.argument) if self.argument else expression.node
-        if not isinstance(target, ast.expr):
+        is_written = self.argument == "self" and name_called(expression.node).endswith("_")  # not to a copy of it
+        if not isinstance(target, ast.expr) or is_written:
             raise CannotWriteError
-        taken, writes = self.probed(source, expression.editor.code(target)), writes_to(expression, self.argument)
-        if writes and taken != expression.editor.code(target):
-            taken = f"{read_twice(expression, target)}.copy_({taken})"
+        taken = self.probed(source, expression.editor.code(target))
         if self.keeps_sign and self.low is not None:
-            self._write_off_zero(expression, target, taken, writes=writes)
+            self._write_off_zero(expression, target, taken)
             return
-        text = f"{grouped(taken)}.{self._call(writes=writes)}" if source.probe != "past bound alone" else taken
+        text = f"{grouped(taken)}.{self._call()}" if source.probe != "past bound alone" else taken
         expression.editor.replace(target, text)
 
-    def _call(self, *, writes: bool) -> str:
+    def _call(self) -> str:
         """Return the call of the method that clamps."""
-        mark = "_" if writes else ""
         if self.nan:
-            return f"nan_to_num{mark}(0.0)"
+            return "nan_to_num(0.0)"
         bounds = {"min": self.low, "max": self.high}
         given = ", ".join(f"{name}={constant(value)}" for name, value in bounds.items() if value is not None)
-        return f"clamp{mark}({given})"
+        return f"clamp({given})"
 
-    def _write_off_zero(self, expression: Expression, target: ast.expr, taken: str, *, writes: bool) -> None:
+    def _write_off_zero(self, expression: Expression, target: ast.expr, taken: str) -> None:
         assert self.low is not None
         wanted = "second" if self.argument == "other" and self.site.op not in DIVISIONS else "divisor"
         first, again, before = expression.editor.named(target, taken, wanted)
         low = constant(self.low)
-        read = again if writes else first
-        is_near = f"{read} == 0" if self.low == 1 else f"{read}.abs() < {low}"  # a count below 1 is 0
-        text = f"{first}.masked_fill_({is_near}, {low})" if writes else f"torch.where({is_near}, {low}, {again})"
-        expression.editor.replace(target, text, before)
+        is_near = f"{first} == 0" if self.low == 1 else f"{first}.abs() < {low}"  # a count below 1 is 0
+        expression.editor.replace(target, f"torch.where({is_near}, {low}, {again})", before)
 
     def probed(self, source: SourceWriter, text: str) -> str:
         """Return the text of the argument, moved to an edge or past the bound if the writer probes that."""
         if source.probe == "edge":
             return text_at_edges(text, self.site.op, self.edges) if self.edges else text
         return text_past_bound(text, self.bound) if source.probe is not None and self.bound is not None else text
-
-
-def writes_to(expression: Expression, argument: str) -> bool:
-    """Return True if the op writes to the argument, like `x.log_()`: a copy in its place would not be written to."""
-    return argument in ("self", "input") and name_called(expression.node).endswith("_")
-
-
-def read_twice(expression: Expression, node: ast.expr) -> str:
-    """Return the text of a name or attribute, which can be read twice. Raises CannotWriteError for anything else."""
-    if not isinstance(node, ast.Name | ast.Attribute):
-        raise CannotWriteError
-    return expression.editor.code(node)
 
 
 def _argument_in_words(op: str, argument: str) -> str:

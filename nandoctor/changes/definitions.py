@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain, takewhile
 
 from nandoctor.changes.editor import Editor
-from nandoctor.changes.source_tree import COMPREHENSIONS, FUNCTIONS, SourceTree, name_called, names_in
+from nandoctor.changes.source_tree import COMPREHENSIONS, FUNCTIONS, SourceTree, name_called
 from nandoctor.evidence.trace import OpCall
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, *COMPREHENSIONS)
@@ -46,24 +46,6 @@ class Definitions:
         if not is_in_block or any(self._binds_between(name.id, *loop) for loop in loops):
             return None
         return node.value
-
-    def means_the_same(self, expression: ast.AST, place: ast.AST) -> bool:
-        """Return True if the names in an expression stand for the same at a later place of the function."""
-        if self._is_run_later(place):
-            return False
-        between = self._tree.span(expression)[1], self._tree.span(place)[0]
-        spans = [between, *self._loops_around(place, expression)]
-        return not any(self._binds_between(name, *span) for name in self._names_read(expression) for span in spans)
-
-    def is_written_into(self, expression: ast.AST) -> bool:
-        """Return True if the function changes a tensor that an expression reads in place, anywhere."""
-        places = (place for name in self._names_read(expression) for place in self._bound.get(name, ()))
-        return any(not _only_binds(node) for _, node in places)
-
-    def _names_read(self, expression: ast.AST) -> set[str]:
-        """Return the names in an expression, and the attributes: `self.scale` as well as `self`."""
-        attributes = {self._tree.code(node) for node in ast.walk(expression) if isinstance(node, ast.Attribute)}
-        return names_in(expression) | attributes
 
     def _is_run_later(self, node: ast.AST) -> bool:
         """Return True if a node is in a nested function, whose names are looked up when that is called."""
@@ -156,12 +138,6 @@ def _written_by(call: ast.Call) -> Iterator[ast.AST]:
         yield from call.args[:1]
     if "out" in keywords:
         yield keywords["out"]
-
-
-def _only_binds(node: ast.AST) -> bool:
-    if isinstance(node, ast.Assign):
-        return all(isinstance(target, ast.Name | ast.Tuple | ast.List) for target in node.targets)
-    return not isinstance(node, ast.AugAssign | ast.Call)
 
 
 def _base_name(target: ast.AST) -> str:

@@ -8,7 +8,6 @@ from functools import reduce
 from operator import or_
 from typing import Any, ClassVar, Literal
 
-from nandoctor.changes.clamp import read_twice, writes_to
 from nandoctor.changes.editor import Texts
 from nandoctor.changes.expression import Expression, operator_of
 from nandoctor.changes.places import in_place
@@ -82,9 +81,8 @@ class GuardArgument(SingleEdit):
         expression = source.open(self.site)
         source.places[self] = {expression.node}
         argument = expression.argument_node(self.argument)
-        if writes_to(expression, self.argument):  # torch.where would make another tensor than the op writes to
-            self._write_in_place(source, expression, argument)
-            return
+        if name_called(expression.node).endswith("_"):  # torch.where would make another tensor than the op writes to
+            raise CannotWriteError
         is_selected = _selects_by(expression, self._condition(expression.editor.operand(argument), inside=True))
         text = expression.editor.code(argument)
         if source.probe == "edge" and self.edges:
@@ -97,14 +95,6 @@ class GuardArgument(SingleEdit):
             safe = f"torch.where({self._condition(again, inside=False)}, {self.safe}, {again})"
             text = _filled_where(self._condition(first, again, inside=False), self.fill, expression, {argument: safe})
         expression.editor.replace(expression.node, text, before)
-
-    def _write_in_place(self, source: SourceWriter, expression: Expression, argument: ast.expr) -> None:
-        if source.probe is not None:
-            raise CannotWriteError
-        kept, change = read_twice(expression, argument), expression.editor
-        first, again, before = change.named(expression.node, self._condition(kept, inside=False), "outside")
-        text = expression.editor.code(expression.node, {argument: f"{kept}.masked_fill_({first}, {self.safe})"})
-        change.replace(expression.node, f"{text}.masked_fill_({again}, {self.fill})", before)
 
     def _condition(self, first: str, again: str = "", *, inside: bool) -> str:
         """Return the condition that an argument is `inside` the bounds, strictly between the ends or not 0; or outside.
@@ -124,11 +114,7 @@ def _filled_where(condition: str, fill: float, expression: Expression, texts: Te
     if isinstance(node, ast.AugAssign):
         made = f"{expression.editor.operand(node.target)} {operator_of(node)} {next(iter(texts.values()))}"
         return f"{expression.editor.code(node.target)} = torch.where({condition}, {fill}, {made})"
-    changed = expression.editor.code(expression.node, texts)
-    is_written = name_called(node).endswith("_")
-    return (
-        f"{changed}.masked_fill_({condition}, {fill})" if is_written else f"torch.where({condition}, {fill}, {changed})"
-    )
+    return f"torch.where({condition}, {fill}, {expression.editor.code(node, texts)})"
 
 
 def _selects_by(expression: Expression, condition: str) -> bool:

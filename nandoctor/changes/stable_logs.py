@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -235,8 +235,6 @@ class LogSpace:
         made = form(subject)
         if made is None or name in _UNTRACED_CASTS:
             return made
-        if not self._is_known_here(node, without=subject):
-            raise CannotWriteError
         text = self._change.code(node, {subject: grouped(made.text)})
         return _Log(text=text, is_low=made.is_low)
 
@@ -245,8 +243,6 @@ class LogSpace:
         log = self._log_of(subject)
         if log is None:
             return None
-        if not self._is_known_here(expression.node, without=subject):
-            raise CannotWriteError
         dims = expression.texts_after_first()
         given = [log.wide, *dims] if dims else [f"{grouped(log.wide)}.flatten()", "0"]
         return _Log(text=f"torch.logsumexp({', '.join(given)})", terms=log.text, dims=tuple(dims))
@@ -257,8 +253,6 @@ class LogSpace:
         log = self._log_of(subject)
         if log is None:
             return None
-        if not self._is_known_here(expression.node, without=subject):
-            raise CannotWriteError
         return _Log(text=f"{grouped(log.wide)}.sum({', '.join(expression.texts_after_first())})")
 
     def _joined(self, node: ast.BinOp, sign: str) -> _Log | None:
@@ -295,18 +289,17 @@ class LogSpace:
         return _Log(text=f"{self._functional}.softplus({exponent.wide})", terms=exponent.text)
 
     def _leaf(self, node: ast.expr) -> _Log:
-        """Return the text of an expression as it can be read at the logarithm; a call in it is made only once."""
+        """Return the text of an expression at the logarithm; a call in it is made only once."""
         self._sources.add(node)
         has_effects = any(isinstance(below, HAS_EFFECTS) for below in ast.walk(node))
-        if not (self._place in self._tree.ancestors(node) if has_effects else self._is_known_here(node)):
+        if has_effects and self._place not in self._tree.ancestors(node):
             return self._hoist(node)
         code = self._change.code(node)
         return _Log(text=f"({code})" if isinstance(node, _BINDS_LOOSELY) else code, is_low=self._is_low(node))
 
     def _hoist(self, node: ast.expr) -> _Log:
         """Return a name for an expression, which is assigned before its statement."""
-        is_view = isinstance(node, ast.Name | ast.Attribute) or self._named_op(node)[0] in _MOVES_AND_CASTS
-        if self._tree.statement_of(node) is None or (is_view and self._definitions.is_written_into(node)):
+        if self._tree.statement_of(node) is None:
             raise CannotWriteError
         if node not in self._hoisted:
             name = self._change.new_name("logits", node)
@@ -318,15 +311,6 @@ class LogSpace:
         parent = next((item for item in self._tree.ancestors(node) if item in self._calls), None)
         taken = self._calls[parent].inputs[:1] if parent is not None else ()
         return any(tensor.stats is not None and tensor.stats.dtype in (FP16, BF16) for tensor in taken)
-
-    def _is_known_here(self, node: ast.AST, without: ast.AST | None = None) -> bool:
-        """Return True if an expression means the same at the logarithm; the part `without` may be different there."""
-        if without is None:
-            return self._place in self._tree.ancestors(node) or self._definitions.means_the_same(node, self._place)
-        return all(
-            child is without or self._is_known_here(child, without if without in ast.walk(child) else None)
-            for child in _placed_below(node)
-        )
 
     def _resolved(self, node: ast.expr) -> ast.expr:
         while isinstance(node, ast.Name) and (value := self._definitions.value_of(node)) is not None:
@@ -362,12 +346,3 @@ def _log_of_number(node: ast.expr) -> _Log | None:
     if number is None or number <= 0:
         return None
     return _Log(text="0" if number == 1 else f"{math.log(number):.8g}")
-
-
-def _placed_below(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes directly below one that have a place in the text."""
-    for child in ast.iter_child_nodes(node):
-        if hasattr(child, "lineno"):
-            yield child
-        else:
-            yield from _placed_below(child)

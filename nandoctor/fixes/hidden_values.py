@@ -16,12 +16,12 @@ from nandoctor.diagnosis.origin import trace_back
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.diagnosis.verdict import judge, name_op
 from nandoctor.engine.exposed_step import WAYS, Exposing, Taken
-from nandoctor.engine.runner import CLOSELY, Batch, FailingStep, Outcome, Watch
+from nandoctor.engine.runner import CLOSELY, FailingStep, Outcome, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Reproduction
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.fixes.variations import find_doubts
-from nandoctor.ops import COMPARISONS, FILLS, SEES_NAN
+from nandoctor.ops import COMPARISONS, SEES_NAN
 from nandoctor.text import are, join_first
 from nandoctor.tracing.tensor_tree import walk_tensors
 from nandoctor.trees import tree_leaves
@@ -42,8 +42,6 @@ def look_for_hidden(step: FailingStep, findings: Findings) -> Findings:
         ops = findings.ops or step.run(watch=CLOSELY).trace.ops
         if _may_hide(ops, findings.trace):
             findings = _look(step, findings)
-        elif findings.trace.spoilt_buffers:
-            findings = replace(findings, trace=_without_resets(step, findings))
     if findings.exposed is not None or step.loss is not None:
         return findings
     return replace(findings, gaps=(*find_doubts(step), *findings.gaps))
@@ -57,30 +55,6 @@ def describe_hidden(step: FailingStep) -> str | None:
             found = _look(step, Findings(trace=trace, reference=trace, verdict="healthy", conclusion=Conclusion()))
             return found.notes[0] if found.exposed is not None else None
     return None
-
-
-def _without_resets(step: FailingStep, findings: Findings) -> Trace:
-    """Return the trace without the buffers that the code sets to infinity, as when it resets a tracker of a minimum.
-
-    Such a buffer's infinities were all written as a number; one that no op is known to have made is not intended.
-    """
-    spoilt = findings.trace.spoilt_buffers
-
-    def read_spoilt(batch: Batch) -> dict[str, torch.Tensor]:
-        step.forward(batch)
-        return {name: buffer for name, buffer in step.model.named_buffers() if name in spoilt}
-
-    trace = replace(step, forward=read_spoilt, loss=None).run(watch=CLOSELY).trace
-    meant = {stats.path for stats in trace.output if _is_set(stats, trace)}
-    return replace(findings.trace, spoilt_buffers=tuple(name for name in spoilt if name not in meant))
-
-
-def _is_set(held: TensorStats, trace: Trace) -> bool:
-    if held.producer is None:
-        return False
-    found = trace_back(trace.ops, trace, [held.producer], trace.format)
-    put = [source.op for source in found.written]
-    return not (found.sources or found.outside) and all(op.op in FILLS and writes_infinity(op) for op in put)
 
 
 def _may_hide(ops: Iterable[OpCall], trace: Trace) -> bool:
