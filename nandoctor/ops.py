@@ -129,9 +129,6 @@ def unread_inputs(name: str, arguments: Arguments) -> tuple[str, ...]:
     return ("self",) if is_unread else ()
 
 
-FACTORABLE = _names("matmul mm bmm mv dot einsum tensordot inner outer")
-"""Products that are linear in their first tensor, with nothing added to them."""
-
 REDUCTIONS = _names(
     """sum nansum mean nanmean var std var_mean std_mean prod cumsum cumprod norm linalg_vector_norm linalg_norm
     linalg_matrix_norm frobenius_norm nuclear_norm logsumexp logcumsumexp trace avg_pool1d avg_pool2d avg_pool3d

@@ -36,14 +36,14 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_167, "tests": 35_754, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_079, "tests": 35_746, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_052,
+    FILES: 3_049,
     "autocast": 913,
     "capture": 2_950,
-    "causes": 2_658,
-    "changes": 2_854,
+    "causes": 2_641,
+    "changes": 2_786,
     "cli": 964,
     "diagnosis": 2_036,
     "dumps": 3_597,

@@ -17,19 +17,14 @@ When it is wrong
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nandoctor.causes.base import Candidate, Finding, factors
+from nandoctor.causes.base import Finding, factors
 from nandoctor.causes.sentences import argument, explain_overflow
-from nandoctor.changes.places import descendants, site_of
-from nandoctor.changes.scale_first import ScaleFirst
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.ops import DIVISIONS, FACTORABLE, MOVES, PRODUCTS, SCALINGS
+from nandoctor.ops import PRODUCTS
 from nandoctor.text import number, plural
 
 TITLE = "A matrix product is too large for its format"
 PHASES = ("forward",)
-_DEPTH = 4
 
 
 def diagnose(finding: Finding) -> Account | None:
@@ -47,15 +42,3 @@ def diagnose(finding: Finding) -> Account | None:
         for operand in factors(finding)
     )
     return explain_overflow(finding, f"The {finding.op.op}", (*terms, *sizes))
-
-
-def suggest(finding: Finding) -> Iterator[Candidate]:
-    """Scale before the product, if a multiplication or division by a number follows it."""
-    if finding.op.op not in FACTORABLE:
-        return
-    for scale in descendants(finding.ops, finding.op.order, _DEPTH, through=MOVES):
-        numbers = [value for name, value in scale.scalars if name == "other" and value]
-        if scale.op in SCALINGS and numbers:
-            factor = 1 / numbers[0] if scale.op in DIVISIONS else numbers[0]
-            if abs(factor) < 1:
-                yield (ScaleFirst(product=site_of(finding.op), scale=site_of(scale), factor=factor),)

@@ -7,10 +7,9 @@ from nandoctor.changes import (
     guard,
     keep_fp32,
     log_space,
-    scale_first,
     setting,
     softmax_rows,
     state,
 )
 
-MODULES = (keep_fp32, constant, clamp, guard, scale_first, log_space, softmax_rows, state, batch, setting)
+MODULES = (keep_fp32, constant, clamp, guard, log_space, softmax_rows, state, batch, setting)

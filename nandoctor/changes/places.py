@@ -57,12 +57,10 @@ def ancestors(
         wave = following
 
 
-def descendants(
-    ops: Mapping[int, OpCall], made: int, steps: int, *, through: frozenset[str] | None = None
-) -> Iterator[OpCall]:
-    """Yield the ops that use the output of the op `made`, nearest first, with limits as for `ancestors`."""
+def descendants(ops: Mapping[int, OpCall], made: int, steps: int) -> Iterator[OpCall]:
+    """Yield the ops that use the output of the op `made`, nearest first, at most `steps` further on."""
     wave = {made}
     for _ in range(steps):
         found = [op for op in ops.values() if any(tensor.producer in wave for tensor in op.inputs)]
         yield from found
-        wave = {op.order for op in found if through is None or op.op in through}
+        wave = {op.order for op in found}

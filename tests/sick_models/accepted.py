@@ -10,7 +10,7 @@ formula has none and no limit either.
 
 ACCEPTED = {
     "product/decoder-feed-forward": "keep-module layers.1.feed.down",
-    "product/patch-attention-scores": "scale-first scores = (before * self.query(x)) @ self.key(x).transpose(-2, -1) * after",
+    "product/patch-attention-scores": "keep-op scores = (before * self.query(x)) @ self.key(x).transpose(-2, -1) * after",
     "product/detector-lateral": "keep-module neck.lateral",
     "product/recurrence": "keep-module recur",
     "product/retrieval-einsum": 'keep-op similarity = torch.einsum("qd,pd->qp", self.ask(question), self.answer(passage))',
