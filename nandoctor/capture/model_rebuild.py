@@ -23,7 +23,7 @@ from nandoctor.capture.source_info import (
     source_file,
 )
 from nandoctor.dumps.packing import pack
-from nandoctor.source_files import PACKAGE_FOLDERS, defines_code, find_typed, is_installed
+from nandoctor.source_files import PACKAGE_FOLDERS, defines_code, find_typed
 from nandoctor.step.argument_objects import NotDescribableError, describe_argument, find_standard
 from nandoctor.trees import PLAIN
 
@@ -132,11 +132,10 @@ def _describe_importable(thing: Any) -> dict[str, str]:
         raise NotDescribableError
     if find_typed(source["module"], name) is thing and not source["file"]:
         return source
-    if path is None or Path(source["file"]).is_absolute():
-        raise NotDescribableError
-    if not source["file"] and PACKAGE_FOLDERS.isdisjoint(path.parts):  # Python's own: not imported for a dump
-        raise NotDescribableError
-    if not defines_code(path, name, own=not is_installed(path)):
+    is_own = bool(source["file"]) and not Path(source["file"]).is_absolute()
+    # Python's own are not imported for a dump, nor is what lies elsewhere.
+    is_packaged = path is not None and not source["file"] and not PACKAGE_FOLDERS.isdisjoint(path.parts)
+    if path is None or not (is_own or is_packaged) or not defines_code(path, name, own=is_own):
         raise NotDescribableError
     return source
 

@@ -104,11 +104,7 @@ class Dump:
     @property
     def step(self) -> int | None:
         """The saved step of the training, under one of the names that the recorder and most scripts use."""
-        return self.find_count("step", "global_step", "iteration", "iter")
-
-    def find_count(self, *names: str) -> int | None:
-        """Return the integer saved under the first of these names that has one, however nested; None if none has."""
-        scalars = self.scalars_by_last_name
+        scalars, names = self.scalars_by_last_name, ("step", "global_step", "iteration", "iter")
         return next((scalars[name] for name in names if type(scalars.get(name)) is int), None)
 
     def _count(self, name: str, default: int) -> int:

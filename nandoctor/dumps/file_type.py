@@ -72,10 +72,6 @@ class Member:
         """Return the content, cut from the data of the whole file."""
         return data[self.offset : self.offset + self.nbytes]
 
-    def is_intact(self, data: Any) -> bool:
-        """Return True if the content matches its CRC, which torch writes and never reads, or if there is none."""
-        return not self.crc32 or zlib.crc32(self.of(memoryview(data))) == self.crc32
-
 
 def damaged(what: str) -> DumpError:
     """Return the error for a file that was once good."""
@@ -187,8 +183,8 @@ def _describe_stranger(head: bytes) -> DumpError:
 
 def _open_archive(data: mmap.mmap, path: Path) -> Container:
     members = _find_members(data)
+    _check_bytes(data, members)
     if members and all(name.endswith(".npy") for name in members):
-        _check_bytes(data, members)
         return Container(path=path, data=data, pickle=b"", folder="", members=members)
     folder = next(iter(members), "").partition("/")[0]  # the first member's, as in torch
     if f"{folder}/data.pkl" not in members:
@@ -203,14 +199,14 @@ def _open_archive(data: mmap.mmap, path: Path) -> Container:
             remedy="Save arrays as tensors or numpy arrays, not as lists of numbers.",
         )
     _check_byte_order(data, order)
-    _check_bytes(data, members)
     others = {name: member for name, member in members.items() if member is not pickle}
     return Container(path=path, data=data, pickle=pickle.of(data), folder=folder, members=others)
 
 
 def _check_bytes(data: mmap.mmap, members: Mapping[str, Member]) -> None:
+    """Compare each member with its CRC, which torch writes and never reads."""
     for name, member in members.items():
-        if not member.is_intact(data):
+        if member.crc32 and zlib.crc32(member.of(memoryview(data))) != member.crc32:
             raise damaged(f"the bytes of {name} do not match the checksum that was written with them")
 
 

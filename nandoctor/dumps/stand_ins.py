@@ -108,13 +108,6 @@ def _make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
     return OrderedDict(pairs)
 
 
-def _make_counter(counts: Any = None) -> dict[Any, Any]:
-    """Return the counts as a dict. Raises pickle.UnpicklingError: they are none, and counting them could take hours."""
-    if type(counts) is not dict:
-        raise pickle.UnpicklingError("no counts by key")
-    return dict(counts)
-
-
 def _layout_name(name: object) -> object:
     """Stand in for the function that finds a layout by its name."""
     return name
@@ -163,7 +156,6 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "builtins.bytes": lambda: b"",
     "_codecs.encode": _encode,
     "collections.OrderedDict": _make_ordered,
-    "collections.Counter": _make_counter,
     "collections.defaultdict": lambda *_: {},  # the items come after the call
     "collections.deque": lambda *_: [],
     "builtins.getattr": lambda *_: Record,  # by which protocol 2 names a nested class, or the method of a time zone

@@ -5,8 +5,6 @@ Memory and time are bounded by what is refused: with the calls obeyed, those ove
 
 from __future__ import annotations
 
-import collections
-
 import forge
 import pytest
 import torch
@@ -14,7 +12,7 @@ import torch
 from nandoctor.dumps.reader import look_at_dump, read_dump
 from nandoctor.errors import DumpError
 
-SET, COUNTER = forge.name("builtins", "set"), forge.name("collections", "Counter")
+SET = forge.name("builtins", "set")
 SIZE, PARAMETER = forge.name("torch", "Size"), forge.name("torch._utils", "_rebuild_parameter")
 EXPANDED = forge.tensor(size=(10**8,), stride=(0,))
 COLLIDING = b"".join(forge.integer(1 + number * (2**61 - 1)) for number in range(8, 3000))
@@ -121,9 +119,9 @@ def test_numbers_that_could_be_chosen_as_keys(add, tmp_path):
 
 def test_honest_calls_are_obeyed(tmp_path):
     """What torch.save writes, and the ordered dict of Python 2, with its pairs in the call."""
-    kept = {"seen": {1, 2}, "count": collections.Counter("aab"), "size": torch.Size([1, 2])}
+    kept = {"seen": {1, 2}, "size": torch.Size([1, 2])}
     torch.save({"state_dict": {"weight": torch.ones(2)}, **kept}, tmp_path / "new.pth")
-    assert read_dump(tmp_path / "new.pth").scalars == {"seen": [1, 2], "count.a": 2, "count.b": 1, "size": [1, 2]}
+    assert read_dump(tmp_path / "new.pth").scalars == {"seen": [1, 2], "size": [1, 2]}
     pairs = b"".join(b"](" + forge.text(f"{number}.weight") + forge.tensor() + b"e" for number in range(600))
     state = forge.call(forge.name("collections", "OrderedDict"), b"](" + pairs + b"e")
     (tmp_path / "old.pth").write_bytes(forge.archive(forge.mapping(state_dict=state)))

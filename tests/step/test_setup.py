@@ -110,8 +110,6 @@ class WithoutForward(nn.Linear):
         (None, Settings(), ModelError, "not the model's code"),
         (nn.Linear(2, 2), Settings(), ModelError, "another model's state dict|do not fit"),
         (WithoutForward(3, 2), Settings(), ModelError, "The model has no forward"),
-        (nn.Linear(3, 2), Settings(device="gpu"), NanDoctorError, "device 'gpu'"),
-        (nn.Linear(3, 2), Settings(device="meta"), NanDoctorError, "device 'meta'"),
         (nn.Linear(3, 2), Settings(inputs=("pixels",)), ModelError, "no array 'pixels'"),
         (nn.Linear(3, 2), Settings(output="pixels"), DumpError, "no array 'pixels'"),
         (nn.Linear(3, 2), Settings(call="no_such_module_here:f"), ModelError, "no_such_module_here"),
