@@ -190,11 +190,6 @@ def _origin_of(top: str) -> Path | None:
     return Path(found.origin).resolve() if found is not None and found.has_location and found.origin else None
 
 
-def holds_packages(folder: Path) -> bool:
-    """Return True if packages are installed in a folder: a virtual environment, or its site-packages."""
-    return folder.name in PACKAGE_FOLDERS or (folder / "pyvenv.cfg").is_file()
-
-
 def shown_path(path: Path) -> str:
     """Return the path to show: relative to the working directory if it lies inside."""
     path, here = path.resolve(), Path.cwd().resolve()
@@ -215,7 +210,7 @@ def own_source(file: str) -> Path | None:
     except (OSError, RuntimeError, ValueError):  # a loop of links, a name that is too long or invalid
         return None
     folders = [folder for folder in path.parents if folder.is_relative_to(here)]
-    installed = any(map(holds_packages, folders))
+    installed = any(folder.name in PACKAGE_FOLDERS or (folder / "pyvenv.cfg").is_file() for folder in folders)
     return path if inside and not installed and path.stat().st_size <= _MAX_OWN_NBYTES else None
 
 

@@ -112,13 +112,11 @@ class StateKeeper:
         return self._plan.take()
 
     def _choose(self, tensors: Tensors) -> Set[int]:
-        """Return the indices of the tensors to copy: of all if there is room, else of all buffers or of small ones."""
+        """Return the indices of the tensors to copy: of all if there is room, else of the small buffers."""
         present = {index: tensor for index, tensor in enumerate(tensors) if tensor is not None and has_values(tensor)}
-        buffers = [index for index in present if index < self._num_buffers]
-        small = [index for index in buffers if present[index].nbytes <= _SMALL_NBYTES]
-        chosen = ([*present], buffers)
-        fit = (group for group in chosen if has_room([present[index] for index in group], self._undo_nbytes))
-        return frozenset(next(fit, small))
+        if has_room([*present.values()], self._undo_nbytes):
+            return present.keys()
+        return {i for i, tensor in present.items() if i < self._num_buffers and tensor.nbytes <= _SMALL_NBYTES}
 
     def state(self, snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], list[str]]:
         """Return a snapshot's tensors by name, and the names of tensors that were overwritten without a copy."""
