@@ -79,12 +79,12 @@ def flag_nonfinite(tensors: Iterable[torch.Tensor], device: torch.device, *, ask
         for values in tensors
         if values.is_floating_point() or values.is_complex()
     ]
-    is_bad = ~torch.stack(found).all() if found else torch.zeros((), dtype=torch.bool, device=device)
+    any_nonfinite = ~torch.stack(found).all() if found else torch.zeros((), dtype=torch.bool, device=device)
     rank, world_size = read_rank()
     if not ask_all or world_size == 1:
-        return Flag(is_bad)
+        return Flag(any_nonfinite)
     flags = torch.zeros(1 + world_size, device=device)
-    flags[0] = flags[1 + rank] = is_bad
+    flags[0] = flags[1 + rank] = any_nonfinite
     dist.all_reduce(flags[1:], op=dist.ReduceOp.MAX)
     return Flag(flags)
 
