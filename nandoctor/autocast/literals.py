@@ -47,9 +47,10 @@ _SCALING: Mapping[Any, Any] = {
 tensor, which torch.func wraps, so that a Python kernel cannot take it."""
 
 FP32_FOR_HALF: Mapping[torch.dtype, torch.dtype] = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-FP64_FOR_ALL: Mapping[torch.dtype, torch.dtype] = dict.fromkeys(
-    (torch.float16, torch.bfloat16, torch.float32), torch.float64
-)
+FP64_FOR_ALL: Mapping[torch.dtype, torch.dtype] = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
+    torch.complex64: torch.complex128,
+}
 
 _on_host: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 """Tensors that CUDA code would have left on the CPU, by `id`: a mark on the tensor itself would be saved with it."""

@@ -146,8 +146,8 @@ def _modules_kept(kept: Mapping[str, bool], model: nn.Module, device: torch.devi
             module = modules[path]
             own = [*module.parameters(recurse=children), *module.buffers(recurse=children)]
             # With autocast off, low-precision weights would not fit fp32 inputs.
-            narrow = [tensor for tensor in own if tensor.dtype in LOW_DTYPES]
-            stack.enter_context(state_in(narrow, torch.float32, in_files=in_files))
+            narrow = [(tensor, torch.float32) for tensor in own if tensor.dtype in LOW_DTYPES]
+            stack.enter_context(state_in(narrow, in_files=in_files))
         for module in model.modules():
             pre = nn.Module.register_forward_pre_hook(module, regions.enter, with_kwargs=True, prepend=True)
             stack.callback(pre.remove)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy, torch_dtype
+from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy
 from nandoctor.dumps.tensors import unexpanded
 from nandoctor.errors import LossError
 from nandoctor.evidence.trace import ModuleCall, TensorStats
@@ -180,8 +180,8 @@ def _writes_only(module: nn.Module) -> bool:
 
 def state_widened(state: Iterable[torch.Tensor], policy: Policy) -> AbstractContextManager[None]:
     """Return a context that holds the model's tensors in a reference's format, as half precision would round."""
-    narrower = [tensor for tensor in state if _is_narrower(tensor, policy)]
-    return state_in(narrower, torch_dtype(policy.format), in_files=memory_of(narrower) >= LARGE_NBYTES)
+    wider = [(tensor, dtype) for tensor in state if (dtype := _wider_dtype(tensor, policy)) is not None]
+    return state_in(wider, in_files=memory_of([tensor for tensor, _ in wider]) >= LARGE_NBYTES)
 
 
 def copied_input(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
@@ -191,24 +191,27 @@ def copied_input(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
     """
     is_small = tensor.layout is not torch.strided or memory_of([tensor]) < _EXPANDED_NBYTES
     stored = tensor if is_small else unexpanded(tensor)
-    made = stored.to(torch_dtype(policy.format)) if _is_narrower(stored, policy) else stored
+    dtype = _wider_dtype(stored, policy)
+    made = stored if dtype is None else stored.to(dtype)
     return made.clone() if stored is tensor else made.clone().expand(tensor.shape)
 
 
-def _is_narrower(tensor: torch.Tensor, policy: Policy) -> bool:
-    """Return True if a reference widens this tensor: fp32 widens half precision, fp64 everything."""
+def _wider_dtype(tensor: torch.Tensor, policy: Policy) -> torch.dtype | None:
+    """Return the dtype in which a reference holds this tensor, None if its own: fp32 widens halves, fp64 everything."""
     if is_lazy(tensor):
-        return False
-    return tensor.dtype in LOW_DTYPES if policy is REFERENCE else policy is EXACT and tensor.is_floating_point()
+        return None
+    if policy is EXACT and (tensor.is_complex() or tensor.is_floating_point()):
+        return torch.complex128 if tensor.is_complex() else torch.float64
+    return torch.float32 if policy is REFERENCE and tensor.dtype in LOW_DTYPES else None
 
 
-def state_in(tensors: Iterable[torch.Tensor], dtype: torch.dtype, *, in_files: bool) -> AbstractContextManager[None]:
+def state_in(wanted: Iterable[tuple[torch.Tensor, torch.dtype]], *, in_files: bool) -> AbstractContextManager[None]:
     """Return a context in which these weights and buffers have another dtype; their own values come back after it.
 
     With `in_files` large ones lie in files meanwhile.
     """
     to = cast_to_file if in_files else torch.Tensor.to
-    return held(*((tensor, "data", to(tensor.data, dtype)) for tensor in tensors))
+    return held(*((tensor, "data", to(tensor.data, dtype)) for tensor, dtype in wanted))
 
 
 _DRAWING = frozenset(

@@ -107,6 +107,20 @@ for step, change in ((dose, "guard"), (gain, "guard"), (mean_of_what_fires, "*")
 
 lifted("decibels", "numerics . log log-of-zero", ZEROS, "none", lambda h, x: h + 20 * torch.log(x))
 lifted("direction of nothing", DIVISION, ZEROS, "none", lambda h, x: h * (x / x.norm(dim=-1, keepdim=True)))
+
+
+@rows(DIVISION, ZEROS, fix="none")
+class PhaseOfSilence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Parameter(torch.eye(8, dtype=torch.complex64))
+
+    def forward(self, x):
+        wave = torch.complex(x, x.roll(1, -1)) @ self.mix
+        phase = wave / wave.abs()
+        return (phase * phase.roll(1, -1).conj()).real
+
+
 lifted(
     "bin",
     "numerics . log log-of-zero",
