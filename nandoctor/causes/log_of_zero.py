@@ -20,6 +20,7 @@ When it is wrong
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from nandoctor.causes.base import Candidate, Finding, OutsideTensor, outside_domain, writes_infinity
 from nandoctor.causes.invalid_domain import clamp_into_domain
@@ -37,6 +38,11 @@ PHASES = ("forward", "constant")
 
 _DEPTH = 6
 _PROBABILITIES = {"softmax": "F.log_softmax", "sigmoid": "F.logsigmoid"}
+_INVERTIBLE = Evidence(
+    STABLE_FORM,
+    "invertible",
+    "keep the matrix invertible: by its triangular factors, or with a multiple of the identity",
+)
 _WRITTEN = "The code writes -inf here, the logarithm of a probability of 0, and the loss is computed from it."
 
 
@@ -48,10 +54,17 @@ def diagnose(finding: Finding | OutsideTensor) -> Account | None:
     if writes_infinity(finding.op) and finding.analysis.kinds == ("-inf",):
         return _explain_written(finding.analysis.num_bad)
     if finding.op.op in HIDDEN_LOGARITHMS and finding.analysis.kinds in (("+inf",), ("-inf",)):
-        why = HIDDEN_LOGARITHMS[finding.op.op]
-        headline = f"{subject(finding.op)} is infinite: {why}"
-        return _explain(finding.analysis.num_bad, headline, f"{finding.op.op} is infinite: {why}.")
+        return _explain_hidden(finding, HIDDEN_LOGARITHMS[finding.op.op])
     return _diagnose_logarithm(finding)
+
+
+def _explain_hidden(finding: Finding, why: str) -> Account:
+    """Explain an op that takes a logarithm itself: of a determinant, or of the probability of a target."""
+    told = f"{finding.op.op} is infinite: {why}."
+    of_target = finding.op.op == "ctc_loss"
+    told = told if of_target else f"{told} Better: {_INVERTIBLE.text}."
+    account = _explain(finding.analysis.num_bad, f"{subject(finding.op)} is infinite: {why}", told)
+    return account if of_target else replace(account, evidence=(*account.evidence, _INVERTIBLE))
 
 
 def _explain_written(num_infinite: int) -> Account:
