@@ -36,20 +36,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_020, "tests": 35_742, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_046, "tests": 35_765, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_042,
-    "autocast": 913,
+    "autocast": 914,
     "capture": 2_919,
-    "causes": 2_641,
+    "causes": 2_654,
     "changes": 2_786,
     "cli": 964,
-    "diagnosis": 2_036,
+    "diagnosis": 2_044,
     "dumps": 3_581,
-    "engine": 3_239,
+    "engine": 3_242,
     "evidence": 1_707,
-    "fixes": 3_683,
+    "fixes": 3_684,
     "fleet": 797,
     "recorder": 2_400,
     "records": 1_700,
