@@ -66,7 +66,3 @@ class SetOptimizerEps(SingleEdit):
     def title(self) -> str:
         """The new eps."""
         return f"Give the optimizer an eps of {constant(self.value)}"
-
-    def set_in(self, settings: FixSettings) -> FixSettings:
-        """Set the optimizer's eps."""
-        return replace(settings, optimizer_eps=self.value)
