@@ -12,8 +12,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_type_hints
 
+from nandoctor import pipeline  # noqa: F401 - a report is read with the kinds of changes that are suggested
 from nandoctor.causes.registry import list_pages
-from nandoctor.changes import kinds  # noqa: F401 - a report is read with the kinds of changes
 from nandoctor.evidence.codec import NONFINITE, arms_of, is_inlined, origin_of
 from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.report import SCHEMA, Report

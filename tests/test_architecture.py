@@ -51,8 +51,6 @@ MAX_LINES_OF_ROOMS = {
     "evidence": 1_707,
     "fixes": 3_684,
     "fleet": 797,
-    "recorder": 2_400,
-    "records": 1_700,
     "repro_scripts": 732,
     "step": 3_189,
     "tracing": 1_865,

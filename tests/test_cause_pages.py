@@ -1,6 +1,6 @@
 """docs/causes: each page is made from its cause and two programs; the failing one fails so, the fixed one is healthy.
 
-`python docs/cause_pages.py` writes the pages; UPDATE_README=1 the table in the README.
+`python docs/cause_pages.py` writes the pages.
 """
 
 from __future__ import annotations
