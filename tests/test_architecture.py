@@ -36,14 +36,14 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_042, "tests": 35_765, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_026, "tests": 35_774, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_042,
+    FILES: 3_041,
     "autocast": 914,
     "capture": 2_919,
     "causes": 2_654,
-    "changes": 2_782,
+    "changes": 2_767,
     "cli": 964,
     "diagnosis": 2_044,
     "dumps": 3_581,
