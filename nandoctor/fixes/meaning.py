@@ -108,7 +108,8 @@ class Meaning:
     def limit(self) -> Result | None:
         """The limits of values and gradients; None if float64 is finite, or nothing moves.
 
-        NaN is where there is no limit, Inf where no neighbour has a number either.
+        NaN is where there is no limit, Inf where no neighbour has a number either; -Inf if it grows without a limit when
+        the zeros that the failing ops take are moved.
         """
         if not self._trials.numerics or self._trials.exact().finite or is_large(self._trials.step.model):
             return None
@@ -118,6 +119,7 @@ class Meaning:
         values = _agreed([side.values for side in sides])
         if (is_open := self._open(values)) and (off_zero := self._follow_all(self._off_zero())):
             sides, moved = off_zero, _agreed([side.values for side in off_zero])
+            moved = {name: torch.where(torch.isfinite(value), value, -torch.inf) for name, value in moved.items()}
             values |= {name: torch.where(is_open[name], moved[name], values[name]) for name in is_open.keys() & moved}
         return Result(values=values, gradients=_agreed([side.gradients for side in sides]), ran=True)
 
@@ -169,8 +171,9 @@ class Meaning:
         for name in (name for name in limit.values if name in made.values):
             ours, tends, itself = (run.values[name].double() for run in (made, limit, exact))
             unknown, lacks = ~torch.isfinite(tends) & ~torch.isfinite(itself), self._lacks(name)
-            if self._gives_infinity and bool(unknown.any()):
-                lacks = lacks | (unknown & self._shows(edit, name))
+            grows = unknown & (torch.isneginf(tends) | self._gives_infinity)
+            if bool(grows.any()):
+                lacks = lacks | (grows & self._shows(edit, name))
             off = torch.where(torch.isfinite(tends), ours - tends, 0.0).abs().masked_fill(lacks, torch.inf)
             replaced = (off > TOLERANCE * _largest(tends)) & torch.isfinite(ours) & ~torch.isfinite(itself)
             if bool(replaced.any()):

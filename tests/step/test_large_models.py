@@ -99,7 +99,7 @@ def test_widened_weights_of_a_large_model_lie_in_files(monkeypatch, large):
     weight = torch.arange(1 << 20, dtype=torch.bfloat16).view(1024, 1024)
     turned = weight.clone().T
     before = weight.clone()
-    with module_state.state_in([weight, turned], torch.float32, in_files=large):
+    with module_state.state_in([(weight, torch.float32), (turned, torch.float32)], in_files=large):
         assert weight.dtype is turned.dtype is torch.float32
         assert torch.equal(weight, before.float())
         assert turned.stride() == (1, 1024)
