@@ -108,8 +108,8 @@ class Meaning:
     def limit(self) -> Result | None:
         """The limits of values and gradients; None if float64 is finite, or nothing moves.
 
-        NaN is where there is no limit, Inf where no neighbour has a number either; -Inf if it grows without a limit when
-        the zeros that the failing ops take are moved.
+        NaN is where there is no limit, Inf where no neighbour has a number either; -Inf if it grows without a limit
+        when the zeros that the failing ops take are moved.
         """
         if not self._trials.numerics or self._trials.exact().finite or is_large(self._trials.step.model):
             return None
