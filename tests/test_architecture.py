@@ -36,7 +36,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_029, "tests": 35_774, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_030, "tests": 35_774, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_041,
@@ -49,7 +49,7 @@ MAX_LINES_OF_ROOMS = {
     "dumps": 3_581,
     "engine": 3_242,
     "evidence": 1_707,
-    "fixes": 3_687,
+    "fixes": 3_688,
     "fleet": 797,
     "repro_scripts": 732,
     "step": 3_189,

@@ -119,7 +119,7 @@ class Meaning:
         values = _agreed([side.values for side in sides])
         if (is_open := self._open(values)) and (off_zero := self._follow_all(self._off_zero())):
             sides, moved = off_zero, _agreed([side.values for side in off_zero])
-            moved = {name: torch.where(torch.isfinite(value), value, -torch.inf) for name, value in moved.items()}
+            moved = {name: torch.where(torch.isnan(value), -torch.inf, value) for name, value in moved.items()}
             values |= {name: torch.where(is_open[name], moved[name], values[name]) for name in is_open.keys() & moved}
         return Result(values=values, gradients=_agreed([side.gradients for side in sides]), ran=True)
 
@@ -171,9 +171,10 @@ class Meaning:
         for name in (name for name in limit.values if name in made.values):
             ours, tends, itself = (run.values[name].double() for run in (made, limit, exact))
             unknown, lacks = ~torch.isfinite(tends) & ~torch.isfinite(itself), self._lacks(name)
-            grows = unknown & (torch.isneginf(tends) | self._gives_infinity)
-            if bool(grows.any()):
-                lacks = lacks | (grows & self._shows(edit, name))
+            if _with_other_numbers(edit) != edit:  # another form of the same puts no number anywhere
+                lacks = lacks | (torch.isneginf(tends) & ~torch.isfinite(itself))
+            if self._gives_infinity and bool(unknown.any()):
+                lacks = lacks | (unknown & self._shows(edit, name))
             off = torch.where(torch.isfinite(tends), ours - tends, 0.0).abs().masked_fill(lacks, torch.inf)
             replaced = (off > TOLERANCE * _largest(tends)) & torch.isfinite(ours) & ~torch.isfinite(itself)
             if bool(replaced.any()):
