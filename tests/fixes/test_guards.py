@@ -31,9 +31,6 @@ FORMS = {
     "in place": """h = h * 2
         h /= h.sum(-1, keepdim=True)
         return h""",
-    "by a method in place": """h = h * 2
-        h[:, :3].div_(h.sum(-1, keepdim=True))
-        return h""",
     "visible": "return h.sum(-1).sqrt()",
     "two": """n = h.pow(2).sum(
             -1, keepdim=True
