@@ -273,6 +273,8 @@ def infinity_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 passing_autograd: Callable[[], AbstractContextManager[None]] = partial(_find("torch._C._InferenceMode"), True)
 """The C++ `torch.inference_mode()`: the Python one costs as much as concatenating a few tensors."""
+flatten: Callable[[Sequence[Tensor]], Tensor] = _find("torch._utils._flatten_dense_tensors")
+"""Returns all elements of the tensors as one 1-D tensor."""
 copy_tensors: Callable[[list[Tensor], list[Tensor]], object] = _find("torch._foreach_copy_")
 """Copies each source, the second list, into its target."""
 

@@ -36,12 +36,12 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_030, "tests": 35_771, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_060, "tests": 35_771, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_041,
+    FILES: 3_043,
     "autocast": 914,
-    "capture": 2_919,
+    "capture": 2_947,
     "causes": 2_654,
     "changes": 2_767,
     "cli": 964,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import cmath
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -74,19 +75,28 @@ def flag_nonfinite(tensors: Iterable[torch.Tensor], device: torch.device, *, ask
 
     With `ask_all` under torch.distributed, the flags of all ranks follow; every rank must ask at the same step.
     """
-    found = [
-        torch.isfinite(values).all().to(device)
-        for values in tensors
-        if values.is_floating_point() or values.is_complex()
-    ]
-    any_nonfinite = ~torch.stack(found).all() if found else torch.zeros((), dtype=torch.bool, device=device)
+    found = [_has_nonfinite(values) for values in tensors if values.is_floating_point() or values.is_complex()]
     rank, world_size = read_rank()
     if not ask_all or world_size == 1:
-        return Flag(any_nonfinite)
+        return Flag(any(found) if {*map(type, found)} <= {bool} else _any(found, device))
     flags = torch.zeros(1 + world_size, device=device)
-    flags[0] = flags[1 + rank] = any_nonfinite
+    flags[0] = flags[1 + rank] = _any(found, device)
     dist.all_reduce(flags[1:], op=dist.ReduceOp.MAX)
     return Flag(flags)
+
+
+def _has_nonfinite(values: torch.Tensor) -> torch.Tensor | bool:
+    """Return True if any element is NaN or Inf: a bool for one number on a CPU, which is faster, else a tensor."""
+    if values.numel() != 1 or values.layout is not torch.strided:
+        return ~torch.isfinite(values).all()
+    if values.device.type == "cpu":
+        return not cmath.isfinite(values.item())
+    return (values.detach() * 0 != 0).squeeze()
+
+
+def _any(found: Sequence[torch.Tensor | bool], device: torch.device) -> torch.Tensor:
+    flags = [torch.as_tensor(flag, device=device) for flag in found or [False]]
+    return flags[0] if len(flags) == 1 else torch.stack(flags).any()
 
 
 def largest_over_ranks(local: torch.Tensor | float | None, device: torch.device) -> torch.Tensor | float | None:

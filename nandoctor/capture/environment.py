@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import random
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,13 +62,13 @@ def read_generators(device: torch.device) -> RandomStates:
 def read_autocast(device_type: str) -> dict[str, Any]:
     """Return the autocast state of this thread."""
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    return {
-        "enabled": enabled,
-        "device": device_type,
-        "dtype": dtype_name(dtype),
-        "cache": torch.is_autocast_cache_enabled(),
-        "emulated": enabled and device_type != "cuda" and is_emulating(device_type),
-    }
+    emulated = enabled and device_type != "cuda" and is_emulating(device_type)
+    return _describe_autocast(device_type, enabled, dtype, torch.is_autocast_cache_enabled(), emulated)
+
+
+@cache
+def _describe_autocast(device: str, enabled: bool, dtype: torch.dtype, cached: bool, emulated: bool) -> dict[str, Any]:
+    return {"enabled": enabled, "device": device, "dtype": dtype_name(dtype), "cache": cached, "emulated": emulated}
 
 
 def read_backends() -> dict[str, Any]:

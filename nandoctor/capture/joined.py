@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nandoctor.capture.sharding import local_part
-from nandoctor.torch_compat import infinity_norms, passing_autograd, sparse_values
+from nandoctor.torch_compat import flatten, infinity_norms, passing_autograd, sparse_values
 
 _SMALL = 1 << 16
 """Number of elements above which a tensor is measured in place, since joining it would copy it."""
@@ -35,6 +35,8 @@ class JoinOrder:
         self._shapes = [[tensors[place].shape for place in kind] for kind in kinds.values()]
         ends = [0, *accumulate(map(len, self._shapes))]
         self._slices = [slice(start, end) for start, end in pairwise(ends)]
+        # Flattening a few small tensors is faster than another call of torch.
+        self._is_few = len(tensors) <= 8 * len(kinds) and all(tensor.numel() <= _SMALL for tensor in tensors)
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Join the tensors in new memory."""
@@ -50,9 +52,10 @@ class JoinOrder:
         """Return the largest magnitude of all elements, NaN if one is NaN; None if all tensors are None."""
         bounds: list[float] = []
         with passing_autograd():
-            for part in self._slices:
+            for part in [slice(None)] if self._is_few else self._slices:
                 if present := [tensor for tensor in tensors[part] if tensor is not None]:
-                    low, high = torch.aminmax(present[0] if len(present) == 1 else _join(present))
+                    join = flatten if self._is_few else _join
+                    low, high = torch.aminmax(present[0] if len(present) == 1 else join(present))
                     bounds += (-low.item(), high.item())
         return math.nan if any(map(math.isnan, bounds)) else max(bounds, default=None)
 

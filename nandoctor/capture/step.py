@@ -265,6 +265,9 @@ def held(batch: Any) -> Any:
 
 def pack_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:
     """Pack the arguments of a call by reference."""
+    if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
+        packed = pack(args[0], "input.args.0")
+        return Packed({"args": (packed.tree,), "kwargs": {}}, *packed[1:])
     return pack({"args": args, "kwargs": dict(kwargs)}, "input", kinds=True)
 
 
