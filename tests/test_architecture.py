@@ -36,7 +36,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_060, "tests": 35_771, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_061, "tests": 35_771, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_043,
@@ -45,7 +45,7 @@ MAX_LINES_OF_ROOMS = {
     "causes": 2_654,
     "changes": 2_767,
     "cli": 964,
-    "diagnosis": 2_044,
+    "diagnosis": 2_045,
     "dumps": 3_581,
     "engine": 3_242,
     "evidence": 1_707,

@@ -308,7 +308,7 @@ def _conclude_traced(
     found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace)]
     # A mask constant that became -inf is harmless except in fully masked rows, and what ended on the way altogether:
     # any other diagnosis comes first.
-    found.sort(key=lambda it: (_is_mask(it[1]), _ends_on_the_way(it[1].origin, trace), it[0]))
+    found.sort(key=lambda it: (is_mask(it[1]), _ends_on_the_way(it[1].origin, trace), it[0]))
     start = found[0][0] if found else 0
     producers = {op.order for op in found_trace.ops if op.order >= start}
     involved = (place for place in places if place.value.producer in producers)
@@ -324,7 +324,8 @@ def _conclude_traced(
     )
 
 
-def _is_mask(diagnosis: Diagnosis) -> bool:
+def is_mask(diagnosis: Diagnosis) -> bool:
+    """Return True for the constant of a mask that does not fit its format."""
     return diagnosis.cause is not None and diagnosis.cause.code == MASK
 
 

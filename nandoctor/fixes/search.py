@@ -13,7 +13,7 @@ from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
 from nandoctor.changes.setting import WHOLE, SetOptimizerEps, UseFormat
-from nandoctor.diagnosis.conclusion import MASK, Findings
+from nandoctor.diagnosis.conclusion import Findings, is_mask
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.edits import Edit, SourcePatch, Together, flatten, is_text_alone, only_widens
@@ -200,9 +200,9 @@ class _Search:
         # A product that overflows in fp16 is far from fp32's limit, and such networks have the slowest float64 runs.
         # Added to a mask's constant, scores are lost in fp32, as intended; in a fully masked row, float64 keeps them.
         found = self._findings.conclusion
-        is_mask = any(diagnosis.cause and diagnosis.cause.code == MASK for diagnosis in found.diagnoses)
+        of_mask = any(map(is_mask, found.diagnoses))
         takes_sums = all(suspect.site.op in {*PRODUCTS, *CASTS} for suspect in found.suspects)
-        trusts_fp32 = is_mask or (takes_sums and found.largest < _LARGEST_NEAR)
+        trusts_fp32 = of_mask or (takes_sums and found.largest < _LARGEST_NEAR)
         return Verifier(
             self._trials,
             guilty=self._guilty,
