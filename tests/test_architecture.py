@@ -36,13 +36,13 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_061, "tests": 35_774, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_050, "tests": 35_775, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_043,
     "autocast": 914,
     "capture": 2_947,
-    "causes": 2_654,
+    "causes": 2_634,
     "changes": 2_767,
     "cli": 964,
     "diagnosis": 2_045,
@@ -51,8 +51,8 @@ MAX_LINES_OF_ROOMS = {
     "evidence": 1_707,
     "fixes": 3_688,
     "fleet": 797,
-    "repro_scripts": 732,
-    "step": 3_189,
+    "repro_scripts": 734,
+    "step": 3_196,
     "tracing": 1_865,
     "views": 2_926,
 }

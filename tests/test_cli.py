@@ -244,6 +244,7 @@ def test_wrong_usage_is_told_before_anything_runs(arguments, message):
         (["plot", "nowhere.pth"], "nowhere.pth"),
         (["replay", "sick.pth"], "not the model's code"),
         (["replay", "sick.pth", "--model", "Overflowing"], "does not say where to look"),
+        (["replay", "sick.pth", "--model", "train.ipynb:Net"], "jupyter nbconvert --to script train.ipynb"),
         (["replay", "sick.pth", "--model", "modles_of_the_test.py:f"], "Did you mean models_of_the_test.py?"),
         (["replay", "sick.pth", "--model", "models_of_the_test.py:healthyy"], "Did you mean healthy?"),
         (["replay", "sick.pth", "--model", "models_of_the_test.py:broken"], "RuntimeError"),

@@ -220,15 +220,6 @@ def _zeros(finding: Finding) -> tuple[Evidence, ...]:
     )
 
 
-def raise_constants(singular: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
-    """Yield larger values for the constants that keep an op off its singular point: its gradient grows with 1 / eps."""
-    for tensor in singular_inputs(singular):
-        for place in ancestors(ops, tensor, _DEPTH):
-            for name, was in place.scalars if place.op in _ADDING else ():
-                kept = [math.copysign(value, was) for value in sorted(_LARGER) if value > abs(was) > 0]
-                yield tuple(SetArgument(site=site_of(place), argument=name, was=was, value=value) for value in kept)
-
-
 def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
     """Raise the constant to one that the format can hold, and keep the line that uses it in fp32."""
     singular = finding.op if isinstance(finding, Finding) else finding.forward

@@ -17,13 +17,10 @@ When it is wrong
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
-from nandoctor.causes.eps_underflow import raise_constants
+from nandoctor.causes.base import GradientFinding, gradient_evidence
 from nandoctor.causes.sentences import gradient_at
 from nandoctor.evidence.report import Account
-from nandoctor.ops import DIVISIONS, GRADIENT_SUM
+from nandoctor.ops import GRADIENT_SUM
 from nandoctor.text import number
 
 TITLE = "A gradient is too large for its format"
@@ -46,11 +43,3 @@ def diagnose(finding: GradientFinding) -> Account | None:
         f"{number(finding.low.max)}.",
         evidence=gradient_evidence(finding),
     )
-
-
-def suggest(finding: GradientFinding) -> Iterator[Candidate]:
-    """Raise the constants in the next divisors."""
-    made = finding.forward.order if finding.forward is not None else None
-    for op in finding.ops.values():
-        if op.op in DIVISIONS and any(tensor.producer == made for tensor in op.inputs):
-            yield from raise_constants(op, finding.ops)

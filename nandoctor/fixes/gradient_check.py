@@ -140,12 +140,12 @@ class GradientCheck:
 
     def tell_made_up(self, made: Result) -> str | None:
         """Describe gradients that are finite but implausibly large, if the unchanged step has none; None otherwise."""
-        if self._trials.step.loss is surrogate_loss:
-            is_made_up = gradient_norm(made) > LARGEST_SQUARED and not self._trials.sound_reference(()).finite
-        else:
-            is_made_up = self._is_made_up(gradient_norm, made)
-        norm = number(gradient_norm(made))
-        return f"finite, but with a norm of {norm}, which only the change produces" if is_made_up else None
+        if self._trials.sound_reference(()).finite:
+            return None
+        norm, is_surrogate = gradient_norm(made), self._trials.step.loss is surrogate_loss
+        if norm <= LARGEST_SQUARED if is_surrogate else not self._is_made_up(gradient_norm, made):
+            return None
+        return f"finite, but with a norm of {number(norm)}, which only the change produces"
 
     @staticmethod
     def _describe_unknown(scale: float, larger: float, *, excused: bool) -> str:

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -105,6 +106,12 @@ def find_attribute(spec: Any, *, directory: Path | None = Path()) -> Any:
     with in_project() as project:
         if directory is not None and location.endswith(".py"):
             value: Any = _import_file(directory / location, project)
+        elif location.endswith(".ipynb"):
+            raise ModelError(
+                f"{location} is a notebook, and code is taken from Python files.",
+                remedy=f"Run `jupyter nbconvert --to script {shlex.quote(location)}`, and name the .py file that it "
+                "writes; or call nandoctor.replay(FILE, model=...) in the notebook itself.",
+            )
         else:
             value = _import_package(location, directory, project)
         for name in attribute.split("."):
