@@ -1,7 +1,5 @@
 """Shared fixtures: every test leaves torch as it found it."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -3,8 +3,6 @@
 In: what a test wants to be wrong. Out: bytes and files.
 """
 
-from __future__ import annotations
-
 import io
 import zipfile
 from contextlib import contextmanager

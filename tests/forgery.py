@@ -3,8 +3,6 @@
 In: what the stranger puts into a dump. Out: files below the working directory.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Build traces by hand: a few calls with the numbers that matter, and defaults for the rest. Trace a model's ops."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

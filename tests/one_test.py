@@ -1,7 +1,5 @@
 """Run many small cases in one test: as separate tests, they would take longer to distribute than to run."""
 
-from __future__ import annotations
-
 from itertools import product
 
 

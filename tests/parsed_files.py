@@ -1,7 +1,5 @@
 """Source files as trees, parsed once in a process for all the tests that read them: the package takes two seconds."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 

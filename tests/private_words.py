@@ -3,8 +3,6 @@
 In: a text. Out: those of its words that no reader knows.
 """
 
-from __future__ import annotations
-
 import re
 
 INSTEAD = {

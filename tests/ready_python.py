@@ -3,8 +3,6 @@
 Run as a script, this file is the process that they are forked from: it imports what it is told, and runs nothing else.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import json

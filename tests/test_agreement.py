@@ -1,7 +1,5 @@
 """What a search calls verified is FIXED once it is written."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

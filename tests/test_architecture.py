@@ -3,8 +3,6 @@
 `python tests/test_architecture.py` prints the lines of every room, and how many it may have.
 """
 
-from __future__ import annotations
-
 import ast
 import random
 import re

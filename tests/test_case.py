@@ -1,7 +1,5 @@
 """The notebook's view: load, replay, look."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

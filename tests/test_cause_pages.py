@@ -3,8 +3,6 @@
 `python docs/cause_pages.py` writes the pages.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import shutil

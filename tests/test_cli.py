@@ -1,7 +1,5 @@
 """The command line: what goes where, and with which exit code."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

@@ -1,7 +1,5 @@
 """The corpus of sick models through the public door: a dump file goes in, and the diagnosis is judged."""
 
-from __future__ import annotations
-
 import pytest
 from sick_models import all_cases, decoyed, healthy_models, renamed
 from sick_models.judging import diagnose, faults

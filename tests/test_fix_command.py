@@ -1,7 +1,5 @@
 """`nandoctor fix`: a verified change is printed, piped, or written and verified from the disk."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

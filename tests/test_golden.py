@@ -4,8 +4,6 @@ Versions, times and paths are left out. The texts are compared by their words, i
 its numbers, within rounding: other processors sum in another order.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What the replayed code warns of stays off the screen of a command, unless somebody asks for it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The picture of the house is true of the code: every call, name, option and verb that it shows is there."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

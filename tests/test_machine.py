@@ -1,7 +1,5 @@
 """What a container gives a process is what nandoctor takes."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The notebooks of docs/ run from top to bottom, and give what they show."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import nbformat

@@ -1,7 +1,5 @@
 """On a CUDA device: what happened there is found again on it and on a CPU, and training is left as it was."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 

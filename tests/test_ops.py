@@ -1,7 +1,5 @@
 """The table of ops: its names are torch's, its lengths are what torch sums, and all products are explained alike."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """The frozen outcomes: what is kept of a case, and what their comparison shows where another thing is said."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

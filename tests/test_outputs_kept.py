@@ -1,7 +1,5 @@
 """No verb writes over a file of the user's that merely names nandoctor, nor over the code that it runs."""
 
-from __future__ import annotations
-
 from click.testing import CliRunner
 
 from nandoctor.cli import main

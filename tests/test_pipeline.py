@@ -1,7 +1,5 @@
 """Whole replays of tiny models: verdict, first non-finite layer, grade, and how the failing setting is found."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -4,8 +4,6 @@ In ```console blocks the line after `$ ` is run and what it prints is compared; 
 with `nandoctor` is run. Each document is worked through in order, in a folder of its own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import os

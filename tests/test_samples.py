@@ -1,7 +1,5 @@
 """The sample dumps: each replay says what the script that made the dump documents, and each script makes it again."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """One walk through whatever holds something, and containers that are made again of other parts."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Whether a failing step passes now: `nandoctor verify`, `replay --check`, `nandoctor.verify`."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

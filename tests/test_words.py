@@ -1,7 +1,5 @@
 """Words that this project once made up do not return: the field has its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A fix is written whole or not at all, and only to files that are as they were when it was found."""
 
-from __future__ import annotations
-
 import py_compile
 import stat
 from pathlib import Path

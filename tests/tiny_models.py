@@ -1,7 +1,5 @@
 """Tiny models that the tests share: each does one thing that a tracer, a runner or a replay must take."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

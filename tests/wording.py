@@ -1,7 +1,5 @@
 """Compare printed texts across machines, without the numbers that depend on the processor's order of summation."""
 
-from __future__ import annotations
-
 import io
 import re
 

@@ -1,7 +1,5 @@
 """Torch's own CUDA autocast, asked with fake tensors, gives the dtypes that the emulation gives."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a model's code makes in half precision by name is wide in the references, and as asked for everywhere else."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Each training runs in this folder: a recorder hashes the files of the working directory that are loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Training loops as people write them, around one small model: each trains a `Run`, with a recorder or without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

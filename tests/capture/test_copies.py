@@ -1,7 +1,5 @@
 """A model under a recorder is copied and saved as any other: averages of its weights, whole models in a file."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import zipfile

@@ -1,7 +1,5 @@
 """Many tensors copied and measured by a few calls: each copy is its own tensor's, and no NaN is overlooked."""
 
-from __future__ import annotations
-
 import math
 import random
 

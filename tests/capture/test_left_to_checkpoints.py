@@ -1,7 +1,5 @@
 """Weights without room in a dump: a replay takes them from a checkpoint."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 

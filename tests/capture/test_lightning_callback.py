@@ -1,7 +1,5 @@
 """A real training of Lightning that dies under AMP, and the replay of its training_step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from trainings import LOUD, Segmenter, loss_of, make_batch

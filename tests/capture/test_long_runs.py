@@ -1,7 +1,5 @@
 """What a recorder leaves behind: after a run that was killed, and after one of 2,500 steps."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref

@@ -1,7 +1,5 @@
 """Loops x what fails in them: the file has the step that caused it, from before its update."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from contextlib import nullcontext, suppress

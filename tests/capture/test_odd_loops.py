@@ -1,7 +1,5 @@
 """Loops and models that are written otherwise than most: what failed is saved from before its update, and replayed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from loops import Net, loss_of

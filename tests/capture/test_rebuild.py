@@ -1,7 +1,5 @@
 """How a replay builds what was recorded: without flags, or it says what to add."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

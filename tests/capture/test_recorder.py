@@ -1,7 +1,5 @@
 """The recorder in a plain loop: what it saves is the failing step, and its replay is that step bit for bit."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """Training scripts as people write them: no main guard, no close, an error of their own at the end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Two processes train one model under FSDP2 or DDP; what they record is replayed by one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

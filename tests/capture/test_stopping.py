@@ -1,7 +1,5 @@
 """When a run is stopped and when it is left alone: GradScaler's own skips are no reason."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Whatever happens to the file, the training's own error survives, and no half file is taken for a dump."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

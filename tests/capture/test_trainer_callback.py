@@ -1,7 +1,5 @@
 """A real training of the Trainer of transformers that dies under AMP, and its replay."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

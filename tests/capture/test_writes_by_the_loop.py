@@ -1,7 +1,5 @@
 """Loops that write weights without an optimizer, or change the model: what is not proved to be the step's is told."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Small trainings that go wrong: a model with batch norm and dropout, and the loops that people write around it."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Findings made by hand: one op that made something non-finite, its analysis, and the ops before it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

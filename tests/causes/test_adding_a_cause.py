@@ -1,7 +1,5 @@
 """docs/adding_a_cause.md, followed step by step: the cause that it adds is taken out of a copy and put in again."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

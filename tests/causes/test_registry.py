@@ -1,7 +1,5 @@
 """Every cause is wired in, keeps its published code, and has its page: a title and the fixed sections."""
 
-from __future__ import annotations
-
 import pkgutil
 import re
 from typing import get_args

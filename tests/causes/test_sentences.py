@@ -1,7 +1,5 @@
 """Operands by the text that the user wrote, or not at all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The rules that are easiest to fool, each with what it must see and what it must leave in peace."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

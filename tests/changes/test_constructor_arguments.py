@@ -1,7 +1,5 @@
 """What to change where a module is built: the comment below the lines that set a number that it keeps."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -1,7 +1,5 @@
 """What a source file binds, where its expressions stand, and what changes of it look like."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

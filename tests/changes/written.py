@@ -1,7 +1,5 @@
 """A step of one line of code, a change of one of its ops, and what the run and the written text make of it."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 

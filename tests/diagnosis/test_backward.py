@@ -1,7 +1,5 @@
 """Which op is blamed for gradients that are not finite."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

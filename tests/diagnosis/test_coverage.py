@@ -1,7 +1,5 @@
 """What was not looked at, on traces made by hand."""
 
-from __future__ import annotations
-
 import pytest
 from made_traces import INF, NAN, call, stats, trace
 

@@ -1,7 +1,5 @@
 """Dimensions get the names that the ops around a tensor give them, and none where these do not tell."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The eps audit on real runs: constants are found, in the format that they were really used in, and nothing else is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

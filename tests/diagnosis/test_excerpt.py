@@ -1,7 +1,5 @@
 """The source around an expression, read from the file as it is now."""
 
-from __future__ import annotations
-
 import linecache
 
 import pytest

@@ -1,7 +1,5 @@
 """Where a non-finite value first came to light, on traces made by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

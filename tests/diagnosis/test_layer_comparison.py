@@ -1,7 +1,5 @@
 """Two runs side by side: rows, headroom, relative error, and what fp16 cannot hold."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

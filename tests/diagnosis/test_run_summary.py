@@ -1,7 +1,5 @@
 """What the report keeps of two runs: the first non-finite place, the runs row by row, the table."""
 
-from __future__ import annotations
-
 import pytest
 from made_traces import INF, NAN, call, reference, stats, trace
 

@@ -1,7 +1,5 @@
 """The verdict and the sentence that says it, on traces made by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

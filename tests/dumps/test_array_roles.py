@@ -1,7 +1,5 @@
 """Names and what they usually mean."""
 
-from __future__ import annotations
-
 from one_test import for_each
 
 from nandoctor.dumps.array_roles import is_bookkeeping, is_random_state, role_of

@@ -1,7 +1,5 @@
 """A byte that changed after the file was written is the file's fault, and nothing is blamed on the training for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import forge

@@ -1,7 +1,5 @@
 """Broken and hostile files: each has one error that says what is wrong and what to do, whatever the file does."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

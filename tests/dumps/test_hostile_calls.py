@@ -3,8 +3,6 @@
 Memory and time are bounded by what is refused: with the calls obeyed, those over a tensor or a text take gigabytes.
 """
 
-from __future__ import annotations
-
 import forge
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The optimizer's second moments, as files hold them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Honest files: every way in which training scripts write a failing step, or only its weights."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses

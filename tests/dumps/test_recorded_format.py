@@ -1,7 +1,5 @@
 """Reading nandoctor.dump/1: nothing in such a file is believed before it was checked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

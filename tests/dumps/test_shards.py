@@ -1,7 +1,5 @@
 """Weights that were sharded over ranks are joined from the ranks' files, or the error says which file is missing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

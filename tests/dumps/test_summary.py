@@ -1,7 +1,5 @@
 """The summary counts exactly, tells buffers from weights, and says what to save next time."""
 
-from __future__ import annotations
-
 import forge
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Weights from checkpoints as other programs write them: the same ones come back, and parts are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Models, optimizers and schedules that a script saved as whole objects, or in a list."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 

@@ -1,7 +1,5 @@
 """Writing a dump: names that are free, storages of the right size, one copy of what is the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A replay in a forked process, after its parent has made one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

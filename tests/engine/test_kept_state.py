@@ -1,7 +1,5 @@
 """Every run starts from the state that the dump has, whatever the forward of the run before it wrote to."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections import OrderedDict, deque

@@ -1,7 +1,5 @@
 """Second moments measured, and given the names of the model's parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Changed source is run by every live function of its file, wherever it is held, and by none afterwards."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import FunctionType

@@ -1,7 +1,5 @@
 """The process is as it was after a step's code was imported, built and run, from any number of threads."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -1,7 +1,5 @@
 """How a replayed output is compared with the saved one: which tensor, which grade, which numbers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

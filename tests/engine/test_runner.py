@@ -1,7 +1,5 @@
 """One run: what it records, that it can be repeated, and that everything it touched is as it was."""
 
-from __future__ import annotations
-
 import random
 from contextlib import suppress
 from dataclasses import replace

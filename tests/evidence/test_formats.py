@@ -1,7 +1,5 @@
 """Number formats against torch's own: limits from finfo, rounding from casts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

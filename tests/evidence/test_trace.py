@@ -1,7 +1,5 @@
 """Places and samples, as a trace knows them."""
 
-from __future__ import annotations
-
 import pytest
 
 from nandoctor.evidence.trace import LOSS, Place

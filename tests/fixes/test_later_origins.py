@@ -1,7 +1,5 @@
 """Steps that fail in several places, one of which hides the others until it is changed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Names of modules and parameters may be a stranger's; in a snippet they are strings and nothing else."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

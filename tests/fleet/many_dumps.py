@@ -3,8 +3,6 @@
 In: a folder. Out: runs/RUN/nan-*.pth below it, and a pyproject.toml that names the code of each.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which dumps belong together."""
 
-from __future__ import annotations
-
 from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult
 from nandoctor.fleet.triage import group_results
 

@@ -1,7 +1,5 @@
 """Many dumps: each is done once, none stops the others, and what was done stays done."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Real workers: processes of this machine and of a Dask cluster, some of which die."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

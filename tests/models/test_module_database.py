@@ -3,8 +3,6 @@
 In: the modules of `torch.nn` with the inputs that torch tests them with. Out: a verdict on each, in train and in eval.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from unittest import mock

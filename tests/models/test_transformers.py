@@ -1,7 +1,5 @@
 """Unchanged models of transformers, replayed from dump files as a training script writes them."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -3,8 +3,6 @@
 In: nothing; the weights are random. Out: `MODELS`, by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

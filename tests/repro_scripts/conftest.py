@@ -1,7 +1,5 @@
 """Scripts are proved in this process: a fresh one for each takes seconds."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 

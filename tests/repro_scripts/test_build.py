@@ -1,7 +1,5 @@
 """`nandoctor repro`: scripts of samples and of sick models run with torch alone, and fail as they say."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Extracting ops, slicing and writing, one by one."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

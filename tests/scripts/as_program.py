@@ -1,7 +1,5 @@
 """Runs a script in a process of its own, as `python script.py` and `python -m package.module` do."""
 
-from __future__ import annotations
-
 import builtins
 import os
 import runpy

@@ -4,8 +4,6 @@ The first command that a user would try, or the one that its error prints, names
 none but its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -7,8 +7,6 @@ a hang; more than 1 GB as memory; a line that the project's code wrote, for a fi
 canary. Each case can be made again by its kind and number.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import copy

@@ -1,7 +1,5 @@
 """Whose code is run: the user's own recorder's, or what the user names; the printed command is what allows it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

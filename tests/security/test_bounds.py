@@ -1,7 +1,5 @@
 """Files of a few kilobytes that ask for hours or gigabytes: each is refused soon, and a few are examined as mutants."""
 
-from __future__ import annotations
-
 import os
 import resource
 import time

@@ -1,7 +1,5 @@
 """Dumps that try to reach code by every field of both formats: no canary, whatever else they do."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import sys

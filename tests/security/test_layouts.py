@@ -1,7 +1,5 @@
 """Tensors that are no plain block of numbers, at every place of a file: read, or refused in one clear sentence."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, OrderedDict
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """`nandoctor inspect` reads a file without torch, and says of each what it says with it."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

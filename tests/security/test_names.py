@@ -1,7 +1,5 @@
 """Names of 300 characters, null characters, surrogates and direction marks do no harm in any view."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Memory that runs out: told as that, at whichever run of a step it happens, and no change is said to fail for it."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

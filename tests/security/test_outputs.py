@@ -1,7 +1,5 @@
 """What is written: no input and no foreign file is lost, and an answer that cannot be written is none."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Threads and processes that do the same at the same time: nothing is lost, written over or left behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 In: nothing. Out: `all_cases()`, `healthy_models()`, and the variants `renamed` and `decoyed`.
 """
 
-from __future__ import annotations
-
 from sick_models import (
     backwards,
     branches,

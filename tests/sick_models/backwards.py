@@ -4,8 +4,6 @@ In: nothing. Out: `CASES` of the rows "fp16 gradient", "custom Function" and "lo
 """
 # mypy: disable-error-code="no-any-return,no-untyped-call"
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

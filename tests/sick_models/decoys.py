@@ -4,8 +4,6 @@ In: nothing. Out: `HEALTHY`, cases with nothing to blame.
 """
 # mypy: disable-error-code=no-any-return
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -4,8 +4,6 @@ In: nothing. Out: `CASES` of the rows "outside the domain" and "inf - inf, 0 * i
 """
 # mypy: disable-error-code=no-any-return
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

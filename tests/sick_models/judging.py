@@ -3,8 +3,6 @@
 In: a case. Out: `diagnose` gives the report, `faults` what is wrong with it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

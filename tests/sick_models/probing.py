@@ -4,8 +4,6 @@ In: a case. Out: `Outcome`, what was finite.
 """
 # mypy: disable-error-code=no-untyped-call
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass

@@ -4,8 +4,6 @@ In: nothing. Out: `CASES` of the row "product too large".
 """
 # mypy: disable-error-code=no-any-return
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ In: nothing. Out: `CASES` of the row "0/0, empty mean".
 """
 # mypy: disable-error-code=no-any-return
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

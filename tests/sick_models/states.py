@@ -4,8 +4,6 @@ In: nothing. Out: `CASES` of the rows "non-finite weights", "... buffers", "... 
 """
 # mypy: disable-error-code=no-any-return
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -3,8 +3,6 @@
 In: the cases. Out: assertions, made without nandoctor's diagnosis; only its emulation of CUDA autocast is used.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import sys

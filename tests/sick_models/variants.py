@@ -4,8 +4,6 @@ In: a case. Out: the same case under other names, or with a decoy around it.
 """
 # mypy: disable-error-code=no-any-return
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Objects among a model's arguments are made again as they were, or the recorder says that they cannot be."""
 
-from __future__ import annotations
-
 import argparse
 import enum
 import functools

@@ -1,7 +1,5 @@
 """What is read to tell whether the code has changed: so much, whatever a dump names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Code that a dump names: imported only where the file cannot make it up, and never for the sake of looking."""
 
-from __future__ import annotations
-
 import sys
 import types
 from functools import cache

@@ -1,7 +1,5 @@
 """What large models are spared, weights that are drawn and copies of gradients, changes no finding."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

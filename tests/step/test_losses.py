@@ -1,7 +1,5 @@
 """How a loss is called: with the batch, with parts of it by their names, or by a step up to its backward pass."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

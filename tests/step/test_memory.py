@@ -1,7 +1,5 @@
 """A model is built within the bytes of its weights, and the end of memory is told as that."""
 
-from __future__ import annotations
-
 import resource
 import sys
 

@@ -1,7 +1,5 @@
 """Finding, building and loading a model: what works, and what is said where it does not."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 

@@ -1,7 +1,5 @@
 """Weights, inputs and outputs are cast as FSDP2 casts them, and follow the weights where a reference widens these."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

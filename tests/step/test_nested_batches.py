@@ -1,7 +1,5 @@
 """Batches in containers reach the model, --call and --loss as the loop had them, and a wrong loss is told as such."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Batches that are no plain containers come back with their fields, from the recorder's files and from others."""
 
-from __future__ import annotations
-
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace

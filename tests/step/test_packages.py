@@ -1,7 +1,5 @@
 """Models in files of packages: their own names, folders without __init__.py, and packages that are not installed."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The precision that a step failed in is found by the weights, the saved output and the grade of a replay."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

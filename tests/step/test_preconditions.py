@@ -1,7 +1,5 @@
 """What is in the way of a replay is told before anything is built."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import contextmanager
 

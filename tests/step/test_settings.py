@@ -1,7 +1,5 @@
 """Defaults from pyproject.toml: which file, which tables, which values, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

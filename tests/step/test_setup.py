@@ -1,7 +1,5 @@
 """From a dump, a model and settings to something that runs."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Files with several state dicts: the model takes the one that fits, and none of them hides its NaN."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A large model is built without initial values: those of the file take their place, and what it lacks is drawn."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -4,8 +4,6 @@ In: nothing. Out: `all_rows()`, the steps that are written down as rows, by fami
 them. A family is a module here that has `rows`.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 

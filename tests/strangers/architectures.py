@@ -1,7 +1,5 @@
 """Architectures off the main road, each sick in its own way, beside a twin that is sound."""
 
-from __future__ import annotations
-
 import math
 
 import torch

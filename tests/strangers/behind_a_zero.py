@@ -1,7 +1,5 @@
 """An exact 0 that was made of an infinity: what made the infinity comes first, if the code did not write it itself."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Infinities that an op makes of finite values while others, of a mask, pass through it."""
 
-from __future__ import annotations
-
 import math
 
 import torch

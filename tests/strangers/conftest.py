@@ -1,7 +1,5 @@
 """How a stranger is examined: its step is saved to a file, and the file is replayed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """An eps that Python folds into the number one before torch sees it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Small constants count by what they guard, whatever they are called and wherever they are kept."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import types

@@ -1,7 +1,5 @@
 """Whole numbers: counts below the line, positions and times that are too large, results that an op writes to."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The backward that somebody wrote by hand, and code that TorchScript runs: their own lines are told."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Right places with a wrong cause in plain sight: an eps, a constant, an exponential that are all innocent."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

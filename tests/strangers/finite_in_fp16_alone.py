@@ -1,7 +1,5 @@
 """A step that rounding keeps finite and fp32 does not is no healthy one."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 The labels say what the search gives, from the formula: a verified change of the code and its kind, or none.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

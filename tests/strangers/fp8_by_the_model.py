@@ -1,7 +1,5 @@
 """A module that computes in fp8 by itself is run as it is, and the report says what that means."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

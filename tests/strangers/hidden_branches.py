@@ -1,7 +1,5 @@
 """Gradients through what the forward hides: selections after the fact, infinities that a division swallows."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

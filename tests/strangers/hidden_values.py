@@ -1,7 +1,5 @@
 """A finite output beside NaN that a later step reads, or that chose what the output is; and what only looks like it."""
 
-from __future__ import annotations
-
 import math
 
 import torch

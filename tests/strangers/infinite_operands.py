@@ -1,7 +1,5 @@
 """Ops with a value for infinities and without a derivative: the gradient is an indeterminate form, not infinite."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """A mask's constant that becomes -inf beside a real overflow: the overflow is to blame."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Mechanisms that stranger code showed: each with unlike cases, as the forward under examination beside its answer."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from functools import partial

@@ -1,7 +1,5 @@
 """Arrays with misleading names: inputs that are called like outputs, targets that nobody would know for one."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Normalisations at their singular points, losses written by hand, gradients that are meant to be hidden."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Models that refuse train mode, which a replay tries first: the step was one of evaluation, and that is replayed."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

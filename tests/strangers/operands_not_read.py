@@ -1,7 +1,5 @@
 """Products with beta=0 do not read what they are added to: memory as it lies there is no evidence."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """flex_attention and torch.cond take functions; scripts have no Python caller; some devices lack a backward pass."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention

@@ -1,7 +1,5 @@
 """Weights that an optimizer spoils after a step in which everything was finite."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

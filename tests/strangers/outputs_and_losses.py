@@ -1,7 +1,5 @@
 """Meant infinities in outputs, one non-finite output of several, losses that cannot be computed, rare functions."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Outputs that are no plain containers: what is non-finite in them is found, and nothing is healthy unseen."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Numbers that torch refuses to write into a half-precision tensor: the step ends with an error, not with a NaN."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

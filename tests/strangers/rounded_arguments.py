@@ -1,7 +1,5 @@
 """Arguments that low precision rounds onto a singular point: the range of the format has nothing to do with it."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

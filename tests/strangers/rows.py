@@ -10,8 +10,6 @@ In: verdict, module, op and cause ("." is the root, "-" is none, "*" anything, a
 the dump, the arguments of the model. Out: `Row` records, `replay`, and `faults`, which says where a report is wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Samples are those with which the step fails and without which it does not, wherever their rows go; else unknown."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Losses and densities that are singular in another operand than the first: it is named, and the sample with it."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.distributions import Gamma

@@ -1,7 +1,5 @@
 """Tensor classes and dispatch modes that answer each operation themselves: their operations are traced all the same."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

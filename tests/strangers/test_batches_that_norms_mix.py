@@ -1,7 +1,5 @@
 """BatchNorm: statistics that the failing forward wrote, samples that fail only together; and rows of a mask."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Functions with a backward by hand are left as they were; scripts run as Python where a process begins so."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Scripts as a stranger would send them (`inputs/`), each with its right answer: one file, no flag but its own code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A check cannot tell where what was NaN cannot be computed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What torch or the model's own code refuses in half precision, or in any other, is told as an error."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The strangers that are written down as rows: what is said of each is right."""
 
-from __future__ import annotations
-
 import pytest
 
 from strangers import all_rows

@@ -1,7 +1,5 @@
 """Infinities in buffers: what the model's own code writes is no damage, what a file or a builder adds is."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

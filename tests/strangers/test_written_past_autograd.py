@@ -1,7 +1,5 @@
 """Code that may not be watched: what cannot be traced is said."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from nandoctor.tracing import dispatch_hook

@@ -1,7 +1,5 @@
 """Torch's own larger layers as patients: attention, encoders, recurrent and transposed layers, embeddings, norms."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """torch.func, parametrizations and hooks: what runs a module's forward from elsewhere, or computes its weights."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap

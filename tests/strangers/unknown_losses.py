@@ -1,7 +1,5 @@
 """Without a loss a finite output is healthy only where the gradients of a made-up loss are finite as well."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """What the strangers have in common: numbers to feed them, layers around them, and the short form of a diagnosis."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

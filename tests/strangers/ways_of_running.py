@@ -1,7 +1,5 @@
 """Unusual ways of running a forward: loops, checkpoints, compilers, hooks, views, vmap, regions without autocast."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -1,7 +1,5 @@
 """Targets, weights and infinities that were there before: told as what they are, in numbers that do not conflict."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Infinities that the code writes down: in a dozen ways as masks, which are innocent, and in a few that are not."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Writes that autograd does not count, tensors that lie in another's memory, and memory that is not filled yet."""
 
-from __future__ import annotations
-
 import math
 
 import torch

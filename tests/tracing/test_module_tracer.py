@@ -1,7 +1,5 @@
 """What the tracer records of modules of every kind, and that it leaves no trace of its own."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections import OrderedDict

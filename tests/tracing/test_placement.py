@@ -1,7 +1,5 @@
 """Where in a tensor its values lie."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

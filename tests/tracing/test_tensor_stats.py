@@ -1,7 +1,5 @@
 """What is measured of one tensor, against naive counts over plain Python numbers."""
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 from unittest import mock

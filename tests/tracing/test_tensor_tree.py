@@ -1,7 +1,5 @@
 """Tensors are found in whatever a model returns, and what cannot be looked into is named."""
 
-from __future__ import annotations
-
 import functools
 from collections import UserDict, deque
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Synthetic reports: a network of any depth that fails in any of the ways a report can tell."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Results of the verbs that report on more than one replay, with names and paths as long as they come."""
 
-from __future__ import annotations
-
 import factory
 
 from nandoctor.evidence.report import Check, TrialOutcome

@@ -1,7 +1,5 @@
 """What each surface makes of a document, as text to compare."""
 
-from __future__ import annotations
-
 import html
 import io
 import re

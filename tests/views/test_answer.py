@@ -1,7 +1,5 @@
 """The place of the answer and the lines of source around it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import factory

@@ -1,7 +1,5 @@
 """Documents on every surface; `UPDATE_GOLDEN=1 python -m pytest tests/views/test_documents.py` renews the texts."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What `nandoctor explain` prints."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from one_test import for_each

@@ -1,7 +1,5 @@
 """The evidence of a report in sentences."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """Fixes and trials in sentences."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import factory

@@ -1,7 +1,5 @@
 """The report as an issue shows it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """How a notebook shows a case and its parts."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 import factory

@@ -1,7 +1,5 @@
 """The page as text: well-formed, self-contained, escaped, small."""
 
-from __future__ import annotations
-
 import base64
 import html
 import re

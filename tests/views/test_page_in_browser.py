@@ -1,7 +1,5 @@
 """The page in Chromium: it opens from disk without a complaint, its table can be sorted and searched."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """The plots beside the ranges: which kinds there are, and the origin."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import factory

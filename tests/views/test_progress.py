@@ -1,7 +1,5 @@
 """The bar of a replay, on a terminal and in a notebook, where the diagnosis stands above it until fixes are known."""
 
-from __future__ import annotations
-
 import io
 import sys
 from types import SimpleNamespace
