@@ -1,11 +1,8 @@
 """Fixes at a line of the loss function, and of the batch where nothing else helps."""
 
-import subprocess
-
 import pytest
 import torch
-
-import nandoctor
+from projects import added
 
 FILE = """
 import torch
@@ -140,61 +137,49 @@ def guarded_ratio(loss, batch):
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "net.py").write_text(FILE)
-    torch.manual_seed(0)
-    return tmp_path
+def replay(project):
+    """A function (names of the model and the loss, arrays) -> report; the weights are those that it is built with."""
+
+    def replay(model, loss=None, **arrays):
+        project.write_file(FILE, model=model, loss=loss)
+        project.save(**arrays)
+        return project.replay()
+
+    return replay
 
 
-def save(model, **arrays):
-    torch.save({"state_dict": model.state_dict(), **arrays}, "dump.pth")
+def test_every_line_of_a_loss_that_overflows_is_widened(replay, project):
+    fix = replay("Towers", "both_ways", image=torch.randn(16, 6), text=torch.randn(16, 5)).fixes[0]
+    assert fix.verified
+    assert added(fix) == ["rows = F.cross_entropy(logits.float(), pairs)", "logits.T.float(),"]
+    assert project.verdict_with(fix) == "healthy"
 
 
-def test_every_line_of_a_loss_that_overflows_is_widened(project):
-    model = torch.nn.ModuleDict({"image": torch.nn.Linear(6, 4), "text": torch.nn.Linear(5, 4)})
-    save(model, image=torch.randn(6, 6), text=torch.randn(6, 5))
-    fix = nandoctor.replay("dump.pth", "net.py:Towers", loss="net.py:both_ways").report.fixes[0]
-    changed = [line[1:].strip() for line in fix.patch.splitlines()[3:] if line.startswith("+")]
-    assert (fix.verified, changed) == (True, ["rows = F.cross_entropy(logits.float(), pairs)", "logits.T.float(),"])
-    subprocess.run(["git", "apply", "-p1"], input=fix.patch, text=True, check=True)
-    changed = nandoctor.replay("dump.pth", "net.py:Towers", loss="net.py:both_ways", fixes=False)
-    assert changed.verdict == "healthy"
-
-
-def test_a_batch_without_a_sample_is_compared_with_itself(project):
+def test_a_batch_without_a_sample_is_compared_with_itself(replay):
     """The sample is fine in float64, which is no reference for a batch that it is not in."""
     y = torch.zeros(5, 1)
     y[3] = 20.0
-    save(torch.nn.ModuleDict({"means": torch.nn.Linear(4, 3)}), x=torch.randn(5, 4), y=y)
-    report = nandoctor.replay("dump.pth", "net.py:Mixture").report
-    fix = next(fix for fix in report.fixes if fix.kind == "data")
+    fix = next(fix for fix in replay("Mixture", x=torch.randn(5, 4), y=y).fixes if fix.kind == "data")
     assert fix.verified
     assert "kept = [0, 1, 2, 4]" in fix.patch
 
 
-def test_a_loss_without_a_label_left_does_not_refuse_a_fix(project):
+def test_a_loss_without_a_label_left_does_not_refuse_a_fix(replay):
     """The empty text alone has no word to predict: its loss is 0/0 whatever the model gives."""
     ids = torch.randint(1, 9, (4, 5))
     ids[2] = 0
-    save(torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 9)}), ids=ids)
-    fix = nandoctor.replay("dump.pth", "net.py:Reader", loss="net.py:next_word").report.fixes[0]
+    fix = replay("Reader", "next_word", ids=ids).fixes[0]
     assert (fix.verified, fix.kind) == (True, "source")
     (alone,) = (check for check in fix.checks if check.name == "samples to blame alone")
     assert alone.status == "not-checked"
 
 
-def added(fix):
-    return [line[1:].strip() for line in fix.patch.splitlines()[3:] if line.startswith("+")]
-
-
-def test_infinities_that_are_meant_stay_in_the_output(project):
+def test_infinities_that_are_meant_stay_in_the_output(replay):
     """Forbidden actions score -inf: the product of the loss is to blame for 0 * -inf, and they are not."""
     allowed = torch.ones(4, 5)
     allowed[1:, 2] = 0
     wanted = torch.eye(5)[[0, 1, 3, 4]]
-    save(torch.nn.ModuleDict({"score": torch.nn.Linear(6, 5)}), x=torch.randn(4, 6), allowed=allowed, wanted=wanted)
-    report = nandoctor.replay("dump.pth", "net.py:Actions", loss="net.py:by_hand").report
+    report = replay("Actions", "by_hand", x=torch.randn(4, 6), allowed=allowed, wanted=wanted)
     assert (report.verdict, report.origin.source.line) == ("numerics", 58)
     fix = report.fixes[0]
     assert fix.verified
@@ -203,13 +188,11 @@ def test_infinities_that_are_meant_stay_in_the_output(project):
     assert output.text.startswith("finite except for infinities that fp32 has there too")
 
 
-def test_an_infinity_that_a_loss_does_not_forgive_is_mended(project):
+def test_an_infinity_that_a_loss_does_not_forgive_is_mended(replay):
     """The loss cuts -inf off, and its gradients are NaN all the same: where log gets 0 is the place to change."""
     present = torch.ones(4, 4)
     present[2] = 0
-    save(torch.nn.ModuleDict({"weigh": torch.nn.Linear(4, 4)}), x=torch.randn(4, 4), present=present)
-    report = nandoctor.replay("dump.pth", "net.py:Vote", loss="net.py:capped").report
-    fix = report.fixes[0]
+    fix = replay("Vote", "capped", x=torch.randn(4, 4), present=present).fixes[0]
     assert fix.verified
     assert all(".clamp(min=1e-" in line and line.endswith(".log()") for line in added(fix))
     assert next(check for check in fix.checks if check.name == "output").text.startswith("finite, ")
@@ -218,68 +201,62 @@ def test_an_infinity_that_a_loss_does_not_forgive_is_mended(project):
 @pytest.mark.slow
 def test_an_output_that_was_sound_refuses_no_change_of_the_loss(project):
     """fp16 rounds the terms of a small vector by over 1 % of what is left, with the change of the loss as without."""
-    model = torch.nn.ModuleDict({"encode": torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.ReLU())})
+    project.write_file(FILE, model="Pair", loss="cosine")
+    model = project.build()
     model.encode[0].bias.data -= 1.2
     a, (weight, bias) = torch.randn(12, 10), (model.encode[0].weight[0], model.encode[0].bias[0])
     a[0] = (weight * (0.01 - bias) / weight.square().sum()).detach()
-    save(model, a=a, b=torch.randn(12, 10))
-    fix = nandoctor.replay("dump.pth", "net.py:Pair", loss="net.py:cosine").report.fixes[0]
+    project.save(model.state_dict(), a=a, b=torch.randn(12, 10))
+    fix = project.replay().fixes[0]
     assert (fix.verified, fix.kind) == (True, "source")
     assert "within what rounding costs here" in fix.checks[0].text
 
 
-def test_a_loss_that_no_scale_fits_is_no_fix(project):
+def test_a_loss_that_no_scale_fits_is_no_fix(replay):
     """exp(80) is finite and passes; the batch of one sample, of which the spread is unknown, warns of it to nobody."""
-    model = torch.nn.ModuleDict({"logp": torch.nn.Linear(6, 1)})
-    save(model, x=torch.randn(8, 6), old=-100 * torch.rand(8) - 300, gain=torch.randn(8))
-    fix = nandoctor.replay("dump.pth", "net.py:Policy", loss="net.py:surrogate").report.fixes[0]
+    batch = {"x": torch.randn(8, 6), "old": -100 * torch.rand(8) - 300, "gain": torch.randn(8)}
+    fix = replay("Policy", "surrogate", **batch).fixes[0]
     assert "where the formula gives +Inf" in fix.workaround
     assert added(fix) == ['ratio = torch.exp((logp - batch["old"]).clamp(max=20))']
 
 
 @pytest.mark.slow
-def test_a_change_that_teaches_nothing_says_so(project):
+def test_a_change_that_teaches_nothing_says_so(replay):
     """log(1e-12) has no gradient: the step passes, and no weight would move."""
-    save(torch.nn.ModuleDict({"means": torch.nn.Linear(4, 3)}), x=torch.randn(5, 4), y=torch.full((5, 1), 4e8))
-    fix = nandoctor.replay("dump.pth", "net.py:Mixture", loss="net.py:mean_loss").report.fixes[0]
+    fix = replay("Mixture", "mean_loss", x=torch.randn(5, 4), y=torch.full((5, 1), 4e8)).fixes[0]
     gradients = next(check for check in fix.checks if check.name == "gradients")
     assert "all are 0, so the model learns nothing from this batch" in gradients.text
     assert "where the formula gives +Inf" in fix.workaround
 
 
 @pytest.mark.slow
-def test_a_loss_whose_error_the_nan_had_hidden_is_left_out(project):
+def test_a_loss_whose_error_the_nan_had_hidden_is_left_out(replay):
     """The step was never watched, so its batch has no weight: "still non-finite" would be said of each change."""
-    save(torch.nn.ModuleDict({"means": torch.nn.Linear(4, 3)}), x=torch.randn(5, 4), y=torch.full((5, 1), 4e8))
-    report = nandoctor.replay("dump.pth", "net.py:Mixture", loss="net.py:guarded").report
+    report = replay("Mixture", "guarded", x=torch.randn(5, 4), y=torch.full((5, 1), 4e8))
     assert report.fixes[0].workaround is not None
     assert any("raised KeyError" in note for note in report.notes)
 
 
-def test_a_loss_in_which_the_failure_is_is_not_left_out(project):
+def test_a_loss_in_which_the_failure_is_is_not_left_out(replay):
     """Without it nothing fails, and any change would pass."""
-    save(torch.nn.ModuleDict({"means": torch.nn.Linear(4, 3)}), x=torch.randn(5, 4), y=torch.zeros(5, 1))
-    report = nandoctor.replay("dump.pth", "net.py:Mixture", loss="net.py:guarded_ratio").report
+    report = replay("Mixture", "guarded_ratio", x=torch.randn(5, 4), y=torch.zeros(5, 1))
     assert (report.origin.phase, report.fixes) == ("loss", ())
     assert any("fails in its loss" in note for note in report.search_notes)
 
 
-def test_a_loss_with_an_infinite_term_is_compared(project):
+def test_a_loss_with_an_infinite_term_is_compared(replay):
     """Of an infinite sum no digit is known: that must not excuse every other value of it."""
-    model = torch.nn.ModuleDict({"score": torch.nn.Linear(6, 5)})
-    save(model, x=torch.randn(8, 6), label=torch.randint(0, 5, (8,)))
-    report = nandoctor.replay("dump.pth", "net.py:Classes", loss="net.py:two_terms").report
+    report = replay("Classes", "two_terms", x=torch.randn(8, 6), label=torch.randint(0, 5, (8,)))
     assert (report.verdict, report.cause.code) == ("numerics", "log-of-zero")
     assert not any(fix.verified for fix in report.fixes if "torch.log" in fix.patch)
     assert max(fix.outcome.max_rel_err for fix in report.fixes) > 0.1
 
 
-def test_a_change_that_is_off_says_why_and_what_to_do(project):
+def test_a_change_that_is_off_says_why_and_what_to_do(replay):
     """It was written and run: what it failed is told, and what the page of the cause advises."""
     x = torch.randn(6, 10)
     x[4] *= 400
-    save(torch.nn.ModuleDict({"logvar": torch.nn.Linear(10, 4)}), x=x)
-    report = nandoctor.replay("dump.pth", "net.py:Spread", loss="net.py:divergence").report
+    report = replay("Spread", "divergence", x=x)
     assert [fix.kind for fix in report.fixes if fix.verified] == ["data"]
     assert any(note.startswith("By hand: Clamp the argument") for note in report.search_notes)
     finite = [fix for fix in report.fixes if not fix.verified and fix.outcome.finite]

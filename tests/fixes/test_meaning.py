@@ -3,53 +3,37 @@
 import pytest
 import torch
 
-import nandoctor
 from nandoctor.fixes.agreement import Result
 from nandoctor.fixes.meaning import reversed_gradient
 
-FILE = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lift = nn.Linear(4, 4)
-
-    def forward(self, x, s):
-        h = self.lift(x)
-        FORWARD
-
-
-def loss(output, batch):
-    return (output.float() - 0.3).square().mean()
-"""
 SIZES = torch.tensor([[0.5, 1.5, 0.2, 3.0], [0.7, 0.1, 0.4, 2.0], [0.3, 0.6, 0.9, 1.2]])
 ZERO = SIZES * torch.tensor([[1.0], [0.0], [1.0]])
 
 
-def replay(forward, s, folder):
-    torch.manual_seed(0)
-    (folder / "net.py").write_text(FILE.replace("FORWARD", forward))
-    layer = torch.nn.Linear(4, 4)
-    batch = {"x": torch.randn(3, 4), "s": s, "autocast": False}
-    torch.save({"state_dict": {"lift.weight": layer.weight, "lift.bias": layer.bias}, **batch}, folder / "dump.pth")
-    return nandoctor.replay(folder / "dump.pth", f"{folder}/net.py:Net", loss=f"{folder}/net.py:loss").report
+@pytest.fixture
+def replay(project):
+    """A function (forward, s) -> report: the forward has a layer's output h of the input x, and s."""
+
+    def replay(forward, s):
+        loss = "return (output.float() - 0.3).square().mean()"
+        project.write(f"h = self.lift(x)\n{forward}", inputs="x, s", loss=loss)
+        project.save(x=torch.randn(3, 4), s=s, autocast=False)
+        return project.replay()
+
+    return replay
 
 
 def of_code(report):
     return [fix for fix in report.fixes if fix.kind == "source"]
 
 
-def test_the_number_that_the_formula_tends_to_is_found(tmp_path):
-    fix = of_code(replay("return torch.tanh(h * ((s - torch.sin(s)) / s**3))", ZERO, tmp_path))[0]
+def test_the_number_that_the_formula_tends_to_is_found(replay):
+    fix = of_code(replay("return torch.tanh(h * ((s - torch.sin(s)) / s**3))", ZERO))[0]
     assert (fix.verified, fix.edit.fill) == (True, pytest.approx(1 / 6, rel=1e-4))
 
 
-def test_a_value_beside_the_limit_is_a_workaround(tmp_path):
-    report = replay("return h + ((1 + x.abs()) ** s - 1) / s", ZERO, tmp_path)  # it tends to log(1 + x)
+def test_a_value_beside_the_limit_is_a_workaround(replay):
+    report = replay("return h + ((1 + x.abs()) ** s - 1) / s", ZERO)  # it tends to log(1 + x)
     assert not [fix.title for fix in of_code(report) if fix.verified]
     (fix, *_) = of_code(report)
     assert "the formula tends to" in fix.workaround
@@ -57,8 +41,8 @@ def test_a_value_beside_the_limit_is_a_workaround(tmp_path):
     assert any(fix.workaround in note for note in report.search_notes)
 
 
-def test_an_argument_far_outside_its_domain_is_an_error(tmp_path):
-    report = replay("return h + torch.log(s - 4.0)", SIZES, tmp_path)
+def test_an_argument_far_outside_its_domain_is_an_error(replay):
+    report = replay("return h + torch.log(s - 4.0)", SIZES)
     assert of_code(report) == []
     (note, *_) = report.search_notes
     assert note.startswith("The program is wrong here")
@@ -66,9 +50,9 @@ def test_an_argument_far_outside_its_domain_is_an_error(tmp_path):
     assert "minus 4" in note
 
 
-def test_rounding_that_leaves_a_domain_is_no_error(tmp_path):
+def test_rounding_that_leaves_a_domain_is_no_error(replay):
     forward = "return h * torch.acos((s / s.norm(dim=-1, keepdim=True)).square().sum(-1))[:, None]"
-    report = replay(forward, SIZES, tmp_path)
+    report = replay(forward, SIZES)
     assert not any("program is wrong" in note for note in report.search_notes)
 
 

@@ -1,34 +1,14 @@
 """What a printed fix does in a batch unlike the one that failed: at the edge, below zero, with a NaN, at a cast."""
 
-import runpy
-import subprocess
 from contextlib import contextmanager
 
 import pytest
 import torch
+from projects import EYE, added
 
 import nandoctor
 from nandoctor.torch_compat import kernel_library
 
-FILE = """
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lift = nn.Linear(4, 4, bias=False)
-        nn.init.eye_(self.lift.weight)
-
-    def forward(self, x):
-        h = self.lift(x)
-        BODY
-
-
-def loss(output, batch):
-    return (output.float() * torch.arange(1.0, output.shape[-1] + 1)).mean()
-"""
 ROOT = "return torch.sqrt(h)", [[1.0, 0.5, 0.0, 2.0], [0.5] * 4]
 ANGLE = "return torch.acos(h * 0.5)", [[1.0, 0.5, -0.25, 2.0], [0.5] * 4]
 CIRCLE = "return torch.sqrt(1 - h * h)", [[1.0000001, 0.5, 0.0, 0.2], [0.5] * 4]
@@ -41,16 +21,21 @@ HIDDEN = "return torch.where(h > 0.5, h.sqrt() * 2, h)", [[1.0, 0.5, 0.0, 2.0], 
 EMPTY = "return h + h[h > 5].mean()", [[1.0, 0.5, 0.25, 2.0], [0.25] * 4]
 
 
-def patched(body, x, folder, monkeypatch):
-    """The best fix, and the file with it as `git apply` leaves it."""
-    monkeypatch.chdir(folder)
-    (folder / "net.py").write_text(FILE.replace("BODY", body))
-    torch.save({"state_dict": {"lift.weight": torch.eye(4)}, "x": torch.tensor(x)}, "dump.pth")
-    report = nandoctor.replay("dump.pth", "net.py:Net", loss="net.py:loss", max_trials=60).report
-    fix = report.fixes[0]
-    assert (fix.verified or fix.workaround is not None, fix.kind) == (True, "source"), report.headline
-    subprocess.run(["git", "apply", "-p1"], input=fix.patch, text=True, check=True)
-    return fix, runpy.run_path("net.py")["Net"]()
+@pytest.fixture
+def patched(project):
+    """A function (body, x) -> the best fix, and the model of the file with it as `git apply` leaves it."""
+
+    def patched(body, x):
+        loss = "return (output.float() * torch.arange(1.0, output.shape[-1] + 1)).mean()"
+        project.write(f"h = self.lift(x)\n{body}", layers=EYE, loss=loss)
+        project.save(x=torch.tensor(x))
+        report = project.replay(max_trials=60)
+        fix = report.fixes[0]
+        assert (fix.verified or fix.workaround is not None, fix.kind) == (True, "source"), report.headline
+        project.apply(fix)
+        return fix, project.build()
+
+    return patched
 
 
 def run(model, x):
@@ -70,8 +55,8 @@ def run(model, x):
         pytest.param(HIDDEN, [0.0], id="hidden", marks=pytest.mark.slow),
     ],
 )
-def test_gradients_are_finite_at_the_edge_itself(case, edges, tmp_path, monkeypatch):
-    fix, model = patched(*case, tmp_path, monkeypatch)
+def test_gradients_are_finite_at_the_edge_itself(case, edges, patched):
+    fix, model = patched(*case)
     for edge in edges:
         output, gradient = run(model, [[edge] * 4, [0.5] * 4])
         assert output.isfinite().all()
@@ -96,9 +81,9 @@ def gradient_at_bound(gradient):
 
 
 @pytest.mark.parametrize("gradient", [0, 1])
-def test_a_bound_that_fp16_rounds_to_the_edge_is_refused(gradient, tmp_path, monkeypatch):
+def test_a_bound_that_fp16_rounds_to_the_edge_is_refused(gradient, patched):
     with gradient_at_bound(gradient):
-        _, model = patched(*CIRCLE, tmp_path, monkeypatch)
+        _, model = patched(*CIRCLE)
     with gradient_at_bound(1), nandoctor.cuda_autocast():
         assert run(model, [[1.0] * 4, [0.5] * 4])[1].isfinite().all()
 
@@ -112,8 +97,8 @@ def test_a_bound_that_fp16_rounds_to_the_edge_is_refused(gradient, tmp_path, mon
         pytest.param(UNIT, [[-1.0, -2.0, -3.0, -4.0], [0.5] * 4], id="norm", marks=pytest.mark.slow),
     ],
 )
-def test_other_divisors_are_left_as_they_are(case, other, tmp_path, monkeypatch):
-    fix, model = patched(*case, tmp_path, monkeypatch)
+def test_other_divisors_are_left_as_they_are(case, other, patched):
+    fix, model = patched(*case)
     h = torch.tensor(other)
     whole = eval(case[0].removeprefix("return "), {"h": h, "x": h, "torch": torch})
     assert torch.allclose(run(model, other)[0], whole)
@@ -127,22 +112,15 @@ def test_other_divisors_are_left_as_they_are(case, other, tmp_path, monkeypatch)
         pytest.param(EMPTY, id="empty"),
     ],
 )
-def test_a_nan_from_upstream_stays_one(case, tmp_path, monkeypatch):
-    _, model = patched(*case, tmp_path, monkeypatch)
+def test_a_nan_from_upstream_stays_one(case, patched):
+    _, model = patched(*case)
     with torch.no_grad():
         model.lift.weight.fill_(float("nan"))
     assert model(torch.full((2, 4), 9.0)).isnan().all()
 
 
-def test_a_chain_over_several_lines_is_clamped_where_it_ends(tmp_path, monkeypatch):
-    body = """return (
-            h
-            .pow(2)  # a square
-            .sum(-1, keepdim=True)
-            .sqrt()
-        )"""
-    fix, model = patched(body, [[1.0, 2.0, 0.5, 0.0], [0.0] * 4], tmp_path, monkeypatch)
-    assert [line.strip() for line in fix.patch.splitlines() if line.startswith("+  ")] == [
-        "+            .sum(-1, keepdim=True).clamp(min=1e-12)"
-    ]
+def test_a_chain_over_several_lines_is_clamped_where_it_ends(patched):
+    body = "return (\n    h\n    .pow(2)  # a square\n    .sum(-1, keepdim=True)\n    .sqrt()\n)"
+    fix, model = patched(body, [[1.0, 2.0, 0.5, 0.0], [0.0] * 4])
+    assert added(fix) == [".sum(-1, keepdim=True).clamp(min=1e-12)"]
     assert run(model, [[0.0] * 4, [1.0] * 4])[1].isfinite().all()
