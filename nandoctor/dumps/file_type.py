@@ -40,6 +40,7 @@ _COPY_AGAIN = (
     "Copy it again from where it was written; if that one is short too, the disk was full or the run was killed."
 )
 _SAVE_AGAIN = 'Save the step with torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).'
+_SAVE_ARRAYS = 'Save its arrays anew: torch.save(dict(numpy.load(path)), "batch.pth").'
 _SAVE_ANEW = "Save it anew: torch.save(torch.load(path, weights_only=True), path)."
 _PASS_WHOLE = (
     "Pass the whole with --weights. Of Hugging Face: the directory. Of torch.distributed.checkpoint: the file of "
@@ -80,11 +81,11 @@ def damaged(what: str) -> DumpError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """A file that torch.save or numpy.savez may have written, opened once: what is checked is what is loaded.
+    """A file that torch.save may have written, opened once: what is checked is what is loaded.
 
     `data` is the whole file, copied into memory if it is small, else mapped; writes to it do not reach the file.
-    `pickle` is the member that holds the pickle (empty in a file of numpy's), `members` has the places of all others by
-    name, and `folder` is the folder that they lie in.
+    `pickle` is the member that holds the pickle, `members` has the places of all others by name, and `folder` is the
+    folder that they lie in.
     """
 
     path: Path
@@ -184,13 +185,11 @@ def _describe_stranger(head: bytes) -> DumpError:
 def _open_archive(data: mmap.mmap, path: Path) -> Container:
     members = _find_members(data)
     _check_bytes(data, members)
-    if members and all(name.endswith(".npy") for name in members):
-        return Container(path=path, data=data, pickle=b"", folder="", members=members)
     folder = next(iter(members), "").partition("/")[0]  # the first member's, as in torch
     if f"{folder}/data.pkl" not in members:
         raise DumpError(
             f"it is a zip archive that torch.save did not write: it holds {brief_list(list(members)) or 'nothing'}.",
-            remedy=_SAVE_AGAIN,
+            remedy=_SAVE_ARRAYS if folder.endswith(".npy") else _SAVE_AGAIN,
         )
     pickle, order = members[f"{folder}/data.pkl"], members.get(f"{folder}/byteorder")
     if pickle.nbytes > _MAX_PICKLE_NBYTES:
@@ -266,10 +265,8 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
     """Refuse an encrypted or compressed member: torch.save stores members plain, and they are read in place."""
     if entry.flag_bits & 1 or entry.compress_type != zipfile.ZIP_STORED:
         raise DumpError(
-            "its parts are compressed or encrypted, which torch.save and numpy.savez never do.",
-            remedy="Write it without compression: numpy.savez(path, **numpy.load(path))."
-            if entry.filename.endswith(".npy")
-            else "Unpack the archive, and pack it again without compression: zip -0 -r FILE.pth FOLDER.",
+            "its parts are compressed or encrypted, which torch.save never does.",
+            remedy="Unpack the archive, and pack it again without compression: zip -0 -r FILE.pth FOLDER.",
         )
     if entry.file_size != entry.compress_size:
         raise damaged("a part of it reaches beyond its end")

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from nandoctor.dumps.classify import choose_state, sort_contents, sort_recorded
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, open_container
-from nandoctor.dumps.npz import is_npz, load_arrays
 from nandoctor.dumps.recorded_format import is_recorded
 from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
 from nandoctor.dumps.stored_tensor import is_dense
@@ -169,7 +168,7 @@ def _load_recorded(path: Path) -> Mapping[str, Any]:
 def _load(container: Container) -> object:
     """Return what the file holds; nothing that it names is run."""
     try:
-        return load_arrays(container) if is_npz(container) else load_pickle(container)
+        return load_pickle(container)
     except DumpError:
         raise
     except Exception as error:  # the parts of a damaged file may raise anything
