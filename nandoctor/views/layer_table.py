@@ -77,7 +77,7 @@ def _headroom(pair: LayerPair) -> Cell:
 
 
 def _tones(layers: Layers) -> list[Tone]:
-    tones: list[Tone] = ["" if all(row.finite for row in pair.rows) else "failed" for pair in layers.pairs]
+    tones: list[Tone] = ["" if pair.finite else "failed" for pair in layers.pairs]
     if layers.first_nonfinite is not None:
         tones[layers.first_nonfinite] = "first"
     return tones

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nandoctor.evidence.formats import FP32, FloatFormat
-from nandoctor.evidence.report import FirstNonfinite, LayerRow, NonfiniteElements, Origin, Report, Runs
-from nandoctor.evidence.trace import Place, TensorStats, name_run
+from nandoctor.evidence.formats import FP32
+from nandoctor.evidence.report import FirstNonfinite, LayerRow, Origin, Report, Runs
+from nandoctor.evidence.trace import TensorStats, name_run
 from nandoctor.text import brief
 
 _NAME_WIDTH = 64
@@ -16,14 +16,10 @@ _BEFORE, _WINDOW = 3, 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPair:
-    """One module call in the autocast run and in the fp32 run; None for a run that never reached it.
-
-    `name` is that of a row that stands for something else: an operation between modules, the batch, the loss.
-    """
+    """One module call in the autocast run and in the fp32 run; None for a run that never reached it."""
 
     autocast: LayerRow | None
     fp32: LayerRow | None
-    name: str = ""
 
     @property
     def either(self) -> LayerRow:
@@ -34,13 +30,18 @@ class LayerPair:
 
     @property
     def label(self) -> str:
-        """The name, or the module path; later calls are numbered."""
-        return self.name or self.either.place.label
+        """The module path; later calls are numbered."""
+        return self.either.place.label
 
     @property
     def rows(self) -> tuple[LayerRow, ...]:
         """The existing rows, autocast first."""
         return tuple(row for row in (self.autocast, self.fp32) if row is not None)
+
+    @property
+    def finite(self) -> bool:
+        """True if the call returned finite values in both runs."""
+        return all(row.finite for row in self.rows)
 
     @property
     def has_output(self) -> bool:
@@ -55,14 +56,10 @@ class LayerPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """The layers worth showing.
-
-    `first_nonfinite` is the index of the one that non-finite values come from, and `elements` are these.
-    """
+    """The layers worth showing; `first_nonfinite` is the index of the one in whose output the failure shows first."""
 
     pairs: tuple[LayerPair, ...]
     first_nonfinite: int | None = None
-    elements: NonfiniteElements | None = None
 
     def window(self, center: int) -> range:
         """Return the indices around `center`, moved inwards at either end so that the window keeps its size."""
@@ -76,7 +73,7 @@ class Layers:
 
 
 def select_layers(report: Report, *, every: bool = False) -> Layers:
-    """Return the calls with floating-point outputs and, at its place, an origin that is in no call's output.
+    """Return the calls with floating-point outputs.
 
     Containers that only pass on an inner layer's output are left out unless `every` call is asked for. One that
     computes something in its own forward, such as a residual add, is kept.
@@ -84,17 +81,18 @@ def select_layers(report: Report, *, every: bool = False) -> Layers:
     if report.runs is None:
         return Layers(pairs=())
     calls = _align_calls(report.runs)
-    failure = report.origin if _is_between(report) else report.first_nonfinite
-    place = None if failure is None else _find_call(calls, failure, report.first_nonfinite)
-    left_out = set[int]() if every else _repeats(calls) - {place}
+    failing = _find_failing(calls, report.first_nonfinite)
+    left_out = set[int]() if every else _repeats(calls) - {failing}
     shown = [index for index, pair in enumerate(calls) if every or (index not in left_out and pair.has_output)]
-    pairs = [calls[index] for index in shown]
-    if failure is None or place is None or (_is_output(failure) and place not in shown):
-        return Layers(pairs=tuple(pairs))
-    first = sum(index < place for index in shown)
-    if not _is_output(failure):
-        pairs.insert(first, _pair_of(failure, report.runs.autocast.dtype))
-    return Layers(pairs=tuple(pairs), first_nonfinite=first, elements=failure.elements)
+    pairs = tuple(calls[index] for index in shown)
+    return Layers(pairs=pairs, first_nonfinite=shown.index(failing) if failing in shown else None)
+
+
+def _find_failing(calls: Sequence[LayerPair], first: FirstNonfinite | None) -> int | None:
+    """Return the index of the call whose output is the first non-finite one, or that was given what a forward made."""
+    place = None if first is None or first.phase != "forward" else first.seen_in or first.place
+    found = (index for index, pair in enumerate(calls) if place is not None and pair.either.place.key == place.key)
+    return next((index for index in found if not calls[index].finite), None)
 
 
 def _align_calls(runs: Runs) -> tuple[LayerPair, ...]:
@@ -119,65 +117,6 @@ def name_origin(origin: Origin) -> str:
     if origin.function is not None:
         what = f"{origin.op} in the backward of {brief(origin.function, _NAME_WIDTH)}"
     return f"{what} in {brief(origin.place.in_words, _NAME_WIDTH)}"
-
-
-def _is_between(report: Report) -> bool:
-    """Return True if the op to blame is not in the call whose output is the first non-finite one."""
-    origin, first = report.origin, report.first_nonfinite
-    if origin is None or origin.op is None or origin.phase == "optimizer":
-        return False
-    if origin.output is None or origin.output.finite:
-        return False
-    return first is None or first.where != "output" or first.place.key != origin.place.key
-
-
-def _is_output(failure: Origin | FirstNonfinite) -> bool:
-    return isinstance(failure, FirstNonfinite) and failure.where == "output"
-
-
-def _find_call(calls: Sequence[LayerPair], failure: Origin | FirstNonfinite, first: FirstNonfinite | None) -> int:
-    """Return the index of the first call that returned after the failure; the number of calls if none did."""
-    if failure.phase != "forward":
-        return 0 if failure.phase == "input" else len(calls)
-    keys = [pair.either.place.key for pair in calls]
-    if first is not None and first.seen_in is not None and first.place.key == failure.place.key:
-        return _begin_of(calls, keys.index(first.seen_in.key)) if first.seen_in.key in keys else len(calls)
-    return keys.index(failure.place.key) if failure.place.key in keys else len(calls)
-
-
-def _begin_of(calls: Sequence[LayerPair], index: int) -> int:
-    """Return the index of the first call inside a call, which returns after all of these."""
-    depth = calls[index].either.depth
-    while index > 0 and calls[index - 1].either.depth > depth:
-        index -= 1
-    return index
-
-
-def _pair_of(failure: Origin | FirstNonfinite, low: FloatFormat) -> LayerPair:
-    """Return the row for what is in no call's output; its fp32 value is the one that the same inputs give."""
-    if isinstance(failure, Origin):
-        name, value = name_origin(failure), failure.output
-    else:
-        name, value = _name_first(failure), failure.value
-    assert value is not None
-    row = _row_of(failure.place, value, low)
-    if failure.would_be is None:
-        return LayerPair(autocast=row, fp32=row, name=name)
-    exact = TensorStats(
-        path="", shape=value.shape, dtype=FP32, numel=value.numel, finite=True, absmax=abs(failure.would_be)
-    )
-    return LayerPair(autocast=row, fp32=_row_of(failure.place, exact, low), name=name)
-
-
-def _name_first(first: FirstNonfinite) -> str:
-    if first.where == "between":
-        return f"the forward of {brief(first.place.in_words, _NAME_WIDTH)}"
-    return "the loss" if first.where == "loss" else f"{first.value.path or 'an input'} in the batch"
-
-
-def _row_of(place: Place, value: TensorStats, low: FloatFormat) -> LayerRow:
-    bits = None if value.absmax is None else low.headroom_bits(value.absmax)
-    return LayerRow(place=place, depth=0, inputs=(), outputs=(value,), headroom_bits=bits)
 
 
 def _repeats(calls: Sequence[LayerPair]) -> set[int]:

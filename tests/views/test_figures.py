@@ -65,24 +65,10 @@ def test_a_step_in_fp32_is_drawn_once_if_all_of_it_is(count, named):
 def test_the_first_nonfinite_layer_and_those_after_it_are_marked():
     (axes,) = draw_ranges(factory.precision()).axes
     assert marks(axes, "non-finite, fp16 autocast") == list(range(9, 20))
-    assert "first non-finite: NaN in the output of encoder.blocks.2.attention" in texts(axes)
+    assert "first non-finite: encoder.blocks.2.attention" in texts(axes)
     assert [9, 9] in [list(line.get_xdata()) for line in axes.lines]
     bold = [label.get_text() for label in axes.get_xticklabels() if label.get_weight() == "bold"]
     assert bold == ["encoder.blocks.2.attention"]
-
-
-@pytest.mark.parametrize(
-    ("make", "text", "place"),
-    [
-        (factory.residual, "+Inf in the forward of encoder.blocks.1", 8),
-        (factory.nonfinite_input, "NaN in image in the batch", 0),
-        (factory.numerics, "NaN in the output of encoder.blocks.2.attention", 9),
-    ],
-)
-def test_the_first_place_is_marked_whatever_it_is(make, text, place):
-    (axes,) = draw_ranges(make()).axes
-    assert f"first non-finite: {text}" in texts(axes)
-    assert [place, place] in [list(line.get_xdata()) for line in axes.lines]
 
 
 FLAT = [(factory.tensor(1.0 + i), factory.tensor(1.0 + i, dtype=FP32)) for i in range(300)]

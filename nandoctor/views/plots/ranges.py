@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import LayerRow, Report, Runs
-from nandoctor.text import bits_text, brief, kinds_text, number
+from nandoctor.text import bits_text, brief, number
 from nandoctor.views.layers import Layers, name_runs, select_layers
 from nandoctor.views.plots.figures import NONFINITE_COLOR, new_figure, write_finding, write_legend
 
@@ -242,17 +242,15 @@ def _name_layers(axes: Axes, layers: Layers) -> None:
 
 
 def _mark_first(axes: Axes, layers: Layers) -> None:
-    """Draw a labelled line through the first non-finite layer, operation or array."""
-    place, elements = layers.first_nonfinite, layers.elements
-    if place is None or elements is None:
+    """Draw a labelled line through the first non-finite layer."""
+    place = layers.first_nonfinite
+    if place is None:
         return
-    pair = layers.pairs[place]
-    where = f"{'' if pair.name else 'the output of '}{brief(pair.label, _FIRST_NAME_WIDTH)}"
     axes.axvline(place, color=NONFINITE_COLOR, linewidth=1.2, linestyle="--", zorder=4)
     left, right = axes.get_xlim()
     alignment = ("left", "center", "right")[int(3 * (place - left) / (right - left))]  # inwards, near either end
     axes.annotate(
-        f"first non-finite: {kinds_text(elements.kinds)} in {where}",
+        f"first non-finite: {brief(layers.pairs[place].label, _FIRST_NAME_WIDTH)}",
         (place, 1.0),
         xycoords=axes.get_xaxis_transform(),
         xytext=(0, 4),
