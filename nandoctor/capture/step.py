@@ -168,25 +168,6 @@ class RecordedStep:
             return None
         return {name: tensor for update in self.updates for name, tensor in (update.undo or {}).items()}
 
-    def make_next(self) -> RecordedStep:
-        """Return the next micro-batch of this step, which the loop has marked."""
-        return RecordedStep(
-            step=self.step,
-            micro_batch=self.micro_batch + 1,
-            epoch=self.epoch,
-            explicit=True,
-            batch=self.batch,
-            scale=self.scale,
-            scale_version=self.scale_version,
-        )
-
-    def forget_calls(self) -> None:
-        """Drop the calls so far, which are not part of the step: it begins with the next call."""
-        self.before, self.without_grad, self.running = None, False, 0
-        for kept in (self.calls, self.between, self.returned):
-            kept.clear()
-        self.inside.clear()
-
     def outputs(self) -> Iterator[torch.Tensor]:
         """Yield all tensors that the calls and the recorded children returned."""
         for packed in (*self.returned, *self.inside.values()):

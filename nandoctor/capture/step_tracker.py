@@ -131,7 +131,9 @@ class StepTracker:
         if step is not None and step.explicit:
             if not with_grad and (step.flags or (step.calls and not step.without_grad)):
                 return False  # a validation inside the step
-            step = self._continue_explicit(step, with_grad=with_grad)
+            if step.updates or (with_grad and step.without_grad):  # what made the batch is no part of the step
+                step = self.make_step(step.batch, explicit=True)
+                self.start_step(step)
         elif not with_grad or not module.training:
             self.unwatched_eval = True
             return False
@@ -140,16 +142,6 @@ class StepTracker:
             self.start_step(step)
         self._add_call(step, pack_call(args, kwargs), with_grad=with_grad)
         return len(step.calls) == 1
-
-    def _continue_explicit(self, step: RecordedStep, *, with_grad: bool) -> RecordedStep:
-        """Return the step that another forward inside an explicit step belongs to: after an update, a new one."""
-        if step.updates:
-            step = step.make_next()
-            self._last = (step.step, step.micro_batch)
-            self.start_step(step)
-        elif with_grad and step.without_grad:
-            step.forget_calls()
-        return step
 
     def _add_call(self, step: RecordedStep, inputs: Packed, *, with_grad: bool) -> None:
         if step.before is None:
