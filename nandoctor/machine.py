@@ -9,8 +9,8 @@ import errno
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,39 +85,19 @@ def anonymous_memory() -> int | None:
     return _read_field(Path("/proc/self/status"), "RssAnon:")
 
 
-def limit_memory(nbytes: int) -> bool:
-    """Make allocations fail beyond `nbytes` of private writable memory; return False if the system has no such limit.
+def limit_memory(nbytes: int) -> None:
+    """Make allocations fail beyond `nbytes` of private writable memory, where the system has such a limit.
 
     A lower limit stays. Files that are mapped for reading do not count.
     https://man7.org/linux/man-pages/man2/getrlimit.2.html, RLIMIT_DATA.
     """
     if sys.platform != "linux":
-        return False
+        return
     import resource  # noqa: PLC0415  (not on Windows)
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = (limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)
     resource.setrlimit(resource.RLIMIT_DATA, (min([nbytes, *limits]), hard))
-    return True
-
-
-@contextmanager
-def bounded_memory(nbytes: int | None) -> Iterator[None]:
-    """Make allocations fail beyond `nbytes` of private writable memory while this is open, if the system can.
-
-    See `limit_memory`; None means no bound.
-    """
-    if nbytes is None or sys.platform != "linux":
-        yield
-        return
-    import resource  # noqa: PLC0415  (not on Windows)
-
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    limit_memory(nbytes)
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def return_freed_memory() -> None:
@@ -131,11 +111,6 @@ def return_freed_memory() -> None:
 
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM)
-
-
-def private_memory() -> int | None:
-    """Return the bytes of private writable memory that this process has requested, as `bounded_memory` counts them."""
-    return _read_field(Path("/proc/self/status"), "VmData:")
 
 
 def _read_field(path: Path, name: str, unit: int = 1024) -> int | None:

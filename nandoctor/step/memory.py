@@ -1,9 +1,8 @@
-"""Bound the memory of a model: a limit for what dumps describe, and a build without initial values."""
+"""Build a large model without initial values, which a dump replaces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -12,48 +11,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from nandoctor.errors import ModelError
-from nandoctor.machine import bounded_memory, is_out_of_memory, memory_of, private_memory
-from nandoctor.process_wide import is_forked
-from nandoctor.text import byte_size
+from nandoctor.machine import memory_of
 from nandoctor.torch_compat import storage_of
 
-# Leaves room for initial values, tied copies and position tables that are not saved.
-_TIMES_WEIGHTS = 4
-_FLOOR_NBYTES = 512 << 20
 _UNFILLED_NBYTES = 1 << 20
 _DRAWING = frozenset({"normal_", "uniform_", "kaiming_uniform_"})
 _FOLLOWING = frozenset({"mul_", "add_", "clamp_"})
-
-
-@contextmanager
-def building_within(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Allow a model that is built from a dump's arguments a few times the bytes of its weights, where Linux can.
-
-    Raises:
-        ModelError: it takes more.
-    """
-    nbytes, taken = memory_of(weights.values()), memory_with_threads()
-    allowed = _TIMES_WEIGHTS * nbytes + _FLOOR_NBYTES
-    try:
-        with bounded_memory(None if taken is None else taken + allowed):
-            yield
-    except ModelError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ModelError(
-            f"Building the model with the dump's arguments takes more than {byte_size(allowed)}, and the weights "
-            f"in the file have {byte_size(nbytes)}.",
-            remedy="The arguments are not those of these weights; if they are, name what builds the model: --model "
-            "FILE.py:NAME.",
-        ) from error
-
-
-def memory_with_threads() -> int | None:
-    """Return `private_memory` with torch's threads started: libgomp aborts if the limit is too low for their stacks."""
-    if not is_forked():
-        torch.ones(1 << 16).sum()  # large enough to run on all threads
-    return private_memory()
 
 
 class Unfilled(TorchFunctionMode):

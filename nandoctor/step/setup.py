@@ -46,7 +46,7 @@ from nandoctor.step.code_references import (
 )
 from nandoctor.step.input_binding import Binding, bind_inputs, find_bindings
 from nandoctor.step.losses import bind_loss
-from nandoctor.step.memory import Unfilled, building_within
+from nandoctor.step.memory import Unfilled
 from nandoctor.step.model_loading import (
     AS_YOUR_CODE,
     OTHER_ARGUMENTS,
@@ -243,8 +243,7 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
     if source is not None:
         filled = None if settings.model_args else fill_config(source, dump.recorded.model, settings.directory)
         if filled is not None:
-            with building_within(dump.state):
-                return build_model(filled, {}), []
+            return build_model(filled, {}), []
         try:
             return build_model(source, settings.model_args, directory=settings.directory), []
         except ModelError as error:
@@ -261,11 +260,10 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
         )
     reference = dump.recorded.model
     make = find_model(reference, dump.path, dump.provenance)
-    with building_within(dump.state):
-        try:
-            net, notes = build_model(make, settings.model_args), list[str]()
-        except ModelError as error:
-            net, notes = _build_as_own_code(error, make.__qualname__, settings)
+    try:
+        net, notes = build_model(make, settings.model_args), list[str]()
+    except ModelError as error:
+        net, notes = _build_as_own_code(error, make.__qualname__, settings)
     return net, [*notes, *describe_code_change(reference)]
 
 
