@@ -34,25 +34,25 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_050, "tests": 35_004, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_850, "tests": 34_887, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_043,
+    FILES: 3_018,
     "autocast": 914,
-    "capture": 2_947,
+    "capture": 2_920,
     "causes": 2_634,
     "changes": 2_767,
     "cli": 964,
     "diagnosis": 2_045,
-    "dumps": 3_581,
+    "dumps": 3_535,
     "engine": 3_242,
     "evidence": 1_707,
     "fixes": 3_688,
     "fleet": 797,
     "repro_scripts": 734,
-    "step": 3_196,
+    "step": 3_157,
     "tracing": 1_865,
-    "views": 2_926,
+    "views": 2_863,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 
