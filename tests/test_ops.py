@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from one_test import for_each
-from sick_models.case import Case, positional, randn
+from sick_models.case import Case, randn
 from sick_models.judging import diagnose
 from torch import nn
 
@@ -134,7 +134,7 @@ def overflowed(name, folder):
     """The cause that the report names, and the op it blames."""
     case = Case(
         name=name, mechanism="product too large", build=lambda: Only(LINEAR[name]), batch=lambda: {"x": torch.ones(1)},
-        call=positional("x"), verdict="precision",
+        call=lambda model, batch: model(batch["x"]), verdict="precision",
     )  # fmt: skip
     report = diagnose(case, folder)
     return report.origin.op, report.cause

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sick_models.case import Batch, biased, case, positional, rand, randn, scaled, seeded, whole
+from sick_models.case import Batch, biased, case, rand, randn, scaled, seeded
 
 
 class VisionBlock(nn.Module):
@@ -207,7 +207,6 @@ CASES = (
         "residual/vision-transformer",
         seeded(VisionTransformer, outlier=3e4),
         lambda: {"patches": randn(2, 9, 48)},
-        positional("patches"),
         "precision blocks.2 add elementwise-overflow",
         line="x + self.mlp(self.norm(x))",
         repair={"build": seeded(VisionTransformer, outlier=300.0)},
@@ -216,7 +215,6 @@ CASES = (
         "residual/upscaler-in-place",
         seeded(Upscaler, loud=3.5e4),
         lambda: {"image": rand(2, 3, 8, 8)},
-        positional("image"),
         "precision trunk.0 add elementwise-overflow",
         line="out += x",
         repair={"build": seeded(Upscaler, loud=0.5)},
@@ -225,7 +223,6 @@ CASES = (
         "residual/vocoder-skips",
         seeded(Vocoder, loud=1.5e4),
         lambda: {"frames": randn(2, 1, 40)},
-        whole,
         "precision . add elementwise-overflow",
         line="skips = skips + skip",
         repair={"build": seeded(Vocoder, loud=15.0)},
@@ -234,7 +231,6 @@ CASES = (
         "gate/geglu",
         seeded(Reader, gain=500.0),
         lambda: {"tokens": torch.arange(20).view(2, 10)},
-        positional("tokens"),
         "precision late mul elementwise-overflow",
         line="F.gelu(gate) * value",
         repair={"build": seeded(Reader, gain=1.0)},
@@ -243,7 +239,6 @@ CASES = (
         "gate/embedding-scale",
         seeded(Translator, loud=1.5e4),
         lambda: {"tokens": torch.arange(16).view(2, 8)},
-        positional("tokens"),
         "precision source mul elementwise-overflow",
         line="self.lift(self.table(tokens)) * self.lift.out_features**0.5",
         repair={"build": seeded(Translator, loud=1.0)},
@@ -252,7 +247,6 @@ CASES = (
         "gate/dropout-scale",
         seeded(Churn, loud=5e4),
         lambda: {"table": randn(3, 10)},
-        positional("table"),
         "precision drop dropout elementwise-overflow",
         line="self.scale(self.drop(F.relu(self.hidden(table))))",
         repair={"build": seeded(Churn, loud=50.0)},
@@ -261,7 +255,6 @@ CASES = (
         "gate/style-modulation",
         seeded(Generator, strength=6000.0),
         lambda: {"noise": randn(2, 6)},
-        positional("noise"),
         "precision wild mul elementwise-overflow",
         line="self.conv(x) * (1 + gain) + shift",
         repair={"build": seeded(Generator, strength=1.0)},

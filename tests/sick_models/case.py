@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from inspect import signature
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -19,6 +21,9 @@ Batch = dict[str, Tensor]
 Phase = Literal["forward", "loss", "backward", "state", "input", "optimizer"]
 
 Layer = TypeVar("Layer", bound=nn.Module)
+
+Build = Callable[[], nn.Module]
+Call = Callable[[nn.Module, Batch], Any]
 
 LOSS = "<loss>"
 
@@ -39,7 +44,7 @@ class Case:
     mechanism: str
     build: Callable[[], nn.Module]
     batch: Callable[[], Batch]
-    call: Callable[[nn.Module, Batch], Any]
+    call: Call
     loss: Callable[[Any, Batch], Tensor] | None = None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     train: bool = True
@@ -92,28 +97,52 @@ MECHANISMS = {
 """The rows of the table of mechanisms, by the first part of a case's name."""
 
 
+PHASES: dict[str, Phase] = {
+    **dict.fromkeys(("singularity", "where", "gradient", "function", "scale"), "backward"),
+    **dict.fromkeys(("weights", "buffers"), "state"),
+    **{"batch": "input", "optimizer": "optimizer"},
+}
+"""Where the cases of a row fail, if it is not in the forward."""
+
+
 def case(
     name: str,
     build: Callable[[], nn.Module],
     batch: Callable[[], Batch],
-    call: Callable[[nn.Module, Batch], Any],
     words: str,
+    *,
+    call: Call | None = None,
     **more: Any,
 ) -> Case:
     """A case of the corpus; the words are verdict, module, op and cause, where "." is the root and "-" no operation."""
     verdict, module, op, cause = words.split()
+    row = name.partition("/")[0]
     return Case(
         name=name,
-        mechanism=MECHANISMS[name.partition("/")[0]],
+        mechanism=MECHANISMS[row],
         build=build,
         batch=batch,
-        call=call,
+        call=call or by_name(build),
         verdict=verdict,
         module="" if module == "." else module,
         op="" if op == "-" else op,
         cause=cause,
-        **more,
+        **{"phase": PHASES.get(row, "forward"), **more},
     )
+
+
+def by_name(build: Build) -> Call:
+    """A `call` that gives the forward the arrays that its parameters are called by, or else all of them in a dict."""
+
+    @cache
+    def names() -> list[str]:
+        return list(signature(type(build()).forward).parameters)
+
+    def call(model: nn.Module, batch: Batch) -> Any:
+        arrays = [batch[name] for name in names() if name in batch]
+        return model(*arrays) if arrays else model(batch)
+
+    return call
 
 
 def healthy(case: Case) -> Case:
@@ -130,16 +159,6 @@ def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Callabl
             return make(*args, **kwargs)
 
     return build
-
-
-def positional(*names: str) -> Callable[[nn.Module, Batch], Any]:
-    """A `call` that passes these arrays by position."""
-    return lambda model, batch: model(*(batch[name] for name in names))
-
-
-def whole(model: nn.Module, batch: Batch) -> Any:
-    """A `call` that passes the batch as one dict."""
-    return model(batch)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

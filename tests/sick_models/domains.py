@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, biased, case, positional, randn, scaled, seeded, whole
+from sick_models.case import Batch, biased, case, randn, scaled, seeded
 
 
 class Forecast(nn.Module):
@@ -225,7 +225,6 @@ CASES = (
         "domain/log-of-a-forecast",
         seeded(Forecast, level=-0.3),
         lambda: {"sales": randn(3, 6, 3)},
-        positional("sales"),
         "numerics . log invalid-domain",
         line="torch.log(self.last(states[:, -1]))",
         repair={"build": seeded(Forecast, level=3.0)},
@@ -234,7 +233,6 @@ CASES = (
         "domain/one-pass-variance",
         seeded(MotorMonitor, two_pass=False),
         lambda: {"vibration": randn(3, 2, 64)},
-        whole,
         "precision moments sqrt invalid-domain",
         line="torch.cat([mean, torch.sqrt(spread)], dim=-1)",
         repair={"build": seeded(MotorMonitor, two_pass=True)},
@@ -243,7 +241,6 @@ CASES = (
         "domain/gamma-curve",
         seeded(RawDeveloper, signed=False),
         lambda: {"mosaic": randn(2, 4, 6, 6)},
-        positional("mosaic"),
         "numerics curve pow invalid-domain",
         line="if self.signed else light) ** self.gamma",
         repair={"build": seeded(RawDeveloper, signed=True)},
@@ -252,7 +249,6 @@ CASES = (
         "domain/angle-with-itself",
         seeded(SoundSource, limit=2.0),
         the_same_recordings,
-        positional("recording", "known"),
         "precision angle acos invalid-domain",
         line="torch.acos(cosine.clamp(-self.limit, self.limit)",
         repair={"build": seeded(SoundSource, limit=0.999)},
@@ -261,7 +257,6 @@ CASES = (
         "form/multiplied-mask",
         seeded(ClipClassifier, fill=False),
         frames_and_mask,
-        positional("frames", "mask"),
         "numerics attend mul indeterminate-form",
         line="scores + (1 - mask) * -torch.inf",
         repair={"build": seeded(ClipClassifier, fill=True)},
@@ -270,7 +265,6 @@ CASES = (
         "form/forward-algorithm",
         seeded(Aligner, start=float("-inf")),
         lambda: {"speech": randn(2, 9, 7)},
-        positional("speech"),
         "numerics align sub indeterminate-form",
         line="alpha + F.softplus(moved - alpha) + emissions[:, step]",
         repair={"build": seeded(Aligner, start=-1e4)},
@@ -279,7 +273,6 @@ CASES = (
         "form/gated-mask",
         seeded(MusicModel, low=float("-inf")),
         lambda: {"notes": torch.arange(12).view(2, 6)},
-        positional("notes"),
         "numerics blend mul indeterminate-form",
         line="(scores + self.gate * self.causal).softmax(dim=-1)",
         repair={"build": seeded(MusicModel, low=-1e4)},
@@ -288,7 +281,6 @@ CASES = (
         "form/entropy",
         seeded(ActionModel, gain=300.0),
         lambda: {"observation": randn(5, 6)},
-        positional("observation"),
         "numerics <loss> log log-of-zero",
         loss=negative_entropy,
         phase="loss",

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, biased, case, positional, rand, randn, seeded, whole
+from sick_models.case import Batch, biased, case, rand, randn, seeded
 
 
 class ChannelNorm(nn.Module):
@@ -149,7 +149,6 @@ CASES = (
         "eps/blank-tile",
         seeded(TileSegmenter, eps=1e-8),
         with_a_blank_tile,
-        whole,
         "precision even div eps-underflow",
         line="self.gain * (centred / (x.std(",
         repair={"build": seeded(TileSegmenter, eps=1e-3)},
@@ -158,7 +157,6 @@ CASES = (
         "eps/missing-answers",
         seeded(Questionnaire, eps=1e-8),
         with_missing_answers,
-        positional("answers"),
         "precision scale rsqrt eps-underflow",
         line="torch.rsqrt(spread + self.eps)",
         repair={"build": seeded(Questionnaire, eps=1e-5)},
@@ -167,7 +165,6 @@ CASES = (
         "eps/digital-silence",
         seeded(Listener, eps=1e-8),
         with_silence,
-        positional("audio"),
         "precision bands log eps-underflow",
         line="torch.log(energy + self.eps)",
         repair={"build": seeded(Listener, eps=1e-5)},
@@ -176,7 +173,6 @@ CASES = (
         "eps/relu-attention",
         seeded(DenseDepth, eps=1e-12),
         lambda: {"image": randn(2, 3, 12, 12)},
-        positional("image"),
         "precision mix div eps-underflow",
         line="(query @ context) / (total + self.eps)",
         repair={"build": seeded(DenseDepth, eps=1e-4)},

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, biased, case, positional, rand, randn, scaled, seeded, whole
+from sick_models.case import Batch, biased, case, rand, randn, scaled, seeded
 
 
 class Reparametrised(nn.Module):
@@ -209,7 +209,6 @@ CASES = (
         "exponential/reparametrised",
         seeded(Autoencoder, bound=1e3),
         lambda: {"digit": rand(2, 1, 8, 8)},
-        positional("digit"),
         "numerics sample exp exp-overflow",
         line="spread = torch.exp(0.5 * logvar)",
         repair={"build": seeded(Autoencoder, bound=10.0)},
@@ -218,7 +217,6 @@ CASES = (
         "exponential/octaves",
         seeded(Mastering, octaves=17.0),
         lambda: {"audio": randn(2, 4, 30)},
-        positional("audio"),
         "precision loudness exp2 exp-overflow",
         line="wave * torch.exp2(self.control(wave))",
         repair={"build": seeded(Mastering, octaves=3.0)},
@@ -227,7 +225,6 @@ CASES = (
         "exponential/box-size",
         seeded(YoloTiny, bound=1e3),
         lambda: {"image": randn(2, 3, 16, 16)},
-        positional("image"),
         "numerics head exp exp-overflow",
         line="torch.exp(size.clamp(max=self.bound)) * self.anchors",
         repair={"build": seeded(YoloTiny, bound=4.0)},
@@ -236,7 +233,6 @@ CASES = (
         "exponential/softplus-by-hand",
         seeded(RateModel, stable=False),
         lambda: {"table": randn(4, 6)},
-        positional("table"),
         "numerics positive exp exp-overflow",
         line="torch.log(1 + torch.exp(x))",
         repair={"build": seeded(RateModel, stable=True)},
@@ -245,7 +241,6 @@ CASES = (
         "exponential/temperature",
         seeded(Contrast, logit_scale=12.5),
         lambda: {"image": randn(4, 20), "caption": torch.arange(12).view(4, 3) % 9},
-        positional("image", "caption"),
         "precision . mul exp-overflow",
         line="(similarity * self.logit_scale.exp())",
         near_causes=("elementwise-overflow",),
@@ -255,7 +250,6 @@ CASES = (
         "sigmoid/spam",
         seeded(Spam, gain=-40.0),
         lambda: {"words": rand(6, 7), "spam": torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])},
-        whole,
         "precision <loss> log log-of-zero",
         loss=hand_written_cross_entropy,
         phase="loss",
@@ -266,7 +260,6 @@ CASES = (
         "sigmoid/critic",
         seeded(Judge, gain=400.0),
         lambda: {"picture": randn(4, 3, 8, 8)},
-        positional("picture"),
         "numerics <loss> log log-of-zero",
         loss=saturating_generator_loss,
         phase="loss",
@@ -277,7 +270,6 @@ CASES = (
         "sigmoid/stick-breaking",
         seeded(MixtureDensity, gain=30.0),
         lambda: {"strokes": randn(2, 5, 6)},
-        positional("strokes"),
         "precision weights log log-of-zero",
         line="torch.cumsum(torch.log(1 - taken), dim=-1)",
         repair={"build": seeded(MixtureDensity, gain=1.0)},
@@ -286,7 +278,6 @@ CASES = (
         "sigmoid/log-of-softmax",
         seeded(Chooser, gain=400.0),
         lambda: {"items": randn(3, 5, 8)},
-        positional("items"),
         "numerics . log log-of-zero",
         line="torch.log(scores.softmax(dim=-1))",
         repair={"build": seeded(Chooser, gain=1.0)},

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, biased, case, positional, rand, randn, scaled, seeded, whole
+from sick_models.case import Batch, biased, case, rand, randn, scaled, seeded
 
 
 class Signatures(nn.Module):
@@ -181,10 +181,8 @@ CASES = (
         "singularity/same-signature",
         seeded(Signatures, eps=0.0),
         lambda: signatures(same_picture=True),
-        positional("left", "right"),
         "numerics . sqrt gradient-singularity",
         loss=contrastive,
-        phase="backward",
         line="torch.sqrt(difference.square().sum(dim=-1) + self.eps)",
         repair={"build": seeded(Signatures, eps=1e-6)},
     ),
@@ -192,10 +190,8 @@ CASES = (
         "singularity/dead-channel",
         seeded(BirdSpecies, eps=0.0),
         lambda: {"photo": rand(2, 3, 8, 8)},
-        whole,
         "numerics pool pow gradient-singularity",
         loss=length_of_the_vector,
-        phase="backward",
         line="(products + self.eps).pow(0.5).flatten(1)",
         repair={"build": seeded(BirdSpecies, eps=1e-3)},
     ),
@@ -203,10 +199,8 @@ CASES = (
         "singularity/identity-rotation",
         seeded(PoseHead, spin=0.0),
         lambda: {"points": randn(2, 9, 3)},
-        positional("points"),
         "numerics <loss> acos gradient-singularity",
         loss=geodesic,
-        phase="backward",
         line="torch.acos((trace - 1) / 2).mean()",
         repair={"build": seeded(PoseHead, spin=0.5)},
     ),
@@ -214,10 +208,8 @@ CASES = (
         "where/log-returns",
         seeded(Portfolio, guarded=False),
         prices_of_a_holiday,
-        positional("prices"),
         "numerics returns log where-gradient-trap",
         loss=spread_of_weights,
-        phase="backward",
         line="torch.where(positive, torch.log(safe), 0.0)",
         repair={"build": seeded(Portfolio, guarded=True)},
     ),
@@ -225,10 +217,8 @@ CASES = (
         "where/pair-distances",
         seeded(ForceField, guarded=False),
         lambda: {"atoms": randn(6, 5)},
-        whole,
         "numerics distances sqrt where-gradient-trap",
         loss=squared_energy,
-        phase="backward",
         line="torch.where(apart, torch.sqrt(safe), 0.0)",
         repair={"build": seeded(ForceField, guarded=True)},
     ),
@@ -236,10 +226,8 @@ CASES = (
         "where/click-rate",
         seeded(ClickRate, guarded=False),
         lambda: {"table": randn(5, 6), "rate": rand(5, 3)},
-        positional("table"),
         "numerics . div where-gradient-trap",
         loss=error_of_the_rate,
-        phase="backward",
         line="torch.where(views > 0, clicks / divisor, 0.0)",
         repair={"build": seeded(ClickRate, guarded=True)},
     ),

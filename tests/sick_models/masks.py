@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, case, positional, rand, randn, seeded, whole
+from sick_models.case import Batch, case, rand, randn, seeded
 
 
 class WhereAttention(nn.Module):
@@ -263,7 +263,6 @@ CASES = (
         "mask-constant/where",
         seeded(Tagger, low=-1e9),
         lambda: tokens_with_an_empty_sample(empty=True),
-        positional("tokens"),
         "precision blend where mask-constant-overflow",
         line="torch.where(keep[:, None, :], scores, low)",
         repair={"build": seeded(Tagger, low=None)},
@@ -272,7 +271,6 @@ CASES = (
         "mask-constant/penalty",
         seeded(Sentiment, low=-1e9),
         lambda: words_and_mask(empty=True),
-        whole,
         "precision focus mul mask-constant-overflow",
         line="(1.0 - mask.to(scores.dtype)) * self.low",
         repair={"build": seeded(Sentiment, low=-1e4)},
@@ -281,7 +279,6 @@ CASES = (
         "mask-constant/lowest-plus-bias",
         seeded(Forecaster, slope=40.0),
         lambda: {"series": randn(2, 8, 5), "absent": flags(2, 8, full_row=1)},
-        positional("series", "absent"),
         "precision stations add mask-constant-overflow",
         line="biased = lowest + (scores + self.bias)",
         repair={"build": seeded(Forecaster, slope=0.01)},
@@ -290,8 +287,8 @@ CASES = (
         "mask-constant/two-masks",
         seeded(Captioner, combine=False),
         lambda: captions(full_row=2),
-        lambda model, batch: model(**batch),
         "numerics look add mask-constant-overflow",
+        call=lambda model, batch: model(**batch),
         line="padding.float() * lowest + blocked.float() * lowest",
         repair={"build": seeded(Captioner, combine=True)},
     ),
@@ -299,7 +296,6 @@ CASES = (
         "full-row/point-cloud",
         seeded(PointCloud),
         lambda: {"points": randn(3, 20, 3), "missing": flags(3, 20, full_row=1)},
-        positional("points", "missing"),
         "numerics pool softmax fully-masked-softmax",
         line="(scores.softmax(dim=-1).unsqueeze(-1) * points).sum(dim=1)",
         repair={"batch": lambda: {"points": randn(3, 20, 3), "missing": flags(3, 20, full_row=None)}},
@@ -308,7 +304,6 @@ CASES = (
         "full-row/multihead-attention",
         seeded(DialogueEncoder),
         lambda: {"dialogue": randn(3, 7, 6), "padding": flags(3, 7, full_row=0)},
-        positional("dialogue", "padding"),
         "numerics attend softmax fully-masked-softmax",
         line="self.attend(x, x, x, key_padding_mask=padding",
         repair={"batch": lambda: {"dialogue": randn(3, 7, 6), "padding": flags(3, 7, full_row=None)}},
@@ -317,7 +312,6 @@ CASES = (
         "full-row/isolated-atom",
         seeded(Molecule),
         lambda: molecule(isolated=True),
-        whole,
         "numerics bonds.0 softmax fully-masked-softmax",
         line="torch.softmax(scores.masked_fill(adjacency == 0",
         repair={"batch": lambda: molecule(isolated=False)},
@@ -326,7 +320,6 @@ CASES = (
         "full-row/no-legal-move",
         seeded(CardPlayer),
         lambda: {"board": randn(3, 10), "legal": ~flags(3, 5, full_row=2)},
-        positional("board", "legal"),
         "numerics . log_softmax fully-masked-softmax",
         line="F.log_softmax(logits, dim=-1).clamp(min=-100.0)",
         repair={"batch": lambda: {"board": randn(3, 10), "legal": ~flags(3, 5, full_row=None)}},

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, case, positional, randn, scaled, seeded, whole
+from sick_models.case import Batch, case, randn, scaled, seeded
 
 
 class CausalMix(nn.Module):
@@ -181,7 +181,6 @@ CASES = (
         "product/decoder-feed-forward",
         seeded(Decoder, gain=200.0),
         lambda: {"tokens": torch.arange(24).view(2, 12)},
-        positional("tokens"),
         "precision layers.1.feed.down linear matmul-overflow",
         line="self.down(F.gelu(self.up(x)))",
         repair={"build": seeded(Decoder, gain=1.0)},
@@ -190,7 +189,6 @@ CASES = (
         "product/patch-attention-scores",
         seeded(PatchEncoder, scale_first=False),
         lambda: {"image": randn(2, 3, 16, 16)},
-        whole,
         "precision attend matmul matmul-overflow",
         line="(before * self.query(x)) @ self.key(x)",
         repair={"build": seeded(PatchEncoder, scale_first=True)},
@@ -199,7 +197,6 @@ CASES = (
         "product/detector-lateral",
         seeded(Detector, gain=700.0),
         lambda: {"image": 3.0 * randn(2, 3, 16, 16)},
-        positional("image"),
         "precision neck.lateral conv2d matmul-overflow",
         line="self.smooth(self.lateral(fine))",
         repair={"build": seeded(Detector, gain=1.0)},
@@ -208,7 +205,6 @@ CASES = (
         "product/recurrence",
         seeded(Recurrence, radius=2.0),
         lambda: {"series": randn(3, 24, 8)},
-        positional("series"),
         "precision recur linear matmul-overflow",
         line="F.relu(self.recur(state) + drive)",
         repair={"build": seeded(Recurrence, radius=0.9)},
@@ -217,8 +213,8 @@ CASES = (
         "product/retrieval-einsum",
         seeded(Retrieval, gain=400.0),
         lambda: {"question": randn(5, 12), "passage": randn(7, 20, seed=1)},
-        lambda model, batch: model(**batch),
         "precision . einsum matmul-overflow",
+        call=lambda model, batch: model(**batch),
         line='torch.einsum("qd,pd->qp"',
         repair={"build": seeded(Retrieval, gain=1.0)},
     ),

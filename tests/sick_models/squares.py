@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, case, positional, randn, scaled, seeded
+from sick_models.case import Batch, case, randn, scaled, seeded
 
 
 class RootMeanSquare(nn.Module):
@@ -169,7 +169,6 @@ CASES = (
         "square/rms-silent",
         seeded(SmallLanguageModel, upcast=False),
         lambda: {"tokens": torch.arange(18).view(2, 9)},
-        positional("tokens"),
         "silent norm mul silent-overflow",
         line="power = (x * x).mean(dim=-1, keepdim=True)",
         repair={"build": seeded(SmallLanguageModel, upcast=True)},
@@ -178,7 +177,6 @@ CASES = (
         "square/channel-variance-silent",
         seeded(Colouriser, upcast=False),
         lambda: {"grey": randn(2, 1, 12, 12)},
-        positional("grey"),
         "silent even var silent-overflow",
         line="spread = x.var(dim=(2, 3), keepdim=True)",
         repair={"build": seeded(Colouriser, upcast=True)},
@@ -187,7 +185,6 @@ CASES = (
         "square/unit-vector-silent",
         seeded(FaceEmbedding, gain=1e4),
         lambda: {"left": randn(4, 30), "right": randn(4, 30, seed=1)},
-        positional("left", "right"),
         "silent . mul silent-overflow",
         line="x / torch.sqrt((x * x).sum(",
         repair={"build": seeded(FaceEmbedding, gain=10.0)},
@@ -196,7 +193,6 @@ CASES = (
         "square/spectrum-share",
         seeded(KeywordSpotter, loudness=2000.0),
         lambda: {"audio": randn(2, 1, 160)},
-        positional("audio"),
         "precision spectrum mul elementwise-overflow",
         line="power = bands * bands",
         repair={"build": seeded(KeywordSpotter, loudness=10.0)},
@@ -205,7 +201,6 @@ CASES = (
         "square/critic-diversity",
         seeded(Critic, upcast=False),
         lambda: {"image": randn(4, 3, 8, 8)},
-        positional("image"),
         "precision diversity var reduction-overflow",
         line="(x.float() if self.upcast else x).var(dim=0",
         repair={"build": seeded(Critic, upcast=True)},
@@ -214,7 +209,6 @@ CASES = (
         "square/speaker-moments",
         seeded(Speaker, loudness=1500.0),
         lambda: {"frames": randn(2, 20, 12)},
-        positional("frames"),
         "precision pool mul elementwise-overflow",
         line="second_moment = (x * x).mean(dim=1)",
         repair={"build": seeded(Speaker, loudness=1.0)},

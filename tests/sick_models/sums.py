@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, biased, case, positional, rand, randn, scaled, seeded, whole
+from sick_models.case import Batch, biased, case, rand, randn, scaled, seeded
 
 
 class Microscope(nn.Module):
@@ -178,7 +178,6 @@ CASES = (
         "input/microscope-counts",
         seeded(Microscope),
         lambda: {"counts": 1e5 * rand(2, 1, 20, 20)},
-        positional("counts"),
         "precision stem conv2d input-cast-overflow",
         line="self.body(self.norm(self.stem(counts)))",
         repair={"batch": lambda: {"counts": rand(2, 1, 20, 20)}},
@@ -190,7 +189,6 @@ CASES = (
             "numbers": torch.tensor([[2.5e5, 0.3, -1.0, 0.5], [6.1e4, 1.3, 0.2, -0.7], [3.3e4, 0.0, 0.9, 0.1]]),
             "region": torch.tensor([0, 3, 5]),
         },
-        whole,
         "precision entry linear input-cast-overflow",
         line="F.relu(self.entry(features))",
         repair={
@@ -204,7 +202,6 @@ CASES = (
         "input/telemetry-clock",
         seeded(Telemetry),
         lambda: {"readings": randn(2, 7, 5), "seconds": 1.7e9 + 60.0 * torch.arange(14.0).view(2, 7, 1)},
-        positional("readings", "seconds"),
         "precision clock linear input-cast-overflow",
         line="self.values(readings) + self.clock(seconds)",
         repair={"batch": lambda: {"readings": randn(2, 7, 5), "seconds": 60.0 * torch.arange(14.0).view(2, 7, 1)}},
@@ -213,7 +210,6 @@ CASES = (
         "long-sum/linear-attention",
         seeded(LongReader, mean_first=False),
         lambda: {"x": randn(2, 640, 16)},
-        positional("x"),
         "precision blend matmul reduction-overflow",
         line="key.transpose(-2, -1) @ value",
         near_causes=("matmul-overflow",),
@@ -223,7 +219,6 @@ CASES = (
         "long-sum/graph-hub",
         seeded(GraphClassifier, average=False),
         hub_graph,
-        positional("nodes", "edges"),
         "precision gather index_add reduction-overflow",
         line="total.index_add(0, target, messages)",
         repair={"build": seeded(GraphClassifier, average=True)},
@@ -232,7 +227,6 @@ CASES = (
         "long-sum/crowd-windows",
         seeded(CrowdCounter, window=16),
         lambda: {"photo": rand(2, 3, 32, 32)},
-        positional("photo"),
         "precision . avg_pool2d reduction-overflow",
         line="F.avg_pool2d(density, self.window, divisor_override=1)",
         repair={"build": seeded(CrowdCounter, window=4)},
@@ -241,7 +235,6 @@ CASES = (
         "long-sum/bag-of-phrases",
         seeded(BagOfPhrases, in_fp32=False),
         lambda: {"document": torch.arange(600).view(2, 300) % 50},
-        positional("document"),
         "precision . sum reduction-overflow",
         line="tokens.sum(dim=1, dtype=dtype)",
         repair={"build": seeded(BagOfPhrases, in_fp32=True)},
@@ -250,7 +243,6 @@ CASES = (
         "long-sum/point-set",
         seeded(OnesPooling, average=False),
         lambda: {"points": randn(2, 500, 3)},
-        positional("points"),
         "precision . bmm reduction-overflow",
         line="torch.bmm(ones, each)",
         near_causes=("matmul-overflow",),
