@@ -1,6 +1,7 @@
 """Build traces by hand: a few calls with the numbers that matter, and defaults for the rest. Trace a model's ops."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -83,17 +84,19 @@ def reference(*calls, **fields):
     return trace(*calls, low=False, **fields)
 
 
-def make_step(model, x, policy=FP16_AUTOCAST):
-    """Return the step that calls the model with x."""
-    return FailingStep(
+def make_step(model, batch, policy=FP16_AUTOCAST, **fields):
+    """Return the step that calls the model with one tensor, or with those of a dict in their order."""
+    batch = {"x": batch} if isinstance(batch, torch.Tensor) else batch
+    step = FailingStep(
         model=model,
-        batch={"x": x},
-        used=frozenset({"x"}),
-        forward=lambda batch: model(batch["x"]),
+        batch=batch,
+        used=frozenset(batch),
+        forward=lambda arrays: model(*arrays.values()),
         device=torch.device("cpu"),
         description="model(x)",
         policy=policy,
     )
+    return replace(step, **fields)
 
 
 def trace_ops(model, x):

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from made_traces import make_step
 from torch import nn
 
-from nandoctor.autocast.policy import Policy
 from nandoctor.causes.base import is_nonnegative
-from nandoctor.engine.runner import FailingStep, Watch
-from nandoctor.evidence.formats import FP16
+from nandoctor.engine.runner import Watch
 from nandoctor.evidence.trace import OpTensor
 
 PROVED = (
@@ -55,16 +54,7 @@ class Everything(nn.Module):
 @pytest.fixture(scope="module")
 def trace():
     model, batch = Everything(), {"x": torch.rand(3, 4), "lengths": torch.tensor([1, 2, 3])}
-    step = FailingStep(
-        model=model,
-        batch=batch,
-        used=frozenset(batch),
-        forward=lambda arrays: model(**arrays),
-        device=torch.device("cpu"),
-        description="",
-        policy=Policy(name="cuda", format=FP16),
-    )
-    return step.run(watch=Watch(stage="signs", ops=True)).trace
+    return make_step(model, batch).run(watch=Watch(stage="signs", ops=True)).trace
 
 
 @pytest.mark.parametrize("text", [*PROVED, *UNPROVED])

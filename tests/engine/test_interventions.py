@@ -3,21 +3,20 @@
 import copy
 from dataclasses import replace
 
+import made_traces
 import pytest
 import torch
+from made_traces import FP16_AUTOCAST
 from torch import nn
 
-from nandoctor.autocast.policy import Policy
 from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.constant import SetArgument, SetAttribute
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
 from nandoctor.changes.setting import SetLossScale
 from nandoctor.engine.interventions import sample_count
-from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, FailingStep, Watch
+from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, Watch
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP16, FP32
-
-FP16_AUTOCAST = Policy(name="cuda", format=FP16)
 
 
 class Branch(nn.Module):
@@ -51,18 +50,8 @@ class Net(nn.Module):
 def make_step(model=None, call=None, loss=None, **batch):
     torch.manual_seed(0)
     model = model or Net()
-    batch = batch or {"x": torch.randn(3, 4)}
-    return FailingStep(
-        model=model,
-        batch=batch,
-        used=frozenset(batch),
-        forward=(lambda arrays: call(model, arrays)) if call else (lambda arrays: model(arrays["x"])),
-        loss=loss,
-        device=torch.device("cpu"),
-        description="",
-        policy=FP16_AUTOCAST,
-        training=False,
-    )
+    fields = {"forward": lambda arrays: call(model, arrays)} if call else {}
+    return made_traces.make_step(model, batch or torch.randn(3, 4), loss=loss, training=False, **fields)
 
 
 def execute(step, *edits, policy=FP16_AUTOCAST, watch=MODULES_ONLY):

@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from made_traces import make_step
 from tiny_models import Chain, Counts, Drops, Raises, Returns
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.engine.progress import Listener
-from nandoctor.engine.runner import FailingStep, Watch
+from nandoctor.engine.runner import Watch
 from nandoctor.errors import ModelError
 from nandoctor.evidence.formats import BF16, FP16, FP32
 
@@ -24,16 +25,7 @@ IMAGE = torch.ones(2, 4)
 
 def step_of(model, **batch):
     """The step that calls `model` with the one array of the batch, an image unless given."""
-    batch = batch or {"image": IMAGE}
-    return FailingStep(
-        model=model,
-        batch=batch,
-        used=frozenset(batch),
-        forward=lambda arrays: model(next(iter(arrays.values()))),
-        device=torch.device("cpu"),
-        description="model(image)",
-        policy=CUDA,
-    )
+    return make_step(model, batch or {"image": IMAGE})
 
 
 def run_once(model, *, policy=REFERENCE, training=False, seed=0, **batch):

@@ -4,6 +4,7 @@ import runpy
 
 import pytest
 import torch
+from made_traces import make_step
 from projects import EYE
 from torch import nn
 
@@ -11,7 +12,7 @@ from nandoctor.autocast.policy import REFERENCE
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.places import site_of
-from nandoctor.engine.runner import CLOSELY, FailingStep
+from nandoctor.engine.runner import CLOSELY
 from nandoctor.evidence.edits import Together
 from nandoctor.fixes.writing import ChangeWriter
 
@@ -60,16 +61,8 @@ def test_each_argument_gets_the_bound_of_its_own_edit(tmp_path):
     (tmp_path / "logs.py").write_text("import torch\n\n\ndef take(p, q):\n    return torch.log(p) - torch.log(q)\n")
     take = runpy.run_path(str(tmp_path / "logs.py"))["take"]
     model = nn.Identity()
-    step = FailingStep(
-        model=model,
-        batch={},
-        used=frozenset(),
-        forward=lambda _: take(model(torch.zeros(2)), torch.zeros(2)),
-        device=torch.device("cpu"),
-        description="",
-        policy=REFERENCE,
-    )
-    ops = step.run(watch=CLOSELY).trace.ops
+    forward = {"forward": lambda _: take(model(torch.zeros(2)), torch.zeros(2))}
+    ops = make_step(model, {}, REFERENCE, **forward).run(watch=CLOSELY).trace.ops
     logs = [site_of(op) for op in ops if op.op == "log"]
     edits = [ClampArgument(site=site, argument="self", low=low) for site, low in zip(logs, (0.5, 0.25), strict=True)]
     change = next(ChangeWriter(model, None, ops).write(Together(edits=tuple(edits))))
