@@ -205,6 +205,21 @@ def sample_reports(tmp_path_factory):
 
 
 @pytest.fixture
+def replay(tmp_path):
+    """Replays a step from a file as a training script saves it: (model, arrays, **options) -> report.
+
+    The model is one or what builds it; `builds` is what the replay is given, if that is another.
+    """
+
+    def save_and_replay(model, arrays, *, builds=None, **options):
+        saved = model if isinstance(model, torch.nn.Module) else model()
+        torch.save({"state_dict": saved.state_dict(), **arrays}, tmp_path / "dump.pth")
+        return nandoctor.replay(tmp_path / "dump.pth", builds or model, **options).report
+
+    return save_and_replay
+
+
+@pytest.fixture
 def write(tmp_path):
     """Writes a source file under the test's folder and returns its path."""
 

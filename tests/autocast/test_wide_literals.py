@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import nandoctor
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy, apply_policy
 from nandoctor.evidence.formats import BF16, FP16
 
@@ -62,10 +61,9 @@ class Made(nn.Module):
     ],
     ids=["made", "cast", "that fits", "from numpy"],
 )
-def test_a_model_that_makes_half_tensors(make, verdict, half, tmp_path):
+def test_a_model_that_makes_half_tensors(make, verdict, half, replay):
     model, x = Made(make), X.repeat(3, 1)
     model, x = (model.half(), x.half()) if half else (model, x)
-    torch.save({"state_dict": model.state_dict(), "x": x, "out": model(x).detach()}, tmp_path / "dump.pth")
-    report = nandoctor.replay(tmp_path / "dump.pth", lambda: Made(make), fixes=False).report
+    report = replay(model, {"x": x, "out": model(x).detach()}, builds=lambda: Made(make), fixes=False)
     told = any("could not be widened" in note for note in report.notes)
     assert (report.verdict, told) == (verdict, verdict == "numerics")

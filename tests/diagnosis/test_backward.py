@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import nandoctor
-
 
 class Gated(nn.Module):
     """The root's infinite derivative at 0 meets the zeros of relu's; the arc cosine's reaches the weight."""
@@ -30,11 +28,9 @@ class Detached(Gated):
 
 
 @pytest.mark.parametrize(("model", "blamed"), [(Gated, ["acos"]), (Detached, ["sqrt", "acos"])])
-def test_a_gradient_that_a_later_op_removes_is_no_origin(tmp_path, model, blamed):
+def test_a_gradient_that_a_later_op_removes_is_no_origin(replay, model, blamed):
     x = torch.tensor([[-1.0, 2.0, 4.0], [1.0, -3.0, 0.5]])
-    torch.save({"state_dict": model().state_dict(), "x": x}, tmp_path / "dump.pth")
-    options = {"loss": lambda made, _: made.float().mean(), "fixes": False}
-    report = nandoctor.replay(tmp_path / "dump.pth", model, **options).report
+    report = replay(model, {"x": x}, loss=lambda made, _: made.float().mean(), fixes=False)
     assert sorted([report.origin.op, *(other.origin.op for other in report.also)]) == sorted(blamed)
 
 
@@ -85,10 +81,13 @@ class Hooked(Branching):
         return torch.stack([stem, stem * 1.5]).float().sum(0)
 
 
-def replay_scaled(tmp_path, model, x, scale, factor=1.0):
-    torch.save({"state_dict": model().state_dict(), "x": x}, tmp_path / "dump.pth")
-    options = {"loss": lambda made, _: factor * made.float().sum(), "loss_scale": scale, "max_trials": 10}
-    return nandoctor.replay(tmp_path / "dump.pth", model, **options).report
+@pytest.fixture
+def replay_scaled(replay):
+    def replay_scaled(model, x, scale, factor=1.0):
+        options = {"loss": lambda made, _: factor * made.float().sum(), "loss_scale": scale, "max_trials": 10}
+        return replay(model, {"x": x}, **options)
+
+    return replay_scaled
 
 
 @pytest.mark.parametrize(
@@ -99,22 +98,22 @@ def replay_scaled(tmp_path, model, x, scale, factor=1.0):
         (Tied, torch.ones(4, 8).half(), 40000.0, "2 gradients at `x * self.weight`"),
     ],
 )
-def test_a_sum_of_gradients_that_overflows_is_named(tmp_path, model, x, scale, place):
-    report = replay_scaled(tmp_path, model, x, scale)
+def test_a_sum_of_gradients_that_overflows_is_named(replay_scaled, model, x, scale, place):
+    report = replay_scaled(model, x, scale)
     assert report.cause.code == "loss-scale-overflow"
     assert report.headline.startswith(f"At a loss scale of {scale:,.0f} the sum of {place} exceeds 65,504")
     assert all(stats.finite for stats in report.origin.inputs)
     assert report.fixes[0].verified
 
 
-def test_a_sum_that_fails_at_scale_1_is_a_gradient_overflow(tmp_path):
-    report = replay_scaled(tmp_path, Branching, torch.ones(4, 8), 1.0, factor=30000.0)
+def test_a_sum_that_fails_at_scale_1_is_a_gradient_overflow(replay_scaled):
+    report = replay_scaled(Branching, torch.ones(4, 8), 1.0, factor=30000.0)
     assert report.cause.code == "gradient-overflow"
     assert report.headline == "The sum of 4 gradients at `self.stem(x)` is non-finite in fp16 and finite in fp32"
 
 
-def test_a_hook_that_spoils_a_sum_is_not_told_as_one(tmp_path):
-    report = replay_scaled(tmp_path, Hooked, torch.ones(4, 8), 1.0)
+def test_a_hook_that_spoils_a_sum_is_not_told_as_one(replay_scaled):
+    report = replay_scaled(Hooked, torch.ones(4, 8), 1.0)
     assert report.cause is None
     assert "no operation made it so" in report.headline
 
@@ -132,13 +131,10 @@ class Masked(nn.Module):
         return torch.softmax(scores, -1).masked_fill(mask, 0.0)
 
 
-def test_a_masked_row_is_to_blame_even_if_its_nan_is_replaced(tmp_path):
+def test_a_masked_row_is_to_blame_even_if_its_nan_is_replaced(replay):
     mask = torch.zeros(3, 4, dtype=torch.bool)
     mask[1] = True
-    dump = {"state_dict": Masked().state_dict(), "x": torch.ones(3, 4), "mask": mask}
-    torch.save(dump, tmp_path / "dump.pth")
-    options = {"loss": lambda made, _: made.float().square().mean()}
-    report = nandoctor.replay(tmp_path / "dump.pth", Masked, **options).report
+    report = replay(Masked, {"x": torch.ones(3, 4), "mask": mask}, loss=lambda made, _: made.float().square().mean())
     assert (report.cause.code, report.origin.op, report.origin.elements.samples) == (
         "fully-masked-softmax",
         "softmax",

@@ -220,7 +220,6 @@ class Counted(nn.Module):
         return {"logit": self.linear(x) * 1e9, "calls": torch.tensor(float(SHARED["seen"]))}
 
 
-def test_state_that_runs_do_not_put_back_is_said_after_a_search(tmp_path):
-    torch.save({"state_dict": Counted().state_dict(), "x": X}, tmp_path / "dump.pth")
-    report = nandoctor.replay(tmp_path / "dump.pth", Counted, max_trials=30).report
+def test_state_that_runs_do_not_put_back_is_said_after_a_search(replay):
+    report = replay(Counted, {"x": X}, max_trials=30)
     assert any("gave another output in the search" in note for note in report.search_notes)

@@ -5,8 +5,6 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import nandoctor
-
 
 class Net(nn.Module):
     def __init__(self):
@@ -19,11 +17,10 @@ class Net(nn.Module):
         return self.head(self.conv(x).relu().flatten(1))
 
 
-def test_the_share_of_multiply_adds_is_torchs_own(tmp_path):
+def test_the_share_of_multiply_adds_is_torchs_own(replay):
     torch.manual_seed(0)
     model, x = Net(), torch.rand(2, 3, 8, 8)
-    torch.save({"state_dict": model.state_dict(), "x": x}, tmp_path / "dump.pth")
-    fixes = nandoctor.replay(tmp_path / "dump.pth", Net).report.fixes
+    fixes = replay(model, {"x": x}, builds=Net).fixes
     (kept,) = [fix for fix in fixes if getattr(fix.edit, "module", None) == "head"]
     with FlopCounterMode(display=False) as counter:
         model(x)

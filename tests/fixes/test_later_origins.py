@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import nandoctor
-
 
 class Rms(nn.Module):
     """A quotient of zeros, at which the formula tends to 0."""
@@ -54,21 +52,11 @@ class Hopeless(nn.Module):
         return x * float("nan")
 
 
-def replay(folder, model, **batch):
-    torch.save({"state_dict": model.state_dict(), **batch}, folder / "dump.pth")
-    return nandoctor.replay(folder / "dump.pth", model=type(model))
-
-
-@pytest.fixture(scope="module")
-def two_samples(tmp_path_factory):
-    torch.manual_seed(0)
+def test_both_samples_are_mended_told_and_left_out(replay):
     x, weight = torch.randn(4, 3, 6), torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
     x[1] = 0
-    return replay(tmp_path_factory.mktemp("dumps"), TwoSamples(), x=x, weight=weight)
-
-
-def test_both_places_are_changed_in_one_diff(two_samples):
-    best = two_samples.report.fixes[0]
+    report = replay(TwoSamples, {"x": x, "weight": weight})
+    best = report.fixes[0]
     assert best.verified
     assert best.kind == "source"
     assert [line for line in best.patch.splitlines() if line.startswith("+ ")] == [
@@ -76,31 +64,24 @@ def test_both_places_are_changed_in_one_diff(two_samples):
         "+        divisor = weight.sum(1, keepdim=True)",  # whole numbers, which a batch may have below 0 too
         "+        mean = (self.rms(x) * weight[..., None]).sum(1) / torch.where(divisor == 0, 1, divisor)",
     ]
-
-
-def test_the_second_is_told_with_its_own_sample(two_samples):
-    report = two_samples.report
     assert [diagnosis.origin.elements.samples for diagnosis in report.also] == [(3,)]
     assert any("fails again" in note and "weight.sum(1, keepdim=True)" in note for note in report.search_notes)
     assert any("sample 3" in note for note in report.search_notes)
-
-
-def test_both_samples_are_left_out_together(two_samples):
-    data = [fix for fix in two_samples.report.fixes if fix.kind == "data"]
+    data = [fix for fix in report.fixes if fix.kind == "data"]
     assert [fix.verified for fix in data] == [True]
     assert "kept = [0, 2]" in data[0].patch
 
 
-def test_the_later_one_may_be_a_matter_of_precision(tmp_path):
+def test_the_later_one_may_be_a_matter_of_precision(replay):
     x = torch.ones(4, 4) * torch.tensor([[1.0], [0.0], [1e8], [2.0]])
-    best = next(fix for fix in replay(tmp_path, Overflow(), x=x).report.fixes if fix.kind == "source")
+    best = next(fix for fix in replay(Overflow, {"x": x}).fixes if fix.kind == "source")
     assert best.verified  # the limit at 0 is found beside 1e8
     assert {type(edit).__name__ for edit in best.edit.edits} == {"ClampArgument", "KeepOp"}
 
 
-def test_nothing_is_promised_where_the_later_one_stays(tmp_path):
+def test_nothing_is_promised_where_the_later_one_stays(replay):
     x = torch.ones(2, 4) * torch.tensor([[1.0], [0.0]])
-    report = replay(tmp_path, Hopeless(), x=x).report
+    report = replay(Hopeless, {"x": x})
     assert not any(fix.verified for fix in report.fixes)
     assert any('`x * float("nan")` writes NaN, which is never removed' in note for note in report.search_notes)
 
@@ -129,10 +110,10 @@ class LogarithmAndMean(nn.Module):
         return (self.read(x) * weight).sum(-1) / weight.sum(-1)
 
 
-def test_log_space_is_tried_beside_a_later_origin(tmp_path):
+def test_log_space_is_tried_beside_a_later_origin(replay):
     x = torch.tensor([[1.0, -2.0], [40.0, -120.0], [3.0, 4.0]])
     weight = torch.tensor([[1, 1], [1, 0], [0, 0]])
-    report = replay(tmp_path, LogarithmAndMean(), x=x, weight=weight).report
+    report = replay(LogarithmAndMean, {"x": x, "weight": weight})
     best = report.fixes[0]
     assert best.verified
     assert "functional.logsigmoid(self.scale * x)" in best.patch
@@ -155,9 +136,9 @@ class LayerAndLogarithm(nn.Module):
         return torch.log(h * 1e-4)
 
 
-def test_a_layer_in_fp32_is_written_beside_another_change(tmp_path):
+def test_a_layer_in_fp32_is_written_beside_another_change(replay):
     x = torch.tensor([[1.0, 2.0], [10.0, 3.0], [0.0, 4.0]])
-    best = next(fix for fix in replay(tmp_path, LayerAndLogarithm(), x=x).report.fixes if fix.kind == "source")
+    best = next(fix for fix in replay(LayerAndLogarithm, {"x": x}).fixes if fix.kind == "source")
     assert "where the formula gives -Inf" in best.workaround
     assert "h = self.read(x.float()).float()" in best.patch
     assert "torch.log((h * 1e-4).clamp(min=" in best.patch
@@ -170,10 +151,9 @@ class GateByHand(LayerAndLogarithm):
         return 1 / (1 + torch.exp(-self.read(x)))
 
 
-def test_an_exponential_past_float64_is_an_overflow(tmp_path):
+def test_an_exponential_past_float64_is_an_overflow(replay):
     x = torch.tensor([[0.01, 0.02], [10.0, 3.0], [-10.0, 4.0]])
-    torch.save({"state_dict": GateByHand().state_dict(), "x": x}, tmp_path / "dump.pth")
-    report = nandoctor.replay(tmp_path / "dump.pth", GateByHand, loss=lambda made, _: made.float().mean()).report
+    report = replay(GateByHand, {"x": x}, loss=lambda made, _: made.float().mean())
     best = report.fixes[0]
     assert report.cause.code == "exp-overflow"  # fp32 fails by it too
     assert [diagnosis.cause.code for diagnosis in report.also] == ["matmul-overflow"]
@@ -200,9 +180,8 @@ class NormalisedInFp32(Normalised):
 
 
 @pytest.mark.parametrize("model", [pytest.param(Normalised, marks=pytest.mark.slow), NormalisedInFp32])
-def test_a_root_of_zero_is_mended_beside_its_eps(tmp_path, model):
+def test_a_root_of_zero_is_mended_beside_its_eps(replay, model):
     x = torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 4.0]])
-    torch.save({"state_dict": model().state_dict(), "x": x}, tmp_path / "dump.pth")
-    fix = nandoctor.replay(tmp_path / "dump.pth", model, loss=lambda made, _: made.float().mean()).report.fixes[0]
+    fix = replay(model, {"x": x}, loss=lambda made, _: made.float().mean()).fixes[0]
     assert fix.verified
     assert "keepdim=True).clamp(min=1e-6)" in fix.patch

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import nandoctor
 from nandoctor.autocast.policy import EXACT, REFERENCE, apply_policy
 from nandoctor.engine.module_state import run_backward
 
@@ -33,10 +32,9 @@ class Net(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_clamp_in_a_backward_is_judged_by_the_gradients(tmp_path):
+def test_a_clamp_in_a_backward_is_judged_by_the_gradients(replay):
     x = torch.tensor([[120.0, 90.0], [0.5, -2.0]])  # clamped at 80 both have a share of one half
-    torch.save({"state_dict": Net().state_dict(), "x": x}, tmp_path / "dump.pth")
-    report = nandoctor.replay(tmp_path / "dump.pth", model=Net, loss=lambda output, _: output.mean()).report
+    report = replay(Net, {"x": x}, loss=lambda output, _: output.mean())
     clamp = next(item for item in report.fixes if item.edit.kind == "clamp")
     assert not clamp.verified
     assert next(check for check in clamp.checks if check.status == "failed").name == "gradients"

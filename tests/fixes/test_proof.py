@@ -7,15 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-import nandoctor
 from nandoctor.fixes.proof import CRITERIA
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-def replay(folder, model, *, loss=None, loss_scale=None, **arrays):
-    torch.save({"state_dict": model().state_dict(), **arrays}, folder / "dump.pth")
-    return nandoctor.replay(folder / "dump.pth", model=model, loss=loss, loss_scale=loss_scale).report
 
 
 def failures(fix):
@@ -32,8 +26,8 @@ class HandLogSumExp(nn.Module):
         return torch.log(torch.exp(self.read(x)).sum(dim=-1, keepdim=True))
 
 
-def test_a_clamp_that_float64_contradicts_is_no_fix(tmp_path):
-    report = replay(tmp_path, HandLogSumExp, x=torch.tensor([[140.0, 1.0], [0.5, -2.0]]))
+def test_a_clamp_that_float64_contradicts_is_no_fix(replay):
+    report = replay(HandLogSumExp, {"x": torch.tensor([[140.0, 1.0], [0.5, -2.0]])})
     assert report.verdict == "numerics"  # exp(140) overflows in fp32 as well, and its logarithm is 140
     verified = [item for item in report.fixes if item.verified]
     assert [item.edit.kind for item in verified] == ["stable-log"]
@@ -85,10 +79,10 @@ class Amplifier(nn.Module):
 @pytest.mark.parametrize(
     ("loss_scale", "tried"), [(1024.0, "4,096"), pytest.param(1.0, "loss scale 4 ", marks=pytest.mark.slow)]
 )
-def test_gradients_are_checked_with_room_for_a_growing_scale(loss_scale, tried, tmp_path):
+def test_gradients_are_checked_with_room_for_a_growing_scale(loss_scale, tried, replay):
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     options = {"loss": lambda output, _: output[:, 0].float().mean(), "loss_scale": loss_scale}
-    report = replay(tmp_path, Amplifier, x=x, **options)
+    report = replay(Amplifier, {"x": x}, **options)
     checks = {check.name: check for check in report.fixes[0].checks}
     assert report.fixes[0].verified
     assert checks["loss"].status == checks["loss scale"].status == "passed"
@@ -114,9 +108,9 @@ class Power(nn.Module):
         return h / (h * h).mean(-1, keepdim=True).sqrt()
 
 
-def test_a_fix_elsewhere_is_not_shown_beside_one_at_the_place(tmp_path):
+def test_a_fix_elsewhere_is_not_shown_beside_one_at_the_place(replay):
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)) + 2
-    report = replay(tmp_path, Upstream, x=x)
+    report = replay(Upstream, {"x": x})
     titles = [item.title for item in report.fixes if item.verified]
     assert "(h.float() * h)" in report.fixes[0].patch
     assert "Keep stem in fp32" not in titles
@@ -139,20 +133,15 @@ def lose_weights(number):
     return model
 
 
-def replay_lost(tmp_path, number):
-    torch.save({"state_dict": lose_weights(number).state_dict(), "x": torch.ones(2, 4)}, tmp_path / "dump.pth")
-    return nandoctor.replay(tmp_path / "dump.pth", model=Head).report
-
-
-def test_weights_of_which_little_is_left_are_not_mended(tmp_path):
-    report = replay_lost(tmp_path, 7)
+def test_weights_of_which_little_is_left_are_not_mended(replay):
+    report = replay(lose_weights(7), {"x": torch.ones(2, 4)}, builds=Head)
     assert (report.verdict, report.fixes) == ("state", ())
     assert any("checkpoint" in step for step in report.next_steps)
     assert "no code can restore what the weights have lost" in report.search_notes[0]
 
 
-def test_lost_weights_are_set_to_zero_by_a_snippet(tmp_path):
-    fix = replay_lost(tmp_path, 1).fixes[0]
+def test_lost_weights_are_set_to_zero_by_a_snippet(replay):
+    fix = replay(lose_weights(1), {"x": torch.ones(2, 4)}, builds=Head).fixes[0]
     assert (fix.kind, fix.verified) == ("state", True)
     model = lose_weights(1)
     exec(fix.patch, {"model": model, "torch": torch})
@@ -175,9 +164,9 @@ def squared_error(output, batch):
 
 
 @pytest.mark.parametrize("loss", [pytest.param(None, marks=pytest.mark.slow), squared_error])
-def test_a_clamp_whose_gradients_overflow_is_no_fix(loss, tmp_path):
+def test_a_clamp_whose_gradients_overflow_is_no_fix(loss, replay):
     torch.manual_seed(0)
-    report = replay(tmp_path, Denoiser, loss=loss, x=torch.randn(4, 4), level=torch.tensor([0.5, 0.0, 0.25, 1.0]))
+    report = replay(Denoiser, {"x": torch.randn(4, 4), "level": torch.tensor([0.5, 0.0, 0.25, 1.0])}, loss=loss)
     assert report.verdict == "numerics"
     tiny = [fix for fix in report.fixes if fix.verified and "min=1e-" in fix.patch]
     assert not [fix.title for fix in tiny if "min=1e-2" not in fix.patch and "min=1e-3" not in fix.patch]
@@ -200,10 +189,10 @@ def contrast(made, _):
     return others.logsumexp(1).mean()
 
 
-def test_a_loss_of_pairs_is_not_asked_of_one_sample(tmp_path):
+def test_a_loss_of_pairs_is_not_asked_of_one_sample(replay):
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     x[2] = 0
-    best = replay(tmp_path, Directions, loss=contrast, x=x).fixes[0]
+    best = replay(Directions, {"x": x}, loss=contrast).fixes[0]
     alone = next(check for check in best.checks if check.name == "samples to blame alone")
     assert (best.workaround is not None, best.kind) == (True, "source")
     assert (alone.status, "of the samples that were fine fail" in alone.text) == ("not-checked", True)
@@ -221,10 +210,10 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize(("size", "holds"), [(1.0, True), (1e-13, False)])
-def test_healthy_samples_that_failed_too_are_compared_alone(size, holds, tmp_path):
+def test_healthy_samples_that_failed_too_are_compared_alone(size, holds, replay):
     """A divisor clamped to 1e-12 changes rows whose sum is below; in the whole batch there is nothing to see it by."""
     x = torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.1, 0.8], [0.0, 0.0, 0.0], [0.6, 0.3, 0.1]]) * size
-    fixes = [fix for fix in replay(tmp_path, Normed, x=x).fixes if fix.workaround is not None]
+    fixes = [fix for fix in replay(Normed, {"x": x}).fixes if fix.workaround is not None]
     assert fixes[0].title.startswith("Keep the divisor of div at least 1e-12" if holds else "Give div the value 0")
     (check,) = (check for check in fixes[0].checks if check.name == "healthy samples")
     assert check.text == "alone in fp32 the samples that were fine change by 0 %"
@@ -239,23 +228,23 @@ class TwoSquares(nn.Module):
         return torch.cat([first, x[:, 1:] * x[:, 1:]], dim=1)
 
 
-def replay_squares(tmp_path, largest_second):
+def replay_squares(replay, largest_second):
     x = torch.ones(8, 2)
     x[0] = 0.5
     x[3, 0], x[6, 1] = 300.0, largest_second
-    return replay(tmp_path, TwoSquares, x=x.half()).fixes
+    return replay(TwoSquares, {"x": x.half()}).fixes
 
 
-def test_variations_of_few_samples_name_them(tmp_path):
-    fix = replay_squares(tmp_path, 100.0)[0]
+def test_variations_of_few_samples_name_them(replay):
+    fix = replay_squares(replay, 100.0)[0]
     assert fix.verified
     assert {check.name: check.samples for check in fix.checks if check.samples} == dict.fromkeys(
         ("samples in another order", "small noise on the inputs", "inputs halved", "inputs doubled"), (3, 6)
     )
 
 
-def test_the_largest_healthy_sample_is_among_the_few(tmp_path):
-    fixes = replay_squares(tmp_path, 200.0)  # its square fits, that of twice as much does not
+def test_the_largest_healthy_sample_is_among_the_few(replay):
+    fixes = replay_squares(replay, 200.0)  # its square fits, that of twice as much does not
     assert ["inputs doubled"] in [failures(item) for item in fixes]
     assert [item.title for item in fixes if item.verified] == ["Keep the whole model in fp32"]
 
@@ -268,10 +257,10 @@ class CountsSamples(nn.Module):
         return squares / (1 + squares) / max(len(x) - 7, 0)
 
 
-def test_what_fails_for_few_samples_is_run_on_the_whole_batch(tmp_path):
+def test_what_fails_for_few_samples_is_run_on_the_whole_batch(replay):
     x = torch.ones(8, 2)
     x[3, 0] = 300.0
-    checks = {check.name: check for check in replay(tmp_path, CountsSamples, x=x.half()).fixes[0].checks}
+    checks = {check.name: check for check in replay(CountsSamples, {"x": x.half()}).fixes[0].checks}
     assert checks["inputs doubled"].status == "passed"
     assert checks["inputs doubled"].samples is None
 
@@ -287,11 +276,11 @@ def along_with(checks):
     return {check.name: check.text.partition(", along with ")[2] for check in checks if check.status == "passed"}
 
 
-def test_noise_at_its_own_size_is_asked_of_a_guard(tmp_path):
+def test_noise_at_its_own_size_is_asked_of_a_guard(replay):
     """At half and double of 1 there is nothing near the pole, whatever the guard does next to it."""
     x = torch.rand(8, 2, generator=torch.Generator().manual_seed(0)) + 2
     x[3, 0] = 1.0
-    tried = [fix for fix in replay(tmp_path, Gap, x=x).fixes if fix.edit.kind in ("clamp", "guard")]
+    tried = [fix for fix in replay(Gap, {"x": x}).fixes if fix.edit.kind in ("clamp", "guard")]
     assert tried
     for fix in tried:
         found = along_with(fix.checks)
@@ -304,8 +293,8 @@ class NearOne(HandLogSumExp):
 
 
 @pytest.mark.slow
-def test_a_fix_that_agrees_with_a_wrong_fp32_is_not_verified(tmp_path):
-    report = replay(tmp_path, NearOne, x=torch.tensor([[30.0, 1.0], [0.5, -2.0]]))
+def test_a_fix_that_agrees_with_a_wrong_fp32_is_not_verified(replay):
+    report = replay(NearOne, {"x": torch.tensor([[30.0, 1.0], [0.5, -2.0]])})
     assert report.verdict == "precision"
     assert not any(fix.verified for fix in report.fixes if fix.kind != "data")  # fp32 gives 69, float64 30
     assert "float64" in {name for fix in report.fixes for name in failures(fix)}
@@ -321,11 +310,11 @@ class Counted(nn.Module):
         return (x @ self.weight).relu()
 
 
-def test_a_loss_that_a_small_argument_makes_up_is_refused(tmp_path):
+def test_a_loss_that_a_small_argument_makes_up_is_refused(replay):
     def loss(output, _):
         return -torch.digamma(output.float()).mean()
 
-    fix = replay(tmp_path, Counted, loss=loss, x=torch.tensor([[1.0, 2.0], [0.0, 3.0]])).fixes[0]
+    fix = replay(Counted, {"x": torch.tensor([[1.0, 2.0], [0.0, 3.0]])}, loss=loss).fixes[0]
     assert "where the formula gives" in fix.workaround
     assert "clamp(min=1e-6)" in fix.patch  # with 1e-12 it is 2.5e11
 
@@ -355,14 +344,14 @@ class QuotientsKept(SquaresKept):
         return self.read(x).float() / norms
 
 
-def test_a_guard_that_leaves_a_buffer_nan_is_told(tmp_path):
-    report = replay(tmp_path, QuotientsKept, x=torch.tensor([[3.0, 1.0], [0.0, 0.0]]))
+def test_a_guard_that_leaves_a_buffer_nan_is_told(replay):
+    report = replay(QuotientsKept, {"x": torch.tensor([[3.0, 1.0], [0.0, 0.0]])})
     guard = next(item for item in report.fixes if item.patch.count("\n+ ") == 1 and "/ norms.clamp" in item.patch)
     assert (guard.verified, failures(guard)) == (False, ["buffers"])
 
 
-def test_a_fix_that_leaves_a_buffer_infinite_is_not_verified(tmp_path):
-    report = replay(tmp_path, SquaresKept, x=torch.tensor([[300.0, 1.0], [1.0, 2.0]]))
+def test_a_fix_that_leaves_a_buffer_infinite_is_not_verified(replay):
+    report = replay(SquaresKept, {"x": torch.tensor([[300.0, 1.0], [1.0, 2.0]])})
     assert report.verdict == "precision"
     spoilt = [item for item in report.fixes if failures(item) == ["buffers"]]
     assert spoilt
@@ -372,7 +361,7 @@ def test_a_fix_that_leaves_a_buffer_infinite_is_not_verified(tmp_path):
 
 
 @pytest.mark.parametrize("factor", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
-def test_a_loss_is_known_to_the_last_place_of_its_terms(factor, tmp_path):
+def test_a_loss_is_known_to_the_last_place_of_its_terms(factor, replay):
     def loss(output, _):
         return factor * (1 - torch.softmax(30 * output.float(), -1).amax(-1)).mean()
 
@@ -381,12 +370,12 @@ def test_a_loss_is_known_to_the_last_place_of_its_terms(factor, tmp_path):
             hidden = x @ self.weight
             return hidden * hidden / (hidden * hidden).sum(-1, keepdim=True)
 
-    report = replay(tmp_path, Shares, loss=loss, x=torch.tensor([[1000.0, 1.0], [9.0, 1.0]]))
+    report = replay(Shares, {"x": torch.tensor([[1000.0, 1.0], [9.0, 1.0]])}, loss=loss)
     assert report.fixes[0].verified  # the loss is 0 in fp32, and 8e-14 in float64
     assert report.fp32_error is None
 
 
-def test_a_loss_of_picked_terms_is_known_better_than_the_rest(tmp_path):
+def test_a_loss_of_picked_terms_is_known_better_than_the_rest(replay):
     def loss(output, _):
         scores = torch.log(torch.softmax(output.float(), -1)) - 1e9 * torch.eye(3)
         return -scores[:, 1].roll(1)[:1].mean()
@@ -400,5 +389,5 @@ def test_a_loss_of_picked_terms_is_known_better_than_the_rest(tmp_path):
             return x * self.scale
 
     x = torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, -1.0], [0.0, -60.0, -200.0]])
-    fixes = replay(tmp_path, Scaled, loss=loss, x=x).fixes
+    fixes = replay(Scaled, {"x": x}, loss=loss).fixes
     assert not any("1e-12" in item.title and item.verified for item in fixes)  # a loss of 28 in place of 60

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import nandoctor
 from nandoctor.changes.setting import UseFormat
 from nandoctor.dumps.reader import read_dump
 from nandoctor.evidence.edits import flatten
@@ -18,11 +17,6 @@ from nandoctor.fixes.verify import Trials
 from nandoctor.pipeline import replay_dump
 from nandoctor.step.settings import Settings
 from nandoctor.views.report import answer_section
-
-
-def save(path, model, **arrays):
-    torch.save({"state_dict": model.state_dict(), **arrays}, path)
-    return path
 
 
 class Shared(nn.Module):
@@ -38,8 +32,8 @@ class Shared(nn.Module):
         return self.head(self.grow(self.grow(self.grow(x))))
 
 
-def test_a_module_that_is_called_several_times(tmp_path):
-    report = nandoctor.replay(save(tmp_path / "d.pth", Shared(), x=torch.rand(2, 4) + 1), model=Shared).report
+def test_a_module_that_is_called_several_times(replay):
+    report = replay(Shared, {"x": torch.rand(2, 4) + 1})
     assert report.fixes[0].verified
     assert report.fixes[0].title == "Keep grow in fp32"
     assert not any(isinstance(fix.edit, UseFormat) for fix in report.fixes)  # where nothing smaller holds
@@ -51,8 +45,8 @@ class Domain(nn.Module):
         return torch.acos(x)
 
 
-def test_where_the_program_is_wrong_nothing_is_prescribed(tmp_path):
-    report = nandoctor.replay(save(tmp_path / "d.pth", Domain(), x=torch.tensor([[0.5, 1.5]])), model=Domain).report
+def test_where_the_program_is_wrong_nothing_is_prescribed(replay):
+    report = replay(Domain, {"x": torch.tensor([[0.5, 1.5]])})
     assert (report.verdict, report.fixes) == ("numerics", ())
     assert "outside the domain of `torch.acos(x)` by 0.5 in float64 too" in report.search_notes[0]
     assert report.fp32_sets is None
@@ -67,14 +61,14 @@ class Limits(nn.Module):
         return limits - limits
 
 
-def test_where_nothing_can_be_tried_the_reason_is_told(tmp_path):
-    report = nandoctor.replay(save(tmp_path / "d.pth", Limits(), x=torch.tensor([[0.5, -1.5]])), model=Limits).report
+def test_where_nothing_can_be_tried_the_reason_is_told(replay):
+    report = replay(Limits, {"x": torch.tensor([[0.5, -1.5]])})
     assert report.fixes == ()
     assert "known that keeps its meaning (indeterminate-form). By hand: " in report.search_notes[-1]
 
 
 @pytest.mark.usefixtures("every_variation")
-def test_variations_tell_the_guilty_sample_and_the_mode(tmp_path):
+def test_variations_tell_the_guilty_sample_and_the_mode(replay):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -89,7 +83,7 @@ def test_variations_tell_the_guilty_sample_and_the_mode(tmp_path):
     x[1] = 6e4
     model = Net()
     model.lift.weight.data = torch.eye(4) * 0.9
-    report = nandoctor.replay(save(tmp_path / "d.pth", model, x=x), model=Net, mode="train").report
+    report = replay(model, {"x": x}, builds=Net, mode="train")
     lines = {line.setting: line.outcome for line in report.counterfactuals}
     assert not lines[StepSetting(training=True)].finite
     assert lines[StepSetting(training=False)].finite  # 1 / (1 - p) is what passes the limit
@@ -112,11 +106,10 @@ def total(output, _):
 
 
 @pytest.mark.usefixtures("every_variation")
-def test_a_loss_that_another_mode_does_not_suit(tmp_path):
+def test_a_loss_that_another_mode_does_not_suit(replay):
     model = Detector(4, 2, bias=False)
     arrays = {"x": torch.zeros(3, 4), "output": model(torch.zeros(3, 4))}
-    dump = save(tmp_path / "d.pth", model, **arrays)
-    report = nandoctor.replay(dump, model=lambda: Detector(4, 2, bias=False), loss=total).report
+    report = replay(model, arrays, loss=total)
     assert (report.origin.phase, report.origin.op) == ("backward", "sqrt")
     assert report.fixes[0].verified
     tried = [line.setting.training for line in report.counterfactuals if line.group == "mode"]
@@ -141,8 +134,8 @@ def dice(p, batch):
 
 
 @pytest.mark.slow
-def test_an_output_within_the_formats_rounding_agrees(tmp_path):
-    report = nandoctor.replay(save(tmp_path / "d.pth", Faint(), x=torch.randn(2, 4)), model=Faint, loss=dice).report
+def test_an_output_within_the_formats_rounding_agrees(replay):
+    report = replay(Faint, {"x": torch.randn(2, 4)}, loss=dice)
     assert report.cause.code == "eps-underflow"
     assert report.fixes[0].verified
 
@@ -157,13 +150,11 @@ class Distance(nn.Module):
 
 
 @pytest.mark.slow
-def test_samples_that_may_not_be_all_are_not_left_out(tmp_path):
+def test_samples_that_may_not_be_all_are_not_left_out(replay):
     """70 samples fail and 64 are listed: the batch without those fails as well, which says nothing of the others."""
     model, a = Distance(), torch.randn(90, 4)
     twins = torch.arange(90)[:, None] < 70
-    dump = {"model": model.state_dict(), "a": a, "b": torch.where(twins, a, a + 1)}
-    torch.save(dump, tmp_path / "nan.pth")
-    report = nandoctor.replay(tmp_path / "nan.pth", model, loss=lambda output, batch: output.mean()).report
+    report = replay(model, {"a": a, "b": torch.where(twins, a, a + 1)}, loss=lambda output, batch: output.mean())
     assert "and at least" in answer_section(report, "screen").blocks[0].where
     assert [trial for trial in report.counterfactuals if trial.setting.without] == []
     assert not any(fix.kind == "data" for fix in report.fixes)
@@ -186,8 +177,8 @@ class Chain(nn.Module):
 def test_two_guessed_modules_are_no_set_before_they_are_tried(second, size, tmp_path):
     """Two are taken for enough until their text is run; where it fails, and a run with them too, a third is found."""
     model = Chain(second)
-    dump = read_dump(save(tmp_path / "dump.pth", model, x=torch.full((4, 2), 8.0)))
-    found = replay_dump(dump, model, Settings())
+    torch.save({"state_dict": model.state_dict(), "x": torch.full((4, 2), 8.0)}, tmp_path / "dump.pth")
+    found = replay_dump(read_dump(tmp_path / "dump.pth"), model, Settings())
     printed = []
 
     def search(**options):
@@ -227,30 +218,30 @@ class Scaled(nn.Module):
         return scaled(x) * 1e-9
 
 
-def test_no_two_fixes_are_one_text(tmp_path):
+def test_no_two_fixes_are_one_text(replay):
     model = Scaled()
-    report = nandoctor.replay(save(tmp_path / "dump.pth", model, x=torch.ones(3, 8)), model).report
+    report = replay(model, {"x": torch.ones(3, 8)})
     patches = [fix.patch for fix in report.fixes if fix.patch]
     assert report.fixes[0].verified
     assert len(patches) == len(set(patches)) > 1
 
 
-def test_an_overflow_that_is_meant_rules_no_change_out(tmp_path):
+def test_an_overflow_that_is_meant_rules_no_change_out(replay):
     torch.manual_seed(0)
     x = torch.linspace(1, 2, 32).reshape(4, 8)
-    report = nandoctor.replay(save(tmp_path / "dump.pth", Gated(), x=x), Gated()).report
+    report = replay(Gated, {"x": x})
     assert report.fixes[0].verified, report.fixes
     assert report.fixes[0].title.startswith("Compute mul in line")
     assert [[member.module for member in found.modules] for found in report.fp32_sets.sets] == [[""], ["lift"]]
 
 
 @pytest.mark.parametrize(("size", "verified"), [(2e5, True), (1e30, False)])
-def test_a_weight_that_fp16_cannot_hold(size, verified, tmp_path):
+def test_a_weight_that_fp16_cannot_hold(size, verified, replay):
     """In fp32 the module computes with it; one that no training makes is not kept so."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     with torch.no_grad():
         model[0].weight[1] = size
-    report = nandoctor.replay(save(tmp_path / "dump.pth", model, x=torch.rand(3, 4) + 1), model).report
+    report = replay(model, {"x": torch.rand(3, 4) + 1})
     assert (report.verdict, report.cause.code) == ("state", "poisoned-weights")
     assert [fix.verified for fix in report.fixes] == [True] * verified
     assert not verified or report.fixes[0].title == "Keep 0 in fp32"
@@ -267,11 +258,11 @@ class Scores(nn.Module):
         return self.drop(torch.softmax(x @ x.transpose(1, 2), -1))
 
 
-def test_a_module_is_kept_whole_where_no_line_can_be_written(tmp_path):
+def test_a_module_is_kept_whole_where_no_line_can_be_written(replay):
     """No line of code calls the layer before it, so that no diff can hold both."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), Scores())
     model[0].weight.data = torch.eye(4) * 3e4
-    report = nandoctor.replay(save(tmp_path / "dump.pth", model, x=torch.rand(2, 4, 4) + 3), model).report
+    report = replay(model, {"x": torch.rand(2, 4, 4) + 3})
     assert (report.fixes[0].verified, report.fixes[0].title) == (True, "Keep 2 modules in fp32: 0, 1")
 
 
@@ -291,19 +282,18 @@ class Twice(nn.Module):
         return self.calm(half * 3) + self.calm(whole)
 
 
-def test_a_change_that_holds_alone_is_shown_alone(tmp_path):
+def test_a_change_that_holds_alone_is_shown_alone(replay):
     x = torch.tensor([[3.0, 1.0, 0.5, 0.2], [1.0, 2.0, 0.1, 0.3]])
-    report = nandoctor.replay(save(tmp_path / "dump.pth", Twice(), x=x), Twice()).report
+    report = replay(Twice, {"x": x})
     sets = [set(flatten((fix.edit,))) for fix in report.fixes if fix.verified]
     assert sets
     assert not any(one < other for one in sets for other in sets)
 
 
-def test_code_that_is_in_no_file_is_named(tmp_path):
+def test_code_that_is_in_no_file_is_named(replay):
     space = {"nn": torch.nn}
     code = "class Cell(nn.Linear):\n    def forward(self, x):\n        return super().forward(x) / x.norm()\n"
     exec(compile(code, "<cell>", "exec"), space | {"__name__": "__main__"}, space)
-    torch.save({"state_dict": space["Cell"](2, 2).state_dict(), "x": torch.zeros(3, 2)}, tmp_path / "dump.pth")
-    report = nandoctor.replay(tmp_path / "dump.pth", lambda: space["Cell"](2, 2)).report
+    report = replay(lambda: space["Cell"](2, 2), {"x": torch.zeros(3, 2)})
     assert not any(fix.kind == "source" for fix in report.fixes)
     assert any("<cell> is not a file here" in note for note in report.search_notes)

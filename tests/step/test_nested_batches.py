@@ -1,10 +1,11 @@
 """Batches in containers reach the model, --call and --loss as the loop had them, and a wrong loss is told as such."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-import nandoctor
 from nandoctor.errors import LossError, ModelError
 
 IMAGES = torch.linspace(-1, 1, 24).reshape(3, 8)
@@ -48,14 +49,8 @@ NESTED = {"batch": {"images": IMAGES, "labels": LABELS}, "scores": IMAGES / 0, "
 
 
 @pytest.fixture
-def replay(tmp_path):
-    """A function (model, saved, **options) -> report."""
-
-    def replay(model, saved, **options):
-        torch.save({"state_dict": model.state_dict(), **saved}, tmp_path / "dump.pth")
-        return nandoctor.replay(tmp_path / "dump.pth", model, **{"mode": "train", "fixes": False, **options}).report
-
-    return replay
+def replay(replay):
+    return partial(replay, mode="train", fixes=False)
 
 
 @pytest.mark.parametrize(

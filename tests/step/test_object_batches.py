@@ -132,10 +132,9 @@ class Packs(nn.Module):
         (Packs, {"words": pack_sequence([X, X[:2]])}),
     ],
 )
-def test_a_plain_dump_holds_them(tmp_path, model, saved):
+def test_a_plain_dump_holds_them(replay, model, saved):
     net = model()
-    torch.save({"state_dict": net.state_dict(), **saved}, tmp_path / "dump.pth")
-    report = nandoctor.replay(tmp_path / "dump.pth", net, mode="train", fixes=False).report
+    report = replay(net, saved, mode="train", fixes=False)
     assert (report.verdict, report.origin.op) == ("precision", "mul")
     assert report.notes[0].startswith(f"Replayed as model({next(iter(saved))})")
 

@@ -1,6 +1,7 @@
 """The precision that a step failed in is found by the weights, the saved output and the grade of a replay."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -26,14 +27,8 @@ class Stretched(nn.Module):
 
 
 @pytest.fixture
-def replay(tmp_path):
-    """A function (model of the training, batch and output, model to build) -> report."""
-
-    def replay(model, saved, builds=None, **options):
-        torch.save({"state_dict": model.state_dict(), **saved}, tmp_path / "dump.pth")
-        return nandoctor.replay(tmp_path / "dump.pth", builds or model, fixes=False, mode="train", **options).report
-
-    return replay
+def replay(replay):
+    return partial(replay, mode="train", fixes=False)
 
 
 def under(report):

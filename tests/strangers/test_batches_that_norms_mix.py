@@ -1,12 +1,11 @@
 """BatchNorm: statistics that the failing forward wrote, samples that fail only together; and rows of a mask."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-
-import nandoctor
 
 
 class Scaled(nn.Module):
@@ -21,14 +20,8 @@ class Scaled(nn.Module):
 
 
 @pytest.fixture
-def replay(tmp_path):
-    """A function (model, arrays) -> report, with everything that is tried."""
-
-    def replay(model, **arrays):
-        torch.save({"state_dict": model.state_dict(), **arrays}, tmp_path / "dump.pth")
-        return nandoctor.replay(tmp_path / "dump.pth", model, mode="train", max_trials=80).report
-
-    return replay
+def replay(replay):
+    return partial(replay, mode="train", max_trials=80)
 
 
 def outcomes(report, group):
@@ -48,13 +41,13 @@ def pictures():
 def test_a_mode_whose_statistics_are_nan_is_not_called_finite(replay, variance, finite_in_eval):
     model = Scaled()
     model.norm.running_var.fill_(variance)
-    report = replay(model, picture=pictures())
+    report = replay(model, {"picture": pictures()})
     assert (report.verdict, report.origin.op, report.origin.elements.samples) == ("precision", "mul", (5,))
     assert outcomes(report, "mode") == [False, finite_in_eval]
 
 
 def test_samples_that_fail_only_together(replay):
-    report = replay(Scaled(), picture=pictures())
+    report = replay(Scaled(), {"picture": pictures()})
     assert outcomes(report, "samples") == [True, True]
     assert report.fixes[0].verified
     assert outcomes(report, "mode") == []  # what the other mode would show is of little use beside a fix
@@ -68,5 +61,5 @@ def test_masked_positions_of_other_samples_are_not_blamed(replay):
     score = torch.ones(4, 6)
     score[2, 1] = 2000.0
     hidden = torch.arange(6).expand(4, 6) > 4
-    elements = replay(Scores(), score=score, hidden=hidden).origin.elements
+    elements = replay(Scores(), {"score": score, "hidden": hidden}).origin.elements
     assert (elements.samples, elements.num_bad, elements.kinds, elements.first_index) == ((2,), 1, ("+inf",), (2, 1))

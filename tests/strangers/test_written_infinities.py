@@ -64,15 +64,14 @@ def test_a_mask_beside_a_broken_buffer_is_not_reset(tmp_path):
     assert "statistics" in fix.patch
 
 
-def test_a_causal_mask_among_the_weights_is_no_damage(tmp_path):
+def test_a_causal_mask_among_the_weights_is_no_damage(replay):
     batch = {"x": normal(3, 5, 4), "padding": torch.zeros(3, 5, dtype=torch.bool)}
-    torch.save({"state_dict": Sloped().state_dict(), **batch}, tmp_path / "dump.pth")
-    report = nandoctor.replay(tmp_path / "dump.pth", model=Sloped, fixes=False).report
+    report = replay(Sloped, batch, fixes=False)
     assert blamed(report) == ("healthy",)
     assert not any("saved state" in note for note in report.notes)
 
 
-def test_a_buffer_that_the_model_builds_infinite(tmp_path):
+def test_a_buffer_that_the_model_builds_infinite(replay):
     """No checkpoint from before has another value."""
 
     class Frequencies(nn.Module):
@@ -83,8 +82,7 @@ def test_a_buffer_that_the_model_builds_infinite(tmp_path):
         def forward(self, x):
             return (x * self.inverse).sin()
 
-    torch.save({"state_dict": Frequencies().state_dict(), "x": normal(3, 4)}, tmp_path / "dump.pth")
-    report = nandoctor.replay(tmp_path / "dump.pth", model=Frequencies).report
+    report = replay(Frequencies, {"x": normal(3, 4)})
     assert report.cause.code == "poisoned-buffers"
     assert report.headline.endswith("is +Inf in 1 of 4 values as the model's own code builds it")
     assert not any(fix.verified for fix in report.fixes)
@@ -111,10 +109,9 @@ BUILT = {
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_infinities_of_the_builder(name, tmp_path):
+def test_infinities_of_the_builder(name, replay):
     *parts, answer = BUILT[name]
-    torch.save({"state_dict": Holding(*parts).state_dict(), "x": normal(3, 4)}, tmp_path / "dump.pth")
-    report = nandoctor.replay(tmp_path / "dump.pth", model=lambda: Holding(*parts), fixes=False).report
+    report = replay(lambda: Holding(*parts), {"x": normal(3, 4)}, fixes=False)
     assert (report.verdict, report.cause and report.cause.code) == answer
     assert not any("saved state" in note for note in report.notes)
 
