@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,20 @@ def _require_working_directory() -> None:
         raise gone from error
 
 
+def _keep_streams_apart() -> None:
+    """Leave standard output to nandoctor: what else this process prints, also compiled code, goes to standard error.
+
+    A model finds nothing on standard input.
+    """
+    if sys.__stdout__ is None or sys.stdout is not sys.__stdout__:  # a notebook's, or a test's
+        return
+    with suppress(OSError), Path(os.devnull).open(encoding="utf-8") as nothing:  # one that is closed stays so
+        output = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+        os.dup2(2, 1)
+        sys.stdout = output
+        os.dup2(nothing.fileno(), 0)
+
+
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option(
     "--version",
@@ -101,6 +116,7 @@ def main() -> None:
     nandoctor triage runs/ --model train.py:make_model
     """  # noqa: D301  (click wants the escape itself)
     _require_working_directory()
+    _keep_streams_apart()
     if "torch" not in sys.modules:
         from nandoctor.machine import share_cores
 

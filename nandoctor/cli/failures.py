@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import click
 
@@ -31,6 +33,8 @@ def tell(message: str) -> None:
 
 def discard_output() -> None:
     """Drop what could not be written to standard output: Python would try once more at exit, and complain."""
+    with suppress(OSError), Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
     sys.stdout = io.StringIO()
 
 

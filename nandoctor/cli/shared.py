@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -38,16 +38,6 @@ def console(file: TextIO | None = None) -> Console:
     return Raising(file=file)
 
 
-def _own_output() -> TextIO:
-    """Return the current standard output on a new descriptor: what a model prints is about to be redirected."""
-    output = sys.stdout
-    try:
-        descriptor = os.dup(output.fileno())
-    except (OSError, AttributeError):
-        return output  # a notebook's, or a test's
-    return os.fdopen(descriptor, "w", encoding=output.encoding, errors=output.errors)
-
-
 class ReplayDisplay(Listener):
     """The display of a running replay: bars on standard error, the diagnosis on standard output once it is known.
 
@@ -63,7 +53,7 @@ class ReplayDisplay(Listener):
         self.told = False
         self.stops_gently = tells
         self._tells = tells
-        self._output = console(_own_output())
+        self._output = console(sys.stdout)  # before what a model prints is redirected
         errors = Console(stderr=True)
         self._bar = ReplayBar(errors, shown=errors.is_terminal and not errors.is_dumb_terminal)
 
@@ -91,48 +81,8 @@ class ReplayDisplay(Listener):
     @contextmanager
     def shown(self) -> Iterator[ReplayDisplay]:
         """Show the bar while the replay runs; what a model prints goes to standard error."""
-        try:
-            with _streams_apart(), self._bar.display:
-                yield self
-        finally:
-            if self._output.file is not sys.stdout:
-                self._output.file.close()
-
-
-@contextmanager
-def _streams_apart() -> Iterator[None]:
-    """Redirect standard output to standard error, and standard input to the null device.
-
-    What a model prints is not part of a report, even if compiled code writes to the descriptor.
-    """
-    with redirect_stdout(sys.stderr), Path(os.devnull).open(encoding="utf-8") as nothing, ExitStack() as stack:
-        stack.enter_context(_pointing(1, 2))
-        stack.enter_context(_pointing(0, nothing.fileno()))
-        stdin, sys.stdin = sys.stdin, nothing
-        stack.callback(setattr, sys, "stdin", stdin)
-        yield
-
-
-@contextmanager
-def _pointing(descriptor: int, target: int) -> Iterator[None]:
-    """Point a descriptor at another file while the context is open; do nothing if one of them is closed."""
-    try:
-        saved = os.dup(descriptor)
-    except OSError:
-        yield
-        return
-    with suppress(OSError):
-        os.dup2(target, descriptor)
-    try:
-        yield
-    finally:
-        # What compiled code has printed may still be in the buffer of C's stdout.
-        with suppress(OSError, AttributeError):
-            import ctypes
-
-            ctypes.CDLL(None).fflush(None)
-        os.dup2(saved, descriptor)
-        os.close(saved)
+        with redirect_stdout(sys.stderr), self._bar.display:
+            yield self
 
 
 @contextmanager
