@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +18,15 @@ _FOLLOWING = frozenset({"mul_", "add_", "clamp_"})
 
 
 class Unfilled(TorchFunctionMode):
-    """A mode for building a large model: random initialisers return a weight as it was allocated.
+    """A mode for building a large model whose weights all come from a dump: initialisers draw no weight.
 
-    Memory that was never written takes no space. What the dump's weights do not replace is drawn by `fill`.
+    Memory that was never written takes no space.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._weights: set[int] = set()
-        self._left_out: dict[int, list[Callable[[], Any]]] = {}
+        self._undrawn: set[int] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -39,25 +37,14 @@ class Unfilled(TorchFunctionMode):
             self._weights.add(storage_of(target))  # also reached by `weight.data`
         # Other tensors are drawn: torch.nn.init.trunc_normal_ draws until all values are within its bounds.
         if name in _DRAWING and _is_large(target) and storage_of(target) in self._weights:
-            self._left_out[storage_of(target)] = []  # what was to be in it before
-        elif name not in _FOLLOWING or not self.holds(target):
-            return func(*args, **kwargs)
-        self._left_out[storage_of(target)].append(partial(func, *args, **kwargs))
-        return target
+            self._undrawn.add(storage_of(target))
+            return target
+        return target if name in _FOLLOWING and self.holds(target) else func(*args, **kwargs)
 
     def holds(self, tensor: Any) -> bool:
         """Return True if the tensor was left as it was allocated."""
         is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not is_lazy(tensor)
-        return is_plain and storage_of(tensor) in self._left_out
-
-    @torch.no_grad()
-    def fill(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Draw the initial values of those of these tensors that have none."""
-        for tensor in tensors:
-            if self.holds(tensor):
-                for draw in self._left_out.pop(storage_of(tensor)):
-                    draw()
-        self._left_out.clear()
+        return is_plain and storage_of(tensor) in self._undrawn
 
 
 def _is_large(tensor: Any) -> bool:

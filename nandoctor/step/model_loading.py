@@ -33,7 +33,6 @@ from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory
 from nandoctor.source_files import package_of
 from nandoctor.step.building_calls import find_building
-from nandoctor.step.memory import Unfilled
 from nandoctor.step.scripts import Script
 from nandoctor.text import brief, relative_path
 from nandoctor.torch_compat import loads_plainly, storage_of
@@ -130,12 +129,11 @@ def load_state(
     state: _State,
     *,
     strict: bool = True,
-    unfilled: Unfilled | None = None,
+    shared: bool = False,
 ) -> list[str]:
     """Copy `state` into `model`, whose names `fit_prefix` has given it, and return notes on what does not fit.
 
-    With `unfilled`, the mode that the model was built under, weights share the memory of `state` instead of being
-    copied, and what `state` lacks is filled.
+    If they are `shared`, the model's weights use the memory of `state` instead of being copied.
 
     Raises:
         ModelError: names or shapes disagree and `strict` is set, or nothing fits.
@@ -152,12 +150,9 @@ def load_state(
             remedy=OTHER_ARGUMENTS if own.keys() & state.keys() else OTHER_MODEL,
         )
     loaded = {name: state[name] for name in own if name not in left_out}
-    if unfilled is not None:
-        left = _share_weights(model, loaded)
+    if shared:
+        loaded = _share_weights(model, loaded)
         own.clear()  # it holds the initial weights, which nothing else uses any more
-        named = (*model.named_parameters(), *model.named_buffers())
-        unfilled.fill(tensor for name, tensor in named if name not in loaded)
-        loaded = left
     if loaded:
         _copy_state(model, loaded)
     return [f"--no-strict: {problem}" for problem in problems]

@@ -136,15 +136,13 @@ def _seeds(dump: Dump, settings: Settings) -> tuple[int | None, ...]:
 class _Code:
     """The code imported for the step: the model as built, the functions for call and loss if there are any, and notes.
 
-    `unfilled` has the initial values that a large model was not given. `nonfinite` marks non-finite values that are
-    not among them: those that the model's own code writes, such as a causal mask with the slopes of ALiBi. `is_named`:
-    the user names the model, and not only the dump. `updater` is the class of the optimizer that spoiled the weights.
+    `nonfinite` marks the non-finite values that the model's own code writes, such as a causal mask with the slopes of
+    ALiBi. `updater` is the class of the optimizer that spoiled the weights.
     """
 
     model: nn.Module
     call: Callable[..., Any] | None
     loss: Callable[..., Any] | None
-    unfilled: Unfilled | None
     nonfinite: Mapping[str, torch.Tensor]
     source: ModelSource | None
     notes: tuple[str, ...]
@@ -155,7 +153,7 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
     nbytes = memory_of(dump.state.values())
     if nbytes >= LARGE_NBYTES:
         return_freed_memory()
-    unfilled = Unfilled() if nbytes >= _UNFILLED_NBYTES else None
+    unfilled = Unfilled() if settings.strict and nbytes >= _UNFILLED_NBYTES else None  # else some weights stay
     with cuda_code(device):
         with unfilled or nullcontext(), registered_state() as registered:
             model, notes = _build(dump, source, settings)
@@ -172,7 +170,6 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
         model=model,
         call=call,
         loss=loss,
-        unfilled=unfilled,
         nonfinite=built,
         source=source,
         notes=tuple(notes),
@@ -185,7 +182,8 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
     state, state_notes = state_to_load(dump)
     state_notes += _take_formats(code.model, state, is_recorded=dump.is_recorded)
     try:
-        notes = [*load_state(code.model, state, strict=settings.strict, unfilled=code.unfilled), *state_notes]
+        shared = memory_of(state.values()) >= _UNFILLED_NBYTES
+        notes = [*load_state(code.model, state, strict=settings.strict, shared=shared), *state_notes]
     except ModelError as error:
         raise _explain_misfit(error, code.source, settings) from error.__cause__
     with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device

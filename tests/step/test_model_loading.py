@@ -322,8 +322,8 @@ def test_a_tied_weight_is_given_under_either_name(name, same):
     assert load_state(model, {name: weight}) == []
     assert torch.equal(model.embed.weight, weight)
     assert torch.equal(model.head.weight, weight)
-    with Unfilled() as unfilled:
+    with Unfilled():
         model = Tied(same=same)
-    assert load_state(model, {name: weight}, unfilled=unfilled) == []
+    assert load_state(model, {name: weight}, shared=True) == []
     assert torch.equal(model.embed.weight, weight)
     assert torch.equal(model.head.weight, weight)

@@ -1,13 +1,15 @@
-"""A large model is built without initial values: those of the file take their place, and what it lacks is drawn."""
+"""A large model is built without initial values: those of the file take their place."""
 
 import pytest
 import torch
 from torch import nn
 
 import nandoctor.step.setup as replay_setup
+from nandoctor.dumps.reader import read_dump
 from nandoctor.step import memory
 from nandoctor.step.memory import Unfilled
 from nandoctor.step.model_loading import load_state
+from nandoctor.step.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +29,9 @@ class Drawing(nn.Module):
         self.by_hand = nn.Linear(4, 4)
         self.by_hand.weight.data.normal_(std=0.02)
         self.register_buffer("phase", torch.empty(4).uniform_(1, 2), persistent=False)
+
+    def forward(self, x):
+        return self.trunk(self.embed(x)) @ self.square * self.phase
 
 
 def build_bert():
@@ -48,9 +53,9 @@ def build_bert():
 )
 def test_it_has_the_weights_of_the_file(build):
     state = build().state_dict()
-    with Unfilled() as unfilled:
+    with Unfilled():
         model = build()
-    load_state(model, state, unfilled=unfilled)
+    load_state(model, state, shared=True)
     assert [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, state[name])] == []
     names = dict(model.named_parameters()).keys() & state.keys()
     assert all(model.get_parameter(name).data_ptr() == state[name].data_ptr() for name in names)
@@ -67,10 +72,10 @@ def test_memory_stays_as_it_was_allocated(init, part):
     assert (weight == 7).all()
 
 
-def test_what_the_file_lacks_is_drawn():
-    with Unfilled() as unfilled:
-        model = Drawing()
-    load_state(model, {"square": torch.zeros(4, 4)}, strict=False, unfilled=unfilled)
+def test_with_weights_that_stay_all_are_drawn(tmp_path):
+    torch.save({"state_dict": {"square": torch.zeros(4, 4)}, "x": torch.tensor([1])}, tmp_path / "nan.pth")
+    dump, settings = read_dump(tmp_path / "nan.pth"), Settings(strict=False)
+    model = replay_setup.prepare(dump, Drawing, settings).steps[0].model
     assert not model.square.any()
     assert ((model.phase >= 1) & (model.phase < 2)).all()
     assert 0 < model.trunk.weight.abs().max() < 0.1
