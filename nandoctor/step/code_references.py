@@ -179,22 +179,14 @@ def _import(reference: Reference) -> Any:
     if not reference.file and reference.module == "__main__":
         return find_typed(reference.module, reference.name)
     source = own_source(reference.file)
-    return find_attribute(reference.spec, directory=None) if source is None else _import_from(source, reference)
+    if source is None:
+        return find_attribute(reference.spec, directory=None)
+    return find_attribute(f"{source}:{reference.name}")
 
 
 def _find_source(reference: Reference) -> Path | None:
     """Return the referenced file in the working directory or, if no file is named, in an installed package."""
     return own_source(reference.file) if reference.file else installed_path(reference.module)
-
-
-def _import_from(path: Path, reference: Reference) -> Any:
-    """Import what is referenced from its file; a module keeps its dotted name for its relative imports."""
-    parts = reference.module.split(".")
-    stem = list(path.with_suffix("").parts)
-    stem = stem[:-1] if stem[-1] == "__init__" else stem
-    if reference.module != "__main__" and stem[-len(parts) :] == parts:
-        return find_attribute(f"{reference.module}:{reference.name}", directory=Path(*stem[: -len(parts)]))
-    return find_attribute(f"{path.name}:{reference.name}", directory=path.parent)
 
 
 def _needs_approval(reference: Reference, dump: Path, why: str, *, own: bool = True) -> ModelError:
