@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,7 +108,7 @@ def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: boo
         from nandoctor.working_tree import plan_patch
 
         files = plan_patch(_patch_of(choice.fix).files, allow_installed=allow_installed)
-        verification = _write(files, case, _same_replay(dump, case, options))
+        verification = _write(files, case, _same_replay(case))
         written = tuple(str(file.path) for file in files) if verification.exit_code == 0 else ()
         choice = replace(choice, written=written, verification=verification)
     try:
@@ -189,15 +189,10 @@ def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:
         return cannot_tell(dump, f"The changed code could not be replayed: {last[0]}")
 
 
-def _same_replay(dump: Path, case: Case, options: Mapping[str, Any]) -> list[str]:
+def _same_replay(case: Case) -> list[str]:
     """Return the arguments that replay the step as it failed here: in the same mode, with the same seed."""
-    from nandoctor.step.settings import OPTIONS
-    from nandoctor.views.commands import command_arguments
-
-    given = {name: value for name, value in options.items() if name in OPTIONS}
-    runs = case.report.runs
-    if runs is not None:
-        given["mode"] = "train" if runs.autocast.training else "eval"
-        given["seed"] = runs.autocast.seed if runs.autocast.seed is not None else given.get("seed")
-    path, *flags = command_arguments(dump, given)
+    path, *flags = case.report.arguments
+    if (runs := case.report.runs) is not None:
+        flags += ["--mode", "train" if runs.autocast.training else "eval"]
+        flags += [] if runs.autocast.seed is None else ["--seed", str(runs.autocast.seed)]
     return ["--written-fix", *flags, "--", path]
