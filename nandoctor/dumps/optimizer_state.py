@@ -42,10 +42,10 @@ def read_second_moments(optimizer: Mapping[object, object]) -> tuple[SecondMomen
     state, groups = optimizer.get("state"), optimizer.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, list):
         return ()
-    found = (moment for group in groups if isinstance(group, Mapping) for moment in _of_group(group, state))
     first: dict[int, SecondMoment] = {}
-    for moment in found:
-        first.setdefault(moment.index, moment)
+    for group in (group for group in groups if isinstance(group, Mapping)):
+        for moment in _of_group(group, state):
+            first.setdefault(moment.index, moment)
     return tuple(first.values())
 
 
@@ -60,21 +60,15 @@ def _of_group(group: Mapping[object, object], state: Mapping[object, object]) ->
     eps, indices, names = group.get("eps"), group.get("params"), group.get("param_names")
     if not isinstance(eps, float) or not isinstance(indices, list) or group.get("fused") is True:
         return
-    known = {index: position for position, index in reversed([*enumerate(indices)]) if isinstance(index, int)}
-    for index, position in sorted(known.items(), key=lambda item: item[1]):
-        slots = state.get(index)
+    for position, index in enumerate(indices):
+        slots = state.get(index) if isinstance(index, int) else None
         if not isinstance(slots, Mapping):
             continue
         values = next((slots[name] for name in _NAMES if is_tensor(slots.get(name))), None)
         if _is_real(values):
             name = names[position] if isinstance(names, list) and position < len(names) else ""
-            yield SecondMoment(
-                index=index,
-                name=name if isinstance(name, str) else "",
-                eps=eps,
-                values=values,
-                decay=_decay(group),
-            )
+            named = name if isinstance(name, str) else ""
+            yield SecondMoment(index=index, name=named, eps=eps, values=values, decay=_decay(group))
 
 
 def _is_real(value: object) -> TypeGuard[torch.Tensor]:

@@ -97,20 +97,9 @@ def _of_kind(base: type[Record], kind: str) -> type[Record]:
     return type(base.__name__, (base,), {"kind": kind})
 
 
-def _make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
-    """Return an ordered dict; Python 2 writes the pairs into the call.
-
-    Raises:
-        pickle.UnpicklingError: a key is not a string, so it could collide with others.
-    """
-    if type(pairs) not in (list, tuple) or not all(type(pair) is list and type(pair[0]) is str for pair in pairs):
-        raise pickle.UnpicklingError("no pairs of a name and a value")
-    return OrderedDict(pairs)
-
-
-def _layout_name(name: object) -> object:
-    """Stand in for the function that finds a layout by its name."""
-    return name
+def _make_ordered() -> OrderedDict[Any, Any]:
+    """Return an ordered dict: its items come after the call, where their keys are checked."""
+    return OrderedDict()
 
 
 def _encode(text: str, codec: str) -> bytes:
@@ -156,7 +145,7 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "builtins.bytes": lambda: b"",
     "_codecs.encode": _encode,
     "collections.OrderedDict": _make_ordered,
-    "collections.defaultdict": lambda *_: {},  # the items come after the call
+    "collections.defaultdict": lambda *_: {},
     "collections.deque": lambda *_: [],
     "builtins.getattr": lambda *_: Record,  # by which protocol 2 names a nested class, or the method of a time zone
     # numpy 2 renamed `numpy.core` to `numpy._core`; each writes its own name into pickles.
@@ -177,7 +166,7 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "torch._utils._rebuild_qtensor": unread("a quantized tensor"),
     "torch._utils._rebuild_meta_tensor_no_storage": unread(META),
     "torch._utils._rebuild_nested_tensor": unread(NESTED),
-    "torch.serialization._get_layout": _layout_name,
+    "torch.serialization._get_layout": lambda name: name,
     "torch.device": name_device,
     "torch.Size": tuple,
     "torch.nn.utils.rnn.PackedSequence": _PackedSequence,
