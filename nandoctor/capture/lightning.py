@@ -48,7 +48,7 @@ class RecorderCallback(_find_base()):  # type: ignore[misc]
         """Begin a step and record the state before it."""
         if self.recorder is None:
             return
-        self.recorder.epoch, self.recorder.next_step = trainer.current_epoch, trainer.global_step
+        self.recorder.number_next(trainer.global_step, trainer.current_epoch)
         self.recorder.begin(batch)
         num_parameters = len(inspect.signature(pl_module.training_step).parameters)
         self.recorder.call_training_step(*(batch, batch_idx, 0)[:num_parameters])

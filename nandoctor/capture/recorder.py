@@ -93,9 +93,9 @@ class Recorder:
         self._check_settings()
         self._handles = ExitStack()
         self._policy = StepPolicy(
-            StepHistory(threshold=self.threshold, window=self.window),
-            DumpFolder(Path(self.folder), keep=self.keep),
-            self._make_contents,
+            history=StepHistory(threshold=self.threshold, window=self.window),
+            folder=DumpFolder(Path(self.folder), keep=self.keep),
+            make_contents=self._make_contents,
             on_save=self.on_save,
             in_notebook=lambda: self._training.in_notebook,
         )
@@ -128,7 +128,8 @@ class Recorder:
     def _follow_model(self) -> None:
         refuse_unknown(self.model)
         observer = Observer(unwrap_model(self.model), self.undo_nbytes)
-        scaler = self._find_scaler()
+        # A disabled scaler neither scales nor skips.
+        scaler = self.scaler if getattr(self.scaler, "is_enabled", lambda: True)() else None
         self._training = describe_training(self, observer)
         self._track(observer, scaler)
         self._attach()
@@ -142,10 +143,6 @@ class Recorder:
             Hook(function) for function in hooked
         ]
 
-    def _find_scaler(self) -> Any:
-        """Return the scaler, or None: a disabled one neither scales nor skips."""
-        return self.scaler if getattr(self.scaler, "is_enabled", lambda: True)() else None
-
     @property
     def history(self) -> StepHistory:
         """The counts of the run so far: `num_steps`, `num_bad_losses`, `num_spoiled` and `num_skipped`."""
@@ -156,23 +153,9 @@ class Recorder:
         """The files of this run that still exist, oldest first."""
         return tuple(self._policy.folder.written)
 
-    @property
-    def epoch(self) -> int | None:
-        """The epoch recorded with the next steps; may be set."""
-        return self._tracker.epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int | None) -> None:
-        self._tracker.epoch = epoch
-
-    @property
-    def next_step(self) -> int:
-        """The number of the step that begins next; may be set."""
-        return self._tracker.next_step
-
-    @next_step.setter
-    def next_step(self, number: int) -> None:
-        self._tracker.next_step = number
+    def number_next(self, step: int, epoch: int | None = None) -> None:
+        """Set the number of the step that begins next, and the epoch of the steps from there on."""
+        self._tracker.next_step, self._tracker.epoch = step, epoch
 
     @contextmanager
     def step(self, batch: Any = None) -> Iterator[Recorder]:

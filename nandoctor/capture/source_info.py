@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from nandoctor.source_files import SourceHash, find_typed, hash_of, hash_source, is_installed, shown_path
+from nandoctor.source_files import SourceHash, find_typed, hash_source, is_installed, shown_path
 
 _MAX_SOURCES = 500
 
@@ -69,7 +69,8 @@ def describe_source(thing: Callable[..., Any]) -> dict[str, str]:
     if (source := source_file(thing)) is None:
         return {"module": module, "name": name, "file": "", "sha256": ""}
     file = "" if is_installed(source) else shown_path(source)
-    return {"module": module, "name": name, "file": file, "sha256": _hash(source)}
+    hashed = hash_source(source)
+    return {"module": module, "name": name, "file": file, "sha256": hashed.sha256 if hashed is not None else ""}
 
 
 def describe_loss(loss: Callable[..., Any]) -> dict[str, str]:
@@ -139,13 +140,6 @@ def _name_of_python(file: str, folder: str) -> str:
     path, before = _resolve(file), folder.rstrip(os.sep) + os.sep
     is_inside = path.endswith(".py") and path.startswith(before)
     return path.removeprefix(before).replace(os.sep, "/") if is_inside else ""
-
-
-def _hash(path: Path) -> str:
-    try:
-        return hash_of(path)
-    except OSError:
-        return ""
 
 
 def is_typed(source: Mapping[str, str]) -> bool:

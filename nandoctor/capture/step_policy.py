@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,6 +120,7 @@ MakeContents = Callable[[RecordedStep, str, str], Mapping[str, Any]]
 OnSave = Callable[[Path, Mapping[str, Any]], object]
 
 
+@dataclass(slots=True, kw_only=True)
 class StepPolicy:
     """A policy that counts finished steps, saves the first failed step of each episode, and stops the training.
 
@@ -126,22 +128,13 @@ class StepPolicy:
     file is `window` steps old: a training that fails at every other step must not spend its time on writing.
     """
 
-    def __init__(
-        self,
-        history: StepHistory,
-        folder: DumpFolder,
-        make_contents: MakeContents,
-        *,
-        on_save: OnSave | None = None,
-        in_notebook: Callable[[], bool] = bool,
-    ) -> None:
-        self.history = history
-        self.folder = folder
-        self._on_save = on_save
-        self._in_notebook = in_notebook
-        self._make_contents = make_contents
-        self._scale_search = ScaleSearch()
-        self._last_saved = 0
+    history: StepHistory
+    folder: DumpFolder
+    make_contents: MakeContents
+    on_save: OnSave | None
+    in_notebook: Callable[[], bool]
+    _scale_search: ScaleSearch = field(default_factory=ScaleSearch)
+    _last_saved: int = 0
 
     def decide(self, step: RecordedStep, *, may_stop: bool) -> None:
         """Count the step, and save it if it begins an episode or ends the training.
@@ -196,18 +189,18 @@ class StepPolicy:
         stem = f"{kind}-step{step.step:06d}" + (f"-micro{step.micro_batch}" if step.micro_batch else "")
         stem += f"-rank{rank}" if world_size > 1 else ""
         try:
-            contents = self._make_contents(step, reason, event)
+            contents = self.make_contents(step, reason, event)
             path = self.folder.write(contents, stem)
         except Exception as error:
             folder = self.folder.folder
             LOG.warning("nandoctor could not save %s in %s (%s: %s).", stem, folder, type(error).__name__, error)
             return None, "It could not be saved; the log says why."
-        if self._on_save is not None:
+        if self.on_save is not None:
             try:
-                self._on_save(path, contents["event"])
+                self.on_save(path, contents["event"])
             except Exception as error:
                 LOG.warning("on_save failed for %s (%s: %s).", path, type(error).__name__, error)
-        return path, say_next(path, contents, in_notebook=self._in_notebook())
+        return path, say_next(path, contents, in_notebook=self.in_notebook())
 
 
 def _is_below_1(scale: float | None) -> bool:

@@ -55,8 +55,8 @@ class RecorderCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take the numbers of the step and the epoch from the Trainer."""
         if self.recorder is not None:
-            self.recorder.next_step = state.global_step
-            self.recorder.epoch = None if state.epoch is None else int(state.epoch)
+            epoch = None if state.epoch is None else int(state.epoch)
+            self.recorder.number_next(state.global_step, epoch)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remove the hooks."""

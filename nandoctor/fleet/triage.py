@@ -23,7 +23,7 @@ from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fleet.pool import Workers, open_workers
 from nandoctor.fleet.store import LINES, PAGE, Store
 from nandoctor.fleet.worker import Job
-from nandoctor.step.settings import Settings, settings_for
+from nandoctor.step.settings import settings_for
 from nandoctor.text import are, brief, plural
 from nandoctor.views.html import page_of
 from nandoctor.views.save import write_text
@@ -207,7 +207,7 @@ class _TriageRun:
         """Return the job of a worker for this file, or the result if that is known."""
         shown = str(path)
         try:
-            settings = self._settings_for(path, fixes=fixes)
+            settings = replace(settings_for(path, self.options.settings), fixes=fixes)
             key = self.store.key_of(path, settings)
         except OSError as error:
             reason = f"The file cannot be read: {error.strerror or error}."
@@ -227,9 +227,6 @@ class _TriageRun:
             page=fixes,
             timeout_s=self.options.timeout_s,
         )
-
-    def _settings_for(self, path: Path, *, fixes: bool) -> Settings:
-        return replace(settings_for(path, self.options.settings), fixes=fixes)
 
 
 def _of_its_run(result: DumpResult) -> DumpResult:

@@ -106,13 +106,9 @@ def _make_object(found: Any, content: Mapping[str, Any]) -> Any:
             return found(value)
         case {"fields": fields}:
             return found(**fields) if found in _NAMESPACES else made_of(found, fields)
-        case {"args": args}:
-            return _find_dtype(*args) if found is torch.dtype else found(*args)
+        case {"args": [text]}:
+            return getattr(torch, text.removeprefix("torch.")) if found is torch.dtype else found(text)
     return found
-
-
-def _find_dtype(name: str) -> Any:
-    return getattr(torch, name.removeprefix("torch."))
 
 
 def find_standard(source: Source) -> Any:

@@ -201,7 +201,7 @@ def test_a_training_that_cannot_be_described_goes_on(tmp_path, monkeypatch, capl
     model, options = prepare(tmp_path, monkeypatch)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Recorder(model, **{"folder": tmp_path, "threshold": 0, **options}) as recorder:
-        recorder.epoch, recorder.next_step = 3, 5
+        recorder.number_next(5, 3)
         for marks in (True, False):
             with recorder.step(torch.ones(3)) if marks else nullcontext():
                 loss = (model(torch.ones(4, 3)) * float("nan")).sum()
@@ -211,7 +211,7 @@ def test_a_training_that_cannot_be_described_goes_on(tmp_path, monkeypatch, capl
             assert recorder.save() is None
         recorder.begin()
         recorder.end()
-    assert (recorder.written, recorder.history.num_steps, recorder.epoch) == ((), 0, 3)
+    assert (recorder.written, recorder.history.num_steps) == ((), 0)
     assert sum("is not recorded" in message for message in caplog.messages) == 1
     assert not model._forward_hooks
 
