@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
+from rich.console import Console
 
-from nandoctor.engine.progress import Listener
+from nandoctor.views.progress import ReplayBar
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from nandoctor.dumps.dump import Dump
     from nandoctor.evidence.report import Report
 
@@ -29,16 +28,15 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 
 def console(file: TextIO | None = None) -> Console:
     """Return a console on `file`, by default standard output, that raises if its pipe is closed: rich exits with 1."""
-    from rich.console import Console
-
-    class Raising(Console):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-
-    return Raising(file=file)
+    return _Raising(file=file)
 
 
-class ReplayDisplay(Listener):
+class _Raising(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+class ReplayDisplay(ReplayBar):
     """The display of a running replay: bars on standard error, the diagnosis on standard output once it is known.
 
     `told` is True once the diagnosis was printed; an interrupt of the search then gives the rest of the report. There
@@ -46,20 +44,12 @@ class ReplayDisplay(Listener):
     """
 
     def __init__(self, *, tells: bool) -> None:
-        from rich.console import Console
-
-        from nandoctor.views.progress import ReplayBar
-
+        errors = Console(stderr=True)
+        super().__init__(errors, shown=errors.is_terminal and not errors.is_dumb_terminal)
         self.told = False
         self.stops_gently = tells
         self._tells = tells
         self._output = console(sys.stdout)  # before what a model prints is redirected
-        errors = Console(stderr=True)
-        self._bar = ReplayBar(errors, shown=errors.is_terminal and not errors.is_dumb_terminal)
-
-    def __call__(self, stage: str, done: int, total: int | None) -> None:
-        """Move the bar of the diagnosis."""
-        self._bar.run(stage, done, total)
 
     def tell(self, report: Report) -> None:
         """Print the answer, before any fix was tried, and go on to the bar of the search."""
@@ -67,21 +57,17 @@ class ReplayDisplay(Listener):
             from nandoctor.views.document import document
             from nandoctor.views.terminal import print_document
 
-            self._bar.display.stop()
+            self.display.stop()
             print_document(document(report)[:NUM_TOLD], self._output)
             self._output.file.flush()
             self.told = True
-            self._bar.display.start()
-        self._bar.search(0, None, "")
-
-    def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:
-        """Move the bar of the search."""
-        self._bar.search(num_runs, most_runs, best)
+            self.display.start()
+        self.searched(0, None, "")
 
     @contextmanager
     def shown(self) -> Iterator[ReplayDisplay]:
         """Show the bar while the replay runs; what a model prints goes to standard error."""
-        with redirect_stdout(sys.stderr), self._bar.display:
+        with redirect_stdout(sys.stderr), self.display:
             yield self
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Console
 
-from nandoctor.engine.progress import Listener
 from nandoctor.evidence.report import Report
 from nandoctor.views.html import card_of
 from nandoctor.views.progress import ReplayBar
@@ -26,21 +25,21 @@ def is_notebook() -> bool:
     return getattr(get_ipython(), "kernel", None) is not None
 
 
-class NotebookProgress(Listener):
+class NotebookProgress(ReplayBar):
     """A listener that shows a replay below its cell: the bar, and the diagnosis once it is known."""
 
     stops_gently = True
 
     def __init__(self) -> None:
         self._text = Console(file=io.StringIO(), width=_WIDTH, force_jupyter=False)
-        self._bar = ReplayBar(self._text)
+        super().__init__(self._text)
         self._card = ""
         self._shown_s = -math.inf
         self._output = sys.modules["IPython.display"].display({"text/plain": ""}, raw=True, display_id=True)
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
         """Move the bar of the diagnosis."""
-        self._bar.run(stage, done, total)
+        super().__call__(stage, done, total)
         self._show()
 
     def tell(self, report: Report) -> None:
@@ -48,9 +47,9 @@ class NotebookProgress(Listener):
         self._card, self._shown_s = card_of(report), -math.inf
         self.searched(0, None, "")
 
-    def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:
+    def searched(self, num_runs: int, most_runs: float | None, best: str) -> None:
         """Move the bar of the search."""
-        self._bar.search(num_runs, most_runs, best)
+        super().searched(num_runs, most_runs, best)
         self._show()
 
     def close(self) -> None:
@@ -62,6 +61,6 @@ class NotebookProgress(Listener):
             return
         self._shown_s = time.monotonic()
         with self._text.capture() as line:
-            self._text.print(self._bar.display.get_renderable())
+            self._text.print(self.display.get_renderable())
         text = line.get().rstrip()
         self._output.update({"text/plain": text, "text/html": f"{self._card}<pre>{text}</pre>"}, raw=True)

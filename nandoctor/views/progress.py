@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from nandoctor.engine.progress import Listener
 from nandoctor.text import plural, printable
 
 _SEARCH = "Fixes"
@@ -15,10 +16,11 @@ _BAR_WIDTH = 6
 _BEST_WIDTH = 24
 
 
-class ReplayBar:
+class ReplayBar(Listener):
     """The bar of a replay: the layers of each run of the diagnosis, then the runs of the search for fixes."""
 
     def __init__(self, console: Console, *, shown: bool = True) -> None:
+        super().__init__()
         self.display = Progress(
             TextColumn("{task.description}"),
             BarColumn(_BAR_WIDTH),
@@ -29,25 +31,25 @@ class ReplayBar:
             disable=not shown,
         )
         self._phase = self.display.add_task("Loading", total=None, done="")
-        self._stage = ""
+        self._shown = ""
 
-    def run(self, stage: str, done: int, total: int | None) -> None:
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
         """Show that a run of the diagnosis has done `done` layers, of `total` if that is known.
 
         Do nothing during the search for fixes, which counts whole runs.
         """
-        if self._stage == _SEARCH:
+        if self._shown == _SEARCH:
             return
-        if stage != self._stage:
-            self._stage = stage
+        if stage != self._shown:
+            self._shown = stage
             self.display.reset(self._phase, description=f"Diagnosing: {printable(stage)}", total=total)
         layers = plural(done, "layer") if total is None else f"{done:,}/{plural(total, 'layer')}"
         self.display.update(self._phase, completed=done, total=total, done=layers)
 
-    def search(self, num_runs: int, most_runs: float | None, best: str) -> None:
+    def searched(self, num_runs: int, most_runs: float | None, best: str) -> None:
         """Show how many runs the search for fixes has made."""
-        if self._stage != _SEARCH:
-            self._stage = _SEARCH
+        if self._shown != _SEARCH:
+            self._shown = _SEARCH
             self.display.reset(self._phase, description=_SEARCH, done="")
         most = None if most_runs is None or math.isinf(most_runs) else most_runs
         limit = "" if most is None else f" of at most {most:,.0f}"

@@ -26,11 +26,11 @@ def text_of(bar):
 )
 def test_a_search_tells_its_runs_and_the_best_fix(most, shown):
     bar = ReplayBar(Console(file=io.StringIO()))
-    bar.run("fp32", 12, 12)
-    bar.search(14, most, "")
+    bar("fp32", 12, 12)
+    bar.searched(14, most, "")
     assert "Fixes" in text_of(bar)
     assert shown in text_of(bar)
-    bar.search(14, most, "an eps of 1e-4 instead of 1e-8 in net.py:45")
+    bar.searched(14, most, "an eps of 1e-4 instead of 1e-8 in net.py:45")
     assert f"{shown}, best: an eps" in text_of(bar)
     assert len(text_of(bar)) <= 80
 
