@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_720, "tests": 34_484, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_716, "tests": 34_484, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_018,
@@ -52,7 +52,7 @@ MAX_LINES_OF_ROOMS = {
     "repro_scripts": 734,
     "step": 3_125,
     "tracing": 1_865,
-    "views": 2_864,
+    "views": 2_860,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 

@@ -11,7 +11,6 @@ from nandoctor.views.blocks import (
     Block,
     Cell,
     Excerpt,
-    Fact,
     Facts,
     Headline,
     Patch,
@@ -68,8 +67,9 @@ def _draw_excerpt(block: Excerpt, _: int) -> Iterator[str]:
 
 @_draw.register
 def _draw_facts(block: Facts, _: int) -> Iterator[str]:
+    texts = [_command(fact.text) if fact.is_command else _with_code(fact.text) for fact in block.facts]
     if block.facts:
-        yield _table([("", ""), *map(_fact_cells, block.facts)])
+        yield _table([("", ""), *((_with_code(f.label), text) for f, text in zip(block.facts, texts, strict=True))])
 
 
 @_draw.register
@@ -98,10 +98,6 @@ def _draw_plot(block: Plot, _: int) -> Iterator[str]:
 @_draw.register
 def _draw_text(block: Text, _: int) -> Iterator[str]:
     yield _with_code(block.text)
-
-
-def _fact_cells(fact: Fact) -> tuple[str, str]:
-    return _with_code(fact.label), _command(fact.text) if fact.is_command else _with_code(fact.text)
 
 
 def _cell(cell: str | Cell) -> str:
