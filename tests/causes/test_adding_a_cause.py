@@ -85,6 +85,7 @@ def test_page_shows_a_case_as_it_is():
     assert code in (ROOT / path).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_following_the_page_adds_the_cause(house):
     assert "There is no cause" in python(house, "-m", "nandoctor", "explain", "empty-reduction")
     follow(house)

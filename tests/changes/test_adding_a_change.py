@@ -3,7 +3,6 @@
 import importlib.util
 import pkgutil
 import re
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -59,9 +58,10 @@ def test_it_is_named_and_kept_in_reports(absolute):
     assert report_schema()["$defs"]["AbsoluteArgument"]["properties"]["kind"] == {"const": "absolute"}
 
 
-def test_every_kind_that_is_shipped_is_suggested_by_somebody():
+def test_every_kind_that_is_shipped_is_suggested_by_somebody(tmp_path, ready_python):
     """Nobody lists the kinds: one that the search does not import is never tried."""
-    suggested = subprocess.run([sys.executable, "-c", SUGGESTED], capture_output=True, text=True, check=True)
+    (tmp_path / "suggested.py").write_text(SUGGESTED)
+    suggested = ready_python.run(tmp_path / "suggested.py", cwd=tmp_path)
     modules = [import_module(f"nandoctor.changes.{found.name}") for found in pkgutil.iter_modules(changes.__path__)]
     shipped = {item for module in modules for item in vars(module).values() if is_kind(item, module)}
     assert {kind.__name__ for kind in shipped} == set(suggested.stdout.split())

@@ -209,7 +209,7 @@ class Normed(nn.Module):
         return self.norm(x / x.sum(-1, keepdim=True))
 
 
-@pytest.mark.parametrize(("size", "holds"), [(1.0, True), (1e-13, False)])
+@pytest.mark.parametrize(("size", "holds"), [pytest.param(1.0, True, marks=pytest.mark.slow), (1e-13, False)])
 def test_healthy_samples_that_failed_too_are_compared_alone(size, holds, replay):
     """A divisor clamped to 1e-12 changes rows whose sum is below; in the whole batch there is nothing to see it by."""
     x = torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.1, 0.8], [0.0, 0.0, 0.0], [0.6, 0.3, 0.1]]) * size
