@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from commands import run
 from tiny_models import Overflowing
 from torch import nn
 
@@ -45,10 +46,6 @@ def workplace(tmp_path, monkeypatch):
 SICK = ("sick.pth", "--model", "models_of_the_test.py:Overflowing")
 LOST = ("lost.pth", "--model", "models_of_the_test.py:healthy")
 WELL = ("well.pth", "--model", "models_of_the_test.py:healthy")
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize(

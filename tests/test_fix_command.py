@@ -9,14 +9,13 @@ from dataclasses import replace
 import jsonschema
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import run, words
 from report_schema import describe_schema
 from torch import nn
 
 import nandoctor
 from nandoctor.case import Case
 from nandoctor.changes.setting import UseFormat
-from nandoctor.cli import main
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.report import Fix, FixSettings, TrialOutcome
@@ -91,14 +90,6 @@ def find(monkeypatch, workplace, report):
     return lambda *fixes: monkeypatch.setattr(
         "nandoctor.case.replay", lambda *_, **__: Case(replace(report, fixes=fixes))
     )
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def words(text):
-    return " ".join(text.split())
 
 
 def test_the_best_fix_is_shown_and_its_diff_goes_through_git(workplace):

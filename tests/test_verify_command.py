@@ -8,13 +8,12 @@ import sys
 import jsonschema
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import run, words
 from report_schema import describe_schema
 from torch import nn
 
 import nandoctor
 from nandoctor import Recorder, cuda_autocast
-from nandoctor.cli import main
 from nandoctor.evidence.verification import Verification
 
 SICK = """
@@ -94,14 +93,6 @@ def edit(project, *, old=FIXED_LINE[0], new=FIXED_LINE[1], seconds=1):
     path.write_text(path.read_text().replace(old, new))
     later = path.stat().st_mtime + seconds
     os.utime(path, (later, later))
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def words(text):
-    return " ".join(text.split())
 
 
 def test_a_batch_norm_model_that_was_fixed_is_fixed(project):

@@ -60,33 +60,16 @@ def make_model(**arguments) -> Segmenter:
     return Segmenter(**arguments)
 
 
-def train(
-    model,
-    recorder: Recorder,
-    *,
-    loud=(),
-    num_steps=8,
-    scaler=None,
-    fused=False,
-    batches=None,
-    lr=1e-3,
-):
-    """The loop with two lines of the recorder's; gives the weights before each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=fused)
-    weights = []
-    for number in range(num_steps):
-        weights.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-        batch = make_batch(number in loud) if batches is None else batches[number]
+def train(model, recorder: Recorder, *, loud, scaler):
+    """Eight steps of a loop with two lines of the recorder's, with loud batches at these steps."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number in range(8):
+        batch = make_batch(number in loud)
         with cuda_autocast():
             loss = loss_of(model(batch[0]), batch)
         recorder.watch(loss, batch)
         optimizer.zero_grad()
-        if scaler is None:
-            loss.backward()
-            optimizer.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
     recorder.close()
-    return weights

@@ -48,30 +48,8 @@ def make_vit() -> nn.Module:
     return hf.ViTForImageClassification(hf.ViTConfig(**BLOCK, image_size=16, patch_size=4, num_labels=3))
 
 
-def make_whisper() -> nn.Module:
-    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in WHISPER_SIDE.items()}
-    config = hf.WhisperConfig(
-        **sides,
-        **WORDS,
-        d_model=32,
-        num_mel_bins=8,
-        max_source_positions=20,
-        max_target_positions=20,
-        decoder_start_token_id=1,
-    )
-    return hf.WhisperForConditionalGeneration(config)
-
-
-WHISPER_SIDE = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
-
-
 def make_llama() -> nn.Module:
     return hf.LlamaForCausalLM(hf.LlamaConfig(**BLOCK, **WORDS, num_key_value_heads=2))
-
-
-def make_segformer() -> nn.Module:
-    sizes = {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4]}
-    return hf.SegformerForSemanticSegmentation(hf.SegformerConfig(**sizes, decoder_hidden_size=16, num_labels=3))
 
 
 def make_clip() -> nn.Module:
@@ -113,15 +91,7 @@ MODELS = {
         make=make_vit,
         batch={"pixel_values": pixels(16), "labels": torch.tensor([0, 2])},
     ),
-    "Whisper": Model(
-        make=make_whisper,
-        batch={"input_features": waves(2, 8, 40), "decoder_input_ids": TOKENS, **NEXT_TOKENS},
-    ),
     "Llama": Model(make=make_llama, batch={**TEXT, **NEXT_TOKENS}),
-    "Segformer": Model(
-        make=make_segformer,
-        batch={"pixel_values": pixels(32), "labels": torch.randint(0, 3, (2, 32, 32))},
-    ),
     "CLIP": Model(
         make=make_clip,
         batch={**TEXT, "pixel_values": pixels(16)},

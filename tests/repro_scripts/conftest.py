@@ -4,7 +4,10 @@ import contextlib
 import io
 
 import pytest
+import torch
+from torch import nn
 
+import nandoctor
 from nandoctor.repro_scripts import build
 
 
@@ -22,3 +25,28 @@ def proved_here():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "run_afresh", run_here)
         yield
+
+
+class Written(nn.Module):
+    """A layer whose output, in fp16, goes through `function`."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.enter = nn.Linear(4, 4, bias=False)
+        nn.init.eye_(self.enter.weight)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.enter(x))
+
+
+@pytest.fixture
+def script_of(tmp_path):
+    """(function, x, **settings) -> the script of a step whose model is this function of what a layer gives."""
+
+    def script_of(function, x, **settings):
+        model = Written(function)
+        torch.save({"state_dict": model.state_dict(), "x": x}, tmp_path / "dump.pth")
+        return nandoctor.repro(tmp_path / "dump.pth", model=lambda: model, **settings)
+
+    return script_of

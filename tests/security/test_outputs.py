@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import run
 
 from nandoctor.cli import main
 from nandoctor.cli.verify import _verify_afresh
@@ -42,10 +42,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
     sys.modules.pop("train", None)
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, list(arguments))
 
 
 def test_a_script_goes_into_a_py_file_alone(folder):

@@ -2,7 +2,6 @@
 
 In: nothing. Out: `CASES` of the rows "fp16 gradient", "custom Function" and "loss scale".
 """
-# mypy: disable-error-code="no-any-return,no-untyped-call"
 
 from typing import Any
 

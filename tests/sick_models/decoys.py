@@ -2,7 +2,6 @@
 
 In: nothing. Out: `HEALTHY`, cases with nothing to blame.
 """
-# mypy: disable-error-code=no-any-return
 
 import torch
 from torch import Tensor, nn

@@ -2,7 +2,6 @@
 
 In: nothing. Out: `CASES` of the rows "gradient singularity" and "where trap".
 """
-# mypy: disable-error-code=no-any-return
 
 import torch
 import torch.nn.functional as F

@@ -2,7 +2,6 @@
 
 In: a case. Out: `Outcome`, what was finite.
 """
-# mypy: disable-error-code=no-untyped-call
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -2,7 +2,6 @@
 
 In: nothing. Out: `CASES` of the rows "non-finite weights", "... buffers", "... batch" and "optimizer eps".
 """
-# mypy: disable-error-code=no-any-return
 
 from collections.abc import Callable
 from functools import partial

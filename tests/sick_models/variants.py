@@ -2,7 +2,6 @@
 
 In: a case. Out: the same case under other names, or with a decoy around it.
 """
-# mypy: disable-error-code=no-any-return
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
