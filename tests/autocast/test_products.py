@@ -111,29 +111,6 @@ def test_formats_that_autocast_does_not_mix(call, match):
         call()
 
 
-@LOW
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.Linear(6, 5),
-        nn.Conv1d(6, 4, 3),
-        nn.Conv2d(6, 4, 3, padding="same"),
-        nn.Conv3d(6, 4, 1),
-        nn.ConvTranspose2d(6, 4, 2, stride=2),
-        nn.PReLU(6),
-    ],
-    ids=lambda module: type(module).__name__,
-)
-def test_modules_match_rounded_operands(module, dtype):
-    sizes = {nn.Linear: (3, 6), nn.Conv1d: (2, 6, 7), nn.Conv3d: (2, 6, 3, 3, 3)}
-    x = torch.randn(sizes.get(type(module), (2, 6, 7, 7)))
-    parameters = {name: rounded(p, dtype) for name, p in module.named_parameters()}
-    with cuda_autocast(dtype):
-        y = module(x)
-    assert y.dtype is dtype
-    assert torch.equal(y, torch.func.functional_call(module, parameters, rounded(x, dtype)).to(dtype))
-
-
 @pytest.mark.parametrize(
     ("chain", "expected"),
     [

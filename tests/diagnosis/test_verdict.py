@@ -113,13 +113,6 @@ def test_the_cause_writes_the_headline(phase):
     assert write_headline("precision", SICK, concluded(phase, cause=told)) == told.headline
 
 
-def test_a_gradient_that_a_hook_spoilt_is_not_told_as_the_op_s():
-    diagnosis = concluded("backward", cause=None).diagnoses[0]
-    taken = replace(diagnosis, origin=replace(diagnosis.origin, inputs=(NONFINITE,)))
-    headline = write_headline("numerics", SOUND, Conclusion(diagnoses=(taken,)))
-    assert "the incoming gradient of linear in head is not, and no operation made it so" in headline
-
-
 @pytest.mark.parametrize(
     ("verdict", "conclusion", "expected"),
     [
