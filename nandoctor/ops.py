@@ -136,6 +136,7 @@ REDUCTIONS = _names(
     index_reduce segment_reduce embedding_bag fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2
     fft_rfftn fft_irfft fft_irfft2 fft_irfftn fft_hfft fft_ihfft stft istft"""
 )
+SPREADS = _names("std var std_mean var_mean")
 SERIAL_PRODUCTS = _names("prod cumprod")
 """Reductions that multiply, and so can overflow float64 where no sum of finite terms does."""
 EXPONENTIALS = _names("exp exp2 expm1 sinh cosh i0 softplus pow")

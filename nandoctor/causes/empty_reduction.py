@@ -23,13 +23,12 @@ from nandoctor.causes.sentences import subject
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.places import site_of
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.ops import is_average
+from nandoctor.ops import SPREADS, is_average
 from nandoctor.text import plural
 
 TITLE = "A reduction over no elements"
 PHASES = ("forward",)
 _SEGMENTED = frozenset({"segment_reduce"})
-_SPREADS = frozenset({"std", "var", "std_mean", "var_mean"})
 
 
 def diagnose(finding: Finding) -> Account | None:
@@ -47,7 +46,7 @@ def diagnose(finding: Finding) -> Account | None:
         )
     if kinds != ("nan",):
         return None
-    lacks = "too few values" if op in _SPREADS else "nothing to average"
+    lacks = "too few values" if op in SPREADS else "nothing to average"
     return Account(
         headline=f"{subject(finding.op)} has {lacks}: 0/0 is NaN",
         explanation=f"{op} has {lacks}: its inputs are finite, and even float64 gives NaN.",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
 from nandoctor.changes.expression import Expression
-from nandoctor.changes.source_tree import name_called
+from nandoctor.changes.source_tree import CannotWriteError, name_called
 from nandoctor.changes.text_lines import grouped
+from nandoctor.ops import SPREADS
 
 _PER_ELEMENT = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"}) | {
     "binary_cross_entropy_with_logits"
@@ -19,31 +21,34 @@ def write_zero(expression: Expression) -> None:
     """Divide by the number of values or 1; where these cannot be counted, replace NaN if no averaged value is NaN."""
     if _write_loss(expression):
         return
-    made_by, count = expression.op.op if expression.op is not None else "", _count_averaged(expression)
-    if made_by == "mean" and count is not None:
-        _write_mean(expression, count)
-    elif made_by in ("std", "var") and count is not None:
-        _write_spread(expression, count)
+    made_by, factors = expression.op.op if expression.op is not None else "", _factors_of_count(expression)
+    if made_by == "mean" and factors is not None:
+        _write_mean(expression, factors)
+    elif made_by in SPREADS and factors is not None:
+        _write_spread(expression, factors)
     else:
         _write_selection(expression)
 
 
-def _write_mean(expression: Expression, count: str) -> None:
+def _write_mean(expression: Expression, factors: Sequence[str]) -> None:
     averaged = expression.argument_node("self")
     first, again, before = expression.editor.named(averaged, expression.editor.code(averaged), "averaged")
     total = f"{grouped(first)}.sum({', '.join(expression.texts_after_first())})"
-    expression.editor.replace(expression.node, f"{total} / max({again}.{count}, 1)", before)
+    expression.editor.replace(expression.node, f"{total} / max({_product(again, factors)}, 1)", before)
 
 
-def _write_spread(expression: Expression, count: str) -> None:
+def _write_spread(expression: Expression, factors: Sequence[str]) -> None:
     """Write a spread that is 0 for a single value."""
     subject = expression.argument_node("self")
     first, again, before = expression.editor.named(subject, expression.editor.code(subject), "values")
-    text = expression.with_keyword("correction", f"min(1, {grouped(again)}.{count} - 1)", {subject: first})
+    correction = f"min(1, {_product(grouped(again), factors)} - 1)"
+    text = expression.with_keyword("correction", correction, {subject: first})
     expression.editor.replace(expression.node, text, before)
 
 
 def _write_selection(expression: Expression) -> None:
+    if expression.op is not None and len(expression.op.outputs) > 1:
+        raise CannotWriteError
     tensors = list(expression.tensors()) or [expression.argument_node("self")]  # an empty one has no numbers
     change = expression.editor
     named = {tensor: change.named(tensor, expression.editor.code(tensor), "averaged") for tensor in tensors}
@@ -55,13 +60,25 @@ def _write_selection(expression: Expression) -> None:
     change.replace(expression.node, text, (*statements, *before))
 
 
-def _count_averaged(expression: Expression) -> str | None:
-    """Return what counts the values averaged along one or all dimensions; None if the op is called otherwise."""
-    given = expression.texts_after_first()
-    dims = [text.removeprefix("dim=") for text in given if not text.startswith("keepdim=")]
-    if len(dims) > 1 or not all(text.removeprefix("-").isdecimal() for text in dims):
+def _factors_of_count(expression: Expression) -> list[str] | None:
+    """Return what is multiplied to count the values averaged along the written dimensions, None if others are given.
+
+    Without a dimension that is the number of all values.
+    """
+    keywords = {keyword for keyword, _ in expression.arguments[1:]}
+    written = [value for keyword, value in expression.arguments[1:] if keyword in (None, "dim")]
+    try:
+        dims = [ast.literal_eval(value) for value in written]
+    except ValueError:  # names
         return None
-    return f"shape[{dims[0]}]" if dims else "numel()"
+    several = list(dims[0]) if dims and isinstance(dims[0], tuple | list) else dims
+    if len(dims) > 1 or keywords - {None, "dim", "keepdim"} or any(type(dim) is not int for dim in several):
+        return None
+    return [f"shape[{dim}]" for dim in several] or ["numel()"]
+
+
+def _product(name: str, factors: Sequence[str]) -> str:
+    return " * ".join(f"{name}.{factor}" for factor in factors)
 
 
 def _write_loss(expression: Expression) -> bool:
