@@ -23,6 +23,7 @@ from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.running_op import RunningOp
 from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.engine.interventions import sample_count
 from nandoctor.engine.module_state import is_large
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import is_flags
@@ -178,11 +179,19 @@ class Meaning:
             off = torch.where(torch.isfinite(tends), ours - tends, 0.0).abs().masked_fill(lacks, torch.inf)
             replaced = (off > TOLERANCE * _largest(tends)) & torch.isfinite(ours) & ~torch.isfinite(itself)
             if bool(replaced.any()):
-                return _describe_at(int(torch.where(replaced, off, 0.0).argmax()), name, (ours, tends, itself))
+                worst = int(torch.where(replaced, off, 0.0).argmax())
+                return f"{self._place(name, ours, worst)} {_describe_at(worst, (ours, tends, itself))}"
         # Where a value has no limit, such as log(0), that of a gradient means nothing.
         has_values = all(bool(torch.isfinite(values).all()) for values in limit.values.values())
         is_open = has_values and not exact.gradients_finite
         return _describe_gradients(self._trials.exact(change), limit) if is_open else None
+
+    def _place(self, name: str, values: torch.Tensor, worst: int) -> str:
+        if name == "loss" or not values.dim():
+            return f"the {'loss' if name == 'loss' else 'output'} is"
+        step = self._trials.step
+        kind = "sample" if len(values) == sample_count(step.batch, step.used) else "row"
+        return f"{kind} {worst // max(values[0].numel(), 1)} gets"
 
     @cached_property
     def is_lacking(self) -> bool:
@@ -385,19 +394,13 @@ def _total(values: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values, 1, dtype=torch.promote_types(values.dtype, torch.float32)))
 
 
-def _describe_at(place: int, name: str, values: tuple[torch.Tensor, ...]) -> str:
+def _describe_at(place: int, values: tuple[torch.Tensor, ...]) -> str:
     """Describe an element of a run beside the limit there and what the formula itself gives."""
     given, tends, gives = (float(one.flatten()[place]) for one in values)
     formula = f"gives {'+' if gives > 0 else '-'}Inf"
     formula = "gives NaN, and no limit was found" if math.isnan(gives) else formula
     formula = f"tends to {number(tends)}" if math.isfinite(tends) else formula
-    return f"{_place(name, values[0], place)} {number(given)} where the formula {formula}"
-
-
-def _place(name: str, values: torch.Tensor, worst: int) -> str:
-    if name == "loss" or not values.dim():
-        return f"the {'loss' if name == 'loss' else 'output'} is"
-    return f"sample {worst // max(values[0].numel(), 1)} gets"
+    return f"{number(given)} where the formula {formula}"
 
 
 def _describe_gradients(made: Result, limit: Result) -> str | None:
