@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -43,6 +44,7 @@ from nandoctor.engine.progress import Progress, listener_of
 from nandoctor.engine.reproduction import Preparation, Replayed, replay_from_reset, replay_plainly, reproduce, run_whole
 from nandoctor.engine.runner import CLOSELY, FailingStep, Watch
 from nandoctor.engine.samples import Symptom, describe_difference, find_guilty
+from nandoctor.engine.spoilers import fails_without
 from nandoctor.engine.updates import trace_update
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
@@ -227,10 +229,11 @@ def _name_samples(step: FailingStep, findings: Findings) -> Findings:
         return findings
     policy = REFERENCE if findings.conclusion.in_fp32 else None
     rows, failing = first.origin.elements.samples, findings.reference if policy is REFERENCE else findings.trace
-    # Rows that an op spoils and that stay spoilt to the end were not left out on the way, as by a mask.
-    stays = first.origin.op is not None and bool(rows) and rows == failing.rows_hit
+    # Rows that an op spoils and that stay spoilt to the end were not left out on the way, as by a mask or by the loss.
+    in_loss = failing.loss is not None and not failing.loss.finite
+    stays = first.origin.op is not None and bool(rows) and rows == failing.rows_hit and not in_loss
     ends_there = findings.trace.finite or stays
-    symptom = Symptom(origin=first.origin, policy=policy, ends_there=ends_there)
+    symptom = Symptom(origin=first.origin, policy=policy, failing=failing, ends_there=ends_there)
     guilty = find_guilty(step, flagged_rows(findings), symptom)
     return blame(findings, guilty, describe_difference(step, guilty or ()))
 
@@ -246,7 +249,7 @@ def _diagnose_forward(replayed: Replayed) -> Findings:
     else:
         trace = trace if trace.ops else step.run(watch=CLOSELY).trace
         reference = reference if reference.ops else step.run(REFERENCE, CLOSELY).trace
-        conclusion = conclude(trace, reference, step.low)
+        conclusion = conclude(trace, reference, step.low, partial(fails_without, step))
     return Findings(
         trace=trace,
         reference=reference,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -219,20 +219,29 @@ def _of_samples(diagnosis: Diagnosis, samples: tuple[int, ...] | None) -> Diagno
 
 
 MASK = "mask-constant-overflow"
+_MOST_ASKED = 4
+"""More origins than these are those of one layer after another, and each takes a run to ask."""
 
 _Found = tuple[int, Diagnosis, Suspect | None]
 """The order of the op that made or took the value, its diagnosis, and the suspect if there is one."""
 
 
-def conclude(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
+FailsWithout = Callable[[Trace, Sequence[OpSite]], bool]
+"""Takes a failing run and ops; returns True if the step fails in the same way when what they make is finite."""
+
+
+def conclude(
+    trace: Trace, reference: Trace, low: FloatFormat, fails_without: FailsWithout = lambda *_: True
+) -> Conclusion:
     """Diagnose a non-finite output or loss; if both are finite, overflows that were swallowed on the way.
 
-    If the step fails in fp32 too, precision is not the story: that failure comes first, and then what `low` adds.
+    If the step fails in fp32 too, precision is not the story: that failure comes first, and then what `low` adds. Of
+    several origins the first is one by which the step fails, as far as `fails_without` tells.
     """
-    found = _conclude_run(trace, reference, low)
+    found = _conclude_run(trace, reference, low, fails_without)
     if reference is trace or trace.finite or reference.finite:
         return found
-    in_fp32 = _conclude_run(reference, reference, FP32)
+    in_fp32 = _conclude_run(reference, reference, FP32, fails_without)
     if not in_fp32.diagnoses or _is_of_a_weight(found, in_fp32):
         return found
     return replace(in_fp32, in_fp32=True).followed_by(found)
@@ -244,7 +253,7 @@ def _is_of_a_weight(found: Conclusion, in_fp32: Conclusion) -> bool:
     return first is not None and first.origin.phase == "state" and exact is not None and math.isfinite(exact)
 
 
-def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusion:
+def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat, fails_without: FailsWithout) -> Conclusion:
     """Diagnose one run beside its reference."""
     places = find_nonfinite_places(trace, reference)
     if trace.finite:
@@ -256,7 +265,7 @@ def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat) -> Conclusio
     if not found.outside and not any(source.op.analysis for source in (*found.sources, *found.written)):
         # It came through a tensor that cannot be inspected: start from every non-finite result that no op took, too.
         found = trace_back(trace.ops, reference, [*trace.handed_out, *symptoms], low)
-    return _conclude_traced(found, trace, reference, places)
+    return _conclude_traced(found, trace, places, fails_without)
 
 
 def _symptoms(trace: Trace, places: list[NonfinitePlace]) -> list[int]:
@@ -303,12 +312,14 @@ def _conclude_swallowed(trace: Trace, reference: Trace, places: list[NonfinitePl
 
 
 def _conclude_traced(
-    found_trace: NonfiniteTrace, trace: Trace, reference: Trace, places: list[NonfinitePlace]
+    found_trace: NonfiniteTrace, trace: Trace, places: list[NonfinitePlace], fails_without: FailsWithout
 ) -> Conclusion:
     found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace)]
-    # A mask constant that became -inf is harmless except in fully masked rows, and what ended on the way altogether:
-    # any other diagnosis comes first.
-    found.sort(key=lambda it: (is_mask(it[1]), _ends_on_the_way(it[1].origin, trace), it[0]))
+    sites = tuple(dict.fromkeys(blamed.site for _, _, blamed in found if blamed is not None))
+    harmless = _find_harmless(sites, trace, fails_without)
+    found = [(order, it, blamed) for order, it, blamed in found if blamed is None or blamed.site not in harmless]
+    # A mask constant that became -inf is harmless except in fully masked rows: any other diagnosis comes first.
+    found.sort(key=lambda it: (is_mask(it[1]), it[0]))
     start = found[0][0] if found else 0
     producers = {op.order for op in found_trace.ops if op.order >= start}
     involved = (place for place in places if place.value.producer in producers)
@@ -329,10 +340,12 @@ def is_mask(diagnosis: Diagnosis) -> bool:
     return diagnosis.cause is not None and diagnosis.cause.code == MASK
 
 
-def _ends_on_the_way(origin: Origin, trace: Trace) -> bool:
-    """Return True if none of the origin's samples is one in which the output fails: a softmax makes 0 of -Inf."""
-    rows, samples = trace.rows_hit, origin.elements.samples
-    return bool(rows and samples) and set(rows).isdisjoint(samples or ())
+def _find_harmless(sites: Sequence[OpSite], trace: Trace, fails_without: FailsWithout) -> set[OpSite]:
+    """Return the ops whose NaN or Inf alone would not make the run fail: a later op leaves it out, or makes 5 / Inf."""
+    if not 1 < len(sites) <= _MOST_ASKED:
+        return set()
+    harmless = {site for site in sites if not fails_without(trace, [other for other in sites if other != site])}
+    return harmless if len(harmless) < len(sites) else set()
 
 
 def _place_in_code(origin: Origin) -> object:

@@ -18,10 +18,12 @@ from nandoctor.engine.interventions import may_have_time_first, sample_count
 from nandoctor.engine.runner import FailingStep, Outcome, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Origin
+from nandoctor.evidence.trace import Trace
 from nandoctor.text import MAX_SAMPLES_LISTED, constant, number
 from nandoctor.torch_compat import running_node
 from nandoctor.tracing.dispatch_hook import Invocation, find_place, to_source
 from nandoctor.tracing.module_tracer import Owner
+from nandoctor.tracing.op_analysis import without_passed_on
 from nandoctor.tracing.tensor_stats import all_finite, has_nan_or_inf, has_nonfinite
 from nandoctor.tracing.tensor_tree import walk_tensors
 
@@ -50,11 +52,12 @@ class _InDoubtError(Exception):
 class Symptom:
     """What has to happen again in a run that fails: the `origin` makes non-finite values, under the `policy` too.
 
-    `ends_there`: nothing that comes after the origin is asked for.
+    `ends_there`: nothing that comes after the origin is asked for; else that the run fails as `failing` does.
     """
 
     origin: Origin
     policy: Policy | None
+    failing: Trace
     ends_there: bool
 
     def shows(self, step: FailingStep, samples: KeepSamples) -> bool:
@@ -65,7 +68,7 @@ class Symptom:
             return bool(step.run(self.policy, watch, (samples,)).trace.bad_gradients)
         if origin.op is None:
             trace = step.run(self.policy, _OF_SAMPLES, (samples,)).trace
-            return self.ends_there or not trace.finite
+            return self.ends_there or trace.fails_as(self.failing)
         reached: list[bool] = []
         kinds = origin.elements.kinds
         is_wrong = has_nan_or_inf if kinds and "-inf" not in kinds else has_nonfinite  # -Inf may be a mask's
@@ -74,15 +77,15 @@ class Symptom:
             if call.name == origin.op and (origin.phase == "loss" or owner()[0] == origin.place.module):
                 place = find_place()  # that of a derivative is at the line of its function
                 is_there = running_node() is not None or to_source(place.inside or place) == origin.source
-                if is_there and is_wrong(made):
+                if is_there and is_wrong(without_passed_on(call, made)):
                     reached.append(True)
                     if self.ends_there:
                         raise _OriginReached
 
-        watch = replace(_OF_SAMPLES, statistics="none" if self.ends_there else "ranges", ops=not self.ends_there)
+        watch = replace(_OF_SAMPLES, statistics="none" if self.ends_there else "ranges", ops=bool(self.failing.unread))
         with suppress(_OriginReached):
             trace = step.run(self.policy, replace(watch, look=look), (samples,)).trace
-            return bool(reached) and not trace.finite
+            return bool(reached) and trace.fails_as(self.failing)
         return True
 
 
@@ -138,13 +141,16 @@ class _Runs:
         return tuple(islice(cycle(samples), size))
 
     def confirm(self, flagged: tuple[int, ...]) -> bool:
-        """Return True if two of these samples fail beside one of the others, or all others do not without them."""
+        """Return True if two of these samples fail beside one of the others, or if all of them fail only together."""
         is_cut = len(flagged) == MAX_SAMPLES_LISTED
         others = () if is_cut else tuple(sample for sample in range(self._size) if sample not in flagged)
         if others and self.fails(_spread(others)):
             return False
         alone = [self.fails((sample, *others[:1])) for sample in dict.fromkeys((flagged[0], flagged[-1]))]
-        return all(alone) or (bool(others) and not any(alone) and not self.fails(others))
+        if any(alone) or not others:
+            return all(alone)
+        middle = len(flagged) // 2
+        return not any(self.fails((*half, *others[:1])) for half in (flagged[:middle], flagged[middle:]) if half)
 
     def narrow(self, samples: tuple[int, ...]) -> tuple[int, ...]:
         """Return which of the samples, with which the step fails, fail by themselves."""

@@ -354,6 +354,11 @@ class Trace:
         hidden = self.handed_out if self.unread else ()
         return self.raised is None and all(stats.finite for stats in ends) and not hidden
 
+    def fails_as(self, failing: Trace) -> bool:
+        """Return True if this run is non-finite where that one is: in the loss, or in the output if that has none."""
+        in_loss = failing.loss is not None and not failing.loss.finite
+        return not self.loss.finite if in_loss and self.loss is not None else not self.finite
+
     @property
     def rows_hit(self) -> tuple[int, ...]:
         """The non-finite rows of outputs with one row per sample; a trial has to show that these are the samples."""

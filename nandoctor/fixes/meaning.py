@@ -166,11 +166,14 @@ class Meaning:
         infinity that became NaN, something is if the number that the `edit` puts shows. Where it is infinite for all of
         them, smaller inputs may show that only float64's range is too small.
         """
-        if (limit := self.limit) is None:
+        if not self._trials.numerics or not made.values:
             return None
-        exact = self._trials.exact()
-        for name in (name for name in limit.values if name in made.values):
-            ours, tends, itself = (run.values[name].double() for run in (made, limit, exact))
+        limit, exact = self.limit, self._trials.exact()
+        for name in (name for name in exact.values if name in made.values):
+            ours, itself = (run.values[name].double() for run in (made, exact))
+            if ours.shape != itself.shape:
+                continue
+            tends = itself if limit is None else limit.values.get(name, itself).double()
             unknown, lacks = ~torch.isfinite(tends) & ~torch.isfinite(itself), self._lacks(name)
             if _with_other_numbers(edit) != edit:  # another form of the same puts no number anywhere
                 lacks = lacks | (torch.isneginf(tends) & ~torch.isfinite(itself))
@@ -181,6 +184,8 @@ class Meaning:
             if bool(replaced.any()):
                 worst = int(torch.where(replaced, off, 0.0).argmax())
                 return f"{self._place(name, ours, worst)} {_describe_at(worst, (ours, tends, itself))}"
+        if limit is None:
+            return None
         # Where a value has no limit, such as log(0), that of a gradient means nothing.
         has_values = all(bool(torch.isfinite(values).all()) for values in limit.values.values())
         is_open = has_values and not exact.gradients_finite
@@ -199,12 +204,16 @@ class Meaning:
         return self.limit is not None and any(bool(self._lacks(name).any()) for name in self.limit.values)
 
     def _lacks(self, name: str) -> torch.Tensor:
-        """Return where a value of the step has neither a number nor a limit, or is infinite for its neighbours too."""
-        assert self.limit is not None
-        tends, itself = self.limit.values[name], self._trials.exact().values[name]
-        is_infinite = torch.isinf(tends) & torch.isinf(itself)
+        """Return where a value of the step has neither a number nor a limit, or is infinite for its neighbours too.
+
+        Where no neighbour could be run, it is infinite itself.
+        """
+        itself = self._trials.exact().values[name]
+        tends = self.limit.values.get(name) if self.limit is not None else None
+        is_infinite = torch.isinf(itself) if tends is None else torch.isinf(tends) & torch.isinf(itself)
         is_past_range = bool(is_infinite.any()) and self.smaller is not None
-        return (torch.isnan(tends) & ~torch.isfinite(itself)) | (is_infinite & (not is_past_range))
+        is_open = torch.isnan(tends) & ~torch.isfinite(itself) if tends is not None else torch.zeros_like(is_infinite)
+        return is_open | (is_infinite & (not is_past_range))
 
     def _shows(self, edit: Edit, name: str) -> torch.Tensor:
         """Return where another number in the edit's place gives another value in float64, and no smaller inputs do."""

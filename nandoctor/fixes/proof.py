@@ -225,11 +225,11 @@ def _judge_limit(proof: Proof) -> Said | None:
     """Refuse a change that gives a number which is not the limit of the formula at a point where it has no value."""
     if selects((proof.change,)) or proof.written.kind == "data":
         return None
-    if proof.trials.numerics and not proof.trials.exact().finite and proof.verifier.meaning.limit is None:
-        return Said("not-checked", "no neighbour of this batch can be run in float64")
     sentence = proof.verifier.meaning.describe_replaced(proof.change, proof.made, proof.edit)
     if sentence is not None:
         return Said("failed", sentence, replaces=sentence)
+    if proof.trials.numerics and not proof.trials.exact().finite and proof.verifier.meaning.limit is None:
+        return Said("not-checked", "no neighbour of this batch can be run in float64")
     return Said("passed", "the change gives the formula's limit") if proof.verifier.meaning.has_limit else None
 
 

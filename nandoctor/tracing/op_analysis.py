@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,8 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor]) -> OpAnalysis:
     place, output = next((i, o) for i, o in enumerate(made) if o is not None and not all_finite(o))
     exact, rows = recompute(call, place, like=output), full_rows(call)
     with plain_torch():  # a transform of torch.func would wrap every number that is read
-        output = _without_passed_on(call, output)
+        made_here = without_passed_on(call, output)
+        output = output if all_finite(made_here) else made_here
         counts, _ = count_exactly(output, place=True)
         numel = output.numel()
         worst, value = _find_worst(find_nonfinite(output), exact)
@@ -50,20 +52,20 @@ def _before_reduction(call: Invocation) -> torch.Tensor | None:
         return numbers_in(call.with_argument("reduction", 0).run())
 
 
-def _without_passed_on(call: Invocation, output: torch.Tensor) -> torch.Tensor:
+def without_passed_on(call: Invocation, output: Any) -> Any:
     """Return the output with zeros for infinities that an elementwise op was given at the same element.
 
-    Masked rows are no sample's fault. If nothing else is non-finite, the output is returned as it is.
+    Masked rows are no sample's fault.
     """
     operands = [values for _, tensor in call.tensors() if (values := numbers_in(tensor)) is not None]
-    if call.name in PRODUCTS or all(map(all_finite, operands)):
+    is_one = isinstance(output, torch.Tensor) and output.is_floating_point()
+    if not is_one or call.name in PRODUCTS or all(map(all_finite, operands)):
         return output
     try:
         infinite = [torch.isinf(values).expand(output.shape) for values in operands]
     except RuntimeError:  # such as a reduction, whose operands have another shape
         return output
-    others = output.masked_fill(torch.isinf(output) & reduce(torch.logical_or, infinite), 0.0)
-    return output if all_finite(others) else others
+    return output.masked_fill(torch.isinf(output) & reduce(torch.logical_or, infinite), 0.0)
 
 
 def _operand_values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:

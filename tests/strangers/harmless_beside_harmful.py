@@ -1,0 +1,115 @@
+"""Two operations make NaN or Inf, and the step fails by one of them: nothing is left of what the other made."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from strangers.rows import Rows
+from strangers.visits import normal
+
+rows = Rows()
+X = normal(4, 8)
+LOG, DIVISION = "numerics . log log-of-zero", "numerics . div division-by-zero"
+
+
+class Lifting(nn.Module):
+    """A linear layer; `h` is what its sigmoid gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return torch.sigmoid(self.lift(x))
+
+
+COUNTS = {"x": X, "count": torch.tensor([2.0, 0.0, 3.0, 1.0])}
+
+
+@rows(LOG, {**COUNTS, "power": torch.tensor([1.0, 2.0, 3.0, 0.0])}, line="torch.log(power)", samples=(3,), fix="none")
+class RowsThatAreDropped(Lifting):
+    def forward(self, x, count, power):
+        return (super().forward(x) / count[:, None] + torch.log(power)[:, None])[count > 0]
+
+
+def of_the_kept(output, batch):
+    return output.float()[batch["keep"]].square().mean()
+
+
+KEPT = {"keep": torch.tensor([True, False, True, True]), "scale": torch.tensor([1.0, 0.0, 2.0, 1.0])}
+POWERS = torch.tensor([1.0, 2.0, 1.0, 0.0])
+
+
+@rows(LOG, {"x": X, **KEPT, "power": POWERS}, line="torch.log(power)", samples=(3,), loss=of_the_kept, fix="none")
+class RowsThatTheLossDrops(Lifting):
+    def forward(self, x, scale, power):
+        return super().forward(x) / scale[:, None] + torch.log(power)[:, None]
+
+
+MASKS = torch.ones(3, 5)
+MASKS[0, 3:] = 0.0
+
+
+@rows(
+    DIVISION,
+    {"x": normal(3, 5, 8), "mask": MASKS, "size": torch.tensor([1.0, 2.0, 0.0])},
+    line="/ size",
+    samples=(2,),
+)
+class MaskThatAMaximumEnds(Lifting):
+    def forward(self, x, mask, size):
+        return ((super().forward(x) + torch.log(mask)[..., None]) / size[:, None, None]).amax(1)
+
+
+def of_the_taken(output, batch):
+    return -output.float().gather(1, batch["action"][:, None]).mean()
+
+
+ALLOWED = torch.ones(4, 4)
+ALLOWED[[0, 1, 3], [0, 2, 1]] = 0.0
+
+
+@rows(
+    LOG,
+    {"x": X, "allowed": ALLOWED, "action": torch.tensor([1, 2, 0, 2])},
+    samples=(1,),
+    loss=of_the_taken,
+)
+class ForbiddenActionOfWhichOneIsTaken(Lifting):
+    def forward(self, x, allowed):
+        weights = super().forward(x) * allowed
+        return torch.log(weights / weights.sum(-1, keepdim=True))
+
+
+def weighted(output, batch):
+    alpha = torch.linspace(1, 0, 10)[batch["time"]]
+    ratio = alpha / (1 - alpha)
+    weight = torch.minimum(ratio, torch.tensor(5.0)) / ratio
+    return (weight[:, None] * output.float().square()).mean()
+
+
+TIMES = {"x": X, "time": torch.tensor([2, 9, 5, 0])}
+
+
+@rows("numerics <loss> div division-by-zero", TIMES, line="/ ratio", samples=(1,), loss=weighted, fix="verified guard")
+@rows("healthy", {**TIMES, "time": torch.tensor([2, 3, 5, 0])}, loss=weighted, name="an infinite ratio alone")
+class InfinityThatADivisionEnds(Lifting):
+    pass
+
+
+def of_the_first(output, _batch):
+    return output[0].float().mean()
+
+
+@rows(
+    LOG,
+    {"x": X, "power": POWERS, "count": torch.tensor([0.0, 1.0, 2.0, 3.0])},
+    line="torch.log(power)",
+    samples=(3,),
+    loss=of_the_first,
+)
+class OutputThatTheLossDoesNotTake(Lifting):
+    def forward(self, x, power, count):
+        inverse = 1 / count
+        return super().forward(x) + torch.log(power)[:, None], inverse
