@@ -49,22 +49,11 @@ def test_one_value_has_no_spread(form, project):
     assert "correction=min(1, h[group == k].shape[0] - 1)" in fix.patch
 
 
-class Styled(torch.nn.Module):
-    """Normalises what a deep level leaves of a small image: one pixel."""
-
-    def __init__(self):
-        super().__init__()
-        self.down = torch.nn.Conv2d(3, 8, 4, stride=4)
-
-    def forward(self, x):
-        h = self.down(x)
-        std, mean = torch.std_mean(h, (2, 3), keepdim=True)
-        return (h - mean) / (std + 0.1)
-
-
-def test_one_pixel_has_no_spread(tmp_path):
-    torch.save({"state_dict": Styled().state_dict(), "x": torch.randn(2, 3, 4, 4)}, tmp_path / "dump.pth")
-    (fix, *_) = nandoctor.replay(tmp_path / "dump.pth", Styled).report.fixes
+def test_one_pixel_has_no_spread(project):
+    spread = "h = self.down(x)\nstd, mean = torch.std_mean(h, (2, 3), keepdim=True)"
+    project.write(f"{spread}\nreturn (h - mean) / (std + 0.1)", layers="self.down = nn.Conv2d(3, 8, 4, stride=4)")
+    project.save(x=torch.randn(2, 3, 4, 4))
+    (fix, *_) = project.replay().fixes
     assert fix.verified
     assert "(2, 3), keepdim=True, correction=min(1, h.shape[2] * h.shape[3] - 1))" in fix.patch
 
