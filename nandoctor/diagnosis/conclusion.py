@@ -317,7 +317,7 @@ def _conclude_traced(
     found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace)]
     sites = tuple(dict.fromkeys(blamed.site for _, _, blamed in found if blamed is not None))
     harmless = _find_harmless(sites, trace, fails_without)
-    found = [(order, it, blamed) for order, it, blamed in found if blamed is None or blamed.site not in harmless]
+    found = [it for it in found if it[2] is None or it[2].site not in harmless or is_mask(it[1])]
     # A mask constant that became -inf is harmless except in fully masked rows: any other diagnosis comes first.
     found.sort(key=lambda it: (is_mask(it[1]), it[0]))
     start = found[0][0] if found else 0
