@@ -41,12 +41,9 @@ def join_shards(saved: Mapping[str, Any], path: Path, load: Load) -> Mapping[str
     """
     shapes = {name: shard.shape for name, shard in _shards_of(saved).items()}
     parts: dict[str, dict[Place, Any]] = {name: {} for name in shapes}
-    missing = [name for name in shapes if not _is_whole(shapes[name], parts[name])]
     for contents, file in _files_of_ranks(saved, path, load):
         _add_parts(parts, contents, file)
-        missing = [name for name in missing if not _is_whole(shapes[name], parts[name])]
-        if not missing:
-            break
+    missing = [name for name in shapes if not _is_whole(shapes[name], parts[name])]
     if missing:
         raise DumpError(
             f"it holds only a part of the weights, and the files beside it have not all of {brief(missing[0])}.",
