@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from nandoctor.capture.environment import RandomStates, read_autocast, read_generators
 from nandoctor.capture.joined import can_join
-from nandoctor.capture.sharding import describe_mixed_precision, describe_shards, is_sharded, local_part
+from nandoctor.capture.sharding import describe_mixed_precision, describe_shard, is_sharded, local_part
 from nandoctor.capture.snapshots import Place, Snapshot, StateKeeper, places_of
 from nandoctor.torch_compat import buffers_of, parameters_of, versions_of
 
@@ -109,7 +109,7 @@ class Observer:
         buffers = [name for name, _ in model.named_buffers(remove_duplicate=False) if name in state]
         contents = {
             "state_dict": {name: kept[name] if name in kept else local_part(value) for name, value in state.items()},
-            "shards": describe_shards(state),
+            "shards": {name: describe_shard(tensor) for name, tensor in state.items() if is_sharded(tensor)},
             "buffers": buffers,
             "training": dict(zip(self._paths, before.training, strict=True)),
             "rng": before.random.to_plain(),

@@ -6,7 +6,7 @@ Nothing here communicates with another rank.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -50,15 +50,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def describe_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return each sharded tensor's full shape, and the indices of the first element of this rank's part in it.
+def describe_shard(tensor: Any) -> dict[str, Any]:
+    """Return a sharded tensor's full shape, and the indices of the first element of this rank's part in it.
 
     These are missing, and nothing can join the parts, if FSDP splits what tensor parallelism has split already.
     """
-    return {name: _describe(tensor) for name, tensor in tensors.items() if is_sharded(tensor)}
-
-
-def _describe(tensor: Any) -> dict[str, Any]:
     is_split_again = any(type(placement).__name__ == "_StridedShard" for placement in tensor.placements)
     return {"shape": list(tensor.shape), "offset": [] if is_split_again else shard_offset(tensor)}
 

@@ -18,9 +18,6 @@ from nandoctor.dumps.packing import Packed, pack
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.tracing.tensor_tree import walk_tensors
 
-MAX_UNMARKED_CALLS = 16
-"""Most calls of a step whose beginning the loop does not mark: forwards without `watch` may go on forever."""
-
 
 @dataclass(slots=True, kw_only=True)
 class RecordedStep:
@@ -88,10 +85,8 @@ class RecordedStep:
     @property
     def _magnitudes(self) -> list[Flag]:
         """The magnitudes of gradients and weights that were measured."""
-        flags = [self.accumulated]
-        for update in self.updates:
-            flags += (update.gradients, update.weights)
-        return [flag for flag in flags if flag is not None]
+        of_updates = (flag for update in self.updates for flag in (update.gradients, update.weights))
+        return [flag for flag in (self.accumulated, *of_updates) if flag is not None]
 
     @property
     def spoiled(self) -> Update | None:
@@ -110,11 +105,6 @@ class RecordedStep:
             return "update"
         return "skipped" if self.was_skipped else ""
 
-    @property
-    def is_full(self) -> bool:
-        """True if no more forwards can be held."""
-        return len(self.calls) >= MAX_UNMARKED_CALLS
-
     def compare_scale(self, scale: Flag | None, version: int | None, *, num_optimizers: int) -> None:
         """Note that the scaler skipped the step if its scale is lower now.
 
@@ -124,15 +114,6 @@ class RecordedStep:
             not_all_called = not self.updates or len(self.updates) < num_optimizers
             if not_all_called or not scale.on_device:
                 self.skipped = self.skipped or scale.values() < self.scale.values()
-
-    def awaits_update(self, num_optimizers: int) -> bool:
-        """Return True if an optimizer may still update after the block that marks the step."""
-        return not self.without_grad and len(self.updates) < max(1, num_optimizers)
-
-    @property
-    def wants_gradients(self) -> bool:
-        """True if no update has measured the gradients, and none will."""
-        return not (self.updates or self.decided or self.without_grad or self.skipped)
 
     @property
     def is_sound(self) -> bool:

@@ -25,6 +25,8 @@ from nandoctor.errors import NonFiniteTrainingError
 from nandoctor.torch_compat import backward_under_way, read_loss_scale
 
 LOG = logging.getLogger("nandoctor")
+_MAX_UNMARKED_CALLS = 16
+"""Most calls of a step whose beginning the loop does not mark: forwards without `watch` may go on forever."""
 _ANOMALY = "returned nan values in its"  # what `torch.autograd.detect_anomaly` raises
 
 
@@ -95,8 +97,9 @@ class StepTracker:
         step, ended = self.current, self._ended
         self.current, self._ended = following, None
         self._finish(ended, final=final)
-        is_open = step is not None and following is None and not final
-        if step is not None and is_open and step.awaits_update(len(self.trainers.optimizers)):
+        num_optimizers = max(1, len(self.trainers.optimizers))
+        is_over = following is not None or final
+        if step is not None and not (is_over or step.without_grad or len(step.updates) >= num_optimizers):
             self._ended = step
         else:
             self._finish(step, final=final)
@@ -119,8 +122,8 @@ class StepTracker:
             step.was_rewritten = True
 
     def _look_at_gradients(self, step: RecordedStep, *, over_ranks: bool) -> None:
-        """Flag the gradients of a step without an update."""
-        if step.wants_gradients:
+        """Flag the gradients of a step if no update has measured them, and none will."""
+        if not (step.updates or step.decided or step.without_grad or step.skipped):
             step.accumulated = self._flag_of(self.trainers.find_all().gradients(), over_ranks=over_ranks)
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -137,7 +140,7 @@ class StepTracker:
         elif not with_grad or not module.training:
             self.unwatched_eval = True
             return False
-        elif step is None or step.flags or step.is_full:
+        elif step is None or step.flags or len(step.calls) >= _MAX_UNMARKED_CALLS:
             step = self.make_step(explicit=False)
             self.start_step(step)
         self._add_call(step, pack_call(args, kwargs), with_grad=with_grad)

@@ -10,7 +10,7 @@ from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import LOSS, describe_run
 from nandoctor.source_files import PACKAGE_FOLDERS
-from nandoctor.text import kinds_text, nonfinite_part, ordinal, percent, samples_text
+from nandoctor.text import constant, kinds_text, nonfinite_part, ordinal, percent, samples_text
 from nandoctor.views.blocks import Block, Excerpt, Fact, Facts, Headline, Level, Plot, Section
 from nandoctor.views.commands import command_for, next_facts
 from nandoctor.views.evidence import (
@@ -24,7 +24,7 @@ from nandoctor.views.evidence import (
 from nandoctor.views.fixes import fix_section
 from nandoctor.views.inspect_dump import file_blocks
 from nandoctor.views.layer_table import every_layer, layers_near
-from nandoctor.views.trials import constant_facts, trial_facts
+from nandoctor.views.trials import describe_use, trial_facts
 from nandoctor.views.verdicts import MEANINGS, tone_of
 
 _MAX_NOTES = 4
@@ -145,7 +145,7 @@ def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Section | N
     if (layers := every_layer(report)) is not None:
         yield Section("Every layer", [layers], name="Every layer", folded=True)
         yield Section("Plot", [_plot("ranges", report)], name="Plot", folded=True)
-    if constants := constant_facts(report.eps_audit[:_MAX_CONSTANTS]):
+    if constants := [Fact(constant(use.value), describe_use(use)) for use in report.eps_audit[:_MAX_CONSTANTS]]:
         title = "Eps constants, and what the format made of them"
         yield Section(title, [Facts(constants)], name="Eps constants", folded=True)
     yield Section("In the file", file_blocks(report.dump), name="In the file", folded=True)

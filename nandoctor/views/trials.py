@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import EpsUse, Fp32Module, Report, StepSetting
@@ -80,11 +80,6 @@ def describe_setting(setting: StepSetting) -> str:
     if setting.without is not None:
         return f"without {samples_text(setting.without)}"
     return f"seed {setting.seed}" if setting.loss_scale is None else f"loss scale {number(setting.loss_scale)}"
-
-
-def constant_facts(uses: Sequence[EpsUse]) -> list[Fact]:
-    """Return where each small constant is, and what its format made of it."""
-    return [Fact(constant(use.value), describe_use(use)) for use in uses]
 
 
 def describe_use(use: EpsUse) -> str:
