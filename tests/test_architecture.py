@@ -34,17 +34,17 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_824, "tests": 34_471, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_796, "tests": 34_471, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_022,
     "autocast": 914,
-    "capture": 2_890,
+    "capture": 2_870,
     "causes": 2_633,
     "changes": 2_784,
     "cli": 915,
     "diagnosis": 2_058,
-    "dumps": 3_518,
+    "dumps": 3_515,
     "engine": 3_298,
     "evidence": 1_712,
     "fixes": 3_700,
@@ -52,7 +52,7 @@ MAX_LINES_OF_ROOMS = {
     "repro_scripts": 734,
     "step": 3_125,
     "tracing": 1_867,
-    "views": 2_860,
+    "views": 2_855,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 
