@@ -234,7 +234,7 @@ HIDDEN_LOGARITHMS = {
 """Ops that take the logarithm of an intermediate result, and when that is zero."""
 NEGATIVE_LOGARITHMS = {"logdet": "the determinant is negative"}
 """Those of them that are NaN if the intermediate result is negative."""
-HAS_STABLE_LOGARITHM = _names("softmax sigmoid tanh exp expm1 cosh i0")
+HAS_STABLE_LOGARITHM = _names("softmax sigmoid tanh exp expm1 cosh i0 erf erfc")
 
 # CUDA's kernels add this eps to statistics in fp32 (at::acc_type), whatever the input is: layer_norm_kernel.cu,
 # group_norm_kernel.cu, Normalization.cuh, rms_norm_composite, UnarySpecialOpsKernel.cu.

@@ -9,6 +9,7 @@ from typing import Literal
 
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
+from nandoctor.changes.mask_first import MaskFirst
 from nandoctor.changes.places import ancestors, singular_inputs, site_of
 from nandoctor.evidence.dump_summary import OptimizerUpdate
 from nandoctor.evidence.edits import Edit, OpSite
@@ -359,7 +360,7 @@ def is_whole_power(op: OpCall) -> bool:
     return op.op == "pow" and dict(op.scalars).get("exponent", 0.5).is_integer()
 
 
-def guard_candidate(op: OpCall, *, edge: float | None = None) -> Candidate:
+def guard_candidate(op: OpCall, *, edge: float | None = None) -> tuple[GuardArgument, ...]:
     """Return changes that give 0 where the op or its derivative is infinite; empty if it is not known where.
 
     If `edge` is given, only that edge of the domain is guarded: acos is 0 at 1, and pi at -1.
@@ -374,3 +375,20 @@ def guard_candidate(op: OpCall, *, edge: float | None = None) -> Candidate:
         return (GuardArgument(site=site_of(op), argument=domain.argument, low=low, high=high, safe=safe),)
     names = SINGULAR_INPUTS.get(op.op, ()) if op.op in DIVISIONS else ()
     return tuple(GuardArgument(site=site_of(op), argument=name, safe=1.0) for name in names[:1])
+
+
+def mask_candidates(op: OpCall, argument: str, ops: Mapping[int, OpCall], *, safe: float = 0.0) -> Iterator[Candidate]:
+    """Yield changes that give an op a `safe` argument where a later op masks what is made of its result."""
+    made, site = {op.order}, site_of(op)
+    for later in (later for later in ops.values() if later.phase != "backward"):
+        taken = [tensor for tensor in later.inputs if tensor.producer in made]
+        made |= {later.order} if taken else set()
+        has_mask = len(taken) == 1 and any(map(_is_mask, later.inputs))
+        if has_mask and later.op in ("where", "masked_fill", "mul"):
+            masked = taken[0].name
+            yield (MaskFirst(site=site, argument=argument, safe=safe, mask=site_of(later), masked=masked),)
+
+
+def _is_mask(tensor: OpTensor) -> bool:
+    """Return True for flags, and for numbers from 0 to 1 as a mask's."""
+    return tensor.stats is None or (tensor.stats.min, tensor.stats.max) == (0, 1)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, clamp_candidate
+from nandoctor.causes.base import Candidate, Finding, clamp_candidate, mask_candidates
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import explain_overflow
 from nandoctor.evidence.report import Account, Evidence
@@ -73,19 +73,14 @@ def _explain(finding: Finding, exponential: OpCall) -> Account:
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """Fuse the exponential with a logarithm that follows; else clamp the exponent to what fp32, or fp16, can hold.
-
-    A power with another base is clamped at 1: larger ones are usually masked out later, as half of a table of decays.
-    """
+    """Fuse the exponential with a logarithm that follows, or mask it first; else clamp the exponent to what fits."""
     ops = [finding.op, *(source for tensor in finding.op.inputs for source in finding.sources(tensor))]
-    exponential = next((op for op in ops if op.op in EXPONENTIALS), None)
+    exponential = next((op for op in ops if op.op in EXPONENTIALS and op.inputs), None)
     yield from stable_forms(finding.op, finding.ops)
-    if exponential is not None and exponential.op == "pow":
-        base = exponential.find_input("self")
-        largest = base.stats.absmax if base is not None and base.stats else dict(exponential.scalars).get("self")
-        if largest is not None and exponential.find_input("exponent") is not None:
-            yield clamp_candidate(exponential, "exponent", [(0.0, None) if largest < 1 else (None, 0.0)])
-    elif exponential is not None and exponential.inputs:
+    if exponential is None:
+        return
+    exponent = exponential.inputs[-1].name if exponential.op == "pow" else exponential.inputs[0].name
+    yield from mask_candidates(exponential, exponent, finding.ops)
+    if exponential.op != "pow":
         both = exponential.op in GROWING_ON_BOTH_SIDES
-        ends = [(-high if both else None, high) for high in _HIGHEST]
-        yield clamp_candidate(exponential, exponential.inputs[0].name, ends)
+        yield clamp_candidate(exponential, exponent, [(-high if both else None, high) for high in _HIGHEST])

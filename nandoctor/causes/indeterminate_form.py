@@ -145,9 +145,10 @@ def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
                 SetArgument(site=site_of(finding.op), argument=name, was=value, value=math.copysign(finite, value))
                 for finite in (1e4, 1e3)
             )
-    for operand in finding.analysis.operands if finding.op.op == "mul" else ():
+    is_sum = finding.op.op in SUMS  # its second operand is bounded: a mask's -Inf in the first stays what it is
+    largest = (1e4,) if is_sum else (1e4, finding.format.max)  # a mask's usual value, then the largest
+    for operand in finding.analysis.operands[is_sum:] if is_sum or finding.op.op == "mul" else ():
         low, high = operand.counts.num_neginf > 0, operand.counts.num_posinf > 0
         if low or high:
-            limits = (1e4, finding.format.max)  # a mask's usual value, whose gradients fit as well; then the largest
-            bounds = [(-limit if low else None, limit if high else None) for limit in limits]
+            bounds = [(-limit if low else None, limit if high else None) for limit in largest]
             yield clamp_candidate(finding.op, operand.name, bounds)

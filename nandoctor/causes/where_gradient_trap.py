@@ -20,13 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, GradientFinding, divisor_candidate, gradient_evidence, guard_candidate
+from nandoctor.causes.base import (
+    Candidate,
+    GradientFinding,
+    gradient_evidence,
+    guard_candidate,
+    mask_candidates,
+)
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import subject
-from nandoctor.changes.places import singular_inputs
 from nandoctor.evidence.report import Account
-from nandoctor.ops import DIVISIONS, LOGARITHMS
+from nandoctor.ops import LOGARITHMS, SELECTIONS
 
 TITLE = "NaN gradient through the unselected branch of torch.where"
 PHASES = ("backward",)
@@ -48,13 +53,17 @@ def diagnose(finding: GradientFinding) -> Account | None:
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
-    """Rewrite a logarithm without the probability that is 0; keep the argument off the singular point."""
-    forward = finding.forward
+    """Rewrite a logarithm without the probability that is 0; keep the argument off the singular point.
+
+    A selection's own condition is used first. A product with 0 may hide the value of another row than the next batch's.
+    """
+    forward, selection = finding.forward, finding.discarded_by
     assert forward is not None
+    assert selection is not None
     yield from stable_forms(forward, finding.ops)
-    by_index = forward.op in LOGARITHMS and finding.discarded_by is not None and finding.discarded_by.op == "index"
-    if not by_index:  # the next batch's label may select this 0, and 0 for its logarithm would mean no loss
-        yield guard_candidate(forward)
+    guards = guard_candidate(forward)
+    if selection.op in SELECTIONS and guards:
+        yield from mask_candidates(forward, guards[0].argument, finding.ops, safe=guards[0].safe)
+    if not (forward.op in LOGARITHMS and selection.op == "index"):
+        yield guards  # the next batch's label may select this 0, and 0 for its logarithm would mean no loss
     yield clamp_into_domain(forward)
-    for tensor in singular_inputs(forward) if forward.op in DIVISIONS else ():
-        yield divisor_candidate(forward, tensor, finding.ops, (1e-12, 1e-6, 1e-4))

@@ -8,7 +8,8 @@ from functools import cached_property
 from itertools import chain, takewhile
 
 from nandoctor.changes.editor import Editor
-from nandoctor.changes.source_tree import COMPREHENSIONS, FUNCTIONS, SourceTree, name_called
+from nandoctor.changes.source_tree import COMPREHENSIONS, FUNCTIONS, CannotWriteError, name_called
+from nandoctor.changes.text_lines import grouped
 from nandoctor.evidence.trace import OpCall
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, *COMPREHENSIONS)
@@ -20,8 +21,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 class Definitions:
     """The bindings of names in one function's body, and their places; parameters are not included."""
 
-    def __init__(self, tree: SourceTree, function: Function) -> None:
-        self._tree, self._function = tree, function
+    def __init__(self, editor: Editor, function: Function) -> None:
+        self._editor, self._tree, self._function = editor, editor.tree, function
 
     @cached_property
     def _bound(self) -> dict[str, list[tuple[int, ast.AST]]]:
@@ -46,6 +47,22 @@ class Definitions:
         if not is_in_block or any(self._binds_between(name.id, *loop) for loop in loops):
             return None
         return node.value
+
+    def text_at(self, node: ast.expr, place: ast.AST) -> str:
+        """Return the text of an expression as it can stand at an earlier place; later names become what they stand for.
+
+        Raises:
+            CannotWriteError: a name may have another value there.
+        """
+        start, texts = self._tree.span(place)[0], dict[ast.AST, str]()
+        for name in (item for item in ast.walk(node) if isinstance(item, ast.Name)):
+            between = [end for end, _ in self._bound.get(name.id, ()) if start <= end <= self._tree.span(name)[0]]
+            value = self.value_of(name) if between else None
+            if value is not None:
+                texts[name] = grouped(self.text_at(value, place))
+            elif between:
+                raise CannotWriteError
+        return self._editor.code(node, texts)
 
     def _is_run_later(self, node: ast.AST) -> bool:
         """Return True if a node is in a nested function, whose names are looked up when that is called."""

@@ -18,7 +18,7 @@ _NOT_A_CLASS = "-100"
 
 
 def write_zero(expression: Expression) -> None:
-    """Divide by the number of values or 1; where these cannot be counted, replace NaN if no averaged value is NaN."""
+    """Divide by the number of values or 1. Raises CannotWriteError where these cannot be counted."""
     if _write_loss(expression):
         return
     made_by, factors = expression.op.op if expression.op is not None else "", _factors_of_count(expression)
@@ -27,7 +27,7 @@ def write_zero(expression: Expression) -> None:
     elif made_by in SPREADS and factors is not None:
         _write_spread(expression, factors)
     else:
-        _write_selection(expression)
+        raise CannotWriteError
 
 
 def _write_mean(expression: Expression, factors: Sequence[str]) -> None:
@@ -46,20 +46,6 @@ def _write_spread(expression: Expression, factors: Sequence[str]) -> None:
     expression.editor.replace(expression.node, text, before)
 
 
-def _write_selection(expression: Expression) -> None:
-    if expression.op is not None and len(expression.op.outputs) > 1:
-        raise CannotWriteError
-    tensors = list(expression.tensors()) or [expression.argument_node("self")]  # an empty one has no numbers
-    change = expression.editor
-    named = {tensor: change.named(tensor, expression.editor.code(tensor), "averaged") for tensor in tensors}
-    whole = change.code(expression.node, {tensor: again for tensor, (_, again, _) in named.items()})
-    first, again, before = change.named(expression.node, whole, "average")
-    spoiled = " | ".join(f"{text}.isnan().any()" for text, _, _ in named.values())
-    text = f"torch.where({spoiled}, {first}, {again}.nan_to_num(0.0, torch.inf, -torch.inf))"
-    statements = tuple(line for _, _, lines in named.values() for line in lines)
-    change.replace(expression.node, text, (*statements, *before))
-
-
 def _factors_of_count(expression: Expression) -> list[str] | None:
     """Return what is multiplied to count the values averaged along the written dimensions, None if others are given.
 
@@ -72,7 +58,11 @@ def _factors_of_count(expression: Expression) -> list[str] | None:
     except ValueError:  # names
         return None
     several = list(dims[0]) if dims and isinstance(dims[0], tuple | list) else dims
-    if len(dims) > 1 or keywords - {None, "dim", "keepdim"} or any(type(dim) is not int for dim in several):
+    if (
+        len(dims) > 1
+        or keywords - {None, "dim", "keepdim", "correction"}
+        or any(type(dim) is not int for dim in several)
+    ):
         return None
     return [f"shape[{dim}]" for dim in several] or ["numel()"]
 

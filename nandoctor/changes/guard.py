@@ -13,7 +13,7 @@ from nandoctor.changes.expression import Expression, operator_of
 from nandoctor.changes.places import in_place
 from nandoctor.changes.probes import edges_kept_off, text_at_edges
 from nandoctor.changes.running_op import RunningOp, is_tensor
-from nandoctor.changes.source_tree import CannotWriteError, SourceTree, name_called
+from nandoctor.changes.source_tree import CannotWriteError, name_called
 from nandoctor.changes.source_writer import SourceWriter
 from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
 from nandoctor.text import constant
@@ -77,35 +77,29 @@ class GuardArgument(SingleEdit):
         return self.argument != "" and not has_out
 
     def write(self, source: SourceWriter) -> None:
-        """Write the same with `torch.where`, with the condition of a `where` that selects the op already."""
+        """Write the same with `torch.where`."""
         expression = source.open(self.site)
         source.places[self] = {expression.node}
         argument = expression.argument_node(self.argument)
         if name_called(expression.node).endswith("_"):  # torch.where would make another tensor than the op writes to
             raise CannotWriteError
-        is_selected = _selects_by(expression, self._condition(expression.editor.operand(argument), inside=True))
         text = expression.editor.code(argument)
         if source.probe == "edge" and self.edges:
             text = text_at_edges(text, self.site.op, self.edges)
         first, again, before = expression.editor.named(expression.node, text, "guarded")
-        if is_selected:
-            safe = f"torch.where({self._condition(first, again, inside=True)}, {again}, {self.safe})"
-            text = expression.editor.code(expression.node, {argument: safe})
-        else:
-            safe = f"torch.where({self._condition(again, inside=False)}, {self.safe}, {again})"
-            text = _filled_where(self._condition(first, again, inside=False), self.fill, expression, {argument: safe})
+        safe = f"torch.where({self._condition(again)}, {self.safe}, {again})"
+        text = _filled_where(self._condition(first, again), self.fill, expression, {argument: safe})
         expression.editor.replace(expression.node, text, before)
 
-    def _condition(self, first: str, again: str = "", *, inside: bool) -> str:
-        """Return the condition that an argument is `inside` the bounds, strictly between the ends or not 0; or outside.
+    def _condition(self, first: str, again: str = "") -> str:
+        """Return the condition that an argument is outside the bounds, or 0: false for NaN, which has to stay.
 
-        To be outside is false for NaN, which has to stay. `again` is the text for a second use, "" if it is the same.
+        `again` is the text for a second use, "" if it is the same.
         """
-        above, below, at_zero, joint = (">", "<", "!=", " & ") if inside else ("<=", ">=", "==", " | ")
-        ends = [(sign, end) for sign, end in ((above, self.low), (below, self.high)) if end is not None]
-        pairs = zip((first, again or first), ends or [(at_zero, 0.0)], strict=False)
+        ends = [(sign, end) for sign, end in (("<=", self.low), (">=", self.high)) if end is not None]
+        pairs = zip((first, again or first), ends or [("==", 0.0)], strict=False)
         parts = [f"{text} {sign} {constant(end)}" for text, (sign, end) in pairs]
-        return joint.join(f"({part})" for part in parts) if len(parts) > 1 else parts[0]
+        return " | ".join(f"({part})" for part in parts) if len(parts) > 1 else parts[0]
 
 
 def _filled_where(condition: str, fill: float, expression: Expression, texts: Texts) -> str:
@@ -115,12 +109,3 @@ def _filled_where(condition: str, fill: float, expression: Expression, texts: Te
         made = f"{expression.editor.operand(node.target)} {operator_of(node)} {next(iter(texts.values()))}"
         return f"{expression.editor.code(node.target)} = torch.where({condition}, {fill}, {made})"
     return f"torch.where({condition}, {fill}, {expression.editor.code(node, texts)})"
-
-
-def _selects_by(expression: Expression, condition: str) -> bool:
-    """Return True if an expression is the value that a `where` selects under exactly this condition."""
-    tree: SourceTree = expression.tree
-    call = next((parent for parent in tree.ancestors(expression.node) if isinstance(parent, ast.Call)), None)
-    arguments = [*call.args, *(item.value for item in call.keywords)] if call is not None else []
-    is_where = call is not None and tree.code(call.func).endswith("where") and len(arguments) == 3
-    return is_where and expression.node is arguments[1] and tree.code(arguments[0]) == condition

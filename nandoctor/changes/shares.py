@@ -2,71 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
 
 from nandoctor.changes.expression import Expression
 from nandoctor.changes.source_tree import CannotWriteError
 from nandoctor.evidence.trace import OpCall
-from nandoctor.ops import CASTS, MOVES, PRODUCTS
+from nandoctor.ops import CASTS, MOVES, PRODUCTS, is_factor
 
-_Kind = Literal["powers", "sum", "linear"]
-"""The powers times numbers; the sum of just these; anything else that is linear in the powers."""
-_COPIES = CASTS | {"clone", "contiguous"}
+_ELEMENTWISE = CASTS | {"clone", "contiguous", "mul", "div"}
+_SUMS = frozenset({"sum", "mean", "cumsum"})
+_ADDS = _SUMS | {"add", "sub", "index_add", "scatter_add"}
 
 
 def subtract_largest(expression: Expression, ops: Sequence[OpCall]) -> None:
-    """Subtract the largest exponent along the dimensions that the powers are summed over: the shares stay the same.
+    """Subtract the largest exponent along the dimensions that the powers are summed over, else the largest of all.
 
     Raises:
-        CannotWriteError: the run with these `ops` makes something else of the powers.
+        CannotWriteError: the run with these `ops` makes something of the powers that changes with their factor.
     """
     site = expression.op.source if expression.op is not None else None
-    dims = {_summed_over(op, ops) for op in ops if op.op == expression.op_name and op.source == site}
-    if len(dims) != 1:
+    powers = [op for op in ops if op.op == expression.op_name and op.source == site]
+    if not all(_cancels(op, ops) for op in powers):
         raise CannotWriteError
+    dims = {dim for op in powers for dim in _summed_over(op, ops)}
+    along = f"{dims.pop()}, keepdim=True" if len(dims) == 1 and "" not in dims else ""
     exponent = expression.argument_node("self")
     first, again, before = expression.editor.named(exponent, expression.editor.code(exponent), "logits")
-    largest = f"{again}.amax({dims.pop()}, keepdim=True).detach()"
-    expression.editor.replace(exponent, f"{first} - {largest}", before)
+    expression.editor.replace(exponent, f"{first} - {again}.amax({along}).detach()", before)
 
 
-def _summed_over(power: OpCall, ops: Sequence[OpCall]) -> str:
-    """Return the dimensions of the sum that everything made of an op's powers is divided by.
-
-    Raises CannotWriteError if anything else is made of them: an eps beside that sum would need their factor as well.
-    """
-    kinds: dict[int | None, _Kind] = {power.order: "powers"}
-    dims = set[str]()
-    for op in ops:
-        taken = {tensor.name: kinds[tensor.producer] for tensor in op.inputs if tensor.producer in kinds}
-        if not taken or op.phase == "backward":
-            continue
-        if op.op == "div" and taken.keys() == {"self", "other"} and taken["other"] == "sum":
-            continue  # a share
-        kinds[op.order] = _kind_of(op, taken)
-        if op.op == "sum" and kinds[op.order] == "sum":
-            dims.add(_dims_of(op))
-    if len(dims) != 1:
-        raise CannotWriteError
-    return dims.pop()
+def _cancels(power: OpCall, ops: Sequence[OpCall]) -> bool:
+    """Return True if a common factor of an op's powers is gone from all that is made of them in the end."""
+    degrees: dict[int | None, int] = {power.order: 1}
+    left = {power.order}
+    for op in (op for op in ops if op.phase != "backward"):
+        taken = [tensor for tensor in op.inputs if tensor.producer in degrees]
+        degree = _degree_of(op, {tensor.name: degrees[tensor.producer] for tensor in taken}) if taken else 0
+        if degree is None:
+            return False
+        left -= {tensor.producer for tensor in taken if tensor.producer is not None}
+        if degree:
+            degrees[op.order] = degree
+            left.add(op.order)
+    return not left
 
 
-def _kind_of(op: OpCall, taken: Mapping[str, _Kind]) -> _Kind:
-    """Return what an op makes of powers, by the names of its inputs. Raises CannotWriteError if that is not linear."""
-    is_alone, kind = len(op.inputs) == 1, next(iter(taken.values()))
-    if len(taken) > 1 or (op.op == "div" and "other" in taken):
-        raise CannotWriteError
-    if op.op == "sum":
-        return "sum" if kind == "powers" and _dims_of(op) else "linear"
-    if is_alone and (op.op in ("mul", "div") or op.op in _COPIES or (op.op in MOVES and kind == "sum")):
-        return kind
-    if op.op in ("mul", "div") or op.op in PRODUCTS or (is_alone and op.op in MOVES):
-        return "linear"
-    raise CannotWriteError
+def _degree_of(op: OpCall, taken: dict[str, int]) -> int | None:
+    """Return how often a result has the factor that inputs have so often, by their names; None if it mixes them."""
+    if op.op == "div":
+        return sum(-degree if name == "other" else degree for name, degree in taken.items())
+    if op.op == "mul" or (op.op in PRODUCTS and all(is_factor(op.op, tensor.name) for tensor in op.inputs)):
+        return sum(taken.values())
+    others = (tensor.stats.absmax for tensor in op.inputs if tensor.stats is not None and tensor.name not in taken)
+    is_alike = len(set(taken.values())) == 1 and not any(others) and "other" not in dict(op.scalars)
+    return next(iter(taken.values())) if is_alike and op.op in MOVES | CASTS | _ADDS else None
 
 
-def _dims_of(op: OpCall) -> str:
-    """Return the dimensions that an op sums over, as code; "" if those are all."""
-    dims = [f"{value:g}" for name, value in op.scalars if name.partition("[")[0] == "dim"]
-    return dims[0] if len(dims) == 1 else f"({', '.join(dims)})" if dims else ""
+def _summed_over(power: OpCall, ops: Sequence[OpCall]) -> Iterator[str]:
+    """Yield the dimensions of each sum of the powers, at most multiplied, as code; "" if those are all."""
+    powers = {power.order}
+    for op in (op for op in ops if op.inputs and op.inputs[0].producer in powers and op.phase != "backward"):
+        if op.op in _ELEMENTWISE:
+            powers.add(op.order)
+        elif op.op in _SUMS:
+            dims = [f"{value:g}" for name, value in op.scalars if name.partition("[")[0] == "dim"]
+            yield dims[0] if len(dims) == 1 else f"({', '.join(dims)})" if dims else ""

@@ -9,37 +9,26 @@ import ast
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from nandoctor.changes.editor import Editor, Library
 from nandoctor.changes.expression import Expression
-from nandoctor.changes.places import ancestors, singular_inputs, site_of
 from nandoctor.changes.probes import Probe
 from nandoctor.changes.source_tree import CannotWriteError, parse_source
 from nandoctor.evidence.edits import ChangedFile, OpSite, SingleEdit, SourcePatch
 from nandoctor.evidence.trace import OpCall
-from nandoctor.ops import DIVISIONS, LOGARITHMS
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
-
-_SHARES_DEPTH = 8
-"""How many ops before a divisor or a logarithm are searched for a power."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastBound:
-    """A patch that clamps exponents, and one that does not; both move them all between the bound and the largest.
-
-    `in_backward`: the exponents are in the code of a backward pass, so the gradients show the effect. `is_shared`: the
-    powers go into a divisor or a logarithm, whose result should be finite for any exponents.
-    """
+    """A patch that clamps exponents, and one that does not; both move them all between the bound and the largest."""
 
     changed: SourcePatch
     unchanged: SourcePatch
-    in_backward: bool
-    is_shared: bool
 
 
 class SourceWriter:
@@ -63,6 +52,7 @@ class SourceWriter:
         """
         self.places, self._files, self.edits, self.probe = {}, {}, edits, probe
         try:
+            self._refuse_in_backward(edits)
             for edit in self._inner_first(edits):
                 edit.write(self)
             for edit in edits:
@@ -87,23 +77,13 @@ class SourceWriter:
         bounded = [edit for edit in edits if edit.bound is not None]
         changed = self.write(edits, "past bound") if bounded else None
         unchanged = self.write(bounded, "past bound alone") if bounded else None
-        if not changed or not unchanged:
-            return None
-        is_shared = self._is_shared({site for edit in bounded for site in edit.sites})
-        in_backward = self.in_backward(bounded)
-        return PastBound(changed=changed, unchanged=unchanged, in_backward=in_backward, is_shared=is_shared)
+        return PastBound(changed=changed, unchanged=unchanged) if changed and unchanged else None
 
-    def _is_shared(self, powers: Set[OpSite]) -> bool:
-        """Return True if results of these ops go into a divisor or a logarithm."""
-        ops = {op.order: op for op in self.ops if op.phase != "backward"}
-        lasting = (op for op in ops.values() if op.op in DIVISIONS | LOGARITHMS)
-        behind = (ancestors(ops, tensor, _SHARES_DEPTH) for op in lasting for tensor in singular_inputs(op))
-        return any(site_of(op) in powers for found in behind for op in found)
-
-    def in_backward(self, edits: Sequence[SingleEdit]) -> bool:
-        """Return True if an edit is in code that the forward does not run: a Function's hand-written backward."""
+    def _refuse_in_backward(self, edits: Sequence[SingleEdit]) -> None:
+        """Refuse another value in a Function's hand-written backward, since nothing shows what that should give."""
         sites = [site.source for edit in edits if not edit.only_widens for site in edit.sites]
-        return not {op.source for op in self.ops if op.phase != "backward"}.issuperset(sites)
+        if not {op.source for op in self.ops if op.phase != "backward"}.issuperset(sites):
+            raise CannotWriteError
 
     def _inner_first(self, edits: Iterable[SingleEdit]) -> list[SingleEdit]:
         """Return the edits, those of inner expressions and of arguments first; what changes the same is left out."""

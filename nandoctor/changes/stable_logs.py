@@ -18,6 +18,7 @@ from functools import cached_property
 from nandoctor.changes.definitions import Definitions, calls_in
 from nandoctor.changes.editor import HAS_EFFECTS, Editor
 from nandoctor.changes.expression import Expression, number_in
+from nandoctor.changes.places import ancestors
 from nandoctor.changes.source_tree import CannotWriteError, name_called, names_in
 from nandoctor.changes.text_lines import grouped, negated, on_one_line, parse_expression
 from nandoctor.evidence.formats import BF16, FP16
@@ -30,6 +31,7 @@ _PUTS_ZEROS = frozenset({"dropout", "pad", "constant_pad_nd"})  # applied to a l
 _MOVES = (MOVES - _PUTS_ZEROS) | {"diagonal", "masked_select", "index_select", "take_along_dim", "swapaxes"}
 _MOVES_AND_CASTS = _MOVES | _UNTRACED_CASTS
 _DIVIDES = frozenset({"div", "divide", "true_divide"})
+_STEPS = 4
 _BINDS_LOOSELY = (ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda)
 _FUNCTIONAL = ("import torch.nn.functional as F\n", "from torch.nn import functional as F\n")
 
@@ -64,7 +66,7 @@ class LogSpace:
         if isinstance(function, ast.Module):
             raise CannotWriteError
         self._change, self._tree, self._function, self._ops = change, tree, function, ops
-        self._definitions = Definitions(tree, function)
+        self._definitions = Definitions(change, function)
         self._calls = dict(calls_in(change, function, ops))
         self._place: ast.AST = node
         self._hoisted: dict[ast.AST, tuple[str, str]] = {}
@@ -162,12 +164,19 @@ class LogSpace:
     def _log_of(self, node: ast.expr) -> _Log | None:
         """Return the logarithm of an expression, None if no better form of it is known."""
         node = self._resolved(node)
+        if isinstance(node, ast.Attribute) and node.attr == "probs" and self._takes_softmax():
+            return _Log(text=f"{self._change.code(node.value)}.logits")  # of one of torch's distributions
         name, expression = self._named_op(node)
         if name in _MOVES_AND_CASTS:
             return self._moved(node, name, expression, self._log_of)
         if name in self._forms:
             return self._forms[name](expression)
         return self._of_operator(node, name) if isinstance(node, ast.BinOp) else None
+
+    def _takes_softmax(self) -> bool:
+        """Return True if the logarithm takes the result of a softmax, at most moved."""
+        ops, taken = {op.order: op for op in self._ops}, self._calls[self._place].inputs[0]
+        return any(op.op == "softmax" for op in ancestors(ops, taken, _STEPS, through=_MOVES))
 
     @cached_property
     def _forms(self) -> Mapping[str, Callable[[Expression], _Log | None]]:
@@ -178,6 +187,7 @@ class LogSpace:
             "softmax": self._of_softmax,
             "sigmoid": self._of_sigmoid,
             "cosh": self._of_cosh,
+            "erfc": lambda expression: self._of_normal(expression, -1),
             "sum": self._summed,
             "prod": self._multiplied,
         }
@@ -213,6 +223,12 @@ class LogSpace:
         given = self._leaf(expression.argument_node("self")).wide
         return _Log(text=f"torch.logaddexp({given}, {negated(given)}) - {math.log(2):.8g}")
 
+    def _of_normal(self, expression: Expression, sign: int) -> _Log:
+        """Return log(1 + erf(x)), or log(1 - erf(x)) for a `sign` of -1."""
+        given = grouped(self._leaf(expression.argument_node("self")).wide)
+        factor = sign * math.sqrt(2)
+        return _Log(text=f"torch.special.log_ndtr({given} * {factor:.8g}) + {math.log(2):.8g}")
+
     def _log_of_rest(self, node: ast.expr) -> _Log | None:
         """Return the logarithm of 1 minus an expression."""
         node = self._resolved(node)
@@ -222,6 +238,8 @@ class LogSpace:
         if name == "sigmoid":
             logit = self._leaf(expression.argument_node("self"))
             return _Log(text=f"{self._functional}.logsigmoid({negated(logit.wide)})")
+        if name == "erf":
+            return self._of_normal(expression, -1)
         if name == "exp":
             return _Log(text=f"torch.log(-torch.expm1({self._leaf(expression.argument_node('self')).wide}))")
         if name in ("sub", "rsub") and isinstance(node, ast.BinOp) and number_in(node.left) == 1:
@@ -279,6 +297,9 @@ class LogSpace:
         """Return the logarithm of a sum of two: 1 and an exponential, or two exponentials."""
         for number, other in ((node.left, node.right), (node.right, node.left)):
             if number_in(number) is not None:
+                name, expression = self._named_op(self._resolved(other))
+                if name == "erf" and number_in(number) == 1:
+                    return self._of_normal(expression, 1)
                 log = self._log_of(other)
                 return self._softplus_of(log) if log is not None and number_in(number) == 1 else None
         logs = self._logs_of_sides(node)

@@ -1,16 +1,10 @@
-"""Mend what is saved: buffers and weights."""
+"""Mend the buffers that are saved."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
 from nandoctor.evidence.edits import SingleEdit, Snippet, kind_of_change
-
-_ZERO_WEIGHTS = """for name, weight in model.named_parameters():
-    if not weight.isfinite().all():
-        weight.data = weight.data.nan_to_num(0.0, 0.0, 0.0)
-# the optimizer may hold the same values: load its last sound state, or create it again
-"""
 
 
 @kind_of_change
@@ -43,23 +37,3 @@ class ResetBuffers(SingleEdit):
             f"# {then}\n"
         )
         return Snippet(kind="state", text=text)
-
-
-@kind_of_change
-class ZeroWeights(SingleEdit):
-    """Set the non-finite elements of weights to zero."""
-
-    is_text_alone: ClassVar[bool] = True
-
-    kind: Literal["zero-weights"] = "zero-weights"
-    names: tuple[str, ...]
-
-    @property
-    def title(self) -> str:
-        """The first weights by name."""
-        names = f"{', '.join(self.names[:3])}{' ...' if len(self.names) > 3 else ''}"
-        return f"Set what is not finite in {names} to 0, or load the last finite checkpoint"
-
-    def snippet(self, model: Any) -> Snippet:
-        """Return lines that do it for every weight."""
-        return Snippet(kind="state", text=_ZERO_WEIGHTS)

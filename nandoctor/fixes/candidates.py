@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-import torch
 from torch import nn
 
 from nandoctor.causes.base import Candidate
@@ -17,7 +16,7 @@ from nandoctor.changes.constant import SetArgument, SetAttribute
 from nandoctor.changes.keep_fp32 import KeepLines, KeepModule, KeepOp
 from nandoctor.changes.places import ancestors, site_of
 from nandoctor.changes.setting import SetLossScale, UseFormat
-from nandoctor.changes.state import ResetBuffers, ZeroWeights
+from nandoctor.changes.state import ResetBuffers
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
 from nandoctor.engine.module_state import list_nonfinite_state
 from nandoctor.evidence.edits import Edit, OpSite, Together, flatten
@@ -48,9 +47,6 @@ _OTHER_FILL = 1000.0
 _NUM_SEEDS = 2
 """How many other seeds are run to show whether the failure depends on random numbers."""
 
-MOST_LOST = 0.5
-"""A weight that has lost more than this share of its values is not worth training on."""
-
 
 def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
     """Yield the changes worth trying, by the verdict."""
@@ -60,10 +56,6 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         broken = [name for name, is_broken in list_nonfinite_state(trials.step.model).items() if is_broken]
         names = tuple(name for name in broken if name in buffers)
         yield (ResetBuffers(names=names),) if names else ()
-        spoiled = {name: ~torch.isfinite(weight) for name, weight in trials.step.model.named_parameters()}
-        lost = {name: int(places.sum()) / max(places.numel(), 1) for name, places in spoiled.items()}
-        weights = tuple(name for name, share in lost.items() if share)
-        yield (ZeroWeights(names=weights),) if weights and max(lost.values()) <= MOST_LOST else ()
     if findings.verdict == "input":
         yield from _unread(findings.trace, trials)
         yield from without_guilty(findings.guilty or (), trials.step.num_samples)

@@ -20,33 +20,26 @@ Kept = tuple[KeepModule, ...]
 
 
 def search_fp32_sets(
-    findings: Findings, trials: Trials, *, is_fix: Callable[[Kept], bool] = lambda _: False, trusting: bool = True
+    findings: Findings, trials: Trials, *, is_fix: Callable[[Kept], bool] = lambda _: False
 ) -> tuple[Fp32SetSearch, list[Kept]]:
     """Search for minimal sets of modules in fp32; a spent budget ends the search early.
 
-    Each set that is enough is first tried as the fix that is printed for it (`is_fix`). A `trusting` search assumes
-    that two guessed modules are enough until they are tried so; if they are not, it starts again.
+    Each set that is enough is first tried as the fix that is printed for it (`is_fix`).
     """
     members = _find_members(findings, has_loss=trials.step.loss is not None)
     # Without one of these, it passes the limit, whatever else is in fp32.
     products = {op.module for op in overflowing_products(findings)}
     guesses = _guess(members, products, findings)
-    # Leaving out either of the two costs no more than trying both, and is tried anyway.
-    trusted = [tuple(guess) for guess in guesses if trusting and len(guess) == 2]
 
     def is_enough(kept: Kept) -> bool:
-        known = trials.judged(*kept)
-        if known is not None or not products.issubset(member.module for member in kept):
-            return bool(known)
-        return kept in trusted or trials.passes(*kept)
+        return products.issubset(member.module for member in kept) and trials.passes(*kept)
 
     found: list[Kept] = []
     complete = True
     try:
         enough = guesses[0] and is_enough(tuple(guesses[0]))
         for kept in find_minimal_sets(members, is_enough, guesses=guesses[:1] if enough else guesses):
-            if not (is_fix(kept) or trials.passes(*kept)):
-                return search_fp32_sets(findings, trials, is_fix=is_fix, trusting=False)
+            is_fix(kept)
             found.append(kept)
             if products:
                 break  # every other set has them too

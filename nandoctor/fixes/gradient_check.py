@@ -109,11 +109,8 @@ class GradientCheck:
         larger = (usual for usual in _USUAL_SCALES if usual > grown) if narrow else ()
         return (*larger, grown, step.loss_scale)
 
-    def judge(self, change: Change, made: Result, scale: float | None, *, in_backward: bool = False) -> Said:
-        """Check that the gradients of a run with `change` are finite, and within 10 % of fp32's.
-
-        With `in_backward` the change is to code that computes gradients, so fp32 with the change is no reference.
-        """
+    def judge(self, change: Change, made: Result, scale: float | None) -> Said:
+        """Check that the gradients of a run with `change` are finite, and within 10 % of fp32's."""
         of = "a made-up loss" if self._trials.step.loss is surrogate_loss else "the loss"
         if not made.gradients:
             return Said("not-checked", "no weight has a gradient")
@@ -131,7 +128,7 @@ class GradientCheck:
             aside = self._describe_unknown(scale, larger if excused else highest, excused=excused)
             if scale < min(_LEAST_SCALE, highest) and not excused:
                 return Said("failed", told + aside)
-        references = self._references(None if in_backward else change, made)
+        references = self._references(change, made)
         error, allowed = _nearest(references, made, grain=FP16.smallest_subnormal / scale)
         told += _describe_error(error, allowed)
         is_taught = error or gradient_norm(made)
@@ -186,23 +183,23 @@ class GradientCheck:
         made = self._trials.run(KeepSamples(samples=self._healthy), SetLossScale(value=scale))
         return made.values_finite and not made.gradients_finite
 
-    def _references(self, change: Change | None, made: Result) -> Iterator[tuple[Result, float]]:
+    def _references(self, change: Change, made: Result) -> Iterator[tuple[Result, float]]:
         """Yield the references that the gradients are compared with in turn, each with the error that is accepted.
 
         First fp32 and float64 of the unchanged step, then fp32 with its own error in fp16's coarser units. Next comes
         fp32 with the same `change`, if that makes the gradients no larger; last, fp32 with fp16's error in the healthy
         samples.
         """
-        sound = self._trials.sound_reference(() if change is None else (change,))
+        sound = self._trials.sound_reference((change,))
         if sound.finite:
             yield sound, GRADIENT_TOLERANCE
             exact = self._trials.exact()
             if exact.finite:
                 yield exact, GRADIENT_TOLERANCE
                 yield sound, min(NOISE * gradient_error(sound, exact), _MOST_NOISE)
-        changed = None if change is None else self._trials.reference(change)
+        changed = self._trials.reference(change)
         no_larger = not sound.finite or gradient_norm(made) <= _MAX_GROWTH * gradient_norm(sound)
-        if changed is not None and changed.finite and no_larger:
+        if changed.finite and no_larger:
             yield changed, GRADIENT_TOLERANCE
         if sound.finite and self._healthy:
             yield sound, min(2 * self._own_error, 1.0)

@@ -37,6 +37,8 @@ from nandoctor.text import number, percent
 Tensors = Mapping[str, torch.Tensor]
 _FACTORS = tuple(0.5 * 4.0**-n for n in range(6))
 """exp is finite in float64 up to 709, in fp32 up to 88: with steps of 4, one factor lands between the two."""
+_BISECTIONS = 4
+"""1 - erf(x) is 0 in float64 from 5.9 on, in fp32 from 3.9 on: that takes up to three more."""
 _STEPS = (2.0**-8, 2.0**-13, 2.0**-18)
 """Each is 1/32 of the one before: sqrt(h) still shrinks sixfold, and float64 keeps ten digits of 1/h."""
 _SETTLED = 1e-5
@@ -77,18 +79,32 @@ class Meaning:
         """An input factor with which float64 is finite, its gradients too if possible, but fp32 is not; its trials."""
         if not self._trials.numerics or self._trials.exact().finite:
             return None
-        found = None
+        found, too_large = None, 1.0
         for factor in _FACTORS:
-            batch = scaled(self._trials.step.batch, self._trials.step.used, factor)
-            if batch is None:
+            trials = self._with_inputs(factor)
+            if trials is None:
                 return None
-            trials = self._trials.on(replace(self._trials.step, batch=batch))
             if trials.exact().values_finite and (found is None or trials.exact().finite):
                 found = factor, trials
             if trials.exact().finite:
                 break
-        # Where fp32 is finite too, such inputs show nothing of the failure.
-        return None if found is None or found[1].reference().finite else found
+            too_large = factor if found is None else too_large
+        for _ in range(_BISECTIONS):
+            if found is None or not found[1].reference().finite:
+                return found
+            factor = math.sqrt(found[0] * too_large)
+            trials = self._with_inputs(factor)
+            if trials is not None and trials.exact().finite:
+                found = factor, trials
+            else:
+                too_large = factor
+        return None  # where fp32 is finite too, such inputs show nothing of the failure
+
+    def _with_inputs(self, factor: float) -> Trials | None:
+        """Return trials with the inputs, and all else in the batch behind the failing ops, multiplied by a factor."""
+        step = self._trials.step
+        batch = scaled(step.batch, step.used | self._behind, factor)
+        return None if batch is None else self._trials.on(replace(step, batch=batch))
 
     @cached_property
     def directed(self) -> Result | None:

@@ -15,9 +15,8 @@ from nandoctor.engine.module_state import nonfinite_in
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Fix
-from nandoctor.fixes.agreement import TOLERANCE
 from nandoctor.fixes.candidates import MAX_LEADS, distinct_leads
-from nandoctor.text import percent, plural
+from nandoctor.text import plural
 
 
 def describe_search(
@@ -49,12 +48,8 @@ def describe_search(
 
 def _describe_failures(tried: Sequence[Fix]) -> str:
     """Describe why no change is a fix: none is finite, the nearest is too far off, or another check failed."""
-    nearest = min(map(distance_of, tried))
-    if math.isinf(nearest):
-        ran_all = all(fix.outcome.ran for fix in tried)
-        return f"With each of them the step is non-finite{'' if ran_all else ' or cannot be run'}."
-    if nearest > TOLERANCE:
-        return f"The nearest finite result is {percent(nearest)} off; {percent(TOLERANCE)} is allowed."
+    if math.isinf(min(map(distance_of, tried))):
+        return "With each of them the step is non-finite or cannot be run."
     failed = (check for fix in sorted(tried, key=distance_of) for check in fix.checks if check.status == "failed")
     if (check := next(failed, None)) is not None:
         return f"The nearest one failed a check ({check.name}): {check.text}."

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -204,14 +204,13 @@ def _judge_buffers(proof: Proof) -> Said | None:
 
 
 def _judge_gradients(proof: Proof) -> Said:
-    in_backward = proof.written.in_backward
-    return proof.verifier.gradients.judge(proof.change, proof.made, proof.scale, in_backward=in_backward)
+    return proof.verifier.gradients.judge(proof.change, proof.made, proof.scale)
 
 
 def _judge_direction(proof: Proof) -> Said | None:
     """Refuse a change with which a gradient points the other way than that of the unchanged formula."""
     meant = proof.verifier.meaning.directed
-    if meant is None or selects((proof.change,)) or proof.written.in_backward:
+    if meant is None or selects((proof.change,)):
         return None
     name = reversed_gradient(proof.made, meant)
     if name is None or proof.verifier.meaning.is_direction_noise:
@@ -309,32 +308,22 @@ def _judge_past_bound(proof: Proof) -> Said | None:
     written, trials = proof.written.past_bound, proof.trials
     if written is None:
         return None
-    asked = written.in_backward or written.is_shared
-    unknown: Literal["failed", "not-checked"] = "failed" if asked else "not-checked"
     if trials.numerics and not trials.exact().finite:
         if proof.verifier.meaning.smaller is None:
-            return Said(unknown, "float64 overflows too: nothing shows what such exponents should give")
+            said = "float64 overflows too: nothing shows what such exponents should give"
+            return Said("failed", said, replaces=f"exponents past the bound are replaced, and {said}")
         _, trials = proof.verifier.meaning.smaller
-    runs = trials.reference(written.changed), trials.exact(written.unchanged), trials.exact()
-    changed, exact, before = (replace(run, values=run.gradients) if written.in_backward else run for run in runs)
-    made = compare_runs(changed, exact)
-    if not exact.ran or not made.values or (written.in_backward and not exact.gradients_finite):
-        return Said(unknown, "the step cannot be run in float64 with such exponents")
-    usual = compare_runs(exact, before).values
+    exact = trials.exact(written.unchanged)
+    made = compare_runs(trials.reference(written.changed), exact)
+    if not exact.ran or not made.values:
+        return Said("failed", "the step cannot be run in float64 with such exponents")
+    usual = compare_runs(exact, trials.exact()).values
     off = max(
         float((found.largest / torch.maximum(found.magnitude, usual[name].magnitude)).max())
         for name, found in made.values.items()
     )
     said = f"{percent(off)} off float64 with all exponents past the bound"
     return Said("passed", said) if off <= TOLERANCE else Said("failed", said, replaces=f"other batches may be {said}")
-
-
-def _judge_backward(proof: Proof) -> Said | None:
-    """Refuse a change of code that computes gradients if there are no sound ones to compare with."""
-    written = proof.written
-    if written.past_bound is not None or not written.in_backward or proof.trials.sound_reference(()).finite:
-        return None
-    return Said("failed", "there are no sound gradients to compare with")
 
 
 def _judge_alone(proof: Proof) -> Said:
@@ -428,7 +417,6 @@ CRITERIA: tuple[tuple[str, Callable[[Proof], Said | None]], ...] = (
     ("healthy samples", _judge_healthy),
     ("values at the edge", _judge_edge),
     ("exponents past the bound", _judge_past_bound),
-    ("backward", _judge_backward),
     ("samples to blame alone", _judge_alone),
     *((name, partial(_judge_variation, name)) for name in (*VARIATIONS, OTHER_SEED)),
     ("hidden values", _judge_hidden),

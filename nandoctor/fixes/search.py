@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +14,6 @@ from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
 from nandoctor.changes.setting import WHOLE, SetOptimizerEps, UseFormat
 from nandoctor.diagnosis.conclusion import Findings, is_mask
-from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.edits import Edit, SourcePatch, Together, flatten, is_text_alone, only_widens
 from nandoctor.evidence.formats import BF16, FP16
@@ -40,7 +39,6 @@ from nandoctor.fixes.widening import cost_of, is_below
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange, write_title
 from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.text import constant, join_first
-from nandoctor.tracing.tensor_stats import measure_all
 
 _CHANGES, _FP32_SETS, _SETTINGS = "changes of the operation", "sets of modules in fp32", "other settings"
 _EPS_LOST = "optimizer-eps-underflow"
@@ -279,6 +277,7 @@ class _Search:
         stopped = f"Interrupted: the search for fixes is not complete. Not or not fully tried: {untried}."
         interrupted = self._step.progress.interrupted
         left = [] if interrupted else self._untried
+        found_none = not ranked and _CHANGES not in left and self._program_error is None
         return FixSearch(
             fixes=tuple(replace(item, rank=rank, cost=cost_of(item.edit, ops)) for rank, item in enumerate(ranked)),
             fp32_sets=self._fp32_sets,
@@ -290,26 +289,9 @@ class _Search:
                 *([self._program_error] if self._program_error is not None else []),
                 *self._later.notes,
                 *describe_search(self._findings, ranked, left, out_of_memory=self._budget.out_of_memory),
-                *([describe_none(self._findings, self._step.model)] if self._found_none(ranked, left) else []),
-                *(self._describe_drift() if ranked else ()),
+                *([describe_none(self._findings, self._step.model)] if found_none else []),
             ),
         )
-
-    def _describe_drift(self) -> Iterator[str]:
-        """Yield a note if the unchanged step gave another output in fp32 than before: some state was not put back."""
-        again, before = self._verifier.trials.known_reference, self._findings.reference.output
-        values = again.values if again is not None and self._findings.exposed is None else {}
-        now = {path.removeprefix("output."): measure_all([("", value)]) for path, value in values.items()}
-        pairs = [(now[stats.path], (replace(stats, path=""),)) for stats in before if stats.path in now]
-        if any(one[0].finite != other[0].finite or outputs_differ(one, other) for one, other in pairs if one):
-            yield (
-                "The unchanged step gave another output in the search than before it: it keeps state outside of its "
-                "modules (in a file's globals, a cache or an object), which runs do not put back. The fixes may fail."
-            )
-
-    def _found_none(self, ranked: Sequence[Fix], left: Sequence[str]) -> bool:
-        """Return True if changes were looked for, and there were none to try."""
-        return not ranked and _CHANGES not in left and self._program_error is None
 
     @property
     def _succeeded(self) -> bool:

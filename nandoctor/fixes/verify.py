@@ -176,11 +176,6 @@ class Trials:
         """Return True if the step with these edits is finite and agrees with fp32; raises BudgetSpent like `judge`."""
         return self.judge(*edits).passes
 
-    def judged(self, *edits: Change) -> bool | None:
-        """Return whether the step passes with the edits, None if that was not judged yet."""
-        known = self._judgements.get(_key(edits))
-        return None if known is None else known.passes
-
     def note(self, edit: Change, judgement: Judgement) -> None:
         """Record the judgement of the text that is printed for an edit as that of the edit."""
         self._judgements[_key((edit,))] = judgement
@@ -274,11 +269,6 @@ class Trials:
         if key not in self._references:
             self._references[key] = self._shared_reference(key) or self._execute(edits, REFERENCE)
         return self._references[key]
-
-    @property
-    def known_reference(self) -> Result | None:
-        """The unchanged step in fp32, if it was run."""
-        return self._references.get(frozenset())
 
     def _shared_reference(self, key: frozenset[Change]) -> Result | None:
         """Return the same reference with gradients, if known; the unchanged step's is run, since any fix needs it."""

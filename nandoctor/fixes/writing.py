@@ -37,8 +37,7 @@ class WrittenChange:
 
     `settings` are the loss scale or the dtype of autocast, if the change sets one. `at_edge` is the patch with the
     arguments moved to the edge of the domain that it keeps them in, `past_bound` the patches with exponents past its
-    bound; None if there is none. `in_backward`: the change is to code of the backward pass, where gradients are the
-    values that it computes, and not derivatives of its output.
+    bound; None if there is none.
     """
 
     kind: ChangeKind
@@ -48,7 +47,6 @@ class WrittenChange:
     settings: FixSettings | None = None
     at_edge: SourcePatch | None = None
     past_bound: PastBound | None = None
-    in_backward: bool = False
 
 
 class ChangeWriter:
@@ -73,7 +71,6 @@ class ChangeWriter:
                 change=patch,
                 at_edge=self._source.at_edge(singles),
                 past_bound=self._source.past_bound(singles),
-                in_backward=self._source.in_backward(singles),
             )
         if (settings := _settings_of(singles)) is not None:
             yield WrittenChange(kind="setting", title=title, text="", settings=settings)

@@ -2,12 +2,14 @@
 
 import ast
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from written import step_of
 
 from nandoctor.changes.definitions import Definitions
+from nandoctor.changes.editor import Editor
 from nandoctor.changes.expression import number_in
 from nandoctor.changes.log_space import StableLog
 from nandoctor.changes.places import site_of
@@ -35,6 +37,34 @@ WRITTEN = {
     "shares": (
         "w = x.exp()\nreturn (w * x).sum(-1) / w.sum(-1)", "exp",
         ["w = (x - x.amax(-1, keepdim=True).detach()).exp()"],
+    ),
+    "shares of a masked sum": (
+        "w = x.exp() * (x > 0)\nreturn w / (w.sum(-1, keepdim=True))", "exp",
+        ["w = (x - x.amax(-1, keepdim=True).detach()).exp() * (x > 0)"],
+    ),
+    "running shares": (
+        "w = x.exp()\nreturn (w * x).cumsum(1) / w.cumsum(1)", "exp",
+        ["w = (x - x.amax(1, keepdim=True).detach()).exp()"],
+    ),
+    "shares of other sums": (
+        "w = x.exp()\nreturn w / w.t().sum(-1, keepdim=True)", "exp", ["w = (x - x.amax().detach()).exp()"],
+    ),
+    "shares that are scaled again": (
+        "w = torch.exp(x).t()\nw /= w.sum()\nw /= w.sum(dim=1, keepdim=True)\nreturn w / w.sum(dim=0)", "exp",
+        ["w = torch.exp(x - x.amax().detach()).t()"],
+    ),
+    "a normal distribution": (
+        "z = x / 2\nreturn torch.log(0.5 * (1 + torch.erf(z)))", "log",
+        ["return -0.69314718 + torch.special.log_ndtr(z * 1.4142136) + 0.69314718"],
+    ),
+    "its upper tail": (
+        "return torch.log(torch.erfc(x) * (1 - torch.erf(x / 2)))", "log",
+        ["return torch.special.log_ndtr(x * -1.4142136) + 0.69314718"
+         " + torch.special.log_ndtr((x / 2) * -1.4142136) + 0.69314718"],
+    ),
+    "a distribution's probabilities": (
+        "chosen = torch.distributions.Categorical(logits=x)\nreturn torch.log(chosen.probs[:, 0])", "log",
+        ["return chosen.logits[:, 0].clone()"],
     ),
     "over several statements": (
         "score = x * 2\ndensity = torch.exp(score)\ntotal = density.sum(dim=-1)\nreturn -torch.log(total)", "log",
@@ -83,6 +113,8 @@ WRITTEN = {
     "a copy": ("y = torch.log(torch.exp(x))\ny += 1\nreturn y + x", "log", ["y = x.clone()"]),
 }  # fmt: skip
 LEFT = {
+    "odds have another logarithm": ("p = torch.distributions.Bernoulli(logits=x)\nreturn torch.log(p.probs)", "log"),
+    "a factor of two": ("w = x.exp()\nreturn w * w / w.sum()", "exp"),
     "dropout keeps 0, in training alone": ("p = F.dropout(x.exp(), 0.5, False)\nreturn torch.log(p.sum(-1))", "log"),
     "a summand may be negative": ("return torch.log(torch.exp(x) + x.abs()).sum(-1)", "log"),
     "a factor may be negative": ("return torch.log((x * x.abs()).prod(-1))", "log"),
@@ -93,9 +125,7 @@ LEFT = {
     ),
     "an eps makes zeros of a row of -inf": ("w = x.exp()\nreturn w / (w.sum(-1, keepdim=True) + 1e-8)", "exp"),
     "the 1 would have to be scaled as well": ("w = x.exp()\nreturn w / (1 + w.sum(-1, keepdim=True))", "exp"),
-    "a mask": ("w = x.exp() * (x > 0)\nreturn w / w.sum(-1, keepdim=True)", "exp"),
     "squares": ("w = x.exp()\nreturn w * w / w.sum(-1, keepdim=True)", "exp"),
-    "summed along another dimension": ("w = x.exp()\nreturn w / w.t().sum(-1, keepdim=True)", "exp"),
     "no sum along a dimension": ("w = x.exp()\nreturn w.log() + 0 * w.sum(-1, keepdim=True)", "exp"),
 }  # fmt: skip
 
@@ -189,5 +219,5 @@ def test_what_a_name_stands_for(name, line, value):
     (function,) = tree.module.body
     names = (node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name)
     read = max((node for node in names if node.lineno == line), key=tree.span)
-    found = Definitions(tree, function).value_of(read)
+    found = Definitions(Editor(tree, Path("net.py"), None), function).value_of(read)
     assert (None if found is None else tree.code(found)) == value

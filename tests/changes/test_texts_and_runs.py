@@ -43,6 +43,7 @@ CASES = {
         "averaged.sum(dim=0, keepdim=True) / max(averaged.shape[0], 1)",
     ),
     "spread of one": ("return x[:1].std(0)", "std", EMPTY, "values.std(0, correction=min(1, values.shape[0] - 1))"),
+    "by keywords": ("return x[:1].std(dim=0, correction=1)", "std", EMPTY, "correction=min(1, values.shape[0] - 1))"),
     "loss of nothing": ("return F.mse_loss(x[:0], x[:0])", "mse_loss", EMPTY, 'reduction="none"'),
     "guard of a method": ("return x.sqrt()", "sqrt", GUARD, "torch.where(x <= 0, 1.0, x).sqrt()"),
     "guard of a function": ("return torch.sqrt(x - 1)", "sqrt", GUARD, "torch.where(guarded <= 0, 0.0, torch.sqrt("),

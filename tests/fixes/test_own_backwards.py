@@ -1,4 +1,4 @@
-"""A Function's own backward: its gradients are values that float64 judges, and not derivatives of what a fix makes."""
+"""A Function's own backward: nothing shows which other values it should give, so none is written into it."""
 
 import pytest
 import torch
@@ -32,12 +32,11 @@ class Net(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_clamp_in_a_backward_is_judged_by_the_gradients(replay):
+def test_a_clamp_in_a_backward_is_advice(replay):
     x = torch.tensor([[120.0, 90.0], [0.5, -2.0]])  # clamped at 80 both have a share of one half
     report = replay(Net, {"x": x}, loss=lambda output, _: output.mean())
     clamp = next(item for item in report.fixes if item.edit.kind == "clamp")
-    assert not clamp.verified
-    assert next(check for check in clamp.checks if check.status == "failed").name == "gradients"
+    assert (clamp.kind, clamp.verified) == ("advice", False)
 
 
 class Rounding(torch.autograd.Function):

@@ -210,7 +210,7 @@ STEPS = {
     "the half of a table that is left out": clamped(
         "i = torch.arange(40.0)\nd = 0.05 ** (i[:, None] - i)\n"
         "return (d * torch.ones(40, 40).tril()).sum() + self.lift(x)",
-        "d = 0.05 ** (i[:, None] - i).clamp(min=0)",
+        "d = 0.05 ** torch.where(torch.ones(40, 40).tril() != 0, i[:, None] - i, 0.0)",
     ),
     "a density of x and 1 - x": clamped(
         "y = self.lift(x).sigmoid().float()\nreturn torch.distributions.Beta(y + 1, y + 2).log_prob(x.clamp(0, 1)) + y",

@@ -140,14 +140,6 @@ def test_weights_of_which_little_is_left_are_not_mended(replay):
     assert "no code can restore what the weights have lost" in report.search_notes[0]
 
 
-def test_lost_weights_are_set_to_zero_by_a_snippet(replay):
-    fix = replay(lose_weights(1), {"x": torch.ones(2, 4)}, builds=Head).fixes[0]
-    assert (fix.kind, fix.verified) == ("state", True)
-    model = lose_weights(1)
-    exec(fix.patch, {"model": model, "torch": torch})
-    assert bool(model(torch.ones(2, 4)).isfinite().all())
-
-
 class Denoiser(nn.Module):
     """Divides by the noise level, which is exactly 0 in one sample, [n, 4] and [n] -> [n, 4]."""
 

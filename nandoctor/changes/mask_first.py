@@ -1,0 +1,63 @@
+"""Lay the mask of an op's result over its argument already, where the op overflows or has an infinite gradient."""
+
+from __future__ import annotations
+
+import ast
+from typing import ClassVar, Literal
+
+from nandoctor.changes.definitions import Definitions
+from nandoctor.changes.expression import Expression
+from nandoctor.changes.places import in_place, place_of
+from nandoctor.changes.source_tree import CannotWriteError
+from nandoctor.changes.source_writer import SourceWriter
+from nandoctor.changes.text_lines import grouped
+from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
+from nandoctor.text import constant
+
+
+@kind_of_change
+class MaskFirst(SingleEdit):
+    """Run an op on `safe` where a later op of the same function discards its result, or what is made of it.
+
+    That op, at `mask`, takes it as `masked`, "self" or "other": a `where` or `masked_fill`, or a product with 0 and 1.
+    """
+
+    size: ClassVar[int] = 2
+    why: ClassVar[str] = "What is masked only after the op is Inf until then, and 0 * Inf is NaN, in the gradient too."
+    is_text_alone: ClassVar[bool] = True
+
+    kind: Literal["mask-first"] = "mask-first"
+    site: OpSite
+    argument: str
+    safe: float
+    mask: OpSite
+    masked: str
+
+    @property
+    def title(self) -> str:
+        """What is masked, and where."""
+        safe, later = constant(self.safe), place_of(self.mask)
+        return f"Give {self.site.op}{in_place(self.site)} the argument {safe} where {later} masks its result"
+
+    def write(self, source: SourceWriter) -> None:
+        """Write the argument under the later mask."""
+        expression, later = source.open(self.site), source.open(self.mask)
+        editor, function = expression.editor, expression.tree.scope_of(expression.node)
+        is_near = later.editor is editor and later.tree.scope_of(later.node) is function
+        if not is_near or isinstance(function, ast.Module):
+            raise CannotWriteError
+        mask = Definitions(editor, function).text_at(self._mask_in(later), expression.node)
+        condition = f"{grouped(mask)} != 0" if self.mask.op == "mul" else mask
+        argument = expression.argument_node(self.argument)
+        kept, safe = editor.code(argument), self.safe
+        drops = self.mask.op == "masked_fill" or (self.mask.op == "where" and self.masked == "other")
+        chosen = f"{safe}, {kept}" if drops else f"{kept}, {safe}"
+        editor.replace(argument, f"torch.where({condition}, {chosen})")
+
+    def _mask_in(self, later: Expression) -> ast.expr:
+        """Return the other factor, or the condition of a `where` or `masked_fill`, which comes first."""
+        if self.mask.op == "mul":
+            return later.argument_node("other" if self.masked == "self" else "self")
+        if not isinstance(later.node, ast.Call) or not later.node.args:
+            raise CannotWriteError
+        return later.node.args[0]
