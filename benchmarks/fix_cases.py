@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 from real_bugs import geometry, pictures_and_sound, probability, sequences  # noqa: E402
 from real_bugs.bug import Bug  # noqa: E402
 from sick_models import all_cases  # noqa: E402
-from sick_models.case import Batch, Case, positional, rand, scaled, seeded  # noqa: E402
+from sick_models.case import Batch, Case, rand, scaled, seeded  # noqa: E402
 
 SAMPLES: dict[str, tuple[str, Callable[[nn.Module, Batch], Any]]] = {
     "unet_blank_tile": ("UNet", lambda model, batch: model({"image": batch["image"], "mask": batch["mask"]})),
@@ -101,7 +101,7 @@ def _libraries() -> list[Case]:
             mechanism="library",
             build=seeded(lambda: scaled(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 600.0)),
             batch=lambda: {"x": rand(4, 5, 8)},
-            call=positional("x"),
+            call=lambda model, batch: model(batch["x"]),
             verdict="precision",
         ),
     ]

@@ -229,9 +229,11 @@ def _name_samples(step: FailingStep, findings: Findings) -> Findings:
         return findings
     policy = REFERENCE if findings.conclusion.in_fp32 else None
     rows, failing = first.origin.elements.samples, findings.reference if policy is REFERENCE else findings.trace
-    # Rows that an op spoils and that stay spoilt to the end were not left out on the way, as by a mask or by the loss.
-    in_loss = failing.loss is not None and not failing.loss.finite
-    stays = first.origin.op is not None and bool(rows) and rows == failing.rows_hit and not in_loss
+    # Rows that one call of an op spoils and that stay spoilt were not left out on the way, as by a mask or by the loss.
+    place = first.origin.op, first.origin.source
+    num_calls = sum((op.op, op.own_line) == place and not op.outputs_finite for op in failing.ops)
+    is_sole = num_calls == 1 and all(stats.finite for stats in first.origin.inputs)
+    stays = is_sole and bool(rows) and rows == failing.rows_hit and not failing.fails_in_loss
     ends_there = findings.trace.finite or stays
     symptom = Symptom(origin=first.origin, policy=policy, failing=failing, ends_there=ends_there)
     guilty = find_guilty(step, flagged_rows(findings), symptom)

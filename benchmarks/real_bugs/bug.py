@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sick_models.case import Batch, Case, Phase, healthy, positional
+from sick_models.case import Batch, Case, Phase, healthy
 from torch import Tensor, nn
 
 from nandoctor.evidence.report import Verdict
@@ -55,7 +55,7 @@ class Bug:
             mechanism="released package",
             build=self.model,
             batch=self.batch,
-            call=positional(*self.inputs),
+            call=lambda model, batch: model(*(batch[name] for name in self.inputs)),
             loss=self.loss,
             verdict=self.verdict,
             phase=self.phase,

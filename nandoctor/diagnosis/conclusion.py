@@ -230,9 +230,11 @@ FailsWithout = Callable[[Trace, Sequence[OpSite]], bool]
 """Takes a failing run and ops; returns True if the step fails in the same way when what they make is finite."""
 
 
-def conclude(
-    trace: Trace, reference: Trace, low: FloatFormat, fails_without: FailsWithout = lambda *_: True
-) -> Conclusion:
+def _always(_failing: Trace, _sites: Sequence[OpSite]) -> bool:
+    return True
+
+
+def conclude(trace: Trace, reference: Trace, low: FloatFormat, fails_without: FailsWithout = _always) -> Conclusion:
     """Diagnose a non-finite output or loss; if both are finite, overflows that were swallowed on the way.
 
     If the step fails in fp32 too, precision is not the story: that failure comes first, and then what `low` adds. Of
@@ -265,7 +267,7 @@ def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat, fails_withou
     if not found.outside and not any(source.op.analysis for source in (*found.sources, *found.written)):
         # It came through a tensor that cannot be inspected: start from every non-finite result that no op took, too.
         found = trace_back(trace.ops, reference, [*trace.handed_out, *symptoms], low)
-    return _conclude_traced(found, trace, places, fails_without)
+    return _conclude_traced(found, trace, places, fails_without if not reference.finite else _always)
 
 
 def _symptoms(trace: Trace, places: list[NonfinitePlace]) -> list[int]:
@@ -315,8 +317,7 @@ def _conclude_traced(
     found_trace: NonfiniteTrace, trace: Trace, places: list[NonfinitePlace], fails_without: FailsWithout
 ) -> Conclusion:
     found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace)]
-    sites = tuple(dict.fromkeys(blamed.site for _, _, blamed in found if blamed is not None))
-    harmless = _find_harmless(sites, trace, fails_without)
+    harmless = _find_harmless(found, trace, fails_without)
     found = [it for it in found if it[2] is None or it[2].site not in harmless or is_mask(it[1])]
     # A mask constant that became -inf is harmless except in fully masked rows: any other diagnosis comes first.
     found.sort(key=lambda it: (is_mask(it[1]), it[0]))
@@ -340,12 +341,17 @@ def is_mask(diagnosis: Diagnosis) -> bool:
     return diagnosis.cause is not None and diagnosis.cause.code == MASK
 
 
-def _find_harmless(sites: Sequence[OpSite], trace: Trace, fails_without: FailsWithout) -> set[OpSite]:
-    """Return the ops whose NaN or Inf alone would not make the run fail: a later op leaves it out, or makes 5 / Inf."""
-    if not 1 < len(sites) <= _MOST_ASKED:
+def _find_harmless(found: Sequence[_Found], trace: Trace, fails_without: FailsWithout) -> set[OpSite]:
+    """Return the ops whose NaN or Inf does not make the run fail: a later op leaves it out, or makes 0 of 5 / Inf.
+
+    An overflow is none of them: it has a number in float64, and the 0 of x / Inf is wrong.
+    """
+    exact = {blamed.site: it.origin.would_be for _, it, blamed in found if blamed is not None}
+    if not 1 < len(exact) <= _MOST_ASKED:
         return set()
-    harmless = {site for site in sites if not fails_without(trace, [other for other in sites if other != site])}
-    return harmless if len(harmless) < len(sites) else set()
+    singular = [site for site in exact if exact[site] is None]
+    harmless = {site for site in singular if not fails_without(trace, [other for other in exact if other != site])}
+    return harmless if len(harmless) < len(exact) else set()
 
 
 def _place_in_code(origin: Origin) -> object:

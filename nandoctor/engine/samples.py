@@ -23,7 +23,6 @@ from nandoctor.text import MAX_SAMPLES_LISTED, constant, number
 from nandoctor.torch_compat import running_node
 from nandoctor.tracing.dispatch_hook import Invocation, find_place, to_source
 from nandoctor.tracing.module_tracer import Owner
-from nandoctor.tracing.op_analysis import without_passed_on
 from nandoctor.tracing.tensor_stats import all_finite, has_nan_or_inf, has_nonfinite
 from nandoctor.tracing.tensor_tree import walk_tensors
 
@@ -77,7 +76,7 @@ class Symptom:
             if call.name == origin.op and (origin.phase == "loss" or owner()[0] == origin.place.module):
                 place = find_place()  # that of a derivative is at the line of its function
                 is_there = running_node() is not None or to_source(place.inside or place) == origin.source
-                if is_there and is_wrong(without_passed_on(call, made)):
+                if is_there and is_wrong(made):
                     reached.append(True)
                     if self.ends_there:
                         raise _OriginReached
@@ -115,6 +114,7 @@ class _Runs:
         self._step, self._symptom, self._size = step, symptom, size
         self._left = 2 * math.ceil(math.log2(size)) + _SPARE_RUNS
         self._known: dict[tuple[int, ...], bool] = {}
+        self._beside: tuple[int, ...] = ()  # a sample that is fine, for a loss that takes none of some others
         self._is_whole = False
 
     def fails(self, samples: tuple[int, ...]) -> bool:
@@ -146,11 +146,12 @@ class _Runs:
         others = () if is_cut else tuple(sample for sample in range(self._size) if sample not in flagged)
         if others and self.fails(_spread(others)):
             return False
-        alone = [self.fails((sample, *others[:1])) for sample in dict.fromkeys((flagged[0], flagged[-1]))]
+        self._beside = others[:1]
+        alone = [self.fails((sample, *self._beside)) for sample in dict.fromkeys((flagged[0], flagged[-1]))]
         if any(alone) or not others:
             return all(alone)
         middle = len(flagged) // 2
-        return not any(self.fails((*half, *others[:1])) for half in (flagged[:middle], flagged[middle:]) if half)
+        return not any(self.fails((*half, *self._beside)) for half in (flagged[:middle], flagged[middle:]) if half)
 
     def narrow(self, samples: tuple[int, ...]) -> tuple[int, ...]:
         """Return which of the samples, with which the step fails, fail by themselves."""
@@ -158,7 +159,7 @@ class _Runs:
             return samples
         middle = len(samples) // 2
         parts = (samples[:middle], samples[middle:]) if len(samples) > _FEW + 1 else [(sample,) for sample in samples]
-        found = [part for part in parts if self.fails(part)]
+        found = [part for part in parts if self.fails((*part, *(it for it in self._beside if it not in part)))]
         if not found:
             raise _InDoubtError
         return tuple(sample for part in found for sample in self.narrow(part))

@@ -354,10 +354,14 @@ class Trace:
         hidden = self.handed_out if self.unread else ()
         return self.raised is None and all(stats.finite for stats in ends) and not hidden
 
+    @property
+    def fails_in_loss(self) -> bool:
+        """True if there is a loss, and it is not finite."""
+        return self.loss is not None and not self.loss.finite
+
     def fails_as(self, failing: Trace) -> bool:
         """Return True if this run is non-finite where that one is: in the loss, or in the output if that has none."""
-        in_loss = failing.loss is not None and not failing.loss.finite
-        return not self.loss.finite if in_loss and self.loss is not None else not self.finite
+        return self.fails_in_loss if failing.fails_in_loss and self.loss is not None else not self.finite
 
     @property
     def rows_hit(self) -> tuple[int, ...]:

@@ -222,7 +222,7 @@ def _judge_direction(proof: Proof) -> Said | None:
 
 def _judge_limit(proof: Proof) -> Said | None:
     """Refuse a change that gives a number which is not the limit of the formula at a point where it has no value."""
-    if selects((proof.change,)) or proof.written.kind == "data":
+    if selects((proof.change,)) or proof.written.kind in ("data", "state"):
         return None
     sentence = proof.verifier.meaning.describe_replaced(proof.change, proof.made, proof.edit)
     if sentence is not None:

@@ -12,7 +12,7 @@ import torch
 
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.trace import OpAnalysis, Operand
-from nandoctor.ops import PRODUCTS, num_terms
+from nandoctor.ops import POINTWISE, PRODUCTS, num_terms
 from nandoctor.torch_compat import plain_torch, tree_tensors, unwrap, without_autocast
 from nandoctor.tracing.dispatch_hook import Invocation
 from nandoctor.tracing.exact_counts import count_exactly, find_largest, find_nonfinite
@@ -53,19 +53,26 @@ def _before_reduction(call: Invocation) -> torch.Tensor | None:
 
 
 def without_passed_on(call: Invocation, output: Any) -> Any:
-    """Return the output with zeros for infinities that an elementwise op was given at the same element.
+    """Return the output with zeros for what an elementwise op was given at the same element, and passed on.
 
-    Masked rows are no sample's fault.
+    That is an infinity for an infinity: masked rows are no sample's fault. A function that is infinite for some finite
+    inputs passes NaN on as well, and makes it of infinities.
     """
     operands = [values for _, tensor in call.tensors() if (values := numbers_in(tensor)) is not None]
     is_one = isinstance(output, torch.Tensor) and output.is_floating_point()
     if not is_one or call.name in PRODUCTS or all(map(all_finite, operands)):
         return output
+    find = find_nonfinite if call.name in POINTWISE else torch.isinf
     try:
-        infinite = [torch.isinf(values).expand(output.shape) for values in operands]
+        given = [find(values).expand(output.shape) for values in operands]
     except RuntimeError:  # such as a reduction, whose operands have another shape
         return output
-    return output.masked_fill(torch.isinf(output) & reduce(torch.logical_or, infinite), 0.0)
+    return output.masked_fill(find(output) & reduce(torch.logical_or, given), 0.0)
+
+
+def makes_of_finite(call: Invocation, outputs: Sequence[torch.Tensor]) -> bool:
+    """Return True if a function that is infinite for some finite inputs was given those, whatever is beside them."""
+    return call.name in POINTWISE and not all(all_finite(without_passed_on(call, output)) for output in outputs)
 
 
 def _operand_values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -34,7 +34,7 @@ from nandoctor.tracing.dispatch_hook import (
 )
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Owner
-from nandoctor.tracing.op_analysis import examine
+from nandoctor.tracing.op_analysis import examine, makes_of_finite
 from nandoctor.tracing.tensor_stats import (
     Reading,
     collect_all,
@@ -195,7 +195,7 @@ class OpTracer:
             return
         analysis = None
         is_known = self._num_analyses < MAX_ANALYSES and not any(is_unreadable(tensor) for _, tensor in call.tensors())
-        if is_known and _makes_nonfinite(inputs, readings):
+        if is_known and (_makes_nonfinite(inputs, readings) or self._adds_nonfinite(call, leaves, readings)):
             # An infinity in the code is usually a mask, and every layer may have one: do not count it.
             self._num_analyses += not any(math.isinf(value) for _, value in call.scalars())
             analysis = self._examine(call, leaves, rng_state)
@@ -207,6 +207,10 @@ class OpTracer:
             self._remember(leaf, order, reading, wrote=call.is_mutable)
         if self._on_op is not None:
             self._on_op(order, call, output)
+
+    @staticmethod
+    def _adds_nonfinite(call: Invocation, leaves: list[torch.Tensor], readings: list[Reading | None]) -> bool:
+        return not all(map(is_finite, readings)) and makes_of_finite(call, leaves)
 
     def _identify_all(self, call: Invocation) -> list[_Tensor]:
         """Return the tensors that an op reads; edits go unseen, so a tensor made by one has the original's origin."""

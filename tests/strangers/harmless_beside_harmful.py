@@ -113,3 +113,42 @@ class OutputThatTheLossDoesNotTake(Lifting):
     def forward(self, x, power, count):
         inverse = 1 / count
         return super().forward(x) + torch.log(power)[:, None], inverse
+
+
+LEVELS = torch.ones(4, 3)
+LEVELS[[0, 2], [0, 1]] = 0.0
+USED = torch.ones(4, 3)
+USED[0, 0] = 0.0
+
+
+@rows(DIVISION, {"x": X, "level": LEVELS, "used": USED}, line="/ level[:, k]", samples=(2,))
+class PassOfALoopThatIsNotUsed(Lifting):
+    def forward(self, x, level, used):
+        total = torch.zeros(len(x), 4)
+        for k in range(3):
+            part = super().forward(x) / level[:, k].unsqueeze(-1)
+            total = torch.where(used[:, k].unsqueeze(-1) > 0, total + part, total)
+        return total
+
+
+BANNED = torch.zeros(4, 4, dtype=torch.bool)
+BANNED[:, 1] = True
+
+
+@rows(DIVISION, {"x": X, "banned": BANNED, "length": torch.tensor([3.0, 2.0, 1.0, 0.0])}, line="/ length", samples=(3,))
+class NewInfinitiesBesideThoseOfAMask(Lifting):
+    def forward(self, x, banned, length):
+        scores = super().forward(x).log().masked_fill(banned, float("-inf"))
+        return (scores / length[:, None]).topk(2, -1).values
+
+
+@rows(
+    DIVISION,
+    {"x": X, "count": COUNTS["count"], "size": torch.tensor([1.0, 2.0, 3.0, 0.0])},
+    line="/ size",
+    samples=(3,),
+)
+class NewNanBesideThatOfRowsThatAreDropped(Lifting):
+    def forward(self, x, count, size):
+        mean = super().forward(x) * count[:, None] / count[:, None]
+        return ((mean - mean) / size[:, None])[count > 0]
