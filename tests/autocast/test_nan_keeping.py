@@ -28,7 +28,6 @@ def by_reference_math(*operands, **options):
 
 @for_each(POLICIES, [0, 1, 2], SIZES, [False, True])
 def test_a_nan_in_any_operand_reaches_the_output(policy, which, size, causal):
-    torch.manual_seed(0)
     operands = [torch.randn(2, 2, *size, dtype=torch.float64 if policy is EXACT else torch.float32) for _ in range(3)]
     operands[which][0, 0, 0, 0] = torch.nan
     with apply_policy(policy, CPU):
@@ -39,7 +38,6 @@ def test_a_nan_in_any_operand_reaches_the_output(policy, which, size, causal):
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf])
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["query", "key", "value"])
 def test_an_infinity_in_any_operand_reaches_the_output(value, which):
-    torch.manual_seed(0)
     operands = [torch.randn(1, 2, 40, 8) for _ in range(3)]
     operands[which][0, 1, 3, 2] = value
     with cuda_autocast():
@@ -48,7 +46,6 @@ def test_an_infinity_in_any_operand_reaches_the_output(value, which):
 
 
 def test_finite_operands_give_the_bits_of_the_fused_kernel():
-    torch.manual_seed(0)
     query, key, value = (torch.randn(2, 2, 40, 8).half().float() for _ in range(3))
     fused = F.scaled_dot_product_attention(query, key, value)
     with apply_policy(REFERENCE, CPU):
@@ -58,7 +55,6 @@ def test_finite_operands_give_the_bits_of_the_fused_kernel():
 
 
 def test_gradients_are_those_of_the_reference_math():
-    torch.manual_seed(0)
     operands = [torch.randn(1, 1, 6, 4, requires_grad=True) for _ in range(3)]
     with torch.no_grad():
         operands[0][0, 0, 2, 1] = torch.nan
@@ -89,7 +85,6 @@ def test_torch_is_as_it_was_afterwards():
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_gradients_of_each_sample_are_as_without():
-    torch.manual_seed(0)
     values = torch.randn(3, 1, 2, 4, 8)
     gradients = torch.vmap(torch.func.grad(lambda x: F.scaled_dot_product_attention(x, x, x).square().sum()))
     usual = gradients(values)

@@ -12,11 +12,6 @@ CPU = torch.device("cpu")
 LOW = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def rounded(tensor, dtype=torch.float16):
     return tensor.to(dtype).float()
 

@@ -63,7 +63,7 @@ def command_in(message):
     return shlex.split(message.partition("nandoctor replay ")[2])
 
 
-def test_the_logged_command_replays_the_step(train, capsys):
+def test_the_logged_command_replays_the_step(train):
     said = train()
     assert "without the weights, which would exceed max_nbytes" in said
     path, *flags = command_in(said)

@@ -242,7 +242,6 @@ def squared(output, batch):
 
 
 def test_adam_in_half_precision(tmp_path):
-    torch.manual_seed(0)
     model = Words().half()
     optimizer = torch.optim.Adam(model.parameters())
     with nandoctor.Recorder(model, folder=tmp_path, loss=squared) as recorder:

@@ -1,6 +1,5 @@
 """Broken and hostile files: each has one error that says what is wrong and what to do, whatever the file does."""
 
-import io
 import os
 import pickle
 import resource
@@ -34,14 +33,6 @@ def reaching_beyond():
 def twice():
     with pytest.warns(UserWarning, match="Duplicate name"):
         return forge.archive(forge.weights(), extra=[("dump/data.pkl", b"\x80\x02}.")])
-
-
-def zip_with(member):
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as file:
-        file.writestr(member, b"{}")
-        file.writestr("metadata.json", b"{}")
-    return buffer.getvalue()
 
 
 def doubling(codec):

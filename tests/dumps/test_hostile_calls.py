@@ -11,7 +11,7 @@ from nandoctor.dumps.reader import look_at_dump, read_dump
 from nandoctor.errors import DumpError
 
 SET = forge.name("builtins", "set")
-SIZE, PARAMETER = forge.name("torch", "Size"), forge.name("torch._utils", "_rebuild_parameter")
+PARAMETER = forge.name("torch._utils", "_rebuild_parameter")
 EXPANDED = forge.tensor(size=(10**8,), stride=(0,))
 COLLIDING = b"".join(forge.integer(1 + number * (2**61 - 1)) for number in range(8, 3000))
 NO_ITEMS = "arguments that are no containers"

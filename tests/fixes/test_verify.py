@@ -43,7 +43,7 @@ def test_nothing_is_run_twice_nor_if_it_is_known():
 
 
 @pytest.mark.slow
-def test_a_spent_budget_is_told(tmp_path):
+def test_a_spent_budget_is_told():
     report = nandoctor.replay("sample_dumps/residual_stream.pth", max_trials=5).report
     assert any("budget" in note for note in report.search_notes)
     unspent = nandoctor.replay("sample_dumps/residual_stream.pth", max_trials=0).report
@@ -65,7 +65,6 @@ class Noisy(nn.Module):
 
 
 def test_what_fp32_itself_is_unsure_of_need_not_agree():
-    torch.manual_seed(0)
     model = Noisy()
     step = make_step(model, torch.full((3, 2), 0.3))
     trials = make_trials(step)

@@ -56,7 +56,6 @@ def loss(output, batch):
 
 
 def test_fixes_are_the_same(tmp_path, all_are_large):
-    torch.manual_seed(0)
     torch.save({"state_dict": Tied().state_dict(), "x": torch.randn(4, 8)}, tmp_path / "dump.pth")
     options = {"model": Tied, "loss": loss, "max_trials": 30}
     plain = replay(tmp_path / "dump.pth", **options).report

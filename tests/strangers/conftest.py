@@ -1,15 +1,8 @@
 """How a stranger is examined: its step is saved to a file, and the file is replayed."""
 
 import pytest
-import torch
 
 from strangers.rows import Row, assert_verified_passed, replay
-
-
-@pytest.fixture(autouse=True)
-def same_weights():
-    """Weights that do not depend on which tests ran before."""
-    torch.manual_seed(0)
 
 
 @pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["diagnosed", "with fixes"])

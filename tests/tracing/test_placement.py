@@ -40,7 +40,6 @@ def test_few_dimensions(shape, dims, counts):
 
 @pytest.mark.parametrize("size", [31, 32, 33, 100, 1000])
 def test_large_dimensions_are_joined_into_cells_without_loss(size):
-    torch.manual_seed(0)
     nonfinite = torch.rand(2, size, 50) < 0.3
     grid = place_nonfinite(nonfinite)
     assert max(len(grid.counts), len(grid.counts[0])) <= 32

@@ -90,7 +90,7 @@ def test_of_many_layers_as_many_are_named_as_have_room(make):
     assert all(left[1] <= right[0] for left, right in itertools.pairwise(boxes))
 
 
-def test_a_long_headline_and_long_names_leave_room_for_the_panel(tmp_path):
+def test_a_long_headline_and_long_names_leave_room_for_the_panel():
     made = factory.precision()
     name = "stage." * 60
     rows = tuple(factory.put(row, module=name) if not row.finite else row for row in made.runs.autocast.modules)
