@@ -16,29 +16,42 @@ from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.trace import Trace
-from nandoctor.tracing.tensor_stats import format_of
+from nandoctor.ops import POINTWISE
+from nandoctor.tracing.tensor_stats import all_finite, format_of
 
 _ANY_NUMBER = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MakeFinite(SingleEdit):
-    """Put a number for what an op makes non-finite; for a run alone, it is no fix."""
+    """Put a number for the NaN and Inf that an op makes, but not for what it was given; for a run alone, no fix."""
 
     site: OpSite
 
     def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
-        yield self.site, lambda op: op.each(partial(_made_finite, in_place=op.is_mutable), op.run())
+        yield self.site, _run_finite
 
     def works_in_place(self, *, has_out: bool) -> bool:
         return True
 
 
-def _made_finite(value: Any, *, in_place: bool) -> Any:
+def _run_finite(op: RunningOp) -> Any:
+    # A mask's -Inf becomes NaN in a softmax; of a function that is singular itself, all that it was given stays.
+    find = torch.isnan if op.name not in POINTWISE else lambda values: ~torch.isfinite(values)
+    given = [find(taken) for _, taken in op.tensors() if not all_finite(taken)]  # before it is written to
+    return op.each(partial(_made_finite, given=given, in_place=op.is_mutable), op.run())
+
+
+def _made_finite(value: Any, *, given: Sequence[torch.Tensor], in_place: bool) -> Any:
     if not isinstance(value, torch.Tensor) or format_of(value.dtype) is None:
         return value
-    nonfinite = ~torch.isfinite(value)
-    return value.masked_fill_(nonfinite, _ANY_NUMBER) if in_place else value.masked_fill(nonfinite, _ANY_NUMBER)
+    made = ~torch.isfinite(value)
+    for places in (places for places in given if bool(places.any())):
+        try:
+            made = made & ~places.expand(value.shape)
+        except RuntimeError:  # what was given may be anywhere
+            return value
+    return value.masked_fill_(made, _ANY_NUMBER) if in_place else value.masked_fill(made, _ANY_NUMBER)
 
 
 def fails_without(step: FailingStep, failing: Trace, sites: Sequence[OpSite]) -> bool:

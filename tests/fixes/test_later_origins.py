@@ -14,7 +14,7 @@ class Rms(nn.Module):
 
 
 class TwoSamples(nn.Module):
-    """One sample of zeros, and behind its NaN another that no element is counted in."""
+    """One sample of zeros, and beside its NaN another that no element is counted in."""
 
     def __init__(self):
         super().__init__()
@@ -65,8 +65,6 @@ def test_both_samples_are_mended_told_and_left_out(replay):
         "+        mean = (self.rms(x) * weight[..., None]).sum(1) / torch.where(divisor == 0, 1, divisor)",
     ]
     assert [diagnosis.origin.elements.samples for diagnosis in report.also] == [(3,)]
-    assert any("fails again" in note and "weight.sum(1, keepdim=True)" in note for note in report.search_notes)
-    assert any("sample 3" in note for note in report.search_notes)
     data = [fix for fix in report.fixes if fix.kind == "data"]
     assert [fix.verified for fix in data] == [True]
     assert "kept = [0, 2]" in data[0].patch
