@@ -52,7 +52,7 @@ class Hopeless(nn.Module):
         return x * float("nan")
 
 
-def test_both_samples_are_mended_told_and_left_out(replay):
+def test_both_samples_are_mended_and_told(replay):
     x, weight = torch.randn(4, 3, 6), torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
     x[1] = 0
     report = replay(TwoSamples, {"x": x, "weight": weight})
@@ -65,9 +65,6 @@ def test_both_samples_are_mended_told_and_left_out(replay):
         "+        mean = (self.rms(x) * weight[..., None]).sum(1) / torch.where(divisor == 0, 1, divisor)",
     ]
     assert [diagnosis.origin.elements.samples for diagnosis in report.also] == [(3,)]
-    data = [fix for fix in report.fixes if fix.kind == "data"]
-    assert [fix.verified for fix in data] == [True]
-    assert "kept = [0, 2]" in data[0].patch
 
 
 def test_the_later_one_may_be_a_matter_of_precision(replay):
