@@ -17,8 +17,8 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
-from real_bugs import geometry, pictures_and_sound, probability, sequences  # noqa: E402
-from real_bugs.bug import Bug  # noqa: E402
+from real_bugs import geometry, pictures_and_sound, probability, sequences, threads  # noqa: E402
+from real_bugs.bug import Bug, positional  # noqa: E402
 from sick_models import all_cases  # noqa: E402
 from sick_models.case import Batch, Case, rand, scaled, seeded  # noqa: E402
 
@@ -109,7 +109,9 @@ def _libraries() -> list[Case]:
 
 CASES = {case.name: case for case in (*all_cases(), *map(_sample, SAMPLES), *_libraries())}
 BUGS: dict[str, Bug] = {
-    f"real/{bug.title}": bug for module in (pictures_and_sound, sequences, probability, geometry) for bug in module.BUGS
+    f"real/{bug.title}": bug
+    for module in (pictures_and_sound, sequences, probability, geometry, threads)
+    for bug in module.BUGS
 }
 
 

@@ -102,7 +102,7 @@ def _replay(name: str, folder: Path, packages: list[Path]) -> Report:
         dump = ROOT / "sample_dumps" / f"{name.removeprefix('sample/')}.pth"
         return nandoctor.replay(dump).report
     if not packages:
-        return diagnose(CASES[name], folder, fixes=True)
+        return diagnose(case_named(name), folder, fixes=True)
     # Two bugs need one package at different versions, so each is replayed in a process of its own.
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(_replay_beside, (name, folder, packages))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sick_models.case import Batch, Case, Phase, healthy
+from sick_models.case import Batch, Call, Case, Phase, healthy
 from torch import Tensor, nn
 
 from nandoctor.evidence.report import Verdict
@@ -31,7 +31,7 @@ class Bug:
 
     title: str
     url: str
-    packages: tuple[str, ...]
+    packages: tuple[str, ...] = ()
     model: Callable[[], nn.Module]
     inputs: tuple[str, ...]
     batch: Callable[[], Batch]
@@ -55,7 +55,7 @@ class Bug:
             mechanism="released package",
             build=self.model,
             batch=self.batch,
-            call=lambda model, batch: model(*(batch[name] for name in self.inputs)),
+            call=positional(*self.inputs),
             loss=self.loss,
             verdict=self.verdict,
             phase=self.phase,
@@ -69,6 +69,11 @@ class Bug:
         """The same step where nothing is wrong."""
         build, batch = self.healthy_model or self.model, self.healthy_batch or self.batch
         return healthy(replace(self.case(), name=f"{self.title} (control)", build=build, batch=batch))
+
+
+def positional(*names: str) -> Call:
+    """A call of the model with these arrays of the batch, in this order."""
+    return lambda model, batch: model(*(batch[name] for name in names))
 
 
 def install(packages: tuple[str, ...], cache: Path) -> list[Path]:
