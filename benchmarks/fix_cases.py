@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from real_bugs import geometry, pictures_and_sound, probability, sequences, threads  # noqa: E402
-from real_bugs.bug import Bug, positional  # noqa: E402
+from real_bugs.bug import Bug  # noqa: E402
 from sick_models import all_cases  # noqa: E402
 from sick_models.case import Batch, Case, rand, scaled, seeded  # noqa: E402
 

@@ -14,6 +14,7 @@ from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
 from nandoctor.changes.setting import WHOLE, SetOptimizerEps, UseFormat
 from nandoctor.diagnosis.conclusion import Findings, is_mask
+from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.edits import Edit, SourcePatch, Together, flatten, is_text_alone, only_widens
 from nandoctor.evidence.formats import BF16, FP16
@@ -39,6 +40,7 @@ from nandoctor.fixes.widening import cost_of, is_below
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange, write_title
 from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.text import constant, join_first
+from nandoctor.tracing.tensor_stats import measure_all
 
 _CHANGES, _FP32_SETS, _SETTINGS = "changes of the operation", "sets of modules in fp32", "other settings"
 _EPS_LOST = "optimizer-eps-underflow"
@@ -290,8 +292,21 @@ class _Search:
                 *self._later.notes,
                 *describe_search(self._findings, ranked, left, out_of_memory=self._budget.out_of_memory),
                 *([describe_none(self._findings, self._step.model)] if found_none else []),
+                *(self._describe_drift() if ranked else ()),
             ),
         )
+
+    def _describe_drift(self) -> Iterator[str]:
+        """Yield a note if the unchanged step gave another output in fp32 than before: some state was not put back."""
+        again, before = self._verifier.trials.known_reference, self._findings.reference.output
+        values = again.values if again is not None and self._findings.exposed is None else {}
+        now = {path.removeprefix("output."): measure_all([("", value)]) for path, value in values.items()}
+        pairs = [(now[stats.path], (replace(stats, path=""),)) for stats in before if stats.path in now]
+        if any(one[0].finite != other[0].finite or outputs_differ(one, other) for one, other in pairs if one):
+            yield (
+                "The unchanged step gave another output in the search than before it: it keeps state outside of its "
+                "modules (in a file's globals, a cache or an object), which runs do not put back. The fixes may fail."
+            )
 
     @property
     def _succeeded(self) -> bool:

@@ -270,6 +270,11 @@ class Trials:
             self._references[key] = self._shared_reference(key) or self._execute(edits, REFERENCE)
         return self._references[key]
 
+    @property
+    def known_reference(self) -> Result | None:
+        """The unchanged step in fp32, if it was run."""
+        return self._references.get(frozenset())
+
     def _shared_reference(self, key: frozenset[Change]) -> Result | None:
         """Return the same reference with gradients, if known; the unchanged step's is run, since any fix needs it."""
         if self._backward or not self._is_own_step:
