@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_835, "tests": 34_556, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_855, "tests": 34_570, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_024,
@@ -47,7 +47,7 @@ MAX_LINES_OF_ROOMS = {
     "dumps": 3_515,
     "engine": 3_312,
     "evidence": 1_716,
-    "fixes": 3_650,
+    "fixes": 3_670,
     "fleet": 794,
     "repro_scripts": 734,
     "step": 3_125,
