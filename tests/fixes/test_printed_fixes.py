@@ -80,7 +80,7 @@ STEPS = {
         batch={"x": UNIFORM[:3, :4] / 100, "t": torch.tensor([0, 1, 2])},
         lines=("a = self.scale[t].float()[:, None]",),
     ),
-    "a larger eps where a gradient overflows": Step(
+    "a gradient that overflows beside a small divisor": Step(
         code={
             "layers": "self.lift = nn.Linear(10, 6, bias=False)",
             "inputs": "x, y",
@@ -91,7 +91,7 @@ STEPS = {
             "loss": "return (1 - output.float()).mean()",
         },
         batch={"x": rows(3, of=NORMAL), "y": NORMAL.flip(0)},
-        lines=("return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1) + 0.001)",),
+        lines=('with torch.autocast("cuda", enabled=False):', "a, b = self.lift(x.float()), self.lift(y.float())"),
         cause="gradient-overflow",
         is_quick=False,
     ),
@@ -101,7 +101,7 @@ STEPS = {
     ),
     "masked fill": guarded(
         "return torch.log(h).masked_fill(h <= 0, 0.0)",
-        "return torch.where(h <= 0, 0.0, torch.log(torch.where(h <= 0, 1.0, h))).masked_fill(h <= 0, 0.0)",
+        "return torch.log(torch.where(h <= 0, 1.0, h)).masked_fill(h <= 0, 0.0)",
         is_quick=False,
     ),
     "nan to num": guarded(
