@@ -10,7 +10,7 @@ import click
 
 from nandoctor.cli.failures import EXIT_CANNOT_TELL, EXIT_INTERRUPTED, exit_code_answers, tell
 from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, check_replaceable, file_option, settings_options
-from nandoctor.cli.shared import DumpPath, ReplayDisplay, json_option, opened_dump, print_report, show
+from nandoctor.cli.shared import DumpPath, console, json_option, opened_dump, print_report, show
 from nandoctor.text import printable
 from nandoctor.views.plots.kinds import PLOTS
 from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS
@@ -44,7 +44,9 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
     """
     if check:
         sys.exit(_check(dump, outputs, options, as_json=as_json))
-    display = ReplayDisplay(tells=not as_json)
+    from nandoctor.cli.display import ReplayDisplay
+
+    display = ReplayDisplay(console(sys.stdout), tells=not as_json)  # before what a model prints is redirected
     with display.shown():  # importing torch alone takes a second
         from nandoctor.case import load
         from nandoctor.case import replay as replay_dump

@@ -1,0 +1,53 @@
+"""The display of a running replay: a bar, and the answer once it is known."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from nandoctor.views.progress import ReplayBar
+
+if TYPE_CHECKING:
+    from nandoctor.evidence.report import Report
+
+NUM_TOLD = 2
+"""So many blocks of a report are known before any search for fixes: the headline and the answer."""
+
+
+class ReplayDisplay(ReplayBar):
+    """The display of a running replay: bars on standard error, the diagnosis on `output` once it is known.
+
+    `told` is True once the diagnosis was printed; an interrupt of the search then gives the rest of the report. There
+    is no bar if standard error is not a terminal.
+    """
+
+    def __init__(self, output: Console, *, tells: bool) -> None:
+        errors = Console(stderr=True)
+        super().__init__(errors, shown=errors.is_terminal and not errors.is_dumb_terminal)
+        self.told = False
+        self.stops_gently = tells
+        self._tells = tells
+        self._output = output
+
+    def tell(self, report: Report) -> None:
+        """Print the answer, before any fix was tried, and go on to the bar of the search."""
+        if self._tells:
+            from nandoctor.views.document import document
+            from nandoctor.views.terminal import print_document
+
+            self.display.stop()
+            print_document(document(report)[:NUM_TOLD], self._output)
+            self._output.file.flush()
+            self.told = True
+            self.display.start()
+        self.searched(0, None, "")
+
+    @contextmanager
+    def shown(self) -> Iterator[ReplayDisplay]:
+        """Show the bar while the replay runs; what a model prints goes to standard error."""
+        with redirect_stdout(sys.stderr), self.display:
+            yield self
