@@ -143,9 +143,8 @@ def _place_of(file: str, folder: Path) -> str:
     path = Path(file).resolve()
     if path.is_relative_to(folder):
         return path.name
-    if path.is_relative_to(ROOT):
-        return str(path.relative_to(ROOT))
-    return re.sub(r".*/(site-packages|lib/python[\d.]+)/", "", str(path))
+    own = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path  # the README's environment is in that folder
+    return re.sub(r".*/(site-packages|lib/python[\d.]+)/", "", str(own))
 
 
 def _text_of(fix: Any, folder: Path) -> str:

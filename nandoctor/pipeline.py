@@ -49,7 +49,7 @@ from nandoctor.engine.updates import trace_update
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.formats import FP16
-from nandoctor.evidence.report import Report, Reproduction
+from nandoctor.evidence.report import Origin, Report, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.budget import TrialBudget
@@ -228,16 +228,19 @@ def _name_samples(step: FailingStep, findings: Findings) -> Findings:
     if findings.verdict in NOTHING_FOUND or first is None or first.origin.phase == "optimizer":
         return findings
     policy = REFERENCE if findings.conclusion.in_fp32 else None
-    rows, failing = first.origin.elements.samples, findings.reference if policy is REFERENCE else findings.trace
-    # Rows that one call of an op spoils and that stay spoilt were not left out on the way, as by a mask or by the loss.
-    place = first.origin.op, first.origin.source
-    num_calls = sum((op.op, op.own_line) == place and not op.outputs_finite for op in failing.ops)
-    is_sole = num_calls == 1 and all(stats.finite for stats in first.origin.inputs)
-    stays = is_sole and bool(rows) and rows == failing.rows_hit and not failing.fails_in_loss
-    ends_there = findings.trace.finite or stays
+    failing = findings.reference if policy is REFERENCE else findings.trace
+    ends_there = findings.trace.finite or _stays_to_the_end(first.origin, failing)
     symptom = Symptom(origin=first.origin, policy=policy, failing=failing, ends_there=ends_there)
     guilty = find_guilty(step, flagged_rows(findings), symptom)
     return blame(findings, guilty, describe_difference(step, guilty or ()))
+
+
+def _stays_to_the_end(origin: Origin, failing: Trace) -> bool:
+    """Return True if rows that one call of an op spoils are not left out on the way, as by a mask or by the loss."""
+    place, rows = (origin.op, origin.source), origin.elements.samples
+    num_calls = sum((op.op, op.own_line) == place and not op.outputs_finite for op in failing.ops)
+    is_sole = num_calls == 1 and all(stats.finite for stats in origin.inputs)
+    return is_sole and bool(rows) and rows == failing.rows_hit and not failing.fails_in_loss
 
 
 def _diagnose_forward(replayed: Replayed) -> Findings:

@@ -237,8 +237,8 @@ def _always(_failing: Trace, _sites: Sequence[OpSite]) -> bool:
 def conclude(trace: Trace, reference: Trace, low: FloatFormat, fails_without: FailsWithout = _always) -> Conclusion:
     """Diagnose a non-finite output or loss; if both are finite, overflows that were swallowed on the way.
 
-    If the step fails in fp32 too, precision is not the story: that failure comes first, and then what `low` adds. Of
-    several origins the first is one by which the step fails, as far as `fails_without` tells.
+    If the step fails in fp32 too, precision is not the story: that failure comes first, and then what `low` adds. An
+    origin is left out if the step does not fail by it, as far as `fails_without` tells.
     """
     found = _conclude_run(trace, reference, low, fails_without)
     if reference is trace or trace.finite or reference.finite:
@@ -401,7 +401,7 @@ def _is_target(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> boo
 def _from_sources(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]:
     """Yield what the traced ops made, with the order of each op."""
     # An infinity in the code is intended, unless the loss is computed from it.
-    in_loss = trace.loss is not None and not trace.loss.finite
+    in_loss = trace.fails_in_loss
     if not found_trace.sources and not found_trace.written and not found_trace.outsized:
         yield from _from_constants(found_trace, in_loss=in_loss)
     orders = {source.op.order for source in found_trace.sources}

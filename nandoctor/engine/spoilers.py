@@ -16,8 +16,8 @@ from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.trace import Trace
-from nandoctor.ops import POINTWISE
-from nandoctor.tracing.tensor_stats import all_finite, format_of
+from nandoctor.tracing.op_analysis import find_passed_on
+from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
 
 _ANY_NUMBER = 1.0
 
@@ -36,22 +36,19 @@ class _MakeFinite(SingleEdit):
 
 
 def _run_finite(op: RunningOp) -> Any:
-    # A mask's -Inf becomes NaN in a softmax; of a function that is singular itself, all that it was given stays.
-    find = torch.isnan if op.name not in POINTWISE else lambda values: ~torch.isfinite(values)
-    given = [find(taken) for _, taken in op.tensors() if not all_finite(taken)]  # before it is written to
-    return op.each(partial(_made_finite, given=given, in_place=op.is_mutable), op.run())
+    taken = [values for _, tensor in op.tensors() if (values := numbers_in(tensor)) is not None]
+    given = [values.clone() for values in taken if not all_finite(values)]  # before it is written to
+    return op.each(partial(_made_finite, op, given), op.run())
 
 
-def _made_finite(value: Any, *, given: Sequence[torch.Tensor], in_place: bool) -> Any:
+def _made_finite(op: RunningOp, given: Sequence[torch.Tensor], value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or format_of(value.dtype) is None:
         return value
-    made = ~torch.isfinite(value)
-    for places in (places for places in given if bool(places.any())):
-        try:
-            made = made & ~places.expand(value.shape)
-        except RuntimeError:  # what was given may be anywhere
-            return value
-    return value.masked_fill_(made, _ANY_NUMBER) if in_place else value.masked_fill(made, _ANY_NUMBER)
+    passed_on = find_passed_on(op.name, given, value)
+    if passed_on is None:  # what was given may be anywhere
+        return value
+    made = ~torch.isfinite(value) & ~passed_on
+    return value.masked_fill_(made, _ANY_NUMBER) if op.is_mutable else value.masked_fill(made, _ANY_NUMBER)
 
 
 def fails_without(step: FailingStep, failing: Trace, sites: Sequence[OpSite]) -> bool:

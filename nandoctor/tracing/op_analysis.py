@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import reduce
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +23,7 @@ def examine(call: Invocation, outputs: Sequence[torch.Tensor]) -> OpAnalysis:
     place, output = next((i, o) for i, o in enumerate(made) if o is not None and not all_finite(o))
     exact, rows = recompute(call, place, like=output), full_rows(call)
     with plain_torch():  # a transform of torch.func would wrap every number that is read
-        made_here = without_passed_on(call, output)
+        made_here = _without_passed_on(call, output)
         output = output if all_finite(made_here) else made_here
         counts, _ = count_exactly(output, place=True)
         numel = output.numel()
@@ -52,27 +50,39 @@ def _before_reduction(call: Invocation) -> torch.Tensor | None:
         return numbers_in(call.with_argument("reduction", 0).run())
 
 
-def without_passed_on(call: Invocation, output: Any) -> Any:
-    """Return the output with zeros for what an elementwise op was given at the same element, and passed on.
+def find_passed_on(name: str, operands: Sequence[torch.Tensor], output: torch.Tensor) -> torch.Tensor | None:
+    """Return where an op only passes on what it was given at the same element; None if it is no elementwise op.
 
-    That is an infinity for an infinity: masked rows are no sample's fault. A function that is infinite for some finite
-    inputs passes NaN on as well, and makes it of infinities.
+    That is an infinity for an infinity, as masked rows are no sample's fault, and a NaN for a NaN. A function that is
+    infinite for some finite inputs makes NaN of infinities, and passes on both.
     """
+    finds = (find_nonfinite,) if name in POINTWISE else (torch.isinf, torch.isnan)
+    passed = torch.zeros_like(output, dtype=torch.bool)
+    for values in (values for values in operands if not all_finite(values)):
+        if name in PRODUCTS or not _expands(values, output):
+            return None
+        for find in finds:
+            passed |= find(output) & find(values).expand(output.shape)
+    return passed
+
+
+def _expands(values: torch.Tensor, output: torch.Tensor) -> bool:
+    """Return False if an operand has another shape, as that of a reduction."""
+    sizes = zip(reversed(values.shape), reversed(output.shape), strict=False)
+    return values.dim() <= output.dim() and all(own in (1, whole) for own, whole in sizes)
+
+
+def _without_passed_on(call: Invocation, output: torch.Tensor) -> torch.Tensor:
+    """Return the output with zeros for what an elementwise op passes on."""
     operands = [values for _, tensor in call.tensors() if (values := numbers_in(tensor)) is not None]
-    is_one = isinstance(output, torch.Tensor) and output.is_floating_point()
-    if not is_one or call.name in PRODUCTS or all(map(all_finite, operands)):
-        return output
-    find = find_nonfinite if call.name in POINTWISE else torch.isinf
-    try:
-        given = [find(values).expand(output.shape) for values in operands]
-    except RuntimeError:  # such as a reduction, whose operands have another shape
-        return output
-    return output.masked_fill(find(output) & reduce(torch.logical_or, given), 0.0)
+    passed = find_passed_on(call.name, operands, output)
+    return output if passed is None else output.masked_fill(passed, 0.0)
 
 
 def makes_of_finite(call: Invocation, outputs: Sequence[torch.Tensor]) -> bool:
     """Return True if a function that is infinite for some finite inputs was given those, whatever is beside them."""
-    return call.name in POINTWISE and not all(all_finite(without_passed_on(call, output)) for output in outputs)
+    made = [values for output in outputs if (values := numbers_in(output)) is not None]
+    return call.name in POINTWISE and not all(all_finite(_without_passed_on(call, values)) for values in made)
 
 
 def _operand_values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -195,7 +195,8 @@ class OpTracer:
             return
         analysis = None
         is_known = self._num_analyses < MAX_ANALYSES and not any(is_unreadable(tensor) for _, tensor in call.tensors())
-        if is_known and (_makes_nonfinite(inputs, readings) or self._adds_nonfinite(call, leaves, readings)):
+        fails = is_known and not all(map(is_finite, readings))
+        if fails and (_makes_nonfinite(inputs, readings) or makes_of_finite(call, leaves)):
             # An infinity in the code is usually a mask, and every layer may have one: do not count it.
             self._num_analyses += not any(math.isinf(value) for _, value in call.scalars())
             analysis = self._examine(call, leaves, rng_state)
@@ -207,10 +208,6 @@ class OpTracer:
             self._remember(leaf, order, reading, wrote=call.is_mutable)
         if self._on_op is not None:
             self._on_op(order, call, output)
-
-    @staticmethod
-    def _adds_nonfinite(call: Invocation, leaves: list[torch.Tensor], readings: list[Reading | None]) -> bool:
-        return not all(map(is_finite, readings)) and makes_of_finite(call, leaves)
 
     def _identify_all(self, call: Invocation) -> list[_Tensor]:
         """Return the tensors that an op reads; edits go unseen, so a tensor made by one has the original's origin."""
@@ -311,8 +308,6 @@ def _makes_nonfinite(inputs: list[_Tensor], outputs: list[Reading | None]) -> bo
 
     The last may be an overflow beside infinities that are meant, or mere arithmetic with them: the analysis tells.
     """
-    if all(map(is_finite, outputs)):
-        return False
     before, after = _kinds([tensor.reading for tensor in inputs]), _kinds(outputs)
     return "nan" not in before and (not before or bool(after - before))
 
