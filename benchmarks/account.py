@@ -137,7 +137,7 @@ class Account:
             try:
                 return run(step, policy, watch, changes)
             finally:
-                line = _describe(step, policy or step.policy, watch, changes)
+                line = _describe(step, policy or step.mode.policy, watch, changes)
                 seconds = time.process_time() - started - self._backward
                 self.runs.append(Run(part=part, line=line, seconds=seconds))
                 if self._backward:
@@ -153,7 +153,7 @@ def _replacing(method: Callable[..., Any], instead: Callable[..., Any]) -> Calla
 def _describe(step: FailingStep, policy: Policy, watch: Watch, changes: Sequence[Change]) -> str:
     what = "forward + backward" if watch.backward else "forward"
     how = "op by op" if watch.ops else "modules" if watch.statistics != "none" else "not traced"
-    mode = f"{'train' if step.training else 'eval'}, {step.num_samples} samples"
+    mode = f"{'train' if step.mode.training else 'eval'}, {step.call.batch_size} samples"
     return f"{watch.stage:<14} {policy.name}/{policy.format.name:<9} {mode:<17} {what:<18} {how:<10} {_tell(changes)}"
 
 

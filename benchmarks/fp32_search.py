@@ -13,7 +13,9 @@ from torch import nn
 
 from nandoctor.autocast.policy import Policy
 from nandoctor.changes.keep_fp32 import KeepModule
+from nandoctor.engine.call import Call
 from nandoctor.engine.runner import FailingStep
+from nandoctor.engine.starting_state import Mode
 from nandoctor.evidence.formats import FP16
 from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.verify import Trials
@@ -58,12 +60,8 @@ def main() -> None:
     batch = {"x": torch.rand(16, 64) + 0.5}
     step = FailingStep(
         model=model,
-        batch=batch,
-        used=frozenset(batch),
-        forward=lambda arrays: model(arrays["x"]),
-        device=torch.device("cpu"),
-        description="",
-        policy=Policy(name="cuda", format=FP16),
+        call=Call(batch=batch, used=frozenset(batch), forward=lambda arrays: model(arrays["x"])),
+        mode=Mode(policy=Policy(name="cuda", format=FP16), device=torch.device("cpu")),
     )
 
     members = [KeepModule(module=name) for name, module in model.named_modules() if not list(module.children())]

@@ -30,7 +30,9 @@ from workloads import CUDA, Workload, dump_of, make_encoder, make_unet
 
 import nandoctor
 from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy
+from nandoctor.engine.call import Call
 from nandoctor.engine.runner import FailingStep
+from nandoctor.engine.starting_state import Mode
 from nandoctor.evidence.formats import FP16
 from nandoctor.torch_compat import tree_tensors
 from nandoctor.tracing.module_tracer import Tracer
@@ -72,12 +74,8 @@ def _forwards(workload: Workload, model: torch.nn.Module) -> Variants:
     """Return the plain forward first, then all that is compared with it; none builds an autograd graph."""
     step = FailingStep(
         model=model,
-        batch=workload.batch,
-        used=frozenset(workload.batch),
-        forward=lambda batch: model(**batch),
-        device=CPU,
-        description="",
-        policy=CUDA,
+        call=Call(batch=workload.batch, used=frozenset(workload.batch), forward=lambda batch: model(**batch)),
+        mode=Mode(policy=CUDA, device=CPU),
     )
 
     def plain() -> None:

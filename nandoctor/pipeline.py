@@ -10,6 +10,7 @@ import torch
 
 from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
+from nandoctor.changes.setting import SetLossScale
 from nandoctor.diagnosis.backward import UNSCALED, conclude_backward
 from nandoctor.diagnosis.conclusion import (
     Conclusion,
@@ -135,26 +136,24 @@ def _with_or_without_loss(preparation: Preparation, settings: Settings) -> Diagn
 def _diagnose_step(preparation: Preparation) -> Diagnosed:
     summary = summarize(preparation.dump)  # of the file as it was written: a forward may write to what it holds
     replayed = reproduce(preparation)
-    findings = _diagnose(replayed)
+    findings = _diagnose(replayed, preparation)
     if findings.verdict == "state" and (reset := replay_from_reset(replayed, preparation)) is not None:
-        replayed, findings = reset, _diagnose(reset)
+        replayed, findings = reset, _diagnose(reset, preparation)
     if findings.conclusion.in_fp32 and (plain := replay_plainly(replayed, preparation)) is not None:
-        replayed, findings = plain, _diagnose(plain)
-    step = replayed.step
-    findings = _name_samples(findings.exposed or step, findings)
-    called = f"Replayed as {step.description} in {mode_text(step.seed, step.training)}."
-    notes = (called, *dict.fromkeys((*replayed.notes, *preparation.notes)))
-    report = _write_report(replayed, findings, summary, notes)
-    return Diagnosed(report=report, step=findings.exposed or step, findings=findings, random=replayed.any_random)
+        replayed, findings = plain, _diagnose(plain, preparation)
+    step = findings.exposed or replayed.step
+    findings = _name_samples(step, findings)
+    report = _write_report(replayed, findings, preparation, summary)
+    return Diagnosed(report=report, step=step, findings=findings, random=replayed.any_random)
 
 
-def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, notes: tuple[str, ...]) -> Report:
+def _write_report(replayed: Replayed, findings: Findings, preparation: Preparation, summary: DumpSummary) -> Report:
     verdict, trace, reference, step = findings.verdict, findings.trace, findings.reference, replayed.step
     shown = Conclusion() if verdict in NOTHING_FOUND else findings.conclusion
     first, *others = shown.diagnoses or (None,)
     place = shown.first_nonfinite
     failing = reference if shown.in_fp32 else trace
-    runs = summarize_runs(trace, reference, step.low)
+    called = f"Replayed as {step.call.description} in {mode_text(trace.seed, trace.training)}."
     known, same = step.loss is not None, replayed.reproduction.grade == "exact"
     # The excerpt shows the expression that the headline names: the cause's own, else the origin's.
     source = first and ((first.cause and first.cause.source) or first.origin.called_from or first.origin.source)
@@ -169,17 +168,18 @@ def _write_report(replayed: Replayed, findings: Findings, summary: DumpSummary, 
         chain=shown.chain,
         growth=findings.growth,
         bad_gradients=findings.bad_gradients,
-        eps_audit=audit(findings.ops, findings.slots, step.optimizer_eps),
-        runs=runs,
+        eps_audit=audit(findings.ops, findings.slots, preparation.dump.optimizer_eps),
+        runs=summarize_runs(trace, reference, step.low),
         dump=summary,
-        environment=describe_environment(step.device, step.recorded),
+        environment=describe_environment(step.mode.device, step.recorded),
         notes=(
-            *notes,
+            called,
+            *dict.fromkeys((*replayed.notes, *preparation.notes)),
             *findings.notes,
             *describe_idle_state(verdict, summary, trace.built),
             *describe_blindness(trace),
             *describe_narrow_reference(reference, step.low),
-            *([describe_draws_of_gpu()] if findings.random and step.device.type == "cuda" else []),
+            *([describe_draws_of_gpu()] if findings.random and step.mode.device.type == "cuda" else []),
         ),
         next_steps=advise(verdict, summary, findings.gaps, has_loss=known, same_output=same, built=trace.built),
         difference=findings.difference,
@@ -199,9 +199,9 @@ def describe_environment(device: torch.device, recorded: Recorded) -> Environmen
     )
 
 
-def _diagnose(replayed: Replayed) -> Findings:
+def _diagnose(replayed: Replayed, preparation: Preparation) -> Findings:
     """Diagnose forward and loss, then the backward pass if there is a loss, then the optimizer's next update."""
-    step, forward = replayed.step, _diagnose_forward(replayed)
+    step, dump, forward = replayed.step, preparation.dump, _diagnose_forward(replayed)
     findings = forward
     if step.loss is not None:
         try:
@@ -212,14 +212,13 @@ def _diagnose(replayed: Replayed) -> Findings:
             findings = replace(findings, gaps=(describe_no_graph(error.message),))
     if forward.verdict == "healthy" and findings.trace.finite:
         findings = look_for_hidden(step, findings)
-    slots = measure_slots(step.second_moments, step.model)
-    findings = conclude_optimizer(replace(findings, slots=slots))
-    if step.recorded.update is not None and findings.verdict == "healthy":
-        findings = conclude_update(findings, step.recorded.update, trace_update(step))
-    reproduction, seeded = replayed.reproduction, replayed.random and step.seed is not None
-    has_state, then = bool(step.rng_states), other_torch(step.recorded.torch)
+    findings = conclude_optimizer(replace(findings, slots=measure_slots(dump.moments, step.model)))
+    if dump.recorded.update is not None and findings.verdict == "healthy":
+        findings = conclude_update(findings, dump.recorded.update, trace_update(step, preparation.updater))
+    reproduction, seeded = replayed.reproduction, replayed.random and step.randomness.seed is not None
+    has_state, then = bool(dump.rng_states), other_torch(dump.recorded.torch)
     draws = tuple(doubt_draws(reproduction, has_state=has_state, other_torch=then)) if seeded else ()
-    return with_gaps(with_growth(findings), reproduction, step.saved_flags, draws, has_loss=step.loss is not None)
+    return with_gaps(with_growth(findings), reproduction, dump.saved_flags, draws, has_loss=step.loss is not None)
 
 
 def _name_samples(step: FailingStep, findings: Findings) -> Findings:
@@ -232,7 +231,7 @@ def _name_samples(step: FailingStep, findings: Findings) -> Findings:
     ends_there = findings.trace.finite or _stays_to_the_end(first.origin, failing)
     symptom = Symptom(origin=first.origin, policy=policy, failing=failing, ends_there=ends_there)
     guilty = find_guilty(step, flagged_rows(findings), symptom)
-    return blame(findings, guilty, describe_difference(step, guilty or ()))
+    return blame(findings, guilty, describe_difference(step.call, guilty or ()))
 
 
 def _stays_to_the_end(origin: Origin, failing: Trace) -> bool:
@@ -250,7 +249,7 @@ def _diagnose_forward(replayed: Replayed) -> Findings:
         trace = step.run(watch=CLOSELY).trace  # only the ops show what goes into an unread output
     reference, conclusion = _run_reference(step, trace), Conclusion()
     if trace.finite and reference.finite and not outputs_differ(trace.output, reference.output):
-        trace, reference = _counted(step, trace, step.policy), _counted(step, reference, REFERENCE)
+        trace, reference = _counted(step, trace, step.mode.policy), _counted(step, reference, REFERENCE)
     else:
         trace = trace if trace.ops else step.run(watch=CLOSELY).trace
         reference = reference if reference.ops else step.run(REFERENCE, CLOSELY).trace
@@ -285,20 +284,20 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     watch = Watch(stage="backward", ops=True, backward=True)
     trace = findings.trace if findings.trace.backward else step.run(watch=watch).trace
     findings = replace(findings, ops=trace.ops, bad_gradients=trace.bad_gradients)
-    told = (UNSCALED,) if step.loss_scale is None and trace.format is FP16 else ()
-    loss = findings.trace.loss
+    told = (UNSCALED,) if step.mode.loss_scale is None and trace.format is FP16 else ()
+    loss, scale = findings.trace.loss, step.mode.loss_factor
     if loss is not None and not loss.finite and not trace.bad_gradients:
         if trace.raised is not None:  # then the backward pass ended early, and left no gradients
             return findings
-        at = f"at loss scale {number(step.loss_factor)}"
+        at = f"at loss scale {number(scale)}"
         note = f"The loss is non-finite and every gradient is finite {at}: GradScaler does not skip such a step."
         return replace(findings, notes=(note, *told))
     if not sound or not trace.bad_gradients:
         return replace(findings, notes=told if sound else ())
     reference = findings.reference if findings.reference.backward else step.run(REFERENCE, watch).trace
     unscaled = replace(watch, stage="backward at scale 1")
-    fixed = step.loss_factor > 1 and not replace(step, loss_scale=1.0).run(watch=unscaled).trace.bad_gradients
-    found = conclude_backward(trace, reference, step.low, loss_scale=step.loss_factor, fixed_by_scale=fixed)
+    fixed = scale > 1 and not step.run(None, unscaled, (SetLossScale(value=1.0),)).trace.bad_gradients
+    found = conclude_backward(trace, reference, step.low, loss_scale=scale, fixed_by_scale=fixed)
     if findings.verdict == "silent":
         return replace(findings, conclusion=findings.conclusion.followed_by(found))
     verdict = judge_backward(trace, reference, found, fixed_by_scale=fixed)

@@ -130,7 +130,7 @@ def _guessed_mode(dump: Dump, settings: Settings) -> bool:
 
 def _conclude(found: Diagnosed, query: _Query) -> Verification:
     report, step = found.report, found.step
-    failure = _describe_failure(report, step)
+    failure = _describe_failure(found, query.dump)
     run = report.runs.autocast if report.runs is not None else None
     blank = Verification(
         dump=report.dump.path,
@@ -143,15 +143,15 @@ def _conclude(found: Diagnosed, query: _Query) -> Verification:
     )
     if step is None:
         return _cannot_tell(blank, ["The file holds no batch, so there is no step to run."])
-    blank = replace(blank, code=_compare_code(found, query), run=mode_text(step.seed, step.training))
+    blank = replace(blank, code=_compare_code(found, query), run=mode_text(step.randomness.seed, step.mode.training))
     if report.verdict == "cannot-tell":
         return _cannot_tell(blank, [report.headline], report.next_steps)
     if report.verdict not in _PASSES:
         return _fails(blank, report, query)
     if _guessed_mode(query.dump, query.settings):  # it passes in both, and most likely failed in train mode
-        step = replace(step, training=True)
+        step = replace(step, mode=replace(step.mode, training=True))
         modes = (attempt.training for attempt in report.reproduction.attempts)
-        blank = replace(blank, run=mode_text(step.seed, *modes))
+        blank = replace(blank, run=mode_text(step.randomness.seed, *modes))
     measured, failures = blank, list[str]()
     if not query.proved:
         measured = _measure(blank, step, query, random=found.random)
@@ -199,8 +199,9 @@ def _cannot_tell(blank: Verification, reasons: Sequence[str], next_steps: Sequen
     )
 
 
-def _describe_failure(report: Report, step: FailingStep | None) -> str | None:
+def _describe_failure(found: Diagnosed, dump: Dump) -> str | None:
     """Return what in the file shows that the step failed, or None if nothing does."""
+    report = found.report
     reason = dict(report.dump.scalars).get("reason", "")
     if report.dump.layout == "nandoctor.dump/1" and reason in _SAYS_WHAT_FAILED:
         return _SAYS_WHAT_FAILED[reason]
@@ -211,7 +212,7 @@ def _describe_failure(report: Report, step: FailingStep | None) -> str | None:
     if graded.num_bad_saved and graded.numel:
         values = part_of(graded.num_bad_saved, graded.numel, "value")
         return f"{values} of the saved {graded.output} {are(graded.num_bad_saved)} non-finite"
-    return "the saved loss is non-finite" if step is not None and step.saved_flags.loss is not None else None
+    return "the saved loss is non-finite" if found.step is not None and dump.saved_flags.loss is not None else None
 
 
 def _measure(blank: Verification, step: FailingStep, query: _Query, *, random: bool) -> Verification:
@@ -273,8 +274,8 @@ def _draws_others(found: Diagnosed, query: _Query) -> bool:
     assert step is not None
     if not found.random or query.settings.seed is not None or query.proved:
         return False
-    elsewhere = autocast is not None and autocast.device != step.device.type
-    return elsewhere or step.seed is not None or not step.rng_states
+    elsewhere = autocast is not None and autocast.device != step.mode.device.type
+    return elsewhere or step.randomness.seed is not None or not step.randomness.states
 
 
 def _advise(measured: Verification, found: Diagnosed, query: _Query) -> Iterator[str]:

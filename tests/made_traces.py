@@ -1,13 +1,14 @@
 """Build traces by hand: a few calls with the numbers that matter, and defaults for the rest. Trace a model's ops."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import torch
 
 from nandoctor.autocast.policy import Policy
+from nandoctor.engine.call import Call
 from nandoctor.engine.runner import FailingStep, Watch
+from nandoctor.engine.starting_state import Mode
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.trace import ModuleCall, NonfiniteCounts, TensorStats, Trace
 
@@ -84,19 +85,13 @@ def reference(*calls, **fields):
     return trace(*calls, low=False, **fields)
 
 
-def make_step(model, batch, policy=FP16_AUTOCAST, **fields):
+def make_step(model, batch, policy=FP16_AUTOCAST, *, forward=None, training=True, **fields):
     """Return the step that calls the model with one tensor, or with those of a dict in their order."""
     batch = {"x": batch} if isinstance(batch, torch.Tensor) else batch
-    step = FailingStep(
-        model=model,
-        batch=batch,
-        used=frozenset(batch),
-        forward=lambda arrays: model(*arrays.values()),
-        device=torch.device("cpu"),
-        description="model(x)",
-        policy=policy,
-    )
-    return replace(step, **fields)
+    forward = forward or (lambda arrays: model(*arrays.values()))
+    call = Call(batch=batch, used=frozenset(batch), forward=forward, description="model(x)")
+    mode = Mode(policy=policy, device=torch.device("cpu"), training=training)
+    return FailingStep(model=model, call=call, mode=mode, **fields)
 
 
 def trace_ops(model, x):

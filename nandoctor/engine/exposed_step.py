@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nandoctor.engine.call import Batch
 from nandoctor.engine.module_state import tensors_in
-from nandoctor.engine.runner import Batch, FailingStep
+from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.ops import MOVES, SELECTIONS, UNFILLED
 from nandoctor.torch_compat import plain_torch, tree_tensors, version_of
@@ -61,13 +62,14 @@ class Exposing:
     @property
     def exposed(self) -> FailingStep:
         """The step with the exposed tensors in its output, and none of them in its loss."""
-        return replace(self.step, forward=self._forward, loss=None if self.step.loss is None else self._loss)
+        call = replace(self.step.call, forward=self._forward)
+        return replace(self.step, call=call, loss=None if self.step.loss is None else self._loss)
 
     def _forward(self, batch: Batch) -> Exposed:
         self._counts, self._taken = Counter(), {}
         before = {path: (tensor, version_of(tensor)) for path, tensor in _list_state(self.step.model)}
         with intercepting(self._look):
-            output = self.step.forward(batch)
+            output = self.step.call.forward(batch)
         kept = {
             path: tensor
             for path, tensor in _list_state(self.step.model)

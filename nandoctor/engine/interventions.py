@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy
+from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE
 from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.constant import SetAttribute
 from nandoctor.changes.keep_fp32 import KeepModule
 from nandoctor.changes.setting import SetLossScale, UseFormat
-from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.engine.call import Call
 from nandoctor.engine.module_state import is_large, state_in
 from nandoctor.engine.op_edits import OpEdits, widen
+from nandoctor.engine.starting_state import Mode
 from nandoctor.evidence.edits import SingleEdit
 from nandoctor.evidence.trace import LOSS
 from nandoctor.process_wide import held
@@ -29,79 +28,20 @@ from nandoctor.tracing.module_tracer import Owner
 _UNLOWERED = {policy.format.name: policy for policy in (REFERENCE, EXACT)}
 
 
-def choose_policy(edits: Sequence[SingleEdit], policy: Policy) -> Policy:
-    """Return the policy that the edits ask for."""
+def choose_mode(edits: Sequence[SingleEdit], mode: Mode) -> Mode:
+    """Return the mode with the precision and the loss scale that the edits ask for."""
+    policy = mode.policy
     for edit in edits:
         if isinstance(edit, UseFormat):
             policy = _UNLOWERED.get(edit.format.name) or replace(policy, format=edit.format, ambient=True)
-    return policy
+    scale = next((edit.value for edit in edits if isinstance(edit, SetLossScale)), mode.loss_scale)
+    return replace(mode, policy=policy, loss_scale=scale)
 
 
-def choose_loss_scale(edits: Sequence[SingleEdit], loss_scale: float | None) -> float | None:
-    """Return the loss scale that the edits ask for."""
-    return next((edit.value for edit in edits if isinstance(edit, SetLossScale)), loss_scale)
-
-
-def select_samples(
-    edits: Sequence[SingleEdit], batch: Mapping[str, torch.Tensor], used: frozenset[str]
-) -> dict[str, torch.Tensor]:
-    """Return the batch with the samples that the edits keep, in every array as long as those that the model takes."""
+def select_samples(edits: Sequence[SingleEdit], call: Call) -> Call:
+    """Return the call with the samples that the edits keep."""
     kept = next((edit.samples for edit in edits if isinstance(edit, KeepSamples)), None)
-    if kept is None:
-        return dict(batch)
-    size = batch_size(batch, used)
-    index = torch.tensor(kept, dtype=torch.long)
-    return {
-        name: tensor[index.to(tensor.device)] if is_dense(tensor) and tensor.shape[:1] == (size,) else tensor
-        for name, tensor in batch.items()
-    }
-
-
-_LISTED = re.compile(r"\.\d+\.")
-
-
-def batch_size(batch: Mapping[str, torch.Tensor], used: frozenset[str]) -> int | None:
-    """Return the number of samples: the most frequent length of the arrays that the model takes, or of all."""
-    taken = {name: tensor for name, tensor in batch.items() if name in used} or batch
-    lengths = Counter(tensor.shape[0] for tensor in _of_all_samples(taken) if tensor.dim())
-    return lengths.most_common(1)[0][0] if lengths else None
-
-
-def _of_all_samples(batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the arrays except those in a list of dicts (`labels.1.boxes`), which are one sample's, if any remain."""
-    others = [tensor for name, tensor in batch.items() if not _LISTED.search(name)]
-    return others or list(batch.values())
-
-
-def sample_count(batch: Mapping[str, torch.Tensor], used: frozenset[str]) -> int | None:
-    """Return `batch_size`, or None if as many arrays have another length, or arrays list the edges of a graph.
-
-    Edges are two rows of integers, from and to, or a sparse tensor.
-    """
-    size = batch_size(batch, used)
-    taken = _of_all_samples({name: tensor for name, tensor in batch.items() if name in used and tensor.dim()})
-    others = Counter(tensor.shape[0] for tensor in taken if tensor.shape[0] != size)
-    as_many = max(others.values(), default=0) >= sum(tensor.shape[0] == size for tensor in taken) > 0
-    tables = (tensor for tensor in taken if tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32))
-    has_edges = any(table.shape[0] == 2 != size for table in tables)
-    return None if as_many or has_edges or not all(map(is_dense, taken)) else size
-
-
-def may_have_time_first(
-    batch: Mapping[str, torch.Tensor], used: frozenset[str]
-) -> Literal["never", "unlikely", "possible"]:
-    """Return how likely dimension 0, which `sample_count` counts, is time: it may be if sequences have that length.
-
-    It is unlikely beside an array of as many rows that is no sequence, such as a target, and for token ids.
-    """
-    size = sample_count(batch, used)
-    arrays = [tensor for tensor in batch.values() if tensor.dim() and tensor.shape[0] == size]
-    sequences = {tensor.shape[:2] for tensor in arrays if tensor.dim() in (3, 5)}
-    if not sequences:
-        return "unlikely" if any(tensor.dim() == 2 and not tensor.is_floating_point() for tensor in arrays) else "never"
-    others = [tensor.shape for tensor in arrays if tensor.dim() in (1, 2, 4)]
-    is_alone = all(shape[:2] in sequences or shape == (size, size) for shape in others)
-    return "possible" if is_alone else "unlikely"
+    return call if kept is None else call.on_samples(kept)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy
 from nandoctor.dumps.tensors import unexpanded
+from nandoctor.engine.call import Batch
 from nandoctor.errors import LossError
 from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.file_memory import cast_to_file, map_empty
@@ -103,9 +104,7 @@ def _run_releasing(
     return collect([(name, readings[name]) for name in parameters if name in readings]), kept if keep else None
 
 
-def known_tensors(
-    model: nn.Module, batch: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[TensorKind, str, torch.Tensor]]:
+def known_tensors(model: nn.Module, batch: Batch) -> Iterator[tuple[TensorKind, str, torch.Tensor]]:
     """Yield the tensors that ops get from outside: weights, buffers and the batch, each with its kind and name."""
     idle = (module for module in model.modules() if _writes_only(module))
     unread = {id(buffer) for module in idle for buffer in module.buffers(recurse=False)}

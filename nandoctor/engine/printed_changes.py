@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.edits import ChangedFile, PrintedChange, Snippet, SourcePatch
+from nandoctor.evidence.edits import Change, ChangedFile, Snippet, SourcePatch
 from nandoctor.process_wide import held
 from nandoctor.trees import Parts, once, walk
 
@@ -223,7 +223,7 @@ def added_imports(file: ChangedFile) -> str:
 
 
 @contextmanager
-def printed_changes(changes: Sequence[PrintedChange], model: nn.Module, loss: Any = None) -> Iterator[None]:
+def printed_changes(changes: Sequence[Change], model: nn.Module, loss: Any = None) -> Iterator[None]:
     """Run with `changes` made to the source, which is restored, and to the model, which the run restores itself.
 
     `loss` may be made of functions of the changed files that nothing else holds.
@@ -239,7 +239,7 @@ def printed_changes(changes: Sequence[PrintedChange], model: nn.Module, loss: An
         yield
 
 
-def changed_batch(changes: Sequence[PrintedChange], batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def changed_batch(changes: Sequence[Change], batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the batch after the snippets that change the data."""
     made = dict(batch)
     for change in changes:

@@ -121,7 +121,8 @@ class Preparation:
 
     `dump` has only the state dict that the model took. `steps` begins with the likeliest; with `unclear` they are
     guesses, and that is the error to raise unless one of them alone gives the saved output or runs. `modes` are the
-    train flags to try, `seeds` the seeds (None for the saved random state), and `policies` the precisions.
+    train flags to try, `seeds` the seeds (None for the saved random state), and `policies` the precisions. `updater` is
+    the optimizer's class, if it may be run and spoiled the weights.
     """
 
     dump: Dump
@@ -132,11 +133,7 @@ class Preparation:
     outputs: SavedOutputs
     notes: tuple[str, ...]
     unclear: ModelError | None = None
-
-    @property
-    def saved_nonfinite(self) -> bool:
-        """True if the saved output is non-finite, so that a failure is to be expected."""
-        return self.outputs.graded is not None and not is_finite_array(self.outputs.graded[1])
+    updater: type[torch.optim.Optimizer] | None = None
 
     def without_loss(self, note: str) -> Preparation:
         """Return the preparation without its loss, for the reason that the note gives."""
@@ -182,16 +179,18 @@ def reproduce(preparation: Preparation) -> Replayed:
     for policy in others:
         if best.reproduction.grade in ("exact", "no-reference") and not _is_unsettled(best, preparation):
             break
-        steps = tuple(replace(step, policy=policy) for step in (best.step, *preparation.steps))
+        steps = tuple(step.under(policy) for step in (best.step, *preparation.steps))
         with suppress(ModelError):  # without autocast the model may not run at all
             other = _search(steps, preparation)
             best = other if _agrees_better(other, best) else best
-    if _is_assumed(best, preparation):
+    policies = preparation.policies
+    is_unseen = best.reproduction.grade == "no-reference" and len(policies) > 1 and policies[0].ambient
+    if is_unseen or _is_guess(best.step.mode.policy, preparation):
         told = f"Nothing in the file shows the precision: {best.step.low} autocast was assumed (--amp-dtype)."
         return replace(best, notes=(*best.notes, told))
-    if preparation.dump.recorded.autocast is None or not (others and best.step.policy.ambient):
+    if preparation.dump.recorded.autocast is None or not (others and best.step.mode.policy.ambient):
         return best
-    low = best.step.policy.format
+    low = best.step.mode.policy.format
     told = f"The dump says that autocast was off, and its output is {low}: a replay under {low} autocast agrees better."
     return replace(best, notes=(told,))
 
@@ -216,13 +215,6 @@ def _reproduce_alone(preparation: Preparation, unclear: ModelError) -> Replayed:
     return left[0]
 
 
-def _is_assumed(best: Replayed, preparation: Preparation) -> bool:
-    """Return True if nothing in the file shows the precision, neither its weights nor an output."""
-    policies = preparation.policies
-    is_unseen = best.reproduction.grade == "no-reference" and len(policies) > 1 and policies[0].ambient
-    return is_unseen or _is_guess(best.step.policy, preparation)
-
-
 def _is_guess(policy: Policy, preparation: Preparation) -> bool:
     """Return True if nothing in the file shows that autocast was on: any precision may have given zeros, ones, NaN."""
     saved, policies = preparation.outputs.array, preparation.policies
@@ -236,11 +228,11 @@ def _is_guess(policy: Policy, preparation: Preparation) -> bool:
 def replay_plainly(found: Replayed, preparation: Preparation) -> Replayed | None:
     """Return a replay without autocast that agrees as well, if autocast was only a guess; else None."""
     step = found.step
-    if not (_is_guess(step.policy, preparation) and _agrees(found.reproduction)):
+    if not (_is_guess(step.mode.policy, preparation) and _agrees(found.reproduction)):
         return None
-    same = replace(preparation, modes=(step.training,), seeds=(step.seed,))
+    same = replace(preparation, modes=(step.mode.training,), seeds=(step.randomness.seed,))
     with suppress(ModelError):
-        plain = _search((replace(step, policy=preparation.policies[-1]),), same)
+        plain = _search((step.under(preparation.policies[-1]),), same)
         if _agrees(plain.reproduction):
             tried = replace(plain.reproduction, attempts=found.reproduction.attempts)
             return replace(plain, any_random=found.any_random, reproduction=tried)
@@ -283,7 +275,7 @@ def _search_first(preparation: Preparation) -> tuple[Replayed, tuple[Policy, ...
             raise
         for place, policy in enumerate(preparation.policies[1:], 2):
             with suppress(ModelError):
-                found = _search(tuple(replace(step, policy=policy) for step in preparation.steps), preparation)
+                found = _search(tuple(step.under(policy) for step in preparation.steps), preparation)
                 if found.accepted:
                     first = preparation.policies[0]
                     how = f"Under {first.format} autocast" if first.ambient else "Without autocast"
@@ -302,7 +294,7 @@ def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replaye
     for training, seed in (*likeliest, *((preparation.modes[0], seed) for seed in more)):
         if seed != first and not any(replayed.random for replayed in tried):
             break
-        set_up = [replace(step, training=training, seed=seed) for step in calls]
+        set_up = [step.varied(training=training, seed=seed) for step in calls]
         try:
             tried.append(_replay(set_up, preparation, is_first=not tried))
         except ModelError as error:  # batch norm takes no batch of one in train mode
@@ -318,7 +310,7 @@ def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replaye
     best = min(tried, key=lambda replayed: replayed.rank)
     others = [replayed for replayed in tried if replayed is not best]
     attempts = tuple(
-        ReplayAttempt(training=made.step.training, seed=made.step.seed, grade=made.reproduction.grade)
+        ReplayAttempt(training=made.trace.training, seed=made.trace.seed, grade=made.reproduction.grade)
         for made in (*others, best)
     )
     any_random = any(replayed.random for replayed in tried)
@@ -351,7 +343,7 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
     """
     step, *others = steps
     try:
-        is_known = step.policy.ambient or step.low is FP32  # else its format is known after the run
+        is_known = step.mode.policy.ambient or step.low is FP32  # else its format is known after the run
         outcome = _run(step, preparation, backward=is_first and step.loss is not None and is_known)
     except ModelError as error:
         if others and isinstance(error.__cause__, WRONG_CALL):
@@ -361,15 +353,17 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
     trace = outcome.trace
     seen = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs, *call.state))
     has_half = any(stats.dtype in _HALF for stats in (*trace.batch, *trace.output, *seen))
-    if not step.policy.ambient and step.low in _HALF and not has_half:  # so its limits do not matter
-        plain = replace(step, policy=replace(step.policy, format=FP32))
+    if not step.mode.policy.ambient and step.low in _HALF and not has_half:  # so its limits do not matter
+        plain = step.under(replace(step.mode.policy, format=FP32))
         return _replay([plain], preparation, is_first=is_first)
     reproduction = _grade_all(preparation, outcome.output, outcome.loss)
     return Replayed(step=step, trace=outcome.trace, random=outcome.random, reproduction=reproduction)
 
 
 def _run(step: FailingStep, preparation: Preparation, *, backward: bool) -> Outcome:
-    watch = replace(CLOSELY, stage="replay") if preparation.saved_nonfinite else MODULES_ONLY
+    saved = preparation.outputs.graded
+    will_fail = saved is not None and not is_finite_array(saved[1])
+    watch = replace(CLOSELY, stage="replay") if will_fail else MODULES_ONLY
     if not backward:
         return step.run(watch=watch)
 

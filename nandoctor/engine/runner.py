@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from nandoctor.autocast.policy import EXACT, Policy, apply_policy, kernels_kept
-from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine import interventions, user_code
+from nandoctor.engine.call import Batch, Call
 from nandoctor.engine.checkpoints import open_checkpoints
 from nandoctor.engine.function_tracer import FunctionTracer
 from nandoctor.engine.kept_state import restored
@@ -32,10 +32,9 @@ from nandoctor.engine.module_state import (
 from nandoctor.engine.printed_changes import changed_batch, printed_changes
 from nandoctor.engine.progress import Listener
 from nandoctor.engine.project import Project
-from nandoctor.engine.starting_state import in_mode, recorded_backends, seeded
+from nandoctor.engine.starting_state import Mode, Randomness, in_mode, recorded_backends, seeded
 from nandoctor.errors import UnsupportedTorchError
-from nandoctor.evidence.dump_summary import SavedFlags
-from nandoctor.evidence.edits import Change, PrintedChange, SingleEdit, Snippet, SourcePatch, flatten
+from nandoctor.evidence.edits import Change, SingleEdit, flatten
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
@@ -55,7 +54,6 @@ from nandoctor.tracing.op_tracer import OnOp, OpTracer
 from nandoctor.tracing.tensor_stats import collect_all
 from nandoctor.tracing.tensor_tree import list_unread
 
-Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[Any, Batch], torch.Tensor]
 Look = Callable[[Callable[[], Owner], Invocation, Any], None]
 
@@ -110,58 +108,40 @@ class Outcome:
 class FailingStep:
     """A model with the dump's weights, and everything that it takes to run the step that failed.
 
-    `batch` holds every array that may be needed, on `device`; `forward` takes it and returns the model's output,
-    reading the arrays in `used`. `loss`, if any, makes a scalar of output and batch; the backward pass is that of loss
-    x `loss_scale`, or of the loss itself if that is None. `description` shows the call. `policy` is the precision in
-    which the step failed. If `training` is the model's recorded flag, its modules have theirs. A `seed` of None means
-    the saved random state: torch's in `rng_states`, numpy's and Python's in `recorded`, which also has torch's
-    switches. `second_moments` and `optimizer_eps` are the optimizer's, `updater` its class if it may be run and
-    spoiled the weights. `saved_flags` are what the dump
-    says went wrong, `built` the state that the model's own code makes non-finite, True if with -inf alone. Every run
-    makes `changes` and is told to `progress`. `project` is its code.
+    `loss`, if any, makes a scalar of output and batch. `recorded` has the modules' own train flags, which hold if the
+    mode is the recorded one, and torch's switches. `built` is the state that the model's own code makes non-finite,
+    True if with -inf alone. Every run makes `changes` and is told to `progress`. `project` is the model's code.
     """
 
     model: nn.Module
-    batch: Batch
-    used: frozenset[str]
-    forward: Callable[[Batch], Any]
+    call: Call
     loss: Loss | None = None
-    loss_scale: float | None = None
-    device: torch.device
-    description: str
-    policy: Policy
-    training: bool = True
-    seed: int | None = 0
-    rng_states: tuple[torch.Tensor, ...] = ()
+    mode: Mode
+    randomness: Randomness = field(default_factory=Randomness)
     recorded: Recorded = field(default_factory=Recorded)
-    second_moments: tuple[SecondMoment, ...] = ()
-    optimizer_eps: tuple[float, ...] = ()
-    updater: type[torch.optim.Optimizer] | None = None
-    saved_flags: SavedFlags = field(default_factory=SavedFlags)
-    progress: Listener = field(default_factory=Listener, compare=False)
-    project: Project = field(default_factory=Project, compare=False)
     built: Mapping[str, bool] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
+    progress: Listener = field(default_factory=Listener, compare=False)
+    project: Project = field(default_factory=Project, compare=False)
 
     @property
     def low(self) -> FloatFormat:
         """The format that overflow and flushes to zero are judged against, in the reference as well."""
-        return self.policy.format
+        return self.mode.policy.format
 
-    @property
-    def loss_factor(self) -> float:
-        """The factor of the loss in the backward pass."""
-        return self.loss_scale if self.loss_scale is not None else 1.0
+    def under(self, policy: Policy) -> FailingStep:
+        """Return the step in another precision."""
+        return replace(self, mode=replace(self.mode, policy=policy))
 
-    @property
-    def num_samples(self) -> int | None:
-        """The batch size, or None if no array has a dimension."""
-        return interventions.batch_size(self.batch, self.used)
+    def varied(self, *, training: bool, seed: int | None) -> FailingStep:
+        """Return the step in train or eval mode, with this seed."""
+        mode = replace(self.mode, training=training)
+        return replace(self, mode=mode, randomness=replace(self.randomness, seed=seed))
 
     @contextmanager
     def kept_ready(self) -> Iterator[None]:
         """Set up once, for all runs within the context, what each of them needs of Python and torch."""
-        with observer_registered, self.project.running(), kernels_kept(self.policy, self.device):
+        with observer_registered, self.project.running(), kernels_kept(self.mode.policy, self.mode.device):
             yield
 
     def run(self, policy: Policy | None = None, watch: Watch = MODULES_ONLY, changes: Sequence[Change] = ()) -> Outcome:
@@ -174,16 +154,10 @@ class FailingStep:
             ModelError: the forward raised while everything was still finite, so the call itself is wrong.
             LossError: the loss that the dump names raised.
         """
-        policy, changes = policy or self.policy, (*self.changes, *changes)
-        singles = flatten(changes)
-        run = _RunPlan(
-            step=replace(self, loss_scale=interventions.choose_loss_scale(singles, self.loss_scale)),
-            policy=interventions.choose_policy(singles, policy),
-            watch=watch,
-            edits=singles,
-            printed=tuple(change for change in changes if isinstance(change, SourcePatch | Snippet)),
-        )
-        self.progress.begin(f"{watch.stage} {_STAGES.get(policy.label, 'under autocast')}")
+        step = replace(self if policy is None else self.under(policy), changes=(*self.changes, *changes))
+        edits = flatten(step.changes)
+        run = _RunPlan(step=replace(step, mode=interventions.choose_mode(edits, step.mode)), edits=edits, watch=watch)
+        self.progress.begin(f"{watch.stage} {_STAGES.get(step.mode.policy.label, 'under autocast')}")
         with self.project.running():
             outcome = _run(run)
         self.progress.end(sum(call.leave is not None for call in outcome.trace.calls))
@@ -192,29 +166,28 @@ class FailingStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RunPlan:
-    """The plan of one run; it has an autograd graph from the start only if `grad` is True."""
+    """One run of a step in the mode that the edits among its changes ask for; with `grad`, in an autograd graph."""
 
     step: FailingStep
-    policy: Policy
-    watch: Watch
     edits: tuple[SingleEdit, ...]
-    printed: tuple[PrintedChange, ...] = ()
+    watch: Watch
     grad: bool = False
 
 
 def _run(run: _RunPlan) -> Outcome:
+    step = run.step
     # If it raises without a graph, try again with one: the forward may take gradients or hook them.
     for grad in sorted({run.watch.backward, True}):
         outcome, error = _record(run := replace(run, grad=grad))
         if error is None or (grad and user_code.explains(outcome.trace, error)):
             return outcome
         if user_code.is_wrong_call(error):
-            user_code.raise_explained(error, run.policy, run.step.description)
+            user_code.raise_explained(error, step.mode.policy, step.call.description)
     # Only its ops show a value that one forward both makes and checks. If ops were watched, that may be what raised.
     blinded = f"{type(error).__name__}: {error}" if run.watch.ops else None
     outcome, error = _record(replace(run, watch=replace(run.watch, ops=not run.watch.ops, look=None)))
     if error is not None and not user_code.explains(outcome.trace, error):
-        user_code.raise_explained(error, run.policy, run.step.description)
+        user_code.raise_explained(error, step.mode.policy, step.call.description)
     return replace(outcome, trace=replace(outcome.trace, blinded=blinded))
 
 
@@ -229,17 +202,18 @@ def _record(run: _RunPlan) -> tuple[Outcome, Exception | None]:
 
 
 def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
-    step = run.step
-    chosen = changed_batch(run.printed, interventions.select_samples(run.edits, step.batch, step.used))
-    batch = {name: copied_input(tensor, run.policy) for name, tensor in chosen.items()}
-    with in_mode(step.model, step.training, step.recorded.training):
+    step, mode = run.step, run.step.mode
+    call = interventions.select_samples(run.edits, step.call)
+    batch = changed_batch(step.changes, call.batch)
+    call = replace(call, batch={name: copied_input(tensor, mode.policy) for name, tensor in batch.items()})
+    with in_mode(step.model, mode.training, step.recorded.training):
         with (
             restored(step.model) as (state, is_unwritten),
-            printed_changes(run.printed, step.model, step.loss),
-            state_widened(state, run.policy),
-            seeded(step.seed, step.device, step.rng_states, step.recorded) as draws,
+            printed_changes(step.changes, step.model, step.loss),
+            state_widened(state, mode.policy),
+            seeded(step.randomness, mode.device) as draws,
         ):
-            recording = _RecordedRun(run, batch)
+            recording = _RecordedRun(run, call)
             recording.make(is_unwritten)
             random = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
@@ -251,7 +225,7 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
         random=random,
         loss=recording.loss,
         gradients=recording.gradients,
-        gradient_scale=1.0 if is_large(step.model) else step.loss_factor,  # as `run_backward` keeps them
+        gradient_scale=1.0 if is_large(step.model) else mode.loss_factor,  # as `run_backward` keeps them
         kept=kept,
         out_of_memory=is_out_of_memory(error),
         refused=error is not None and user_code.is_refusal(error),
@@ -261,11 +235,11 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
 class _RecordedRun:
     """One run with its tracers (of ops and the backward pass, if watched) and its results."""
 
-    def __init__(self, run: _RunPlan, batch: Batch) -> None:
+    def __init__(self, run: _RunPlan, call: Call) -> None:
         step, watch = run.step, run.watch
-        known = [*known_tensors(step.model, batch)] if watch.ops else []
+        known = [*known_tensors(step.model, call.batch)] if watch.ops else []
         watches_backward = watch.backward and watch.ops
-        self._run, self._batch = run, batch
+        self._run, self._call = run, call
         self._functions = FunctionTracer(OpTracer(known=known)) if watches_backward else None
         self._backward = GradientTracer(self._functions) if self._functions else None
         self._ops = OpTracer(known=known, gradients=self._backward, on_op=watch.on_op) if watch.ops else None
@@ -278,13 +252,13 @@ class _RecordedRun:
 
     def make(self, is_unwritten: Callable[[torch.Tensor], bool]) -> None:
         """Run the step under the run's policy and edits, and read what it was given, what it made and what it wrote."""
-        run, step, read = self._run, self._run.step, self.modules.read
-        self._taken = read({name: self._batch[name] for name in self._batch if name in step.used}, counts=True)
+        step, mode, read = self._run.step, self._run.step.mode, self.modules.read
+        self._taken = read(self._call.taken, counts=True)
         with (
-            recorded_backends(step.recorded, step.device),
-            apply_policy(run.policy, step.device),
-            drawn_in_fp32() if run.policy is EXACT else nullcontext(),
-            interventions.intervene(run.edits, step.model, step.device, self.modules.owner),
+            recorded_backends(step.recorded, mode.device),
+            apply_policy(mode.policy, mode.device),
+            drawn_in_fp32() if mode.policy is EXACT else nullcontext(),
+            interventions.intervene(self._run.edits, step.model, mode.device, self.modules.owner),
         ):
             started = time.perf_counter()
             self._execute()
@@ -296,15 +270,15 @@ class _RecordedRun:
 
     def trace(self, calls: tuple[ModuleCall, ...], kept: Mapping[str, bool]) -> Trace:
         """Return the trace; `calls` are the module calls, `kept` as in `Outcome`."""
-        run, step = self._run, self._run.step
+        step, mode = self._run.step, self._run.step.mode
         ops = self._ops.calls() if self._ops else ()
         taken, given, losses = collect_all([self._taken, self._given, self._losses])
         end = None if self.raised is None else f"{type(self.raised).__name__}: {self.raised}"
         return Trace(
-            policy=run.policy.label,
-            format=run.policy.format,
-            training=step.training,
-            seed=step.seed,
+            policy=mode.policy.label,
+            format=mode.policy.format,
+            training=mode.training,
+            seed=step.randomness.seed,
             calls=calls,
             batch=taken,
             output=given,
@@ -319,7 +293,7 @@ class _RecordedRun:
             backward=self._backward.calls(ops) if self._backward else (),
             function_ops=self._functions.ops.calls() if self._functions else (),
             bad_gradients=self._bad_gradients,
-            num_samples=interventions.sample_count(self._batch, step.used),
+            num_samples=self._call.sample_count,
         )
 
     def _execute(self) -> None:
@@ -340,7 +314,8 @@ class _RecordedRun:
 
     def _run_forward(self) -> None:
         """Compute output and loss; if the loss raises, the output stays."""
-        run, step, ops = self._run, self._run.step, self._ops
+        run, call, ops = self._run, self._call, self._ops
+        step, device = run.step, run.step.mode.device
         with (
             self.modules,
             ops.watching(self.modules.owner) if ops is not None else nullcontext(),
@@ -348,17 +323,17 @@ class _RecordedRun:
             open_checkpoints() if self._backward is not None else nullcontext(),
             torch.set_grad_enabled(run.grad),
         ):
-            self.output = step.forward(self._batch)
+            self.output = call.forward(call.batch)
             if step.loss is not None:
                 if ops is not None:
                     ops.phase = "loss"
-                with interventions.loss_in_fp32(run.edits, step.device) as widen:
-                    self.loss = user_code.compute_loss(step.loss, widen(self.output), self._batch, device=step.device)
+                with interventions.loss_in_fp32(run.edits, device) as widen:
+                    self.loss = user_code.compute_loss(step.loss, widen(self.output), call.batch, device=device)
 
     def _run_backward(self, loss: torch.Tensor) -> None:
-        step, keep = self._run.step, self._run.watch.keep
+        model, mode, keep = self._run.step.model, self._run.step.mode, self._run.watch.keep
         # As torch does where a region ends. Up to 2.9, a reentrant checkpoint would compute again with weights that
         # were cast without a graph, and give them no gradients.
         torch.clear_autocast_cache()
-        with user_code.kept_running(), torch.autocast(step.device.type, enabled=False):
-            self._bad_gradients, self.gradients = run_backward(step.model, loss, loss_scale=step.loss_factor, keep=keep)
+        with user_code.kept_running(), torch.autocast(mode.device.type, enabled=False):
+            self._bad_gradients, self.gradients = run_backward(model, loss, loss_scale=mode.loss_factor, keep=keep)

@@ -14,7 +14,7 @@ import torch
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.changes.batch import KeepSamples
 from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.engine.interventions import may_have_time_first, sample_count
+from nandoctor.engine.call import Call
 from nandoctor.engine.runner import FailingStep, Outcome, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Origin
@@ -94,7 +94,7 @@ def find_guilty(step: FailingStep, flagged: tuple[int, ...], symptom: Symptom) -
     `flagged` are the rows in which the first non-finite tensor was so, () if it has no row for each sample: they are
     the samples if few runs bear that out.
     """
-    size = sample_count(step.batch, step.used)
+    size = step.call.sample_count
     if size is None or size < 2:
         return None if size is None else tuple(range(size))
     runs = _Runs(step, symptom, size)
@@ -176,7 +176,7 @@ def _are_samples(step: FailingStep, healthy: tuple[int, ...]) -> bool:
 
     Where that holds along the second dimension of sequences just as well, either may be the samples.
     """
-    time_first = may_have_time_first(step.batch, step.used)
+    time_first = step.call.time_first
     if time_first == "never":
         return True
     stands_alone = _stands_alone(step, healthy, dim=0) if len(set(healthy)) > 1 else None
@@ -187,28 +187,31 @@ def _are_samples(step: FailingStep, healthy: tuple[int, ...]) -> bool:
 
 def _stands_alone(step: FailingStep, samples: tuple[int, ...], *, dim: int) -> bool | None:
     """Return True if the output moves with a batch that is moved by one along a dimension; None if none has it."""
-    calm = replace(step, training=False)  # without dropout, and without a BatchNorm that mixes samples
+    # In eval mode there is no dropout, and no BatchNorm that mixes samples.
+    calm = replace(step, mode=replace(step.mode, training=False))
     moved, kept = calm, (*samples[1:], samples[-1])
     if dim:
-        moved, kept = replace(calm, batch={name: _moved(value) for name, value in step.batch.items()}), samples
+        moved, kept = replace(calm, call=_moved(step.call)), samples
     before = _outputs(calm.run(REFERENCE, _OF_SAMPLES, changes=(KeepSamples(samples=samples),)))
     after = _outputs(moved.run(REFERENCE, _OF_SAMPLES, changes=(KeepSamples(samples=kept),)))
-    length = _sequence_length(step) if dim else len(samples)
+    length = _sequence_length(step.call) if dim else len(samples)
     pairs = [(one, after[path]) for path, one in before.items() if path in after and one.shape == after[path].shape]
     alike = [_is_alike(*pair, dim) for pair in pairs if pair[0].shape[dim : dim + 1] == (length,) and pair[0].numel()]
     known = [is_alike for is_alike in alike if is_alike is not None]
     return all(known) if known else None
 
 
-def _moved(value: torch.Tensor) -> torch.Tensor:
-    """Return a batch of sequences that begin one step later, and have their last one twice."""
-    return torch.cat([value[:, 1:], value[:, -1:]], dim=1) if value.dim() > 2 else value
+def _moved(call: Call) -> Call:
+    """Return the call on sequences that begin one step later, and have their last one twice."""
+    arrays = call.batch.items()
+    moved = {name: torch.cat([value[:, 1:], value[:, -1:]], dim=1) for name, value in arrays if value.dim() > 2}
+    return replace(call, batch={**call.batch, **moved})
 
 
-def _sequence_length(step: FailingStep) -> int | None:
+def _sequence_length(call: Call) -> int | None:
     """Return the second dimension of the first array that has sequences for each row, of more than one step."""
-    size = sample_count(step.batch, step.used)
-    sequences = (value.shape[1] for value in step.batch.values() if value.shape[:1] == (size,) and value.dim() > 2)
+    size = call.sample_count
+    sequences = (value.shape[1] for value in call.batch.values() if value.shape[:1] == (size,) and value.dim() > 2)
     return next((length for length in sequences if length > 1), None)
 
 
@@ -225,21 +228,21 @@ def _is_alike(before: torch.Tensor, after: torch.Tensor, dim: int) -> bool | Non
     return bool((rows - moved).abs().max() <= _ALIKE * varies) if varies > noise / _ALIKE else None
 
 
-def describe_difference(step: FailingStep, guilty: tuple[int, ...]) -> str:
+def describe_difference(call: Call, guilty: tuple[int, ...]) -> str:
     """Describe what sets the samples to blame apart in the batch, "" if nothing does at sight.
 
     An array that the model does not take and that is not finite is a saved output.
     """
-    size = sample_count(step.batch, step.used) or 0
+    size = call.sample_count or 0
     others = [sample for sample in range(size) if sample not in guilty]
     rows = {
         name: value.detach().double().reshape(size, -1)
-        for name, value in step.batch.items()
+        for name, value in call.batch.items()
         if is_dense(value) and value.shape[:1] == (size,) and value.numel() and not value.is_complex()
     }
     told = []
     for name, values in rows.items() if guilty and others else ():
-        if name in step.used or all_finite(values):
+        if name in call.used or all_finite(values):
             found = (rule(values[list(guilty)], values[others]) for rule in _DIFFERENCES)
             told += [f"`{name}` {difference}" for difference in found if difference is not None][:1]
     return " and ".join(told[:_MOST_DIFFERENCES])

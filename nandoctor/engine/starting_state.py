@@ -4,31 +4,71 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from nandoctor.autocast.policy import Policy
 from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.dumps.recorded_format import RandomStates, Recorded
 from nandoctor.process_wide import generators_kept, held, is_forked
 from nandoctor.torch_switches import RECORDED, switched
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """The precision in which a step runs, its loss scale and device, and whether its model is in train mode.
+
+    The backward pass is that of the loss x `loss_scale`, or of the loss itself if that is None.
+    """
+
+    policy: Policy
+    loss_scale: float | None = None
+    device: torch.device
+    training: bool = True
+
+    @property
+    def loss_factor(self) -> float:
+        """The factor of the loss in the backward pass."""
+        return self.loss_scale if self.loss_scale is not None else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Randomness:
+    """Where a run's random numbers come from: a seed; or, if that is None, the random state in the file.
+
+    `states` are those of torch's generators, `host` has numpy's and Python's.
+    """
+
+    seed: int | None = 0
+    states: tuple[torch.Tensor, ...] = ()
+    host: RandomStates = field(default_factory=RandomStates)
+
+
 from_saved_states: ContextVar[bool] = ContextVar("from_saved_states", default=False)
 """True in a run where each call starts from its generator states in the dump."""
 
 
-def restore_generators(states: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Restore each saved state to the generator that it fits by size: the CPU's has thousands of bytes, CUDA's 16."""
+def restore_generators(states: Iterable[torch.Tensor], host: RandomStates, device: torch.device) -> None:
+    """Restore the saved states of torch's generators, and those of numpy's and Python's in `host`.
+
+    Each of torch's is restored to the generator that it fits by size: the CPU's has thousands of bytes, CUDA's 16.
+    """
     for state in states:
         if state.numel() == torch.get_rng_state().numel():
             torch.set_rng_state(state)
         elif device.type == "cuda" and state.numel() == torch.cuda.get_rng_state(device).numel():
             torch.cuda.set_rng_state(state, device)
+    if host.numpy is not None:
+        np.random.set_state(host.numpy)
+    if host.python is not None:
+        random.setstate(host.python)
 
 
 def recorded_backends(recorded: Recorded, device: torch.device) -> AbstractContextManager[None]:
@@ -47,14 +87,6 @@ def _is_possible(name: str, value: Any) -> bool:
     return type(value) is bool
 
 
-def restore_host_generators(saved: RandomStates) -> None:
-    """Restore the saved states of numpy's and Python's generators."""
-    if saved.numpy is not None:
-        np.random.set_state(saved.numpy)
-    if saved.python is not None:
-        random.setstate(saved.python)
-
-
 @contextmanager
 def in_mode(model: nn.Module, training: bool, recorded: Mapping[str, bool]) -> Iterator[None]:
     """Put the model in train or eval mode; if that is the recorded mode, every module in its own recorded mode."""
@@ -68,21 +100,15 @@ def in_mode(model: nn.Module, training: bool, recorded: Mapping[str, bool]) -> I
 
 
 @contextmanager
-def seeded(
-    seed: int | None, device: torch.device, states: Sequence[torch.Tensor], recorded: Recorded
-) -> Iterator[Callable[[], bool]]:
-    """Seed torch, numpy and Python, and restore all three after; yield a function that tells if torch drew numbers.
-
-    With a `seed` of None, start from the saved `states` of torch's generators and those in `recorded` of the others.
-    """
+def seeded(randomness: Randomness, device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Seed torch, numpy and Python, and restore all three after; yield a function that tells if torch drew numbers."""
+    seed = randomness.seed
     with generators_kept(device):
         random.seed(seed or 0)
         np.random.seed(seed or 0)
         _seed_torch(seed or 0, device)
         if seed is None:
-            restore_generators(states, device)
-            if recorded.rng is not None:
-                restore_host_generators(recorded.rng)
+            restore_generators(randomness.states, randomness.host, device)
         before = _generator_states(device)
         token = from_saved_states.set(seed is None)
         try:

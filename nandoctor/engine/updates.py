@@ -22,14 +22,14 @@ _ONE_BY_ONE = {"foreach": False, "fused": False, "capturable": False}
 """Settings of torch's own optimizers, which otherwise update all weights in one op."""
 
 
-def trace_update(step: FailingStep) -> UpdateTrace:
+def trace_update(step: FailingStep, updater: type[Optimizer] | None) -> UpdateTrace:
     """Return what the optimizer's step computes; nothing if its code may not be run, or raises.
 
     The optimizer starts from its state after the update, since no other was recorded; a weight whose state is
     non-finite by then starts without any.
     """
     saved = step.recorded.updater
-    if step.updater is None or step.loss is None or saved is None:
+    if updater is None or step.loss is None or saved is None:
         return UpdateTrace()
     outcome = step.run(watch=Watch(stage="update", backward=True, keep=True))
     gradients = outcome.gradients or {}
@@ -40,7 +40,7 @@ def trace_update(step: FailingStep) -> UpdateTrace:
     ops.phase = "optimizer"
     with restored(step.model), held(*((weight, "grad", grads.get(name)) for name, weight in parameters.items())):
         try:
-            optimizer = _make(step.updater, saved, parameters)
+            optimizer = _make(updater, saved, parameters)
             with kept_running(), ops.watching(lambda: ("", "", 0)):
                 optimizer.step()
         except Exception:

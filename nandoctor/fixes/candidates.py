@@ -58,7 +58,7 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         yield (ResetBuffers(names=names),) if names else ()
     if findings.verdict == "input":
         yield from _unread(findings.trace, trials)
-        yield from without_guilty(findings.guilty or (), trials.step.num_samples)
+        yield from without_guilty(findings.guilty or (), trials.step.call.batch_size)
     if findings.verdict in ("numerics", "loss-scale"):
         in_code = [changes for lead in leads[:MAX_LEADS] if (changes := specific(lead, trials.step.model))]
         if len(in_code) < len(leads):  # a change that keeps one origin off 0 may also stop another's gradient overflow
@@ -284,24 +284,24 @@ def vary_settings(trials: Trials, guilty: tuple[int, ...], *, random: bool, veri
     mode, modes and seeds are skipped if a fix is `verified`: they only show whether the failure depends on chance. In
     eval mode they are run, since a BatchNorm's statistics may be the reason.
     """
-    step = trials.step
+    step, mode, own_seed = trials.step, trials.step.mode, trials.step.randomness.seed
     # If fp32 is finite, float64 says nothing more, and takes many times as long.
     for number_format in (FP16, BF16, FP32, *((FP64,) if trials.numerics else ())):
         if (outcome := trials.look(UseFormat(format=number_format))) is not None:
             yield Counterfactual(group="precision", setting=StepSetting(dtype=number_format), outcome=outcome)
-    chance = not (verified and step.training)
+    chance = not (verified and mode.training)
     for flag in (True, False) if chance else ():
-        if (outcome := trials.varied(training=flag, seed=step.seed).look()) is not None:
+        if (outcome := trials.varied(training=flag, seed=own_seed).look()) is not None:
             yield Counterfactual(group="mode", setting=StepSetting(training=flag), outcome=outcome)
-    for setting, samples in _selections(guilty, step.num_samples):
+    for setting, samples in _selections(guilty, step.call.batch_size):
         if (outcome := trials.look(KeepSamples(samples=samples))) is not None:
             yield Counterfactual(group="samples", setting=setting, outcome=outcome)
-    for scale in _scales(step.loss_factor) if step.loss is not None else ():
+    for scale in _scales(mode.loss_factor) if step.loss is not None else ():
         if (outcome := trials.look(SetLossScale(value=scale))) is not None:
             yield Counterfactual(group="loss-scale", setting=StepSetting(loss_scale=scale), outcome=outcome)
-    first = (step.seed or 0) + 1
+    first = (own_seed or 0) + 1
     for seed in range(first, first + _NUM_SEEDS) if random and chance else ():
-        if (outcome := trials.varied(training=step.training, seed=seed).look()) is not None:
+        if (outcome := trials.varied(training=mode.training, seed=seed).look()) is not None:
             yield Counterfactual(group="seed", setting=StepSetting(seed=seed), outcome=outcome)
 
 

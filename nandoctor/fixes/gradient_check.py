@@ -74,6 +74,7 @@ class GradientCheck:
 
     def __init__(self, trials: Trials, meaning: Meaning, *, healthy: tuple[int, ...]) -> None:
         self._trials, self._meaning, self._healthy = trials, meaning, healthy
+        self._own_scale = trials.step.mode.loss_scale
 
     def run(self, change: Change) -> tuple[Result, float | None]:
         """Run the step at the largest scale at which its gradients are finite; that scale is None if there is none."""
@@ -97,17 +98,14 @@ class GradientCheck:
         return Said("passed", "finite")
 
     def _scales(self, change: Change) -> tuple[float, ...]:
-        step = self._trials.step
         if (scale := scale_set_by(change)) is not None:
             return (scale,)
-        narrow = not in_bf16(change, before=step.low is BF16)
-        if step.loss_scale is None and not narrow:
-            return (1.0,)
-        if step.loss_scale is None:
-            return _USUAL_SCALES
-        grown = GROWTH * step.loss_scale
+        narrow = not in_bf16(change, before=self._trials.step.low is BF16)
+        if self._own_scale is None:
+            return _USUAL_SCALES if narrow else (1.0,)
+        grown = GROWTH * self._own_scale
         larger = (usual for usual in _USUAL_SCALES if usual > grown) if narrow else ()
-        return (*larger, grown, step.loss_scale)
+        return (*larger, grown, self._own_scale)
 
     def judge(self, change: Change, made: Result, scale: float | None) -> Said:
         """Check that the gradients of a run with `change` are finite, and within 10 % of fp32's."""
@@ -119,7 +117,7 @@ class GradientCheck:
         if (made_up := self.tell_made_up(made)) is not None:
             return Said("failed", f"gradients of {of}: {made_up}")
         told, aside = f"gradients of {of} finite at loss scale {number(scale)}", ""
-        if self._trials.step.loss_scale is None and scale_set_by(change) is None:
+        if self._own_scale is None and scale_set_by(change) is None:
             highest = max(self._scales(change))
             # The next larger scale counts: a change that needs a still lower one is not excused by an overflow that
             # happens without the failure at the highest.
@@ -155,12 +153,11 @@ class GradientCheck:
 
     def judge_growth(self, change: Change, scale: float | None) -> Said:
         """Check that the gradients stay finite when GradScaler doubles its scale twice."""
-        step = self._trials.step
         if scale_set_by(change) is not None:
             return Said("not-checked", "the change sets it")
-        if step.loss_scale is None:
+        if self._own_scale is None:
             return Said("not-checked", "not known")
-        grown = GROWTH * step.loss_scale
+        grown = GROWTH * self._own_scale
         if scale is not None and scale >= grown:
             return Said("passed", f"gradients are finite at loss scale {number(grown)} too")
         if self._overflows_anyway(grown):
@@ -217,7 +214,7 @@ class GradientCheck:
     @cached_property
     def _own_error(self) -> float:
         """The error of the healthy samples' gradients in the step's own format; 0 if these or fp32's are not finite."""
-        kept, scale = KeepSamples(samples=self._healthy), self._trials.step.loss_scale or _USUAL_SCALES[1]
+        kept, scale = KeepSamples(samples=self._healthy), self._own_scale or _USUAL_SCALES[1]
         made, reference = self._trials.run(kept, SetLossScale(value=scale)), self._trials.reference(kept)
         return gradient_error(made, reference) if made.finite and reference.finite else 0.0
 
@@ -259,7 +256,7 @@ def at_scale(change: Change, scale: float) -> tuple[Change, ...]:
 def run_lowered(trials: Trials, change: Change, scale: float | None) -> tuple[Result, float | None]:
     """Run another batch at the loss scale, or where its gradients need it at a lower one, which is returned as well."""
     highest = scale or 1.0
-    known = trials.step.loss_scale or highest
+    known = trials.step.mode.loss_scale or highest
     for lowered in dict.fromkeys((highest, min(highest, known, _LOWERED), min(highest / _HALVINGS, known, _LOWEST))):
         made = trials.run(*at_scale(change, lowered))
         if made.gradients_finite or not made.values_finite:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -27,6 +27,7 @@ from nandoctor.fixes.candidates import (
     specific,
     together,
 )
+from nandoctor.fixes.gradient_check import at_scale
 from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.writing import ChangeWriter
@@ -118,9 +119,9 @@ def _strongest(change: Candidate) -> Edit:
 
 def _conclude_with(edit: Edit, trials: Trials, writer: ChangeWriter) -> Conclusion | None:
     """Return why the changed step fails, including its backward pass at loss scale 1; None if that is not known."""
-    step = replace(trials.with_gradients.step, loss_scale=1.0)
+    step = trials.with_gradients.step
     change = next((written.change for written in writer.write(edit)), None) if is_text_alone(edit) else edit
-    traces = trials.on(step).trace(change) if change is not None else None
+    traces = trials.with_gradients.trace(*at_scale(change, 1.0)) if change is not None else None
     if traces is None:
         return None
     trace, reference = traces

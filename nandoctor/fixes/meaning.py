@@ -23,7 +23,7 @@ from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.running_op import RunningOp
 from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.engine.interventions import sample_count
+from nandoctor.engine.call import Call
 from nandoctor.engine.module_state import is_large
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import is_flags
@@ -103,8 +103,8 @@ class Meaning:
     def _with_inputs(self, factor: float) -> Trials | None:
         """Return trials with the inputs, and all else in the batch behind the failing ops, multiplied by a factor."""
         step = self._trials.step
-        batch = scaled(step.batch, step.used | self._behind, factor)
-        return None if batch is None else self._trials.on(replace(step, batch=batch))
+        call = scaled(step.call, step.call.used | self._behind, factor)
+        return None if call is None else self._trials.on(replace(step, call=call))
 
     @cached_property
     def directed(self) -> Result | None:
@@ -210,8 +210,7 @@ class Meaning:
     def _place(self, name: str, values: torch.Tensor, worst: int) -> str:
         if name == "loss" or not values.dim():
             return f"the {'loss' if name == 'loss' else 'output'} is"
-        step = self._trials.step
-        kind = "sample" if len(values) == sample_count(step.batch, step.used) else "row"
+        kind = "sample" if len(values) == self._trials.step.call.sample_count else "row"
         return f"{kind} {worst // max(values[0].numel(), 1)} gets"
 
     @cached_property
@@ -241,7 +240,7 @@ class Meaning:
     def _sides(self) -> Iterator[Tensors]:
         """Yield the directions in which what is behind the failing ops is moved."""
         model = self._trials.step.model
-        known = (*model.named_parameters(), *model.named_buffers(), *self._trials.step.batch.items())
+        known = (*model.named_parameters(), *model.named_buffers(), *self._trials.step.call.batch.items())
         moved = {name: value.detach().double() for name, value in known if self._moves(name, value)}
         if not moved:
             return
@@ -256,16 +255,16 @@ class Meaning:
     def _moves(self, name: str, value: torch.Tensor) -> bool:
         """Return True for finite real numbers that may be behind the failure: a weight, or an array but flags."""
         is_real = is_dense(value) and value.is_floating_point() and value.numel() > 0
-        may_be_behind = name in self._behind if self._behind else name in self._trials.step.batch
+        may_be_behind = name in self._behind if self._behind else name in self._trials.step.call.batch
         is_measured = isinstance(value, nn.Parameter) or (is_real and not is_flags(value))
         return may_be_behind and is_real and is_measured and bool(torch.isfinite(value).all())
 
     def _run_beside(self, direction: Tensors, size: float) -> Result:
-        step = self._trials.step
+        step, call = self._trials.step, self._trials.step.call
         shifts = {name: size * shift for name, shift in direction.items()}
-        moved = {name: step.batch[name].double() + shifts[name] for name in shifts.keys() & step.batch}
-        beside = replace(step, batch={**step.batch, **moved}, forward=partial(_forward_beside, step, shifts))
-        return self._trials.on(beside).exact()
+        moved = {name: call.batch[name].double() + shifts[name] for name in shifts.keys() & call.batch}
+        beside = Call(batch={**call.batch, **moved}, used=call.used, forward=partial(_forward_beside, step, shifts))
+        return self._trials.on(replace(step, call=beside)).exact()
 
     def _run_off_zero(self, sign: float, size: float) -> Result:
         return self._trials.exact(*(_MoveZeros(site=site, by=sign * size) for site in self._makers))
@@ -327,9 +326,9 @@ def _with_other_number(edit: SingleEdit) -> SingleEdit:
 def _forward_beside(step: FailingStep, shifts: Tensors, batch: Tensors) -> Any:
     """Run the forward with moved weights and buffers; every run puts back the model's state."""
     for name, tensor in (*step.model.named_parameters(), *step.model.named_buffers()):
-        if name in shifts.keys() - step.batch:
+        if name in shifts.keys() - step.call.batch:
             tensor.data.add_(shifts[name])
-    return step.forward(batch)
+    return step.call.forward(batch)
 
 
 def _sizes_in(value: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from nandoctor.engine.runner import FailingStep
 from nandoctor.fixes.variations import NEARLY_THE_SAME, OTHER_SEED, SCALED, VARIATIONS, extreme_samples
-from nandoctor.fixes.verify import Trials, with_samples
+from nandoctor.fixes.verify import Trials
 
 
 class OtherBatches:
@@ -24,7 +24,8 @@ class OtherBatches:
 
     def of_samples(self, samples: tuple[int, ...]) -> Trials:
         """Return the trials of the step with these samples alone."""
-        return self._trials.on(with_samples(self._trials.step, samples))
+        step = self._trials.step
+        return self._trials.on(replace(step, call=step.call.on_samples(samples)))
 
     @cached_property
     def guilty_alone(self) -> Trials | None:
@@ -43,10 +44,10 @@ class OtherBatches:
 
         They are those with the largest values, and of those to blame also the one with the smallest.
         """
-        step, size = self._trials.step, self._trials.step.num_samples or 0
-        guilty = extreme_samples(self._guilty, step.batch, step.used, size)
-        few = sorted((*guilty, *extreme_samples(self._healthy, step.batch, step.used, size)[:1]))
-        return tuple(few) if guilty and 2 * len(few) <= size else None
+        call = self._trials.step.call
+        guilty = extreme_samples(self._guilty, call)
+        few = sorted((*guilty, *extreme_samples(self._healthy, call)[:1]))
+        return tuple(few) if guilty and 2 * len(few) <= (call.batch_size or 0) else None
 
     @cached_property
     def variations(self) -> Mapping[str, Trials | None]:
@@ -60,7 +61,7 @@ class OtherBatches:
         scaled = ((name, *alike) for name in SCALED if self.variations[name] is not None)
         # Scale first: flags of 0 and 1 are not scaled, and noise would disguise them.
         step = self._trials.step
-        few = step if self.few is None else with_samples(step, self.few)
+        few = step if self.few is None else replace(step, call=step.call.on_samples(self.few))
         return {names: self._varied(names, few) for names in (alike, *scaled)}
 
     def first_tries(self, name: str, *, widens: bool) -> Iterator[list[tuple[str, ...]]]:
@@ -78,10 +79,11 @@ class OtherBatches:
         """Return the trials of a step varied in all of these ways; None if one of them does not apply."""
         for name in names:
             if name == OTHER_SEED:
-                varied = replace(step, seed=(step.seed or 0) + 1) if self._random else None
+                seed = (step.randomness.seed or 0) + 1
+                varied = step.varied(training=step.mode.training, seed=seed) if self._random else None
             else:
-                batch = VARIATIONS[name](step.batch, step.used)
-                varied = replace(step, batch=batch) if batch is not None else None
+                call = VARIATIONS[name](step.call)
+                varied = replace(step, call=call) if call is not None else None
             if varied is None:
                 return None
             step = varied

@@ -60,7 +60,7 @@ class Verifier:
     ) -> None:
         self.trials, self.search_trials = trials.with_gradients, trials
         self.guilty, self._trusts_fp32 = guilty, trusts_fp32
-        samples = range(trials.step.num_samples or 0)
+        samples = range(trials.step.call.batch_size or 0)
         self.healthy = tuple(sample for sample in samples if sample not in guilty) if guilty else ()
         self.meaning = meaning
         self.gradients = GradientCheck(self.trials, self.meaning, healthy=self.healthy)
@@ -245,7 +245,7 @@ def _judge_healthy(proof: Proof) -> Said:
         return Said("not-checked", "every sample fails" if verifier.guilty else "the samples to blame are not known")
     # The samples that are not to blame are sound in the unchanged step; only their values are compared.
     before, reference = verifier.search_trials.run(), proof.trials.sound_reference((change,))
-    size = proof.trials.step.num_samples
+    size = proof.trials.step.call.batch_size
     errors = [sample_errors(one, other, size) for one, other in ((made, reference), (made, before))]
     own = sample_errors(before, reference, size)
     if own is None or errors[0] is None or errors[1] is None:

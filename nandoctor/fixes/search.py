@@ -194,7 +194,7 @@ class _Search:
         if self._findings.verdict == "numerics" and not helped:
             self._try_later_origins()
             affected = self._guilty or self._findings.trace.rows_hit
-            self._attempt(without_guilty(affected, self._step.num_samples), self._tried)
+            self._attempt(without_guilty(affected, self._step.call.batch_size), self._tried)
 
     def _new_verifier(self) -> Verifier:
         # A product that overflows in fp16 is far from fp32's limit, and such networks have the slowest float64 runs.

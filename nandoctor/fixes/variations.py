@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +11,13 @@ import torch
 from nandoctor.diagnosis.conclusion import Gap
 from nandoctor.diagnosis.verdict import doubt_gradients
 from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.engine.call import Batch, Call
 from nandoctor.engine.module_state import is_large
 from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.engine.saved_outputs import is_flags
 from nandoctor.errors import LossError, ModelError
 from nandoctor.tracing.tensor_tree import walk_tensors
 
-Batch = Mapping[str, torch.Tensor]
 _NOISE = 1e-3
 """A share of each value: less than the next batch differs by, more than fp16's rounding."""
 
@@ -29,64 +29,60 @@ def surrogate_loss(output: Any, _: Batch) -> torch.Tensor:
     softmax or a norm, whose plain mean is constant, has a gradient too.
     """
     total = torch.zeros(())
-    for leaf in _dense_floats(output):
-        pattern = torch.linspace(-1, 1, leaf.numel(), device=leaf.device).cos().view(leaf.shape)
-        total = total.to(leaf.device) + (leaf.float() * pattern).mean()
+    for _path, leaf in walk_tensors(output):
+        if leaf.is_floating_point() and leaf.numel() and not leaf.is_nested and leaf.layout == torch.strided:
+            pattern = torch.linspace(-1, 1, leaf.numel(), device=leaf.device).cos().view(leaf.shape)
+            total = total.to(leaf.device) + (leaf.float() * pattern).mean()
     return total
 
 
-def _dense_floats(output: Any) -> Iterator[torch.Tensor]:
-    for _path, leaf in walk_tensors(output):
-        if leaf.is_floating_point() and leaf.numel() and not leaf.is_nested and leaf.layout == torch.strided:
-            yield leaf
-
-
-def _in_another_order(batch: Batch, used: frozenset[str]) -> dict[str, torch.Tensor] | None:
-    if not all(is_dense(batch[name]) for name in used & batch.keys()):
+def _in_another_order(call: Call) -> Call | None:
+    if not all(map(is_dense, call.taken.values())):
         return None  # a sparse array has no samples to move
-    return {name: value.roll(1, 0) if is_dense(value) and value.dim() else value for name, value in batch.items()}
+    moved = {name: value.roll(1, 0) for name, value in call.batch.items() if is_dense(value) and value.dim()}
+    return replace(call, batch={**call.batch, **moved})
 
 
-def _noisy(batch: Batch, used: frozenset[str]) -> dict[str, torch.Tensor] | None:
+def _noisy(call: Call) -> Call | None:
     """Change every value by a share of itself, so that the zeros of a mask stay zeros."""
 
     def change(value: torch.Tensor) -> torch.Tensor:
         return value * (1 + _NOISE * torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value))
 
-    return _changed(batch, used, change)
+    return _changed(call, call.used, change)
 
 
-def scaled(batch: Batch, used: frozenset[str], factor: float) -> dict[str, torch.Tensor] | None:
-    """Multiply the batch's real numbers by a factor, but not flags of 0 and 1; None if there is nothing else."""
-    measured = frozenset(name for name in used & batch.keys() if is_dense(batch[name]) and not is_flags(batch[name]))
-    return _changed(batch, measured, lambda value: value * factor)
+def scaled(call: Call, names: frozenset[str], factor: float) -> Call | None:
+    """Multiply the named arrays' real numbers by a factor, but not flags of 0 and 1; None if there is nothing else."""
+    dense = {name: call.batch[name] for name in names & call.batch.keys() if is_dense(call.batch[name])}
+    measured = frozenset(name for name, value in dense.items() if not is_flags(value))
+    return _changed(call, measured, lambda value: value * factor)
 
 
-def _changed(
-    batch: Batch, names: frozenset[str], change: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, torch.Tensor] | None:
-    """Return the batch with the named arrays of real numbers changed; None if there are none."""
-    real = {name for name in names & batch.keys() if is_dense(batch[name]) and batch[name].is_floating_point()}
-    return {name: change(value) if name in real else value for name, value in batch.items()} if real else None
+def _changed(call: Call, names: frozenset[str], change: Callable[[torch.Tensor], torch.Tensor]) -> Call | None:
+    """Return the call with the named arrays of real numbers changed; None if there are none."""
+    dense = {name: value for name, value in call.batch.items() if name in names and is_dense(value)}
+    changed = {name: change(value) for name, value in dense.items() if value.is_floating_point()}
+    return replace(call, batch={**call.batch, **changed}) if changed else None
 
 
-VARIATIONS: Mapping[str, Callable[[Batch, frozenset[str]], dict[str, torch.Tensor] | None]] = {
+VARIATIONS: Mapping[str, Callable[[Call], Call | None]] = {
     "samples in another order": _in_another_order,
     "small noise on the inputs": _noisy,
-    "inputs halved": lambda batch, used: scaled(batch, used, 0.5),
-    "inputs doubled": lambda batch, used: scaled(batch, used, 2.0),
+    "inputs halved": lambda call: scaled(call, call.used, 0.5),
+    "inputs doubled": lambda call: scaled(call, call.used, 2.0),
 }
-"""By name, functions that return a batch on which a fix has to work as well, or None if this batch has no such one."""
+"""By name, functions that return a call for which a fix has to work as well, or None if this one has no such one."""
 OTHER_SEED = "other seed"
 NEARLY_THE_SAME = ("samples in another order", "small noise on the inputs", OTHER_SEED)
 """Those that hardly change the values; they are combined in one run, and with each of the others."""
 SCALED = ("inputs halved", "inputs doubled")
 
 
-def extreme_samples(samples: Sequence[int], batch: Batch, used: frozenset[str], size: int) -> tuple[int, ...]:
+def extreme_samples(samples: Sequence[int], call: Call) -> tuple[int, ...]:
     """Return which of `samples` has the largest magnitude in its inputs, then which has the smallest."""
-    dense = [batch[name] for name in used & batch.keys() if is_dense(batch[name])]
-    arrays = [array for array in dense if array.dim() and len(array) == size]
+    size = call.batch_size or 0
+    arrays = [array for array in call.taken.values() if is_dense(array) and array.dim() and len(array) == size]
     largest = torch.zeros(size, dtype=torch.float64)
     for array in arrays:
         if array.is_floating_point() and array.numel():
@@ -100,17 +96,12 @@ _SCALE = 2.0**-10
 """So small that a gradient is finite if only its size made it non-finite."""
 
 
-def takes_gradients(step: FailingStep) -> bool:
-    """Return True if the step is in training with a trained parameter, and memory is expected to hold the gradients."""
-    is_trained = step.training and any(parameter.requires_grad for parameter in step.model.parameters())
-    return is_trained and not is_large(step.model)
-
-
 def find_doubts(step: FailingStep) -> tuple[Gap, ...]:
     """Report a finite forward in training with non-finite gradients; large models are not checked, to save memory."""
-    if not takes_gradients(step):
+    is_trained = step.mode.training and any(parameter.requires_grad for parameter in step.model.parameters())
+    if not is_trained or is_large(step.model):
         return ()
-    stand_in = replace(step, loss=surrogate_loss, loss_scale=_SCALE)
+    stand_in = replace(step, loss=surrogate_loss, mode=replace(step.mode, loss_scale=_SCALE))
     watch = Watch(stage="backward", statistics="none", backward=True)
     try:
         if not stand_in.run(watch=watch).trace.bad_gradients:

@@ -14,7 +14,6 @@ import torch
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.setting import UseFormat
-from nandoctor.engine.interventions import select_samples
 from nandoctor.engine.module_state import is_large
 from nandoctor.engine.printed_changes import CannotRunError
 from nandoctor.engine.runner import FailingStep, Watch
@@ -95,7 +94,7 @@ class Trials:
         self._known, self._budget = known, budget
         self._backward = backward and step.loss is not None
         self._is_own_step = step.loss is not surrogate_loss and not known.is_another
-        self._gradient_tolerance = math.inf if step.loss_scale in (None, 1.0) else GRADIENT_TOLERANCE
+        self._gradient_tolerance = math.inf if step.mode.loss_scale in (None, 1.0) else GRADIENT_TOLERANCE
         self._judgements: dict[frozenset[Change], Judgement] = {}
         failed = TrialOutcome(finite=False, max_rel_err=None)
         self._looks: dict[frozenset[Change], TrialOutcome | None] = {frozenset(): failed} if known.fails else {}
@@ -116,15 +115,15 @@ class Trials:
 
     def on(self, step: FailingStep, *, backward: bool = True) -> Trials:
         """Return the trials of a step with another batch or scale, with gradients by default, on the same budget."""
-        known = Known(is_another=not self._is_own_step or step.batch is not self.step.batch)
+        known = Known(is_another=not self._is_own_step or step.call is not self.step.call)
         return Trials(step, self._budget, numerics=self.numerics, backward=backward, known=known)
 
     def varied(self, *, training: bool, seed: int | None) -> Trials:
         """Return the trials of the step in this mode, with this seed."""
-        if (training, seed) == (self.step.training, self.step.seed):
+        if (training, seed) == (self.step.mode.training, self.step.randomness.seed):
             return self
         known = Known(is_another=True, writes_infinities=self._writes_infinities)
-        step = replace(self.step, training=training, seed=seed)
+        step = self.step.varied(training=training, seed=seed)
         return Trials(step, self._budget, numerics=self.numerics, backward=self._backward, known=known)
 
     @cached_property
@@ -381,11 +380,6 @@ class Trials:
 
 def _failed(made: Result) -> Judgement:
     return Judgement(outcome=TrialOutcome(finite=False, max_rel_err=None, ran=made.ran), passes=False)
-
-
-def with_samples(step: FailingStep, samples: tuple[int, ...]) -> FailingStep:
-    """Return the step with only these samples of its batch."""
-    return replace(step, batch=select_samples([KeepSamples(samples=samples)], step.batch, step.used))
 
 
 def selects(edits: Iterable[Change]) -> bool:

@@ -22,13 +22,16 @@ from nandoctor.autocast.policy import LOW_DTYPES, Policy
 from nandoctor.dumps.code_request import read_option
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
+from nandoctor.dumps.recorded_format import RandomStates
 from nandoctor.dumps.trees import slots
+from nandoctor.engine.call import Call
 from nandoctor.engine.module_state import LARGE_NBYTES, nonfinite_in
 from nandoctor.engine.progress import Listener
 from nandoctor.engine.project import Project, arguments_of
 from nandoctor.engine.reproduction import Preparation
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import SavedOutputs
+from nandoctor.engine.starting_state import Mode, Randomness
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.machine import memory_of, return_freed_memory
 from nandoctor.step.binding import Offer
@@ -99,7 +102,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
         policies = [replace(policy, torch=version) for policy in choose_policies(dump, settings, outputs.array)]
         bindings = _find_bindings(dump, code, batch, settings)
         steps = [_make_step(binding, dump, code, batch, settings, policies[0]) for binding in bindings]
-        taken = frozenset[str]().union(*(step.used for step in steps))  # what goes in in any way is no saved output
+        taken = frozenset(name for step in steps for name in step.call.used)  # so they are no saved output
         outputs = _with_unclaimed(outputs, dump, code, bindings[0], taken)
     notes = [*dump.notes, *code.notes, *weight_notes, *batch.notes]
     notes += [f"The recorder could not keep {text}." for text in dump.missing]
@@ -115,6 +118,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
         policies=tuple(policies),
         outputs=outputs,
         notes=tuple(notes),
+        updater=code.updater,
     )
 
 
@@ -165,16 +169,8 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
         updater = find_optimizer(dump.recorded.updater, dump, (source, settings.loss), settings.directory)
     check_method(model, dump, settings)
     built = nonfinite_in(model, unfilled.holds if unfilled else lambda _: False) if registered else {}
-    notes = [*notes, *loss_notes]
-    return _Code(
-        model=model,
-        call=call,
-        loss=loss,
-        nonfinite=built,
-        source=source,
-        notes=tuple(notes),
-        updater=updater,
-    )
+    told = (*notes, *loss_notes)
+    return _Code(model=model, call=call, loss=loss, nonfinite=built, source=source, notes=told, updater=updater)
 
 
 def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.device) -> list[str]:
@@ -326,25 +322,17 @@ def _make_step(
     arrays = dict(batch.arrays)
     if dtype is not None and not dump.is_recorded and settings.call is None:  # as a loop without autocast passes them
         arrays |= {name: arrays[name].to(dtype) for name in used if arrays[name].dtype is torch.float32}
+    scale = dump.loss_scale if settings.loss_scale is None else settings.loss_scale
     first = code.nonfinite
     now = nonfinite_in(model) if first else {}  # it reads every weight
     return FailingStep(
         model=model,
         built={name: int(now[name].max()) == 1 for name in now if name in first and now[name].equal(first[name])},
-        batch=arrays,
-        used=used,
-        forward=forward,
+        call=Call(batch=arrays, used=used, forward=forward, description=binding.description),
         loss=bind_loss(code.loss, dump, batch.make),
-        loss_scale=dump.loss_scale if settings.loss_scale is None else settings.loss_scale,
-        device=device,
-        description=binding.description,
-        policy=policy,
-        rng_states=dump.rng_states,
+        mode=Mode(policy=policy, loss_scale=scale, device=device),
+        randomness=Randomness(states=dump.rng_states, host=dump.recorded.rng or RandomStates()),
         recorded=dump.recorded,
-        second_moments=dump.moments,
-        optimizer_eps=dump.optimizer_eps,
-        updater=code.updater,
-        saved_flags=dump.saved_flags,
     )
 
 

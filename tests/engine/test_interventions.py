@@ -13,7 +13,6 @@ from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.constant import SetArgument, SetAttribute
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
 from nandoctor.changes.setting import SetLossScale
-from nandoctor.engine.interventions import sample_count
 from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, Watch
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP16, FP32
@@ -146,7 +145,7 @@ def test_the_loss_in_fp32_and_its_scale():
     step = make_step(nn.Linear(4, 4), loss=loss)
     assert not torch.isfinite(execute(step).loss)
     assert torch.isfinite(execute(step, KeepModule(module="<loss>")).loss)
-    watch, step = Watch(backward=True, keep=True), replace(step, loss_scale=2.0**20)
+    watch, step = Watch(backward=True, keep=True), replace(step, mode=replace(step.mode, loss_scale=2.0**20))
     assert execute(step, watch=watch).trace.bad_gradients
     quiet = execute(step, KeepModule(module="<loss>"), SetLossScale(value=1.0), watch=watch)
     assert not quiet.trace.bad_gradients
@@ -168,5 +167,5 @@ def test_everything_is_undone_when_the_forward_raises():
 def test_boxes_of_each_image_do_not_count_the_images():
     boxes = {f"labels.{image}.boxes": torch.zeros(1, 4) for image in range(3)}
     batch = {"images": torch.zeros(3, 3, 8, 8), **boxes}
-    assert sample_count(batch, frozenset(batch)) == 3
-    assert sample_count(boxes, frozenset(boxes)) == 1
+    assert make_step(**batch).call.sample_count == 3
+    assert make_step(**boxes).call.sample_count == 1

@@ -2,7 +2,6 @@
 
 import random
 from contextlib import suppress
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ def step_of(model, **batch):
 
 
 def run_once(model, *, policy=REFERENCE, training=False, seed=0, **batch):
-    return replace(step_of(model, **batch), training=training, seed=seed).run(policy)
+    return step_of(model, **batch).varied(training=training, seed=seed).run(policy)
 
 
 def failing(model):
@@ -102,7 +101,7 @@ def test_a_batch_that_is_written_to_is_whole_in_the_next_run():
     step = step_of(model, image=torch.ones(2))
     for _ in range(2):
         assert step.run(REFERENCE).output.tolist() == [2.0, 2.0]
-    assert step.batch["image"].tolist() == [1.0, 1.0]
+    assert step.call.batch["image"].tolist() == [1.0, 1.0]
 
 
 def test_a_forward_that_needs_a_graph_runs_once_more():
@@ -114,8 +113,7 @@ def test_a_forward_that_needs_a_graph_runs_once_more():
         seen.append(torch.rand(()))
         return torch.autograd.grad(output.sum(), model.weight)[0]
 
-    step = replace(step_of(model), training=False, forward=forward)
-    outcome = step.run(REFERENCE)
+    outcome = make_step(model, {"image": IMAGE}, training=False, forward=forward).run(REFERENCE)
     assert outcome.output.tolist() == [[2.0, 2.0, 2.0, 2.0]]
     assert [call.key for call in outcome.trace.calls] == [("", 0)]
     assert seen[0] == seen[1]
@@ -125,7 +123,7 @@ def test_weights_of_a_reentrant_checkpoint_have_gradients():
     """It computes again with the weights that autocast has cast before, up to torch 2.9 without a graph."""
     model = Chain(first=nn.Linear(4, 4), last=Returns(lambda x: checkpoint(model.last.inner, x, use_reentrant=True)))
     model.last.inner = nn.Linear(4, 4)
-    step = replace(step_of(model), loss=lambda output, _: output.float().sum())
+    step = make_step(model, IMAGE, loss=lambda output, _: output.float().sum())
     made = step.run(Policy(name="native", format=BF16), Watch(backward=True, keep=True)).gradients
     assert made.keys() == dict(model.named_parameters()).keys()
 
@@ -155,5 +153,5 @@ def test_progress_is_told_after_every_call():
     counts = []
     model = nn.Sequential(nn.ReLU(), nn.ReLU())
     progress = Listener(lambda _, done, __: counts.append(done))
-    replace(step_of(model), training=False, progress=progress).run(REFERENCE)
+    make_step(model, IMAGE, training=False, progress=progress).run(REFERENCE)
     assert counts == [0, 1, 2, 3]  # the first tells that the run begins

@@ -97,7 +97,7 @@ def test_the_end_of_memory_is_not_the_changes_fault():
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
 
     budget = TrialBudget(10)
-    step = SimpleNamespace(model=torch.nn.Linear(1, 1), loss=None, loss_scale=1.0, run=run)
+    step = SimpleNamespace(model=torch.nn.Linear(1, 1), loss=None, mode=SimpleNamespace(loss_scale=1.0), run=run)
     with pytest.raises(BudgetSpent):
         Trials(step, budget, numerics=False).judge()
     assert budget.out_of_memory

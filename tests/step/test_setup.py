@@ -45,15 +45,15 @@ def dump_of(model, scalars=None, **arrays):
 
 def run_first(preparation):
     step = preparation.steps[0]
-    return step.forward(step.batch)
+    return step.call.forward(step.call.batch)
 
 
 def test_the_weights_the_batch_and_the_call_come_together():
     model = nn.Linear(3, 2)
     preparation = prepare(dump_of(model, image=IMAGE, logit=torch.full((1, 2), 0.3)), nn.Linear(3, 2), Settings())
     assert torch.equal(run_first(preparation), model(IMAGE))
-    assert preparation.steps[0].description == "model(input=image)"
-    assert preparation.steps[0].used == {"image"}
+    assert preparation.steps[0].call.description == "model(input=image)"
+    assert preparation.steps[0].call.used == {"image"}
     assert preparation.outputs.graded[0] == "logit"
     assert preparation.notes == ()
 
@@ -70,7 +70,7 @@ def test_float64_arrays_go_in_as_what_the_model_computes_in(dtype, expected):
     model = nn.Linear(3, 2, dtype=dtype)
     dump = dump_of(model, image=IMAGE.double(), labels=torch.arange(3))
     preparation = prepare(dump, model, Settings())
-    batch = preparation.steps[0].batch
+    batch = preparation.steps[0].call.batch
     assert (batch["image"].dtype, batch["labels"].dtype) == (expected, torch.int64)
     assert [note.partition(" ")[0] for note in preparation.notes] == ["image"] * (expected is torch.float32)
 
@@ -88,8 +88,8 @@ def test_a_call_and_a_loss_are_found_by_their_specs(functions):
     preparation = prepare(dump_of(nn.Identity(), image=IMAGE, mask=IMAGE, logit=IMAGE), nn.Identity(), settings)
     output = run_first(preparation)
     assert (output["out"].tolist(), output["names"]) == ([[2.0, 4.0, 6.0]], ["image", "logit", "mask"])
-    assert preparation.steps[0].used == {"image", "mask"}
-    assert float(preparation.steps[0].loss(output["out"], preparation.steps[0].batch)) == 6.0
+    assert preparation.steps[0].call.used == {"image", "mask"}
+    assert float(preparation.steps[0].loss(output["out"], preparation.steps[0].call.batch)) == 6.0
 
 
 def test_code_for_cuda_is_built_on_the_replays_device(functions):
