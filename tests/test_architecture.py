@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_878, "tests": 34_571, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_876, "tests": 34_563, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_027,
@@ -45,12 +45,12 @@ MAX_LINES_OF_ROOMS = {
     "cli": 933,
     "diagnosis": 2_066,
     "dumps": 3_515,
-    "engine": 3_309,
+    "engine": 3_336,
     "evidence": 1_716,
-    "fixes": 3_670,
+    "fixes": 3_654,
     "fleet": 794,
     "repro_scripts": 734,
-    "step": 3_125,
+    "step": 3_112,
     "tracing": 1_883,
     "views": 2_855,
 }
