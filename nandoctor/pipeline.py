@@ -45,7 +45,7 @@ from nandoctor.engine.progress import Progress, listener_of
 from nandoctor.engine.reproduction import Preparation, Replayed, replay_from_reset, replay_plainly, reproduce, run_whole
 from nandoctor.engine.runner import CLOSELY, FailingStep, Watch
 from nandoctor.engine.samples import Symptom, describe_difference, find_guilty
-from nandoctor.engine.spoilers import fails_without
+from nandoctor.engine.spoilers import fails_without, gradients_fail_without
 from nandoctor.engine.updates import trace_update
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
@@ -292,7 +292,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
         at = f"at loss scale {number(scale)}"
         note = f"The loss is non-finite and every gradient is finite {at}: GradScaler does not skip such a step."
         return replace(findings, notes=(note, *told))
-    if not sound or not trace.bad_gradients:
+    if not trace.bad_gradients or not (sound or _outlives_forward(step, findings)):
         return replace(findings, notes=told if sound else ())
     reference = findings.reference if findings.reference.backward else step.run(REFERENCE, watch).trace
     unscaled = replace(watch, stage="backward at scale 1")
@@ -301,7 +301,14 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     if findings.verdict == "silent":
         return replace(findings, conclusion=findings.conclusion.followed_by(found))
     verdict = judge_backward(trace, reference, found, fixed_by_scale=fixed)
-    return replace(findings, verdict=verdict, conclusion=found)
+    also = () if sound else findings.conclusion.diagnoses
+    return replace(findings, verdict=verdict, conclusion=replace(found, diagnoses=(*found.diagnoses, *also)))
+
+
+def _outlives_forward(step: FailingStep, findings: Findings) -> bool:
+    """Return True if the loss does not take what is non-finite in the output, and the gradients fail without it."""
+    sites, loss = [suspect.site for suspect in findings.conclusion.suspects], findings.trace.loss
+    return loss is not None and loss.finite and bool(sites) and gradients_fail_without(step, sites)
 
 
 def _report_weights(dump: Dump) -> Report:

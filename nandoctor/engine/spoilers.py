@@ -54,7 +54,17 @@ def _made_finite(op: RunningOp, given: Sequence[torch.Tensor], value: Any) -> An
 def fails_without(step: FailingStep, failing: Trace, sites: Sequence[OpSite]) -> bool:
     """Return True if the step fails as in the run `failing` though all that these ops make is finite; also in doubt."""
     policy = REFERENCE if failing.policy == REFERENCE.label else None
-    changes = tuple(_MakeFinite(site=site) for site in sites)
     with suppress(ModelError, LossError):
-        return step.run(policy, Watch(stage="closer look"), changes).trace.fails_as(failing)
+        return step.run(policy, Watch(stage="closer look"), _make_finite(sites)).trace.fails_as(failing)
     return True
+
+
+def gradients_fail_without(step: FailingStep, sites: Sequence[OpSite]) -> bool:
+    """Return True if gradients are non-finite though all that these ops make is finite; False in doubt."""
+    with suppress(ModelError, LossError):
+        return bool(step.run(None, Watch(stage="closer look", backward=True), _make_finite(sites)).trace.bad_gradients)
+    return False
+
+
+def _make_finite(sites: Sequence[OpSite]) -> tuple[_MakeFinite, ...]:
+    return tuple(_MakeFinite(site=site) for site in sites)

@@ -6,8 +6,10 @@ alone what an earlier one has bound.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +25,10 @@ EVERYTHING = "*"
 """All that was saved, as one dict."""
 Bound = Mapping[str, Source]
 """What each parameter takes, by its name."""
+_MAPPING_ANNOTATION = re.compile(r"dict\b|mapping", re.IGNORECASE)
+# Not values() and copy(), which tensors and models have too.
+_MAPPING_METHODS = frozenset({"get", "keys", "items", "pop", "setdefault", "update"})
+_BATCH_NAMES = frozenset({"batch", "batch_dict", "input_dict", "inputs_dict", "data", "data_dict", "sample", "samples"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +151,34 @@ def _likely(offer: Offer, bound: Bound) -> list[str]:
 
 def _required(signature: Signature, bound: Bound) -> list[inspect.Parameter]:
     return [p for p in signature.unmet(bound) if p.default is p.empty]
+
+
+def takes_mapping(function: Callable[..., Any], parameter: inspect.Parameter) -> bool:
+    """Return True if a function uses a parameter as a dict, judged by its annotation, the code or its name."""
+    annotation = "" if parameter.annotation is parameter.empty else str(parameter.annotation)
+    if _MAPPING_ANNOTATION.search(annotation):
+        return True
+    if "Tensor" in annotation:
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return parameter.name in _BATCH_NAMES
+    return parameter.name in {_used_as_mapping(node) for node in ast.walk(tree)} | _BATCH_NAMES
+
+
+def _used_as_mapping(node: ast.AST) -> str | None:
+    """Return the name that the node uses as a mapping: with a string key, a dict method or `**`; None otherwise."""
+    match node:
+        case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str())):
+            return name
+        case ast.Attribute(value=ast.Name(id=name), attr=method) if method in _MAPPING_METHODS:
+            return name
+        case ast.keyword(arg=None, value=ast.Name(id=name)):
+            return name
+        case ast.Compare(left=ast.Constant(value=str()), ops=[ast.In() | ast.NotIn()], comparators=[ast.Name(id=name)]):
+            return name
+    return None
 
 
 def find_named(parameter: str, named: Mapping[str, Any]) -> str | None:

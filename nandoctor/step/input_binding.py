@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
-import re
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +12,9 @@ from torch import nn
 
 from nandoctor.engine.user_code import explain_forward
 from nandoctor.errors import ModelError
-from nandoctor.step.binding import EVERYTHING, FORWARD, Bound, Offer, Signature, bind
+from nandoctor.step.binding import EVERYTHING, FORWARD, Bound, Offer, Signature, bind, takes_mapping
 from nandoctor.text import dtype_name
 
-_MAPPING_ANNOTATION = re.compile(r"dict\b|mapping", re.IGNORECASE)
-# Not values() and copy(), which tensors and models have too.
-_MAPPING_METHODS = frozenset({"get", "keys", "items", "pop", "setdefault", "update"})
-_BATCH_NAMES = frozenset({"batch", "batch_dict", "input_dict", "inputs_dict", "data", "data_dict", "sample", "samples"})
 _MAX_CHOICES = 8
 """Each is replayed, in every mode and precision that the file leaves open."""
 
@@ -158,7 +151,7 @@ def read_signature(model: nn.Module) -> Signature:
     return Signature(
         named=named,
         variadic=next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None),
-        mappings=frozenset(p.name for p in named if _takes_mapping(model, p)),
+        mappings=frozenset(p.name for p in named if takes_mapping(_inner(model).forward, p)),
     )
 
 
@@ -178,34 +171,6 @@ def _inner(model: nn.Module) -> nn.Module:
     kinds = {p.kind for p in _parameters_of(model)}
     takes_anything = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     return _inner(children[0]) if takes_anything else model
-
-
-def _takes_mapping(model: nn.Module, parameter: inspect.Parameter) -> bool:
-    """Return True if forward uses this parameter as a dict, judged by its annotation, the code or its name."""
-    annotation = "" if parameter.annotation is parameter.empty else str(parameter.annotation)
-    if _MAPPING_ANNOTATION.search(annotation):
-        return True
-    if "Tensor" in annotation:
-        return False
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(_inner(model).forward)))
-    except (OSError, TypeError, SyntaxError):
-        return parameter.name in _BATCH_NAMES
-    return parameter.name in {_used_as_mapping(node) for node in ast.walk(tree)} | _BATCH_NAMES
-
-
-def _used_as_mapping(node: ast.AST) -> str | None:
-    """Return the name that the node uses as a mapping: with a string key, a dict method or `**`; None otherwise."""
-    match node:
-        case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str())):
-            return name
-        case ast.Attribute(value=ast.Name(id=name), attr=method) if method in _MAPPING_METHODS:
-            return name
-        case ast.keyword(arg=None, value=ast.Name(id=name)):
-            return name
-        case ast.Compare(left=ast.Constant(value=str()), ops=[ast.In() | ast.NotIn()], comparators=[ast.Name(id=name)]):
-            return name
-    return None
 
 
 def _explain(model: str, signature: Signature, offer: Offer, bound: Bound) -> ModelError:

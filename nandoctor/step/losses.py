@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from nandoctor.engine.user_code import NOT_UNDER_AUTOCAST, WRONG_CALL, kept_runn
 from nandoctor.errors import LossError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import generators_kept
-from nandoctor.step.binding import LOSS, Offer, Signature, bind
+from nandoctor.step.binding import LOSS, Offer, Signature, bind, takes_mapping
 from nandoctor.step.recorded_step import own_loss
 from nandoctor.step.saved_arrays import MakeBatch, describe_batch
 
@@ -33,42 +34,45 @@ def bind_loss(loss: Callable[..., Any] | None, dump: Dump, make: MakeBatch) -> C
 def _by_name(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Return the loss as a function of output and batch; one that takes no batch gets parts of it by their names.
 
-    `loss(logit, mask)` of a batch with a mask is called with that; other names are matched by the rules of
-    `binding.LOSS`.
+    `loss(logit, mask)` of a batch with a mask is called with that, unless it uses the parameter as a dict; other names
+    are matched by the rules of `binding.LOSS`. What is likelier is tried first.
     """
-    takes_parts = False
+    first_raised = False
 
     @functools.wraps(loss)
     def compute(output: Any, batch: Any) -> Any:
-        nonlocal takes_parts
-        parts = _match_parts(loss, batch)
-        if parts is None:
-            return loss(output, batch)
-        if not takes_parts:
+        nonlocal first_raised
+        ways = _find_ways(loss, output, batch)
+        if not first_raised and len(ways) > 1:
             try:
                 with generators_kept():
-                    return loss(output, batch)
+                    return ways[0]()
             except WRONG_CALL:
-                takes_parts = True
-        return loss(output, **parts)
+                first_raised = True
+        return ways[-1]()
 
     return compute
 
 
-def _match_parts(loss: Callable[..., Any], batch: Any) -> dict[str, Any] | None:
-    """Return the parts of a batch for the parameters of a loss after the output; None if one has no part."""
+def _find_ways(loss: Callable[..., Any], output: Any, batch: Any) -> list[Callable[[], Any]]:
+    """Return the ways to call a loss: with the batch, and with parts of it if each parameter has one."""
+    whole = partial(loss, output, batch)
     if not isinstance(batch, Mapping):
-        return None
+        return [whole]
+    function = loss.forward if isinstance(loss, nn.Module) else loss
     try:
-        parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return None
+        return [whole]
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     signature = Signature(named=tuple(named[1:]))
     values = {str(name): part for name, part in batch.items()}
     arrays = [name for name, part in values.items() if isinstance(part, torch.Tensor)]
     bound = bind(signature, Offer(values=values, arrays=arrays), LOSS)
-    return {name: values[str(source)] for name, source in bound.items()} if signature.is_met(bound) else None
+    if not signature.is_met(bound):
+        return [whole]
+    parts = partial(loss, output, **{name: values[str(source)] for name, source in bound.items()})
+    return [whole, parts] if any(takes_mapping(function, p) for p in signature.named) else [parts, whole]
 
 
 def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callable[..., Any]:
