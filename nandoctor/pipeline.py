@@ -236,8 +236,9 @@ def _name_samples(step: FailingStep, findings: Findings) -> Findings:
 
 def _stays_to_the_end(origin: Origin, failing: Trace) -> bool:
     """Return True if rows that one call of an op spoils are not left out on the way, as by a mask or by the loss."""
-    place, rows = (origin.op, origin.source), origin.elements.samples
-    num_calls = sum((op.op, op.own_line) == place and not op.outputs_finite for op in failing.ops)
+    place, rows = (origin.op, origin.source, origin.place.module), origin.elements.samples
+    made = (op for op in failing.ops if not op.outputs_finite)
+    num_calls = sum((op.op, op.own_line, op.place.module) == place for op in made)
     is_sole = num_calls == 1 and all(stats.finite for stats in origin.inputs)
     return is_sole and bool(rows) and rows == failing.rows_hit and not failing.fails_in_loss
 

@@ -141,12 +141,16 @@ class _Runs:
         return tuple(islice(cycle(samples), size))
 
     def confirm(self, flagged: tuple[int, ...]) -> bool:
-        """Return True if two of these samples fail beside one of the others, or if all of them fail only together."""
+        """Return True if two of these samples fail beside one of the others, or if all of them fail only together.
+
+        A few of the others may fail where all of them do not, as a label that occurs once does in a contrastive loss.
+        """
         is_cut = len(flagged) == MAX_SAMPLES_LISTED
         others = () if is_cut else tuple(sample for sample in range(self._size) if sample not in flagged)
-        if others and self.fails(_spread(others)):
+        few_fail = bool(others) and self.fails(_spread(others))
+        if few_fail and self.fails(others):
             return False
-        self._beside = others[:1]
+        self._beside = others if few_fail else others[:1]
         alone = [self.fails((sample, *self._beside)) for sample in dict.fromkeys((flagged[0], flagged[-1]))]
         if any(alone) or not others:
             return all(alone)

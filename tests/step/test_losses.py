@@ -55,6 +55,13 @@ def test_a_loss_takes_the_batch_or_parts_by_name(loss):
     assert compute(loss) == [EXPECTED, EXPECTED]
 
 
+def test_a_loss_of_an_array_is_not_given_the_batch_first():
+    def of_one_class(output, label):
+        return output[label == 1].mean()  # a dict is never 1
+
+    assert compute(of_one_class) == [OUTPUT.mean(), OUTPUT.mean()]
+
+
 def test_a_parameter_called_batch_is_the_saved_batch():
     assert compute(of_batch, batch={"label": torch.tensor([0])}) == [EXPECTED, EXPECTED]
 

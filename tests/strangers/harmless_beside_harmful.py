@@ -115,6 +115,24 @@ class OutputThatTheLossDoesNotTake(Lifting):
         return super().forward(x) + torch.log(power)[:, None], inverse
 
 
+def of_the_finite(output, _batch):
+    scores, squares = output
+    return squares.sqrt().mean() - scores[torch.isfinite(scores)].float().mean()
+
+
+@rows(
+    "numerics <loss> sqrt gradient-singularity",
+    {"x": torch.cat([X[:3], torch.zeros(1, 8)]), "allowed": ALLOWED / 2},
+    line="squares.sqrt()",
+    samples=(3,),
+    loss=of_the_finite,
+    fix="verified clamp",
+)
+class InfinitiesThatTheLossLeavesOut(Lifting):
+    def forward(self, x, allowed):
+        return super().forward(x) + torch.log(allowed), (x @ self.lift.weight.T).square().sum(1)
+
+
 LEVELS = torch.ones(4, 3)
 LEVELS[[0, 2], [0, 1]] = 0.0
 USED = torch.ones(4, 3)

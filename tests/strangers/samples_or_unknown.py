@@ -96,3 +96,12 @@ for is_known, kinds in ((False, UNKNOWN), (True, KNOWN)):
         # All overflow at the same line: fixes are searched for one in five.
         options = {} if index % 5 == 0 else {"fixes": False}
         rows("precision", batch, forward, name=name, samples=(HOT,) if is_known else None, **options)(net)
+
+
+def contrastive(output, label):
+    alike = torch.eq(label[:, None], label).float() - torch.eye(len(label))
+    return -((torch.log_softmax(output.float() @ output.float().T, 1) * alike).sum(1) / alike.sum(1)).mean()
+
+
+LABELS = {"x": normal(8, 8), "label": torch.tensor([0, 0, 1, 1, 2, 2, 3, 1])}
+rows("numerics", LABELS, lambda self, x: self.entry(x), name="a lone label", samples=(6,), loss=contrastive)(net)
