@@ -34,10 +34,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_876, "tests": 34_563, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_901, "tests": 34_597, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_027,
+    FILES: 3_035,
     "autocast": 914,
     "capture": 2_870,
     "causes": 2_656,
@@ -45,12 +45,12 @@ MAX_LINES_OF_ROOMS = {
     "cli": 933,
     "diagnosis": 2_066,
     "dumps": 3_515,
-    "engine": 3_336,
+    "engine": 3_350,
     "evidence": 1_716,
     "fixes": 3_654,
     "fleet": 794,
     "repro_scripts": 734,
-    "step": 3_112,
+    "step": 3_115,
     "tracing": 1_883,
     "views": 2_855,
 }
