@@ -22,7 +22,7 @@ from nandoctor.diagnosis.conclusion import (
     flagged_rows,
 )
 from nandoctor.diagnosis.eps_audit import audit
-from nandoctor.diagnosis.growth import with_growth
+from nandoctor.diagnosis.growth import follow_gradient, with_growth
 from nandoctor.diagnosis.origin import describe_first, diagnose_outside, needs_counts
 from nandoctor.diagnosis.run_summary import outputs_differ, read_excerpt, summarize_runs
 from nandoctor.diagnosis.verdict import (
@@ -303,7 +303,9 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
         return replace(findings, conclusion=findings.conclusion.followed_by(found))
     verdict = judge_backward(trace, reference, found, fixed_by_scale=fixed)
     also = () if sound else findings.conclusion.diagnoses
-    return replace(findings, verdict=verdict, conclusion=replace(found, diagnoses=(*found.diagnoses, *also)))
+    conclusion = replace(found, diagnoses=(*found.diagnoses, *also))
+    growth = follow_gradient(found.diagnoses[0].origin, trace) if verdict == "precision" and found.diagnoses else ()
+    return replace(findings, verdict=verdict, conclusion=conclusion, growth=tuple(growth))
 
 
 def _outlives_forward(step: FailingStep, findings: Findings) -> bool:

@@ -1,14 +1,14 @@
-"""Follows a value that is too large back along the data flow: which steps made it grow, and by how much."""
+"""Follows a value or gradient that is too large back to where it came from: which steps made it grow, by how much."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from nandoctor.diagnosis.conclusion import Findings
 from nandoctor.evidence.report import Growth, Origin
-from nandoctor.evidence.trace import OpCall, OpTensor, Place, Trace
+from nandoctor.evidence.trace import OpCall, OpTensor, Place, TensorStats, Trace
 from nandoctor.ops import CASTS, DIVISIONS, MOVES
 from nandoctor.text import code, number
 
@@ -65,7 +65,24 @@ def _bits_given(op: OpCall, tensor: OpTensor) -> float:
     return math.log2(stats.absmax)
 
 
-def describe_growth(growth: Sequence[Growth]) -> tuple[str, ...]:
+def follow_gradient(origin: Origin, trace: Trace) -> Iterator[Growth]:
+    """Yield the steps that made the gradient at an origin so large, from there up to the loss."""
+    key = (origin.place.module, origin.place.call, origin.op, origin.nth)
+    op = next((op for op in trace.backward if op.key == key), None)
+    while op is not None:
+        taken, made = (_largest(stats) for stats in ([tensor.stats for tensor in op.inputs], op.outputs))
+        gain = math.log2(made / taken) if made and taken and math.isfinite(made) else None
+        yield Growth(place=op.place, op=op.op, source=op.own_line, absmax_in=taken, absmax_out=made, log2_gain=gain)
+        readers = {reader.order for reader in trace.ops if op.forward in {tensor.producer for tensor in reader.inputs}}
+        before = [other for other in trace.backward[: op.order] if other.forward in readers]
+        op = max(before, key=lambda other: _largest(other.outputs) or 0.0, default=None)
+
+
+def _largest(tensors: Iterable[TensorStats | None]) -> float | None:
+    return max((stats.absmax for stats in tensors if stats is not None and stats.absmax is not None), default=None)
+
+
+def describe_growth(growth: Sequence[Growth], *, of_gradient: bool) -> tuple[str, ...]:
     """Return a note on the step before the origin that gave most, if that is much."""
     steps = [step for step in growth[1:] if (step.log2_gain or 0.0) >= _WORTH_TELLING]
     if not steps:
@@ -74,8 +91,9 @@ def describe_growth(growth: Sequence[Growth]) -> tuple[str, ...]:
     behind = growth[growth.index(most) + 1 :]
     named = f" ({code(behind[0].place.module)})" if behind and behind[0].absmax_in is None else ""
     what = code(most.source.expression) if most.source is not None and most.source.expression else most.op
+    grew = f"the gradient grew: that of {what}" if of_gradient else f"it grew: {what}"
     return (
-        f"Where it grew: {what} makes {number(most.absmax_out)} of {number(most.absmax_in)}{named}, "
+        f"Where {grew} makes {number(most.absmax_out)} of {number(most.absmax_in)}{named}, "
         f"2^{most.log2_gain:.1f} times as much.",
     )
 
@@ -85,5 +103,6 @@ def with_growth(findings: Findings) -> Findings:
     conclusion = findings.conclusion
     failing = findings.reference if conclusion.in_fp32 else findings.trace
     first = next(iter(conclusion.diagnoses), None)
-    growth = follow_growth(first.origin, failing) if first is not None else ()
-    return replace(findings, growth=growth, notes=(*findings.notes, *describe_growth(growth)))
+    growth = findings.growth or (follow_growth(first.origin, failing) if first is not None else ())
+    told = describe_growth(growth, of_gradient=bool(findings.growth))
+    return replace(findings, growth=growth, notes=(*findings.notes, *told))

@@ -301,3 +301,25 @@ WEIGHT = {"autocast": True, "holds": grown(("weight", "wide.weight"))}
 @step("a weight of 400,000", "precision", {"x": normal(4, 3)}, large, **WEIGHT)
 def loud_weight(self, x):
     return self.wide(x).abs() @ self.wide.weight.new_full((6, 2), 2.0)
+
+
+def between_extremes(output, _batch):
+    low, high = output.float().aminmax(dim=1, keepdim=True)
+    return ((output.float() - low) / (high - low + 1e-8) - 1).square().sum()
+
+
+def divided(report):
+    return report.growth[0].op == "to" and "Where the gradient grew: that of `(output.float()" in " ".join(report.notes)
+
+
+@step(
+    "a gradient over 1e-8",
+    "precision <loss> to gradient-overflow",
+    {"x": torch.cat([normal(3, 3), torch.zeros(1, 3)])},
+    lambda: {"body": nn.Linear(3, 2, bias=False)},
+    autocast=True,
+    loss=between_extremes,
+    holds=divided,
+)
+def compared(self, x):
+    return self.body(x)
