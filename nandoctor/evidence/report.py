@@ -164,8 +164,8 @@ class Link:
 class Growth:
     """One step of the data flow that made a value too large, with the largest magnitudes before and after it.
 
-    The last is the tensor that it came from: `module` is then its path, `op` "weight", "buffer" or "batch". A gradient is
-    followed up to the loss.
+    The last is the tensor that it came from: `module` is then its path, `op` "weight", "buffer" or "batch". A
+    gradient is followed up to the loss.
     """
 
     place: Place = field(metadata=INLINED)
