@@ -34,19 +34,19 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_901, "tests": 34_597, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_923, "tests": 34_619, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_035,
+    FILES: 3_037,
     "autocast": 914,
     "capture": 2_870,
     "causes": 2_656,
     "changes": 2_811,
     "cli": 933,
-    "diagnosis": 2_066,
+    "diagnosis": 2_085,
     "dumps": 3_515,
     "engine": 3_350,
-    "evidence": 1_716,
+    "evidence": 1_717,
     "fixes": 3_654,
     "fleet": 794,
     "repro_scripts": 734,
