@@ -30,6 +30,8 @@ from nandoctor.causes.base import (
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import subject
+from nandoctor.changes.clamp import ClampArgument
+from nandoctor.changes.places import site_of
 from nandoctor.evidence.report import Account
 from nandoctor.ops import LOGARITHMS, SELECTIONS
 
@@ -67,3 +69,5 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     if not (forward.op in LOGARITHMS and selection.op == "index"):
         yield guards  # the next batch's label may select this 0, and 0 for its logarithm would mean no loss
     yield clamp_into_domain(forward)
+    for taken in forward.nonfinite_inputs:
+        yield (ClampArgument(site=site_of(forward), argument=taken.name, nan=True),)

@@ -29,8 +29,8 @@ class ClampArgument(SingleEdit):
     """Clamp an op's tensor argument to [low, high]; None leaves that side open.
 
     An `argument` of "" stands for the op's result. With `keeps_sign`, only values nearer to zero than `low` become
-    `low`. With `nan`, `fill` replaces NaN in the argument, or in a result of arguments without NaN. `weight` names the
-    weight that the argument is.
+    `low`. With `nan`, `fill` replaces NaN and Inf in the argument, or NaN in a result of arguments without. `weight`
+    names the weight that the argument is.
     """
 
     size: ClassVar[int] = 2
@@ -56,7 +56,7 @@ class ClampArgument(SingleEdit):
         if self.weight:
             return f"Bound {self.weight} to {self._bounds_in_words()} before {op}"
         if self.nan and self.argument:
-            return f"Use 0 for NaN in {what} of {op}, which a mask leaves out later"
+            return f"Use 0 for NaN and Inf in {what} of {op}, which are left out later"
         if self.nan:
             return f"Use 0 where {op} has no value"
         if self.keeps_sign and self.low is not None:
@@ -104,7 +104,7 @@ class ClampArgument(SingleEdit):
         if not value.is_floating_point():
             return value.clamp(self.low, self.high)
         if self.nan:
-            value = value.where(~value.isnan(), self.fill)
+            value = value.where(value.isfinite() if self.argument else ~value.isnan(), self.fill)
         # A bound that the format cannot hold never binds; torch refuses it.
         limit = FORMATS[str(value.dtype).removeprefix("torch.")].max
         low, high = (bound if bound is not None and abs(bound) <= limit else None for bound in (self.low, self.high))
@@ -147,7 +147,7 @@ class ClampArgument(SingleEdit):
     def _call(self) -> str:
         """Return the call of the method that clamps."""
         if self.nan:
-            return "nan_to_num(0.0)"
+            return "nan_to_num(0.0, 0.0, 0.0)"
         bounds = {"min": self.low, "max": self.high}
         given = ", ".join(f"{name}={constant(value)}" for name, value in bounds.items() if value is not None)
         return f"clamp({given})"

@@ -181,7 +181,7 @@ STEPS = {
             """,
         },
         batch={"x": NORMAL[:, :3], "y": torch.where(torch.arange(8) == 2, torch.nan, NORMAL[:, 3])},
-        lines=("errors = (output - y.view(-1).nan_to_num(0.0)) ** 2 * ~torch.isnan(y)",),
+        lines=("errors = (output - y.view(-1).nan_to_num(0.0, 0.0, 0.0)) ** 2 * ~torch.isnan(y)",),
     ),
     **{
         f"a softplus by hand, before {use}": Step(

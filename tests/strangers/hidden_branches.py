@@ -51,6 +51,28 @@ for name, then in HIDE_NOTHING.items():
     rows("numerics . sqrt gradient-singularity", BATCH, then, True, name=name, loss=mean)(Head)
 
 
+PADDED = torch.rand(4, 8).index_put((torch.tensor([1, 3]), torch.tensor([5, 7])), torch.tensor(float("inf")))
+
+
+@rows(
+    "numerics . mul where-gradient-trap",
+    {**BATCH, "target": -PADDED},
+    samples=(1, 3),
+    loss=mean,
+    fix="verified clamp",
+)
+class Padded(nn.Module):
+    """A divergence from a target with -Inf where there is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, target):
+        h = self.layer(x).log_softmax(1)
+        return (h.exp() * (h - target)).where(torch.isfinite(target), 0.0)
+
+
 @rows("numerics . exp exp-overflow", BATCH, 2000.0, phase="forward", says=("hides that Inf",), loss=mean)
 @rows("healthy", BATCH, 20.0, loss=mean)
 class Damped(nn.Module):
