@@ -34,13 +34,13 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_923, "tests": 34_619, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_927, "tests": 34_641, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_037,
     "autocast": 914,
     "capture": 2_870,
-    "causes": 2_656,
+    "causes": 2_660,
     "changes": 2_811,
     "cli": 933,
     "diagnosis": 2_085,
