@@ -1,7 +1,5 @@
 """A model's weights, buffers and gradients in a run: their names, formats, and which are non-finite.
 
-In a large model each gradient is read when the backward pass has completed it, and then freed.
-
 A float64 run draws the same random numbers as an fp32 run, so that it runs the same step. By themselves `randn` and
 `rand` take another number of bits from the generator in float64, and everything drawn after them differs. fp16 and bf16
 draw what fp32 does, rounded. Dropout draws the same mask in every format.
@@ -29,7 +27,7 @@ from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.file_memory import cast_to_file, map_empty
 from nandoctor.machine import memory_of
 from nandoctor.process_wide import held
-from nandoctor.torch_compat import is_running_norm, plain_torch, run_backward_in_modes, schema_of
+from nandoctor.torch_compat import is_running_norm, run_backward_in_modes, schema_of
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 from nandoctor.tracing.module_tracer import Tracer
 from nandoctor.tracing.op_tracer import TensorKind
@@ -53,33 +51,13 @@ def is_large(model: nn.Module) -> bool:
 def run_backward(
     model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool
 ) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
-    """Run the backward pass; return the statistics of non-finite parameter gradients, and all gradients if `keep`.
+    """Run the backward pass of loss x `loss_scale`; return the statistics of non-finite parameter gradients.
 
-    Kept gradients are of loss x `loss_scale`, as dividing all of them takes a third of a backward pass; those of a
-    large model, which lie in files, are at scale 1. None are left on the model. Raises LossError if the loss has no
-    gradient.
+    Each is read when it is complete, and taken off the parameter. If asked to `keep` them, return all gradients too;
+    those of a large model lie in files. Raises LossError if the loss has no gradient.
     """
-    with held(*((parameter, "grad", None) for parameter in model.parameters())):
-        if not loss.requires_grad:
-            raise LossError(
-                "The loss has no gradient: it does not depend on a weight that is trained.",
-                remedy="Return the tensor that training calls backward() on, not .item(), .detach() or a copy of it; "
-                "without --loss the forward alone is judged.",
-            )
-        if is_large(model):
-            return _run_releasing(model, loss, loss_scale=loss_scale, keep=keep)
-        run_backward_in_modes(loss * loss_scale)
-        made = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
-        with plain_torch():
-            nonfinite = [(name, gradient) for name, gradient in made.items() if not all_finite(gradient)]
-            return measure_all(nonfinite), made if keep else None
-
-
-def _run_releasing(
-    model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool
-) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
-    """Read each gradient when it is complete, then free it; those that are kept lie in files, at scale 1."""
     parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
+    in_files = is_large(model)
     readings: dict[str, Reading] = {}
     kept: dict[str, torch.Tensor] = {}
 
@@ -91,12 +69,17 @@ def _run_releasing(
         if reading is not None and not is_finite(reading):
             readings[name] = reading
         if keep:
-            before = kept.get(name)  # a reentrant checkpoint adds its part separately
-            unscaled = gradient / loss_scale
-            unscaled = unscaled if before is None else unscaled + before
-            kept[name] = map_empty(unscaled.shape, unscaled.dtype).copy_(unscaled)
+            made = gradient if name not in kept else kept[name] + gradient  # a reentrant checkpoint adds its part
+            kept[name] = map_empty(made.shape, made.dtype).copy_(made) if in_files else made
 
     with ExitStack() as stack:
+        stack.enter_context(held(*((parameter, "grad", None) for parameter in model.parameters())))
+        if not loss.requires_grad:
+            raise LossError(
+                "The loss has no gradient: it does not depend on a weight that is trained.",
+                remedy="Return the tensor that training calls backward() on, not .item(), .detach() or a copy of it; "
+                "without --loss the forward alone is judged.",
+            )
         for name, parameter in parameters.items():
             hook = parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
             stack.callback(hook.remove)
@@ -143,15 +126,9 @@ def list_nonfinite_state(
     return {name: not bool((values < math.inf).all()) for name, values in found if values is not None}
 
 
-def nonfinite_in(
-    model: nn.Module, left_out: Callable[[torch.Tensor], bool] = lambda _: False
-) -> dict[str, torch.Tensor]:
-    """Return, by name, where a model's non-finite weights and buffers are -inf (1), and +inf or NaN (2).
-
-    Those that are `left_out` are not read.
-    """
+def nonfinite_in(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return, by name, where a model's non-finite weights and buffers are -inf (1), and +inf or NaN (2)."""
     named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
-    named = [(name, t) for name, t in named if not left_out(t)]
     dense = [(name, t.detach()) for name, t in named if t.is_floating_point() and t.layout is torch.strided]
     broken = [(name, t.cpu()) for name, t in dense if t.numel() and not t.is_meta and not all_finite(t)]
     return {name: torch.where(t.isfinite(), 0, torch.where(t.isneginf(), 1, 2)) for name, t in broken}

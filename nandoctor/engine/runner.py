@@ -225,7 +225,7 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
         random=random,
         loss=recording.loss,
         gradients=recording.gradients,
-        gradient_scale=1.0 if is_large(step.model) else mode.loss_factor,  # as `run_backward` keeps them
+        gradient_scale=mode.loss_factor,
         kept=kept,
         out_of_memory=is_out_of_memory(error),
         refused=error is not None and user_code.is_refusal(error),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import RandomStates
 from nandoctor.dumps.trees import slots
 from nandoctor.engine.call import Call
-from nandoctor.engine.module_state import LARGE_NBYTES, nonfinite_in
+from nandoctor.engine.module_state import nonfinite_in
 from nandoctor.engine.progress import Listener
 from nandoctor.engine.project import Project, arguments_of
 from nandoctor.engine.reproduction import Preparation
@@ -33,7 +32,7 @@ from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import SavedOutputs
 from nandoctor.engine.starting_state import Mode, Randomness
 from nandoctor.errors import ModelError, NanDoctorError
-from nandoctor.machine import memory_of, return_freed_memory
+from nandoctor.machine import memory_of
 from nandoctor.step.binding import Offer
 from nandoctor.step.building_calls import find_building, suggest_model
 from nandoctor.step.code_references import (
@@ -49,7 +48,6 @@ from nandoctor.step.code_references import (
 )
 from nandoctor.step.input_binding import Binding, bind_inputs, find_bindings
 from nandoctor.step.losses import bind_loss
-from nandoctor.step.memory import Unfilled
 from nandoctor.step.model_loading import (
     AS_YOUR_CODE,
     OTHER_ARGUMENTS,
@@ -74,8 +72,8 @@ from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_ver
 from nandoctor.tracing.tensor_stats import format_of
 
 NUM_EXTRA_SEEDS = 3
-_UNFILLED_NBYTES = 16 << 20
-"""The size of weights from which on it pays not to draw initial values that the dump replaces."""
+_SHARED_NBYTES = 16 << 20
+"""The size of weights from which on the model uses those of the file, and no copies of them."""
 
 
 def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress: Listener | None = None) -> Preparation:
@@ -154,12 +152,8 @@ class _Code:
 
 
 def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, device: torch.device) -> _Code:
-    nbytes = memory_of(dump.state.values())
-    if nbytes >= LARGE_NBYTES:
-        return_freed_memory()
-    unfilled = Unfilled() if settings.strict and nbytes >= _UNFILLED_NBYTES else None  # else some weights stay
     with cuda_code(device):
-        with unfilled or nullcontext(), registered_state() as registered:
+        with registered_state() as registered:
             model, notes = _build(dump, source, settings)
         call = find_attribute(settings.call, directory=settings.directory)
         function = build_loss(find_attribute(settings.loss, directory=settings.directory))
@@ -168,7 +162,7 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
         )
         updater = find_optimizer(dump.recorded.updater, dump, (source, settings.loss), settings.directory)
     check_method(model, dump, settings)
-    built = nonfinite_in(model, unfilled.holds if unfilled else lambda _: False) if registered else {}
+    built = nonfinite_in(model) if registered else {}
     told = (*notes, *loss_notes)
     return _Code(model=model, call=call, loss=loss, nonfinite=built, source=source, notes=told, updater=updater)
 
@@ -178,7 +172,7 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
     state, state_notes = state_to_load(dump)
     state_notes += _take_formats(code.model, state, is_recorded=dump.is_recorded)
     try:
-        shared = memory_of(state.values()) >= _UNFILLED_NBYTES
+        shared = memory_of(state.values()) >= _SHARED_NBYTES
         notes = [*load_state(code.model, state, strict=settings.strict, shared=shared), *state_notes]
     except ModelError as error:
         raise _explain_misfit(error, code.source, settings) from error.__cause__

@@ -9,7 +9,6 @@ from torch import nn
 
 from nandoctor.engine.project import Project
 from nandoctor.errors import ModelError
-from nandoctor.step.memory import Unfilled
 from nandoctor.step.model_loading import build_model, find_attribute, fit_prefix, load_state
 
 
@@ -322,8 +321,7 @@ def test_a_tied_weight_is_given_under_either_name(name, same):
     assert load_state(model, {name: weight}) == []
     assert torch.equal(model.embed.weight, weight)
     assert torch.equal(model.head.weight, weight)
-    with Unfilled():
-        model = Tied(same=same)
+    model = Tied(same=same)
     assert load_state(model, {name: weight}, shared=True) == []
     assert torch.equal(model.embed.weight, weight)
     assert torch.equal(model.head.weight, weight)

@@ -28,8 +28,8 @@ class Sloped(nn.Module):
 @pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize(("spoilt", "cause"), [(False, "fully-masked-softmax"), (True, "poisoned-buffers")])
 def test_a_buffer_that_the_model_fills_with_a_mask(tmp_path, monkeypatch, spoilt, cause, is_large):
-    """What the constructor writes itself is no damage; one -inf more is. A large model is built unfilled."""
-    monkeypatch.setattr(setup, "_UNFILLED_NBYTES", 0 if is_large else math.inf)
+    """What the constructor writes itself is no damage; one -inf more is. A large model uses the file's."""
+    monkeypatch.setattr(setup, "_SHARED_NBYTES", 0 if is_large else math.inf)
     padding = torch.zeros(3, 5, dtype=torch.bool)
     padding[1, 0] = True
     state = Sloped().state_dict()
