@@ -34,10 +34,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_927, "tests": 34_641, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_831, "tests": 34_531, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_037,
+    FILES: 3_022,
     "autocast": 914,
     "capture": 2_870,
     "causes": 2_660,
@@ -45,12 +45,12 @@ MAX_LINES_OF_ROOMS = {
     "cli": 933,
     "diagnosis": 2_085,
     "dumps": 3_515,
-    "engine": 3_350,
+    "engine": 3_327,
     "evidence": 1_717,
     "fixes": 3_654,
     "fleet": 794,
     "repro_scripts": 734,
-    "step": 3_115,
+    "step": 3_057,
     "tracing": 1_883,
     "views": 2_855,
 }
