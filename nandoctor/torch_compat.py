@@ -96,17 +96,6 @@ FP32_PRODUCTS = (
 """The places below `torch.backends` with an `fp32_precision`: before torch 2.9 there are `allow_tf32` and the like."""
 
 
-def default_device() -> torch.device:
-    """Return the device that tensors are made on.
-
-    Up to torch 2.9, `torch.get_default_device` raises once `torch.set_default_device(None)` was called.
-    """
-    try:
-        return torch.get_default_device()
-    except AttributeError:
-        return torch.device("cpu")
-
-
 # Watching operations
 
 

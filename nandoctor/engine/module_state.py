@@ -8,7 +8,7 @@ draw what fp32 does, rounded. Dropout draws the same mask in every format.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -111,17 +111,15 @@ def with_nonfinite_state(calls: tuple[ModuleCall, ...], modules: Tracer, model: 
     return tuple(replace(call, state=state.get(call.module, ())) for call in calls)
 
 
-def list_nonfinite_state(
-    model: nn.Module, left_out: Callable[[torch.Tensor], bool] = lambda _: False
-) -> dict[str, bool]:
+def list_nonfinite_state(model: nn.Module) -> dict[str, bool]:
     """Return the tensors of a model that are not finite: True if one holds a NaN, or a +Inf as squares overflow to.
 
     These may be buffers, weights, and tensors in its modules' attributes and in containers there. A -Inf alone may be a
-    mask's. Those that are `left_out` are not read.
+    mask's.
     """
     weights = ((name, weight) for name, weight in model.named_parameters() if type(weight) is nn.Parameter)
     held = (*model.named_buffers(), *weights, *tensors_in(model, attributes=False))
-    read = ((name, tensor) for name, tensor in held if not tensor.is_meta and not left_out(tensor))
+    read = ((name, tensor) for name, tensor in held if not tensor.is_meta)
     found = ((name, numbers_in(tensor)) for name, tensor in read if not all_finite(tensor))
     return {name: not bool((values < math.inf).all()) for name, values in found if values is not None}
 

@@ -7,7 +7,6 @@ https://docs.python.org/3/reference/datamodel.html.
 
 from __future__ import annotations
 
-import ast
 import dis
 import gc
 import sys
@@ -49,13 +48,20 @@ def swapped_code(files: Sequence[ChangedFile], model: nn.Module, loss: Any = Non
         CannotRunError: no live function has the changed code, or its closure or the module's own statements change
             as well.
     """
-    swaps = [swap for file in files for swap in find_swaps(file, model, loss)]
-    names = [name for file in files for name in _import_names(file, [function for function, _ in swaps])]
     with ExitStack() as undo:
-        for namespace, name in names:
-            undo.callback(namespace.pop, name)
-        undo.enter_context(held(*((function, "__code__", code) for function, code in swaps)))
+        for file in files:
+            swaps = find_swaps(file, model, loss)
+            spaces = [function.__globals__ for function, _ in swaps] if _imports_torch(file) else []
+            for space in (space for space in spaces if "torch" not in space):
+                space["torch"] = torch
+                undo.callback(space.pop, "torch", None)
+            undo.enter_context(held(*((function, "__code__", code) for function, code in swaps)))
         yield
+
+
+def _imports_torch(file: ChangedFile) -> bool:
+    """Return True if the new text imports torch and the old one does not: no change imports anything else."""
+    return "import torch" in {*file.after.splitlines()} - {*file.before.splitlines()}
 
 
 def find_swaps(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[FunctionType, CodeType]]:
@@ -192,34 +198,6 @@ def _own(code: CodeType) -> tuple[object, ...]:
     """Return what a code does, without its place in the file: repr tells 0.0 from -0.0 and 1 from True."""
     constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-
-
-def _import_names(file: ChangedFile, functions: Iterable[FunctionType]) -> list[tuple[dict[str, object], str]]:
-    """Run the imports that the new text adds, in the globals of its functions; return the names that are new there."""
-    imports = added_imports(file)
-    spaces = {id(function.__globals__): function.__globals__ for function in functions}
-    made = []
-    for namespace in spaces.values() if imports else ():
-        own: dict[str, object] = {}
-        exec(compile(imports, file.path, "exec"), own)
-        for name in own.keys() - {"__builtins__"} - namespace.keys():
-            namespace[name] = own[name]
-            made.append((namespace, name))
-    return made
-
-
-@lru_cache(maxsize=16)
-def added_imports(file: ChangedFile) -> str:
-    """Return the top-level import statements of the new text that the old one lacks."""
-    before, after = (
-        [
-            ast.unparse(node)
-            for node in ast.parse(text.removeprefix("\ufeff")).body
-            if isinstance(node, ast.Import | ast.ImportFrom)
-        ]
-        for text in (file.before, file.after)
-    )
-    return "\n".join(line for line in after if line not in before)
 
 
 @contextmanager

@@ -37,7 +37,6 @@ from nandoctor.errors import UnsupportedTorchError
 from nandoctor.evidence.edits import Change, SingleEdit, flatten
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
-from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import collection_paused
 from nandoctor.torch_compat import plain_torch
@@ -208,13 +207,13 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
     call = replace(call, batch={name: copied_input(tensor, mode.policy) for name, tensor in batch.items()})
     with in_mode(step.model, mode.training, step.recorded.training):
         with (
-            restored(step.model) as (state, is_unwritten),
+            restored(step.model) as state,
             printed_changes(step.changes, step.model, step.loss),
             state_widened(state, mode.policy),
             seeded(step.randomness, mode.device) as draws,
         ):
             recording = _RecordedRun(run, call)
-            recording.make(is_unwritten)
+            recording.make()
             random = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
     error, before = recording.raised, list_nonfinite_state(step.model) if recording.kept else ()
@@ -250,7 +249,7 @@ class _RecordedRun:
         self.raised: Exception | None = None
         self._bad_gradients: tuple[TensorStats, ...] = ()
 
-    def make(self, is_unwritten: Callable[[torch.Tensor], bool]) -> None:
+    def make(self) -> None:
         """Run the step under the run's policy and edits, and read what it was given, what it made and what it wrote."""
         step, mode, read = self._run.step, self._run.step.mode, self.modules.read
         self._taken = read(self._call.taken, counts=True)
@@ -266,7 +265,7 @@ class _RecordedRun:
             self._given, self._losses = read(self.output), read(self.loss, counts=True)
         with plain_torch():
             self._unread = list_unread(self.output)
-            self.kept = list_nonfinite_state(step.model, is_unwritten)
+            self.kept = list_nonfinite_state(step.model)
 
     def trace(self, calls: tuple[ModuleCall, ...], kept: Mapping[str, bool]) -> Trace:
         """Return the trace; `calls` are the module calls, `kept` as in `Outcome`."""
@@ -298,9 +297,9 @@ class _RecordedRun:
 
     def _execute(self) -> None:
         """Run forward and loss under the open policy, and backward outside of autocast, as a training step does."""
-        run, watch, model = self._run, self._run.watch, self._run.step.model
+        watch = self._run.watch
         try:
-            with user_code.kept_running(), kept_in_files(run.grad and is_large(model)):
+            with user_code.kept_running():
                 self._run_forward()
             if watch.backward and (loss := self.loss) is not None and watch.worth_backward(self.output, loss):
                 self._run_backward(loss)

@@ -15,7 +15,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,7 +51,6 @@ _ARGUMENTS_NEEDED = (
     "Give the arguments it needs with --model-arg K=V, once for each; V may be an object, as in cfg=train.py:CFG. "
     "Relative paths start in the working directory."
 )
-_find_near = partial(difflib.get_close_matches, n=1, cutoff=0.75)
 
 
 def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: Path = Path()) -> nn.Module:
@@ -164,14 +162,11 @@ def _compare(own: _State, state: _State) -> tuple[set[str], list[str]]:
     unexpected = [name for name in state if name not in own]
     known = [name for name in own if name in state and not is_lazy(own[name])]
     reshaped = [name for name in known if own[name].shape != state[name].shape]
+    shapes = [f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}" for name in reshaped]
     problems = [
-        *_describe("missing from the weights", missing, lambda name: name + _suggest(name, unexpected)),
-        *_describe("not in the model", unexpected, lambda name: name + _suggest(name, missing)),
-        *_describe(
-            "of another shape (weights for model)",
-            reshaped,
-            lambda name: f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}",
-        ),
+        *_describe("missing from the weights", missing),
+        *_describe("not in the model", unexpected),
+        *_describe("of another shape (weights for model)", shapes),
     ]
     return {*missing, *reshaped}, problems
 
@@ -360,18 +355,12 @@ def _prefixes(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> list[str
     return sorted({key[: -len(name)] for key in longer for name in names if key.endswith("." + name)})
 
 
-def _describe(what: str, names: Sequence[str], show: Callable[[str], str]) -> Iterator[str]:
+def _describe(what: str, names: Sequence[str]) -> Iterator[str]:
     if names:
-        shown = [show(name) for name in names[:_MAX_NAMES_SHOWN]]
-        rest = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-        yield f"  {len(names)} {what}: {', '.join(shown)}{rest}"
-
-
-def _suggest(name: str, names: Sequence[str]) -> str:
-    near = _find_near(name, names)
-    return f" (nearest: {near[0]})" if near else ""
+        rest = f", and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
+        yield f"  {len(names)} {what}: {', '.join(names[:_MAX_NAMES_SHOWN])}{rest}"
 
 
 def _guess(name: str, names: Sequence[str], otherwise: str) -> str:
-    near = _find_near(name, names)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     return f"Did you mean {near[0]}?" if near else otherwise

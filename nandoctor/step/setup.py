@@ -68,7 +68,7 @@ from nandoctor.step.saved_arrays import (
 )
 from nandoctor.step.settings import Settings
 from nandoctor.step.weights import add_casts, cast_weights, fit_state, registered_state
-from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
+from nandoctor.torch_compat import TORCH, check_torch, minor_version, other_torch
 from nandoctor.tracing.tensor_stats import format_of
 
 NUM_EXTRA_SEEDS = 3
@@ -352,7 +352,7 @@ def _require_real_tensors(device: torch.device) -> None:
             "torch.inference_mode() is on, and a replay runs the backward pass.",
             remedy="Call nandoctor outside of it; torch.no_grad() is no obstacle.",
         )
-    default = default_device()
+    default = torch.empty(0).device
     if default.type not in ("cpu", device.type):
         empty = ", where they hold no numbers" if default.type == "meta" else ""
         raise NanDoctorError(
