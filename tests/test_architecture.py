@@ -34,23 +34,23 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_831, "tests": 34_531, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_733, "tests": 34_519, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_022,
-    "autocast": 914,
+    FILES: 2_968,
+    "autocast": 913,
     "capture": 2_870,
     "causes": 2_660,
     "changes": 2_811,
     "cli": 933,
     "diagnosis": 2_085,
     "dumps": 3_515,
-    "engine": 3_327,
+    "engine": 3_295,
     "evidence": 1_717,
     "fixes": 3_654,
     "fleet": 794,
     "repro_scripts": 734,
-    "step": 3_057,
+    "step": 3_046,
     "tracing": 1_883,
     "views": 2_855,
 }
