@@ -84,26 +84,20 @@ class Container:
     """A file that torch.save may have written, opened once: what is checked is what is loaded.
 
     `data` is the whole file, copied into memory if it is small, else mapped; writes to it do not reach the file.
-    `pickle` is the member that holds the pickle, `members` has the places of all others by name, and `folder` is the
-    folder that they lie in.
+    `pickle` is the content of the member that holds the pickle, which begins at `pickle_offset`. `storages` are the
+    places of the members with the data of tensors, by the key that the pickle has for each.
     """
 
     path: Path
     data: mmap.mmap
     pickle: bytes
-    folder: str
-    members: Mapping[str, Member]
+    pickle_offset: int
+    storages: Mapping[str, Member]
 
     @property
     def nbytes(self) -> int:
         """The length of the file, in bytes."""
         return len(self.data)
-
-    @property
-    def storages(self) -> dict[str, Member]:
-        """The members with the data of tensors, by the key that the pickle has for each."""
-        data = f"{self.folder}/data/"
-        return {name.removeprefix(data): m for name, m in self.members.items() if name.startswith(data)}
 
 
 def open_container(path: Path) -> Container:
@@ -198,8 +192,9 @@ def _open_archive(data: mmap.mmap, path: Path) -> Container:
             remedy="Save arrays as tensors or numpy arrays, not as lists of numbers.",
         )
     _check_byte_order(data, order)
-    others = {name: member for name, member in members.items() if member is not pickle}
-    return Container(path=path, data=data, pickle=pickle.of(data), folder=folder, members=others)
+    before = f"{folder}/data/"
+    storages = {name.removeprefix(before): member for name, member in members.items() if name.startswith(before)}
+    return Container(path=path, data=data, pickle=pickle.of(data), pickle_offset=pickle.offset, storages=storages)
 
 
 def _check_bytes(data: mmap.mmap, members: Mapping[str, Member]) -> None:

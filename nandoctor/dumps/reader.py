@@ -16,7 +16,7 @@ from nandoctor.dumps.classify import choose_state, sort_contents, sort_recorded
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, open_container
 from nandoctor.dumps.recorded_format import is_recorded
-from nandoctor.dumps.signature import MEMBER, Provenance, check_signature
+from nandoctor.dumps.signature import Provenance, check_signature
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.trees import KIND
 from nandoctor.dumps.unpickle import load_pickle
@@ -140,11 +140,8 @@ def _make_recorded(container: Container, saved: Mapping[str, Any], *, as_torch: 
 
 def _check_provenance(container: Container) -> Provenance:
     """Return who wrote the file, by its signature over the bytes that are unpickled and mapped."""
-    pickle, signed = f"{container.folder}/data.pkl", f"{container.folder}/{MEMBER}"
-    if signed not in container.members:
-        return Provenance()
-    members = {name: member.of(memoryview(container.data)) for name, member in container.members.items()}
-    return check_signature(bytes(members.pop(signed)), {**members, pickle: container.pickle})
+    data, begin = memoryview(container.data), container.pickle_offset
+    return check_signature(data[:begin], container.pickle, data[begin + len(container.pickle) :])
 
 
 def _num_bytes(saved: Mapping[str, Any]) -> int:

@@ -1,7 +1,7 @@
-"""Tells dumps that this user's own recorder wrote from all others, by a signature in the archive.
+"""Tells dumps that this user's own recorder wrote from all others, by a signature in the archive's comment.
 
-The signature is HMAC-SHA256 over the name, the length and the bytes of every member, so any other byte, or one member
-more, makes it invalid. Its key, which only this user can read, is made once, in the user's configuration folder.
+The signature is HMAC-SHA256 over all bytes of the file before it, so any other byte, or one more, makes it invalid.
+Its key, which only this user can read, is made once, in the user's configuration folder.
 """
 
 from __future__ import annotations
@@ -11,24 +11,21 @@ import hmac
 import os
 import secrets
 import stat
-import struct
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import click
 
-MEMBER = ".nandoctor-signature"
-"""The name of the signature in the archive's own folder."""
-
-_HEADER = "nandoctor.signature/1"
+_HEADER = "nandoctor.signature/2"
 _KEY_NBYTES = 32
 _CHUNK_NBYTES = 1 << 20
-_NAME_NBYTES_OFFSET = 26  # in a member's own header
+_LENGTH_NBYTES = 2
+"""Bytes of the comment's length, the last field of a zip archive."""
+_COMMENT_NBYTES = len(_HEADER) + 2 * 64 + 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +42,7 @@ class Provenance:
 
 
 def sign(file: IO[bytes]) -> bool:
-    """Add a signature to the archive that was just written to `file`, open for reading and writing.
+    """Add a signature to the archive that torch has just written to `file`, open for reading and writing.
 
     Return False, and leave the file as it is, if there is no key and none can be made.
 
@@ -55,25 +52,25 @@ def sign(file: IO[bytes]) -> bool:
     key = _make_key() or read_key()[0]
     if key is None:
         return False
-    with zipfile.ZipFile(file, "a") as archive:
-        members = {member.filename: member for member in archive.infolist()}
-        folder, where = next(iter(members)).partition("/")[0], _directory_tag(key)
-        contents = ((name, members[name].file_size, _chunks(file, members[name])) for name in sorted(members))
-        mac = _compute_mac(key, where, contents)
-        archive.writestr(f"{folder}/{MEMBER}", f"{_HEADER}\n{where}\n{mac}\n")
-    file.seek(0, os.SEEK_END)
+    file.seek(-_LENGTH_NBYTES, os.SEEK_END)  # of an empty comment
+    file.truncate()
+    file.seek(0)
+    where = _directory_tag(key)
+    mac = _compute_mac(key, where, iter(partial(file.read, _CHUNK_NBYTES), b""))
+    file.write(_COMMENT_NBYTES.to_bytes(_LENGTH_NBYTES, "little") + f"{_HEADER}\n{where}\n{mac}\n".encode())
     return True
 
 
-def check_signature(signature: bytes, members: Mapping[str, bytes | memoryview]) -> Provenance:
-    """Return who wrote a file, by its signature and the bytes of its members."""
-    header, where, given, *_ = [*signature.decode("ascii", "replace").split("\n"), "", ""]
+def check_signature(before: memoryview, pickle: bytes, after: memoryview) -> Provenance:
+    """Return who wrote a file, by its pickle as it was read, and the bytes of the file before and after that."""
+    comment = bytes(after[-_COMMENT_NBYTES:]).decode("ascii", "replace")
+    header, where, given, *_ = [*comment.split("\n"), "", ""]
     if header != _HEADER:
-        return Provenance(detail="its signature is of an unknown kind")
+        return Provenance()
     key, why = read_key()
     if key is None:
         return Provenance(detail=why)
-    mac = _compute_mac(key, where, ((name, len(members[name]), [members[name]]) for name in sorted(members)))
+    mac = _compute_mac(key, where, (before, pickle, after[: -_COMMENT_NBYTES - _LENGTH_NBYTES]))
     if not hmac.compare_digest(mac.encode(), given.encode()):
         return Provenance(detail="it was signed with another key, or altered since")
     return Provenance(own=True, here=hmac.compare_digest(where, _directory_tag(key)), detail="")
@@ -137,30 +134,12 @@ def _write_new(path: Path, key: bytes) -> None:
         file.write(key.hex() + "\n")
 
 
-def _compute_mac(key: bytes, where: str, members: Iterable[tuple[str, int, Iterable[bytes | memoryview]]]) -> str:
-    """Return the MAC of a file, over each member's name, number of bytes and content, in the order of the names.
-
-    Both lengths precede each name, so no other names and contents make the same bytes.
-    """
-    mac = hmac.new(key, digestmod=hashlib.sha256)
-    for name, nbytes, content in chain([(where, 0, ())], members):
-        encoded = name.encode("utf-8", "surrogatepass")
-        mac.update(f"{_HEADER} {len(encoded)} {nbytes}\n".encode())
-        mac.update(encoded)
-        for part in content:
-            mac.update(part)
+def _compute_mac(key: bytes, where: str, content: Iterable[bytes | memoryview]) -> str:
+    """Return the MAC of a file's content and of its working directory's tag, which has a fixed length."""
+    mac = hmac.new(key, f"{_HEADER}\n{where}\n".encode(), hashlib.sha256)
+    for part in content:
+        mac.update(part)
     return mac.hexdigest()
-
-
-def _chunks(file: IO[bytes], member: zipfile.ZipInfo) -> Iterator[bytes]:
-    """Yield the content of a member; zipfile would refuse it if torch was told to write no checksums."""
-    file.seek(member.header_offset + _NAME_NBYTES_OFFSET)
-    name_nbytes, extra_nbytes = struct.unpack("<2H", file.read(4))
-    file.seek(name_nbytes + extra_nbytes, os.SEEK_CUR)
-    left = member.file_size
-    while left and (chunk := file.read(min(left, _CHUNK_NBYTES))):
-        left -= len(chunk)
-        yield chunk
 
 
 def _directory_tag(key: bytes) -> str:
