@@ -1,11 +1,10 @@
-"""Reads weights as a training saves them: in one file, or in an index with its shards.
+"""Reads weights as a training saves them: in one file, or in the shards of a directory.
 
 No code in a file is run.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,24 +15,23 @@ from nandoctor.dumps.classify import check_weights
 from nandoctor.dumps.file_type import damaged, directory_error, regular_size
 from nandoctor.dumps.reader import named, read_state
 from nandoctor.errors import DumpError
-from nandoctor.text import brief, brief_list
+from nandoctor.text import brief
 
 State = Mapping[str, torch.Tensor]
 
-_INDEX = (".safetensors.index.json", ".bin.index.json")
-_MAX_INDEX_NBYTES = 64 << 20
-# The names that transformers and diffusers give the weights of a whole model, the likeliest first.
+# The names that transformers and diffusers give the weights of a whole model, and its shards, the likeliest first.
 _WHOLE = (
-    *("model.safetensors.index.json", "model.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
-    *("diffusion_pytorch_model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"),
+    *("model.safetensors", "model-*-of-*.safetensors"),
+    *("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-*-of-*.safetensors"),
+    *("pytorch_model.bin", "pytorch_model-*-of-*.bin"),
 )
 
 
 def read_weights(path: str | os.PathLike[str]) -> State:
     """Read the weights at `path`, by their names there.
 
-    `path` is a safetensors file, an index of Hugging Face (`.index.json`) or its directory, or a file of torch.save: a
-    state dict, a dump, DeepSpeed's model states.
+    `path` is a safetensors file, a directory of Hugging Face, or a file of torch.save: a state dict, a dump,
+    DeepSpeed's model states.
 
     Raises:
         DumpError: it is none of these, a part of one, damaged or hostile.
@@ -41,7 +39,7 @@ def read_weights(path: str | os.PathLike[str]) -> State:
     location = Path(path)
     with named(location):
         try:
-            state = _read_file(_choose_file(location) if location.is_dir() else location)
+            state = _read_directory(location) if location.is_dir() else _read_file(location)
         except OSError as error:
             raise DumpError(f"it cannot be read ({error.strerror}).", remedy="Check the path.") from error
         if not state:
@@ -50,56 +48,23 @@ def read_weights(path: str | os.PathLike[str]) -> State:
 
 
 def _read_file(path: Path) -> State:
-    if path.name.endswith(_INDEX):
-        return _read_index(path)
     return _read_safetensors(path) if path.suffix == ".safetensors" else read_state(path)
 
 
-def _choose_file(folder: Path) -> Path:
-    """Return the file of a whole model in a directory of Hugging Face."""
-    for name in _WHOLE:
-        if (folder / name).exists():
-            return folder / name
-    raise directory_error(folder)
-
-
-def _read_index(path: Path) -> State:
-    """Read all shards that an index of Hugging Face names, each tensor from the file that the index says."""
-    state: dict[str, torch.Tensor] = {}
-    shards: dict[tuple[int, int], State] = {}  # by the file itself, since a thousand names may link to it
-    for file, names in sorted(_read_places(path).items()):
-        shard_path = path.parent / file
-        if not shard_path.is_file():
-            raise DumpError(
-                f"{brief(file)}, one of the shards that it names, is not beside it.",
-                remedy="Put all shards into the folder of the index.",
-            )
-        status = shard_path.stat()
-        place = status.st_dev, status.st_ino
-        shard = shards[place] = shards.get(place) or _read_file(shard_path)
-        missing = [name for name in names if name not in shard]
-        if missing:
-            raise DumpError(
-                f"{brief(file)} does not hold {brief_list(missing)}, as the index says.",
-                remedy="Use the index and the shards of the same checkpoint.",
-            )
-        state |= {name: shard[name] for name in names}
+def _read_directory(folder: Path) -> State:
+    """Read the file or the shards of a whole model in a directory of Hugging Face."""
+    files = next(filter(None, (sorted(folder.glob(name)) for name in _WHOLE)), [])
+    if not files:
+        raise directory_error(folder)
+    _, is_shard, number = files[0].stem.rpartition("-of-")
+    shards = [_read_file(file) for file in files]
+    state = {name: tensor for shard in shards for name, tensor in shard.items()}
+    if (is_shard and number != f"{len(files):05}") or len(state) < sum(map(len, shards)):
+        raise DumpError(
+            f"it has {len(files)} shards, not all of which are those of {brief(files[0].name)}.",
+            remedy="Put all shards of one checkpoint, and no others, into the directory.",
+        )
     return state
-
-
-def _read_places(index: Path) -> Mapping[str, list[str]]:
-    """Return the names of the tensors in each file, by the index."""
-    if regular_size(index) > _MAX_INDEX_NBYTES:
-        raise damaged("its index is larger than that of any model")
-    names: dict[str, list[str]] = {}
-    try:
-        for name, file in json.loads(index.read_bytes())["weight_map"].items():
-            if not isinstance(file, str) or Path(file).name != file or not file.endswith((".safetensors", ".bin")):
-                raise ValueError(file)
-            names.setdefault(file, []).append(name)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise damaged("it has no weight_map of names and files") from error
-    return names
 
 
 def _read_safetensors(path: Path) -> State:

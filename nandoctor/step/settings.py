@@ -89,7 +89,7 @@ class Settings:
     weights: str | None = _setting(
         "model",
         "--weights",
-        "A checkpoint to take the weights from, instead of the dump: a file, an index or a directory.",
+        "A checkpoint to take the weights from, instead of the dump: a file or a directory.",
         metavar="PATH",
         holds="a path",
     )

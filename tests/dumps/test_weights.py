@@ -1,6 +1,5 @@
 """Weights from checkpoints as other programs write them: the same ones come back, and parts are refused."""
 
-import json
 import os
 
 import pytest
@@ -31,24 +30,21 @@ def same(found, state):
     return list(found) == list(state) and all(torch.equal(found[name], state[name]) for name in state)
 
 
-def save_shards(folder, state, save, ending):
-    """Two shards and their index, as transformers writes them."""
+def save_shards(folder, state, save, stem):
+    """Two shards, as transformers names them."""
     names = list(state)
-    places = {name: f"model-0000{1 + (i > 3)}-of-00002.{ending}" for i, name in enumerate(names)}
-    for file in set(places.values()):
-        save({name: state[name] for name in names if places[name] == file}, folder / file)
-    stem = "pytorch_model" if ending == "bin" else "model"
-    (folder / f"{stem}.{ending}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    for index, part in enumerate((names[:3], names[3:]), 1):
+        save({name: state[name] for name in part}, folder / stem.replace("*", f"0000{index}-of-00002"))
 
 
 def write(kind, folder, state):
     """A checkpoint of this kind; what to pass for it."""
     if kind == "safetensors":
         save_file(state, folder / "model.safetensors")
-    elif kind == "index of safetensors":
-        save_shards(folder, state, save_file, "safetensors")
-    elif kind == "index of bin":
-        save_shards(folder, state, torch.save, "bin")
+    elif kind == "shards of safetensors":
+        save_shards(folder, state, save_file, "model-*.safetensors")
+    elif kind == "shards of bin":
+        save_shards(folder, state, torch.save, "pytorch_model-*.bin")
     elif kind == "deepspeed":
         torch.save({"module": state, "ds_version": "0.16"}, folder / "mp_rank_00_model_states.pt")
         return folder / "mp_rank_00_model_states.pt"
@@ -58,7 +54,7 @@ def write(kind, folder, state):
     return folder
 
 
-KINDS = ("safetensors", "index of safetensors", "index of bin", "deepspeed", "state dict")
+KINDS = ("safetensors", "shards of safetensors", "shards of bin", "deepspeed", "state dict")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,21 +81,18 @@ def test_a_directory_of_dumps_is_told_from_a_file(tmp_path):
     assert "zero_to_fp32" in caught.value.remedy
 
 
-def index_of(weight_map):
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+def other_shards(*names):
+    return lambda folder: [save_file({"weight": torch.ones(2)}, folder / f"model-{name}.safetensors") for name in names]
 
 
 BROKEN = {
     "nothing": (lambda _: None, "a directory, not a file"),
-    "index: not json": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "weight_map"),
-    "index: other folder": (index_of({"weight_map": {"a": "../../secret.bin"}}), "weight_map"),
-    "index: no file": (index_of({"weight_map": {"a": "model.safetensors"}}), "not beside it"),
-    "index: endless": (lambda f: (f / "model.safetensors.index.json").write_text("[" * 100_000), "weight_map"),
+    "shards: one is missing": (other_shards("00001-of-00002"), "it has 1 shards"),
+    "shards: of two checkpoints": (other_shards("00001-of-00001", "00001-of-00002"), "it has 2 shards"),
+    "shards: the same twice": (other_shards("00001-of-00002", "00002-of-00002"), "it has 2 shards"),
     "safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"\x08" + bytes(20)), "damaged"),
     "safetensors: pipe": (lambda f: os.mkfifo(f / "model.safetensors"), "a pipe"),
     "safetensors: empty": (lambda f: save_file({}, f / "model.safetensors"), "no weights"),
-    "index: pipe": (lambda f: os.mkfifo(f / "model.safetensors.index.json"), "a pipe"),
-    "index: empty": (index_of({"weight_map": {}}), "no weights"),
 }
 
 
