@@ -34,17 +34,17 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_733, "tests": 34_519, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_632, "tests": 34_496, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_968,
     "autocast": 913,
-    "capture": 2_870,
+    "capture": 2_868,
     "causes": 2_660,
     "changes": 2_811,
     "cli": 933,
     "diagnosis": 2_085,
-    "dumps": 3_515,
+    "dumps": 3_416,
     "engine": 3_295,
     "evidence": 1_717,
     "fixes": 3_654,
