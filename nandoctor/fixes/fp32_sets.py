@@ -29,6 +29,9 @@ def search_fp32_sets(
     members = _find_members(findings, has_loss=trials.step.loss is not None)
     # Without one of these, it passes the limit, whatever else is in fp32.
     products = {op.module for op in overflowing_products(findings)}
+    alone = tuple(member for member in members if member.module in products)
+    if alone and is_fix(alone):
+        return Fp32SetSearch(sets=(_recorded(alone),), complete=True), [alone]
     guesses = _guess(members, products, findings)
 
     def is_enough(kept: Kept) -> bool:
