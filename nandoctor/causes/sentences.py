@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from nandoctor.causes.base import Finding
+from nandoctor.changes.expression import operands
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, TensorStats
@@ -85,9 +86,10 @@ def _arguments(statement: ast.stmt, op: str, *, alone: bool) -> dict[str, ast.ex
     if isinstance(node, ast.AugAssign) and op == _OPERATORS.get(type(node.op)):
         return {"self": node.target, "other": node.value, "exponent": node.value}
     if isinstance(node, ast.BinOp):
-        if op == _OPERATORS.get(type(node.op)):
-            return {"self": node.left, "other": node.right, "exponent": node.right}
-        return {"self": node.right, "other": node.left} if op == _REFLECTED.get(type(node.op)) else {}
+        if op not in (_OPERATORS.get(type(node.op)), _REFLECTED.get(type(node.op))):
+            return {}
+        first, second = operands(node, op)
+        return {"self": first, "other": second, "exponent": second}
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and op in CASTS:
         return {"self": node.func.value} if _callee(node) in _CAST_METHODS else {}
     if isinstance(node, ast.Call) and _callee(node) == op:

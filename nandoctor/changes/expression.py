@@ -50,9 +50,7 @@ class Expression:
         """The arguments in the order of the op's schema, each with its keyword, if any."""
         node = self.node
         if isinstance(node, ast.BinOp):
-            is_number_first = self.op_name in _COMMUTES and number_in(node.left) is not None
-            pair = node.left, node.right
-            return [(None, item) for item in (pair[::-1] if self.op_name in _REFLECTED or is_number_first else pair)]
+            return [(None, item) for item in operands(node, self.op_name)]
         if isinstance(node, ast.AugAssign):
             return [(None, node.target), (None, node.value)]
         if isinstance(node, ast.UnaryOp):
@@ -210,6 +208,12 @@ _OPERATORS: Mapping[type, str] = {
 def operator_of(node: ast.BinOp | ast.AugAssign) -> str:
     """Return the operator of an expression or of an augmented assignment, as between two operands: `+` for `+=`."""
     return _OPERATORS[type(node.op)]
+
+
+def operands(node: ast.BinOp, op: str) -> tuple[ast.expr, ast.expr]:
+    """Return the operands in the order in which torch's op takes them: x before 2 in `2 * x` and `1 - x`."""
+    is_number_first = op in _COMMUTES and number_in(node.left) is not None
+    return (node.right, node.left) if op in _REFLECTED or is_number_first else (node.left, node.right)
 
 
 _MODULES_OF_NUMBERS = frozenset({"math", "np", "numpy", "torch"})

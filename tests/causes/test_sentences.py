@@ -24,6 +24,7 @@ def op_call(op, expression, *, scalars=(), inputs=1):
     [
         ("div", "(x - mean) / (variance + 1e-8)", "other", "`variance + 1e-8`"),
         ("rsub", "1 - p", "self", "`p`"),
+        ("add", "1 + 2 * u", "self", "`2 * u`"),
         ("log", "torch.log(1 - p)", "self", "`1 - p`"),
         ("log", "(1 - p).log_()", "self", "`1 - p`"),
         ("div", "x /= count", "other", "`count`"),
