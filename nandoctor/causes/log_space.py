@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from nandoctor.causes.base import Candidate
 from nandoctor.changes.log_space import StableLog
 from nandoctor.changes.places import ancestors, descendants, site_of
+from nandoctor.evidence.edits import Edit, Together
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import CASTS, HAS_STABLE_LOGARITHM, MOVES, SUBTRACTIONS
 
@@ -31,13 +32,16 @@ def stable_forms(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
     if not any(source.op in HAS_STABLE_LOGARITHM for source in made_of):
         return
     later = {taker.order for taker in descendants(ops, op.order, _STEPS)}
-    after = [op, *(ops[order] for order in sorted(later))]
+    after, found = [op, *(ops[order] for order in sorted(later))], list[Edit]()
     for names in (_LOGARITHMS, _QUOTIENTS):
         for made in (made for made in after if made.op in names and made.inputs):
             taken = made.inputs[-1] if made.op == "div" else made.inputs[0]
             if any(source.op in HAS_STABLE_LOGARITHM for source in _behind(ops, taken)):
-                yield (StableLog(site=site_of(made)),)
+                found.append(StableLog(site=site_of(made)))
+                yield (found[-1],)
                 break
+    if len(found) > 1:  # of the same exponential, as in log(s) + x / s
+        yield (Together(edits=tuple(found)),)
     if any(made.op in _QUOTIENTS for made in after):
         yield from ((StableLog(site=site_of(made)),) for made in made_of if made.op == "exp")
 

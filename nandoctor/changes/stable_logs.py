@@ -116,9 +116,11 @@ class LogSpace:
         return expression.argument_node("self"), expression.argument_node("other")
 
     def _share(self, numerator: ast.expr, divisor: _Log) -> str:
-        """Return the text of a quotient: a sigmoid or softmax by hand, or any other; that of a difference is one."""
+        """Return the text of a quotient: a sigmoid or softmax by hand, or any other; of two powers, a difference."""
         if isinstance(numerator, ast.BinOp) and isinstance(numerator.op, ast.Sub):
-            return f"{self._share(numerator.left, divisor)} - {self._share(numerator.right, divisor)}"
+            sides = numerator.left, numerator.right
+            if any(self._log_of(side) is not None for side in sides):
+                return " - ".join(self._share(side, divisor) for side in sides)
         is_softplus = divisor.terms and divisor.dims is None
         if number_in(numerator) == 1 and is_softplus:
             return f"torch.sigmoid({negated(divisor.terms)})"
@@ -159,7 +161,8 @@ class LogSpace:
         if made is None:
             return None
         is_given = isinstance(parse_expression(made.text), ast.Name | ast.Attribute | ast.Subscript)
-        return f"{made.text}.clone()" if is_given and not made.is_low else made.wide
+        is_term = isinstance(next(self._tree.ancestors(node), None), ast.BinOp)  # else it may be written to later
+        return f"{made.text}.clone()" if is_given and not (made.is_low or is_term) else made.wide
 
     def _log_of(self, node: ast.expr) -> _Log | None:
         """Return the logarithm of an expression, None if no better form of it is known."""

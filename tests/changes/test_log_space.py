@@ -29,6 +29,9 @@ WRITTEN = {
     "softplus by log1p": ("return x.exp().log1p()", "log1p", ["return F.softplus(x)"]),
     "sigmoid": ("return 1 / (1 + torch.exp(-x))", "reciprocal", ["return torch.sigmoid(x)"]),
     "a share of a sigmoid": ("return x / (1 + torch.exp(x))", "div", ["return x * torch.sigmoid(-x)"]),
+    "a share of a difference": (
+        "s = torch.exp(x)\nreturn (x - 2) / s", "div", ["return (x - 2) * torch.exp(-x)"],
+    ),
     "softmax": ("w = x.exp()\nreturn w / w.sum(-1, keepdim=True)", "div", ["return torch.softmax(x, -1)"]),
     "softmax in a lambda": (
         "share = lambda s: s.exp() / s.exp().sum(-1, keepdim=True)\nreturn share(x)", "div",

@@ -48,6 +48,16 @@ def rate_of_counts(output, batch):
 for loss in (a_learned_variance, ratio_of_policies, rate_of_counts):
     lifted(loss.__name__, "numerics <loss> exp exp-overflow", FAR, "none", lambda h, x: h, loss=loss)
 
+# --- an exponential that two terms take
+
+
+def density(output, batch):
+    scale = torch.exp(output.float() + batch["x"])
+    return (scale.log() + ((batch["x"] - 1) / scale).square()).mean()
+
+
+lifted("density", "numerics <loss> exp exp-overflow", FAR, "verified together", lambda h, x: h, loss=density)
+
 # --- an argument that the program puts outside a domain
 
 lifted("far below", DOMAIN.format("log1p"), X, "none", lambda h, x: torch.log1p(h - 6.0))
