@@ -34,20 +34,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_632, "tests": 34_496, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_648, "tests": 34_510, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_968,
     "autocast": 913,
     "capture": 2_868,
-    "causes": 2_660,
-    "changes": 2_811,
+    "causes": 2_666,
+    "changes": 2_818,
     "cli": 933,
     "diagnosis": 2_085,
     "dumps": 3_416,
     "engine": 3_295,
     "evidence": 1_717,
-    "fixes": 3_654,
+    "fixes": 3_657,
     "fleet": 794,
     "repro_scripts": 734,
     "step": 3_046,
