@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from nandoctor.causes.base import Candidate
 from nandoctor.changes.log_space import StableLog
 from nandoctor.changes.places import ancestors, descendants, site_of
-from nandoctor.evidence.edits import Edit, Together
+from nandoctor.evidence.edits import SingleEdit, Together
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import CASTS, HAS_STABLE_LOGARITHM, MOVES, SUBTRACTIONS
 
@@ -32,7 +32,7 @@ def stable_forms(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
     if not any(source.op in HAS_STABLE_LOGARITHM for source in made_of):
         return
     later = {taker.order for taker in descendants(ops, op.order, _STEPS)}
-    after, found = [op, *(ops[order] for order in sorted(later))], list[Edit]()
+    after, found = [op, *(ops[order] for order in sorted(later))], list[SingleEdit]()
     for names in (_LOGARITHMS, _QUOTIENTS):
         for made in (made for made in after if made.op in names and made.inputs):
             taken = made.inputs[-1] if made.op == "div" else made.inputs[0]

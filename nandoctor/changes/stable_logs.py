@@ -325,9 +325,11 @@ class LogSpace:
         """Return a name for an expression, which is assigned before its statement."""
         if self._tree.statement_of(node) is None:
             raise CannotWriteError
+        code = self._change.code(node)
+        if self._change.is_replaced(node):  # another change of the function has named it
+            return _Log(text=code, is_low=self._is_low(node))
         if node not in self._hoisted:
-            name = self._change.new_name("logits", node)
-            self._hoisted[node] = name, on_one_line(self._change.code(node))
+            self._hoisted[node] = self._change.new_name("logits", node), on_one_line(code)
         return _Log(text=self._hoisted[node][0], is_low=self._is_low(node))
 
     def _is_low(self, node: ast.expr) -> bool:
