@@ -34,14 +34,14 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_648, "tests": 34_510, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_650, "tests": 34_517, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_968,
     "autocast": 913,
     "capture": 2_868,
     "causes": 2_666,
-    "changes": 2_818,
+    "changes": 2_820,
     "cli": 933,
     "diagnosis": 2_085,
     "dumps": 3_416,
