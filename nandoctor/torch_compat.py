@@ -337,12 +337,6 @@ parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgette
 """The dict of a module's own parameters."""
 
 
-def loads_plainly(module: nn.Module) -> bool:
-    """Return True if `load_state_dict` only copies this module's tensors: without its own method, and without hooks."""
-    hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
-    return type(module)._load_from_state_dict is nn.Module._load_from_state_dict and not any(hooks)
-
-
 def is_running_norm(module: nn.Module) -> bool:
     """Return True for a BatchNorm or InstanceNorm, or a class derived from one."""
     return isinstance(module, _find("torch.nn.modules.batchnorm._NormBase"))

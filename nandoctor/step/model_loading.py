@@ -28,13 +28,12 @@ from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.engine.project import Project, folder_of, in_project, program_arguments
 from nandoctor.engine.user_code import explain_import, explain_memory, kept_running, raised_at
 from nandoctor.errors import ModelError
-from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory
 from nandoctor.source_files import package_of
 from nandoctor.step.building_calls import find_building
 from nandoctor.step.scripts import Script
 from nandoctor.text import brief, relative_path
-from nandoctor.torch_compat import loads_plainly, storage_of
+from nandoctor.torch_compat import storage_of
 
 ModelSource = str | nn.Module | Callable[..., nn.Module]
 _State = Mapping[str, torch.Tensor]
@@ -122,16 +121,8 @@ def find_attribute(spec: Any, *, directory: Path | None = Path()) -> Any:
     return value
 
 
-def load_state(
-    model: nn.Module,
-    state: _State,
-    *,
-    strict: bool = True,
-    shared: bool = False,
-) -> list[str]:
+def load_state(model: nn.Module, state: _State, *, strict: bool = True) -> list[str]:
     """Copy `state` into `model`, whose names `fit_prefix` has given it, and return notes on what does not fit.
-
-    If they are `shared`, the model's weights use the memory of `state` instead of being copied.
 
     Raises:
         ModelError: names or shapes disagree and `strict` is set, or nothing fits.
@@ -147,12 +138,7 @@ def load_state(
             + "\n".join(problems),
             remedy=OTHER_ARGUMENTS if own.keys() & state.keys() else OTHER_MODEL,
         )
-    loaded = {name: state[name] for name in own if name not in left_out}
-    if shared:
-        loaded = _share_weights(model, loaded)
-        own.clear()  # it holds the initial weights, which nothing else uses any more
-    if loaded:
-        _copy_state(model, loaded)
+    _copy_state(model, {name: state[name] for name in own if name not in left_out})
     return [f"--no-strict: {problem}" for problem in problems]
 
 
@@ -183,34 +169,6 @@ def _tied(state: _State, own: _State) -> dict[str, torch.Tensor]:
     }
     given = {place: state[name] for name, place in places.items() if name in state}
     return {name: given[place] for name, place in places.items() if name not in state and place in given}
-
-
-def _share_weights(model: nn.Module, state: _State) -> dict[str, torch.Tensor]:
-    """Point the weights of modules that load plainly to the memory of `state`; return the rest of it, to be copied."""
-    left = dict(state)
-    waiting = [("", model)] if type(model).load_state_dict is nn.Module.load_state_dict else []
-    while waiting:
-        prefix, module = waiting.pop()
-        if not loads_plainly(module):
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            if prefix + name in state and _can_share(parameter, state[prefix + name]):
-                parameter.data = cast_to_file(left.pop(prefix + name).detach(), parameter.dtype)
-        waiting += [(f"{prefix}{name}.", child) for name, child in module.named_children()]
-    return left
-
-
-def _can_share(parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
-    """Return True if a weight can use the memory of the file's tensor: both are dense, with the same strides."""
-    return (
-        type(parameter) is nn.Parameter
-        and parameter.device.type == "cpu"
-        and parameter.layout is tensor.layout is torch.strided
-        and parameter.is_floating_point()
-        and tensor.is_floating_point()
-        and parameter.shape == tensor.shape
-        and parameter.stride() == tensor.stride()
-    )
 
 
 def _copy_state(model: nn.Module, state: _State) -> None:

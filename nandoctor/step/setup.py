@@ -32,12 +32,10 @@ from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import SavedOutputs
 from nandoctor.engine.starting_state import Mode, Randomness
 from nandoctor.errors import ModelError, NanDoctorError
-from nandoctor.machine import memory_of
 from nandoctor.step.binding import Offer
 from nandoctor.step.building_calls import find_building, suggest_model
 from nandoctor.step.code_references import (
     build_loss,
-    check_method,
     describe_code_change,
     fill_config,
     find_loss,
@@ -72,8 +70,6 @@ from nandoctor.torch_compat import TORCH, check_torch, minor_version, other_torc
 from nandoctor.tracing.tensor_stats import format_of
 
 NUM_EXTRA_SEEDS = 3
-_SHARED_NBYTES = 16 << 20
-"""The size of weights from which on the model uses those of the file, and no copies of them."""
 
 
 def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress: Listener | None = None) -> Preparation:
@@ -161,7 +157,6 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
             find_loss(dump.recorded.loss_function, dump.provenance) if function is None else (function, [])
         )
         updater = find_optimizer(dump.recorded.updater, dump, (source, settings.loss), settings.directory)
-    check_method(model, dump, settings)
     built = nonfinite_in(model) if registered else {}
     told = (*notes, *loss_notes)
     return _Code(model=model, call=call, loss=loss, nonfinite=built, source=source, notes=told, updater=updater)
@@ -172,8 +167,7 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
     state, state_notes = state_to_load(dump)
     state_notes += _take_formats(code.model, state, is_recorded=dump.is_recorded)
     try:
-        shared = memory_of(state.values()) >= _SHARED_NBYTES
-        notes = [*load_state(code.model, state, strict=settings.strict, shared=shared), *state_notes]
+        notes = [*load_state(code.model, state, strict=settings.strict), *state_notes]
     except ModelError as error:
         raise _explain_misfit(error, code.source, settings) from error.__cause__
     with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device

@@ -1,4 +1,4 @@
-"""What large models are spared, copies of weights and of gradients, changes no finding."""
+"""Where the gradients of large models lie changes no finding."""
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from torch import nn
 from nandoctor import file_memory
 from nandoctor.case import replay
 from nandoctor.engine import module_state
-from nandoctor.step import setup as replay_setup
 
 BACKWARD = [case for case in all_cases() if case.phase == "backward"][::8]
 
@@ -17,7 +16,6 @@ BACKWARD = [case for case in all_cases() if case.phase == "backward"][::8]
 @pytest.fixture
 def all_are_large(monkeypatch):
     def make():
-        monkeypatch.setattr(replay_setup, "_SHARED_NBYTES", 0)
         monkeypatch.setattr(module_state, "LARGE_NBYTES", 0)
         monkeypatch.setattr(file_memory, "_LEAST_NBYTES", 0)
 

@@ -321,7 +321,3 @@ def test_a_tied_weight_is_given_under_either_name(name, same):
     assert load_state(model, {name: weight}) == []
     assert torch.equal(model.embed.weight, weight)
     assert torch.equal(model.head.weight, weight)
-    model = Tied(same=same)
-    assert load_state(model, {name: weight}, shared=True) == []
-    assert torch.equal(model.embed.weight, weight)
-    assert torch.equal(model.head.weight, weight)
