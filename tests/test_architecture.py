@@ -34,10 +34,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_650, "tests": 34_517, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_541, "tests": 34_508, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_968,
+    FILES: 2_955,
     "autocast": 913,
     "capture": 2_868,
     "causes": 2_666,
@@ -45,12 +45,12 @@ MAX_LINES_OF_ROOMS = {
     "cli": 933,
     "diagnosis": 2_085,
     "dumps": 3_416,
-    "engine": 3_295,
+    "engine": 3_265,
     "evidence": 1_717,
     "fixes": 3_657,
     "fleet": 794,
     "repro_scripts": 734,
-    "step": 3_046,
+    "step": 2_980,
     "tracing": 1_883,
     "views": 2_855,
 }
