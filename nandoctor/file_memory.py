@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 _LEAST_NBYTES = 1 << 20
+
+
+class _Mode(threading.local):
+    open = False
+
+
+_mode = _Mode()
 
 
 def map_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -27,7 +37,40 @@ def cast_to_file(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     The layout stays, since a kernel may sum in another order for another layout.
     """
-    plain = type(tensor.detach()) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
-    if tensor.dtype == dtype or not (plain and tensor.is_contiguous()):
+    if tensor.dtype == dtype or not (_is_large(tensor.detach()) and tensor.is_contiguous()):
         return tensor.to(dtype)
     return map_empty(tensor.shape, dtype).copy_(tensor)
+
+
+@contextmanager
+def kept_in_files(wanted: bool) -> Iterator[None]:
+    """Keep in files the large tensors that the graph saves for the backward pass, and casts of weights."""
+    if not wanted:
+        yield
+        return
+    outer, _mode.open = _mode.open, True
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_pack, lambda saved: saved):
+            yield
+    finally:
+        _mode.open = outer
+
+
+def move_to_file(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with its graph, moved into a file if that is wanted and it is large."""
+    if _mode.open and _is_large(tensor):
+        with torch.no_grad():
+            tensor.data = map_empty(tensor.shape, tensor.dtype).copy_(tensor)
+    return tensor
+
+
+def _pack(tensor: torch.Tensor) -> Any:
+    if tensor.is_leaf or not _is_large(tensor):
+        return tensor
+    with torch.no_grad():
+        return map_empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return plain and tensor.numel() * tensor.element_size() >= _LEAST_NBYTES

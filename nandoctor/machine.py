@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_MAPPED_FROM = 1 << 20
 # Messages of errors that have no class of their own, from loaders, memory maps and allocators: dlopen and mmap by
 # strerror, c10/core/impl/alloc_cpu.cpp on Linux and on Windows, C++'s own new, CUDA.
 _NO_MEMORY = (
@@ -96,6 +98,19 @@ def limit_memory(nbytes: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = (limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)
     resource.setrlimit(resource.RLIMIT_DATA, (min([nbytes, *limits]), hard))
+
+
+def return_freed_memory() -> None:
+    """Make glibc return blocks of a megabyte and more to the system when they are freed.
+
+    By default it raises that size to 32 MB, and keeps smaller blocks: 0.9 GB of a model with layers of 16 MB.
+    https://man7.org/linux/man-pages/man3/mallopt.3.html
+    """
+    if sys.platform == "linux":
+        import ctypes  # noqa: PLC0415
+
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM)
 
 
 def _read_field(path: Path, name: str, unit: int = 1024) -> int | None:

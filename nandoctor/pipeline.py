@@ -42,7 +42,7 @@ from nandoctor.dumps.dump import Dump, summarize
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine.optimizer_slots import measure_slots
 from nandoctor.engine.progress import Progress, listener_of
-from nandoctor.engine.reproduction import Preparation, Replayed, replay_from_reset, replay_plainly, reproduce
+from nandoctor.engine.reproduction import Preparation, Replayed, replay_from_reset, replay_plainly, reproduce, run_whole
 from nandoctor.engine.runner import CLOSELY, FailingStep, Watch
 from nandoctor.engine.samples import Symptom, describe_difference, find_guilty
 from nandoctor.engine.spoilers import fails_without, gradients_fail_without
@@ -248,8 +248,7 @@ def _diagnose_forward(replayed: Replayed) -> Findings:
     step, trace = replayed.step, replayed.trace
     if trace.unread and not trace.ops:
         trace = step.run(watch=CLOSELY).trace  # only the ops show what goes into an unread output
-    watch = replace(CLOSELY, stage="replay") if trace.unread or not trace.finite else Watch()
-    reference, conclusion = step.run(REFERENCE, watch).trace, Conclusion()
+    reference, conclusion = _run_reference(step, trace), Conclusion()
     if trace.finite and reference.finite and not outputs_differ(trace.output, reference.output):
         trace, reference = _counted(step, trace, step.mode.policy), _counted(step, reference, REFERENCE)
     else:
@@ -266,6 +265,14 @@ def _diagnose_forward(replayed: Replayed) -> Findings:
     )
 
 
+def _run_reference(step: FailingStep, trace: Trace) -> Trace:
+    """Run the step in fp32, watched as closely as its replay's failure asks for."""
+    closely = replace(CLOSELY, stage="replay")
+    if not trace.finite or trace.unread:
+        return step.run(REFERENCE, closely).trace
+    return (run_whole(step, REFERENCE, closely) if trace.bad_gradients else step.run(REFERENCE)).trace
+
+
 def _counted(step: FailingStep, trace: Trace, policy: Policy) -> Trace:
     """Return the trace, run again with exact counts if it needs them."""
     closer = Watch(stage="closer look", statistics="counts")
@@ -276,7 +283,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     """Diagnose the backward pass at the step's loss scale: a sound forward can end in non-finite gradients."""
     sound = findings.trace.finite or findings.verdict == "healthy"  # an output may hold infinities that are meant
     watch = Watch(stage="backward", ops=True, backward=True)
-    trace = step.run(watch=watch).trace
+    trace = findings.trace if findings.trace.backward else step.run(watch=watch).trace
     findings = replace(findings, ops=trace.ops, bad_gradients=trace.bad_gradients)
     told = (UNSCALED,) if step.mode.loss_scale is None and trace.format is FP16 else ()
     loss, scale = findings.trace.loss, step.mode.loss_factor
@@ -288,7 +295,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
         return replace(findings, notes=(note, *told))
     if not trace.bad_gradients or not (sound or _outlives_forward(step, findings)):
         return replace(findings, notes=told if sound else ())
-    reference = step.run(REFERENCE, watch).trace
+    reference = findings.reference if findings.reference.backward else step.run(REFERENCE, watch).trace
     unscaled = replace(watch, stage="backward at scale 1")
     fixed = scale > 1 and not step.run(None, unscaled, (SetLossScale(value=1.0),)).trace.bad_gradients
     found = conclude_backward(trace, reference, step.low, loss_scale=scale, fixed_by_scale=fixed)

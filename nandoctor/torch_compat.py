@@ -96,6 +96,17 @@ FP32_PRODUCTS = (
 """The places below `torch.backends` with an `fp32_precision`: before torch 2.9 there are `allow_tf32` and the like."""
 
 
+def default_device() -> torch.device:
+    """Return the device that tensors are made on.
+
+    Up to torch 2.9, `torch.get_default_device` raises once `torch.set_default_device(None)` was called.
+    """
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.device("cpu")
+
+
 # Watching operations
 
 
@@ -335,6 +346,12 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffe
 """The dict of a module's own buffers; unlike `named_buffers` it includes those that are None, and can be written."""
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 """The dict of a module's own parameters."""
+
+
+def loads_plainly(module: nn.Module) -> bool:
+    """Return True if `load_state_dict` only copies this module's tensors: without its own method, and without hooks."""
+    hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+    return type(module)._load_from_state_dict is nn.Module._load_from_state_dict and not any(hooks)
 
 
 def is_running_norm(module: nn.Module) -> bool:

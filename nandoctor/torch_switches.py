@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nandoctor.torch_compat import FP32_PRODUCTS, print_options
+from nandoctor.torch_compat import FP32_PRODUCTS, default_device, print_options
 
 Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 """How one switch is read, and how it is set."""
@@ -60,7 +60,7 @@ _is_deterministic = torch.are_deterministic_algorithms_enabled
 _only_warns = torch.is_deterministic_algorithms_warn_only_enabled
 SWITCHES: Mapping[str, Switch] = {
     "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "default_device": (lambda: torch.empty(0).device, _write_device),
+    "default_device": (default_device, _write_device),
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "autocast": (_read_autocast, _write_autocast),
     "deterministic_algorithms": (

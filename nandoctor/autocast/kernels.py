@@ -17,6 +17,7 @@ from torch.library import fallthrough_kernel
 from nandoctor import torch_compat
 from nandoctor.autocast import op_lists
 from nandoctor.autocast.literals import FP32_FOR_HALF, is_on_host
+from nandoctor.file_memory import move_to_file
 from nandoctor.process_wide import Shared, held
 from nandoctor.torch_compat import TORCH, answers_itself, is_view, schema_of, version_of
 
@@ -333,7 +334,7 @@ class _WeightCasts(threading.local):
             return weight.to(dtype)
         key = (id(weight), dtype)  # the entry keeps the weight alive, and with it its id
         if key not in self.entries or self.entries[key][1] != version_of(weight):
-            self.entries[key] = (weight, version_of(weight), weight.to(dtype))
+            self.entries[key] = (weight, version_of(weight), move_to_file(weight.to(dtype)))
         return self.entries[key][2]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,11 @@ _SMALL_NBYTES = 1 << 16
 
 
 @contextmanager
-def tensors_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def tensors_kept(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], bool]]:
     """Restore every tensor's class, memory, shape and content after the context.
 
     Small tensors are copied before the run. Large ones, whose memory may be a mapped file, are copied just before the
-    first write to them.
+    first write to them. Yields a function that returns True for a tensor that no op has written to so far.
     """
     with no_subclass_methods():  # a subclass's own methods may answer otherwise
         dense = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
@@ -43,7 +43,7 @@ def tensors_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         else:
             memory.keep_all()
         try:
-            yield
+            yield memory.is_unwritten
         finally:
             with no_subclass_methods(), torch.no_grad():
                 stack.close()
@@ -93,6 +93,13 @@ class _Memory:
         if storage in self._flat and storage not in self._copies:
             flat = self._flat[storage]
             self._copies[storage] = map_empty(flat.shape, flat.dtype).copy_(flat) if flat.is_cpu else flat.clone()
+
+    def is_unwritten(self, tensor: torch.Tensor) -> bool:
+        """Return True if the tensor's memory is that of the model, and would have been copied before a write to it."""
+        if tensor.layout is not torch.strided or is_lazy(tensor):
+            return False
+        storage = storage_of(tensor)
+        return storage in self._flat and storage not in self._copies
 
     def keep_all(self, *, below: float = math.inf) -> None:
         """Copy every storage of less than `below` bytes in memory."""

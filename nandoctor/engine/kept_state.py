@@ -26,19 +26,19 @@ _CONTAINERS = (dict, OrderedDict, list, deque, set)
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[Sequence[torch.Tensor]]:
+def restored(model: nn.Module) -> Iterator[tuple[Sequence[torch.Tensor], Callable[[torch.Tensor], bool]]]:
     """Restore weights and buffers, written in place or replaced, and the other state that a forward changes.
 
-    It yields the tensors that the model holds. State in files' globals, in closures, in caches of functions and deeper
-    in objects is not covered.
+    It yields the tensors that the model holds, and a function that tells which were not written to. State in files'
+    globals, in closures, in caches of functions and deeper in objects is not covered.
     """
     with collection_paused:
         found = _State(model)
     with ExitStack() as stack:
-        stack.enter_context(tensors_kept(found.tensors))
+        is_unwritten = stack.enter_context(tensors_kept(found.tensors))
         for undo in found.undo:
             stack.callback(undo)
-        yield found.tensors
+        yield found.tensors, is_unwritten
 
 
 class _State:

@@ -1,5 +1,7 @@
 """A model's weights, buffers and gradients in a run: their names, formats, and which are non-finite.
 
+In a large model each gradient is read when the backward pass has completed it, and then freed.
+
 A float64 run draws the same random numbers as an fp32 run, so that it runs the same step. By themselves `randn` and
 `rand` take another number of bits from the generator in float64, and everything drawn after them differs. fp16 and bf16
 draw what fp32 does, rounded. Dropout draws the same mask in every format.
@@ -8,7 +10,7 @@ draw what fp32 does, rounded. Dropout draws the same mask in every format.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,7 +29,7 @@ from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.file_memory import cast_to_file, map_empty
 from nandoctor.machine import memory_of
 from nandoctor.process_wide import held
-from nandoctor.torch_compat import is_running_norm, run_backward_in_modes, schema_of
+from nandoctor.torch_compat import is_running_norm, plain_torch, run_backward_in_modes, schema_of
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 from nandoctor.tracing.module_tracer import Tracer
 from nandoctor.tracing.op_tracer import TensorKind
@@ -51,13 +53,33 @@ def is_large(model: nn.Module) -> bool:
 def run_backward(
     model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool
 ) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
-    """Run the backward pass of loss x `loss_scale`; return the statistics of non-finite parameter gradients.
+    """Run the backward pass; return the statistics of non-finite parameter gradients, and all gradients if `keep`.
 
-    Each is read when it is complete, and taken off the parameter. If asked to `keep` them, return all gradients too;
-    those of a large model lie in files. Raises LossError if the loss has no gradient.
+    Kept gradients are of loss x `loss_scale`, as dividing all of them takes a third of a backward pass; those of a
+    large model, which lie in files, are at scale 1. None are left on the model. Raises LossError if the loss has no
+    gradient.
     """
+    with held(*((parameter, "grad", None) for parameter in model.parameters())):
+        if not loss.requires_grad:
+            raise LossError(
+                "The loss has no gradient: it does not depend on a weight that is trained.",
+                remedy="Return the tensor that training calls backward() on, not .item(), .detach() or a copy of it; "
+                "without --loss the forward alone is judged.",
+            )
+        if is_large(model):
+            return _run_releasing(model, loss, loss_scale=loss_scale, keep=keep)
+        run_backward_in_modes(loss * loss_scale)
+        made = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
+        with plain_torch():
+            nonfinite = [(name, gradient) for name, gradient in made.items() if not all_finite(gradient)]
+            return measure_all(nonfinite), made if keep else None
+
+
+def _run_releasing(
+    model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool
+) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
+    """Read each gradient when it is complete, then free it; those that are kept lie in files, at scale 1."""
     parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
-    in_files = is_large(model)
     readings: dict[str, Reading] = {}
     kept: dict[str, torch.Tensor] = {}
 
@@ -69,17 +91,12 @@ def run_backward(
         if reading is not None and not is_finite(reading):
             readings[name] = reading
         if keep:
-            made = gradient if name not in kept else kept[name] + gradient  # a reentrant checkpoint adds its part
-            kept[name] = map_empty(made.shape, made.dtype).copy_(made) if in_files else made
+            before = kept.get(name)  # a reentrant checkpoint adds its part separately
+            unscaled = gradient / loss_scale
+            unscaled = unscaled if before is None else unscaled + before
+            kept[name] = map_empty(unscaled.shape, unscaled.dtype).copy_(unscaled)
 
     with ExitStack() as stack:
-        stack.enter_context(held(*((parameter, "grad", None) for parameter in model.parameters())))
-        if not loss.requires_grad:
-            raise LossError(
-                "The loss has no gradient: it does not depend on a weight that is trained.",
-                remedy="Return the tensor that training calls backward() on, not .item(), .detach() or a copy of it; "
-                "without --loss the forward alone is judged.",
-            )
         for name, parameter in parameters.items():
             hook = parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
             stack.callback(hook.remove)
@@ -111,22 +128,30 @@ def with_nonfinite_state(calls: tuple[ModuleCall, ...], modules: Tracer, model: 
     return tuple(replace(call, state=state.get(call.module, ())) for call in calls)
 
 
-def list_nonfinite_state(model: nn.Module) -> dict[str, bool]:
+def list_nonfinite_state(
+    model: nn.Module, left_out: Callable[[torch.Tensor], bool] = lambda _: False
+) -> dict[str, bool]:
     """Return the tensors of a model that are not finite: True if one holds a NaN, or a +Inf as squares overflow to.
 
     These may be buffers, weights, and tensors in its modules' attributes and in containers there. A -Inf alone may be a
-    mask's.
+    mask's. Those that are `left_out` are not read.
     """
     weights = ((name, weight) for name, weight in model.named_parameters() if type(weight) is nn.Parameter)
     held = (*model.named_buffers(), *weights, *tensors_in(model, attributes=False))
-    read = ((name, tensor) for name, tensor in held if not tensor.is_meta)
+    read = ((name, tensor) for name, tensor in held if not tensor.is_meta and not left_out(tensor))
     found = ((name, numbers_in(tensor)) for name, tensor in read if not all_finite(tensor))
     return {name: not bool((values < math.inf).all()) for name, values in found if values is not None}
 
 
-def nonfinite_in(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return, by name, where a model's non-finite weights and buffers are -inf (1), and +inf or NaN (2)."""
+def nonfinite_in(
+    model: nn.Module, left_out: Callable[[torch.Tensor], bool] = lambda _: False
+) -> dict[str, torch.Tensor]:
+    """Return, by name, where a model's non-finite weights and buffers are -inf (1), and +inf or NaN (2).
+
+    Those that are `left_out` are not read.
+    """
     named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
+    named = [(name, t) for name, t in named if not left_out(t)]
     dense = [(name, t.detach()) for name, t in named if t.is_floating_point() and t.layout is torch.strided]
     broken = [(name, t.cpu()) for name, t in dense if t.numel() and not t.is_meta and not all_finite(t)]
     return {name: torch.where(t.isfinite(), 0, torch.where(t.isneginf(), 1, 2)) for name, t in broken}

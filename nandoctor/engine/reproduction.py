@@ -16,7 +16,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.tensors import comparable_values
 from nandoctor.engine.module_state import list_nonfinite_state
-from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, FailingStep
+from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, FailingStep, Outcome, Watch
 from nandoctor.engine.saved_outputs import SavedOutputs, are_round, is_finite_array
 from nandoctor.engine.user_code import WRONG_CALL
 from nandoctor.errors import DumpError, ModelError
@@ -25,6 +25,7 @@ from nandoctor.evidence.report import Grade, ReplayAttempt, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.machine import is_out_of_memory
 from nandoctor.text import are, brief, code, join_first
+from nandoctor.tracing.tensor_stats import all_finite
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 CLOSE_ENOUGH = 0.02
@@ -255,7 +256,7 @@ def replay_from_reset(found: Replayed, preparation: Preparation) -> Replayed | N
         "without that too: all was run with them reset (variances to 1, others to 0). Reset your checkpoint's too."
     )
     with suppress(ModelError):
-        again = _replay([replace(step, changes=(*step.changes, reset))], preparation)
+        again = _replay([replace(step, changes=(*step.changes, reset))], preparation, is_first=False)
         if not again.trace.finite and again.rank <= found.rank:
             tried = replace(again.reproduction, attempts=found.reproduction.attempts)
             return replace(again, any_random=found.any_random, reproduction=tried, notes=(*found.notes, told))
@@ -295,7 +296,7 @@ def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replaye
             break
         set_up = [step.varied(training=training, seed=seed) for step in calls]
         try:
-            tried.append(_replay(set_up, preparation))
+            tried.append(_replay(set_up, preparation, is_first=not tried))
         except ModelError as error:  # batch norm takes no batch of one in train mode
             refused.append(error)
             continue
@@ -334,26 +335,55 @@ def _agrees_better(other: Replayed, best: Replayed) -> bool:
     return rank < best_rank or (rank == best_rank and CLEARLY * error < best_error)
 
 
-def _replay(steps: list[FailingStep], preparation: Preparation) -> Replayed:
-    """Replay the first of `steps`, or the next if the model rejects the arguments themselves."""
+def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: bool) -> Replayed:
+    """Replay the first of `steps`, or the next if the model rejects the arguments themselves.
+
+    With `is_first`, the setting may well be that of the failing step: if output and loss agree and the loss is finite,
+    the backward pass, which is needed as well, follows in the same run.
+    """
     step, *others = steps
-    saved = preparation.outputs.graded
-    will_fail = saved is not None and not is_finite_array(saved[1])
     try:
-        outcome = step.run(watch=replace(CLOSELY, stage="replay") if will_fail else MODULES_ONLY)
+        is_known = step.mode.policy.ambient or step.low is FP32  # else its format is known after the run
+        outcome = _run(step, preparation, backward=is_first and step.loss is not None and is_known)
     except ModelError as error:
         if others and isinstance(error.__cause__, WRONG_CALL):
             with suppress(ModelError):  # if no call fits, the likeliest one's error is raised
-                return _replay(others, preparation)
+                return _replay(others, preparation, is_first=is_first)
         raise
     trace = outcome.trace
     seen = (stats for call in trace.calls for stats in (*call.inputs, *call.outputs, *call.state))
     has_half = any(stats.dtype in _HALF for stats in (*trace.batch, *trace.output, *seen))
     if not step.mode.policy.ambient and step.low in _HALF and not has_half:  # so its limits do not matter
         plain = step.under(replace(step.mode.policy, format=FP32))
-        return _replay([plain], preparation)
+        return _replay([plain], preparation, is_first=is_first)
     reproduction = _grade_all(preparation, outcome.output, outcome.loss)
     return Replayed(step=step, trace=outcome.trace, random=outcome.random, reproduction=reproduction)
+
+
+def _run(step: FailingStep, preparation: Preparation, *, backward: bool) -> Outcome:
+    saved = preparation.outputs.graded
+    will_fail = saved is not None and not is_finite_array(saved[1])
+    watch = replace(CLOSELY, stage="replay") if will_fail else MODULES_ONLY
+    if not backward:
+        return step.run(watch=watch)
+
+    def agrees(output: Any, loss: torch.Tensor) -> bool:
+        reproduction = _grade_all(preparation, output, loss)
+        return all_finite(loss) and (reproduction.grade == "no-reference" or _agrees(reproduction))
+
+    return run_whole(step, None, replace(watch, worth_backward=agrees))
+
+
+def run_whole(step: FailingStep, policy: Policy | None, watch: Watch) -> Outcome:
+    """Run forward, loss and backward pass op by op in one run, or as `watch` says if that does not reach the end.
+
+    Raises as `FailingStep.run` does.
+    """
+    with suppress(ModelError):
+        outcome = step.run(policy, replace(watch, statistics="counts", ops=True, backward=True))
+        if outcome.trace.raised is None and outcome.trace.blinded is None:
+            return outcome
+    return step.run(policy, watch)
 
 
 def _grade_all(preparation: Preparation, output: Any, loss: torch.Tensor | None) -> Reproduction:

@@ -37,6 +37,7 @@ from nandoctor.errors import UnsupportedTorchError
 from nandoctor.evidence.edits import Change, SingleEdit, flatten
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
+from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import collection_paused
 from nandoctor.torch_compat import plain_torch
@@ -207,13 +208,13 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
     call = replace(call, batch={name: copied_input(tensor, mode.policy) for name, tensor in batch.items()})
     with in_mode(step.model, mode.training, step.recorded.training):
         with (
-            restored(step.model) as state,
+            restored(step.model) as (state, is_unwritten),
             printed_changes(step.changes, step.model, step.loss),
             state_widened(state, mode.policy),
             seeded(step.randomness, mode.device) as draws,
         ):
             recording = _RecordedRun(run, call)
-            recording.make()
+            recording.make(is_unwritten)
             random = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
     error, before = recording.raised, list_nonfinite_state(step.model) if recording.kept else ()
@@ -224,7 +225,7 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
         random=random,
         loss=recording.loss,
         gradients=recording.gradients,
-        gradient_scale=mode.loss_factor,
+        gradient_scale=1.0 if is_large(step.model) else mode.loss_factor,  # as `run_backward` keeps them
         kept=kept,
         out_of_memory=is_out_of_memory(error),
         refused=error is not None and user_code.is_refusal(error),
@@ -249,7 +250,7 @@ class _RecordedRun:
         self.raised: Exception | None = None
         self._bad_gradients: tuple[TensorStats, ...] = ()
 
-    def make(self) -> None:
+    def make(self, is_unwritten: Callable[[torch.Tensor], bool]) -> None:
         """Run the step under the run's policy and edits, and read what it was given, what it made and what it wrote."""
         step, mode, read = self._run.step, self._run.step.mode, self.modules.read
         self._taken = read(self._call.taken, counts=True)
@@ -265,7 +266,7 @@ class _RecordedRun:
             self._given, self._losses = read(self.output), read(self.loss, counts=True)
         with plain_torch():
             self._unread = list_unread(self.output)
-            self.kept = list_nonfinite_state(step.model)
+            self.kept = list_nonfinite_state(step.model, is_unwritten)
 
     def trace(self, calls: tuple[ModuleCall, ...], kept: Mapping[str, bool]) -> Trace:
         """Return the trace; `calls` are the module calls, `kept` as in `Outcome`."""
@@ -297,9 +298,9 @@ class _RecordedRun:
 
     def _execute(self) -> None:
         """Run forward and loss under the open policy, and backward outside of autocast, as a training step does."""
-        watch = self._run.watch
+        run, watch, model = self._run, self._run.watch, self._run.step.model
         try:
-            with user_code.kept_running():
+            with user_code.kept_running(), kept_in_files(run.grad and is_large(model)):
                 self._run_forward()
             if watch.backward and (loss := self.loss) is not None and watch.worth_backward(self.output, loss):
                 self._run_backward(loss)

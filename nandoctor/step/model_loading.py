@@ -15,6 +15,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,12 +29,13 @@ from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.engine.project import Project, folder_of, in_project, program_arguments
 from nandoctor.engine.user_code import explain_import, explain_memory, kept_running, raised_at
 from nandoctor.errors import ModelError
+from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory
 from nandoctor.source_files import package_of
 from nandoctor.step.building_calls import find_building
 from nandoctor.step.scripts import Script
 from nandoctor.text import brief, relative_path
-from nandoctor.torch_compat import storage_of
+from nandoctor.torch_compat import loads_plainly, storage_of
 
 ModelSource = str | nn.Module | Callable[..., nn.Module]
 _State = Mapping[str, torch.Tensor]
@@ -50,6 +52,7 @@ _ARGUMENTS_NEEDED = (
     "Give the arguments it needs with --model-arg K=V, once for each; V may be an object, as in cfg=train.py:CFG. "
     "Relative paths start in the working directory."
 )
+_find_near = partial(difflib.get_close_matches, n=1, cutoff=0.75)
 
 
 def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: Path = Path()) -> nn.Module:
@@ -121,8 +124,16 @@ def find_attribute(spec: Any, *, directory: Path | None = Path()) -> Any:
     return value
 
 
-def load_state(model: nn.Module, state: _State, *, strict: bool = True) -> list[str]:
+def load_state(
+    model: nn.Module,
+    state: _State,
+    *,
+    strict: bool = True,
+    shared: bool = False,
+) -> list[str]:
     """Copy `state` into `model`, whose names `fit_prefix` has given it, and return notes on what does not fit.
+
+    If they are `shared`, the model's weights use the memory of `state` instead of being copied.
 
     Raises:
         ModelError: names or shapes disagree and `strict` is set, or nothing fits.
@@ -138,7 +149,12 @@ def load_state(model: nn.Module, state: _State, *, strict: bool = True) -> list[
             + "\n".join(problems),
             remedy=OTHER_ARGUMENTS if own.keys() & state.keys() else OTHER_MODEL,
         )
-    _copy_state(model, {name: state[name] for name in own if name not in left_out})
+    loaded = {name: state[name] for name in own if name not in left_out}
+    if shared:
+        loaded = _share_weights(model, loaded)
+        own.clear()  # it holds the initial weights, which nothing else uses any more
+    if loaded:
+        _copy_state(model, loaded)
     return [f"--no-strict: {problem}" for problem in problems]
 
 
@@ -148,11 +164,14 @@ def _compare(own: _State, state: _State) -> tuple[set[str], list[str]]:
     unexpected = [name for name in state if name not in own]
     known = [name for name in own if name in state and not is_lazy(own[name])]
     reshaped = [name for name in known if own[name].shape != state[name].shape]
-    shapes = [f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}" for name in reshaped]
     problems = [
-        *_describe("missing from the weights", missing),
-        *_describe("not in the model", unexpected),
-        *_describe("of another shape (weights for model)", shapes),
+        *_describe("missing from the weights", missing, lambda name: name + _suggest(name, unexpected)),
+        *_describe("not in the model", unexpected, lambda name: name + _suggest(name, missing)),
+        *_describe(
+            "of another shape (weights for model)",
+            reshaped,
+            lambda name: f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}",
+        ),
     ]
     return {*missing, *reshaped}, problems
 
@@ -169,6 +188,34 @@ def _tied(state: _State, own: _State) -> dict[str, torch.Tensor]:
     }
     given = {place: state[name] for name, place in places.items() if name in state}
     return {name: given[place] for name, place in places.items() if name not in state and place in given}
+
+
+def _share_weights(model: nn.Module, state: _State) -> dict[str, torch.Tensor]:
+    """Point the weights of modules that load plainly to the memory of `state`; return the rest of it, to be copied."""
+    left = dict(state)
+    waiting = [("", model)] if type(model).load_state_dict is nn.Module.load_state_dict else []
+    while waiting:
+        prefix, module = waiting.pop()
+        if not loads_plainly(module):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if prefix + name in state and _can_share(parameter, state[prefix + name]):
+                parameter.data = cast_to_file(left.pop(prefix + name).detach(), parameter.dtype)
+        waiting += [(f"{prefix}{name}.", child) for name, child in module.named_children()]
+    return left
+
+
+def _can_share(parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
+    """Return True if a weight can use the memory of the file's tensor: both are dense, with the same strides."""
+    return (
+        type(parameter) is nn.Parameter
+        and parameter.device.type == "cpu"
+        and parameter.layout is tensor.layout is torch.strided
+        and parameter.is_floating_point()
+        and tensor.is_floating_point()
+        and parameter.shape == tensor.shape
+        and parameter.stride() == tensor.stride()
+    )
 
 
 def _copy_state(model: nn.Module, state: _State) -> None:
@@ -313,12 +360,18 @@ def _prefixes(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> list[str
     return sorted({key[: -len(name)] for key in longer for name in names if key.endswith("." + name)})
 
 
-def _describe(what: str, names: Sequence[str]) -> Iterator[str]:
+def _describe(what: str, names: Sequence[str], show: Callable[[str], str]) -> Iterator[str]:
     if names:
-        rest = f", and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
-        yield f"  {len(names)} {what}: {', '.join(names[:_MAX_NAMES_SHOWN])}{rest}"
+        shown = [show(name) for name in names[:_MAX_NAMES_SHOWN]]
+        rest = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+        yield f"  {len(names)} {what}: {', '.join(shown)}{rest}"
+
+
+def _suggest(name: str, names: Sequence[str]) -> str:
+    near = _find_near(name, names)
+    return f" (nearest: {near[0]})" if near else ""
 
 
 def _guess(name: str, names: Sequence[str], otherwise: str) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    near = _find_near(name, names)
     return f"Did you mean {near[0]}?" if near else otherwise

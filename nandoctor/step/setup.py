@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import RandomStates
 from nandoctor.dumps.trees import slots
 from nandoctor.engine.call import Call
-from nandoctor.engine.module_state import nonfinite_in
+from nandoctor.engine.module_state import LARGE_NBYTES, nonfinite_in
 from nandoctor.engine.progress import Listener
 from nandoctor.engine.project import Project, arguments_of
 from nandoctor.engine.reproduction import Preparation
@@ -32,10 +33,12 @@ from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import SavedOutputs
 from nandoctor.engine.starting_state import Mode, Randomness
 from nandoctor.errors import ModelError, NanDoctorError
+from nandoctor.machine import memory_of, return_freed_memory
 from nandoctor.step.binding import Offer
 from nandoctor.step.building_calls import find_building, suggest_model
 from nandoctor.step.code_references import (
     build_loss,
+    check_method,
     describe_code_change,
     fill_config,
     find_loss,
@@ -46,6 +49,7 @@ from nandoctor.step.code_references import (
 )
 from nandoctor.step.input_binding import Binding, bind_inputs, find_bindings
 from nandoctor.step.losses import bind_loss
+from nandoctor.step.memory import Unfilled
 from nandoctor.step.model_loading import (
     AS_YOUR_CODE,
     OTHER_ARGUMENTS,
@@ -66,10 +70,12 @@ from nandoctor.step.saved_arrays import (
 )
 from nandoctor.step.settings import Settings
 from nandoctor.step.weights import add_casts, cast_weights, fit_state, registered_state
-from nandoctor.torch_compat import TORCH, check_torch, minor_version, other_torch
+from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
 from nandoctor.tracing.tensor_stats import format_of
 
 NUM_EXTRA_SEEDS = 3
+_UNFILLED_NBYTES = 16 << 20
+"""The size of weights from which on it pays not to draw initial values that the dump replaces."""
 
 
 def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress: Listener | None = None) -> Preparation:
@@ -148,8 +154,12 @@ class _Code:
 
 
 def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, device: torch.device) -> _Code:
+    nbytes = memory_of(dump.state.values())
+    if nbytes >= LARGE_NBYTES:
+        return_freed_memory()
+    unfilled = Unfilled() if settings.strict and nbytes >= _UNFILLED_NBYTES else None  # else some weights stay
     with cuda_code(device):
-        with registered_state() as registered:
+        with unfilled or nullcontext(), registered_state() as registered:
             model, notes = _build(dump, source, settings)
         call = find_attribute(settings.call, directory=settings.directory)
         function = build_loss(find_attribute(settings.loss, directory=settings.directory))
@@ -157,7 +167,8 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
             find_loss(dump.recorded.loss_function, dump.provenance) if function is None else (function, [])
         )
         updater = find_optimizer(dump.recorded.updater, dump, (source, settings.loss), settings.directory)
-    built = nonfinite_in(model) if registered else {}
+    check_method(model, dump, settings)
+    built = nonfinite_in(model, unfilled.holds if unfilled else lambda _: False) if registered else {}
     told = (*notes, *loss_notes)
     return _Code(model=model, call=call, loss=loss, nonfinite=built, source=source, notes=told, updater=updater)
 
@@ -167,7 +178,8 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
     state, state_notes = state_to_load(dump)
     state_notes += _take_formats(code.model, state, is_recorded=dump.is_recorded)
     try:
-        notes = [*load_state(code.model, state, strict=settings.strict), *state_notes]
+        shared = memory_of(state.values()) >= _UNFILLED_NBYTES
+        notes = [*load_state(code.model, state, strict=settings.strict, shared=shared), *state_notes]
     except ModelError as error:
         raise _explain_misfit(error, code.source, settings) from error.__cause__
     with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device
@@ -346,7 +358,7 @@ def _require_real_tensors(device: torch.device) -> None:
             "torch.inference_mode() is on, and a replay runs the backward pass.",
             remedy="Call nandoctor outside of it; torch.no_grad() is no obstacle.",
         )
-    default = torch.empty(0).device
+    default = default_device()
     if default.type not in ("cpu", device.type):
         empty = ", where they hold no numbers" if default.type == "meta" else ""
         raise NanDoctorError(

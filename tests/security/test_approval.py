@@ -201,7 +201,7 @@ def test_no_file_names_another_method_than_the_step(project, write, method):
 def test_the_step_must_be_a_method_of_the_class(project):
     with (project / "train.py").open("a") as script:
         script.write("\nclass Other(Net):\n    training_step = None\n")
-    with pytest.raises(ModelError, match="'NoneType' object is not callable"):
+    with pytest.raises(ModelError, match="defines no method 'training_step'"):
         replay(recorded(project, method="training_step"), "train.py:Other", model_args={"width": 3}, fixes=False)
 
 

@@ -1,4 +1,8 @@
-"""Where the gradients of large models lie changes no finding."""
+"""What large models are spared, weights that are drawn and copies of gradients, changes no finding."""
+
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ from torch import nn
 from nandoctor import file_memory
 from nandoctor.case import replay
 from nandoctor.engine import module_state
+from nandoctor.step import setup as replay_setup
 
 BACKWARD = [case for case in all_cases() if case.phase == "backward"][::8]
 
@@ -16,6 +21,8 @@ BACKWARD = [case for case in all_cases() if case.phase == "backward"][::8]
 @pytest.fixture
 def all_are_large(monkeypatch):
     def make():
+        monkeypatch.setattr(replay_setup, "LARGE_NBYTES", 0)
+        monkeypatch.setattr(replay_setup, "_UNFILLED_NBYTES", 0)
         monkeypatch.setattr(module_state, "LARGE_NBYTES", 0)
         monkeypatch.setattr(file_memory, "_LEAST_NBYTES", 0)
 
@@ -56,6 +63,27 @@ def test_fixes_are_the_same(tmp_path, all_are_large):
     large = replay(tmp_path / "dump.pth", **options).report
     assert told(large) == told(plain)
     assert [(fix.title, fix.verified) for fix in large.fixes] == [(fix.title, fix.verified) for fix in plain.fixes]
+
+
+FREED = """
+import sys
+import numpy as np
+from nandoctor.machine import anonymous_memory, return_freed_memory
+
+return_freed_memory()
+np.ones(16 << 20, "u1")
+blocks = [np.ones(4 << 20, "u1") for _ in range(20)]
+last, before = blocks.pop(), anonymous_memory()
+blocks.clear()
+print(before - anonymous_memory())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_freed_memory_is_returned():
+    """Without the call the blocks below the last one stay with the process."""
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    assert int(done.stdout) >= 19 * (4 << 20) * 0.9
 
 
 @pytest.mark.parametrize("large", [True, False])

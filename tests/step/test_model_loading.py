@@ -9,6 +9,7 @@ from torch import nn
 
 from nandoctor.engine.project import Project
 from nandoctor.errors import ModelError
+from nandoctor.step.memory import Unfilled
 from nandoctor.step.model_loading import build_model, find_attribute, fit_prefix, load_state
 
 
@@ -268,14 +269,14 @@ def test_what_wrappers_add_to_names_is_on_neither_side(prefix):
     assert load_fitted(Net(), state | state_of(Net())) == []  # D-FINE writes both
 
 
-def test_missing_and_unexpected_names_are_listed():
+def test_missing_and_unexpected_names_come_with_the_nearest():
     state = state_of(Net())
     state["haed.weight"] = state.pop("head.weight")
     with pytest.raises(ModelError) as caught:
         load_state(Net(), state)
     assert "do not fit Net (4 of 5 tensors do)" in caught.value.message
-    assert "1 missing from the weights: head.weight" in caught.value.message
-    assert "1 not in the model: haed.weight" in caught.value.message
+    assert "1 missing from the weights: head.weight (nearest: haed.weight)" in caught.value.message
+    assert "1 not in the model: haed.weight (nearest: head.weight)" in caught.value.message
     assert "--no-strict" in caught.value.remedy
 
 
@@ -319,5 +320,10 @@ def test_a_tied_weight_is_given_under_either_name(name, same):
     weight = torch.arange(12.0).reshape(4, 3)
     model = Tied(same=same)
     assert load_state(model, {name: weight}) == []
+    assert torch.equal(model.embed.weight, weight)
+    assert torch.equal(model.head.weight, weight)
+    with Unfilled():
+        model = Tied(same=same)
+    assert load_state(model, {name: weight}, shared=True) == []
     assert torch.equal(model.embed.weight, weight)
     assert torch.equal(model.head.weight, weight)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import nandoctor
+from nandoctor.step import setup
 from strangers.visits import blamed, normal
 from strangers.written_infinities import CAUSAL
 
@@ -24,9 +25,11 @@ class Sloped(nn.Module):
         return scores.softmax(-1) @ x
 
 
+@pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize(("spoilt", "cause"), [(False, "fully-masked-softmax"), (True, "poisoned-buffers")])
-def test_a_buffer_that_the_model_fills_with_a_mask(tmp_path, spoilt, cause):
-    """What the constructor writes itself is no damage; one -inf more is."""
+def test_a_buffer_that_the_model_fills_with_a_mask(tmp_path, monkeypatch, spoilt, cause, is_large):
+    """What the constructor writes itself is no damage; one -inf more is. A large model is built unfilled."""
+    monkeypatch.setattr(setup, "_UNFILLED_NBYTES", 0 if is_large else math.inf)
     padding = torch.zeros(3, 5, dtype=torch.bool)
     padding[1, 0] = True
     state = Sloped().state_dict()
