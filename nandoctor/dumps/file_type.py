@@ -79,6 +79,14 @@ def damaged(what: str) -> DumpError:
     return DumpError(f"the file is damaged: {what}.", remedy=_COPY_AGAIN)
 
 
+def hostile(what: str) -> DumpError:
+    """Return the error for a file that no honest program wrote."""
+    return DumpError(
+        f"it is built to exhaust memory or time: {what}.",
+        remedy="Do not open it, with nandoctor or anything else, unless you know who wrote it.",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
     """A file that torch.save may have written, opened once: what is checked is what is loaded.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Self
 
+from nandoctor.dumps.file_type import hostile
 from nandoctor.dumps.stored_tensor import (
     META,
     NESTED,
@@ -125,18 +126,16 @@ def _make_plain(tensor: object, *_: object) -> object:
 
 
 def _rebuild_by(rebuild: Callable[..., object], kind: Any, arguments: tuple[object, ...], __: object) -> object:
-    """Return a tensor with attributes, or of a subclass, as a plain one; the unpickler has checked `rebuild`.
-
-    If no function here makes it, it is a record of its class.
-    """
-    if isinstance(rebuild, type):
+    """Return a tensor with attributes, or of a subclass, as a plain one; if no function here makes it, a record."""
+    if isinstance(rebuild, type) and issubclass(rebuild, Record):
         return kind() if isinstance(kind, type) and issubclass(kind, Record) else rebuild()
+    if not any(rebuild is known for known in _REBUILDS):
+        raise hostile("it calls something other than a function for tensors by way of torch")
     if type(arguments) is not tuple:
         raise pickle.UnpicklingError("no tuple of arguments")
     return rebuild(*arguments)
 
 
-REBUILD_ANY = "torch._tensor._rebuild_from_type_v2"
 _STAND_INS: Mapping[str, Callable[..., object]] = {
     "builtins.set": set,
     "builtins.frozenset": frozenset,
@@ -156,7 +155,7 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     **dict.fromkeys(("numpy.ndarray", "numpy.memmap", "numpy.matrix"), PickledArray),
     "torch._utils._rebuild_parameter": _make_plain,
     "torch._utils._rebuild_parameter_with_state": _make_plain,
-    REBUILD_ANY: _rebuild_by,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_by,
     # What makes tensors, but conversions of expanded ones, of which a few bytes claim gigabytes:
     # https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
     "torch._utils._rebuild_tensor": rebuild,
@@ -171,6 +170,7 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "torch.Size": tuple,
     "torch.nn.utils.rnn.PackedSequence": _PackedSequence,
 }
+_REBUILDS = [function for name, function in _STAND_INS.items() if name.startswith("torch._utils._rebuild_")]
 
 
 def find_stand_in(name: str) -> object:

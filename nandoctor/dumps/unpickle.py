@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from io import BytesIO
 from typing import Any, ClassVar
 
-from nandoctor.dumps.file_type import Container, damaged
-from nandoctor.dumps.stand_ins import REBUILD_ANY, Record, find_stand_in, join_name
+from nandoctor.dumps.file_type import Container, damaged, hostile
+from nandoctor.dumps.stand_ins import Record, find_stand_in, join_name
 from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype, StorageKind, StoredStorage
 from nandoctor.errors import DumpError
 
@@ -48,7 +48,6 @@ _MADE_OF_ITEMS = (*_HASHING, tuple)
 _ITEMS = (list, tuple, dict)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _SCALARS = (str, bytes, bool, int, float, complex, type(None))
-_REBUILDS = "torch._utils._rebuild_"
 
 
 def load_pickle(container: Container) -> object:
@@ -96,7 +95,7 @@ def _check_size(made: object) -> None:
         if is_entered:
             sizes[id(item)] = 1 + sum(sizes.get(id(part), 1) for part in parts)
             if sizes[id(item)] > _MAX_VALUES:
-                raise _hostile("its content expands far beyond the size of the file")
+                raise hostile("its content expands far beyond the size of the file")
         elif parts and id(item) not in sizes:
             sizes[id(item)] = 1
             waiting.append((item, True))
@@ -149,7 +148,7 @@ class _Instructions(dict[int, Callable[..., None]]):
     def __getitem__(self, code: int) -> Callable[..., None]:
         self.num_left -= 1
         if self.num_left < 0:
-            raise _hostile(f"it has more than {_MAX_INSTRUCTIONS:,} instructions")
+            raise hostile(f"it has more than {_MAX_INSTRUCTIONS:,} instructions")
         return super().__getitem__(code)
 
     def __missing__(self, code: int) -> Callable[..., None]:
@@ -178,7 +177,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
         if name not in self._found:
             self._found[name] = find_stand_in(name)
             if len(self._found) > _MAX_NAMES:
-                raise _hostile(f"it names more than {_MAX_NAMES:,} classes and functions")
+                raise hostile(f"it names more than {_MAX_NAMES:,} classes and functions")
         return self._found[name]
 
     def persistent_load(self, reference: Any) -> object:
@@ -209,7 +208,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
         _HANDLERS[pickle.LONG1[0]](self)
         num_bits = self.stack[-1].bit_length()
         if num_bits > _MAX_INTEGER_BITS:
-            raise _hostile(f"it holds an integer of {num_bits:,} bits")
+            raise hostile(f"it holds an integer of {num_bits:,} bits")
 
     def check_call(self, callee: Any, arguments: Any) -> None:
         """Let a call iterate only over containers, hash only short keys, and copy only what the file can hold.
@@ -223,26 +222,18 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
         if is_class and issubclass(callee, _HASHING):
             for items in arguments:
                 self.check_keys(items)
-        if callee is self._found.get(REBUILD_ANY) and not (arguments and self._rebuilds(arguments[0])):
-            raise _hostile("it calls something other than a function for tensors by way of torch")
         self._count_copied(sum(len(item) for item in arguments if isinstance(item, (str, bytes, *_ITEMS))))
-
-    def _rebuilds(self, function: Any) -> bool:
-        """Return True for a function that rebuilds a tensor, and for a record, which does nothing."""
-        if isinstance(function, type) and issubclass(function, Record):
-            return True
-        return any(function is found for name, found in self._found.items() if name.startswith(_REBUILDS))
 
     def check_keys(self, keys: Iterable[Any]) -> None:
         """Refuse keys that take long to hash, and thousands of those whose hashes a file can choose."""
         self._num_chosen_left -= sum(map(_is_chosen, keys))
         if self._num_chosen_left < 0:
-            raise _hostile("it has thousands of keys whose hashes it could have chosen")
+            raise hostile("it has thousands of keys whose hashes it could have chosen")
 
     def _count_copied(self, number: int) -> None:
         self._num_copied_left -= number
         if self._num_copied_left < 0:
-            raise _hostile("its calls copy more than the file holds")
+            raise hostile("its calls copy more than the file holds")
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {
         **{code[0]: _HANDLERS[code[0]] for code in _OPCODES},
@@ -265,14 +256,7 @@ def _is_chosen(key: Any) -> bool:
     """
     is_tuple = isinstance(key, (tuple, frozenset))
     if is_tuple and (len(key) > _MAX_KEY_LENGTH or not all(type(item) in _SCALARS for item in key)):
-        raise _hostile("it has a key that is neither a text, a number nor a short tuple of these")
+        raise hostile("it has a key that is neither a text, a number nor a short tuple of these")
     if type(key) is int and key.bit_length() > _MAX_KEY_BITS:
-        raise _hostile("it has an integer of more than 64 bits as a key")
+        raise hostile("it has an integer of more than 64 bits as a key")
     return is_tuple or type(key) in (float, complex) or (type(key) is int and not 0 <= key < 1 << 16)
-
-
-def _hostile(what: str) -> DumpError:
-    return DumpError(
-        f"it is built to exhaust memory or time: {what}.",
-        remedy="Do not open it, with nandoctor or anything else, unless you know who wrote it.",
-    )
