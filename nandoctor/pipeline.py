@@ -168,7 +168,7 @@ def _write_report(replayed: Replayed, findings: Findings, preparation: Preparati
         chain=shown.chain,
         growth=findings.growth,
         bad_gradients=findings.bad_gradients,
-        eps_audit=audit(findings.ops, findings.slots, preparation.dump.optimizer_eps),
+        eps_audit=audit(findings.ops, findings.slots),
         runs=summarize_runs(trace, reference, step.low),
         dump=summary,
         environment=describe_environment(step.mode.device, step.recorded),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -33,7 +33,7 @@ def describe(
     reason: str,
     event: str,
     *,
-    optimizers: Sequence[Optimizer],
+    has_optimizer: bool,
 ) -> dict[str, Any]:
     """Return the contents of a dump of `step`."""
     assert step.before is not None
@@ -42,7 +42,7 @@ def describe(
     method = "training_step" if settings.training_step else "forward"
     calls, dropped = step.describe(getattr(observer.model, method), is_whole=settings.training_step)
     spoiled = step.spoiled if reason == "update" else None
-    optimizer, unsaved = _describe_optimizer(spoiled, optimizers)
+    updater, unsaved = _describe_updater(spoiled.optimizer, observer.model) if spoiled else ({}, [])
     return {
         "format": FORMAT,
         "event": _describe_event(step, reason, event),
@@ -53,15 +53,14 @@ def describe(
         "loss_function": training.loss,
         "sources": training.files.describe(),
         "scaler": _describe_scaler(settings.scaler, step),
-        "optimizer": optimizer,
         "update": _describe_update(spoiled) if spoiled else {},
-        "updater": _describe_updater(spoiled.optimizer, observer.model) if spoiled and not unsaved else {},
+        "updater": updater,
         "argv": [str(argument) for argument in sys.argv[1:]],
         "backends": read_backends(),
         "versions": read_versions(),
         "left_out": [
             *(*lost, *dropped, *training.arguments.notes, *unsaved),
-            *_describe_writes(step, observer, has_optimizer=bool(optimizers)),
+            *_describe_writes(step, observer, has_optimizer=has_optimizer),
         ],
     }
 
@@ -74,29 +73,6 @@ def _describe_scaler(scaler: Any, step: RecordedStep) -> dict[str, Any]:
     return {**state, "scale": step.loss_scale}
 
 
-def _describe_optimizer(
-    spoiled: Update | None, optimizers: Iterable[Optimizer]
-) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the state dict of the model's first optimizer (lr, eps, betas), without its state, and notes.
-
-    An optimizer whose update left non-finite weights is saved instead, with its state, which it may have divided by.
-    Only the settings are saved, with a note, if the state is sharded, since a reader would lack the other ranks' parts.
-    """
-    optimizer = spoiled.optimizer if spoiled else next(iter(optimizers), None)
-    if optimizer is None:
-        return None, []
-    try:
-        saved = optimizer.state_dict()
-    except Exception as error:
-        return None, [f"optimizer: its state_dict raised {type(error).__name__}: {error}"]
-    bare = {**saved, "state": {}}
-    if spoiled is None:
-        return bare, []
-    if any(is_sharded(tensor) for _, tensor in walk_tensors(saved["state"])):
-        return bare, ["optimizer: its state, which is spread over ranks"]
-    return saved, []
-
-
 def _describe_update(spoiled: Update) -> dict[str, Any]:
     """Return which optimizer turned finite gradients into non-finite weights, which weights, and its settings."""
     return {
@@ -107,8 +83,13 @@ def _describe_update(spoiled: Update) -> dict[str, Any]:
     }
 
 
-def _describe_updater(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return what makes the optimizer again: its class and plain attributes, and its groups and state by name."""
+def _describe_updater(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, Any], list[str]]:
+    """Return what makes the optimizer again: its class and plain attributes, and its groups and state by name.
+
+    Nothing but a note if the state is sharded, since a reader would lack the other ranks' parts.
+    """
+    if any(is_sharded(tensor) for _, tensor in walk_tensors(list(optimizer.state.values()))):
+        return {}, ["optimizer: its state, which is spread over ranks"]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     attributes = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
     groups = [
@@ -120,7 +101,7 @@ def _describe_updater(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
         "arguments": {name: value for name, value in attributes.items() if is_plain_data(value)},
         "groups": [{name: value for name, value in group.items() if is_plain_data(value)} for group in groups],
         "state": {names[id(p)]: dict(state) for p, state in optimizer.state.items() if id(p) in names},
-    }
+    }, []
 
 
 def _describe_event(step: RecordedStep, reason: str, event: str) -> dict[str, Any]:
@@ -153,37 +134,28 @@ def _describe_writes(step: RecordedStep, observer: Observer, *, has_optimizer: b
 
 
 def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> Mapping[str, Any]:
-    """Return the contents without what a replay can do without, as far as they exceed `max_nbytes`.
+    """Return the contents, without the weights and the optimizer if they exceed `max_nbytes`.
 
-    The optimizer goes first, then the larger of the loop's batch and the weights, then the other one.
+    The buffers stay: no checkpoint has those as they were.
 
     Raises:
         ValueError: the rest does not fit either.
     """
-    sizes = {part: _num_bytes(contents[part]) for part in ("optimizer", "updater", "batch", "state_dict")}
-    for part in sorted(sizes, key=lambda part: (part in ("optimizer", "updater"), sizes[part]), reverse=True):
-        if _num_bytes(contents) <= max_nbytes:
-            return contents
-        if not sizes[part]:
-            continue
-        kept = _leave_weights(contents) if part == "state_dict" else {**contents, part: None}
-        note = f"{part}: {sizes[part]} bytes, beyond the cap of {max_nbytes}"
-        contents = {**kept, "left_out": [*contents["left_out"], note]}
-    if (size := _num_bytes(contents)) > max_nbytes:
-        raise ValueError(f"it has {size} bytes without the weights, and max_nbytes of the Recorder is {max_nbytes}")
-    return contents
-
-
-def _num_bytes(tree: Any) -> int:
-    return memory_of(tree_tensors(tree))
-
-
-def _leave_weights(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents without the weights, but with the buffers: no checkpoint has those as they were."""
-    state, buffers = contents["state_dict"], contents["buffers"]
-    return {
+    size, state, buffers = _num_bytes(contents), contents["state_dict"], contents["buffers"]
+    if size <= max_nbytes:
+        return contents
+    left = {
         **contents,
         "state_dict": {name: state[name] for name in buffers},
         "shards": {name: shard for name, shard in contents["shards"].items() if name in buffers},
         "checkpoint": {"names": [name for name in state if name not in buffers]},
+        "updater": {},
+        "left_out": [*contents["left_out"], f"state_dict: the file would have {size} bytes, beyond {max_nbytes}"],
     }
+    if (size := _num_bytes(left)) > max_nbytes:
+        raise ValueError(f"it has {size} bytes without the weights, and max_nbytes of the Recorder is {max_nbytes}")
+    return left
+
+
+def _num_bytes(tree: Any) -> int:
+    return memory_of(tree_tensors(tree))

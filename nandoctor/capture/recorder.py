@@ -59,8 +59,7 @@ class Recorder:
             Steps that the scaler skips count only if its scale has fallen below 1.
         window: a number of steps.
         keep: number of this run's files to keep; the oldest is deleted.
-        max_nbytes: most bytes of a file (default: 8 GiB). The optimizer, the batch and the weights are left out if they
-            do not fit, and the file says so.
+        max_nbytes: most bytes of a file (default: 8 GiB). Weights that do not fit are left out, and the file says so.
         on_save: called with (path, event) after each file.
         undo_nbytes: copy the weights before each update, and before each forward what no optimizer writes, if these
             have at most this many bytes (default: 1 GiB), so that a step is saved as it began.
@@ -354,8 +353,8 @@ class Recorder:
             )
 
     def _make_contents(self, step: RecordedStep, reason: str, event: str) -> Mapping[str, Any]:
-        optimizers = self._tracker.trainers.optimizers
-        contents = describe(self._training, step, reason, event, optimizers=optimizers)
+        has_optimizer = bool(self._tracker.trainers.optimizers)
+        contents = describe(self._training, step, reason, event, has_optimizer=has_optimizer)
         for note in contents["left_out"]:
             if note.startswith(_NOT_PROVED):
                 self._warn(f"{note}. A replay may not be of the step that failed.")

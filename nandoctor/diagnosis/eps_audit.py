@@ -18,19 +18,12 @@ _FILLINGS = ("fill_value", "value", "self", "other")
 _DEPTH = 6
 
 
-def audit(
-    ops: Sequence[OpCall], slots: Sequence[OptimizerSlot] = (), optimizer_eps: Sequence[float] = ()
-) -> tuple[EpsUse, ...]:
-    """Return every constant that the `ops` of one run use, once for each line, format and value.
-
-    `optimizer_eps` are those of the optimizer's groups; they can be judged only with `slots`.
-    """
+def audit(ops: Sequence[OpCall], slots: Sequence[OptimizerSlot] = ()) -> tuple[EpsUse, ...]:
+    """Return every constant that the `ops` of one run and the optimizer use, once for each line, format and value."""
     by_order = {op.order: op for op in ops}
     guards = _guards(ops, by_order)
     seen = [use for op in ops for use in _uses(op, by_order, guards)]
-    judged = [_in_optimizer(slot) for slot in slots]
-    unjudged = [_of_optimizer(eps) for eps in optimizer_eps if eps not in {use.value for use in judged}]
-    return fold([*seen, *judged, *unjudged])
+    return fold([*seen, *map(_in_optimizer, slots)])
 
 
 def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iterator[EpsUse]:
@@ -102,12 +95,8 @@ def _in_format(use: EpsUse, dtype: FloatFormat) -> EpsUse:
     return replace(use, dtype=dtype, rounded=rounded, rel_err=rel_err, effect=effect_of(rounded, dtype))
 
 
-def _of_optimizer(eps: float) -> EpsUse:
-    return EpsUse(place="optimizer", module="", type="", name="eps", value=eps)
-
-
 def _in_optimizer(slot: OptimizerSlot) -> EpsUse:
-    use = _of_optimizer(slot.eps)
+    use = EpsUse(place="optimizer", module="", type="", name="eps", value=slot.eps)
     return _in_format(use, slot.moment.dtype) if slot.eps else use
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nandoctor.dumps.array_roles import is_bookkeeping, is_extra_state, is_random_state
 from nandoctor.dumps.module_records import is_module, state_of
-from nandoctor.dumps.optimizer_state import SecondMoment, read_eps, read_second_moments
+from nandoctor.dumps.optimizer_state import SecondMoment, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, get, no_state, read_recorded
 from nandoctor.dumps.stored_tensor import (
     PickledArray,
@@ -67,7 +67,6 @@ class Contents:
     scalars: dict[str, Any] = field(default_factory=dict)
     rng_states: dict[str, torch.Tensor] = field(default_factory=dict)
     moments: list[SecondMoment] = field(default_factory=list)
-    optimizer_eps: tuple[float, ...] = ()
     left_out: list[str] = field(default_factory=list)
     tree: Any = None
     num_values: int = 0
@@ -112,9 +111,8 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, *, as_torch: bool) -> t
         for name, value in get(saved, part, Mapping[str, Any], {}).items():
             if value is not None:
                 _sort(contents, _join(prefix, _check_name(name)), value, depth=1)
-    optimizer = saved.get("optimizer")
-    if isinstance(optimizer, Mapping):
-        _take_moments(contents, "optimizer", optimizer)
+    if recorded.updater is not None:
+        _take_moments(contents, "updater", recorded.updater.state, recorded.updater.groups)
     return contents, recorded
 
 
@@ -247,20 +245,17 @@ def _take_state(contents: Contents, name: str, mapping: Mapping[Any, object]) ->
 
 def _take_optimizer(contents: Contents, name: str, optimizer: Mapping[object, object]) -> None:
     """Keep what is read of an optimizer's state, and name a state of which nothing is."""
-    num_moments, state = len(contents.moments), optimizer.get("state")
-    _take_moments(contents, name, optimizer)
-    never_stepped = state is None or (isinstance(state, Mapping) and not state)
-    if len(contents.moments) == num_moments and not (never_stepped and read_eps(optimizer)):
+    num_moments = len(contents.moments)
+    _take_moments(contents, name, optimizer.get("state"), optimizer.get("param_groups"))
+    if len(contents.moments) == num_moments:
         contents.left_out.append(name or "an optimizer's state")
 
 
-def _take_moments(contents: Contents, name: str, optimizer: Mapping[object, object]) -> None:
+def _take_moments(contents: Contents, name: str, state: object, groups: object) -> None:
     """Keep the second moments of the first adaptive optimizer; a second one trains another model."""
-    moments = () if contents.moments else read_second_moments(optimizer)
-    for moment in moments:
+    for moment in () if contents.moments else read_second_moments(state, groups):
         place = f"{name}.state.{moment.index}"
         contents.moments.append(replace(moment, values=_take_tensor(contents, place, moment.values)))
-    contents.optimizer_eps = contents.optimizer_eps or read_eps(optimizer)
 
 
 def _sort_leaf(contents: Contents, name: str, value: object) -> Any:

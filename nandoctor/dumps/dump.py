@@ -30,11 +30,10 @@ class Dump:
     `arrays` maps names to tensors of at least one dimension, in the order of the file. `scalars` holds numbers,
     strings, booleans, None, flat lists of them, and 0-dim arrays as numbers. Both flatten nested containers to dotted
     names; `tree` keeps the containers, with a `Slot` for each array. `rng_states` are the states of random generators,
-    `moments` the second moments of the optimizer, and `optimizer_eps` the eps of each of its parameter groups.
-    `left_out` names the rest of the file: other weights, schedules, arrays of text. `recorded` is what a file in the
-    recorder's format says of the call and its environment, and `provenance` whether this user's own recorder wrote it;
-    `missing` names what it could not hold. If `other_weights`, `state` was read from another file (`notes` say so),
-    and may not be that of the failing step.
+    `moments` the second moments of the optimizer. `left_out` names the rest of the file: other weights, schedules,
+    arrays of text. `recorded` is what a file in the recorder's format says of the call and its environment, and
+    `provenance` whether this user's own recorder wrote it; `missing` names what it could not hold. If `other_weights`,
+    `state` was read from another file (`notes` say so), and may not be that of the failing step.
     """
 
     path: Path
@@ -45,7 +44,6 @@ class Dump:
     scalars: Mapping[str, Any] = field(default_factory=dict)
     rng_states: tuple[torch.Tensor, ...] = ()
     moments: tuple[SecondMoment, ...] = ()
-    optimizer_eps: tuple[float, ...] = ()
     state_name: str = ""
     other_states: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeGuard
 
 from nandoctor.dumps.stored_tensor import is_dense, is_tensor
@@ -26,49 +26,47 @@ class SecondMoment:
     "". `eps` is what the optimizer adds to the root, in the format of `values`. `decay` is the mean's, 0 for a sum.
     """
 
-    index: int
+    index: int = 0
     name: str
     eps: float
     values: torch.Tensor
     decay: float = 0.0
 
 
-def read_second_moments(optimizer: Mapping[object, object]) -> tuple[SecondMoment, ...]:
-    """Return the second moments in the state dict of an optimizer, in its order; malformed entries are skipped.
+def read_second_moments(state: object, groups: object) -> tuple[SecondMoment, ...]:
+    """Return the second moments in an optimizer's state, in its order; malformed entries are skipped.
 
-    torch lets a parameter be in one group only, so further mentions of it are skipped too. Fused optimizers are left
-    out: their kernels keep root and eps in fp32, whatever the format of the weights.
+    State and groups name the parameters by their numbers, as a state dict does, or by their names. torch lets a
+    parameter be in one group only, so further mentions of it are skipped too. Fused optimizers are left out: their
+    kernels keep root and eps in fp32, whatever the format of the weights.
     """
-    state, groups = optimizer.get("state"), optimizer.get("param_groups")
-    if not isinstance(state, Mapping) or not isinstance(groups, list):
+    if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
         return ()
-    first: dict[int, SecondMoment] = {}
+    first: dict[int | str, SecondMoment] = {}
     for group in (group for group in groups if isinstance(group, Mapping)):
-        for moment in _of_group(group, state):
-            first.setdefault(moment.index, moment)
-    return tuple(first.values())
+        for key, moment in _of_group(group, state):
+            first.setdefault(key, moment)
+    return tuple(
+        replace(moment, index=key if isinstance(key, int) else number)
+        for number, (key, moment) in enumerate(first.items())
+    )
 
 
-def read_eps(optimizer: Mapping[object, object]) -> tuple[float, ...]:
-    """Return the eps of each parameter group that has one, also before the first step and for fused optimizers."""
-    groups = optimizer.get("param_groups")
-    found = [group.get("eps") for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
-    return tuple(eps for eps in found if isinstance(eps, float))
-
-
-def _of_group(group: Mapping[object, object], state: Mapping[object, object]) -> Iterator[SecondMoment]:
-    eps, indices, names = group.get("eps"), group.get("params"), group.get("param_names")
-    if not isinstance(eps, float) or not isinstance(indices, list) or group.get("fused") is True:
+def _of_group(
+    group: Mapping[object, object], state: Mapping[object, object]
+) -> Iterator[tuple[int | str, SecondMoment]]:
+    eps, keys, names = group.get("eps"), group.get("params"), group.get("param_names")
+    if not isinstance(eps, float) or not isinstance(keys, list) or group.get("fused") is True:
         return
-    for position, index in enumerate(indices):
-        slots = state.get(index) if isinstance(index, int) else None
+    for position, key in enumerate(keys):
+        slots = state.get(key) if isinstance(key, (int, str)) else None
         if not isinstance(slots, Mapping):
             continue
         values = next((slots[name] for name in _NAMES if is_tensor(slots.get(name))), None)
         if _is_real(values):
-            name = names[position] if isinstance(names, list) and position < len(names) else ""
+            name = names[position] if isinstance(names, list) and position < len(names) else key
             named = name if isinstance(name, str) else ""
-            yield SecondMoment(index=index, name=named, eps=eps, values=values, decay=_decay(group))
+            yield key, SecondMoment(name=named, eps=eps, values=values, decay=_decay(group))
 
 
 def _is_real(value: object) -> TypeGuard[torch.Tensor]:

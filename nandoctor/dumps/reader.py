@@ -101,7 +101,6 @@ def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:
         scalars=contents.scalars,
         rng_states=tuple(contents.rng_states.values()),
         moments=tuple(contents.moments),
-        optimizer_eps=contents.optimizer_eps,
         tree=contents.tree,
         left_out=(*other_states, *contents.left_out),
     )
@@ -131,7 +130,6 @@ def _make_recorded(container: Container, saved: Mapping[str, Any], *, as_torch: 
         scalars=contents.scalars,
         rng_states=recorded.rng.torch_states if recorded.rng is not None else (),
         moments=tuple(contents.moments),
-        optimizer_eps=contents.optimizer_eps,
         recorded=recorded,
         provenance=_check_provenance(container),
         missing=tuple(contents.left_out),

@@ -50,15 +50,6 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_beyond_the_cap_says_what_it_left_out(tmp_path):
-    (path,) = fail_in(tmp_path, batch=torch.ones(100_000), max_nbytes=200_000).written
-    assert path.stat().st_size < 200_000
-    dump = read_dump(path)
-    assert dump.missing == ("batch: 400000 bytes, beyond the cap of 200000",)
-    assert dump.recorded.batch is None
-    assert dump.state.keys() == {"weight", "bias"}
-
-
 def test_a_step_beyond_the_cap_is_not_saved(tmp_path, caplog):
     assert fail_in(tmp_path, max_nbytes=50).written == ()
     assert any("without the weights, and max_nbytes of the Recorder is 50" in said for said in caplog.messages)

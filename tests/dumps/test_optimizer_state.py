@@ -18,6 +18,10 @@ def stepped(make, **options):
     return optimizer.state_dict()
 
 
+def read(optimizer):
+    return read_second_moments(optimizer["state"], optimizer["param_groups"])
+
+
 @pytest.mark.parametrize(
     ("make", "options", "eps"),
     [
@@ -29,7 +33,7 @@ def stepped(make, **options):
     ],
 )
 def test_every_adaptive_optimizer_has_them(make, options, eps):
-    moments = [moment for moment in read_second_moments(stepped(make, **options)) if moment.index >= 2]
+    moments = [moment for moment in read(stepped(make, **options)) if moment.index >= 2]
     assert [(moment.index, moment.eps, moment.values.shape) for moment in moments] == [(2, eps, (1, 3)), (3, eps, (1,))]
     assert all((moment.values > 0).all() for moment in moments)
 
@@ -39,12 +43,12 @@ def test_names_are_kept_where_the_optimizer_was_given_any():
     optimizer = torch.optim.Adam(net.named_parameters())
     net(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    assert [moment.name for moment in read_second_moments(optimizer.state_dict())] == ["weight", "bias"]
+    assert [moment.name for moment in read(optimizer.state_dict())] == ["weight", "bias"]
 
 
 @pytest.mark.parametrize("state", [stepped(torch.optim.SGD, momentum=0.9), {"state": {}, "param_groups": []}])
 def test_other_optimizers_have_none(state):
-    assert read_second_moments(state) == ()
+    assert read(state) == ()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +66,7 @@ def test_other_optimizers_have_none(state):
     ],
 )
 def test_what_has_another_shape_is_passed_over(damaged):
-    assert read_second_moments(damaged) == ()
+    assert read(damaged) == ()
 
 
 def test_a_file_gives_them_up(tmp_path):
@@ -78,5 +82,5 @@ def test_a_parameter_of_several_groups_is_read_once():
     """A file may name thousands in each of many groups, which torch refuses."""
     group = {"params": [0, 0], "eps": 1e-8}
     state = {0: {"step": 1, "exp_avg_sq": torch.ones(2)}}
-    (moment,) = read_second_moments({"state": state, "param_groups": [group, {**group, "eps": 1e-4}]})
+    (moment,) = read({"state": state, "param_groups": [group, {**group, "eps": 1e-4}]})
     assert (moment.index, moment.eps) == (0, 1e-8)

@@ -85,8 +85,10 @@ def recorded():
     step["rng"] |= {"numpy": {**numpy_state, "cached_gaussian": 0.0}}
     step["output"] = [step["output"], step["output"].clone()]
     backends = {"num_threads": 1, "cuda_matmul_tf32": True}
-    history = {"num_steps": 4, "num_bad_losses": 1}
-    return {**step, "optimizer": optimizer(), "watched": ["linear"], "backends": backends, "history": history}
+    (group,), (slots, _) = optimizer()["param_groups"], optimizer()["state"].values()
+    groups, state = [{**group, "params": ["linear.weight"]}], {"linear.weight": slots}
+    updater = {"module": "torch.optim.adam", "name": "Adam", "file": "", "groups": groups, "state": state}
+    return {**step, "updater": updater, "watched": ["linear"], "backends": backends}
 
 
 def odd_values():

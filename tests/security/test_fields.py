@@ -91,7 +91,7 @@ FIELDS = {
     },
     "optimizer": lambda f: {
         **contents(f),
-        "optimizer": {"state": {0: {"train": 1}}, "param_groups": [{"params": [0]}]},
+        "updater": {"name": "Adam", "state": {"train": {"train": 1}}, "groups": [{"params": ["train"], "eps": 1e-8}]},
     },
     "versions": lambda f: {**contents(f), "versions": {"train": "train.execute"}, "history": {"train": [1]}},
     "left out": lambda f: {**contents(f), "left_out": ["train.py:execute"], "buffers": ["train.execute"]},
