@@ -143,11 +143,6 @@ class Recorder:
         ]
 
     @property
-    def history(self) -> StepHistory:
-        """The counts of the run so far: `num_steps`, `num_bad_losses`, `num_spoiled` and `num_skipped`."""
-        return self._policy.history
-
-    @property
     def written(self) -> tuple[Path, ...]:
         """The files of this run that still exist, oldest first."""
         return tuple(self._policy.folder.written)

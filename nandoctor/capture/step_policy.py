@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nandoctor.capture.dump_folder import DumpFolder, say_next
 from nandoctor.capture.environment import read_rank
@@ -22,23 +22,6 @@ _SPOILS = ("gradients", "update")
 SMALLEST_SCALE = 1.0
 """A gradient that overflows at a loss scale below this overflows without scaling too. Above it, halving the scale
 helps, and GradScaler does so: in its warm-up, and in the skip after each growth."""
-
-
-class StepResult(NamedTuple):
-    """The outcome of one step.
-
-    `reason` is what went wrong first: "loss" (the output, if no loss was given), "gradients" that no GradScaler skips,
-    "update" if that left a non-finite weight, or "skipped" by GradScaler; "" if nothing did. `failed` steps count
-    towards stopping the training. `worth_saving` are these, and skips at a scale that had worked before.
-    """
-
-    step: int
-    reason: str = ""
-    failed: bool = False
-    worth_saving: bool = False
-
-
-SOUND = StepResult(step=-1)  # shared by all steps with nothing to report
 
 
 class ScaleSearch:
@@ -70,50 +53,36 @@ class ScaleSearch:
 
 
 class StepHistory:
-    """Counts over the whole run, and the results of its last steps.
+    """The outcomes of the last steps.
 
     `begins_episode`: the last step is worth saving, but neither the step before it nor another micro-batch of the same
     update is. The training is to stop if more than a share `threshold` of the last `window` steps failed. The share is
-    of the full window, even while fewer steps were seen. Non-finite losses, updates that
-    spoil the weights and skipped steps are counted separately; a step counts by what went wrong first.
+    of the full window, even while fewer steps were seen.
     """
 
     def __init__(self, *, threshold: float = 0.1, window: int = 100) -> None:
         self.threshold, self.window = threshold, window
         self.num_steps = 0
-        self.num_bad_losses = 0
-        self.num_spoiled = 0
-        self.num_skipped = 0
         self._in_episode = False
         self._last_worth_saving: int | None = None
         self.begins_episode = False
-        self._recent: deque[StepResult] = deque(maxlen=window)
+        self._failed: deque[bool] = deque(maxlen=window)
 
-    def add(self, result: StepResult) -> None:
+    def add(self, step: int, *, failed: bool, worth_saving: bool) -> None:
         """Count a step."""
         self.num_steps += 1
-        self.num_bad_losses += result.reason == "loss"
-        self.num_spoiled += result.reason in _SPOILS
-        self.num_skipped += result.reason == "skipped"
-        self._recent.append(result)
-        is_new = result.worth_saving and not self._in_episode
-        self.begins_episode = is_new and self._last_worth_saving != result.step
-        self._in_episode = result.worth_saving
-        if result.worth_saving:
-            self._last_worth_saving = result.step
+        self._failed.append(failed)
+        self.begins_episode = worth_saving and not self._in_episode and self._last_worth_saving != step
+        self._in_episode = worth_saving
+        if worth_saving:
+            self._last_worth_saving = step
 
     def why_stop(self) -> str | None:
         """Return the reason to stop after the last step; None to go on."""
-        reasons = [result.reason for result in self._recent if result.failed]
-        most = self.threshold * self.window
-        of = f"of the last {len(self._recent)} steps"
-        if (losses := reasons.count("loss")) > most:
-            return f"the loss was non-finite in {losses} {of}"
-        if (spoiled := sum(map(reasons.count, _SPOILS))) > most:
-            return f"gradients or updated weights were non-finite in {spoiled} {of}"
-        if (skips := reasons.count("skipped")) > most:
-            return f"the scaler skipped {skips} {of} at a loss scale below 1"
-        return None
+        number = sum(self._failed)
+        return (
+            f"{number} of the last {len(self._failed)} steps failed" if number > self.threshold * self.window else None
+        )
 
 
 MakeContents = Callable[[RecordedStep, str, str], Mapping[str, Any]]
@@ -143,18 +112,21 @@ class StepPolicy:
             NonFiniteTrainingError: the rule says to stop, and `may_stop` is set.
         """
         step.decided = True
-        result = self._sum_up(step)
-        self.history.add(result)
-        if not result.worth_saving:
+        reason, scale = "" if step.is_sound else step.reason, step.loss_scale
+        failed = bool(reason) and (reason != "skipped" or _is_below_1(scale))
+        worth_saving = (scale is not None and self._is_new_skip(step, scale)) or failed
+        self.history.add(step.step, failed=failed, worth_saving=worth_saving)
+        if not worth_saving:
             return
-        why = self.history.why_stop() if result.failed else None
+        why = self.history.why_stop() if failed else None
         if not why and not self._is_due():
             return
-        _, saved = self._save(step, result.reason, "stopped" if why else "first")
+        _, saved = self._save(step, reason, "stopped" if why else "first")
+        what = _describe(step, reason)
         if why and may_stop:
-            message = f"The recorder stopped the training at step {step.step}: {why}."
+            message = f"The recorder stopped the training at step {step.step}: {what}; {why}."
             raise NonFiniteTrainingError(message, remedy=saved)
-        LOG.warning("Step %d: %s. %s", step.step, _describe(step, result.reason), saved)
+        LOG.warning("Step %d: %s. %s", step.step, what, saved)
 
     def save(self, step: RecordedStep, reason: str) -> Path | None:
         """Save the step at the loop's request; return the file, None if it could not be written."""
@@ -166,15 +138,13 @@ class StepPolicy:
         waited = self.history.num_steps - self._last_saved
         return self.history.begins_episode and (not self.folder.is_full or waited >= self.history.window)
 
-    def _sum_up(self, step: RecordedStep) -> StepResult:
-        if step.is_sound:
-            return SOUND
-        skipped, scale, reason = step.was_skipped, step.loss_scale, step.reason
-        is_new = skipped and scale is not None and not self._scale_search.expects_skip(scale)
-        if scale is not None and not skipped and step.updates:
+    def _is_new_skip(self, step: RecordedStep, scale: float) -> bool:
+        """Return True if the scaler skipped the step at a scale that had worked before."""
+        if step.was_skipped:
+            return not self._scale_search.expects_skip(scale)
+        if step.updates:
             self._scale_search.add_success(scale)
-        failed = bool(reason) and (reason != "skipped" or _is_below_1(scale))
-        return StepResult(step=step.step, reason=reason, failed=failed, worth_saving=failed or is_new)
+        return False
 
     def _save(self, step: RecordedStep, reason: str, event: str) -> tuple[Path | None, str]:
         """Write the step; return the file, or None, and a sentence that says what to do next.

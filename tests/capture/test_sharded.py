@@ -119,8 +119,9 @@ def train(ranks, folder, way):
 def test_a_failing_forward_replays_without_flags(tmp_path, monkeypatch, way, ranks):
     monkeypatch.chdir(tmp_path)
     said = train(ranks, tmp_path, way)
-    stopped = "The recorder stopped the training at step 3: the loss was non-finite in 1 of the last 4 steps."
-    assert [text.splitlines()[-1] for text in said] == [stopped] * 2
+    stopped = "The recorder stopped the training at step 3: the loss is non-finite{}; 1 of the last 4 steps failed."
+    where = (" on rank 1, whose file is the one to replay", "")
+    assert [text.splitlines()[-1] for text in said] == [stopped.format(elsewhere) for elsewhere in where]
     report = nandoctor.replay("dumps/nan-step000003-rank1.pth", fixes=False).report
     assert report.first_nonfinite.elements.samples == (2,)
     saved = [read_dump(f"dumps/nan-step000003-rank{rank}.pth") for rank in (0, 1)]
@@ -146,7 +147,7 @@ def test_an_update_that_spoils_sharded_weights(tmp_path, monkeypatch, ranks):
 @pytest.mark.slow
 def test_gradients_of_one_ranks_part_stop_all(tmp_path, monkeypatch, ranks):
     monkeypatch.chdir(tmp_path)
-    why = "gradients or updated weights were non-finite in 1 of the last 4 steps"
+    why = "the loss is finite, but its gradients are not; 1 of the last 4 steps failed"
     assert train(ranks, tmp_path, "gradients") == [f"The recorder stopped the training at step 3: {why}."] * 2
     case = nandoctor.replay("dumps/nan-step000003-rank1.pth", fixes=False)
     assert case.report.reproduction.grade == "exact"
