@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 import random
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,35 +12,11 @@ import torch.distributed as dist
 
 from nandoctor import __version__
 from nandoctor.autocast.kernels import is_emulating
+from nandoctor.dumps.recorded_format import GeneratorState, PythonState, RandomStates
 from nandoctor.text import dtype_name
 from nandoctor.torch_switches import RECORDED, read_switches
 
 _CAN_DISTRIBUTE = dist.is_available()
-
-
-class RandomStates(NamedTuple):
-    """The states of all generators, as their own functions return them; None for one that a replay cannot set."""
-
-    cpu: torch.Tensor
-    cuda: torch.Tensor | None
-    numpy: Any
-    python: Any
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return the states as tensors and numbers only, which any torch version can load."""
-        plain: dict[str, Any] = {"torch": self.cpu}
-        if self.numpy is not None:
-            _, keys, position, has_gauss, cached = self.numpy
-            plain["numpy"] = {
-                "keys": torch.from_numpy(keys.astype("int64")),
-                "position": int(position),
-                "has_gauss": int(has_gauss),
-                "cached_gaussian": float(cached),
-            }
-        version, words, gauss_next = self.python
-        state = torch.tensor(words, dtype=torch.int64)
-        plain["python"] = {"version": version, "words": state, "gauss_next": gauss_next}
-        return plain if self.cuda is None else {**plain, "cuda": self.cuda}
 
 
 def read_generators(device: torch.device) -> RandomStates:
@@ -52,23 +27,37 @@ def read_generators(device: torch.device) -> RandomStates:
     numpy_random: Any = np.random
     is_usual = isinstance(numpy_random.get_bit_generator(), np.random.MT19937)
     return RandomStates(
-        cpu=torch.default_generator.get_state(),
-        cuda=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        numpy=np.random.get_state() if is_usual else None,
-        python=random.getstate(),
+        torch=GeneratorState(torch.default_generator.get_state()),
+        cuda=GeneratorState(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
+        numpy=numpy_random.get_state() if is_usual else None,
+        python=PythonState(random.getstate()),
     )
 
 
-def read_autocast(device_type: str) -> dict[str, Any]:
+def describe_generators(states: RandomStates) -> dict[str, Any]:
+    """Return the states as tensors and numbers only, which any torch version can load."""
+    assert states.python is not None
+    version, words, gauss_next = states.python
+    words = torch.tensor(words, dtype=torch.int64)
+    plain = {"torch": states.torch, "python": {"version": version, "words": words, "gauss_next": gauss_next}}
+    if states.numpy is not None:
+        _, keys, position, has_gauss, cached = states.numpy
+        keys = torch.from_numpy(keys.astype("int64"))
+        numbers = {"position": int(position), "has_gauss": int(has_gauss), "cached_gaussian": float(cached)}
+        plain["numpy"] = {"keys": keys, **numbers}
+    return plain if states.cuda is None else {**plain, "cuda": states.cuda}
+
+
+def read_autocast(device: str) -> dict[str, Any]:
     """Return the autocast state of this thread."""
-    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    emulated = enabled and device_type != "cuda" and is_emulating(device_type)
-    return _describe_autocast(device_type, enabled, dtype, torch.is_autocast_cache_enabled(), emulated)
-
-
-@cache
-def _describe_autocast(device: str, enabled: bool, dtype: torch.dtype, cached: bool, emulated: bool) -> dict[str, Any]:
-    return {"enabled": enabled, "device": device, "dtype": dtype_name(dtype), "cache": cached, "emulated": emulated}
+    enabled = torch.is_autocast_enabled(device)
+    return {
+        "enabled": enabled,
+        "device": device,
+        "dtype": dtype_name(torch.get_autocast_dtype(device)),
+        "cache": torch.is_autocast_cache_enabled(),
+        "emulated": enabled and device != "cuda" and is_emulating(device),
+    }
 
 
 def read_backends() -> dict[str, Any]:

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,12 +32,11 @@ class Broadcast:
     """
 
     def __init__(self, register: Callable[[Any], Any]) -> None:
-        self._register = cache(lambda: register(self))
         self.listeners: tuple[Callable[..., Any], ...] = ()
+        register(self)
 
     def add(self, listener: Callable[..., Any]) -> Callable[[], None]:
         """Call `listener` at every step, compiled or not; return a function that removes it."""
-        self._register()
         self.listeners += (listener,)
         return lambda: self._remove(listener)
 

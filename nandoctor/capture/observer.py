@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from nandoctor.capture.environment import RandomStates, read_autocast, read_generators
+from nandoctor.capture.environment import describe_generators, read_autocast, read_generators
 from nandoctor.capture.joined import can_join
 from nandoctor.capture.sharding import describe_mixed_precision, describe_shard, is_sharded, local_part
 from nandoctor.capture.snapshots import Place, Snapshot, StateKeeper, places_of
+from nandoctor.dumps.recorded_format import RandomStates
 from nandoctor.torch_compat import buffers_of, parameters_of, versions_of
 
 _FLAG = itemgetter("training")
@@ -112,7 +113,7 @@ class Observer:
             "shards": {name: describe_shard(tensor) for name, tensor in state.items() if is_sharded(tensor)},
             "buffers": buffers,
             "training": dict(zip(self._paths, before.training, strict=True)),
-            "rng": before.random.to_plain(),
+            "rng": describe_generators(before.random),
             "mixed_precision": describe_mixed_precision(model),
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
         }

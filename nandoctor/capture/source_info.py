@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +99,12 @@ class ProjectSources:
         self._add_new()
 
     def _add_new(self) -> None:
-        here = str(Path.cwd())
-        names = {_name_of_python(file, here): _resolve(file) for file in _loaded_files() | self._named}
-        for name in sorted(names.keys() - self._hashes.keys() - {""}):
-            path = Path(names[name])
-            if len(self._hashes) < _MAX_SOURCES and not is_installed(path):
-                hashed = hash_source(path)
+        here = os.path.realpath(".").rstrip(os.sep) + os.sep
+        for path in sorted({os.path.realpath(file) for file in _loaded_files() | self._named}):
+            name = path.removeprefix(here).replace(os.sep, "/")
+            is_new = path.endswith(".py") and path.startswith(here) and name not in self._hashes
+            if is_new and len(self._hashes) < _MAX_SOURCES and not is_installed(Path(path)):
+                hashed = hash_source(Path(path))
                 self._hashes |= {name: hashed} if hashed is not None else {}
 
     def describe(self) -> dict[str, dict[str, str]]:
@@ -127,19 +126,6 @@ def _loaded_files() -> set[str]:
     """Return the files of the loaded modules, read from their dicts: an attribute access might import more."""
     files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
     return {file for file in files if isinstance(file, str)}
-
-
-@cache
-def _resolve(file: str) -> str:
-    """Return the real path of a module's file; cached, since each recorder asks for thousands that do not change."""
-    return os.path.realpath(file)
-
-
-def _name_of_python(file: str, folder: str) -> str:
-    """Return the path of a Python file relative to the folder, "" if it is not in it; `Path` takes 30 ms for all."""
-    path, before = _resolve(file), folder.rstrip(os.sep) + os.sep
-    is_inside = path.endswith(".py") and path.startswith(before)
-    return path.removeprefix(before).replace(os.sep, "/") if is_inside else ""
 
 
 def is_typed(source: Mapping[str, str]) -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from nandoctor.capture.async_flags import Flag
-from nandoctor.capture.environment import RandomStates
+from nandoctor.capture.environment import describe_generators
 from nandoctor.capture.observer import StateBefore
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.packing import Packed, pack
+from nandoctor.dumps.recorded_format import RandomStates
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.tracing.tensor_tree import walk_tensors
 
@@ -191,7 +192,7 @@ class RecordedStep:
                     "names": names,
                     **packed.tree,
                     **({"differentiable": list(packed.differentiable)} if packed.differentiable else {}),
-                    **({"rng": states.to_plain()} if states else {}),
+                    **({"rng": describe_generators(states)} if states else {}),
                 }
                 for packed, states in zip_longest(self.calls, (None, *self.between))
             ],

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -123,7 +123,8 @@ class Trainers:
 
     def __init__(self, model: nn.Module, undo_nbytes: int) -> None:
         self._model, self._undo_nbytes = model, undo_nbytes
-        self._trained: dict[int, tuple[ref[Optimizer], object, TrainedParameters]] = {}
+        # An optimizer that the loop has dropped is forgotten: a meta-learner makes one for each task.
+        self._trained: WeakKeyDictionary[Optimizer, tuple[object, TrainedParameters]] = WeakKeyDictionary()
         self._name_parameters()
 
     def _name_parameters(self) -> None:
@@ -134,22 +135,19 @@ class Trainers:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that train a parameter of the model, in the order of their first steps."""
-        held = [(owner(), trained) for owner, _, trained in self._trained.values()]
-        return [optimizer for optimizer, trained in held if trained.names and optimizer is not None]
+        return [optimizer for optimizer, (_, trained) in self._trained.items() if trained.names]
 
     def find(self, optimizer: Optimizer) -> TrainedParameters:
         """Return the parameters of this model that the optimizer trains; cached until its parameters change."""
-        owner, outline, trained = self._trained.get(id(optimizer), (None, None, None))
+        outline, trained = self._trained.get(optimizer, (None, None))
         now = [_outline(group["params"]) for group in optimizer.param_groups]
-        if trained is not None and owner is not None and owner() is optimizer and outline == now:
+        if trained is not None and outline == now:
             return trained
         self._name_parameters()
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = {name: parameter for name, parameter in self._parameters.items() if id(parameter) in own}
         trained = TrainedParameters(found, self._undo_nbytes)
-        # An optimizer that the loop has dropped is forgotten: a meta-learner makes one for each task.
-        others = {key: other for key, other in self._trained.items() if other[0]() is not None}
-        self._trained = {**others, id(optimizer): (ref(optimizer), now, trained)}
+        self._trained[optimizer] = now, trained
         return trained
 
     def find_all(self) -> TrainedParameters:
