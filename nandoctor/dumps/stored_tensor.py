@@ -232,10 +232,6 @@ class UnreadTensor:
     kind: str
 
 
-for _stand_in, _name in ((StoredStorage, "TypedStorage"), (StoredTensor, "Tensor"), (StoredSparse, "Tensor")):
-    _stand_in.__name__ = _name  # for messages about them
-
-
 def _is_torchs(value: object) -> bool:
     """Return True for a tensor of torch, which need not be imported."""
     torch = sys.modules.get("torch")

@@ -8,7 +8,7 @@ from typing import Literal
 from nandoctor.evidence.report import Grade
 from nandoctor.evidence.verdicts import Verdict
 
-SCHEMA = "nandoctor.triage/1"
+SCHEMA = "nandoctor.triage/2"
 
 FileOutcome = Literal["analysed", "unreadable", "failed", "out-of-memory", "died", "timed-out"]
 
@@ -29,14 +29,6 @@ class CodePlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingMoment:
-    """When and where in a training the step was, None if the file does not say; `run` is then the file's folder."""
-
-    run: str
-    step: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DumpFinding:
     """The part of a report that dumps are grouped by, and the title of its first verified fix, "" without one."""
 
@@ -54,7 +46,8 @@ class DumpResult:
     """The result of one file. `reason` says why it was not analysed; `finding` is then None.
 
     `key` identifies the file, as it was, and the settings of its replay. `report` is the path of the saved report
-    relative to the triage folder, "" without one. `sources` are the user's files that the result depends on,
+    relative to the triage folder, "" without one. `run` and `step` are those of the training; if the file names no run,
+    its folder is one. `sources` are the user's files that the result depends on,
     each with its sha256.
     """
 
@@ -64,7 +57,8 @@ class DumpResult:
     outcome: FileOutcome
     reason: str = ""
     finding: DumpFinding | None = None
-    when: TrainingMoment | None = None
+    run: str = ""
+    step: int | None = None
     report: str = ""
     elapsed_s: float = 0.0
     sources: tuple[tuple[str, str], ...] = ()

@@ -16,7 +16,6 @@ from nandoctor.evidence.triage import (
     DumpFinding,
     DumpResult,
     Group,
-    TrainingMoment,
     Triage,
 )
 from nandoctor.evidence.verdicts import NOTHING_FOUND
@@ -153,7 +152,7 @@ class _TriageRun:
     def diagnose(self) -> None:
         """Collect one result for each file, as they come."""
         for number, result in enumerate(self._work(self.paths, fixes=False), 1):
-            self.results[result.path] = _of_its_run(result)
+            self.results[result.path] = replace(result, run=result.run or brief(str(Path(result.path).parent)))
             self.progress("Diagnosing", number, len(self.paths))
 
     def try_fixes(self) -> None:
@@ -229,13 +228,6 @@ class _TriageRun:
         )
 
 
-def _of_its_run(result: DumpResult) -> DumpResult:
-    """Return the result with the run that the file names or, without one, its folder; copies elsewhere get theirs."""
-    if result.when is None or result.when.run:
-        return result
-    return replace(result, when=replace(result.when, run=brief(str(Path(result.path).parent))))
-
-
 # The replay that agrees best with what was saved represents its group; the best grade comes first.
 _GRADES = ("exact", "same-mask", "no-reference", "elsewhere", "finite")
 
@@ -270,10 +262,9 @@ def _key(finding: DumpFinding) -> _Key:
 def _make_group(results: Sequence[DumpResult]) -> Group:
     found = [(result, result.finding) for result in results if result.finding is not None]
     findings = [finding for _, finding in found]
-    moments = [result.when for result in results if result.when is not None]
     # The choice is the same wherever and however often the dumps are replayed.
     representative, best = min(found, key=lambda pair: _GRADES.index(pair[1].grade))
-    steps = [moment.step for moment in moments if moment.step is not None]
+    steps = [result.step for result in results if result.step is not None]
     return Group(
         verdict=best.verdict,
         cause=best.cause,
@@ -283,14 +274,13 @@ def _make_group(results: Sequence[DumpResult]) -> Group:
         paths=tuple(result.path for result in results),
         modules=tuple(dict.fromkeys(finding.place.module for finding in findings)),
         steps=(min(steps), max(steps)) if steps else None,
-        runs=tuple(sorted({moment.run for moment in moments})),
+        runs=tuple(sorted({result.run for result in results})),
         representative=representative.path,
     )
 
 
 def _in_training_order(result: DumpResult) -> tuple[str, int, str]:
-    when = result.when or TrainingMoment(run="")
-    return when.run, when.step if when.step is not None else -1, result.path
+    return result.run, -1 if result.step is None else result.step, result.path
 
 
 def _rank(group: Group) -> tuple[bool, int, str, str]:

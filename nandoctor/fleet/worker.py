@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nandoctor.errors import DumpError, NanDoctorError
-from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult, TrainingMoment
+from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult
 from nandoctor.hidden_warnings import warnings_hidden
 from nandoctor.machine import is_out_of_memory
 from nandoctor.source_files import hash_of
@@ -93,7 +93,8 @@ def _replay(job: Job) -> JobAnswer:
         key=job.key,
         outcome="analysed",
         finding=_find(report),
-        when=_describe_moment(dump),
+        run=_run_of(dump),
+        step=dump.step,
         sources=tuple(_list_sources(found)),
     )
     return JobAnswer(result=result, report=dumps(report), page=page_of(report) if job.page else "")
@@ -121,11 +122,11 @@ def _describe_place(report: Report) -> CodePlace:
     return place if source is None else replace(place, file=source.file, line=source.line, text=source.text)
 
 
-def _describe_moment(dump: Dump) -> TrainingMoment:
-    """Return the file's run and step, saved under the names that the recorder and most scripts use."""
+def _run_of(dump: Dump) -> str:
+    """Return the run that the file names, under one of the names that most scripts use; "" if it names none."""
     scalars = dump.scalars_by_last_name
-    run = next((str(scalars[name]) for name in _RUN_NAMES if isinstance(scalars.get(name), (str, int))), None)
-    return TrainingMoment(run=brief(run or ""), step=dump.step)
+    found = (str(scalars[name]) for name in _RUN_NAMES if isinstance(scalars.get(name), (str, int)))
+    return brief(next(found, ""))
 
 
 def _list_sources(found: Diagnosed) -> Iterator[tuple[str, str]]:

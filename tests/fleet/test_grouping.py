@@ -4,7 +4,7 @@ from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult
 from nandoctor.fleet.triage import group_results
 
 
-def result(path, cause="eps-underflow", *, verdict="precision", grade="exact", when=None, **place):
+def result(path, cause="eps-underflow", *, verdict="precision", grade="exact", **place):
     place = place or {"file": "net.py", "line": 45, "module": "norm", "type": "ChannelNorm"}
     finding = DumpFinding(
         verdict=verdict,
@@ -14,7 +14,7 @@ def result(path, cause="eps-underflow", *, verdict="precision", grade="exact", w
         title="...",
         place=CodePlace(**place),
     )
-    return DumpResult(path=path, key=path, outcome="analysed", finding=finding, when=when)
+    return DumpResult(path=path, key=path, outcome="analysed", finding=finding)
 
 
 def test_a_line_of_code_makes_a_group():
