@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     metavar="SECONDS",
     help="How long one file may take.",
 )
-@click.option("--retry", is_flag=True, help="Retry what could not be analysed in an earlier run.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines: one for each dump, one for each group.")
 @settings_options("model", "step", "fixes")
 @click.pass_context

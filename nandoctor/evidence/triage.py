@@ -91,17 +91,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Triage:
-    """The whole triage. `num_reused` results come from an earlier run; `num_left` files were not analysed.
-
-    `num_workers` is 0 if an executor of the user's ran it.
-    """
+    """The whole triage. `num_reused` results come from an earlier run; `num_left` files were not analysed."""
 
     schema: str = SCHEMA
     dumps: tuple[DumpResult, ...]
     groups: tuple[Group, ...]
     num_reused: int
     num_left: int
-    num_workers: int
     elapsed_s: float
     folder: str
 

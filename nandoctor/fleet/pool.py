@@ -40,7 +40,7 @@ class Processes:
     """
 
     def __init__(self, size: int, memory: int | None) -> None:
-        self.size = size
+        self._size = size
         self._memory = memory
 
     def run(self, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
@@ -50,7 +50,7 @@ class Processes:
 
     def _run_of_one_code(self, waiting: deque[Job]) -> Iterator[JobAnswer]:
         """Answer these jobs. Each process is a pool of its own, since the death of one ends a whole pool."""
-        size = min(self.size, len(waiting))
+        size = min(self._size, len(waiting))
         make_pool = partial(_make_pool, self._memory, max(count_cores() // size, 1))
         idle = [make_pool() for _ in range(size)]
         running: dict[Future[JobAnswer], tuple[Job, ProcessPoolExecutor, float]] = {}
@@ -75,8 +75,7 @@ class Processes:
 class Given:
     """An executor of the user's, or that of a cluster: it gets all jobs at once."""
 
-    def __init__(self, executor: Executor, size: int = 0) -> None:
-        self.size = size
+    def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
     def run(self, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
@@ -90,7 +89,7 @@ class Given:
 
 
 Workers = Processes | Given
-"""What replays the files of a triage; `size` is the number of files at a time, 0 if it is not known."""
+"""What replays the files of a triage."""
 
 
 @contextmanager
@@ -220,9 +219,8 @@ def _open_cluster(address: str) -> Iterator[Workers]:
             remedy="Start one with `dask scheduler` and workers with `dask worker ADDRESS --nthreads 1`.",
         ) from error
     with contextlib.closing(client):
-        size = sum(client.nthreads().values())
-        if not size:
+        if not client.nthreads():
             raise NanDoctorError(
                 f"The cluster at {address} has no workers.", remedy="Start some: `dask worker ADDRESS --nthreads 1`."
             )
-        yield Given(client.get_executor(pure=False, retries=0), size)
+        yield Given(client.get_executor(pure=False, retries=0))

@@ -72,12 +72,15 @@ class Store:
         return hashlib.sha256(parts.encode()).hexdigest()[:_KEY_DIGITS]
 
     def find(self, key: str) -> DumpResult | None:
-        """Return the result of an earlier run; None if there is none, or the code that it came from has changed."""
+        """Return the result of an earlier run; None if there is none, or the code that it came from has changed.
+
+        What was not analysed is tried again: most failures come from the code or the environment.
+        """
         try:
             result = from_plain(DumpResult, json.loads((self.folder / _RESULTS / f"{key}.json").read_bytes()))
         except (OSError, ValueError):
             return None
-        return result if unchanged(result.sources) else None
+        return result if result.outcome == "analysed" and unchanged(result.sources) else None
 
     def keep(self, answer: JobAnswer) -> DumpResult:
         """Write a worker's answer; the result comes last, so that the files that it names are there."""

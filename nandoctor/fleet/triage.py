@@ -46,7 +46,6 @@ class TriageOptions:
         scheduler: address of a Dask cluster to use in place of processes.
         jobs: number of processes; None to choose it by cores and memory.
         timeout_s: seconds that a file may take; None for no limit.
-        retry: try again files that could not be analysed.
     """
 
     folder: Path = Path("nandoctor-triage")
@@ -55,7 +54,6 @@ class TriageOptions:
     scheduler: str | None = None
     jobs: int | None = None
     timeout_s: float | None = 1800.0
-    retry: bool = False
 
 
 class InterruptedTriageError(NanDoctorError):
@@ -173,7 +171,6 @@ class _TriageRun:
             groups=tuple(self._with_fixes(group) for group in group_results(results)),
             num_reused=self.num_reused,
             num_left=len(self.paths) - len(results),
-            num_workers=self.workers.size if self.workers is not None else 0,
             elapsed_s=time.perf_counter() - self._started,
             folder=str(self.store.folder),
         )
@@ -212,9 +209,7 @@ class _TriageRun:
             reason = f"The file cannot be read: {error.strerror or error}."
             return DumpResult(path=shown, key="", outcome="unreadable", reason=reason)
         known = self.store.find(key)
-        # Most failures come from the code or the environment, which may have been fixed since.
-        again = known is not None and known.outcome != "analysed" and (known.outcome == "failed" or self.options.retry)
-        if known is not None and not again:
+        if known is not None:
             self.num_reused += not fixes
             return replace(known, path=shown)
         return Job(

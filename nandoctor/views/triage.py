@@ -51,7 +51,7 @@ def triage_document(triage: Triage, level: Level) -> Iterator[Block]:
 
 
 def describe_triage(triage: Triage) -> str:
-    """Return the triage in one line: "412 dumps, 5 groups, 3 unreadable (2:41, 8 workers)"."""
+    """Return the triage in one line: "412 dumps, 5 groups, 3 unreadable (2:41)"."""
     counts = [plural(len(triage.dumps), "dump"), plural(len(triage.groups), "group")]
     for outcome, name in _OUTCOMES.items():
         number = sum(result.outcome == outcome for result in triage.dumps)
@@ -59,7 +59,7 @@ def describe_triage(triage: Triage) -> str:
     counts += [f"{triage.num_left:,} left"] if triage.num_left else []
     reused = f", {triage.num_reused:,} from an earlier run" if triage.num_reused else ""
     minutes, seconds = divmod(round(triage.elapsed_s), 60)
-    return f"{', '.join(counts)} ({minutes}:{seconds:02}, {plural(triage.num_workers, 'worker')}{reused})"
+    return f"{', '.join(counts)} ({minutes}:{seconds:02}{reused})"
 
 
 def _describe_place(place: CodePlace) -> str:

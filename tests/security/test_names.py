@@ -114,7 +114,7 @@ def triage_of(name):
     )
     read = DumpResult(path=name, key="0", outcome="analysed", report="reports/0.json")
     unread = DumpResult(path=f"{name}.pth", key="1", outcome="unreadable", reason=f"{name}.pth: {name}")
-    counts = {"num_reused": 0, "num_left": 0, "num_workers": 1, "elapsed_s": 1.0}
+    counts = {"num_reused": 0, "num_left": 0, "elapsed_s": 1.0}
     return Triage(dumps=(read, unread), groups=(group,), folder=name, **counts)
 
 

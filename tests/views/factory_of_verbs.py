@@ -47,7 +47,6 @@ def triage():
         groups=groups,
         num_reused=12,
         num_left=3,
-        num_workers=8,
         elapsed_s=161.2,
         folder="triage-of-all-runs-of-this-month",
     )
