@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_673, "tests": 34_632, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_664, "tests": 34_625, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_037,
@@ -42,13 +42,13 @@ MAX_LINES_OF_ROOMS = {
     "capture": 2_778,
     "causes": 2_666,
     "changes": 2_820,
-    "cli": 933,
+    "cli": 932,
     "diagnosis": 2_074,
     "dumps": 3_383,
     "engine": 3_328,
-    "evidence": 1_711,
+    "evidence": 1_707,
     "fixes": 3_657,
-    "fleet": 785,
+    "fleet": 781,
     "repro_scripts": 734,
     "step": 3_115,
     "tracing": 1_883,
