@@ -184,7 +184,8 @@ def _step(
         if job["kind"] in ("snippet", "state"):
             exec(job["patch"], {"torch": torch, "model": model})
         if job["kind"] == "data":
-            exec(job["patch"], {"torch": torch, "batch": batch})
+            exec(job["patch"], scope := {"torch": torch, "batch": batch})
+            batch = scope["batch"]
         torch.manual_seed(seed)
         with _precision(settings):
             output = case.call(model, batch)

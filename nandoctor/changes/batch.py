@@ -7,15 +7,31 @@ from typing import Any, ClassVar, Literal
 from nandoctor.changes.setting import WHOLE
 from nandoctor.evidence.edits import SingleEdit, Snippet, kind_of_change
 
+_SELECTING = """\
+kept, size = {kept}, {size}
+
+
+def select(value):
+    if isinstance(value, dict):
+        return {{key: select(item) for key, item in value.items()}}
+    if isinstance(value, (list, tuple)):
+        return [select(item) for item in value]
+    return value[kept] if torch.is_tensor(value) and value.shape[:1] == (size,) else value
+
+
+batch = select(batch)
+"""
+
 
 @kind_of_change
 class KeepSamples(SingleEdit):
-    """Run with only these samples of the batch, along dimension 0 of every array that has it."""
+    """Run with only these of the batch's `num_samples`, along dimension 0 of every array that has it."""
 
     size: ClassVar[int] = 2 * WHOLE
 
     kind: Literal["keep-samples"] = "keep-samples"
     samples: tuple[int, ...]
+    num_samples: int | None = None
 
     @property
     def title(self) -> str:
@@ -23,12 +39,6 @@ class KeepSamples(SingleEdit):
         return "Leave the affected samples out of the batch"
 
     def snippet(self, model: Any) -> Snippet:
-        """Return lines that select the samples in each array that is as long as the longest."""
-        text = (
-            f"kept = {list(self.samples)}\n"
-            "size = max(len(value) for value in batch.values() if value.dim())\n"
-            "for name, value in batch.items():\n"
-            "    if value.dim() and len(value) == size:\n"
-            "        batch[name] = value[kept]\n"
-        )
+        """Return lines that select the samples in each array of the batch that has one row for each."""
+        text = _SELECTING.format(kept=list(self.samples), size=self.num_samples)
         return Snippet(kind="data", text=text, takes_samples=True)

@@ -219,15 +219,16 @@ def printed_changes(changes: Sequence[Change], model: nn.Module, loss: Any = Non
 
 def changed_batch(changes: Sequence[Change], batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the batch after the snippets that change the data."""
-    made = dict(batch)
+    scope = {"batch": dict(batch)}
     for change in changes:
         if isinstance(change, Snippet) and change.kind == "data":
-            _execute(change, {"batch": made})
-    return made
+            _execute(change, scope)
+    return scope["batch"]
 
 
 def _execute(snippet: Snippet, scope: dict[str, Any]) -> None:
+    scope["torch"] = torch
     try:
-        exec(compile(snippet.text, "<fix>", "exec"), {"torch": torch, **scope})
+        exec(compile(snippet.text, "<fix>", "exec"), scope)
     except Exception as error:
         raise CannotRunError(f"The snippet raised {type(error).__name__}: {error}") from error

@@ -274,7 +274,7 @@ def without_guilty(guilty: tuple[int, ...], num_samples: int | None) -> Iterator
     """Yield the batch without the samples to blame; nothing if so many are listed that there may be more."""
     kept = tuple(index for index in range(num_samples or 0) if index not in guilty)
     if kept and 0 < len(guilty) < MAX_SAMPLES_LISTED:
-        yield (KeepSamples(samples=kept),)
+        yield (KeepSamples(samples=kept, num_samples=num_samples),)
 
 
 def vary_settings(trials: Trials, guilty: tuple[int, ...], *, random: bool, verified: bool) -> Iterator[Counterfactual]:

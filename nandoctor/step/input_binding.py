@@ -67,12 +67,24 @@ def find_bindings(model: nn.Module, offer: Offer) -> list[Binding]:
     if signature.is_met(bounds[0]):
         unique = [bound for place, bound in enumerate(ways) if bound not in ways[:place]]
         return [_bind_parameters(signature, bound, offer) for bound in unique]
-    unclear = _explain(type(_inner(model)).__name__, signature, offer, bounds[0])
     unmet, left = signature.unmet(bounds[0]), offer.left(bounds[0])
-    if len(unmet) != 1 or not 1 < len(left) <= _MAX_CHOICES:
-        raise unclear
-    ways = [*({**bounds[0], unmet[0].name: name} for name in left), *ways]
-    return [replace(_bind_parameters(signature, bound, offer), unclear=unclear) for bound in ways]
+    has_choice = len(unmet) == 1 and 1 < len(left) <= _MAX_CHOICES
+    ways = [*({**bounds[0], unmet[0].name: name} for name in left if has_choice), *ways]
+    unclear: ModelError | None = None
+    if _are_items(left) and len(unmet) <= len(left):  # `model(*batch)`, or `x, y = batch`
+        ways.insert(0, {**bounds[0], **{p.name: name for p, name in zip(unmet, left, strict=False)}})
+    else:
+        unclear = _explain(type(_inner(model)).__name__, signature, offer, bounds[0])
+        if not has_choice:
+            raise unclear
+    unique = [bound for place, bound in enumerate(ways) if bound not in ways[:place]]
+    return [replace(_bind_parameters(signature, bound, offer), unclear=unclear) for bound in unique]
+
+
+def _are_items(names: Sequence[str]) -> bool:
+    """Return True if arrays were saved as the items of one list."""
+    folders = {name.rpartition(".")[0] for name in names}
+    return len(folders) == 1 and all(name.rpartition(".")[2].isdigit() for name in names)
 
 
 def required_names(model: nn.Module) -> frozenset[str]:

@@ -55,9 +55,9 @@ def _by_name(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _find_ways(loss: Callable[..., Any], output: Any, batch: Any) -> list[Callable[[], Any]]:
-    """Return the ways to call a loss: with the batch, and with parts of it if each parameter has one."""
+    """Return the ways to call a loss, the likelier first: with the batch, and with parts of it for all parameters."""
     whole = partial(loss, output, batch)
-    if not isinstance(batch, Mapping):
+    if not isinstance(batch, Mapping | list | tuple):
         return [whole]
     function = loss.forward if isinstance(loss, nn.Module) else loss
     try:
@@ -66,6 +66,9 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any) -> list[Callab
         return [whole]
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     signature = Signature(named=tuple(named[1:]))
+    if not isinstance(batch, Mapping):  # targets come last
+        taken = sum(p.default is p.empty for p in signature.named)
+        return [whole, partial(loss, output, *batch[-taken:])] if 0 < taken < len(batch) else [whole]
     values = {str(name): part for name, part in batch.items()}
     arrays = [name for name, part in values.items() if isinstance(part, torch.Tensor)]
     bound = bind(signature, Offer(values=values, arrays=arrays), LOSS)

@@ -161,7 +161,7 @@ def test_a_batch_without_a_sample_is_compared_with_itself(replay):
     y[3] = 20.0
     fix = next(fix for fix in replay("Mixture", x=torch.randn(5, 4), y=y).fixes if fix.kind == "data")
     assert fix.verified
-    assert "kept = [0, 1, 2, 4]" in fix.patch
+    assert "kept, size = [0, 1, 2, 4], 5" in fix.patch
 
 
 def test_a_loss_without_a_label_left_does_not_refuse_a_fix(replay):

@@ -89,6 +89,8 @@ CALLS = [
     ("batch", "batch.image epoch batch.step", 'model({"image": batch["image"], "step": batch["step"]})'),
     ("batch", "image mask", 'model({"image": image, "mask": mask})'),
     ("x", "0", "model(x=saved[0])"),
+    ("x", "0 1", "model(x=saved[0])"),
+    ("x, mask", "batch.0 batch.1 batch.2", "model(x=batch[0], mask=batch[1])"),
 ]
 
 

@@ -62,6 +62,13 @@ def test_a_loss_of_an_array_is_not_given_the_batch_first():
     assert compute(of_one_class) == [OUTPUT.mean(), OUTPUT.mean()]
 
 
+@pytest.mark.parametrize("loss", [of_a_name_in_the_batch, lambda output, batch: of_batch(output, {"label": batch[1]})])
+def test_a_loss_takes_a_list_or_its_last_items(loss):
+    dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
+    bound = bind_loss(loss, dump, lambda tensors: [tensors["image"], tensors["label"]])
+    assert [bound(OUTPUT, ARRAYS) for _ in range(2)] == [EXPECTED, EXPECTED]
+
+
 def test_a_parameter_called_batch_is_the_saved_batch():
     assert compute(of_batch, batch={"label": torch.tensor([0])}) == [EXPECTED, EXPECTED]
 
