@@ -194,11 +194,15 @@ def conclude_optimizer(findings: Findings) -> Findings:
 
 
 def flagged_rows(findings: Findings) -> tuple[int, ...]:
-    """Return the non-finite rows at the origin or the first non-finite place, if they have one for each sample."""
+    """Return the non-finite rows at the origin or the first non-finite place, if they have one for each sample.
+
+    Of these, a mask's may be in every row: those count that are non-finite in the output too, if any is.
+    """
     origin, first = findings.conclusion.diagnoses[0].origin, findings.conclusion.first_nonfinite
-    if origin.phase != "state" and origin.elements.samples:
-        return origin.elements.samples
-    return (first and nonfinite_elements(first.value, findings.trace).samples) or ()
+    failing = findings.reference if findings.conclusion.in_fp32 else findings.trace
+    rows = origin.elements.samples if origin.phase != "state" else ()
+    rows = rows or (first and nonfinite_elements(first.value, findings.trace).samples) or ()
+    return tuple(row for row in rows if row in failing.rows_hit) or rows
 
 
 def blame(findings: Findings, guilty: tuple[int, ...] | None, difference: str) -> Findings:
