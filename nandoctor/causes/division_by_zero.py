@@ -7,7 +7,8 @@ How nandoctor tells
 Why it happens
     A count, a norm or a variance is zero for one sample: an empty mask, a constant tile, padding.
 Fix
-    Guard the denominator (`/ count.clamp(min=1)`), or add an eps that the format can hold.
+    Keep what is divided by, or raised to a negative power, off 0: a count by `count.clamp(min=1)`, a size by
+    `size.clamp(min=1e-6)` or an eps that the format can hold.
 When it is wrong
     If a small constant was meant to prevent the zero and fp16 rounded it away, the report names eps-underflow instead.
 """
