@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nandoctor.dumps.writer import write_dump
+from nandoctor.dumps.writer import remove_orphans, write_dump
 
 
 class DumpFolder:
@@ -18,6 +18,8 @@ class DumpFolder:
     def __init__(self, folder: Path, *, keep: int) -> None:
         self.folder = folder
         self.written: list[Path] = []
+        with suppress(OSError):
+            remove_orphans(folder)  # left by an earlier run that was killed
         self._keep = keep
 
     @property

@@ -53,11 +53,11 @@ def sign(file: IO[bytes]) -> bool:
     if key is None:
         return False
     file.seek(-_LENGTH_NBYTES, os.SEEK_END)  # of an empty comment
-    file.truncate()
+    file.write(_COMMENT_NBYTES.to_bytes(_LENGTH_NBYTES, "little"))
     file.seek(0)
     where = _directory_tag(key)
     mac = _compute_mac(key, where, iter(partial(file.read, _CHUNK_NBYTES), b""))
-    file.write(_COMMENT_NBYTES.to_bytes(_LENGTH_NBYTES, "little") + f"{_HEADER}\n{where}\n{mac}\n".encode())
+    file.write(f"{_HEADER}\n{where}\n{mac}\n".encode())
     return True
 
 
@@ -70,7 +70,7 @@ def check_signature(before: memoryview, pickle: bytes, after: memoryview) -> Pro
     key, why = read_key()
     if key is None:
         return Provenance(detail=why)
-    mac = _compute_mac(key, where, (before, pickle, after[: -_COMMENT_NBYTES - _LENGTH_NBYTES]))
+    mac = _compute_mac(key, where, (before, pickle, after[:-_COMMENT_NBYTES]))
     if not hmac.compare_digest(mac.encode(), given.encode()):
         return Provenance(detail="it was signed with another key, or altered since")
     return Provenance(own=True, here=hmac.compare_digest(where, _directory_tag(key)), detail="")

@@ -6,11 +6,10 @@ import functools
 import itertools
 import os
 import secrets
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -19,8 +18,12 @@ from nandoctor.dumps.signature import sign
 from nandoctor.dumps.stored_tensor import COMPUTED_DTYPES
 from nandoctor.text import dtype_name
 
-_ORPHAN_AGE = 3600.0
-"""Seconds after its last byte: a file that nobody has written to for so long belongs to a process that was killed."""
+try:
+    import fcntl
+except ImportError:  # Windows, where an open file cannot be deleted anyway
+    _CAN_LOCK = False
+else:
+    _CAN_LOCK = True
 
 
 def write_dump(contents: Mapping[str, Any], folder: Path, stem: str) -> Path:
@@ -34,26 +37,51 @@ def write_dump(contents: Mapping[str, Any], folder: Path, stem: str) -> Path:
     """
     contents = _on_cpu(contents)
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_orphans(folder)
-    temporary = folder / f".{stem}-{secrets.token_hex(4)}.tmp"
+    remove_orphans(folder)
+    file, temporary = _locked_file(folder, stem)
     try:
-        with temporary.open("x+b") as file:  # not tempfile's, which only this user could read
+        with file:
             torch.save(contents, file)
             sign(file)
             file.flush()
             os.fsync(file.fileno())
-        return _publish(temporary, folder, stem)
+            return _publish(temporary, folder, stem)  # while the lock is held
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def _remove_orphans(folder: Path) -> None:
-    """Delete the temporary files of processes that were killed while they wrote."""
-    for path in folder.glob(".*-step*.tmp"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _ORPHAN_AGE:
-                path.unlink()
+def _locked_file(folder: Path, stem: str) -> tuple[BinaryIO, Path]:
+    """Open a new temporary file, locked while it is open so that no process takes it for an orphan.
+
+    Another rank may do so before it is locked: the lock then waits until that rank has deleted it.
+    """
+    while True:
+        temporary = folder / f".{stem}-{secrets.token_hex(4)}.tmp"
+        file = temporary.open("x+b")  # not tempfile's, which only this user could read
+        _lock(file.fileno(), wait=True)
+        if temporary.exists():
+            return file, temporary
+        file.close()
+
+
+def remove_orphans(folder: Path) -> None:
+    """Delete the temporary files of processes that were killed while writing, and so no longer hold their lock."""
+    for path in folder.glob(".*-step*.tmp") if _CAN_LOCK else ():
+        with suppress(OSError), path.open("rb") as file:
+            if _lock(file.fileno(), wait=False):
+                path.unlink(missing_ok=True)
+
+
+def _lock(descriptor: int, *, wait: bool) -> bool:
+    """Lock the file against other writers until it is closed, also by the end of the process; return True if it is."""
+    if not _CAN_LOCK:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # locked by another, or a file system without locks
+        return False
+    return True
 
 
 def _publish(temporary: Path, folder: Path, stem: str) -> Path:
@@ -70,6 +98,13 @@ def _publish(temporary: Path, folder: Path, stem: str) -> Path:
             except FileExistsError:
                 continue
             temporary.replace(path)
+        # Put the folder's new entry on the disk; systems that cannot open a folder lose it only in a power failure.
+        with suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
         return path
     raise AssertionError("there is always another number")
 

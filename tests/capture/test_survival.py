@@ -2,6 +2,7 @@
 
 import logging
 import os
+import subprocess
 import sys
 from collections import UserDict
 from contextlib import nullcontext
@@ -53,6 +54,22 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog):
 def test_a_step_beyond_the_cap_is_not_saved(tmp_path, caplog):
     assert fail_in(tmp_path, max_nbytes=50).written == ()
     assert any("without the weights, and max_nbytes of the Recorder is 50" in said for said in caplog.messages)
+
+
+def test_a_file_that_is_being_written_is_no_orphan(tmp_path):
+    script = (
+        "import fcntl, sys; f = open(sys.argv[1], 'wb'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "print(flush=True); sys.stdin.read()"
+    )
+    busy, dead = tmp_path / ".nan-step000001-a.tmp", tmp_path / ".nan-step000002-b.tmp"
+    dead.write_bytes(b"half")
+    command = [sys.executable, "-c", script, str(busy)]
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    writer.stdout.readline()
+    (path,) = fail_in(tmp_path).written
+    writer.kill()
+    writer.communicate()
+    assert sorted(tmp_path.iterdir()) == sorted([busy, path])
 
 
 class Raises:
