@@ -34,23 +34,23 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_664, "tests": 34_625, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_732, "tests": 34_650, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_037,
     "autocast": 914,
-    "capture": 2_778,
-    "causes": 2_666,
-    "changes": 2_820,
+    "capture": 2_780,
+    "causes": 2_667,
+    "changes": 2_830,
     "cli": 932,
-    "diagnosis": 2_074,
-    "dumps": 3_383,
-    "engine": 3_328,
+    "diagnosis": 2_078,
+    "dumps": 3_418,
+    "engine": 3_329,
     "evidence": 1_707,
     "fixes": 3_657,
     "fleet": 781,
     "repro_scripts": 734,
-    "step": 3_115,
+    "step": 3_130,
     "tracing": 1_883,
     "views": 2_855,
 }
