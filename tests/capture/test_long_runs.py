@@ -38,7 +38,7 @@ for number in range(num_kills):
     # While it writes its first file, and after that: the machine may be so busy that chance would give one alone.
     while not set(folder.glob("*.pth" if number % 2 else ".*.tmp")) - known:
         time.sleep(0.0005)
-    time.sleep(random.uniform(0, 0.05))
+    time.sleep(random.uniform(0, 0.05 if number % 2 else 0.005))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     halves += bool(set(folder.glob(".*.tmp")) - known)
