@@ -78,6 +78,13 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any) -> list[Callab
     return [whole, parts] if any(takes_mapping(function, p) for p in signature.named) else [parts, whole]
 
 
+def _loss_in(made: Any) -> Any:
+    """Return the loss of what a function returns: the first of a tuple, as beside logs, or the "loss" of a dict."""
+    if isinstance(made, tuple | list) and made:
+        return made[0]
+    return made.get("loss", made) if isinstance(made, Mapping) else made
+
+
 def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callable[..., Any]:
     """Wrap the loss so that any error in it is a `LossError`: the training may have called it with other arguments."""
 
@@ -86,7 +93,7 @@ def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callab
         batch = make(tensors)
         try:
             with kept_running():
-                value = loss(output, batch)
+                value = _loss_in(loss(output, batch))
         except Exception as error:
             if NOT_UNDER_AUTOCAST in str(error) or is_out_of_memory(error):
                 raise

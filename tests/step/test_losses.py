@@ -36,6 +36,15 @@ def of_anything(output, *args):
     return of_batch(output, *args)
 
 
+def with_logs(output, label):
+    made = of_batch(output, {"label": label})
+    return made, {"accuracy": 1.0}
+
+
+def in_a_dict(output, batch):
+    return {"regularizer": 0.0, "loss": of_batch(output, batch)}
+
+
 class Smoothed(nn.CrossEntropyLoss):
     def forward(self, prediction, y):
         return super().forward(prediction, y)
@@ -49,7 +58,17 @@ def compute(loss, **others):
 
 @pytest.mark.parametrize(
     "loss",
-    [of_batch, of_a_name_in_the_batch, of_the_plural, of_keywords, of_anything, nn.CrossEntropyLoss(), Smoothed()],
+    [
+        of_batch,
+        of_a_name_in_the_batch,
+        of_the_plural,
+        of_keywords,
+        of_anything,
+        with_logs,
+        in_a_dict,
+        nn.CrossEntropyLoss(),
+        Smoothed(),
+    ],
 )
 def test_a_loss_takes_the_batch_or_parts_by_name(loss):
     assert compute(loss) == [EXPECTED, EXPECTED]
