@@ -2,7 +2,6 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -46,7 +45,7 @@ class Inline:
 @pytest.fixture
 def workers(monkeypatch):
     inline = Inline()
-    monkeypatch.setattr(fleet, "open_workers", lambda **_: nullcontext(inline))
+    monkeypatch.setattr(fleet, "make_workers", lambda *_: inline)
     return inline
 
 
