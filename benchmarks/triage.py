@@ -24,7 +24,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 import distributed  # noqa: E402
 from fleet.many_dumps import CAUSES, make_dumps  # noqa: E402
 
-from nandoctor.fleet.triage import TriageOptions, triage  # noqa: E402
 from nandoctor.machine import count_cores  # noqa: E402
 
 COMMAND = (sys.executable, "-m", "nandoctor")
@@ -54,12 +53,8 @@ def main() -> int:
             show(f"triage, {jobs} worker{'s' * (jobs > 1)}", number, measure(folder, arguments), loop)
             found.append(read_groups(folder / f"triage-{jobs}"))
         with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
-            began = time.perf_counter()
-            with distributed.Client(cluster) as client, contextlib.chdir(folder):
-                executor = client.get_executor(pure=False, retries=0)
-                options = {"settings": {"fixes": False}, "folder": Path("triage-dask"), "executor": executor}
-                triage(["runs"], TriageOptions(**options))
-            wall = time.perf_counter() - began
+            address = cluster.scheduler_address
+            wall, _ = measure(folder, ["triage", "runs", "--no-fixes", "--scheduler", address, "-o", "triage-dask"])
         show("triage, 2 workers of Dask", number, (wall, None), loop)
         found.append(read_groups(folder / "triage-dask"))
     wrong = list_wrong(found[0], truth)

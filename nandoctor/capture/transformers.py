@@ -25,7 +25,7 @@ class RecorderCallback(TrainerCallback):
 
     def __init__(self, **options: Any) -> None:
         self.options = options
-        self.recorder: Any = None  # a Recorder, once the training has begun
+        self.recorder: Recorder | None = None
         self._watches_trainer = False
 
     def watch(self, trainer: Any) -> None:
@@ -54,8 +54,11 @@ class RecorderCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take the numbers of the step and the epoch from the Trainer."""
-        self.recorder.number_next(state.global_step, None if state.epoch is None else int(state.epoch))
+        if self.recorder is not None:
+            epoch = None if state.epoch is None else int(state.epoch)
+            self.recorder.number_next(state.global_step, epoch)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remove the hooks."""
-        self.recorder.close()
+        if self.recorder is not None:
+            self.recorder.close()

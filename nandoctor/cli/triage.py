@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 @click.option(
     "--jobs", type=click.IntRange(min=1), metavar="N", help="Worker processes (default: by cores and memory)."
 )
+@click.option("--scheduler", metavar="ADDRESS", help="Use the workers of this Dask cluster: tcp://HOST:8786.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -57,6 +58,8 @@ def triage(context: click.Context, /, patterns: tuple[str, ...], as_json: bool, 
     Fixes are tried on one dump of each group. A file that cannot be replayed never stops the others. After Ctrl-C, run
     the same command again to go on.
     """
+    if options["scheduler"] is not None and options["jobs"]:
+        raise click.UsageError("--scheduler goes with no --jobs: the cluster has its own workers.")
     from nandoctor.fleet.triage import InterruptedTriageError, TriageOptions
     from nandoctor.fleet.triage import triage as run_triage
     from nandoctor.step.settings import OPTIONS

@@ -1,7 +1,8 @@
-"""The workers of a triage: processes on this machine, or any executor of the user's."""
+"""The workers of a triage: processes on this machine, a Dask cluster, or any executor of the user's."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -22,6 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
 
+from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.triage import DumpResult
 from nandoctor.fleet.worker import Job, JobAnswer, run_job
 from nandoctor.machine import available_memory, count_cores, limit_memory
@@ -71,7 +73,7 @@ class Processes:
 
 
 class Given:
-    """An executor of the user's, such as that of a cluster: it gets all jobs at once."""
+    """An executor of the user's, or that of a cluster: it gets all jobs at once."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -90,13 +92,24 @@ Workers = Processes | Given
 """What replays the files of a triage."""
 
 
-def make_workers(executor: Executor | None, jobs: int | None) -> Workers:
-    """Return the executor, or so many processes here: by default as many as there are cores and memory for.
+@contextmanager
+def open_workers(*, executor: Executor | None, jobs: int | None, scheduler: str | None) -> Iterator[Workers]:
+    """Yield the executor or the cluster at `scheduler`, else `jobs` processes here.
 
-    Each process may allocate an equal share of the memory.
+    Raises:
+        NanDoctorError: there is no such cluster, it has no workers, or Dask is not installed.
     """
     if executor is not None:
-        return Given(executor)
+        yield Given(executor)
+    elif scheduler is not None:
+        with _open_cluster(scheduler) as workers:
+            yield workers
+    else:
+        yield _processes_for(jobs)
+
+
+def _processes_for(jobs: int | None) -> Processes:
+    """Return so many processes, by default as many as there are cores and memory for, with an equal share of that."""
     room = available_memory()
     if jobs is None:
         jobs = count_cores() if room is None else min(count_cores(), max(room // _LEAST_NBYTES, 1))
@@ -188,3 +201,26 @@ def _died(job: Job, error: BaseException) -> JobAnswer:
     name = type(error).__name__
     reason = f"Its worker gave no answer ({name}): it used too much memory, or the model's own code ended it."
     return JobAnswer(result=DumpResult(path=job.shown, key=job.key, outcome="died", reason=reason))
+
+
+@contextmanager
+def _open_cluster(address: str) -> Iterator[Workers]:
+    try:
+        from distributed import Client  # noqa: PLC0415  (an extra)
+    except ImportError as error:
+        raise NanDoctorError(
+            "A cluster needs Dask, which is not installed.", remedy="Install it: pip install 'nandoctor[fleet]'."
+        ) from error
+    try:
+        client = Client(address, timeout="20s", set_as_default=False)
+    except (OSError, ValueError) as error:
+        raise NanDoctorError(
+            f"There is no Dask scheduler at {address}: {error}.",
+            remedy="Start one with `dask scheduler` and workers with `dask worker ADDRESS --nthreads 1`.",
+        ) from error
+    with contextlib.closing(client):
+        if not client.nthreads():
+            raise NanDoctorError(
+                f"The cluster at {address} has no workers.", remedy="Start some: `dask worker ADDRESS --nthreads 1`."
+            )
+        yield Given(client.get_executor(pure=False, retries=0))

@@ -19,7 +19,7 @@ from nandoctor.evidence.triage import (
     Triage,
 )
 from nandoctor.evidence.verdicts import NOTHING_FOUND
-from nandoctor.fleet.pool import make_workers
+from nandoctor.fleet.pool import Workers, open_workers
 from nandoctor.fleet.store import LINES, PAGE, Store
 from nandoctor.fleet.worker import Job
 from nandoctor.step.settings import settings_for
@@ -42,7 +42,8 @@ class TriageOptions:
         folder: where the page, the reports and the results go; results of an earlier run in it are reused.
         settings: `model` and keywords of `replay`, which override those of each file's project. SPECs and paths only:
             the files are replayed in other processes.
-        executor: what runs the jobs in place of processes: any executor of `concurrent.futures`, as a cluster's.
+        executor: what runs the jobs in place of processes: any executor of `concurrent.futures`.
+        scheduler: address of a Dask cluster to use in place of processes.
         jobs: number of processes; None to choose it by cores and memory.
         timeout_s: seconds that a file may take; None for no limit.
     """
@@ -50,6 +51,7 @@ class TriageOptions:
     folder: Path = Path("nandoctor-triage")
     settings: Mapping[str, Any] = field(default_factory=dict)
     executor: Executor | None = None
+    scheduler: str | None = None
     jobs: int | None = None
     timeout_s: float | None = 1800.0
 
@@ -115,17 +117,19 @@ def triage(
         `groups` (`paths`, `cause`, `place`, `fixes`, ... of each), and `dumps` (the result of each file).
 
     Raises:
-        NanDoctorError: there are no files, no folder to work in, or a setting is wrong.
+        NanDoctorError: there are no files, no folder to work in or no cluster, or a setting is wrong.
         InterruptedTriageError: after Ctrl-C, with what was done.
     """
     options = options or TriageOptions()
+    run = _TriageRun(options, find_dumps(patterns), progress)
     if options.jobs is not None and options.jobs < 1:
         raise NanDoctorError("There must be at least one worker.", remedy="Give --jobs 1 or more.")
-    run = _TriageRun(options, find_dumps(patterns), progress)
     run.store.open()
     try:
-        run.diagnose()
-        run.try_fixes()
+        with open_workers(executor=options.executor, jobs=options.jobs, scheduler=options.scheduler) as workers:
+            run.workers = workers
+            run.diagnose()
+            run.try_fixes()
     except KeyboardInterrupt:
         raise InterruptedTriageError(run.finish()) from None
     return run.finish()
@@ -137,7 +141,7 @@ class _TriageRun:
         self.paths = paths
         self.progress = progress
         self.store = Store(options.folder)
-        self.workers = make_workers(options.executor, options.jobs)
+        self.workers: Workers | None = None
         self.results: dict[str, DumpResult] = {}
         self.fixes: dict[str, DumpResult] = {}
         self.num_reused = 0
@@ -190,6 +194,7 @@ class _TriageRun:
 
     def _work(self, paths: Sequence[Path], *, fixes: bool) -> Iterator[DumpResult]:
         """Yield the results for these files, first those in the folder, then the others as they come from workers."""
+        assert self.workers is not None
         made = [self._make_job(path, fixes=fixes) for path in paths]
         yield from (job for job in made if isinstance(job, DumpResult))
         yield from map(self.store.keep, self.workers.run([job for job in made if isinstance(job, Job)]))

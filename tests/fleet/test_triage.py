@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -45,7 +46,7 @@ class Inline:
 @pytest.fixture
 def workers(monkeypatch):
     inline = Inline()
-    monkeypatch.setattr(fleet, "make_workers", lambda *_: inline)
+    monkeypatch.setattr(fleet, "open_workers", lambda **_: nullcontext(inline))
     return inline
 
 

@@ -154,16 +154,15 @@ def test_stopped_in_the_middle_it_does_no_file_twice(workplace):
 
 @contextmanager
 def open_cluster():
-    """The executor of a cluster whose workers start as fast as ours, and of which a task may kill one, not four."""
+    """The address of a cluster whose workers start as fast as ours, and of which a task may kill one, not four."""
     distributed, dask = pytest.importorskip("distributed"), pytest.importorskip("dask")
     ways = {"distributed.worker.multiprocessing-method": "forkserver", "distributed.scheduler.allowed-failures": 0}
     ways["distributed.scheduler.worker-saturation"] = 1.0  # a file that waits at a killed worker counts as its failure
     with (
         dask.config.set(ways),
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
-        distributed.Client(cluster, set_as_default=False) as client,
     ):
-        yield client.get_executor(pure=False, retries=0)
+        yield cluster.scheduler_address
 
 
 def test_processes_and_cluster_find_the_same_groups(tmp_path, monkeypatch):
@@ -171,8 +170,8 @@ def test_processes_and_cluster_find_the_same_groups(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = {"fixes": False}
     local = triage(["runs"], TriageOptions(folder=tmp_path / "local", settings=settings, jobs=2))
-    with open_cluster() as executor:
-        remote = triage(["runs"], TriageOptions(folder=tmp_path / "remote", settings=settings, executor=executor))
+    with open_cluster() as address:
+        remote = triage(["runs"], TriageOptions(folder=tmp_path / "remote", settings=settings, scheduler=address))
     assert [group.paths for group in local.groups] == [group.paths for group in remote.groups]
     assert len(local.groups) == len(CAUSES)
     for group in local.groups:
@@ -180,7 +179,7 @@ def test_processes_and_cluster_find_the_same_groups(tmp_path, monkeypatch):
 
 
 def test_a_killed_worker_of_a_cluster_costs_one_file(workplace):
-    with open_cluster() as executor:
-        found = outcomes(triage(["runs"], options("Deadly", executor=executor)))
+    with open_cluster() as address:
+        found = outcomes(triage(["runs"], options("Deadly", scheduler=address)))
     assert found.pop("runs/2.pth") == "died"
     assert list(found.values()) == ANALYSED
