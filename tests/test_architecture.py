@@ -34,21 +34,21 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_686, "tests": 34_668, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_739, "tests": 34_669, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_037,
     "autocast": 914,
-    "capture": 2_771,
+    "capture": 2_780,
     "causes": 2_667,
     "changes": 2_830,
-    "cli": 929,
+    "cli": 932,
     "diagnosis": 2_078,
     "dumps": 3_418,
     "engine": 3_329,
     "evidence": 1_707,
     "fixes": 3_657,
-    "fleet": 740,
+    "fleet": 781,
     "repro_scripts": 734,
     "step": 3_137,
     "tracing": 1_883,
