@@ -93,7 +93,8 @@ def test_weights_alone_are_judged_by_themselves(sample_reports):
 def test_script_dies_again_and_leaves_the_same_tensors(script, tmp_path, ready_python):
     again, step = regenerate(ready_python, script, tmp_path / "again.pth")
     kept = read_dump(script.with_suffix(".pth"))
-    assert [(name, t.shape, t.dtype) for name, t in again.items()] == [(n, t.shape, t.dtype) for n, t in kept.items()]
+    ours, theirs = ({(name, t.shape, t.dtype) for name, t in tensors.items()} for tensors in (again, kept))
+    assert ours == theirs
     if sums_as_when_made():
         assert step in read_script(script)["__doc__"]
     else:
