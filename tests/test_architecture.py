@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_739, "tests": 34_670, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_736, "tests": 34_693, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_037,
@@ -50,7 +50,7 @@ MAX_LINES_OF_ROOMS = {
     "fixes": 3_657,
     "fleet": 781,
     "repro_scripts": 734,
-    "step": 3_137,
+    "step": 3_134,
     "tracing": 1_883,
     "views": 2_855,
 }

@@ -196,7 +196,7 @@ def reproduce(preparation: Preparation) -> Replayed:
 
 
 def _reproduce_alone(preparation: Preparation, unclear: ModelError) -> Replayed:
-    """Return the replay of the only step that gives the saved output, or that runs if there is no output to compare.
+    """Return the replay of the only step that gives the saved output; of the only one that fails, or runs, without one.
 
     Raises:
         ModelError: `unclear`, if that is no step or more than one.
@@ -209,7 +209,7 @@ def _reproduce_alone(preparation: Preparation, unclear: ModelError) -> Replayed:
             if is_out_of_memory(error.__cause__) or not isinstance(error.__cause__, (*WRONG_CALL, RuntimeError)):
                 raise unclear from error
     compared = [replayed for replayed in ran if replayed.reproduction.grade != "no-reference"]
-    left = [replayed for replayed in compared if _agrees(replayed.reproduction)] if compared else ran
+    left = [replayed for replayed in compared or ran if replayed.accepted] or ([] if compared else ran)
     if len(left) != 1:
         raise unclear
     return left[0]

@@ -24,7 +24,7 @@ class Binding:
     """One way to call the model: `arrays` names its inputs, `forward(model, batch)` makes the call.
 
     With `takes_all` it is given everything that was saved, whether it reads it or not. `unclear` is the error to raise
-    unless this call alone gives the saved output or, if none was saved, alone runs.
+    unless this call alone gives the saved output or, if none was saved, alone fails or alone runs.
     """
 
     description: str
@@ -68,17 +68,14 @@ def find_bindings(model: nn.Module, offer: Offer) -> list[Binding]:
         unique = [bound for place, bound in enumerate(ways) if bound not in ways[:place]]
         return [_bind_parameters(signature, bound, offer) for bound in unique]
     unmet, left = signature.unmet(bounds[0]), offer.left(bounds[0])
-    has_choice = len(unmet) == 1 and 1 < len(left) <= _MAX_CHOICES
-    ways = [*({**bounds[0], unmet[0].name: name} for name in left if has_choice), *ways]
-    unclear: ModelError | None = None
-    if _are_items(left) and len(unmet) <= len(left):  # `model(*batch)`, or `x, y = batch`
-        ways.insert(0, {**bounds[0], **{p.name: name for p, name in zip(unmet, left, strict=False)}})
+    unclear = _explain(type(_inner(model)).__name__, signature, offer, bounds[0])
+    if len(unmet) == 1 and 1 < len(left) <= _MAX_CHOICES:
+        ways = [*({**bounds[0], unmet[0].name: name} for name in left), *ways]
+    elif _are_items(left) and len(unmet) <= len(left):  # `model(*batch)`
+        ways.append({**bounds[0], **{p.name: name for p, name in zip(unmet, left, strict=False)}})
     else:
-        unclear = _explain(type(_inner(model)).__name__, signature, offer, bounds[0])
-        if not has_choice:
-            raise unclear
-    unique = [bound for place, bound in enumerate(ways) if bound not in ways[:place]]
-    return [replace(_bind_parameters(signature, bound, offer), unclear=unclear) for bound in unique]
+        raise unclear
+    return [replace(_bind_parameters(signature, bound, offer), unclear=unclear) for bound in ways]
 
 
 def _are_items(names: Sequence[str]) -> bool:

@@ -72,6 +72,29 @@ def test_a_call_gets_the_containers(replay):
     assert replay(Detector(), NESTED, call=lambda model, batch: model(**batch)).origin.op == "mul"
 
 
+class Scaled(nn.Module):
+    """Overflows in fp16, but not for zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return self.score(x) * 1e6
+
+
+@pytest.mark.parametrize("batch", [[torch.zeros(3, 8), IMAGES], [IMAGES, torch.zeros(3, 8)]])
+def test_of_several_arrays_the_input_is_the_one_that_fails(replay, batch):
+    report = replay(Scaled(), {"batch": batch})
+    place = int(batch[1] is IMAGES)
+    assert (report.verdict, report.notes[0].split(" in ")[0]) == ("precision", f"Replayed as model(x=batch[{place}])")
+
+
+def test_several_arrays_that_all_run_are_not_called_healthy(replay):
+    with pytest.raises(ModelError, match="how to call Scaled"):
+        replay(Scaled(), {"batch": [torch.zeros(3, 8), torch.zeros(3, 8)]})
+
+
 def wants_a_mask(output, batch):
     """Asks for what is not there."""
     return output.mean() * batch["mask"]
