@@ -21,7 +21,7 @@ NOT_BY_AN_OP = ("poisoned_buffers", "weights_only")
 
 RANDOM = "gate/dropout-scale"
 # A custom autograd Function is the project's own code.
-OUT_OF_REACH = {"function/swish", "function/log-cosh", "function/router"}
+OUT_OF_REACH = {"function/swish", "function/log-cosh"}
 CASES = {case.name: case for case in all_cases()}
 OF_OPS = [case for case in CASES.values() if case.verdict not in ("state", "input") and case.optimizer is None]
 IN_REACH = [case for case in OF_OPS if case.name not in {*OUT_OF_REACH, RANDOM}]

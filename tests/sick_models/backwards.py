@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from sick_models.case import Batch, biased, case, rand, randn, scaled, seeded
+from sick_models.case import Batch, case, rand, randn, scaled, seeded
 
 
 class LongMemory(nn.Module):
@@ -34,22 +34,6 @@ class LongMemory(nn.Module):
 
 def classes(output: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(output, batch["label"])
-
-
-class HousePrices(nn.Module):
-    """A table [rows, 8] whose hidden features are large, under a loss that sums over the rows."""
-
-    def __init__(self, gain: float) -> None:
-        super().__init__()
-        self.features = scaled(nn.Linear(8, 16), gain)
-        self.price = scaled(nn.Linear(16, 1), 1 / gain)
-
-    def forward(self, table: Tensor) -> dict[str, Tensor]:
-        return {"price": self.price(F.relu(self.features(table))).squeeze(-1)}
-
-
-def summed_error(output: Batch, batch: Batch) -> Tensor:
-    return F.mse_loss(output["price"], batch["price"], reduction="sum")
 
 
 class NormalisedMix(nn.Module):
@@ -175,44 +159,6 @@ def its_own_cost(output: tuple[Tensor, Tensor], _batch: Batch) -> Tensor:
     return output[0]
 
 
-class GumbelMax(Function):
-    """The hard choice forward, a softmax without its maximum subtracted backward."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.save_for_backward(logits)
-        return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).to(logits.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (logits,) = ctx.saved_tensors
-        weights = torch.exp(logits.float())
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-        inner = (gradient.float() * weights).sum(dim=-1, keepdim=True)
-        return (weights * (gradient.float() - inner)).to(gradient.dtype)
-
-
-class Router(nn.Module):
-    """Tokens [batch, length] sent to one of three experts each."""
-
-    def __init__(self, gain: float) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(18, 12)
-        self.gate = scaled(nn.Linear(12, 3), gain)
-        self.experts = nn.ModuleList([nn.Linear(12, 12) for _ in range(3)])
-        self.head = nn.Linear(12, 18)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        choice = GumbelMax.apply(self.gate(x))
-        mixed = sum(choice[..., index : index + 1] * expert(x) for index, expert in enumerate(self.experts))
-        return self.head(mixed)
-
-
-def next_token(output: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), batch["tokens"].roll(-1, dims=1).flatten())
-
-
 class BikeCounts(nn.Module):
     """A table [batch, 6] whose hidden features are around a hundred."""
 
@@ -227,23 +173,6 @@ class BikeCounts(nn.Module):
 
 def counted(output: Tensor, batch: Batch) -> Tensor:
     return F.mse_loss(output, batch["count"])
-
-
-class RoadSegmenter(nn.Module):
-    """Images [batch, 3, 16, 16] -> {"logit"}: the gradient of the last bias-free convolution sums over pixels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
-        self.loud = biased(nn.Conv2d(8, 8, 1), 60.0)
-        self.logit = scaled(nn.Conv2d(8, 1, 1), 1 / 60)
-
-    def forward(self, inputs: Batch) -> Batch:
-        return {"logit": self.logit(self.loud(self.body(inputs["image"])))}
-
-
-def road(output: Batch, batch: Batch) -> Tensor:
-    return F.binary_cross_entropy_with_logits(output["logit"], batch["road"])
 
 
 class TwoTowers(nn.Module):
@@ -267,10 +196,6 @@ def bicycles() -> Batch:
     return {"weather": randn(8, 6), "count": 2.0 + rand(8)}
 
 
-def roads() -> Batch:
-    return {"image": rand(2, 3, 16, 16), "road": torch.ones(2, 1, 16, 16)}
-
-
 CASES = (
     case(
         "gradient/long-memory",
@@ -280,15 +205,6 @@ CASES = (
         loss=classes,
         line="memory = self.recur(state)",
         repair={"build": seeded(LongMemory, radius=1.0)},
-    ),
-    case(
-        "gradient/summed-error",
-        seeded(HousePrices, gain=1000.0),
-        lambda: {"table": randn(64, 8), "price": 20.0 + rand(64)},
-        "precision price linear gradient-overflow",
-        loss=summed_error,
-        line="self.price(F.relu(self.features(table)))",
-        repair={"build": seeded(HousePrices, gain=1.0)},
     ),
     case(
         "gradient/small-denominator",
@@ -328,15 +244,6 @@ CASES = (
         repair={"batch": lambda: {"load": randn(2, 24, 2), "tomorrow": torch.tensor([-12.0, 3.0])}},
     ),
     case(
-        "function/router",
-        seeded(Router, gain=200.0),
-        lambda: {"tokens": torch.arange(18).view(2, 9)},
-        "numerics . exp exp-overflow",
-        loss=next_token,
-        line="weights = torch.exp(logits.float())",
-        repair={"build": seeded(Router, gain=1.0)},
-    ),
-    case(
         "scale/bike-counts",
         seeded(BikeCounts),
         bicycles,
@@ -344,16 +251,6 @@ CASES = (
         loss=counted,
         loss_scale=8192.0,
         line="self.count(F.relu(self.hidden(weather)))",
-        repair={"loss_scale": 16.0},
-    ),
-    case(
-        "scale/road-segmenter",
-        seeded(RoadSegmenter),
-        roads,
-        "loss-scale logit conv2d loss-scale-overflow",
-        loss=road,
-        loss_scale=65536.0,
-        line="self.logit(self.loud(self.body(",
         repair={"loss_scale": 16.0},
     ),
     case(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sick_models.case import Batch, biased, case, rand, randn, scaled, seeded
+from sick_models.case import biased, case, rand, randn, scaled, seeded
 
 
 class VisionBlock(nn.Module):
@@ -68,36 +68,6 @@ class Upscaler(nn.Module):
         for block in self.trunk:
             x = checkpoint(block, x, use_reentrant=False)
         return self.exit(self.norm(x))
-
-
-class DilatedLayer(nn.Module):
-    def __init__(self, channels: int, dilation: int, loud: float) -> None:
-        super().__init__()
-        self.wave = nn.Conv1d(channels, channels, 2, dilation=dilation, padding=dilation)
-        self.skip = biased(nn.Conv1d(channels, channels, 1), loud)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = torch.tanh(self.wave(x))[..., : x.shape[-1]]
-        return x + y, self.skip(y)
-
-
-class Vocoder(nn.Module):
-    """Audio frames [batch, 1, 40] in a dict -> {"wave"}; sums one skip connection per layer in its own forward."""
-
-    def __init__(self, loud: float) -> None:
-        super().__init__()
-        self.entry = nn.Conv1d(1, 8, 1)
-        self.layers = nn.ModuleList([DilatedLayer(8, 2**power, loud) for power in range(5)])
-        self.norm = nn.GroupNorm(1, 8)
-        self.exit = nn.Conv1d(8, 1, 1)
-
-    def forward(self, inputs: Batch) -> Batch:
-        x = self.entry(inputs["frames"])
-        skips = torch.zeros_like(x)
-        for layer in self.layers:
-            x, skip = layer(x)
-            skips = skips + skip
-        return {"wave": self.exit(self.norm(skips))}
 
 
 class GatedUnit(nn.Module):
@@ -172,35 +142,6 @@ class Churn(nn.Module):
         return self.head(self.scale(self.drop(F.relu(self.hidden(table)))))
 
 
-class StyledLayer(nn.Module):
-    """A convolution modulated by the style vector: x * (1 + gain) + shift."""
-
-    def __init__(self, channels: int, strength: float) -> None:
-        super().__init__()
-        self.conv = scaled(nn.Conv2d(channels, channels, 3, padding=1), 20.0)
-        self.affine = scaled(nn.Linear(6, 2 * channels), strength)
-        self.norm = nn.InstanceNorm2d(channels)
-
-    def forward(self, x: Tensor, style: Tensor) -> Tensor:
-        gain, shift = self.affine(style)[:, :, None, None].chunk(2, dim=1)
-        return self.norm(self.conv(x) * (1 + gain) + shift)
-
-
-class Generator(nn.Module):
-    """Noise [batch, 6] -> image [batch, 3, 8, 8]."""
-
-    def __init__(self, strength: float) -> None:
-        super().__init__()
-        self.seed = nn.Parameter(torch.randn(1, 8, 8, 8))
-        self.calm = StyledLayer(8, 1.0)
-        self.wild = StyledLayer(8, strength)
-        self.paint = nn.Conv2d(8, 3, 1)
-
-    def forward(self, noise: Tensor) -> Tensor:
-        x = self.calm(self.seed.expand(len(noise), -1, -1, -1), noise)
-        return torch.sigmoid(self.paint(self.wild(x, noise)))
-
-
 CASES = (
     case(
         "residual/vision-transformer",
@@ -217,14 +158,6 @@ CASES = (
         "precision trunk.0 add elementwise-overflow",
         line="out += x",
         repair={"build": seeded(Upscaler, loud=0.5)},
-    ),
-    case(
-        "residual/vocoder-skips",
-        seeded(Vocoder, loud=1.5e4),
-        lambda: {"frames": randn(2, 1, 40)},
-        "precision . add elementwise-overflow",
-        line="skips = skips + skip",
-        repair={"build": seeded(Vocoder, loud=15.0)},
     ),
     case(
         "gate/geglu",
@@ -249,13 +182,5 @@ CASES = (
         "precision drop dropout elementwise-overflow",
         line="self.scale(self.drop(F.relu(self.hidden(table))))",
         repair={"build": seeded(Churn, loud=50.0)},
-    ),
-    case(
-        "gate/style-modulation",
-        seeded(Generator, strength=6000.0),
-        lambda: {"noise": randn(2, 6)},
-        "precision wild mul elementwise-overflow",
-        line="self.conv(x) * (1 + gain) + shift",
-        repair={"build": seeded(Generator, strength=1.0)},
     ),
 )

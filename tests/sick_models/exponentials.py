@@ -64,35 +64,6 @@ class Mastering(nn.Module):
         return {"audio": self.level(self.loudness(self.filter(audio)))}
 
 
-class YoloHead(nn.Module):
-    """Boxes from a feature map: width and height are exp(raw) * anchor."""
-
-    anchors: Tensor
-
-    def __init__(self, bound: float) -> None:
-        super().__init__()
-        self.raw = biased(nn.Conv2d(8, 6, 1), 120.0, unit=3)
-        self.register_buffer("anchors", torch.tensor([0.1, 0.2]).view(1, 2, 1, 1))
-        self.bound = bound
-
-    def forward(self, features: Tensor) -> dict[str, Tensor]:
-        centre, size, score = self.raw(features).split(2, dim=1)
-        boxes = torch.exp(size.clamp(max=self.bound)) * self.anchors
-        return {"centre": torch.sigmoid(centre), "size": boxes, "score": score}
-
-
-class YoloTiny(nn.Module):
-    """Images [batch, 3, 16, 16] -> a dict of maps."""
-
-    def __init__(self, bound: float) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.BatchNorm2d(8), nn.SiLU())
-        self.head = YoloHead(bound)
-
-    def forward(self, image: Tensor) -> dict[str, Tensor]:
-        return self.head(self.backbone(image))
-
-
 class HandSoftplus(nn.Module):
     """log(1 + exp(x)), as the formula says, or as torch does it."""
 
@@ -219,14 +190,6 @@ CASES = (
         "precision loudness exp2 exp-overflow",
         line="wave * torch.exp2(self.control(wave))",
         repair={"build": seeded(Mastering, octaves=3.0)},
-    ),
-    case(
-        "exponential/box-size",
-        seeded(YoloTiny, bound=1e3),
-        lambda: {"image": randn(2, 3, 16, 16)},
-        "numerics head exp exp-overflow",
-        line="torch.exp(size.clamp(max=self.bound)) * self.anchors",
-        repair={"build": seeded(YoloTiny, bound=4.0)},
     ),
     case(
         "exponential/softplus-by-hand",

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, case, rand, randn, seeded
+from sick_models.case import Batch, case, randn, seeded
 
 
 class WhereAttention(nn.Module):
@@ -171,36 +171,6 @@ class DialogueEncoder(nn.Module):
         return self.norm(x + mixed), maps
 
 
-class NeighbourAttention(nn.Module):
-    """Graph attention over a dense adjacency; an isolated node has no neighbour to attend to."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.left = nn.Linear(width, 1)
-        self.right = nn.Linear(width, 1)
-
-    def forward(self, nodes: Tensor, adjacency: Tensor) -> Tensor:
-        scores = F.leaky_relu(self.left(nodes) + self.right(nodes).transpose(-2, -1), 0.2)
-        weights = torch.softmax(scores.masked_fill(adjacency == 0, float("-inf")), dim=-1)
-        return weights @ nodes
-
-
-class Molecule(nn.Module):
-    """Atoms [n, 5] and bonds [n, n] in a dict -> {"energy"}."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.atoms = nn.Linear(5, 12)
-        self.bonds = nn.ModuleList([NeighbourAttention(12), NeighbourAttention(12)])
-        self.energy = nn.Linear(12, 1)
-
-    def forward(self, inputs: Batch) -> Batch:
-        x = torch.tanh(self.atoms(inputs["atoms"]))
-        for layer in self.bonds:
-            x = x + layer(x, inputs["bonds"])
-        return {"energy": self.energy(x).sum()}
-
-
 class CardPlayer(nn.Module):
     """A policy and a value from the board; illegal moves get -inf, and one player has no move left."""
 
@@ -239,13 +209,6 @@ def flags(rows: int, columns: int, *, full_row: int | None) -> Tensor:
     if full_row is not None:
         missing[full_row] = True
     return missing
-
-
-def molecule(*, isolated: bool) -> Batch:
-    bonds = (rand(7, 7) > 0.5).float() + torch.eye(7)
-    if isolated:
-        bonds[4] = 0
-    return {"atoms": randn(7, 5), "bonds": bonds}
 
 
 def captions(*, full_row: int | None) -> Batch:
@@ -306,14 +269,6 @@ CASES = (
         "numerics attend softmax fully-masked-softmax",
         line="self.attend(x, x, x, key_padding_mask=padding",
         repair={"batch": lambda: {"dialogue": randn(3, 7, 6), "padding": flags(3, 7, full_row=None)}},
-    ),
-    case(
-        "full-row/isolated-atom",
-        seeded(Molecule),
-        lambda: molecule(isolated=True),
-        "numerics bonds.0 softmax fully-masked-softmax",
-        line="torch.softmax(scores.masked_fill(adjacency == 0",
-        repair={"batch": lambda: molecule(isolated=False)},
     ),
     case(
         "full-row/no-legal-move",

@@ -142,25 +142,6 @@ class Detector(nn.Module):
         return Detection(boxes=self.boxes(joined), scores=self.scores(joined))
 
 
-class Recurrence(nn.Module):
-    """A ReLU recurrence over [batch, time, 8] whose state multiplies itself at every step."""
-
-    def __init__(self, radius: float) -> None:
-        super().__init__()
-        self.mix = nn.Linear(8, 24)
-        self.recur = nn.Linear(24, 24, bias=False)
-        self.norm = nn.LayerNorm(24)
-        self.read = nn.Linear(24, 1)
-        self.recur.weight = nn.Parameter(radius * torch.eye(24))
-
-    def forward(self, series: Tensor) -> Tensor:
-        state = torch.zeros(series.shape[0], 24, device=series.device)
-        for step in range(series.shape[1]):
-            drive = self.mix(series[:, step])
-            state = F.relu(self.recur(state) + drive)
-        return self.read(self.norm(state))
-
-
 class Retrieval(nn.Module):
     """Queries against keys without normalisation; no passage answers the question that it was taken from."""
 
@@ -199,14 +180,6 @@ CASES = (
         "precision neck.lateral conv2d matmul-overflow",
         line="self.smooth(self.lateral(fine))",
         repair={"build": seeded(Detector, gain=1.0)},
-    ),
-    case(
-        "product/recurrence",
-        seeded(Recurrence, radius=2.0),
-        lambda: {"series": randn(3, 24, 8)},
-        "precision recur linear matmul-overflow",
-        line="F.relu(self.recur(state) + drive)",
-        repair={"build": seeded(Recurrence, radius=0.9)},
     ),
     case(
         "product/retrieval-einsum",

@@ -4,7 +4,6 @@ In: nothing. Out: `CASES` of the row "square or mean too large".
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sick_models.case import Batch, case, randn, scaled, seeded
@@ -69,20 +68,6 @@ class Colouriser(nn.Module):
         return torch.tanh(self.exit(self.even(self.stem(grey))))
 
 
-class FaceEmbedding(nn.Module):
-    """Two views -> cosine of their embeddings, normalised by hand in the root's own forward."""
-
-    def __init__(self, gain: float) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), scaled(nn.Linear(40, 12), gain))
-
-    def unit(self, x: Tensor) -> Tensor:
-        return x / torch.sqrt((x * x).sum(dim=-1, keepdim=True))
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        return (self.unit(self.body(left)) * self.unit(self.body(right))).sum(dim=-1)
-
-
 class Spectrum(nn.Module):
     """A filter bank and the share of the energy that each band carries."""
 
@@ -136,33 +121,6 @@ class Critic(nn.Module):
         return self.score(self.diversity(self.loud(self.body(image))))
 
 
-class SpeakerPooling(nn.Module):
-    """Mean and deviation over time by E[x^2] - E[x]^2, as one-pass statistics are written."""
-
-    def __init__(self, width: int, loudness: float) -> None:
-        super().__init__()
-        self.frame = scaled(nn.Linear(width, width), loudness)
-
-    def forward(self, frames: Tensor) -> Tensor:
-        x = self.frame(frames)
-        mean = x.mean(dim=1)
-        second_moment = (x * x).mean(dim=1)
-        return torch.cat([mean, torch.sqrt((second_moment - mean * mean).clamp(min=0) + 1e-3)], dim=-1)
-
-
-class Speaker(nn.Module):
-    """Frames [batch, time, 12] -> unit vectors [batch, 6]."""
-
-    def __init__(self, loudness: float) -> None:
-        super().__init__()
-        self.pool = SpeakerPooling(12, loudness)
-        self.norm = nn.LayerNorm(24, eps=1e-12)
-        self.project = nn.Linear(24, 6)
-
-    def forward(self, frames: Tensor) -> Tensor:
-        return F.normalize(self.project(self.norm(self.pool(frames))), dim=-1)
-
-
 CASES = (
     case(
         "square/rms-silent",
@@ -181,14 +139,6 @@ CASES = (
         repair={"build": seeded(Colouriser, upcast=True)},
     ),
     case(
-        "square/unit-vector-silent",
-        seeded(FaceEmbedding, gain=1e4),
-        lambda: {"left": randn(4, 30), "right": randn(4, 30, seed=1)},
-        "silent . mul silent-overflow",
-        line="x / torch.sqrt((x * x).sum(",
-        repair={"build": seeded(FaceEmbedding, gain=10.0)},
-    ),
-    case(
         "square/spectrum-share",
         seeded(KeywordSpotter, loudness=2000.0),
         lambda: {"audio": randn(2, 1, 160)},
@@ -203,13 +153,5 @@ CASES = (
         "precision diversity var reduction-overflow",
         line="(x.float() if self.upcast else x).var(dim=0",
         repair={"build": seeded(Critic, upcast=True)},
-    ),
-    case(
-        "square/speaker-moments",
-        seeded(Speaker, loudness=1500.0),
-        lambda: {"frames": randn(2, 20, 12)},
-        "precision pool mul elementwise-overflow",
-        line="second_moment = (x * x).mean(dim=1)",
-        repair={"build": seeded(Speaker, loudness=1.0)},
     ),
 )

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, biased, case, rand, randn, seeded
+from sick_models.case import Batch, case, rand, randn, seeded
 
 Spoil = Callable[[nn.Module], None]
 
@@ -92,19 +92,6 @@ class CellCounter(nn.Module):
         return {"count": self.count(x.mean(dim=(2, 3)))}
 
 
-class Sensors(nn.Module):
-    """A table [batch, 5] standardised by a batch norm at its door."""
-
-    def __init__(self, spoiled: Spoil) -> None:
-        super().__init__()
-        self.door = nn.BatchNorm1d(5)
-        self.body = nn.Sequential(nn.Linear(5, 12), nn.GELU(), nn.Linear(12, 2))
-        spoiled(self)
-
-    def forward(self, table: Tensor) -> Tensor:
-        return self.body(self.door(table))
-
-
 class Codebook(nn.Module):
     """Nearest codes from a buffer that a moving average keeps."""
 
@@ -177,19 +164,6 @@ class Weather(nn.Module):
 
 def field_error(output: Tensor, batch: Batch) -> Tensor:
     return F.mse_loss(output, batch["tomorrow"])
-
-
-class HalfClassifier(nn.Module):
-    """A table [batch, 6] in pure fp16: one unit is dead, so its weights have a gradient of exactly zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = biased(nn.Linear(6, 10), -100.0, unit=4)
-        self.head = nn.Linear(10, 3)
-        self.half()
-
-    def forward(self, table: Tensor) -> Tensor:
-        return self.head(F.relu(self.hidden(table.to(self.head.weight.dtype))))
 
 
 class HalfVectors(nn.Module):
@@ -278,14 +252,6 @@ CASES = (
         repair={"build": seeded(CellCounter, untouched)},
     ),
     case(
-        "buffers/running-mean",
-        seeded(Sensors, spoil("door.running_mean", float("inf"), element=2)),
-        lambda: {"table": randn(4, 5)},
-        "state door - poisoned-buffers",
-        train=False,
-        repair={"build": seeded(Sensors, untouched)},
-    ),
-    case(
         "buffers/codebook",
         seeded(Quantised, spoil("book.codes", float("nan"), element=9)),
         lambda: {"frames": randn(2, 5, 10)},
@@ -322,15 +288,6 @@ CASES = (
         "input . - poisoned-target",
         loss=claim_error,
         repair={"batch": claims},
-    ),
-    case(
-        "optimizer/dead-unit",
-        seeded(HalfClassifier),
-        lambda: {"table": randn(4, 6), "label": torch.tensor([0, 1, 2, 1])},
-        "precision hidden addcdiv optimizer-eps-underflow",
-        loss=label_error,
-        optimizer=partial(torch.optim.Adam, lr=1e-3),
-        repair={"optimizer": partial(torch.optim.Adam, lr=1e-3, eps=1e-4)},
     ),
     case(
         "optimizer/unseen-words",

@@ -24,22 +24,6 @@ class Microscope(nn.Module):
         return self.head(self.body(self.norm(self.stem(counts))))
 
 
-class Credit(nn.Module):
-    """A table with one column in currency units -> {"risk": [batch, 1]}."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.region = nn.Embedding(6, 4)
-        self.entry = nn.Linear(8, 16)
-        self.exit = nn.Linear(16, 1)
-        with torch.no_grad():
-            self.entry.weight[:, 0].mul_(1e-5)
-
-    def forward(self, table: Batch) -> Batch:
-        features = torch.cat([table["numbers"], self.region(table["region"])], dim=-1)
-        return {"risk": self.exit(F.relu(self.entry(features)))}
-
-
 class Telemetry(nn.Module):
     """Sensor values and their epoch seconds, each projected, then a GRU."""
 
@@ -146,23 +130,6 @@ class BagOfPhrases(nn.Module):
         return self.norm(tokens.sum(dim=1, dtype=dtype))
 
 
-class OnesPooling(nn.Module):
-    """Pools a set by a product with a row of ones."""
-
-    def __init__(self, *, average: bool) -> None:
-        super().__init__()
-        last = biased(nn.Linear(16, 16), torch.linspace(150.0, 200.0, 16))
-        self.encode = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), last)
-        self.decide = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 2))
-        self.average = average
-
-    def forward(self, points: Tensor) -> Tensor:
-        each = self.encode(points)
-        weight = 1.0 / points.shape[1] if self.average else 1.0
-        ones = torch.full((points.shape[0], 1, points.shape[1]), weight, device=points.device)
-        return self.decide(torch.bmm(ones, each).squeeze(1))
-
-
 def edges_of_a_hub(*, spokes: int) -> Tensor:
     """Every node but the first sends to the first."""
     return torch.stack([torch.arange(1, spokes + 1), torch.zeros(spokes, dtype=torch.long)])
@@ -180,22 +147,6 @@ CASES = (
         "precision stem conv2d input-cast-overflow",
         line="self.body(self.norm(self.stem(counts)))",
         repair={"batch": lambda: {"counts": rand(2, 1, 20, 20)}},
-    ),
-    case(
-        "input/credit-table",
-        seeded(Credit),
-        lambda: {
-            "numbers": torch.tensor([[2.5e5, 0.3, -1.0, 0.5], [6.1e4, 1.3, 0.2, -0.7], [3.3e4, 0.0, 0.9, 0.1]]),
-            "region": torch.tensor([0, 3, 5]),
-        },
-        "precision entry linear input-cast-overflow",
-        line="F.relu(self.entry(features))",
-        repair={
-            "batch": lambda: {
-                "numbers": torch.tensor([[2.5, 0.3, -1.0, 0.5], [0.61, 1.3, 0.2, -0.7], [0.33, 0.0, 0.9, 0.1]]),
-                "region": torch.tensor([0, 3, 5]),
-            }
-        },
     ),
     case(
         "input/telemetry-clock",
@@ -237,14 +188,5 @@ CASES = (
         "precision . sum reduction-overflow",
         line="tokens.sum(dim=1, dtype=dtype)",
         repair={"build": seeded(BagOfPhrases, in_fp32=True)},
-    ),
-    case(
-        "long-sum/point-set",
-        seeded(OnesPooling, average=False),
-        lambda: {"points": randn(2, 500, 3)},
-        "precision . bmm reduction-overflow",
-        line="torch.bmm(ones, each)",
-        near_causes=("matmul-overflow",),
-        repair={"build": seeded(OnesPooling, average=True)},
     ),
 )

@@ -20,7 +20,7 @@ class Hiding(nn.Module):
     def __init__(self, then):
         super().__init__()
         self.layer, self.table = nn.Linear(4, 4), nn.Embedding(5, 4)
-        self.memory, self.log, self.then = {}, [], then
+        self.memory, self.then = {}, then
 
     def forward(self, x):
         return self.then(self, self.layer(x))
@@ -34,60 +34,24 @@ def nan(h):
     return (h - h) / (h - h)
 
 
-found = hiding("numerics . div division-by-zero", says=(FINITE,))
-healthy = hiding("healthy")
-
-
-@found
+@hiding("numerics . div division-by-zero", says=(FINITE,))
 def kept_in_a_dict(model, h):
     model.memory["h"] = nan(h)
     return h
 
 
-@found
-def kept_in_a_list(model, h):
-    model.log.append(nan(h).detach())
-    return h
-
-
-@found
-def chosen_by_argmax(model, h):
-    return model.table(nan(h).argmax(-1))
-
-
-@found
-def chosen_among_infinities(model, h):
-    return model.table((h / (h - h)).argmax(-1))
-
-
-@found
-def chosen_by_topk(model, h):
-    return model.table(nan(h).topk(2).indices).sum(1)
-
-
-@found
-def made_whole_numbers(model, h):
-    return model.table(nan(h).to(int).clamp(0, 4))
-
-
-@found
-def compared(_model, h):
-    return torch.where(nan(h) > 0, h, -h)
-
-
-@found
-def asked_by_python(_model, h):
-    return 2 * h if nan(h).mean().item() > 0 else h
-
-
-@found
-def counted(_model, h):
-    return h * nan(h).count_nonzero()
-
-
-@found
-def taken_for_true(_model, h):
-    return 2 * h if nan(h).any() else h
+DECIDED_BY_IT = {
+    "chosen by argmax": lambda model, h: model.table(nan(h).argmax(-1)),
+    "chosen among infinities": lambda model, h: model.table((h / (h - h)).argmax(-1)),
+    "chosen by topk": lambda model, h: model.table(nan(h).topk(2).indices).sum(1),
+    "made whole numbers": lambda model, h: model.table(nan(h).to(int).clamp(0, 4)),
+    "compared": lambda model, h: torch.where(nan(h) > 0, h, -h),
+    "asked by Python": lambda model, h: 2 * h if nan(h).mean().item() > 0 else h,
+    "counted": lambda model, h: h * nan(h).count_nonzero(),
+    "taken for true": lambda model, h: 2 * h if nan(h).any() else h,
+}
+for name, then in DECIDED_BY_IT.items():
+    hiding("numerics . div division-by-zero", name=name, says=(FINITE,))(then)
 
 
 @hiding("numerics . log log-of-zero")
@@ -110,42 +74,28 @@ def spoils_a_weight(model, h):
     return h
 
 
-@healthy
+@hiding("healthy")
 def masked(model, h):
     model.memory["mask"] = torch.full((4, 4), -math.inf).triu(1)
     model.memory["smallest"], model.memory["missing"] = torch.tensor(math.inf), torch.full((3,), math.nan)
     return (h + model.memory["mask"]).softmax(-1)
 
 
-@healthy
-def checked_beside(_model, h):
-    ratio = nan(h)
-    return torch.where(torch.isfinite(ratio) & (ratio > 0), h, -h)
-
-
-@healthy
-def guarded(_model, h):
-    return h if not torch.isfinite(nan(h)).all() else 2 * h
-
-
-@healthy
-def logarithms_of_zero(model, h):
-    return model.table(torch.log(h.relu()).argmax(-1))
-
-
-@healthy
-def infinite_and_compared(_model, h):
-    return torch.where(h / (h - h) > 2, h, -h)
-
-
-@hiding(SILENT)
-def choice_that_only_fp16_spoils(model, h):
-    return model.table((h.half() * 6e4 * 100).argmax(-1))
-
-
 def squares(h):
     """More than fp16 holds."""
     return (300 + h.abs()) * (300 + h.abs())
+
+
+INNOCENT = {
+    "checked beside": lambda _, h: torch.where(torch.isfinite(nan(h)) & (nan(h) > 0), h, -h),
+    "guarded": lambda _, h: h if not torch.isfinite(nan(h)).all() else 2 * h,
+    "logarithms of zero": lambda model, h: model.table(torch.log(h.relu()).argmax(-1)),
+    "infinite and compared": lambda _, h: torch.where(h / (h - h) > 2, h, -h),
+    "overflow that decides as fp32 does": lambda _, h: h if squares(h).amax() > 1e4 else 2 * h,
+}
+for name, then in INNOCENT.items():
+    hiding("healthy", name=name)(then)
+hiding(SILENT, name="choice that only fp16 spoils")(lambda model, h: model.table((h.half() * 6e4 * 100).argmax(-1)))
 
 
 @hiding(SILENT)
@@ -158,11 +108,6 @@ def decided_otherwise_by_growth(_model, h):
 @hiding(SILENT)
 def decided_otherwise_by_a_bound(_model, h):
     return 2 * h if squares(h).amax() < 1e6 else h
-
-
-@hiding(SILENT)
-def decided_otherwise_by_equality(_model, h):
-    return torch.where(squares(h) == squares(h).amax(), h, 2 * h)
 
 
 def doubled_if_small(output, _):
@@ -183,11 +128,6 @@ def gradients_come_after(report):
 @hiding("silent . mul silent-overflow", loss=large, holds=gradients_come_after)
 def silent_overflow_before_the_gradients(model, h):
     return torch.cat([1e-3 * model.layer(h), 1e5 * (h / squares(h))])
-
-
-@healthy
-def overflow_that_decides_as_fp32_does(_model, h):
-    return h if squares(h).amax() > 1e4 else 2 * h
 
 
 @hiding("cannot-tell", says=("The output is finite, but 99.9 % off fp32's under fp16 autocast",))

@@ -1,7 +1,6 @@
 """Mechanisms that stranger code showed: each with unlike cases, as the forward under examination beside its answer."""
 
 import contextlib
-import logging
 from functools import partial
 
 import torch
@@ -168,20 +167,6 @@ def checked(self, x):
     return self.body(x)
 
 
-@step("prints", "healthy", {"x": normal(4, 3)})
-def warned(self, x):
-    share = (x * 0).sum() / (x * 0).sum()
-    if share > 2:
-        logging.getLogger(__name__).info("more than twice")
-    return self.body(x)
-
-
-@step("asserts", "healthy", {"x": normal(4, 3)})
-def watched(self, x):
-    assert torch.sqrt(x - 9.0).max() < 1e3 or not torch.sqrt(x - 9.0).max() > 1e3
-    return self.body(x)
-
-
 # Derivatives that the forward or the loss takes itself: the singular op is that of the function, not the call of grad.
 
 
@@ -190,14 +175,6 @@ def forces(self, x, other):
     x = x.detach().requires_grad_()
     distance = (x - other).square().sum(-1).sqrt()
     energy = self.body(x).sum() + torch.exp(-distance).sum()
-    return torch.autograd.grad(energy, x, create_graph=True)[0]
-
-
-@of_equal("forces with a where", TRAP.format("log"), "torch.log")
-def guarded_forces(self, x, other):
-    x = x.detach().requires_grad_()
-    squared = (x - other).square().sum(-1)
-    energy = self.body(x).sum() + torch.where(squared > 0, torch.log(squared), 0.0).sum()
     return torch.autograd.grad(energy, x, create_graph=True)[0]
 
 

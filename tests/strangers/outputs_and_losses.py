@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, ctc_loss, layer_norm, mse_loss
+from torch.nn.functional import cross_entropy, ctc_loss, mse_loss
 
 from strangers.rows import Rows
 from strangers.visits import Between, louder, normal
@@ -112,17 +112,6 @@ class TwoOverflowsApart(nn.Module):
         return self.head(torch.cat([left, right], dim=-1))
 
 
-@rows.between("healthy", {"x": 30 * normal(3, 8)}, name="bf16 has the range", amp_dtype="bfloat16")
-@rows.between("precision middle.loud linear matmul-overflow", {"x": 30 * normal(3, 8)})
-class Loud(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.loud = louder(nn.Linear(8, 8), 6e4)
-
-    def forward(self, x):
-        return layer_norm(self.loud(x), (8,))
-
-
 def of_text(output, batch):
     return ctc_loss(output, batch["text"], torch.full((2,), 4), torch.full((2,), 5))
 
@@ -172,33 +161,6 @@ def relu():
     return Between(nn.ReLU())
 
 
-def penalty(output, batch):
-    score, slope = output
-    length = slope.float().pow(2).sum(-1).sqrt()
-    return score.mean() + (length - 1).pow(2).mean()
-
-
-ROOT = "length = slope.float().pow(2).sum(-1).sqrt()"
-
-
-@rows("numerics <loss> sqrt gradient-singularity", {"x": torch.zeros(3, 8)}, line=ROOT, loss=penalty)
-class Critic(nn.Module):
-    """Takes a gradient on its way, as WGAN-GP does; it is zero."""
-
-    def __init__(self):
-        super().__init__()
-        self.entry = nn.Linear(8, 8)
-        self.exit = nn.Linear(8, 1)
-        with torch.no_grad():
-            self.entry.bias.fill_(-10.0)
-
-    def forward(self, x):
-        x = x.clone().requires_grad_()
-        score = self.exit(torch.relu(self.entry(x)))
-        (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
-        return score, slope
-
-
 EMPTY_AT_1 = torch.tensor([3, 0, 1])
 OFF_THE_TRACK = {
     "lgamma": ("invalid-domain", lambda x: torch.lgamma(x.relu())),
@@ -215,18 +177,6 @@ OFF_THE_TRACK = {
 }
 for name, (cause, function) in OFF_THE_TRACK.items():
     rows.between(f"* middle {name.split(',')[0]} {cause}", {"x": 5 * normal(4, 8)}, name=name)(function)
-
-
-@rows("numerics . mean empty-reduction", {"x": normal(30, 8)})
-class MixtureWhoseLastExpertGetsNothing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.route = nn.Linear(8, 4)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x):
-        choice = self.route(x).argmax(-1).clamp(max=2)
-        return sum(expert(x[choice == index]).mean(0) for index, expert in enumerate(self.experts))
 
 
 def log_of_output(output, _):

@@ -1,8 +1,5 @@
 """Torch's own larger layers as patients: attention, encoders, recurrent and transposed layers, embeddings, norms."""
 
-import math
-
-import pytest
 import torch
 from torch import nn
 from torch.nn.functional import local_response_norm, scaled_dot_product_attention
@@ -71,23 +68,6 @@ class RecurrenceThatGrows(nn.Module):
         return self.head(self.cells(x)[0][-1])
 
 
-@rows("precision . mul elementwise-overflow", {"x": normal(4, 3, 8)})
-class BoundedRecurrenceBeforeTheLayer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.memory = nn.LSTM(8, 8, 2, bidirectional=True)
-        self.head = nn.Linear(16, 2)
-
-    def forward(self, x):
-        states, (_, cell) = self.memory(x)
-        return self.head(states * 1e6) + cell.sum() * 0
-
-
-@rows("precision 0 conv_transpose2d matmul-overflow", {"image": 20 * normal(2, 3, 5, 5)})
-def transposed_convolution():
-    return nn.Sequential(louder(nn.ConvTranspose2d(3, 4, 3, stride=2), 3e4), nn.BatchNorm2d(4))
-
-
 BAGS = {"ids": torch.arange(20).view(2, 10), "counts": torch.full((2, 10), 3e38)}
 
 
@@ -104,45 +84,12 @@ class Bags(nn.Module):
         return self.head(self.words(ids, per_sample_weights=counts))
 
 
-DROPPED = {"holds": lambda report: report.origin.would_be == pytest.approx(1e5)}
-
-
-@rows("precision thin dropout elementwise-overflow", {"x": torch.ones(64, 8)}, **DROPPED)
-@rows("healthy", {"x": torch.ones(64, 8)}, name="thinned in eval mode", mode="eval")
-class Thinned(nn.Module):
-    """Dropout scales what it keeps past the limit."""
-
-    def __init__(self):
-        super().__init__()
-        self.wide = nn.Linear(8, 8, bias=False)
-        self.thin = nn.Dropout(0.9)
-        self.head = nn.Linear(8, 2)
-        with torch.no_grad():
-            self.wide.weight.copy_(1e4 * torch.eye(8))
-
-    def forward(self, x):
-        return self.head(self.thin(self.wide(x)))
-
-
 @rows("numerics 0.parametrizations.weight.0 _weight_norm division-by-zero", {"x": normal(3, 8)})
 def weight_norm_of_a_dead_row():
     model = nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.Linear(8, 2))
     with torch.no_grad():
         model[0].parametrizations.weight.original1[0].zero_()
     return model
-
-
-@rows("precision head linear matmul-overflow", {"ids": torch.arange(12).view(3, 4)})
-class TiedWeights(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words = louder(nn.Embedding(20, 8), 300.0)
-        self.body = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 20, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, ids):
-        return self.head(self.body(self.words(ids))).log_softmax(-1)
 
 
 ZEROS = {"x": torch.zeros(4, 8)}
@@ -163,18 +110,3 @@ def instance_norm_of_a_blank_image():
 @rows.between("healthy", {"x": normal(3, 8)})
 def layer_that_a_cpu_has_no_fp16_kernel_for(x):
     return local_response_norm(x.view(len(x), 4, 2), 3)[:, :, 0].repeat(1, 2)
-
-
-GREW = {"holds": lambda report: report.origin.would_be == pytest.approx(math.exp(12), rel=0.01)}
-
-
-@rows("precision . mul exp-overflow", {"x": normal(5, 8)}, **GREW)
-class TemperatureThatGrew(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encode = nn.Linear(8, 8)
-        self.log_scale = nn.Parameter(torch.tensor(12.0))
-
-    def forward(self, x):
-        unit = nn.functional.normalize(self.encode(x), dim=-1)
-        return (unit @ unit.T) * self.log_scale.exp()

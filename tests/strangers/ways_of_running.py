@@ -177,24 +177,6 @@ def complex_numbers_divided_by_zero(x):
     return torch.view_as_real(z / (z.abs() - z.abs())).flatten(1)
 
 
-@rows.between("precision middle.inner linear matmul-overflow", {"x": 10 * normal(5, 8)})
-class Jagged(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = louder(nn.Linear(8, 8), 1e4)
-
-    def forward(self, x):
-        rows = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=torch.jagged)
-        return self.inner(rows * 30).values()
-
-
-@rows.between("healthy", THREE)
-def scratch_full_of_nan_that_is_overwritten(x):
-    result = torch.full_like(x, float("nan"))
-    result[:] = x
-    return result
-
-
 @rows(MUL, FOUR, 1e6, 1.0, line="made[:2] = x[:2] * first")
 @rows(MUL, FOUR, 1.0, 1e6, line="made[2:] = x[2:] * second")
 @rows("healthy", FOUR, 1.0, 1.0)

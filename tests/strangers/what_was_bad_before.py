@@ -97,22 +97,6 @@ for op, product in PRODUCTS.items():
     rows("healthy", X, product, 1e-3, name=f"{op} without infinities")(Gated)
 
 
-def asks_nothing(report):
-    return "?" not in " ".join((report.cause.explanation, *(item.text for item in report.cause.evidence)))
-
-
-@rows("numerics . exp exp-overflow", X, 1000.0, says=("too large even for float64",), holds=asks_nothing)
-@rows("healthy", X, 1.0)
-class Growth(nn.Module):
-    def __init__(self, gain):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.gain = gain
-
-    def forward(self, x):
-        return torch.exp(self.layer(x).float().abs() * self.gain + self.gain)
-
-
 class Masked(nn.Linear):
     def forward(self, x):
         return super().forward(x)[:, :-1]
