@@ -37,19 +37,6 @@ def test_options_are_those_of_the_settings(path):
     assert case.report.runs.autocast.training is False
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"device": "gpu"}, "device cannot be 'gpu'"),
-        ({"mode": "test"}, "mode cannot be 'test'"),
-        ({"seed": "x"}, "seed cannot"),
-    ],
-)
-def test_a_wrong_option_is_refused(path, options, message):
-    with pytest.raises(nandoctor.NanDoctorError, match=message):
-        nandoctor.replay(path, Overflowing(), **options)
-
-
 def test_a_spec_is_looked_up_from_the_working_directory(path, tmp_path, monkeypatch):
     (tmp_path / "pyproject.toml").write_text("[tool.nandoctor]\nseed = 3\n")
     work = tmp_path / "notebooks"

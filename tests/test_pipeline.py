@@ -33,44 +33,6 @@ def replay(model, settings=None, *, fixes=False, **arrays):
     return add_fixes(replay_dump(dump_of(model, **arrays), model, settings), settings)
 
 
-def poisoned_weight():
-    model = Chain(first=nn.Linear(4, 4), last=nn.Linear(4, 4))
-    nn.init.constant_(model.last.bias, NAN)
-    return model
-
-
-def log_of_negative():
-    return Chain(first=nn.Linear(4, 4), log=Returns(lambda x: torch.log(-x.abs() - 1)))
-
-
-NONFINITE_IMAGE = torch.where(torch.eye(4) > 0, NAN, IMAGE)
-
-
-@pytest.mark.parametrize(
-    ("make", "image", "verdict", "module"),
-    [
-        (Overflowing, IMAGE, "precision", "scale"),
-        (log_of_negative, IMAGE, "numerics", "log"),
-        (poisoned_weight, IMAGE, "state", "last"),
-        (lambda: nn.Linear(4, 4), NONFINITE_IMAGE, "input", ""),
-    ],
-    ids=["precision", "numerics", "state", "input"],
-)
-def test_the_verdict_and_the_first_nonfinite_module(make, image, verdict, module):
-    report = replay(make(), image=image, logit=NONFINITE)
-    assert (report.verdict, report.first_nonfinite.place.module) == (verdict, module)
-    assert report.headline
-    assert (report.excerpt is not None) == (report.origin.op is not None)
-
-
-def test_a_healthy_dump_is_healthy():
-    model = nn.Linear(4, 4)
-    with torch.no_grad():
-        report = replay(model, image=IMAGE, logit=model(IMAGE))
-    assert (report.verdict, report.reproduction.grade, report.first_nonfinite) == ("healthy", "exact", None)
-    assert report.reproduction.max_rel_err < 1e-2
-
-
 def test_a_nan_that_does_not_come_back_says_what_may_be_missing():
     report = replay(nn.Linear(4, 4))
     assert (report.verdict, report.reproduction.grade) == ("not-reproduced", "finite")

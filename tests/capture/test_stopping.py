@@ -35,11 +35,6 @@ def test_the_share_in_the_window_decides(pattern, stops):
     assert (feed({"threshold": 0.2, "window": 10}, pattern).why_stop() is not None) is stops
 
 
-def test_a_threshold_of_zero_stops_at_once():
-    assert feed({"threshold": 0.0}, "..").why_stop() is None
-    assert feed({"threshold": 0.0}, "..F").why_stop() == "1 of the last 3 steps failed"
-
-
 def test_an_episode_begins_once():
     rule = {"threshold": 1.0, "window": 4}
     begun = [feed(rule, ".FF...F....F"[:end]).begins_episode for end in range(1, 13)]

@@ -21,26 +21,6 @@ def summary_of(tmp_path):
     return save_and_summarize
 
 
-def test_a_plain_dump(summary_of, tmp_path):
-    summary = summary_of(**forge.step(), step=49)
-    image, mask, logit = summary.arrays
-    assert (image.name, image.shape, image.dtype, image.role, image.num_bad) == (
-        "image",
-        (2, 3, 4, 4),
-        "float32",
-        "input",
-        0,
-    )
-    assert (mask.dtype, mask.role, mask.num_bad) == ("int64", "target", 0)
-    assert (logit.role, logit.num_nan, logit.num_bad) == ("output", 4, 4)
-    assert summary.scalars == (("step", "49"),)
-    assert summary.path == str(tmp_path / "dump.pth")
-    assert summary.layout == "plain"
-    assert summary.num_weights == 7
-    assert summary.num_parameters == 4 * 3 * 9 + 4 + 4 + 4
-    assert summary.bad_weights == summary.bad_buffers == ()
-
-
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2]
 
 

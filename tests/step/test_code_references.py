@@ -13,7 +13,7 @@ from nandoctor.dumps.recorded_format import Reference
 from nandoctor.dumps.signature import Provenance
 from nandoctor.errors import ModelError
 from nandoctor.source_files import hash_of
-from nandoctor.step.code_references import describe_code_change, find_loss, find_model
+from nandoctor.step.code_references import find_loss, find_model
 
 CODE = """
 from pathlib import Path
@@ -168,31 +168,12 @@ def test_the_loss_is_used_while_its_source_is_unchanged(project):
     assert note == "script_of_the_test.py has changed since the training."
 
 
-@pytest.mark.parametrize("folder", [".venv/lib/site-packages", "env/lib"])
-def test_nothing_of_a_virtual_environment_is_the_projects(project, folder):
-    (project / folder).mkdir(parents=True)
-    (project / "env" / "pyvenv.cfg").parent.mkdir(exist_ok=True)
-    (project / "env" / "pyvenv.cfg").touch()
-    (project / folder / "tools.py").write_text(CODE)
-    reference = script("loss", file=f"{folder}/tools.py", sha256=hash_of(project / folder / "tools.py"))
-    assert find_loss(reference, OWN)[0] is None
-    with pytest.raises(ModelError, match="not in the working directory"):
-        find_model(script(file=f"{folder}/tools.py"), DUMP, OWN)
-
-
 @pytest.mark.parametrize("fields", [{"file": ""}, {"file": "../x.py"}, {"name": "loss.__globals__"}])
 def test_a_loss_from_elsewhere_is_only_named(project, fields):
     reference = script(**{"name": "loss", "sha256": hash_of(project / "script_of_the_test.py"), **fields})
     loss, (note,) = find_loss(reference, OWN)
     assert loss is None
     assert "--loss" in note
-
-
-def test_what_changed_since_the_training_is_told(project):
-    (note,) = describe_code_change(script(sha256="0" * 64))
-    assert note == "script_of_the_test.py has changed since the training."
-    assert describe_code_change(script(sha256=hash_of(project / "script_of_the_test.py"))) == []
-    assert describe_code_change(None) == []
 
 
 @pytest.mark.parametrize("name", ["main.<locals>.<lambda>", "<lambda>", "main.<locals>.loss"])

@@ -77,8 +77,3 @@ for name, (said, function) in BOUNDED.items():
 @rows.applied("numerics . log log-of-zero", {"x": torch.tensor([[0.0, 1.0]])})
 def zero_that_another_eps_guards(x):
     return torch.log(1 - x.clamp(max=1.0)) + torch.log(x + 1e-8)
-
-
-@rows.applied("numerics . log log-of-zero", {"x": torch.tensor([[0.0, 1.0]])})
-def zero_at_the_other_end(x):
-    return torch.log(x.clamp(0, 1 - 1e-8))

@@ -25,16 +25,6 @@ def convolution_over_a_blank_image():
     return model
 
 
-@rows.between("precision middle mul elementwise-overflow", MANY)
-class LargeActivationTimesAnExponentialNearOne(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.log_gain = nn.Parameter(torch.full((8,), 0.5))
-
-    def forward(self, x):
-        return (6e4 * torch.sigmoid(x + 9)) * self.log_gain.exp().to(x.dtype)
-
-
 @rows.between("* middle mul elementwise-overflow", {"x": 10 + normal(30, 8)})
 def large_negative_constant_that_is_no_mask(x):
     return x * -3e4

@@ -98,23 +98,6 @@ class InfinityThatADivisionEnds(Lifting):
     pass
 
 
-def of_the_first(output, _batch):
-    return output[0].float().mean()
-
-
-@rows(
-    LOG,
-    {"x": X, "power": POWERS, "count": torch.tensor([0.0, 1.0, 2.0, 3.0])},
-    line="torch.log(power)",
-    samples=(3,),
-    loss=of_the_first,
-)
-class OutputThatTheLossDoesNotTake(Lifting):
-    def forward(self, x, power, count):
-        inverse = 1 / count
-        return super().forward(x) + torch.log(power)[:, None], inverse
-
-
 def of_the_finite(output, _batch):
     scores, squares = output
     return squares.sqrt().mean() - scores[torch.isfinite(scores)].float().mean()
@@ -137,16 +120,6 @@ LEVELS = torch.ones(4, 3)
 LEVELS[[0, 2], [0, 1]] = 0.0
 USED = torch.ones(4, 3)
 USED[0, 0] = 0.0
-
-
-@rows(DIVISION, {"x": X, "level": LEVELS, "used": USED}, line="/ level[:, k]", samples=(2,))
-class PassOfALoopThatIsNotUsed(Lifting):
-    def forward(self, x, level, used):
-        total = torch.zeros(len(x), 4)
-        for k in range(3):
-            part = super().forward(x) / level[:, k].unsqueeze(-1)
-            total = torch.where(used[:, k].unsqueeze(-1) > 0, total + part, total)
-        return total
 
 
 BANNED = torch.zeros(4, 4, dtype=torch.bool)

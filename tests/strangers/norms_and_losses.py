@@ -164,21 +164,6 @@ class BatchOfOne(nn.Module):
         return torch.log(self.norm(x).relu())
 
 
-@rows("healthy", {"x": 3 * normal(4, 8)}, 1 - 1e-3)
-@rows("precision middle atanh eps-underflow", {"x": 3 * normal(4, 8)}, 1 - 1e-5)
-def bounded(bound):
-    return Between(Bounded(bound))
-
-
-class Bounded(nn.Module):
-    def __init__(self, bound):
-        super().__init__()
-        self.bound = bound
-
-    def forward(self, x):
-        return torch.atanh(torch.tanh(6 * x).clamp(-self.bound, self.bound))
-
-
 def tells_fp32(report):
     return re.search(r"is 0 in 12 elements \(at least [\d.]+e-\d+ in fp32\)$", report.headline)
 

@@ -81,18 +81,6 @@ class BranchThatLeadsNowhere(nn.Module):
         return x
 
 
-@rows("precision critic.fake linear matmul-overflow", {"x": normal(3, 8)}, also=())
-class OneOfTwoOutputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.generate = nn.Linear(8, 8)
-        self.critic = nn.ModuleDict({"real": nn.Linear(8, 1), "fake": louder(nn.Linear(8, 1), 6e4)})
-
-    def forward(self, x):
-        fake = self.generate(10 * x)
-        return {"real": self.critic["real"](fake), "fake": self.critic["fake"](fake)}
-
-
 def tells_both(report):
     others = [(other.origin.place.module, other.origin.op, other.cause.code) for other in report.also]
     return others == [("", "mul", "elementwise-overflow")]

@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.nn.functional import local_response_norm, scaled_dot_product_attention
+from torch.nn.functional import local_response_norm
 from torch.nn.utils.parametrizations import weight_norm
 
 from strangers.rows import Rows
@@ -29,20 +29,6 @@ class SelfAttention(nn.Module):
     def forward(self, x, padding=None):
         mixed, self.weights = self.attention(x, x, x, key_padding_mask=padding, need_weights=True)
         return self.head(mixed)
-
-
-@rows("healthy", {"x": normal(3, 5, 8), "keep": ~LENGTHS})
-class FusedAttention(nn.Module):
-    """Torch's fused kernels give zeros for a row without keys, since 2.5."""
-
-    def __init__(self):
-        super().__init__()
-        self.query = nn.Linear(8, 8)
-        self.out = nn.Linear(8, 8)
-
-    def forward(self, x, keep):
-        mask = keep[:, None, :].expand(-1, x.shape[1], -1)
-        return self.out(scaled_dot_product_attention(self.query(x), self.query(x), x, attn_mask=mask))
 
 
 THIRD = "precision layers.2.linear1 linear matmul-overflow"
@@ -100,11 +86,6 @@ ZEROS = {"x": torch.zeros(4, 8)}
 @rows("healthy", ZEROS, lambda: nn.GroupNorm(2, 8, eps=1e-12), name="GroupNorm of a constant")
 def norm_with_a_tiny_eps(make):
     return Between(make())
-
-
-@rows("healthy", {"image": torch.zeros(2, 3, 8, 8)})
-def instance_norm_of_a_blank_image():
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, eps=1e-12), nn.Conv2d(4, 1, 1))
 
 
 @rows.between("healthy", {"x": normal(3, 8)})

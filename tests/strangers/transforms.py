@@ -45,13 +45,6 @@ class PerSampleGradients(Layered):
         return self.head(slopes["bias"])
 
 
-@rows(DIVISION, BATCH, line="self.inner(row) / (row - row).sum()")
-class BetweenTransforms(Layered):
-    def forward(self, x):
-        slope = jacrev(lambda row: torch.tanh(self.inner(row)))(x[0])
-        return self.head(vmap(lambda row: self.inner(row) / (row - row).sum())(x)) + slope.sum()
-
-
 @rows("numerics 0 div division-by-zero", BATCH, ignores=(".*spectral_norm",))
 def dead_weight_with_its_norm_in_a_hook():
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 2))

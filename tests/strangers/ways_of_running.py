@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from strangers.rows import Rows
-from strangers.visits import Applied, Between, louder, normal
+from strangers.visits import Applied, Between, normal
 
 rows = Rows()
 THREE, FOUR, LOUD = {"x": normal(3, 8)}, {"x": normal(4, 8)}, {"x": 1e3 * normal(3, 8)}
@@ -13,31 +13,11 @@ MUL = "precision middle mul elementwise-overflow"
 JIT = ("`torch.jit:DeprecationWarning",)
 
 
-@rows("precision step linear matmul-overflow", THREE, holds=lambda report: report.origin.place.call == 2)
-class OnlyTheThirdCallFails(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.step = louder(nn.Linear(8, 8), 80.0)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x):
-        for _ in range(3):
-            x = self.step(x)
-        return self.head(x)
-
-
 @rows.between("precision middle add elementwise-overflow", THREE)
 def accumulation_in_place(x):
     for _ in range(30):
         x += x
     return x
-
-
-@rows.between(MUL, {"x": normal(30, 8)}, line="x[:, 2:6][:, 1] *= 1e6")
-def product_on_a_view_of_a_view(x):
-    x[:, 2:6].mul_(100.0)
-    x[:, 2:6][:, 1] *= 1e6
-    return x.relu()
 
 
 class Checkpointed(nn.Module):
@@ -151,16 +131,6 @@ def what_leaves_an_fp32_region(x):
         return x.float() ** 2
 
 
-@rows.between("precision middle einsum matmul-overflow", {"x": 30 * normal(3, 8)})
-class EinsumOfThreeOperands(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.core = nn.Parameter(300 * normal(8, 8, 8))
-
-    def forward(self, x):
-        return torch.einsum("bi,bj,ijk->bk", x, x, self.core)
-
-
 @rows(
     "numerics middle fft_rfft reduction-overflow",
     {"x": normal(3, 64)},
@@ -194,13 +164,6 @@ def written_in_parts(first, second):
 def part_that_nobody_wrote(x):
     made = torch.full_like(x, float("nan"))
     made[:2] = x[:2]
-    return made.relu()
-
-
-@rows.between(MUL, FOUR)
-def overflow_that_a_later_part_leaves_in_place(x):
-    made = x * 1e6
-    made[0] = 0.0
     return made.relu()
 
 

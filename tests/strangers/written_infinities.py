@@ -109,16 +109,6 @@ def scores_that_overflow_after_they_were_masked(x):
     return (scores * 40.0).softmax(-1) @ x
 
 
-@rows("healthy", BATCH, None)
-class Nearest(Attention):
-    """An infinite distance that is never the smallest."""
-
-    def forward(self, x):
-        x = self.embed(x)
-        distance = torch.cdist(x, x) + torch.diag(torch.full((5,), math.inf))
-        return self.head(x) * distance.amin(-1, keepdim=True)
-
-
 @rows("numerics . masked_fill indeterminate-form", BATCH)
 class Distances(nn.Module):
     """An infinite distance that goes into the next layer."""
