@@ -296,7 +296,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     if not trace.bad_gradients or not (sound or _outlives_forward(step, findings)):
         return replace(findings, notes=told if sound else ())
     reference = findings.reference if findings.reference.backward else step.run(REFERENCE, watch).trace
-    unscaled = replace(watch, stage="backward at scale 1")
+    unscaled = Watch(stage="backward at scale 1", statistics="none", backward=True, ends_early=True)
     fixed = scale > 1 and not step.run(None, unscaled, (SetLossScale(value=1.0),)).trace.bad_gradients
     found = conclude_backward(trace, reference, step.low, loss_scale=scale, fixed_by_scale=fixed)
     if findings.verdict == "silent":

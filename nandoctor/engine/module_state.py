@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
@@ -51,13 +51,13 @@ def is_large(model: nn.Module) -> bool:
 
 
 def run_backward(
-    model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool
+    model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool, ends_early: bool = False
 ) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
     """Run the backward pass; return the statistics of non-finite parameter gradients, and all gradients if `keep`.
 
-    Kept gradients are of loss x `loss_scale`, as dividing all of them takes a third of a backward pass; those of a
-    large model, which lie in files, are at scale 1. None are left on the model. Raises LossError if the loss has no
-    gradient.
+    With `ends_early` it ends at the first of those. Kept gradients are of loss x `loss_scale`, as dividing all of them
+    takes a third of a backward pass; those of a large model, which lie in files, are at scale 1. None are left on the
+    model. Raises LossError if the loss has no gradient.
     """
     with held(*((parameter, "grad", None) for parameter in model.parameters())):
         if not loss.requires_grad:
@@ -66,8 +66,8 @@ def run_backward(
                 remedy="Return the tensor that training calls backward() on, not .item(), .detach() or a copy of it; "
                 "without --loss the forward alone is judged.",
             )
-        if is_large(model):
-            return _run_releasing(model, loss, loss_scale=loss_scale, keep=keep)
+        if ends_early or is_large(model):
+            return _run_releasing(model, loss, loss_scale=loss_scale, keep=keep, ends_early=ends_early)
         run_backward_in_modes(loss * loss_scale)
         made = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
         with plain_torch():
@@ -75,11 +75,15 @@ def run_backward(
             return measure_all(nonfinite), made if keep else None
 
 
+class EndedEarly(BaseException):
+    """A run has shown what was asked of it; code that catches every `Exception` does not catch it."""
+
+
 def _run_releasing(
-    model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool
+    model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool, ends_early: bool
 ) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
     """Read each gradient when it is complete, then free it; those that are kept lie in files, at scale 1."""
-    parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
+    parameters = {name: item for name, item in model.named_parameters() if item.requires_grad and item.is_leaf}
     readings: dict[str, Reading] = {}
     kept: dict[str, torch.Tensor] = {}
 
@@ -90,6 +94,8 @@ def _run_releasing(
         reading = measure(gradient)
         if reading is not None and not is_finite(reading):
             readings[name] = reading
+            if ends_early:
+                raise EndedEarly
         if keep:
             before = kept.get(name)  # a reentrant checkpoint adds its part separately
             unscaled = gradient / loss_scale
@@ -100,6 +106,7 @@ def _run_releasing(
         for name, parameter in parameters.items():
             hook = parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
             stack.callback(hook.remove)
+        stack.enter_context(suppress(EndedEarly))
         run_backward_in_modes(loss * loss_scale)
     return collect([(name, readings[name]) for name in parameters if name in readings]), kept if keep else None
 

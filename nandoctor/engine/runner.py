@@ -64,8 +64,9 @@ class Watch:
 
     `statistics` are read of the tensors that modules take and return. `ops` records every op, and `on_op` gets each
     with its tensors. `backward` runs the backward pass of loss x the step's loss scale, if `worth_backward` accepts
-    output and loss; it is recorded if `ops` is set, and `keep` leaves the gradients in the outcome. `look` gets
-    each op of forward and loss and what it made, after a function that returns the running module call.
+    output and loss; it is recorded if `ops` is set, and `keep` leaves the gradients in the outcome. With `ends_early`
+    it ends at the first non-finite gradient. `look` gets each op of forward and loss and what it made, after a function
+    that returns the running module call.
     """
 
     stage: str = "replay"
@@ -73,6 +74,7 @@ class Watch:
     ops: bool = False
     backward: bool = False
     keep: bool = False
+    ends_early: bool = False
     worth_backward: Callable[[Any, torch.Tensor], bool] = lambda *_: True
     on_op: OnOp | None = None
     look: Look | None = None
@@ -331,9 +333,11 @@ class _RecordedRun:
                     self.loss = user_code.compute_loss(step.loss, widen(self.output), call.batch, device=device)
 
     def _run_backward(self, loss: torch.Tensor) -> None:
-        model, mode, keep = self._run.step.model, self._run.step.mode, self._run.watch.keep
+        model, mode, watch = self._run.step.model, self._run.step.mode, self._run.watch
         # As torch does where a region ends. Up to 2.9, a reentrant checkpoint would compute again with weights that
         # were cast without a graph, and give them no gradients.
         torch.clear_autocast_cache()
         with user_code.kept_running(), torch.autocast(mode.device.type, enabled=False):
-            self._bad_gradients, self.gradients = run_backward(model, loss, loss_scale=mode.loss_factor, keep=keep)
+            self._bad_gradients, self.gradients = run_backward(
+                model, loss, loss_scale=mode.loss_factor, keep=watch.keep, ends_early=watch.ends_early
+            )

@@ -15,6 +15,7 @@ from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.changes.batch import KeepSamples
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.call import Call
+from nandoctor.engine.module_state import EndedEarly
 from nandoctor.engine.runner import FailingStep, Outcome, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Origin
@@ -30,6 +31,8 @@ _OF_SAMPLES = Watch(stage="samples")
 _SPARE_RUNS = 6
 """Runs beyond the two for each halving that find one sample: for a second one, and where both halves fail."""
 _FEW = 3
+_MOST_APART = 4
+"""As many samples are run one by one."""
 _ALIKE = 1e-2
 """The share of what a sample differs from the next one by that it may change if it is moved."""
 _NOISE = 1e-5
@@ -37,10 +40,6 @@ _NOISE = 1e-5
 _MOST_DIFFERENCES = 2
 _FAR = 8.0
 """How many times as large a sample is as all others, if its size is worth a word."""
-
-
-class _OriginReached(BaseException):
-    """A run has shown what was asked of it; code that catches every `Exception` does not catch it."""
 
 
 class _InDoubtError(Exception):
@@ -63,7 +62,7 @@ class Symptom:
         """Return True if the step fails again with some of its samples."""
         origin = self.origin
         if origin.phase == "backward":
-            watch = replace(_OF_SAMPLES, statistics="none", backward=True)
+            watch = replace(_OF_SAMPLES, statistics="none", backward=True, ends_early=True)
             return bool(step.run(self.policy, watch, (samples,)).trace.bad_gradients)
         if origin.op is None:
             trace = step.run(self.policy, _OF_SAMPLES, (samples,)).trace
@@ -79,10 +78,10 @@ class Symptom:
                 if is_there and is_wrong(made):
                     reached.append(True)
                     if self.ends_there:
-                        raise _OriginReached
+                        raise EndedEarly
 
         watch = replace(_OF_SAMPLES, statistics="none" if self.ends_there else "ranges", ops=bool(self.failing.unread))
-        with suppress(_OriginReached):
+        with suppress(EndedEarly):
             trace = step.run(self.policy, replace(watch, look=look), (samples,)).trace
             return bool(reached) and trace.fails_as(self.failing)
         return True
@@ -97,9 +96,11 @@ def find_guilty(step: FailingStep, flagged: tuple[int, ...], symptom: Symptom) -
     size = step.call.sample_count
     if size is None or size < 2:
         return None if size is None else tuple(range(size))
+    if size == 2 and step.call.time_first == "possible":  # it takes two healthy rows to tell samples from time steps
+        return None
     runs = _Runs(step, symptom, size)
     with suppress(_InDoubtError, ModelError, LossError):
-        found = flagged if flagged and runs.confirm(flagged) else runs.narrow(tuple(range(size)))
+        found = flagged if flagged and runs.confirm(flagged) else runs.narrow()
         healthy = tuple(sample for sample in range(size) if sample not in found)
         # If only some rows are non-finite whichever samples are there, it is their place that makes them so.
         is_of_place = not healthy and 0 < len(flagged) < min(size, MAX_SAMPLES_LISTED)
@@ -157,16 +158,30 @@ class _Runs:
         middle = len(flagged) // 2
         return not any(self.fails((*half, *self._beside)) for half in (flagged[:middle], flagged[middle:]) if half)
 
-    def narrow(self, samples: tuple[int, ...]) -> tuple[int, ...]:
-        """Return which of the samples, with which the step fails, fail by themselves."""
-        if len(samples) == 1:
-            return samples
+    def narrow(self) -> tuple[int, ...]:
+        """Return which of all samples fail by themselves."""
+        sets, num_known = [tuple(range(self._size))], len(self._known)
+        while any(len(samples) > 1 for samples in sets):
+            if sum(_least_runs(len(samples)) for samples in sets) > self._left + num_known:
+                raise _InDoubtError
+            sets = [part for samples in sets for part in self._failing_parts(samples)]
+        return tuple(sample for (sample,) in sets)
+
+    def _failing_parts(self, samples: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
+        """Return the parts of some samples, with which the step fails, with which it fails too."""
         middle = len(samples) // 2
-        parts = (samples[:middle], samples[middle:]) if len(samples) > _FEW + 1 else [(sample,) for sample in samples]
+        parts = (samples[:middle], samples[middle:]) if len(samples) > _MOST_APART else [(it,) for it in samples]
         found = [part for part in parts if self.fails((*part, *(it for it in self._beside if it not in part)))]
         if not found:
             raise _InDoubtError
-        return tuple(sample for part in found for sample in self.narrow(part))
+        return found
+
+
+def _least_runs(num_samples: int) -> int:
+    """Return how many runs it takes at least to find those to blame, if the step fails with all of these."""
+    if num_samples <= _MOST_APART:
+        return num_samples if num_samples > 1 else 0
+    return 2 + _least_runs(num_samples // 2)
 
 
 def _spread(samples: Sequence[int]) -> tuple[int, ...]:

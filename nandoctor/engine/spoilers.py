@@ -61,8 +61,9 @@ def fails_without(step: FailingStep, failing: Trace, sites: Sequence[OpSite]) ->
 
 def gradients_fail_without(step: FailingStep, sites: Sequence[OpSite]) -> bool:
     """Return True if gradients are non-finite though all that these ops make is finite; False in doubt."""
+    watch = Watch(stage="closer look", statistics="none", backward=True, ends_early=True)
     with suppress(ModelError, LossError):
-        return bool(step.run(None, Watch(stage="closer look", backward=True), _make_finite(sites)).trace.bad_gradients)
+        return bool(step.run(None, watch, _make_finite(sites)).trace.bad_gradients)
     return False
 
 

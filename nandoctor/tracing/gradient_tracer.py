@@ -13,7 +13,7 @@ import torch
 
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine
 from nandoctor.ops import BACKWARD_HOOK, GRADIENT_SUM
-from nandoctor.torch_compat import is_custom_node, unobserved
+from nandoctor.torch_compat import is_custom_node, plain_torch
 from nandoctor.tracing.exact_counts import count_exactly, find_largest, find_nonfinite
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
@@ -126,7 +126,7 @@ class GradientTracer:
         return tuple(calls)
 
     def _record(self, node: Any, outgoing: Gradients, incoming: Gradients) -> None:
-        with unobserved():
+        with plain_torch():
             given = [gradient for gradient in incoming if gradient is not None]
             made = [gradient for gradient in outgoing if gradient is not None]
             before = [read for gradient in given if (read := measure(gradient))]
@@ -149,7 +149,7 @@ class GradientTracer:
             summands = self._summands.pop((node, index), [])
             if gradient is None or len(summands) < 2 or not all(map(is_finite, summands)):
                 continue
-            with unobserved():
+            with plain_torch():
                 low, largest = format_of(gradient.dtype), sum(max(map(abs, limits_of(part))) for part in summands)
                 total = measure(gradient) if low is not None and largest > low.max else None
                 if total is None or is_finite(total):
