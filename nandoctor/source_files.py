@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import io
 import os
@@ -173,8 +172,10 @@ def installed_path(module: str) -> Path | None:
     found = importlib.machinery.PathFinder.find_spec(top, elsewhere)
     if found is None or found.origin is None or _origin_of(top) != Path(found.origin).resolve():
         return None
+    from importlib.metadata import packages_distributions  # noqa: PLC0415 - takes as long to import as all else here
+
     # Checked last: it reads the metadata of every installed distribution, which takes a second.
-    if top not in importlib.metadata.packages_distributions():
+    if top not in packages_distributions():
         return None
     base = Path(found.origin).parent.joinpath(*parts)
     places = (base.with_suffix(".py"), base / "__init__.py") if parts else (Path(found.origin),)

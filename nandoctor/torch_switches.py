@@ -26,11 +26,6 @@ def _write_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
-def _flushes_denormals() -> bool:
-    """Return True if half the smallest normal double is 0; torch has no getter, and its setting affects Python too."""
-    return sys.float_info.min / 2 == 0
-
-
 def _read_autocast() -> tuple[Any, ...]:
     states = ((torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in ("cpu", "cuda"))
     return (*states, torch.is_autocast_cache_enabled())
@@ -75,7 +70,8 @@ SWITCHES: Mapping[str, Switch] = {
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda setting: torch.set_anomaly_enabled(*setting),
     ),
-    "flush_denormal": (_flushes_denormals, torch.set_flush_denormal),
+    # Torch has no getter; its setting affects Python too.
+    "flush_denormal": (lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal),
     "num_threads": (torch.get_num_threads, torch.set_num_threads),
     # Before `fp32_precision`, some of which it sets.
     "float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),

@@ -6,7 +6,6 @@ import importlib
 import os
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import click
@@ -18,9 +17,9 @@ from nandoctor.errors import NanDoctorError
 __all__ = ["VERBS", "find_verb", "main"]
 
 VERBS = {
-    "explain": ("commands", "Explain what a cause is, why it happens and how it is fixed."),
+    "explain": ("looks", "Explain what a cause is, why it happens and how it is fixed."),
     "fix": ("verify", "Print the smallest verified change as a diff, or write it."),
-    "inspect": ("commands", "Show what is in DUMP, without running any code of it."),
+    "inspect": ("looks", "Show what is in DUMP, without running any code of it."),
     "plot": ("commands", "Replay DUMP, and plot its layers."),
     "replay": ("commands", "Replay DUMP, name the first non-finite layer, and find a fix."),
     "repro": ("commands", "Write a script with the smallest tensors that still fail."),
@@ -76,7 +75,7 @@ def _show_version(context: click.Context, _: click.Parameter, asked: bool) -> No
 def _require_working_directory() -> None:
     """Raise NanDoctorError if the working directory was deleted, where even loading torch's libraries fails."""
     try:
-        Path.cwd()
+        os.getcwd()  # noqa: PTH109 - pathlib alone takes as long to import as all that `--help` needs but click
     except FileNotFoundError as error:
         gone = NanDoctorError("The working directory no longer exists.", remedy="Change to one that does.")
         gone.exit_code = EXIT_CANNOT_TELL  # of verify and --check, 1 would say that the step still fails
@@ -90,7 +89,7 @@ def _keep_streams_apart() -> None:
     """
     if sys.__stdout__ is None or sys.stdout is not sys.__stdout__:  # a notebook's, or a test's
         return
-    with suppress(OSError), Path(os.devnull).open(encoding="utf-8") as nothing:  # one that is closed stays so
+    with suppress(OSError), open(os.devnull, "rb") as nothing:  # noqa: PTH123 - one that is closed stays so
         output = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
         os.dup2(2, 1)
         sys.stdout = output

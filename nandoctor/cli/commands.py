@@ -1,4 +1,4 @@
-"""The verbs that read single dumps, reports and checkpoints: each parses, calls, renders and exits."""
+"""The verbs that replay a single dump: each parses, calls, renders and exits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nandoctor.cli.failures import EXIT_CANNOT_TELL, EXIT_INTERRUPTED, exit_code_answers, tell
-from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, check_replaceable, file_option, settings_options
-from nandoctor.cli.shared import DumpPath, console, json_option, opened_dump, print_report, show
+from nandoctor.cli.options import MODEL_AND_STEP, check_replaceable, file_option, settings_options
+from nandoctor.cli.shared import DumpPath, GroupedCommand, console, json_option, opened_dump, print_report, show
 from nandoctor.text import printable
 from nandoctor.views.plots.kinds import PLOTS
 from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS
@@ -45,11 +45,13 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
     if check:
         sys.exit(_check(dump, outputs, options, as_json=as_json))
     from nandoctor.cli.display import ReplayDisplay
+    from nandoctor.machine import torch_imported
 
     display = ReplayDisplay(console(sys.stdout), tells=not as_json)  # before what a model prints is redirected
     with display.shown():  # importing torch alone takes a second
-        from nandoctor.case import load
-        from nandoctor.case import replay as replay_dump
+        with torch_imported():
+            from nandoctor.case import load
+            from nandoctor.case import replay as replay_dump
 
         report = replay_dump(load(dump), progress=display, **options).report
     if not as_json:
@@ -63,10 +65,10 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
 
 def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as_json: bool) -> int:
     """Return the exit code for `git bisect run`; any failure means that this commit cannot be judged."""
-    from nandoctor.case import check as verify_step
-
     with exit_code_answers():
         with opened_dump(dump, {**options, "fixes": False}) as (opened, settings):
+            from nandoctor.case import check as verify_step
+
             verification, report = verify_step(opened, **settings)
         _write_all(report, outputs, as_json=as_json)
     if verification.exit_code == EXIT_CANNOT_TELL:
@@ -102,25 +104,6 @@ def plot(dump: Path, file: Path | None, kind: str, **options: Any) -> None:
 
 
 plot.epilog = "\b\n" + "\n".join(f"{kind:<11} {about.shows}" for kind, about in PLOTS.items())
-
-
-@click.command(cls=GroupedCommand, examples=["inspect nan.pth"])
-@click.argument("dump", type=DumpPath)
-def inspect(dump: Path) -> None:
-    """Show what is in DUMP, without running any code of it."""
-    from nandoctor.dumps.dump import summarize
-    from nandoctor.dumps.reader import look_at_dump
-
-    show(summarize(look_at_dump(dump)))
-
-
-@click.command(cls=GroupedCommand, examples=["explain", "explain eps-underflow"])
-@click.argument("code", required=False)
-def explain(code: str | None) -> None:
-    """Explain what a cause is, why it happens and how it is fixed; without CODE, list all causes."""
-    from nandoctor.causes.registry import find_page, list_pages
-
-    show(list_pages() if code is None else find_page(code))
 
 
 @click.command(cls=GroupedCommand, examples=["repro nan.pth --model train.py:make_model -o repro.py"])

@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import click
 
@@ -33,7 +32,7 @@ def tell(message: str) -> None:
 
 def discard_output() -> None:
     """Drop what could not be written to standard output: Python would try once more at exit, and complain."""
-    with suppress(OSError), Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+    with suppress(OSError), open(os.devnull, "wb") as nowhere:  # noqa: PTH123
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
     sys.stdout = io.StringIO()
 

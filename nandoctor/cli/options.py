@@ -19,39 +19,6 @@ Verb = Callable[..., None]
 
 MODEL_AND_STEP: tuple[OptionGroup, ...] = ("model", "step")
 
-_HEADINGS: dict[OptionGroup, str] = {
-    "model": "The model",
-    "step": "The failing step",
-    "fixes": "The search for fixes",
-}
-
-
-class GroupedCommand(click.Command):
-    """A command whose help has examples, then its own options, then the settings of a replay by topic."""
-
-    def __init__(self, *args: Any, examples: Sequence[str], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.examples = examples
-
-    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the description of the verb, and commands to copy."""
-        super().format_help_text(ctx, formatter)
-        formatter.write_paragraph()
-        with formatter.indentation():
-            formatter.write("".join(f"{'':{formatter.current_indent}}nandoctor {line}\n" for line in self.examples))
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one section for each group of options."""
-        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
-        for parameter in self.get_params(ctx):
-            record = None if isinstance(parameter, click.Argument) else parameter.get_help_record(ctx)
-            if record is not None:
-                heading = _HEADINGS[OPTIONS[parameter.name].group] if parameter.name in OPTIONS else "Options"
-                sections.setdefault(heading, []).append(record)
-        for heading, records in sections.items():  # "Options" has --help at least
-            with formatter.section(heading):
-                formatter.write_dl(records)
-
 
 def settings_options(*groups: OptionGroup, without: str = "") -> Callable[[Verb], Verb]:
     """Add the options of these groups to a verb; it gets each by its name in `Settings`, None if it was not given."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -19,6 +19,36 @@ if TYPE_CHECKING:
 
 DumpPath = click.Path(path_type=Path)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
+_HEADINGS = {"model": "The model", "step": "The failing step", "fixes": "The search for fixes"}
+
+
+class GroupedCommand(click.Command):
+    """A command whose help has examples, then its own options, then the settings of a replay by topic."""
+
+    def __init__(self, *args: Any, examples: Sequence[str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = examples
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the description of the verb, and commands to copy."""
+        super().format_help_text(ctx, formatter)
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write("".join(f"{'':{formatter.current_indent}}nandoctor {line}\n" for line in self.examples))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one section for each group of options."""
+        from nandoctor.step.settings import OPTIONS
+
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):
+            record = None if isinstance(parameter, click.Argument) else parameter.get_help_record(ctx)
+            if record is not None:
+                heading = _HEADINGS[OPTIONS[parameter.name].group] if parameter.name in OPTIONS else "Options"
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():  # "Options" has --help at least
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
 def console(file: TextIO | None = None) -> Console:
@@ -35,9 +65,11 @@ class _Raising(Console):
 def opened_dump(path: Path, options: dict[str, Any]) -> Iterator[tuple[Dump, dict[str, Any]]]:
     """Yield the dump and the keywords of its replay: its settings, and a bar on standard error, if it is a terminal."""
     from nandoctor.cli.display import ReplayDisplay
+    from nandoctor.machine import torch_imported
 
     with ReplayDisplay(console(sys.stdout), tells=False).shown() as display:
-        from nandoctor.case import load
+        with torch_imported():
+            from nandoctor.case import load
 
         yield load(path), {**options, "progress": display}
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nandoctor.cli.options import GroupedCommand, settings_options
-from nandoctor.cli.shared import show
+from nandoctor.cli.options import settings_options
+from nandoctor.cli.shared import GroupedCommand, show
 from nandoctor.text import plural
 
 if TYPE_CHECKING:

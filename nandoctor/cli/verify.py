@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nandoctor.cli.failures import exit_code_answers, remedy_for, tell
-from nandoctor.cli.options import MODEL_AND_STEP, GroupedCommand, settings_options
-from nandoctor.cli.shared import DumpPath, json_option, opened_dump, show
+from nandoctor.cli.options import MODEL_AND_STEP, settings_options
+from nandoctor.cli.shared import DumpPath, GroupedCommand, json_option, opened_dump, show
 from nandoctor.errors import NanDoctorError
 from nandoctor.text import plural, printable
 
@@ -52,11 +52,12 @@ def verify(dump: Path, as_json: bool, **options: Any) -> None:
 
 def _verify(dump: Path, options: dict[str, Any]) -> Verification:
     """Return the verification; any failure means that it cannot tell."""
-    from nandoctor.case import check
     from nandoctor.evidence.verification import cannot_tell
 
     try:
         with opened_dump(dump, options) as (opened, settings):
+            from nandoctor.case import check
+
             return check(opened, proved=settings.pop("written_fix"), **settings)[0]
     except NanDoctorError as error:
         steps = (line.strip() for line in remedy_for(error).split("\n"))

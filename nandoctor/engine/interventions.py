@@ -59,7 +59,7 @@ def intervene(
         if kept:
             stack.enter_context(_modules_kept(kept, model, device))
         changes = OpEdits(edits, owner)
-        if changes.asked_for:
+        if changes.changes:
             stack.enter_context(intercepting(changes.handle))
         yield
 

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from nandoctor.engine.kept_memory import tensors_kept
-from nandoctor.process_wide import collection_paused
 
 Undo = Callable[[], object]
 _CONTAINERS = (dict, OrderedDict, list, deque, set)
@@ -32,8 +31,7 @@ def restored(model: nn.Module) -> Iterator[tuple[Sequence[torch.Tensor], Callabl
     It yields the tensors that the model holds, and a function that tells which were not written to. State in files'
     globals, in closures, in caches of functions and deeper in objects is not covered.
     """
-    with collection_paused:
-        found = _State(model)
+    found = _State(model)
     with ExitStack() as stack:
         is_unwritten = stack.enter_context(tensors_kept(found.tensors))
         for undo in found.undo:

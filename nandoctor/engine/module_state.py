@@ -50,6 +50,10 @@ def is_large(model: nn.Module) -> bool:
     return memory_of(tensor for tensor in model.parameters() if tensor.device.type == "cpu") >= LARGE_NBYTES
 
 
+class EndedEarly(BaseException):
+    """A run has shown what was asked of it; code that catches every `Exception` does not catch it."""
+
+
 def run_backward(
     model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool, ends_early: bool = False
 ) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
@@ -59,35 +63,11 @@ def run_backward(
     takes a third of a backward pass; those of a large model, which lie in files, are at scale 1. None are left on the
     model. Raises LossError if the loss has no gradient.
     """
-    with held(*((parameter, "grad", None) for parameter in model.parameters())):
-        if not loss.requires_grad:
-            raise LossError(
-                "The loss has no gradient: it does not depend on a weight that is trained.",
-                remedy="Return the tensor that training calls backward() on, not .item(), .detach() or a copy of it; "
-                "without --loss the forward alone is judged.",
-            )
-        if ends_early or is_large(model):
-            return _run_releasing(model, loss, loss_scale=loss_scale, keep=keep, ends_early=ends_early)
-        run_backward_in_modes(loss * loss_scale)
-        made = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
-        with plain_torch():
-            nonfinite = [(name, gradient) for name, gradient in made.items() if not all_finite(gradient)]
-            return measure_all(nonfinite), made if keep else None
-
-
-class EndedEarly(BaseException):
-    """A run has shown what was asked of it; code that catches every `Exception` does not catch it."""
-
-
-def _run_releasing(
-    model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool, ends_early: bool
-) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
-    """Read each gradient when it is complete, then free it; those that are kept lie in files, at scale 1."""
-    parameters = {name: item for name, item in model.named_parameters() if item.requires_grad and item.is_leaf}
     readings: dict[str, Reading] = {}
     kept: dict[str, torch.Tensor] = {}
 
     def take(name: str, parameter: torch.Tensor) -> None:
+        """Read a gradient when it is complete, and free it."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
@@ -102,13 +82,24 @@ def _run_releasing(
             unscaled = unscaled if before is None else unscaled + before
             kept[name] = map_empty(unscaled.shape, unscaled.dtype).copy_(unscaled)
 
-    with ExitStack() as stack:
-        for name, parameter in parameters.items():
+    with held(*((parameter, "grad", None) for parameter in model.parameters())), ExitStack() as stack:
+        if not loss.requires_grad:
+            raise LossError(
+                "The loss has no gradient: it does not depend on a weight that is trained.",
+                remedy="Return the tensor that training calls backward() on, not .item(), .detach() or a copy of it; "
+                "without --loss the forward alone is judged.",
+            )
+        named = {name: item for name, item in model.named_parameters() if item.requires_grad and item.is_leaf}
+        for name, parameter in named.items() if ends_early or is_large(model) else ():
             hook = parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
             stack.callback(hook.remove)
-        stack.enter_context(suppress(EndedEarly))
-        run_backward_in_modes(loss * loss_scale)
-    return collect([(name, readings[name]) for name in parameters if name in readings]), kept if keep else None
+        with suppress(EndedEarly):
+            run_backward_in_modes(loss * loss_scale)
+        made = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
+        with plain_torch():
+            nonfinite = [(name, gradient) for name, gradient in made.items() if not all_finite(gradient)]
+            found = (*collect([(name, readings[name]) for name in named if name in readings]), *measure_all(nonfinite))
+            return found, kept | made if keep else None
 
 
 def known_tensors(model: nn.Module, batch: Batch) -> Iterator[tuple[TensorKind, str, torch.Tensor]]:

@@ -38,18 +38,13 @@ class OpEdits:
     def __init__(self, edits: Sequence[SingleEdit], owner: Callable[[], Owner]) -> None:
         self._owner = owner
         self._counts: Counter[tuple[Owner, str]] = Counter()
-        self._changes = [(edit, site, change) for edit in edits for site, change in edit.on_ops()]
-
-    @property
-    def asked_for(self) -> bool:
-        """True if there are any."""
-        return bool(self._changes)
+        self.changes = [(edit, site, change) for edit in edits for site, change in edit.on_ops()]
 
     def handle(self, call: Invocation, proceed: Proceed) -> Any:
         """Run one op, with the edits that apply to it."""
         owner = self._owner()
         run = proceed
-        for edit, site, change in self._changes:
+        for edit, site, change in self.changes:
             # An in-place op can return neither a tensor of another dtype nor another tensor than its argument.
             possible = not call.is_mutable or edit.works_in_place(has_out=_has_out(call))
             if possible and self._is_meant(site, call, owner):

@@ -51,17 +51,14 @@ def swapped_code(files: Sequence[ChangedFile], model: nn.Module, loss: Any = Non
     with ExitStack() as undo:
         for file in files:
             swaps = find_swaps(file, model, loss)
-            spaces = [function.__globals__ for function, _ in swaps] if _imports_torch(file) else []
+            # No change imports anything else.
+            imports_torch = "import torch" in {*file.after.splitlines()} - {*file.before.splitlines()}
+            spaces = [function.__globals__ for function, _ in swaps] if imports_torch else []
             for space in (space for space in spaces if "torch" not in space):
                 space["torch"] = torch
                 undo.callback(space.pop, "torch", None)
             undo.enter_context(held(*((function, "__code__", code) for function, code in swaps)))
         yield
-
-
-def _imports_torch(file: ChangedFile) -> bool:
-    """Return True if the new text imports torch and the old one does not: no change imports anything else."""
-    return "import torch" in {*file.after.splitlines()} - {*file.before.splitlines()}
 
 
 def find_swaps(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[FunctionType, CodeType]]:

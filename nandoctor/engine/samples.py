@@ -100,7 +100,7 @@ def find_guilty(step: FailingStep, flagged: tuple[int, ...], symptom: Symptom) -
         return None
     runs = _Runs(step, symptom, size)
     with suppress(_InDoubtError, ModelError, LossError):
-        found = flagged if flagged and runs.confirm(flagged) else runs.narrow()
+        found = flagged if flagged and runs.confirm(flagged) else runs.narrow(tuple(range(size)))
         healthy = tuple(sample for sample in range(size) if sample not in found)
         # If only some rows are non-finite whichever samples are there, it is their place that makes them so.
         is_of_place = not healthy and 0 < len(flagged) < min(size, MAX_SAMPLES_LISTED)
@@ -158,23 +158,20 @@ class _Runs:
         middle = len(flagged) // 2
         return not any(self.fails((*half, *self._beside)) for half in (flagged[:middle], flagged[middle:]) if half)
 
-    def narrow(self) -> tuple[int, ...]:
-        """Return which of all samples fail by themselves."""
-        sets, num_known = [tuple(range(self._size))], len(self._known)
-        while any(len(samples) > 1 for samples in sets):
-            if sum(_least_runs(len(samples)) for samples in sets) > self._left + num_known:
-                raise _InDoubtError
-            sets = [part for samples in sets for part in self._failing_parts(samples)]
-        return tuple(sample for (sample,) in sets)
-
-    def _failing_parts(self, samples: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
-        """Return the parts of some samples, with which the step fails, with which it fails too."""
+    def narrow(self, samples: tuple[int, ...], owed: int = 0) -> tuple[int, ...]:
+        """Return which of the samples, with which the step fails, fail by themselves; others need `owed` runs more."""
+        if len(samples) == 1:
+            return samples
+        if owed + _least_runs(len(samples)) > self._left + 2:  # two were run alone already, if any were
+            raise _InDoubtError
         middle = len(samples) // 2
         parts = (samples[:middle], samples[middle:]) if len(samples) > _MOST_APART else [(it,) for it in samples]
         found = [part for part in parts if self.fails((*part, *(it for it in self._beside if it not in part)))]
         if not found:
             raise _InDoubtError
-        return found
+        *before, last = found
+        owed += _least_runs(len(last))
+        return tuple(sample for part in before for sample in self.narrow(part, owed)) + self.narrow(last)
 
 
 def _least_runs(num_samples: int) -> int:

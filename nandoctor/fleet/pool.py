@@ -26,7 +26,7 @@ from functools import partial
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.triage import DumpResult
 from nandoctor.fleet.worker import Job, JobAnswer, run_job
-from nandoctor.machine import available_memory, count_cores, limit_memory
+from nandoctor.machine import available_memory, count_cores, limit_memory, torch_imported
 
 _LEAST_NBYTES = 1 << 30
 """The memory that a worker needs for torch and a small model: no more workers are started than fit."""
@@ -170,7 +170,8 @@ def _prepare_worker(memory: int | None, num_threads: int) -> None:
     os.dup2(2, 1)  # what a model prints is not part of the table
     if memory is not None:
         limit_memory(memory)
-    import torch  # noqa: PLC0415  (only workers need it)
+    with torch_imported():
+        import torch  # noqa: PLC0415  (only workers need it)
 
     torch.set_num_threads(num_threads)
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from nandoctor.evidence.trace import ModuleCall
-from nandoctor.process_wide import collection_paused
 from nandoctor.torch_compat import plain_torch, version_of
 from nandoctor.tracing.tensor_stats import Reading, Readings, add_counts, collect_all, is_finite, measure
 from nandoctor.tracing.tensor_tree import walk_tensors
@@ -85,14 +84,13 @@ class Tracer:
         with ExitStack() as hooks:
             if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
                 hooks.enter_context(torch.compiler.set_stance("force_eager"))
-            with collection_paused:
-                for name, module in self._model.named_modules():
-                    # A ScriptModule refuses hooks, which its graph could not keep; Module's own methods add them for
-                    # calls from Python. Ours comes first: what other hooks compute (spectral norm) is in the call.
-                    pre_hook, hook = nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook
-                    hooks.callback(pre_hook(module, partial(self._on_entry, name), prepend=True).remove)
-                    hooks.callback(pre_hook(module, self._on_arguments, with_kwargs=True).remove)
-                    hooks.callback(hook(module, self._on_return, always_call=True).remove)
+            for name, module in self._model.named_modules():
+                # A ScriptModule refuses hooks, which its graph could not keep; Module's own methods add them for calls
+                # from Python. Ours comes first: what other hooks compute (spectral norm) is in the call.
+                pre_hook, hook = nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook
+                hooks.callback(pre_hook(module, partial(self._on_entry, name), prepend=True).remove)
+                hooks.callback(pre_hook(module, self._on_arguments, with_kwargs=True).remove)
+                hooks.callback(hook(module, self._on_return, always_call=True).remove)
             self._hooks = hooks.pop_all()
         return self
 

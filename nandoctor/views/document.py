@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from nandoctor.causes.registry import Page
-from nandoctor.evidence.dump_summary import DumpSummary
-from nandoctor.evidence.report import Report
-from nandoctor.evidence.triage import Triage
-from nandoctor.evidence.verification import FixChoice, Verification
-from nandoctor.views.blocks import Block, Level
-from nandoctor.views.explain import catalogue_document, cause_document
-from nandoctor.views.inspect_dump import inspection_document
-from nandoctor.views.report import report_document
-from nandoctor.views.triage import triage_document
-from nandoctor.views.verification import fix_document, verification_document
+if TYPE_CHECKING:
+    from nandoctor.views.blocks import Block, Level
 
-_DOCUMENTS: Mapping[type, Callable[..., Iterable[Block]]] = {
-    Report: report_document,
-    Triage: triage_document,
-    Verification: verification_document,
-    FixChoice: fix_document,
-    DumpSummary: inspection_document,
-    Page: cause_document,
-    tuple: catalogue_document,
+_DOCUMENTS = {
+    "Report": ("report", "report_document"),
+    "Triage": ("triage", "triage_document"),
+    "Verification": ("verification", "verification_document"),
+    "FixChoice": ("verification", "fix_document"),
+    "DumpSummary": ("inspect_dump", "inspection_document"),
+    "Page": ("explain", "cause_document"),
+    "tuple": ("explain", "catalogue_document"),
 }
-_WITH_LEVELS = (Report, Triage)
+"""The module beside this one that has a record's document, which is imported for one of these alone."""
+_WITH_LEVELS = ("Report", "Triage")
 
 
 def document(thing: Any, level: Level = "screen", **more: Any) -> tuple[Block, ...]:
@@ -37,5 +29,7 @@ def document(thing: Any, level: Level = "screen", **more: Any) -> tuple[Block, .
         level: how much is said of a report or a triage; the others have one level.
         **more: `has_page` if a report's page was made already; the `report` that a chosen fix is of.
     """
-    levels = {"level": level} if isinstance(thing, _WITH_LEVELS) else {}
-    return tuple(_DOCUMENTS[type(thing)](thing, **levels, **more))
+    kind = type(thing).__name__
+    module, function = _DOCUMENTS[kind]
+    levels = {"level": level} if kind in _WITH_LEVELS else {}
+    return tuple(getattr(importlib.import_module(f"nandoctor.views.{module}"), function)(thing, **levels, **more))
