@@ -101,33 +101,6 @@ class Reader(nn.Module):
         return self.head(x)
 
 
-class FactorisedEmbedding(nn.Module):
-    """A small embedding projected up, then multiplied by sqrt(width) as the first transformer did."""
-
-    def __init__(self, loud: float) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, 8)
-        self.lift = scaled(nn.Linear(8, 64), loud)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.lift(self.table(tokens)) * self.lift.out_features**0.5
-
-
-class Translator(nn.Module):
-    """Tokens [batch, length] -> logits, with a GRU between."""
-
-    def __init__(self, loud: float) -> None:
-        super().__init__()
-        self.source = FactorisedEmbedding(loud)
-        self.norm = nn.LayerNorm(64)
-        self.encode = nn.GRU(64, 16, batch_first=True)
-        self.head = nn.Linear(16, 20)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        states, _last = self.encode(self.norm(self.source(tokens)))
-        return self.head(states)
-
-
 class Churn(nn.Module):
     """A table [batch, 10]; the survivors of the dropout are multiplied by 1 / (1 - p)."""
 
@@ -166,14 +139,6 @@ CASES = (
         "precision late mul elementwise-overflow",
         line="F.gelu(gate) * value",
         repair={"build": seeded(Reader, gain=1.0)},
-    ),
-    case(
-        "gate/embedding-scale",
-        seeded(Translator, loud=1.5e4),
-        lambda: {"tokens": torch.arange(16).view(2, 8)},
-        "precision source mul elementwise-overflow",
-        line="self.lift(self.table(tokens)) * self.lift.out_features**0.5",
-        repair={"build": seeded(Translator, loud=1.0)},
     ),
     case(
         "gate/dropout-scale",

@@ -78,39 +78,6 @@ def geodesic(output: Tensor, _batch: Batch) -> Tensor:
     return torch.acos((trace - 1) / 2).mean()
 
 
-class LogReturns(nn.Module):
-    """log of the positive part, zero elsewhere: the hidden branch still has a gradient."""
-
-    def __init__(self, *, guarded: bool) -> None:
-        super().__init__()
-        self.guarded = guarded
-
-    def forward(self, x: Tensor) -> Tensor:
-        positive = x > 0
-        safe = torch.where(positive, x, 1.0) if self.guarded else x
-        return torch.where(positive, torch.log(safe), 0.0)
-
-
-class Portfolio(nn.Module):
-    """Prices [batch, time, 4] -> weights; on a day without a change the factors are exactly zero."""
-
-    def __init__(self, *, guarded: bool) -> None:
-        super().__init__()
-        self.factors = nn.Linear(4, 12, bias=False)
-        self.returns = LogReturns(guarded=guarded)
-        self.read = nn.GRU(12, 12, batch_first=True)
-        self.weights = nn.Linear(12, 4)
-
-    def forward(self, prices: Tensor) -> Tensor:
-        volumes = self.factors(prices.diff(dim=1)).abs()
-        states, _last = self.read(self.returns(volumes))
-        return self.weights(states[:, -1]).softmax(dim=-1)
-
-
-def spread_of_weights(output: Tensor, _batch: Batch) -> Tensor:
-    return output.square().sum(dim=-1).mean()
-
-
 class PairDistances(nn.Module):
     """Distances between all atoms; the diagonal is zero and hidden by a where."""
 
@@ -169,12 +136,6 @@ def signatures(*, same_picture: bool) -> Batch:
     return {"left": left, "right": right, "same": torch.tensor([False, True, True])}
 
 
-def prices_of_a_holiday() -> Batch:
-    prices = randn(3, 6, 4)
-    prices[1, 3] = prices[1, 2]
-    return {"prices": prices}
-
-
 CASES = (
     case(
         "singularity/same-signature",
@@ -202,15 +163,6 @@ CASES = (
         loss=geodesic,
         line="torch.acos((trace - 1) / 2).mean()",
         repair={"build": seeded(PoseHead, spin=0.5)},
-    ),
-    case(
-        "where/log-returns",
-        seeded(Portfolio, guarded=False),
-        prices_of_a_holiday,
-        "numerics returns log where-gradient-trap",
-        loss=spread_of_weights,
-        line="torch.where(positive, torch.log(safe), 0.0)",
-        repair={"build": seeded(Portfolio, guarded=True)},
     ),
     case(
         "where/pair-distances",

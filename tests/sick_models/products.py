@@ -3,8 +3,6 @@
 In: nothing. Out: `CASES` of the row "product too large".
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -101,61 +99,6 @@ class PatchEncoder(nn.Module):
         return {"logit": self.head(x.mean(dim=1))}
 
 
-@dataclass
-class Detection:
-    boxes: Tensor
-    scores: Tensor
-
-
-class Pyramid(nn.Module):
-    """Two levels of features; the coarse one is loud but fits, and its norm has NaN statistics that nobody reads."""
-
-    def __init__(self, gain: float) -> None:
-        super().__init__()
-        self.bottom = nn.Sequential(scaled(nn.Conv2d(3, 16, 3, padding=1), 300.0), nn.ReLU())
-        self.top = nn.Sequential(nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU())
-        self.lateral = scaled(nn.Conv2d(16, 16, 1), gain)
-        self.smooth = nn.BatchNorm2d(16)
-        self.loud = scaled(nn.Conv2d(16, 16, 1), 100.0)
-        self.quiet = nn.BatchNorm2d(16)
-        assert self.quiet.running_var is not None
-        self.quiet.running_var.fill_(float("nan"))
-
-    def forward(self, image: Tensor) -> list[Tensor]:
-        fine = self.bottom(image)
-        coarse = self.top(fine)
-        return [self.smooth(self.lateral(fine)), self.quiet(self.loud(coarse))]
-
-
-class Detector(nn.Module):
-    """Images [batch, 3, 16, 16] -> `Detection`."""
-
-    def __init__(self, gain: float) -> None:
-        super().__init__()
-        self.neck = Pyramid(gain)
-        self.boxes = nn.Conv2d(16, 4, 1)
-        self.scores = nn.Conv2d(16, 3, 1)
-
-    def forward(self, image: Tensor) -> Detection:
-        levels = [level.flatten(2) for level in self.neck(image)]
-        joined = torch.cat(levels, dim=-1).unsqueeze(-1)
-        return Detection(boxes=self.boxes(joined), scores=self.scores(joined))
-
-
-class Retrieval(nn.Module):
-    """Queries against keys without normalisation; no passage answers the question that it was taken from."""
-
-    def __init__(self, gain: float) -> None:
-        super().__init__()
-        self.ask = scaled(nn.Linear(12, 48), gain)
-        self.answer = scaled(nn.Linear(20, 48), gain)
-
-    def forward(self, *, question: Tensor, passage: Tensor) -> Tensor:
-        similarity = torch.einsum("qd,pd->qp", self.ask(question), self.answer(passage))
-        itself = torch.eye(*similarity.shape, dtype=torch.bool, device=similarity.device)
-        return similarity.masked_fill(itself, -torch.inf).softmax(dim=-1)
-
-
 CASES = (
     case(
         "product/decoder-feed-forward",
@@ -172,22 +115,5 @@ CASES = (
         "precision attend matmul matmul-overflow",
         line="(before * self.query(x)) @ self.key(x)",
         repair={"build": seeded(PatchEncoder, scale_first=True)},
-    ),
-    case(
-        "product/detector-lateral",
-        seeded(Detector, gain=700.0),
-        lambda: {"image": 3.0 * randn(2, 3, 16, 16)},
-        "precision neck.lateral conv2d matmul-overflow",
-        line="self.smooth(self.lateral(fine))",
-        repair={"build": seeded(Detector, gain=1.0)},
-    ),
-    case(
-        "product/retrieval-einsum",
-        seeded(Retrieval, gain=400.0),
-        lambda: {"question": randn(5, 12), "passage": randn(7, 20, seed=1)},
-        "precision . einsum matmul-overflow",
-        call=lambda model, batch: model(**batch),
-        line='torch.einsum("qd,pd->qp"',
-        repair={"build": seeded(Retrieval, gain=1.0)},
     ),
 )

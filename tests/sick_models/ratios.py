@@ -134,30 +134,6 @@ class Projector(nn.Module):
         return self.out(torch.relu(self.whiten(lifted))), lifted
 
 
-class PhaseTransform(nn.Module):
-    """Cross-correlation of two microphones by phase alone: a band without sound has no phase."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        cross = torch.fft.rfft(left.float()) * torch.fft.rfft(right.float()).conj()
-        return torch.fft.irfft(cross / (cross.abs() + self.eps))
-
-
-class Localiser(nn.Module):
-    """Two recordings [batch, 32] -> the direction of the speaker."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.delays = PhaseTransform(eps)
-        self.direction = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 2))
-
-    def forward(self, *, left: Tensor, right: Tensor) -> Tensor:
-        return self.direction(self.delays(left, right))
-
-
 class Segmenter(nn.Module):
     """Volumes [batch, 1, 6, 6, 6] -> {"probability"}: exact zeros outside, by a hard gate."""
 
@@ -240,15 +216,6 @@ CASES = (
         "numerics first pow division-by-zero",
         line="adjacency.sum(dim=1).pow(-0.5)",
         repair={"batch": lambda: citations(isolated=False)},
-    ),
-    case(
-        "ratio/silent-microphone",
-        seeded(Localiser, eps=0.0),
-        lambda: {"left": randn(2, 32), "right": torch.zeros(2, 32)},
-        "numerics delays div division-by-zero",
-        call=lambda model, batch: model(**batch),
-        line="torch.fft.irfft(cross / (cross.abs() + self.eps))",
-        repair={"build": seeded(Localiser, eps=1e-6)},
     ),
     case(
         "ratio/no-organ",
