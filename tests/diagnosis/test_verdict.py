@@ -7,7 +7,7 @@ from made_traces import NAN, call, reference, stats, trace
 
 from nandoctor.diagnosis.conclusion import Conclusion
 from nandoctor.diagnosis.origin import find_nonfinite_places
-from nandoctor.diagnosis.verdict import advise, judge, judge_backward, write_headline
+from nandoctor.diagnosis.verdict import advise, write_headline
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.report import Cause, Diagnosis, NonfiniteElements, Origin, Reproduction
 from nandoctor.evidence.trace import Place
@@ -15,9 +15,7 @@ from nandoctor.evidence.trace import Place
 NONFINITE = stats(NAN, 1.0, path="logit")
 SICK = trace(call("", 0, 3, outputs=(NONFINITE,)), call("head", 1, 2, outputs=(NONFINITE,)), output=(NONFINITE,))
 SOUND = reference(call("", 0, 3), call("head", 1, 2))
-LOST = Reproduction(grade="finite", num_bad_saved=4)
 FOUND = Reproduction(grade="exact", num_bad_saved=4)
-NO_REFERENCE = Reproduction(grade="no-reference")
 CAUSE = Cause(code="matmul-overflow", title="A product overflowed", explanation="The batch is non-finite.", evidence=())
 
 
@@ -40,47 +38,7 @@ def concluded(phase="forward", sick=SICK, healthy=SOUND, module="head", cause=CA
     )
 
 
-FAILING = reference(*SICK.calls, output=(NONFINITE,))
 FINITE = trace(*SOUND.calls, output=(stats(1.0),))
-WRONG = trace(*SOUND.calls, output=(stats(2.0),))
-
-
-@pytest.mark.parametrize(
-    ("run", "other", "conclusion", "reproduction", "verdict"),
-    [
-        (SICK, SOUND, concluded(), FOUND, "precision"),
-        (SICK, FAILING, concluded(), FOUND, "numerics"),
-        (SICK, SOUND, concluded("state"), FOUND, "state"),
-        (SICK, FAILING, concluded("state"), FOUND, "state"),
-        (SICK, FAILING, concluded("input"), FOUND, "input"),
-        (SICK, SOUND, concluded("loss"), FOUND, "precision"),
-        (SICK, SOUND, Conclusion(complete=False), FOUND, "precision"),
-        (SICK, SOUND, Conclusion(), FOUND, "healthy"),
-        (FINITE, SOUND, Conclusion(), NO_REFERENCE, "healthy"),
-        (FINITE, SOUND, Conclusion(), LOST, "not-reproduced"),
-        (WRONG, SOUND, concluded(), NO_REFERENCE, "silent"),
-        (WRONG, SOUND, Conclusion(), NO_REFERENCE, "healthy"),
-        (FINITE, SOUND, concluded(), NO_REFERENCE, "healthy"),
-    ],
-)
-def test_the_verdict(run, other, conclusion, reproduction, verdict):
-    assert judge(run, other, conclusion, reproduction) == verdict
-
-
-GRADIENTS = trace(*SOUND.calls, bad_gradients=(NONFINITE,))
-
-
-@pytest.mark.parametrize(
-    ("run", "other", "fixed_by_scale", "verdict"),
-    [
-        (FINITE, SOUND, False, "healthy"),
-        (GRADIENTS, SOUND, True, "loss-scale"),
-        (GRADIENTS, SOUND, False, "precision"),
-        (GRADIENTS, reference(*SOUND.calls, bad_gradients=(NONFINITE,)), False, "numerics"),
-    ],
-)
-def test_the_verdict_on_gradients(run, other, fixed_by_scale, verdict):
-    assert judge_backward(run, other, Conclusion(), fixed_by_scale=fixed_by_scale) == verdict
 
 
 BETWEEN = trace(call("", 0, 3), call("head", 1, 2, inputs=(NONFINITE,)), output=(NONFINITE,))

@@ -3,7 +3,6 @@
 In: the cases. Out: assertions, made without nandoctor's diagnosis; only its emulation of CUDA autocast is used.
 """
 
-import dataclasses
 import inspect
 import sys
 from collections import Counter
@@ -14,7 +13,7 @@ import torch
 from one_test import for_each
 
 from nandoctor.causes import registry
-from sick_models import LOSS, Case, all_cases, decoyed, healthy_models, renamed
+from sick_models import Case, all_cases, healthy_models
 from sick_models.case import MECHANISMS
 from sick_models.probing import Outcome, distance, finite, float_tensors
 from sick_models.probing import run as run_anew
@@ -108,11 +107,6 @@ def test_decoy_is_healthy_in_both_precisions(case: Case) -> None:
 
 
 @every_case
-def test_module_exists(case: Case) -> None:
-    assert case.module == LOSS or case.module in dict(case.build().named_modules())
-
-
-@every_case
 def test_line_stands_once_in_its_file(case: Case) -> None:
     if case.phase in ("state", "input", "optimizer"):
         assert case.line == ""
@@ -120,21 +114,6 @@ def test_line_stands_once_in_its_file(case: Case) -> None:
     source = inspect.getsource(sys.modules[type(case.build()).__module__])
     lines = [line for line in source.splitlines() if case.line in line and not line.strip().startswith("line=")]
     assert len(lines) == 1
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.verdict == "loss-scale"], ids=lambda case: case.name)
-def test_loss_scale_is_fixed_by_halving(case: Case) -> None:
-    scale = case.loss_scale
-    while scale > 1 and run(dataclasses.replace(case, loss_scale=scale), autocast=True).first_nonfinite:
-        scale /= 2
-    assert 1 < scale < case.loss_scale
-
-
-@pytest.mark.parametrize("name", ["ratio/nothing-measured", "ratio/all-labels-ignored"])
-def test_a_mean_of_nothing_leaves_every_gradient_finite(name: str) -> None:
-    outcome = run(next(case for case in CASES if case.name == name), autocast=True)
-    assert not finite(outcome.loss)
-    assert all(map(finite, outcome.gradients.values()))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.phase == "state"], ids=lambda case: case.name)
@@ -156,22 +135,3 @@ def test_nonfinite_batch_is_so_before_the_model_sees_it(case: Case) -> None:
     nonfinite = [name for name, array in case.batch().items() if float_tensors(array) and not finite(array)]
     assert len(nonfinite) == 1
     assert (nonfinite[0] in ("tomorrow", "paid")) == (case.cause == "poisoned-target")
-
-
-@every_case
-def test_renamed_is_the_same_illness_under_other_names(case: Case) -> None:
-    other = renamed(case)
-    old, new = ([name for name, _ in item.build().named_modules()] for item in (case, other))
-    assert other.module == LOSS or old.index(case.module) == new.index(other.module)
-    plain, fresh = run(case, autocast=True), run(other, autocast=True)
-    for one, same in zip(plain.output, fresh.output, strict=True):
-        torch.testing.assert_close(one, same, rtol=0, atol=0, equal_nan=True)
-    assert run(other.twin(), autocast=True).first_nonfinite == ""
-
-
-@every_case
-def test_decoyed_is_as_sick_and_its_twin_as_healthy(case: Case) -> None:
-    other = decoyed(case)
-    assert other.module in (LOSS, "", *dict(other.build().named_modules()))
-    assert_sick(other, run(other, autocast=True))
-    assert_healthy(other.twin())

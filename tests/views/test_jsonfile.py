@@ -7,7 +7,6 @@ import pytest
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.codec import from_plain
 from nandoctor.evidence.report import Report
-from nandoctor.views.jsonfile import dumps
 from nandoctor.views.save import save
 
 
@@ -28,13 +27,6 @@ def test_a_report_comes_back_as_it_was(make, tmp_path):
     report = make()
     save(report, tmp_path / "report.json")
     assert read(tmp_path / "report.json") == report
-
-
-def test_hostile_names_are_ascii_in_the_file_and_come_back(tmp_path):
-    hostile = factory.report(dump=factory.dump(path="\x1b[31m\ud800\n层"))
-    assert dumps(hostile).isascii()
-    save(hostile, tmp_path / "report.json")
-    assert read(tmp_path / "report.json") == hostile
 
 
 def test_a_failed_write_leaves_the_old_report(saved, monkeypatch):

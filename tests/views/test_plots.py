@@ -7,7 +7,6 @@ import pytest
 from matplotlib.text import Text
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.views.plots.figures import save_figure
 from nandoctor.views.plots.kinds import PLOTS, draw
 
 
@@ -37,25 +36,6 @@ def test_the_origin_is_shown_where_it_is():
     image = figure.axes[0].images[0].get_array()
     assert image[11, 5] == 8
     assert image.mask[0, 0]
-
-
-@pytest.mark.parametrize("kind", PLOTS)
-def test_hostile_names_are_drawn_as_they_are(kind, tmp_path):
-    hostile = "$\\frac{$x^\x1b\n_{<b>"
-    made = factory.fixable()
-    rows = tuple(factory.put(row, module=hostile) if not row.finite else row for row in made.runs.autocast.modules[:11])
-    made = replace(
-        made,
-        headline=hostile,
-        runs=replace(made.runs, autocast=replace(made.runs.autocast, modules=rows)),
-        origin=factory.put(made.origin, module=hostile, op=hostile),
-        dump=factory.dump(path=hostile),
-    )
-    save_figure(draw(made, kind), tmp_path / "x.svg")
-    text = (tmp_path / "x.svg").read_text(encoding="utf-8")
-    assert len(text) > 5000
-    assert "\x1b" not in text
-    assert "<b>" not in text
 
 
 def test_a_run_without_autocast_is_told_as_such():
