@@ -132,13 +132,7 @@ def test_the_diagnosis_is_printed_before_a_fix_is_tried(monkeypatch):
 
 
 RUN = frozenset({"model", "step"})
-VERBS = {
-    "replay": RUN | {"fixes"},
-    "fix": RUN | {"fixes"},
-    "verify": RUN,
-    "plot": RUN,
-    "repro": RUN,
-}
+VERBS = {"replay": RUN | {"fixes"}, "fix": RUN | {"fixes"}, "verify": RUN, "plot": RUN, "repro": RUN}
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -106,10 +106,7 @@ def test_the_best_fix_is_shown_and_its_diff_goes_through_git(workplace):
 
 @pytest.mark.parametrize(
     ("head", "ending", "encoding"),
-    [
-        ("", "\r\n", "utf-8-sig"),
-        ("# -*- coding: latin-1 -*-\n# ö, and a page \f ends\n", "\n", "latin-1"),
-    ],
+    [("", "\r\n", "utf-8-sig"), ("# -*- coding: latin-1 -*-\n# ö, and a page \f ends\n", "\n", "latin-1")],
     ids=["windows", "latin-1"],
 )
 def test_a_diff_has_the_line_endings_and_marks_of_the_file(workplace, head, ending, encoding):

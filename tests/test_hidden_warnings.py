@@ -24,12 +24,7 @@ class Net(nn.Linear):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("verb", "asked", "shown"),
-    [
-        ("replay", "default", True),
-        ("replay", "", False),
-        ("triage", "", False),
-    ],
+    ("verb", "asked", "shown"), [("replay", "default", True), ("replay", "", False), ("triage", "", False)]
 )
 def test_a_command_shows_no_warnings_of_the_code(tmp_path, verb, asked, shown):
     (tmp_path / "net.py").write_text(NET)

@@ -6,17 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from nandoctor.trees import (
-    BEYOND,
-    attributes,
-    made_of,
-    once,
-    parts,
-    spell,
-    tree_leaves,
-    tree_map,
-    walk,
-)
+from nandoctor.trees import BEYOND, attributes, made_of, once, parts, spell, tree_leaves, tree_map, walk
 
 Pair = namedtuple("Pair", ["x", "y"])
 

@@ -124,10 +124,7 @@ class Factory:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"builder": Factory.build},
-        {"builder": build_stack, "arguments": {"width": np.int64(4)}},
-    ],
+    [{"builder": Factory.build}, {"builder": build_stack, "arguments": {"width": np.int64(4)}}],
     ids=["method", "odd argument"],
 )
 def test_other_builders_are_asked_for_by_the_replay(tmp_path, caplog, options):

@@ -92,14 +92,7 @@ def test_a_strangers_arguments_reach_no_code(own, expected):
     assert sys.argv != expected
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        "raise RuntimeError('my own check')",
-        "raise KeyboardInterrupt",
-        "",
-    ],
-)
+@pytest.mark.parametrize("end", ["raise RuntimeError('my own check')", "raise KeyboardInterrupt", ""])
 @pytest.mark.slow
 def test_an_unclosed_recorder_checks_the_last_step_at_exit(tmp_path, ready_python, end):
     training = train(tmp_path, ready_python if end else RealPython, end=end)

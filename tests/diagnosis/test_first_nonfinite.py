@@ -103,12 +103,7 @@ def test_the_call_around_a_repeated_call_is_the_parent():
 
 
 @pytest.mark.parametrize(
-    ("tensor", "asks"),
-    [
-        (without_counts(NONFINITE), True),
-        (NONFINITE, False),
-        (stats(1.0, 2.0), False),
-    ],
+    ("tensor", "asks"), [(without_counts(NONFINITE), True), (NONFINITE, False), (stats(1.0, 2.0), False)]
 )
 def test_counts_are_requested_where_there_are_none(tensor, asks):
     assert needs_counts(trace(call("", 0, 3), call("layer", 1, 2, inputs=(tensor,)))) is asks

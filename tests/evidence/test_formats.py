@@ -5,15 +5,7 @@ import math
 import pytest
 import torch
 
-from nandoctor.evidence.formats import (
-    BF16,
-    FP8_E4M3,
-    FP8_E5M2,
-    FP16,
-    FP32,
-    FP64,
-    effect_of,
-)
+from nandoctor.evidence.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, FP64, effect_of
 
 TORCH_FORMATS = [FP16, BF16, FP32, FP64, FP8_E4M3, FP8_E5M2]
 LOW_FORMATS = [FP16, BF16, FP8_E4M3, FP8_E5M2]

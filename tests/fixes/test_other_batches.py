@@ -106,13 +106,7 @@ def test_other_divisors_are_left_as_they_are(case, other, patched):
     assert "clamp" not in fix.patch
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(HIDDEN, id="hidden"),
-        pytest.param(EMPTY, id="empty"),
-    ],
-)
+@pytest.mark.parametrize("case", [pytest.param(HIDDEN, id="hidden"), pytest.param(EMPTY, id="empty")])
 def test_a_nan_from_upstream_stays_one(case, patched):
     _, model = patched(*case)
     with torch.no_grad():

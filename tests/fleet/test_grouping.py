@@ -7,12 +7,7 @@ from nandoctor.fleet.triage import group_results
 def result(path, cause="eps-underflow", *, verdict="precision", grade="exact", **place):
     place = place or {"file": "net.py", "line": 45, "module": "norm", "type": "ChannelNorm"}
     finding = DumpFinding(
-        verdict=verdict,
-        grade=grade,
-        headline="...",
-        cause=cause,
-        title="...",
-        place=CodePlace(**place),
+        verdict=verdict, grade=grade, headline="...", cause=cause, title="...", place=CodePlace(**place)
     )
     return DumpResult(path=path, key=path, outcome="analysed", finding=finding)
 

@@ -79,24 +79,11 @@ def make_wav2vec2() -> nn.Module:
 
 
 MODELS = {
-    "BERT": Model(
-        make=make_bert,
-        batch={**TEXT, "labels": torch.where(TOKENS > 0, TOKENS % 3, -100)},
-    ),
-    "T5": Model(
-        make=make_t5,
-        batch={**TEXT, "decoder_input_ids": TOKENS.flip(0), **NEXT_TOKENS},
-    ),
-    "ViT": Model(
-        make=make_vit,
-        batch={"pixel_values": pixels(16), "labels": torch.tensor([0, 2])},
-    ),
+    "BERT": Model(make=make_bert, batch={**TEXT, "labels": torch.where(TOKENS > 0, TOKENS % 3, -100)}),
+    "T5": Model(make=make_t5, batch={**TEXT, "decoder_input_ids": TOKENS.flip(0), **NEXT_TOKENS}),
+    "ViT": Model(make=make_vit, batch={"pixel_values": pixels(16), "labels": torch.tensor([0, 2])}),
     "Llama": Model(make=make_llama, batch={**TEXT, **NEXT_TOKENS}),
-    "CLIP": Model(
-        make=make_clip,
-        batch={**TEXT, "pixel_values": pixels(16)},
-        output="logits_per_image",
-    ),
+    "CLIP": Model(make=make_clip, batch={**TEXT, "pixel_values": pixels(16)}, output="logits_per_image"),
     "Wav2Vec2": Model(
         make=make_wav2vec2,
         batch={"input_values": waves(2, 400), "labels": torch.tensor([[3, 4, 5], [6, 7, -100]])},

@@ -15,10 +15,7 @@ SELECTIONS = {
     "div": lambda h: (h / (h * h)).nan_to_num(0.0),
     "rsqrt": lambda h: torch.rsqrt(h).masked_fill(h == 0, 0.0),
 }
-HIDE_NOTHING = {
-    "plain": torch.sqrt,
-    "limited": lambda h: torch.relu(1 - torch.sqrt(h)).square(),
-}
+HIDE_NOTHING = {"plain": torch.sqrt, "limited": lambda h: torch.relu(1 - torch.sqrt(h)).square()}
 
 
 class Head(nn.Module):

@@ -61,11 +61,7 @@ class Saturated(nn.Module):
         return self.cut(x.half() * 6e4)
 
 
-CUTS = {
-    "clamp": lambda x: x.clamp(-1, 1),
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-}
+CUTS = {"clamp": lambda x: x.clamp(-1, 1), "sigmoid": torch.sigmoid, "tanh": torch.tanh}
 for name, cut in CUTS.items():
     rows("healthy", {"x": 100 + normal(30, 8)}, cut, name=name)(lambda cut: Between(Saturated(cut)))
 
