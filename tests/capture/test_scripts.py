@@ -65,24 +65,6 @@ def test_a_script_that_trains_on_import_does_not_train_again(tmp_path, ready_pyt
     assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["nan-step000000.pth"]
 
 
-READS_ARGUMENTS = """
-import argparse
-parser = argparse.ArgumentParser()
-parser.add_argument("--gain", type=float, required=True)
-GAIN = parser.parse_args().gain
-
-"""
-
-
-@pytest.mark.slow
-def test_arguments_read_at_the_top_level_are_the_recorded(tmp_path, ready_python, run_nandoctor):
-    script = READS_ARGUMENTS + SCRIPT.format(early=LOSS, late="", end="").replace("1e6", "GAIN")
-    (tmp_path / "train.py").write_text(script)
-    ready_python.run(tmp_path / "train.py", "--gain", "1e6", cwd=tmp_path)
-    replay = run_nandoctor("replay", "dumps/nan-step000000.pth", cwd=tmp_path)
-    assert "all others identical" in " ".join(replay.stdout.split()), replay.stderr
-
-
 @pytest.mark.parametrize(("own", "expected"), [(True, ["train.py", "--gain", "3"]), (False, ["train.py"])])
 def test_a_strangers_arguments_reach_no_code(own, expected):
     recorded = SimpleNamespace(argv=("--gain", "3"))

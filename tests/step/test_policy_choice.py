@@ -150,17 +150,6 @@ def test_an_output_of_zeros_and_ones_tells_of_no_precision(replay, dtype):
     assert any("shows the precision" in note for note in report.notes)
 
 
-def test_a_cast_of_the_models_own_is_left_out_of_the_reference(replay):
-    class Squeezed(nn.Linear):
-        def forward(self, x):
-            return (super().forward(x).float() * 1e6).to(torch.float16).float() / 1e6
-
-    model = Squeezed(8, 8)
-    report = replay(model, {"x": X})
-    assert (report.verdict, report.cause.code) == ("precision", "input-cast-overflow")
-    assert report.runs.fp32.finite
-
-
 def test_autocast_is_tried_where_the_dump_contradicts_its_output(tmp_path):
     model = Stretched(1e6)
     contents = {
