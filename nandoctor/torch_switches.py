@@ -21,11 +21,6 @@ def _attribute(owner: Any, name: str) -> Switch:
     return partial(getattr, owner, name), partial(setattr, owner, name)
 
 
-def _write_device(device: torch.device) -> None:
-    # Torch reports "cpu" if no default was set; setting "cpu" would install a mode that intercepts every call.
-    torch.set_default_device(None if device.type == "cpu" else device)
-
-
 def _read_autocast() -> tuple[Any, ...]:
     states = ((torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in ("cpu", "cuda"))
     return (*states, torch.is_autocast_cache_enabled())
@@ -55,7 +50,8 @@ _is_deterministic = torch.are_deterministic_algorithms_enabled
 _only_warns = torch.is_deterministic_algorithms_warn_only_enabled
 SWITCHES: Mapping[str, Switch] = {
     "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "default_device": (default_device, _write_device),
+    # Torch reports "cpu" if no default was set; setting "cpu" would install a mode that intercepts every call.
+    "default_device": (default_device, lambda it: torch.set_default_device(None if it.type == "cpu" else it)),
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "autocast": (_read_autocast, _write_autocast),
     "deterministic_algorithms": (

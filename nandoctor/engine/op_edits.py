@@ -25,11 +25,7 @@ from nandoctor.trees import tree_map
 
 def widen(value: Any) -> Any:
     """Return the value with all low-precision tensors in it in fp32."""
-
-    def widen_leaf(leaf: Any) -> Any:
-        return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in LOW_DTYPES else leaf
-
-    return tree_map(widen_leaf, value)
+    return tree_map(lambda it: it.float() if isinstance(it, torch.Tensor) and it.dtype in LOW_DTYPES else it, value)
 
 
 class OpEdits:

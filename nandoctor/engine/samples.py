@@ -158,11 +158,12 @@ class _Runs:
         middle = len(flagged) // 2
         return not any(self.fails((*half, *self._beside)) for half in (flagged[:middle], flagged[middle:]) if half)
 
-    def narrow(self, samples: tuple[int, ...], owed: int = 0) -> tuple[int, ...]:
+    def narrow(self, samples: tuple[int, ...], owed: int | None = None) -> tuple[int, ...]:
         """Return which of the samples, with which the step fails, fail by themselves; others need `owed` runs more."""
+        owed = -len(self._known) if owed is None else owed  # those may be among the runs that it takes
         if len(samples) == 1:
             return samples
-        if owed + _least_runs(len(samples)) > self._left + 2:  # two were run alone already, if any were
+        if owed + _least_runs(len(samples)) > self._left:
             raise _InDoubtError
         middle = len(samples) // 2
         parts = (samples[:middle], samples[middle:]) if len(samples) > _MOST_APART else [(it,) for it in samples]
@@ -170,8 +171,8 @@ class _Runs:
         if not found:
             raise _InDoubtError
         *before, last = found
-        owed += _least_runs(len(last))
-        return tuple(sample for part in before for sample in self.narrow(part, owed)) + self.narrow(last)
+        least = owed + _least_runs(len(last))
+        return tuple(sample for part in before for sample in self.narrow(part, least)) + self.narrow(last, owed)
 
 
 def _least_runs(num_samples: int) -> int:

@@ -405,17 +405,14 @@ def _distinct(tried: Iterable[Fix]) -> list[Fix]:
     distinct = list(found.values())
     enough = [set(flatten((item.edit,))) for item in distinct if item.verified]
     distinct = [item for item in distinct if not any(edits < set(flatten((item.edit,))) for edits in enough)]
-    parts = {_line_in_fp32(item) for item in distinct if item.verified and not _is_whole_line(item)} - {None}
-    return [item for item in distinct if not (_is_whole_line(item) and _line_in_fp32(item) in parts)]
+    whole = [item for item in distinct if isinstance(item.edit, KeepOp) and item.edit.is_line]
+    parts = {_line_in_fp32(item) for item in distinct if item.verified and item not in whole} - {None}
+    return [item for item in distinct if not (item in whole and _line_in_fp32(item) in parts)]
 
 
 def _line_in_fp32(fix: Fix) -> SourceLine | None:
     source = fix.edit.site.source if isinstance(fix.edit, KeepOp) else None
     return source.whole if source is not None else None
-
-
-def _is_whole_line(fix: Fix) -> bool:
-    return isinstance(fix.edit, KeepOp) and fix.edit.site.source is not None and fix.edit.site.source.column is None
 
 
 def _size(edit: Edit, findings: Findings) -> int:

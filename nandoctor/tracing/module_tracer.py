@@ -172,15 +172,13 @@ class Tracer:
         known = self._seen.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == version_of(tensor):
             reading = known[2]
-            if reading is None or ((reading.counts or not counts) and self._is_current(reading, tensor)):
+            # A traced op may have written to it since, also through `.data`.
+            is_current = reading is None or self._ops is None or reading.producer == self._ops.producer_of(tensor)
+            if reading is None or ((reading.counts or not counts) and is_current):
                 return reading
         reading = self._measure(tensor, counts)
         self._seen[id(tensor)] = (weakref.ref(tensor), version_of(tensor), reading)
         return reading
-
-    def _is_current(self, reading: Reading, tensor: torch.Tensor) -> bool:
-        """Return True if no traced op has written to the tensor since, not even through `.data`."""
-        return self._ops is None or reading.producer == self._ops.producer_of(tensor)
 
     def _measure(self, tensor: torch.Tensor, counts: bool) -> Reading | None:
         reading = self.reading_of(tensor)

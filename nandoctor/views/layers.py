@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import FirstNonfinite, LayerRow, Origin, Report, Runs
-from nandoctor.evidence.trace import TensorStats, name_run
+from nandoctor.evidence.trace import name_run
 from nandoctor.text import brief
 
 _NAME_WIDTH = 64
@@ -44,11 +44,6 @@ class LayerPair:
         return all(row.finite for row in self.rows)
 
     @property
-    def has_output(self) -> bool:
-        """True if the call returned floating-point values in either run."""
-        return any(row.outputs for row in self.rows)
-
-    @property
     def headroom_bits(self) -> float | None:
         """The headroom of the fp32 value, else of the autocast run's; None if the layer has no finite value."""
         return next((row.headroom_bits for row in self.rows[::-1] if row.headroom_bits is not None), None)
@@ -83,7 +78,8 @@ def select_layers(report: Report, *, every: bool = False) -> Layers:
     calls = _align_calls(report.runs)
     failing = _find_failing(calls, report.first_nonfinite)
     left_out = set[int]() if every else _repeats(calls) - {failing}
-    shown = [index for index, pair in enumerate(calls) if every or (index not in left_out and pair.has_output)]
+    returns = [any(row.outputs for row in pair.rows) for pair in calls]
+    shown = [index for index in range(len(calls)) if every or (index not in left_out and returns[index])]
     pairs = tuple(calls[index] for index in shown)
     return Layers(pairs=pairs, first_nonfinite=shown.index(failing) if failing in shown else None)
 
@@ -123,14 +119,10 @@ def _repeats(calls: Sequence[LayerPair]) -> set[int]:
     """Return the indices of containers that return only what calls before them have returned."""
     repeats, made = set[int](), set[tuple[object, ...]]()
     for index, call in enumerate(calls):
-        outputs = {_fingerprint(stats) for row in call.rows for stats in row.outputs}
+        # Regardless of place and shape: a reshaped output is still the same one.
+        outputs = {(it.dtype.name, it.numel, it.finite, it.min, it.max) for row in call.rows for it in row.outputs}
         is_container = index > 0 and calls[index - 1].either.depth > call.either.depth
         if is_container and outputs <= made:
             repeats.add(index)
         made |= outputs
     return repeats
-
-
-def _fingerprint(stats: TensorStats) -> tuple[object, ...]:
-    """Return what identifies a tensor regardless of place and shape: a reshaped output is still the same one."""
-    return (stats.dtype.name, stats.numel, stats.finite, stats.min, stats.max)

@@ -85,7 +85,9 @@ def _draw_table(block: Table, _: int) -> Iterator[str]:
         yield escape(block.title)
     if block.columns:
         headings = [escape(column.heading.strip()) for column in block.columns]
-        yield _table([headings, *(list(map(_cell, row)) for _, row in shown.rows())])
+        yield _table(
+            [headings, *([escape(it.text if isinstance(it, Cell) else it) for it in row] for _, row in shown.rows())]
+        )
     if shown.legend:
         yield escape(shown.legend)
 
@@ -98,10 +100,6 @@ def _draw_plot(block: Plot, _: int) -> Iterator[str]:
 @_draw.register
 def _draw_text(block: Text, _: int) -> Iterator[str]:
     yield _with_code(block.text)
-
-
-def _cell(cell: str | Cell) -> str:
-    return escape(cell.text if isinstance(cell, Cell) else cell)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

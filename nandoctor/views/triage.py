@@ -69,11 +69,6 @@ def _describe_place(place: CodePlace) -> str:
     return f"{relative_path(place.file)}:{place.line} {place.type}".strip()
 
 
-def _name_line(place: CodePlace) -> str:
-    """Return the line by its file's own name, "norm.py:45": a table has no room for the path."""
-    return file_line(place.file, place.line) if place.file else _describe_place(place)
-
-
 def _describe_steps(group: Group) -> str:
     """Return the first and the last step: "12-9,120"."""
     if group.steps is None:
@@ -84,10 +79,13 @@ def _describe_steps(group: Group) -> str:
 
 def _table(groups: Sequence[Group]) -> Table:
     """Return the columns that have content; in a narrow window the last ones are only on the page."""
+    places = [group.place for group in groups]
+    # A file's own name, "norm.py:45": a table has no room for the path.
+    lines = [file_line(place.file, place.line) if place.file else _describe_place(place) for place in places]
     columns = (
         Column("dumps", [f"{len(group.paths):,}" for group in groups], right=True),
         Column("cause", [group.cause or group.verdict for group in groups], least=_CAUSE_WIDTH),
-        Column("place", [_name_line(group.place) for group in groups], least=_MIN_PLACE_WIDTH),
+        Column("place", lines, least=_MIN_PLACE_WIDTH),
         Column("steps", [_describe_steps(group) for group in groups], right=True, spare=2),
         Column("runs", [f"{len(group.runs):,}" for group in groups], right=True, spare=3),
     )
