@@ -34,10 +34,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_760, "tests": 33_006, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_736, "tests": 33_006, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_051,
+    FILES: 3_047,
     "autocast": 914,
     "capture": 2_780,
     "causes": 2_667,
@@ -45,14 +45,14 @@ MAX_LINES_OF_ROOMS = {
     "cli": 941,
     "diagnosis": 2_078,
     "dumps": 3_418,
-    "engine": 3_334,
+    "engine": 3_331,
     "evidence": 1_707,
-    "fixes": 3_657,
+    "fixes": 3_654,
     "fleet": 782,
     "repro_scripts": 734,
     "step": 3_134,
-    "tracing": 1_881,
-    "views": 2_852,
+    "tracing": 1_879,
+    "views": 2_840,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 
