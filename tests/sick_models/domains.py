@@ -7,20 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, biased, case, randn, scaled, seeded
-
-
-class Forecast(nn.Module):
-    """Sales [batch, time, 3] -> the logarithm of tomorrow's, of a number that nothing keeps positive."""
-
-    def __init__(self, level: float) -> None:
-        super().__init__()
-        self.read = nn.LSTM(3, 10, batch_first=True)
-        self.last = biased(nn.Linear(10, 2), level)
-
-    def forward(self, sales: Tensor) -> Tensor:
-        states, _last = self.read(sales)
-        return torch.log(self.last(states[:, -1]))
+from sick_models.case import Batch, biased, case, randn, seeded
 
 
 class Moments(nn.Module):
@@ -50,31 +37,6 @@ class MotorMonitor(nn.Module):
 
     def forward(self, inputs: Batch) -> Batch:
         return {"fault": self.fault(self.moments(self.filter(inputs["vibration"])))}
-
-
-class GammaCurve(nn.Module):
-    """value ** gamma: a fraction of a negative value is no real number."""
-
-    def __init__(self, *, signed: bool) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(torch.tensor(0.45))
-        self.signed = signed
-
-    def forward(self, light: Tensor) -> Tensor:
-        return (light.clamp(min=1e-2) if self.signed else light) ** self.gamma
-
-
-class RawDeveloper(nn.Module):
-    """Sensor mosaics [batch, 4, 6, 6] -> pictures [batch, 3, 12, 12]."""
-
-    def __init__(self, *, signed: bool) -> None:
-        super().__init__()
-        self.mosaic = nn.ConvTranspose2d(4, 6, 2, stride=2)
-        self.curve = GammaCurve(signed=signed)
-        self.colour = nn.Conv2d(6, 3, 1)
-
-    def forward(self, mosaic: Tensor) -> Tensor:
-        return torch.sigmoid(self.colour(self.curve(self.mosaic(mosaic))))
 
 
 class Angle(nn.Module):
@@ -192,22 +154,6 @@ class MusicModel(nn.Module):
         return self.head(self.blend(self.notes(notes)))
 
 
-class ActionModel(nn.Module):
-    """Observations [batch, 6] -> action probabilities, saturated enough for exact zeros."""
-
-    def __init__(self, gain: float) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 20), nn.Tanh())
-        self.actions = scaled(nn.Linear(20, 4), gain)
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return self.actions(self.body(observation)).softmax(dim=-1)
-
-
-def negative_entropy(output: Tensor, _batch: Batch) -> Tensor:
-    return (output * torch.log(output)).sum(dim=-1).mean()
-
-
 def frames_and_mask() -> Batch:
     mask = torch.ones(2, 6)
     mask[0, 4:] = 0
@@ -221,28 +167,12 @@ def the_same_recordings() -> Batch:
 
 CASES = (
     case(
-        "domain/log-of-a-forecast",
-        seeded(Forecast, level=-0.3),
-        lambda: {"sales": randn(3, 6, 3)},
-        "numerics . log invalid-domain",
-        line="torch.log(self.last(states[:, -1]))",
-        repair={"build": seeded(Forecast, level=3.0)},
-    ),
-    case(
         "domain/one-pass-variance",
         seeded(MotorMonitor, two_pass=False),
         lambda: {"vibration": randn(3, 2, 64)},
         "precision moments sqrt invalid-domain",
         line="torch.cat([mean, torch.sqrt(spread)], dim=-1)",
         repair={"build": seeded(MotorMonitor, two_pass=True)},
-    ),
-    case(
-        "domain/gamma-curve",
-        seeded(RawDeveloper, signed=False),
-        lambda: {"mosaic": randn(2, 4, 6, 6)},
-        "numerics curve pow invalid-domain",
-        line="if self.signed else light) ** self.gamma",
-        repair={"build": seeded(RawDeveloper, signed=True)},
     ),
     case(
         "domain/angle-with-itself",
@@ -275,16 +205,5 @@ CASES = (
         "numerics blend mul indeterminate-form",
         line="(scores + self.gate * self.causal).softmax(dim=-1)",
         repair={"build": seeded(MusicModel, low=-1e4)},
-    ),
-    case(
-        "form/entropy",
-        seeded(ActionModel, gain=300.0),
-        lambda: {"observation": randn(5, 6)},
-        "numerics <loss> log log-of-zero",
-        loss=negative_entropy,
-        phase="loss",
-        line="(output * torch.log(output)).sum(dim=-1).mean()",
-        near_causes=("indeterminate-form",),
-        repair={"build": seeded(ActionModel, gain=1.0)},
     ),
 )

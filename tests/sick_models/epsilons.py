@@ -10,31 +10,6 @@ from torch import Tensor, nn
 from sick_models.case import Batch, biased, case, randn, seeded
 
 
-class RowNorm(nn.Module):
-    """A layer norm by hand, with the eps of a fp32 paper inside the root."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        spread = x.var(dim=-1, keepdim=True, unbiased=False)
-        return (x - x.mean(dim=-1, keepdim=True)) * torch.rsqrt(spread + self.eps)
-
-
-class Questionnaire(nn.Module):
-    """Answers [batch, 9]; a row of missing answers is all zero, and so is its projection without bias."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.entry = nn.Linear(9, 20, bias=False)
-        self.scale = RowNorm(eps)
-        self.exit = nn.Sequential(nn.GELU(), nn.Linear(20, 2))
-
-    def forward(self, answers: Tensor) -> Tensor:
-        return self.exit(self.scale(self.entry(answers)))
-
-
 class LogBands(nn.Module):
     """log(energy + eps) of a filter bank: digital silence has no energy at all."""
 
@@ -95,12 +70,6 @@ class DenseDepth(nn.Module):
         return F.softplus(self.depth(x + self.mix(self.norm(x)))).squeeze(-1)
 
 
-def with_missing_answers() -> Batch:
-    answers = randn(4, 9)
-    answers[1] = 0.0
-    return {"answers": answers}
-
-
 def with_silence() -> Batch:
     audio = randn(2, 1, 200)
     audio[0, :, 60:140] = 0.0
@@ -108,14 +77,6 @@ def with_silence() -> Batch:
 
 
 CASES = (
-    case(
-        "eps/missing-answers",
-        seeded(Questionnaire, eps=1e-8),
-        with_missing_answers,
-        "precision scale rsqrt eps-underflow",
-        line="torch.rsqrt(spread + self.eps)",
-        repair={"build": seeded(Questionnaire, eps=1e-5)},
-    ),
     case(
         "eps/digital-silence",
         seeded(Listener, eps=1e-8),

@@ -27,36 +27,6 @@ def contrastive(output: Tensor, batch: Batch) -> Tensor:
     return torch.where(batch["same"], output.square(), F.relu(1 - output).square()).mean()
 
 
-class BilinearPooling(nn.Module):
-    """The roots of all products of two channels; a channel that is dead everywhere puts them at the singular point."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(2)
-        products = flat @ flat.transpose(1, 2) / flat.shape[-1]
-        return (products + self.eps).pow(0.5).flatten(1)
-
-
-class BirdSpecies(nn.Module):
-    """Photos [batch, 3, 8, 8] in a dict -> {"vector"}."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.body = nn.Sequential(biased(nn.Conv2d(3, 8, 3, padding=1), -50.0, unit=2), nn.ReLU())
-        self.pool = BilinearPooling(eps)
-        self.project = nn.Linear(64, 5)
-
-    def forward(self, inputs: Batch) -> Batch:
-        return {"vector": self.project(self.pool(self.body(inputs["photo"])))}
-
-
-def length_of_the_vector(output: Batch, _batch: Batch) -> Tensor:
-    return output["vector"].float().square().mean()
-
-
 class PoseHead(nn.Module):
     """Points [batch, n, 3] -> a rotation [batch, 3, 3] near the identity."""
 
@@ -145,15 +115,6 @@ CASES = (
         loss=contrastive,
         line="torch.sqrt(difference.square().sum(dim=-1) + self.eps)",
         repair={"build": seeded(Signatures, eps=1e-6)},
-    ),
-    case(
-        "singularity/dead-channel",
-        seeded(BirdSpecies, eps=0.0),
-        lambda: {"photo": rand(2, 3, 8, 8)},
-        "numerics pool pow gradient-singularity",
-        loss=length_of_the_vector,
-        line="(products + self.eps).pow(0.5).flatten(1)",
-        repair={"build": seeded(BirdSpecies, eps=1e-3)},
     ),
     case(
         "singularity/identity-rotation",

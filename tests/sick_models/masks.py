@@ -131,31 +131,6 @@ class Captioner(nn.Module):
         return self.words(words + self.look(words, regions, padding, blocked))
 
 
-class SetPooling(nn.Module):
-    """Attention pooling over the points that are there; in one sample none is."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.score = nn.Linear(width, 1)
-
-    def forward(self, points: Tensor, missing: Tensor) -> Tensor:
-        scores = self.score(points).squeeze(-1).masked_fill(missing, float("-inf"))
-        return (scores.softmax(dim=-1).unsqueeze(-1) * points).sum(dim=1)
-
-
-class PointCloud(nn.Module):
-    """Points [batch, 20, 3] -> class logits; uses batch norm, whose buffers it poisons on the way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lift = nn.Sequential(nn.Linear(3, 16), nn.ReLU())
-        self.pool = SetPooling(16)
-        self.head = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 4))
-
-    def forward(self, points: Tensor, missing: Tensor) -> Tensor:
-        return self.head(self.pool(self.lift(points), missing))
-
-
 class DialogueEncoder(nn.Module):
     """nn.MultiheadAttention over turns, with a padding mask; returns the attention maps too."""
 
@@ -253,14 +228,6 @@ CASES = (
         call=lambda model, batch: model(**batch),
         line="padding.float() * lowest + blocked.float() * lowest",
         repair={"build": seeded(Captioner, combine=True)},
-    ),
-    case(
-        "full-row/point-cloud",
-        seeded(PointCloud),
-        lambda: {"points": randn(3, 20, 3), "missing": flags(3, 20, full_row=1)},
-        "numerics pool softmax fully-masked-softmax",
-        line="(scores.softmax(dim=-1).unsqueeze(-1) * points).sum(dim=1)",
-        repair={"batch": lambda: {"points": randn(3, 20, 3), "missing": flags(3, 20, full_row=None)}},
     ),
     case(
         "full-row/multihead-attention",

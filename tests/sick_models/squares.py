@@ -68,59 +68,6 @@ class Colouriser(nn.Module):
         return torch.tanh(self.exit(self.even(self.stem(grey))))
 
 
-class Spectrum(nn.Module):
-    """A filter bank and the share of the energy that each band carries."""
-
-    def __init__(self, loudness: float) -> None:
-        super().__init__()
-        self.bank = scaled(nn.Conv1d(1, 10, 16, stride=8, bias=False), loudness)
-
-    def forward(self, audio: Tensor) -> Tensor:
-        bands = self.bank(audio)
-        power = bands * bands
-        return power / power.sum(dim=1, keepdim=True)
-
-
-class KeywordSpotter(nn.Module):
-    """Audio [batch, 1, 160] -> logits [batch, 4]."""
-
-    def __init__(self, loudness: float) -> None:
-        super().__init__()
-        self.spectrum = Spectrum(loudness)
-        self.read = nn.GRU(10, 12, batch_first=True)
-        self.head = nn.Linear(12, 4)
-
-    def forward(self, audio: Tensor) -> Tensor:
-        states, _last = self.read(self.spectrum(audio).transpose(1, 2))
-        return self.head(states[:, -1])
-
-
-class Diversity(nn.Module):
-    """Appends the variance over the batch as one more channel, so that a critic sees collapsed samples."""
-
-    def __init__(self, *, upcast: bool) -> None:
-        super().__init__()
-        self.upcast = upcast
-
-    def forward(self, x: Tensor) -> Tensor:
-        spread = (x.float() if self.upcast else x).var(dim=0, unbiased=False).mean().log1p()
-        return torch.cat([x, spread.expand(len(x), 1, *x.shape[2:])], dim=1)
-
-
-class Critic(nn.Module):
-    """Images [batch, 3, 8, 8] -> one score each."""
-
-    def __init__(self, *, upcast: bool) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.LeakyReLU(0.2))
-        self.loud = scaled(nn.Conv2d(8, 8, 1), 8000.0)
-        self.diversity = Diversity(upcast=upcast)
-        self.score = nn.Sequential(nn.Conv2d(9, 4, 1), nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 1))
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.score(self.diversity(self.loud(self.body(image))))
-
-
 CASES = (
     case(
         "square/rms-silent",
@@ -137,21 +84,5 @@ CASES = (
         "silent even var silent-overflow",
         line="spread = x.var(dim=(2, 3), keepdim=True)",
         repair={"build": seeded(Colouriser, upcast=True)},
-    ),
-    case(
-        "square/spectrum-share",
-        seeded(KeywordSpotter, loudness=2000.0),
-        lambda: {"audio": randn(2, 1, 160)},
-        "precision spectrum mul elementwise-overflow",
-        line="power = bands * bands",
-        repair={"build": seeded(KeywordSpotter, loudness=10.0)},
-    ),
-    case(
-        "square/critic-diversity",
-        seeded(Critic, upcast=False),
-        lambda: {"image": randn(4, 3, 8, 8)},
-        "precision diversity var reduction-overflow",
-        line="(x.float() if self.upcast else x).var(dim=0",
-        repair={"build": seeded(Critic, upcast=True)},
     ),
 )

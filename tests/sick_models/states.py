@@ -44,22 +44,6 @@ class TextureNet(nn.Module):
         return self.head(self.mid(self.stem(texture)))
 
 
-class Chatter(nn.Module):
-    """Tokens [batch, length] -> (logits, state), with an adapter that nobody initialised."""
-
-    def __init__(self, spoiled: Spoil) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(20, 12)
-        self.read = nn.GRU(12, 12, batch_first=True)
-        self.adapter = nn.ModuleDict({"down": nn.Linear(12, 3), "up": nn.Linear(3, 12)})
-        self.head = nn.Linear(12, 20)
-        spoiled(self)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        states, last = self.read(self.embed(tokens))
-        return self.head(states + self.adapter["up"](torch.tanh(self.adapter["down"](states)))), last
-
-
 class Recommender(nn.Module):
     """Users and items -> {"score"}; one row of a table went non-finite in an earlier step."""
 
@@ -228,13 +212,6 @@ CASES = (
         lambda: {"texture": randn(2, 3, 10, 10)},
         "state mid.0 - poisoned-weights",
         repair={"build": seeded(TextureNet, untouched)},
-    ),
-    case(
-        "weights/uninitialised",
-        seeded(Chatter, spoil("adapter.up.weight", 1e30)),
-        lambda: {"tokens": torch.arange(14).view(2, 7)},
-        "state adapter.up - poisoned-weights",
-        repair={"build": seeded(Chatter, untouched)},
     ),
     case(
         "weights/embedding-row",

@@ -99,37 +99,6 @@ class GraphClassifier(nn.Module):
         return self.head(self.norm(self.gather(nodes, edges[0], edges[1]))).mean(dim=0)
 
 
-class CrowdCounter(nn.Module):
-    """Counts people per window by summing a density map, with a pooling whose divisor is one."""
-
-    def __init__(self, *, window: int) -> None:
-        super().__init__()
-        self.features = nn.Conv2d(3, 6, 3, padding=1)
-        self.density = biased(nn.Conv2d(6, 1, 1), 500.0)
-        self.window = window
-
-    def forward(self, photo: Tensor) -> Tensor:
-        density = F.relu(self.density(F.relu(self.features(photo))))
-        counts = F.avg_pool2d(density, self.window, divisor_override=1)
-        return torch.log1p(counts.flatten(1))
-
-
-class BagOfPhrases(nn.Module):
-    """Document vectors as sums of token vectors, "kept in the dtype of the tokens to save memory"."""
-
-    def __init__(self, *, in_fp32: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 12)
-        self.project = biased(nn.Linear(12, 12), torch.linspace(100.0, 300.0, 12))
-        self.norm = nn.LayerNorm(12)
-        self.in_fp32 = in_fp32
-
-    def forward(self, document: Tensor) -> Tensor:
-        tokens = self.project(self.embed(document))
-        dtype = torch.float32 if self.in_fp32 else tokens.dtype
-        return self.norm(tokens.sum(dim=1, dtype=dtype))
-
-
 def edges_of_a_hub(*, spokes: int) -> Tensor:
     """Every node but the first sends to the first."""
     return torch.stack([torch.arange(1, spokes + 1), torch.zeros(spokes, dtype=torch.long)])
@@ -172,21 +141,5 @@ CASES = (
         "precision gather index_add reduction-overflow",
         line="total.index_add(0, target, messages)",
         repair={"build": seeded(GraphClassifier, average=True)},
-    ),
-    case(
-        "long-sum/crowd-windows",
-        seeded(CrowdCounter, window=16),
-        lambda: {"photo": rand(2, 3, 32, 32)},
-        "precision . avg_pool2d reduction-overflow",
-        line="F.avg_pool2d(density, self.window, divisor_override=1)",
-        repair={"build": seeded(CrowdCounter, window=4)},
-    ),
-    case(
-        "long-sum/bag-of-phrases",
-        seeded(BagOfPhrases, in_fp32=False),
-        lambda: {"document": torch.arange(600).view(2, 300) % 50},
-        "precision . sum reduction-overflow",
-        line="tokens.sum(dim=1, dtype=dtype)",
-        repair={"build": seeded(BagOfPhrases, in_fp32=True)},
     ),
 )
