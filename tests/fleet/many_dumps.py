@@ -33,8 +33,8 @@ mode = "{mode}"
 
 
 def choose_cases() -> list[Case]:
-    """One case of each cause."""
-    first = {case.cause: case for case in reversed(all_cases()) if case.optimizer is None}
+    """One case of each cause, of which nobody would say another."""
+    first = {case.cause: case for case in reversed(all_cases()) if case.optimizer is None and not case.near_causes}
     return [first[cause] for cause in CAUSES]
 
 
