@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.engine.user_code import NOT_UNDER_AUTOCAST, WRONG_CALL, kept_running, raised_at
 from nandoctor.errors import LossError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import generators_kept
-from nandoctor.step.binding import LOSS, Offer, Signature, bind, takes_mapping
+from nandoctor.step.binding import LOSS, Offer, Signature, bind, takes_mapping, the_only_array
 from nandoctor.step.recorded_step import own_loss
 from nandoctor.step.saved_arrays import MakeBatch, describe_batch
 
 
-def bind_loss(loss: Callable[..., Any] | None, dump: Dump, make: MakeBatch) -> Callable[..., Any] | None:
-    """Return the loss as a function of output and arrays by name; without one, that which the model itself returns."""
+def bind_loss(
+    loss: Callable[..., Any] | None, dump: Dump, make: MakeBatch, used: Collection[str] = ()
+) -> Callable[..., Any] | None:
+    """Return the loss as a function of output and arrays by name; without one, that which the model itself returns.
+
+    `used` are the arrays that the model takes.
+    """
     if loss is None:
         field = dump.recorded.loss_field
         return own_loss(field) if field is not None else None
     num_calls = len(dump.recorded.calls)
     returned = f"the list of what {num_calls} calls returned" if num_calls > 1 else "what the model returned"
-    return _checked(loss if dump.is_recorded else _by_name(loss), make, returned)
+    return _checked(loss if dump.is_recorded else _by_name(loss, used), make, returned)
 
 
-def _by_name(loss: Callable[..., Any]) -> Callable[..., Any]:
+def _by_name(loss: Callable[..., Any], used: Collection[str]) -> Callable[..., Any]:
     """Return the loss as a function of output and batch; one that takes no batch gets parts of it by their names.
 
     `loss(logit, mask)` of a batch with a mask is called with that, unless it uses the parameter as a dict; other names
@@ -42,7 +48,7 @@ def _by_name(loss: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(loss)
     def compute(output: Any, batch: Any) -> Any:
         nonlocal first_raised
-        ways = _find_ways(loss, output, batch)
+        ways = _find_ways(loss, output, batch, used)
         if not first_raised and len(ways) > 1:
             try:
                 with generators_kept():
@@ -54,7 +60,7 @@ def _by_name(loss: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
-def _find_ways(loss: Callable[..., Any], output: Any, batch: Any) -> list[Callable[[], Any]]:
+def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collection[str]) -> list[Callable[[], Any]]:
     """Return the ways to call a loss, the likelier first: with the batch, and with parts of it for all parameters."""
     whole = partial(loss, output, batch)
     if not isinstance(batch, Mapping | list | tuple):
@@ -72,10 +78,14 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any) -> list[Callab
     values = {str(name): part for name, part in batch.items()}
     arrays = [name for name, part in values.items() if isinstance(part, torch.Tensor)]
     bound = bind(signature, Offer(values=values, arrays=arrays), LOSS)
+    takes_dict = any(takes_mapping(function, p) for p in signature.named)
+    if not takes_dict:
+        others = [name for name in arrays if name not in used and values[name].dim() and role_of(name) != "output"]
+        bound = {**the_only_array(signature, Offer(values=values, arrays=others), bound), **bound}
     if not signature.is_met(bound):
         return [whole]
     parts = partial(loss, output, **{name: values[str(source)] for name, source in bound.items()})
-    return [whole, parts] if any(takes_mapping(function, p) for p in signature.named) else [parts, whole]
+    return [whole, parts] if takes_dict else [parts, whole]
 
 
 def _loss_in(made: Any) -> Any:

@@ -329,7 +329,7 @@ def _make_step(
         model=model,
         built={name: int(now[name].max()) == 1 for name in now if name in first and now[name].equal(first[name])},
         call=Call(batch=arrays, used=used, forward=forward, description=binding.description),
-        loss=bind_loss(code.loss, dump, batch.make),
+        loss=bind_loss(code.loss, dump, batch.make, used),
         mode=Mode(policy=policy, loss_scale=scale, device=device),
         randomness=Randomness(states=dump.rng_states, host=dump.recorded.rng or RandomStates()),
         recorded=dump.recorded,

@@ -88,6 +88,12 @@ def test_a_loss_takes_a_list_or_its_last_items(loss):
     assert [bound(OUTPUT, ARRAYS) for _ in range(2)] == [EXPECTED, EXPECTED]
 
 
+def test_the_only_array_that_the_model_leaves_is_the_target():
+    arrays = {"image": torch.ones(1, 3), "price": torch.tensor([[1.0, 4.0]]), "loss": torch.tensor(9.0)}
+    dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
+    assert bind_loss(nn.MSELoss(), dump, dict, used={"image"})(OUTPUT, arrays) == 8.5
+
+
 def test_a_parameter_called_batch_is_the_saved_batch():
     assert compute(of_batch, batch={"label": torch.tensor([0])}) == [EXPECTED, EXPECTED]
 
