@@ -10,7 +10,8 @@ from typing import Literal
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.mask_first import MaskFirst
-from nandoctor.changes.places import ancestors, singular_inputs, site_of
+from nandoctor.changes.places import ancestors, maker_of, singular_inputs, site_of
+from nandoctor.changes.signs import is_nonnegative
 from nandoctor.evidence.dump_summary import OptimizerUpdate
 from nandoctor.evidence.edits import Edit, OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
@@ -18,12 +19,10 @@ from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, TensorStats
 from nandoctor.ops import (
     CASTS,
-    CLAMPS,
     DIVISIONS,
     DOMAINS,
     FILLS,
     GRADIENT_SUM,
-    MAXIMA,
     MOVES,
     PRODUCTS,
     SINGULAR_INPUTS,
@@ -32,48 +31,7 @@ from nandoctor.ops import (
 )
 from nandoctor.text import nonfinite_part, number
 
-_NEVER_NEGATIVE = frozenset(
-    """abs square exp exp2 softmax sigmoid relu relu6 softplus sqrt rsqrt acos acosh cosh norm linalg_vector_norm
-    linalg_norm linalg_matrix_norm frobenius_norm nuclear_norm var std cdist pairwise_distance dist mse_loss l1_loss
-    smooth_l1_loss huber_loss""".split()
-)
-_KEEPS_NONNEGATIVE = frozenset(
-    """sum nansum mean nanmean amax amin max min cumsum prod cumprod mul div add reciprocal pow log1p expm1 median
-    maximum minimum avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-    max_pool1d max_pool2d max_pool3d matmul mm bmm outer einsum""".split()
-)
-"""Ops whose result is non-negative if all their inputs are."""
-_FACTORS = frozenset({"other", "alpha", "value", "min"})
 _DEPTH = 16
-
-
-def is_nonnegative(tensor: OpTensor, ops: Mapping[int, OpCall], depth: int = _DEPTH) -> bool:
-    """Return True if no batch can make the tensor negative; False in doubt."""
-    op = ops.get(tensor.producer) if tensor.producer is not None else None
-    if op is None or depth == 0:
-        return False
-    scalars = dict(op.scalars)
-    if op.op in _NEVER_NEGATIVE or (op.op == "pow" and scalars.get("exponent", 1.0) % 2 == 0) or _is_square(op, ops):
-        return True
-    floats = [taken for taken in op.inputs if taken.stats is not None]
-    proved = [is_nonnegative(taken, ops, depth - 1) for taken in floats]
-    if op.op in CLAMPS | MAXIMA and (any(proved[1:]) or scalars.get("min", scalars.get("min_val", -1.0)) >= 0):
-        return True
-    moves = op.op in (MOVES | CASTS) - {"copy"}  # their other inputs are indices
-    takes_all = moves or (op.op in _KEEPS_NONNEGATIVE and len(floats) == len(op.inputs))
-    return takes_all and bool(proved) and all(proved) and all(scalars.get(name, 0.0) >= 0 for name in _FACTORS)
-
-
-def _is_square(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
-    """Return True if the op multiplies a tensor by itself. Two outputs of one op, such as a split, are different."""
-    if op.op != "mul" or len(op.inputs) != 2:
-        return False
-    one, other = op.inputs
-    same = (one.producer, one.origin, one.path) == (other.producer, other.origin, other.path)
-    if one.producer is None:
-        return same and one.origin in ("weight", "buffer", "batch")
-    return same and one.producer in ops and len(ops[one.producer].outputs) == 1
-
 
 CausePhase = Literal[
     "forward", "backward", "swallowed", "constant", "weight", "buffer", "input", "target", "optimizer", "update"
@@ -147,11 +105,12 @@ class Finding(_AnalysedOp):
 
     def sources(self, tensor: OpTensor) -> Iterator[OpCall]:
         """Yield the op that made `tensor`; if that only moves or casts values, also the op before it, and so on."""
-        order = tensor.producer
-        while order is not None and order in self.ops:
-            op = self.ops[order]
+        while (op := maker_of(tensor, self.ops)) is not None:
             yield op
-            order = op.inputs[0].producer if op.op in MOVES | CASTS and op.inputs else None
+            if op.op not in MOVES | CASTS or not op.inputs:
+                return
+            moved = (given for given in op.inputs if _has_values_of(given, tensor))  # of several, as to one shape
+            tensor = next(moved, op.inputs[0])
 
     def is_from_batch(self, tensor: OpTensor) -> bool:
         """Return True if the tensor is an array of the batch, at most moved or cast."""
@@ -198,6 +157,13 @@ class OutsideTensor:
     low: FloatFormat | None = None
     built: bool = False
     in_fp32: float | None = None
+
+
+def _has_values_of(one: OpTensor, other: OpTensor) -> bool:
+    stats = [tensor.stats for tensor in (one, other)]
+    return all(
+        it is not None and stats[0] is not None and (it.min, it.max) == (stats[0].min, stats[0].max) for it in stats
+    )
 
 
 def outside_evidence(kind: str, finding: OutsideTensor, how: str = "is non-finite") -> tuple[Evidence, ...]:

@@ -25,7 +25,7 @@ from nandoctor.causes.base import (
     guard_candidate,
     outside_domain,
 )
-from nandoctor.causes.log_space import stable_forms
+from nandoctor.causes.log_space import stable_forms, stable_variances
 from nandoctor.causes.sentences import argument, subject
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.places import singular_inputs, site_of
@@ -96,6 +96,7 @@ def _denominator(finding: Finding) -> Operand | None:
 def suggest(finding: Finding) -> Iterator[Candidate]:
     """Rewrite the quotient without exponentials that round to 0; else keep the denominator off zero."""
     yield from stable_forms(finding.op, finding.ops)
+    yield from stable_variances(finding.op, finding.ops)
     denominator = _denominator(finding)
     if denominator is not None:
         divisor = next(tensor for tensor in finding.op.inputs if tensor.name == denominator.name)
@@ -106,11 +107,12 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
             yield (*clamps[: len(counts)], *guard, *clamps[len(counts) :])  # a clamp would make up a large number
         else:  # 0 / 0 may tend to one; a bound above the smallest would replace divisors that other batches have
             yield (*clamps[: len(counts) + 1], *guard)
-        maker = finding.ops.get(divisor.producer) if divisor.producer is not None else None
-        takers = [op for op in finding.ops.values() if any(taken.producer == divisor.producer for taken in op.inputs)]
+        makers = [*finding.sources(divisor)]
+        moved = {maker.order for maker in makers}
+        takers = [op for op in finding.ops.values() if any(taken.producer in moved for taken in op.inputs)]
         signed = any(isinstance(edit, ClampArgument) and edit.keeps_sign for edit in clamps)
-        if maker is not None and len(takers) > 1:  # as a scale that is divided by, and multiplied with again
-            site = site_of(maker)  # a cancelling numerator, as in (1 - exp(-k)) / k, needs a larger bound
+        if len(takers) > len(makers):  # as a scale that is divided by, and multiplied with again
+            site = site_of(makers[-1])  # a cancelling numerator, as in (1 - exp(-k)) / k, needs a larger bound
             yield tuple(ClampArgument(site=site, argument="", low=low, keeps_sign=signed) for low in _SMALL)
 
 

@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, Finding, clamp_candidate, is_whole_power, outside_domain
+from nandoctor.causes.log_space import stable_variances
 from nandoctor.causes.sentences import argument, operand, subject
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.places import site_of
@@ -98,7 +99,8 @@ def _explain_pole(finding: Finding) -> Account | None:
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """Clamp the argument into the domain."""
+    """Compute a variance so that rounding does not make it negative; else clamp the argument into the domain."""
+    yield from stable_variances(finding.op, finding.ops)
     yield clamp_into_domain(finding.op)
 
 

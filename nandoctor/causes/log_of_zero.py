@@ -27,7 +27,7 @@ from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import STABLE_FORM, stable_forms
 from nandoctor.causes.sentences import operand, subject
 from nandoctor.changes.constant import SetFlag
-from nandoctor.changes.places import site_of
+from nandoctor.changes.places import maker_of, site_of
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import CASTS, DOMAINS, HIDDEN_LOGARITHMS, LOGARITHMS, MOVES, SUBTRACTIONS
@@ -124,7 +124,7 @@ def _probability_behind(finding: Finding, tensor: OpTensor | None) -> tuple[OpCa
     """Return the softmax or sigmoid that made a tensor, at most moved or cast, and True if it is 1 minus that."""
     is_rest = False
     for _ in range(_DEPTH):
-        op = finding.ops.get(tensor.producer) if tensor is not None and tensor.producer is not None else None
+        op = maker_of(tensor, finding.ops)
         if op is None or op.op in _PROBABILITIES:
             return (op, is_rest) if op is None or op.op == "sigmoid" or not is_rest else (None, False)
         is_one_less = op.op in SUBTRACTIONS and len(op.inputs) == 1 and 1.0 in dict(op.scalars).values()

@@ -1,4 +1,4 @@
-"""Stable rewrites of logarithms and quotients, without the exponential or probability that they are computed from."""
+"""Stable rewrites: of logarithms and quotients without the exponential before them, and of variances."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from nandoctor.causes.base import Candidate
 from nandoctor.changes.log_space import StableLog
-from nandoctor.changes.places import ancestors, descendants, site_of
+from nandoctor.changes.places import ancestors, descendants, maker_of, site_of
+from nandoctor.changes.variance import StableVariance
 from nandoctor.evidence.edits import SingleEdit, Together
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import CASTS, HAS_STABLE_LOGARITHM, MOVES, SUBTRACTIONS
@@ -44,6 +45,14 @@ def stable_forms(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
         yield (Together(edits=tuple(found)),)
     if any(made.op in _QUOTIENTS for made in after):
         yield from ((StableLog(site=site_of(made)),) for made in made_of if made.op == "exp")
+
+
+def stable_variances(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
+    """Yield stable forms of the differences before an op that subtract something from a mean, as of squares."""
+    for made in (source for tensor in op.inputs for source in _behind(ops, tensor)):
+        first = maker_of(made.inputs[0], ops) if made.op == "sub" else None
+        if first is not None and first.op == "mean":
+            yield (StableVariance(site=site_of(made)),)
 
 
 def _behind(ops: Mapping[int, OpCall], tensor: OpTensor) -> Iterator[OpCall]:

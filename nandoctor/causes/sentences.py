@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from nandoctor.causes.base import Finding
 from nandoctor.changes.expression import operands
+from nandoctor.changes.places import maker_of
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, TensorStats
@@ -126,7 +127,7 @@ _INVERSES: Mapping[str, Callable[[float, float], float]] = {
 def where_it_began(op: OpCall, name: str, value: float, ops: Mapping[int, OpCall]) -> str:
     """Return what makes an argument exactly `value`, by the numbers in the code: "`cosine` is exactly 1"; or ""."""
     taken, began = op.find_input(name), ""
-    while taken is not None and (maker := ops.get(-1 if taken.producer is None else taken.producer)) is not None:
+    while taken is not None and (maker := maker_of(taken, ops)) is not None:
         given = dict(maker.scalars).get("exponent" if maker.op == "pow" else "other")
         if maker.op not in _INVERSES or given is None or len(maker.inputs) != 1:
             break

@@ -26,6 +26,7 @@ from nandoctor.causes.base import (
     gradient_evidence,
     guard_candidate,
     mask_candidates,
+    singular_edge,
 )
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import stable_forms
@@ -63,7 +64,7 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     assert forward is not None
     assert selection is not None
     yield from stable_forms(forward, finding.ops)
-    guards = guard_candidate(forward)
+    guards = guard_candidate(forward, edge=singular_edge(forward))
     if selection.op in SELECTIONS and guards:
         yield from mask_candidates(forward, guards[0].argument, finding.ops, safe=guards[0].safe)
     if not (forward.op in LOGARITHMS and selection.op == "index"):

@@ -23,6 +23,8 @@ class Definitions:
 
     def __init__(self, editor: Editor, function: Function) -> None:
         self._editor, self._tree, self._function = editor, editor.tree, function
+        self.passed: dict[ast.Assign, None] = {}
+        """The assignments of the names that were resolved."""
 
     @cached_property
     def _bound(self) -> dict[str, list[tuple[int, ast.AST]]]:
@@ -47,6 +49,13 @@ class Definitions:
         if not is_in_block or any(self._binds_between(name.id, *loop) for loop in loops):
             return None
         return node.value
+
+    def resolved(self, node: ast.expr) -> ast.expr:
+        """Return what an expression stands for, if it is a name and that is certain."""
+        while isinstance(node, ast.Name) and (value := self.value_of(node)) is not None:
+            self.passed[next(item for item in self._tree.ancestors(value) if isinstance(item, ast.Assign))] = None
+            node = value
+        return node
 
     def text_at(self, node: ast.expr, place: ast.AST) -> str:
         """Return the text of an expression as it can stand at an earlier place; later names become what they stand for.

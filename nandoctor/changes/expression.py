@@ -85,7 +85,9 @@ class Expression:
         return isinstance(node, ast.Name) and node.id in self.tree.imported_names
 
     def argument_node(self, name: str) -> ast.expr:
-        """Return the argument of this name in the op's schema."""
+        """Return the argument of this name in the op's schema, which is none of a function that has the op inside."""
+        if self.op is not None and self.op.inside is not None and name_called(self.node).rstrip("_") != self.op.op:
+            raise CannotWriteError
         names = (name, "input") if name == "self" else (name,)  # torch.log(input=x)
         for keyword, value in self.arguments:
             if keyword in names:
@@ -214,6 +216,19 @@ def operands(node: ast.BinOp, op: str) -> tuple[ast.expr, ast.expr]:
     """Return the operands in the order in which torch's op takes them: x before 2 in `2 * x` and `1 - x`."""
     is_number_first = op in _COMMUTES and number_in(node.left) is not None
     return (node.right, node.left) if op in _REFLECTED or is_number_first else (node.left, node.right)
+
+
+def root_of(node: ast.expr) -> ast.expr | None:
+    """Return what an expression is the square of, as it is written: `x * x`, `x ** 2`, `x.pow(2)` or `x.square()`."""
+    if isinstance(node, ast.BinOp):
+        is_product = isinstance(node.op, ast.Mult) and ast.dump(node.left) == ast.dump(node.right)
+        return node.left if is_product or (isinstance(node.op, ast.Pow) and number_in(node.right) == 2) else None
+    if not isinstance(node, ast.Call) or name_called(node) not in ("pow", "square"):
+        return None
+    taken = [*node.args, *(item.value for item in node.keywords)]
+    is_method = len(taken) == (name_called(node) == "pow")
+    first = node.func.value if is_method and isinstance(node.func, ast.Attribute) else taken[0]
+    return first if name_called(node) == "square" or number_in(taken[-1]) == 2 else None
 
 
 _MODULES_OF_NUMBERS = frozenset({"math", "np", "numpy", "torch"})

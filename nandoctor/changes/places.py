@@ -40,6 +40,11 @@ def singular_inputs(op: OpCall) -> tuple[OpTensor, ...]:
     return tuple(tensor for tensor in op.inputs if tensor.name in names)
 
 
+def maker_of(tensor: OpTensor | None, ops: Mapping[int, OpCall]) -> OpCall | None:
+    """Return the op that wrote a tensor last, None if none of these did."""
+    return None if tensor is None or tensor.producer is None else ops.get(tensor.producer)
+
+
 def ancestors(
     ops: Mapping[int, OpCall], tensor: OpTensor, steps: int, *, through: frozenset[str] | None = None
 ) -> Iterator[OpCall]:

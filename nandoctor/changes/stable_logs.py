@@ -17,15 +17,16 @@ from functools import cached_property
 
 from nandoctor.changes.definitions import Definitions, calls_in
 from nandoctor.changes.editor import HAS_EFFECTS, Editor
-from nandoctor.changes.expression import Expression, number_in
-from nandoctor.changes.places import ancestors
+from nandoctor.changes.expression import Expression, number_in, operands, root_of
+from nandoctor.changes.places import ancestors, maker_of
+from nandoctor.changes.signs import is_nonnegative
 from nandoctor.changes.source_tree import CannotWriteError, name_called, names_in
-from nandoctor.changes.text_lines import grouped, negated, on_one_line, parse_expression
+from nandoctor.changes.text_lines import as_part, grouped, negated, on_one_line, parse_expression
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS, MOVES
 
-_OPERATORS: dict[type, str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
+_OPERATORS: dict[type, str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
 _UNTRACED_CASTS = frozenset({"float", "double", "clone", "contiguous"}) | CASTS
 _PUTS_ZEROS = frozenset({"dropout", "pad", "constant_pad_nd"})  # applied to a logarithm, they put 0 instead of -inf
 _MOVES = (MOVES - _PUTS_ZEROS) | {"diagonal", "masked_select", "index_select", "take_along_dim", "swapaxes"}
@@ -65,12 +66,12 @@ class LogSpace:
         tree, function = change.tree, change.tree.scope_of(node)
         if isinstance(function, ast.Module):
             raise CannotWriteError
-        self._change, self._tree, self._function, self._ops = change, tree, function, ops
+        self._change, self._tree, self._function = change, tree, function
+        self._by_order = {op.order: op for op in ops}
         self._definitions = Definitions(change, function)
         self._calls = dict(calls_in(change, function, ops))
         self._place: ast.AST = node
         self._hoisted: dict[ast.AST, tuple[str, str]] = {}
-        self._through: dict[ast.Assign, None] = {}
         self._sources: set[ast.AST] = set()
         self._functional = "F" if any(line in tree.text for line in _FUNCTIONAL) else "torch.nn.functional"
 
@@ -87,14 +88,14 @@ class LogSpace:
         texts = {node: text}
         sources, statement = set(self._sources), self._tree.statement_of(node)
         for item, call in logs.items():
-            kept = dict(self._hoisted), dict(self._through)
+            kept = dict(self._hoisted), dict(self._definitions.passed)
             self._sources = set()
             text = self._write_log(item, call)
             is_near = self._tree.statement_of(item) is statement is not None or sources & self._sources
             if text is not None and is_near:
                 texts[item] = text
             else:
-                self._hoisted, self._through = kept
+                self._hoisted, self._definitions.passed = kept
         self._change_texts(texts)
 
     def write_ratio(self, node: ast.AST) -> None:
@@ -117,10 +118,8 @@ class LogSpace:
 
     def _share(self, numerator: ast.expr, divisor: _Log) -> str:
         """Return the text of a quotient: a sigmoid or softmax by hand, or any other; of two powers, a difference."""
-        if isinstance(numerator, ast.BinOp) and isinstance(numerator.op, ast.Sub):
-            sides = numerator.left, numerator.right
-            if any(self._log_of(side) is not None for side in sides):
-                return " - ".join(self._share(side, divisor) for side in sides)
+        if isinstance(numerator, ast.BinOp) and (shares := self._shares_of_sides(numerator, divisor)):
+            return shares
         is_softplus = divisor.terms and divisor.dims is None
         if number_in(numerator) == 1 and is_softplus:
             return f"torch.sigmoid({negated(divisor.terms)})"
@@ -135,6 +134,17 @@ class LogSpace:
             return f"torch.softmax({log.text}, {dims[0]})"
         return f"torch.exp({log.wide} - {grouped(divisor.text)})"
 
+    def _shares_of_sides(self, numerator: ast.BinOp, divisor: _Log) -> str:
+        """Return the text of a quotient by the parts of its numerator, one of which is a power; "" if none is."""
+        left, right = numerator.left, numerator.right
+        powers = [side for side in (right, left) if self._log_of(side) is not None]
+        if isinstance(numerator.op, ast.Sub) and powers:
+            return f"{self._share(left, divisor)} - {self._share(right, divisor)}"
+        if isinstance(numerator.op, ast.Mult) and len(powers) == 1:
+            factor = self._change.operand(left if powers[0] is right else right)
+            return f"{factor} * {self._share(powers[0], divisor)}"
+        return ""
+
     def _change_texts(self, texts: Mapping[ast.AST, str]) -> None:
         """Replace nodes by their texts, after what these read is provided; remove what nothing reads any more."""
         read = {name for text in texts.values() for name in names_in(parse_expression(text))}
@@ -144,7 +154,7 @@ class LogSpace:
         for node, text in texts.items():
             if not self._change.is_replaced(node):
                 self._change.replace(node, text)
-        for statement in self._definitions.unread(self._through, texts, read):
+        for statement in self._definitions.unread(self._definitions.passed, texts, read):
             self._change.remove(statement)
 
     def _write_log(self, node: ast.AST, call: OpCall) -> str | None:
@@ -166,7 +176,7 @@ class LogSpace:
 
     def _log_of(self, node: ast.expr) -> _Log | None:
         """Return the logarithm of an expression, None if no better form of it is known."""
-        node = self._resolved(node)
+        node = self._definitions.resolved(node)
         if isinstance(node, ast.Attribute) and node.attr == "probs" and self._takes_softmax():
             return _Log(text=f"{self._change.code(node.value)}.logits")  # of one of torch's distributions
         name, expression = self._named_op(node)
@@ -178,8 +188,8 @@ class LogSpace:
 
     def _takes_softmax(self) -> bool:
         """Return True if the logarithm takes the result of a softmax, at most moved."""
-        ops, taken = {op.order: op for op in self._ops}, self._calls[self._place].inputs[0]
-        return any(op.op == "softmax" for op in ancestors(ops, taken, _STEPS, through=_MOVES))
+        taken = self._calls[self._place].inputs[0]
+        return any(op.op == "softmax" for op in ancestors(self._by_order, taken, _STEPS, through=_MOVES))
 
     @cached_property
     def _forms(self) -> Mapping[str, Callable[[Expression], _Log | None]]:
@@ -190,8 +200,12 @@ class LogSpace:
             "softmax": self._of_softmax,
             "sigmoid": self._of_sigmoid,
             "cosh": self._of_cosh,
+            "pow": self._powered,
+            "square": self._powered,
             "erfc": lambda expression: self._of_normal(expression, -1),
             "sum": self._summed,
+            "mean": self._averaged,
+            "cumsum": self._cumulated,
             "prod": self._multiplied,
         }
 
@@ -203,7 +217,7 @@ class LogSpace:
             return self._added(node)
         if name in ("sub", "rsub") and number_in(node.left) == 1:
             return self._log_of_rest(node.right)
-        inner, of_power = self._named_op(self._resolved(node.left))
+        inner, of_power = self._named_op(self._definitions.resolved(node.left))
         return self._of_expm1(of_power) if name == "sub" and inner == "exp" and number_in(node.right) == 1 else None
 
     def _of_softmax(self, expression: Expression) -> _Log:
@@ -234,7 +248,7 @@ class LogSpace:
 
     def _log_of_rest(self, node: ast.expr) -> _Log | None:
         """Return the logarithm of 1 minus an expression."""
-        node = self._resolved(node)
+        node = self._definitions.resolved(node)
         name, expression = self._named_op(node)
         if name in _MOVES_AND_CASTS:
             return self._moved(node, name, expression, self._log_of_rest)
@@ -247,7 +261,7 @@ class LogSpace:
             return _Log(text=f"torch.log(-torch.expm1({self._leaf(expression.argument_node('self')).wide}))")
         if name in ("sub", "rsub") and isinstance(node, ast.BinOp) and number_in(node.left) == 1:
             return self._log_of(node.right)
-        root, of_root = self._named_op(self._resolved(_root_of(node, name, expression)))
+        root, of_root = self._named_op(self._definitions.resolved(root_of(node) or node))
         return _Log(text=f"-2 * ({self._of_cosh(of_root).text})") if root == "tanh" else None
 
     def _moved(self, node: ast.expr, name: str, expression: Expression, form: _Form) -> _Log | None:
@@ -259,6 +273,12 @@ class LogSpace:
         text = self._change.code(node, {subject: grouped(made.text)})
         return _Log(text=text, is_low=made.is_low)
 
+    def _powered(self, expression: Expression) -> _Log | None:
+        """Return the logarithm of a power: that of its base, times the exponent."""
+        log = self._log_of(expression.argument_node("self"))
+        exponent = "2" if expression.op_name == "square" else expression.argument("exponent")
+        return None if log is None else _Log(text=f"{as_part(exponent)} * {grouped(log.wide)}")
+
     def _summed(self, expression: Expression) -> _Log | None:
         subject = expression.argument_node("self")
         log = self._log_of(subject)
@@ -267,6 +287,19 @@ class LogSpace:
         dims = expression.texts_after_first()
         given = [log.wide, *dims] if dims else [f"{grouped(log.wide)}.flatten()", "0"]
         return _Log(text=f"torch.logsumexp({', '.join(given)})", terms=log.text, dims=tuple(dims))
+
+    def _averaged(self, expression: Expression) -> _Log | None:
+        """Return the logarithm of a mean: that of the sum without the logarithm of the number of terms."""
+        total = self._summed(expression)
+        if total is None:
+            return None
+        ones = f"torch.ones_like({total.terms}).sum({', '.join(total.dims or ())})"
+        return _Log(text=f"{total.text} - torch.log({ones})")
+
+    def _cumulated(self, expression: Expression) -> _Log | None:
+        log = self._log_of(expression.argument_node("self"))
+        dims = ", ".join(expression.texts_after_first())
+        return None if log is None else _Log(text=f"torch.logcumsumexp({log.wide}, {dims})")
 
     def _multiplied(self, expression: Expression) -> _Log | None:
         """Return the logarithm of a product over a dimension: the sum of the logarithms."""
@@ -291,16 +324,31 @@ class LogSpace:
 
     def _logs_of_sides(self, node: ast.BinOp) -> tuple[_Log, _Log] | None:
         """Return the logarithms of both operands; None if neither has a better form, or one may be negative."""
-        logs = [self._log_of(side) or _log_of_number(side) for side in (node.left, node.right)]
-        are_numbers = [number_in(side) is not None for side in (node.left, node.right)]
-        left, right = logs
-        return None if left is None or right is None or all(are_numbers) else (left, right)
+        better = [self._log_of(side) for side in (node.left, node.right)]
+        if not any(better):
+            return None
+        sides = zip(better, (node.left, node.right), strict=True)
+        left, right = (log or _log_of_number(side) or self._log_of_positive(side, node) for log, side in sides)
+        return None if left is None or right is None else (left, right)
+
+    def _log_of_positive(self, side: ast.expr, node: ast.BinOp) -> _Log | None:
+        """Return the plain logarithm of an operand that no batch can make 0 or negative, or that is a mask."""
+        call = self._calls.get(node)
+        is_first = call is not None and operands(node, call.op)[0] is side
+        taken = call.find_input("self" if is_first else "other") if call is not None else None
+        if taken is None or taken.stats is None:
+            return None
+        maker, low = maker_of(taken, self._by_order), taken.stats.min
+        is_positive = low is not None and low > 0 and is_nonnegative(taken, self._by_order, nor_zero=True)
+        is_mask = maker is not None and maker.op in CASTS and all(given.stats is None for given in maker.inputs)
+        is_mask |= (low, taken.stats.max) == (0, 1)  # its -Inf ends in the sum of exponentials
+        return _Log(text=f"torch.log({self._leaf(side).text})") if is_positive or is_mask else None
 
     def _added(self, node: ast.BinOp) -> _Log | None:
         """Return the logarithm of a sum of two: 1 and an exponential, or two exponentials."""
         for number, other in ((node.left, node.right), (node.right, node.left)):
             if number_in(number) is not None:
-                name, expression = self._named_op(self._resolved(other))
+                name, expression = self._named_op(self._definitions.resolved(other))
                 if name == "erf" and number_in(number) == 1:
                     return self._of_normal(expression, 1)
                 log = self._log_of(other)
@@ -338,12 +386,6 @@ class LogSpace:
         taken = self._calls[parent].inputs[:1] if parent is not None else ()
         return any(tensor.stats is not None and tensor.stats.dtype in (FP16, BF16) for tensor in taken)
 
-    def _resolved(self, node: ast.expr) -> ast.expr:
-        while isinstance(node, ast.Name) and (value := self._definitions.value_of(node)) is not None:
-            self._through[next(item for item in self._tree.ancestors(value) if isinstance(item, ast.Assign))] = None
-            node = value
-        return node
-
     def _named_op(self, node: ast.expr) -> tuple[str, Expression]:
         """Return the op of an expression, from the trace or, if it called none there, from its spelling."""
         call = self._calls.get(node)
@@ -356,14 +398,6 @@ class LogSpace:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = node.func.attr if node.func.attr in _MOVES_AND_CASTS else ""
         return name, Expression(self._change, node, None, name)
-
-
-def _root_of(node: ast.expr, name: str, expression: Expression) -> ast.expr:
-    """Return what an expression is the square of, else the expression."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and ast.dump(node.left) == ast.dump(node.right):
-        return node.left
-    is_square = name == "square" or (name == "pow" and number_in(expression.argument_node("exponent")) == 2)
-    return expression.argument_node("self") if is_square else node
 
 
 def _log_of_number(node: ast.expr) -> _Log | None:

@@ -5,7 +5,7 @@ import torch
 from made_traces import make_step
 from torch import nn
 
-from nandoctor.causes.base import is_nonnegative
+from nandoctor.changes.signs import is_nonnegative
 from nandoctor.engine.runner import Watch
 from nandoctor.evidence.trace import OpTensor
 

@@ -1,4 +1,4 @@
-"""Logarithms, quotients and shares in log space: what is written, and what is left since it may mean another thing."""
+"""Stable forms of logarithms, quotients, shares and variances: what is written, and what may mean another thing."""
 
 import ast
 import math
@@ -14,6 +14,7 @@ from nandoctor.changes.expression import number_in
 from nandoctor.changes.log_space import StableLog
 from nandoctor.changes.places import site_of
 from nandoctor.changes.source_tree import parse_source
+from nandoctor.changes.variance import StableVariance
 from nandoctor.engine.runner import CLOSELY
 from nandoctor.fixes.writing import ChangeWriter
 
@@ -113,10 +114,36 @@ WRITTEN = {
         "p = torch.exp(x if self.training else x * 2)\nreturn torch.log(p * torch.exp(x)).sum(-1)", "log",
         ["return ((x if self.training else x * 2) + x).sum(-1)"],
     ),
+    "a mean": (
+        "return torch.log(x.exp().mean(-1))", "log",
+        ["return torch.logsumexp(x, -1) - torch.log(torch.ones_like(x).sum(-1))"],
+    ),
+    "a running sum": ("return torch.log(x.exp().cumsum(1))", "log", ["return torch.logcumsumexp(x, 1)"]),
+    "a mixture": (
+        "return torch.log((F.softplus(x) * torch.exp(-x)).sum(-1))", "log",
+        ["return torch.logsumexp(torch.log(F.softplus(x)) + -x, -1)"],
+    ),
+    "a masked sum": (
+        "m = (x > x.amin()).to(x.dtype)\nreturn torch.log((x.exp() * m).sum(-1))", "log",
+        ["return torch.logsumexp(x + torch.log(m), -1)"],
+    ),
+    "a variance": (
+        "m = x.mean(-1, True)\nv = (x * x).mean(-1, True) - m ** 2\nreturn v.sqrt()", "sub",
+        ["v = x.var(-1, keepdim=True, correction=0)"],
+    ),
+    "a variance of all": (
+        "return torch.mean(x.pow(2)) - torch.mean(x).square()", "sub", ["return x.var(correction=0)"],
+    ),
+    "a slope of a sigmoid": (
+        "return x * torch.exp(-x) / (torch.exp(-x) + 1) ** 2", "div",
+        ["return x * torch.exp(-x - (2 * F.softplus(-x)))"],
+    ),
     "a copy": ("y = torch.log(torch.exp(x))\ny += 1\nreturn y + x", "log", ["y = x.clone()"]),
 }  # fmt: skip
 LEFT = {
     "odds have another logarithm": ("p = torch.distributions.Bernoulli(logits=x)\nreturn torch.log(p.probs)", "log"),
+    "a mean of others": ("return x.square().mean(-1) - (2 * x).mean(-1) ** 2", "sub"),
+    "a mean along another dimension": ("return x.square().mean(-1) - x.mean(0) ** 2", "sub"),
     "a factor of two": ("w = x.exp()\nreturn w * w / w.sum()", "exp"),
     "dropout keeps 0, in training alone": ("p = F.dropout(x.exp(), 0.5, False)\nreturn torch.log(p.sum(-1))", "log"),
     "a summand may be negative": ("return torch.log(torch.exp(x) + x.abs()).sum(-1)", "log"),
@@ -146,7 +173,8 @@ def write(code, op, folder):
     """The step of this code, and what is written for the first op of this name; None if nothing is."""
     step = step_of(code, folder, torch.randn(3, 3, generator=torch.Generator().manual_seed(0)))
     ops = step.run(watch=CLOSELY).trace.ops
-    edit = StableLog(site=site_of(next(item for item in ops if item.op == op)))
+    kind = StableVariance if op == "sub" else StableLog
+    edit = kind(site=site_of(next(item for item in ops if item.op == op)))
     return step, next(ChangeWriter(step.model, None, ops).write(edit), None)
 
 

@@ -113,6 +113,57 @@ for step, change in ((dose, "guard"), (gain, "guard"), (mean_of_what_fires, "*")
         step.__name__, DIVISION, {"x": X["x"] - ZEROS["x"].eq(0) * 9.0, "autocast": False}, f"verified {change}", step
     )
 
+# --- a logarithm of a sum of exponentials, times what is positive, or a mask; a variance of large values
+
+
+def mixture(output, batch):
+    near = torch.exp(-0.5 * (output.float() - batch["x"]).square())
+    return -torch.log((batch["x"].detach().softmax(-1) * near).sum(-1)).mean()
+
+
+def masked_partition(output, batch):
+    power = torch.exp(output.float() + batch["x"])
+    return torch.log((power * (batch["x"] < 400).float()).sum(-1)).mean()
+
+
+def partial_likelihood(output, batch):
+    risk = (output.float() + batch["x"]).sum(-1)
+    return (torch.log(torch.cumsum(torch.exp(risk), 0)) - risk).mean()
+
+
+def free_energy(output, batch):
+    return torch.log(torch.exp(output.float() + batch["x"]).mean())
+
+
+def spread(h, x):
+    far = x + 500.0
+    return h + torch.sqrt(far.square().mean(-1, keepdim=True) - far.mean(-1, keepdim=True) ** 2)
+
+
+for loss in (mixture, masked_partition, partial_likelihood, free_energy):
+    batch = {**FAR, "autocast": False}
+    lifted(loss.__name__, "numerics <loss>", batch, "verified stable-log", lambda h, x: h, loss=loss)
+lifted("spread", DOMAIN.format("sqrt"), {"x": 1e-3 * X["x"], "autocast": False}, "verified stable-variance", spread)
+
+# --- branches of a where that are singular in several places; an edge at which 0 would be wrong, and one that is near
+
+
+def branches(h, x):
+    size = h.abs() + 0.5
+    return h + torch.where(
+        size > 1,
+        2 / (size**2 - 1).sqrt() * ((size - 1) / (size + 1)).sqrt().arctan(),
+        2 / (1 - size**2).sqrt() * ((1 - size) / (1 + size)).sqrt().arctanh(),
+    )
+
+
+def distance(h, x):
+    return torch.acosh(1 + 2 * x.square().sum(-1) * (1 + h.square().mean(-1)))
+
+
+lifted("branches", TRAP.format("sqrt"), IN_FP32, "verified together", branches)
+lifted("distance", "numerics . acosh gradient-singularity", ZEROS, "verified guard", distance)
+
 # --- no limit: the formula is infinite, or depends on the side; a scale of weights that are 0 needs a floor itself
 
 lifted("decibels", "numerics . log log-of-zero", ZEROS, "none", lambda h, x: h + 20 * torch.log(x))
