@@ -138,11 +138,12 @@ class ClampArgument(SingleEdit):
         if not isinstance(target, ast.expr) or is_written:
             raise CannotWriteError
         taken = self.probed(source, expression.editor.code(target))
-        if self.keeps_sign and self.low is not None:
+        if source.probe is not None and source.probe.alone:
+            expression.editor.replace(target, taken)
+        elif self.keeps_sign and self.low is not None:
             self._write_off_zero(expression, target, taken)
-            return
-        text = f"{grouped(taken)}.{self._call()}" if source.probe != "past bound alone" else taken
-        expression.editor.replace(target, text)
+        else:
+            expression.editor.replace(target, f"{grouped(taken)}.{self._call()}")
 
     def _call(self) -> str:
         """Return the call of the method that clamps."""
@@ -162,9 +163,10 @@ class ClampArgument(SingleEdit):
 
     def probed(self, source: SourceWriter, text: str) -> str:
         """Return the text of the argument, moved to an edge or past the bound if the writer probes that."""
-        if source.probe == "edge":
-            return text_at_edges(text, self.site.op, self.edges) if self.edges else text
-        return text_past_bound(text, self.bound) if source.probe is not None and self.bound is not None else text
+        to = source.probe.to if source.probe is not None else None
+        if to == "edge" and self.edges:
+            return text_at_edges(text, self.site.op, self.edges)
+        return text_past_bound(text, self.bound) if to == "bound" and self.bound is not None else text
 
 
 def _argument_in_words(op: str, argument: str) -> str:

@@ -84,8 +84,11 @@ class GuardArgument(SingleEdit):
         if name_called(expression.node).endswith("_"):  # torch.where would make another tensor than the op writes to
             raise CannotWriteError
         text = expression.editor.code(argument)
-        if source.probe == "edge" and self.edges:
+        if source.probe is not None and source.probe.to == "edge" and self.edges:
             text = text_at_edges(text, self.site.op, self.edges)
+        if source.probe is not None and source.probe.alone:
+            expression.editor.replace(argument, text)
+            return
         first, again, before = expression.editor.named(expression.node, text, "guarded")
         safe = f"torch.where({self._condition(again)}, {self.safe}, {again})"
         text = _filled_where(self._condition(first, again), self.fill, expression, {argument: safe})

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
-from typing import ClassVar, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.definitions import Definitions
 from nandoctor.changes.expression import Expression
 from nandoctor.changes.places import in_place, place_of
+from nandoctor.changes.running_op import RunningOp, is_tensor
 from nandoctor.changes.source_tree import CannotWriteError
 from nandoctor.changes.source_writer import SourceWriter
 from nandoctor.changes.text_lines import grouped
 from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
+from nandoctor.ops import DOMAINS
 from nandoctor.text import constant
 
 
@@ -39,6 +42,17 @@ class MaskFirst(SingleEdit):
         safe, later = constant(self.safe), place_of(self.mask)
         return f"Give {self.site.op}{in_place(self.site)} the argument {safe} where {later} masks its result"
 
+    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+        """Run the op on `safe` where it or its derivative is infinite: a stand-in, to see what fails besides."""
+        yield self.site, self._run
+
+    def _run(self, op: RunningOp) -> Any:
+        given, made, domain = op.argument(self.argument), op.run(), DOMAINS.get(self.site.op)
+        if op.is_mutable or not is_tensor(given):
+            return made
+        inside = made.isfinite() if domain is None else (given > domain.low) & (given < domain.high)
+        return op.run(**{self.argument: given.where(inside, self.safe)})
+
     def write(self, source: SourceWriter) -> None:
         """Write the argument under the later mask."""
         expression, later = source.open(self.site), source.open(self.mask)
@@ -47,6 +61,8 @@ class MaskFirst(SingleEdit):
         if not is_near or isinstance(function, ast.Module):
             raise CannotWriteError
         mask = Definitions(editor, function).text_at(self._mask_in(later), expression.node)
+        if expression.tree.code(expression.node) in mask:  # what is masked shows where
+            raise CannotWriteError
         condition = f"{grouped(mask)} != 0" if self.mask.op == "mul" else mask
         argument = expression.argument_node(self.argument)
         kept, safe = editor.code(argument), self.safe

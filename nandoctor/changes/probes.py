@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from nandoctor.ops import DOMAINS
 
-Probe = Literal["edge", "past bound", "past bound alone"]
-"""Arguments on the edge of a domain; exponents past a clamp's bound, and the same without the clamp."""
+Where = Literal["edge", "bound"]
+"""On the edge of a function's domain, or past the bound of an exponent."""
 _PROBED = "_probed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Where a text moves the arguments that it changes; with `alone`, it moves them and leaves out the change."""
+
+    to: Where
+    alone: bool = False
 
 
 def edges_kept_off(op: str, argument: str, low: float | None, high: float | None) -> tuple[float, ...]:

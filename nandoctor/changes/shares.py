@@ -22,7 +22,7 @@ def subtract_largest(expression: Expression, ops: Sequence[OpCall]) -> None:
     """
     site = expression.op.source if expression.op is not None else None
     powers = [op for op in ops if op.op == expression.op_name and op.source == site]
-    if not all(_cancels(op, ops) for op in powers):
+    if not powers or not all(_cancels(op, ops) for op in powers):
         raise CannotWriteError
     dims = {dim for op in powers for dim in _summed_over(op, ops)}
     along = f"{dims.pop()}, keepdim=True" if len(dims) == 1 and "" not in dims else ""

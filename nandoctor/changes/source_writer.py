@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast
 
 from nandoctor.changes.editor import Editor, Library
 from nandoctor.changes.expression import Expression
-from nandoctor.changes.probes import Probe
+from nandoctor.changes.probes import Probe, Where
 from nandoctor.changes.source_tree import CannotWriteError, parse_source
 from nandoctor.evidence.edits import ChangedFile, OpSite, SingleEdit, SourcePatch
 from nandoctor.evidence.trace import OpCall
@@ -24,8 +24,8 @@ from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PastBound:
-    """A patch that clamps exponents, and one that does not; both move them all between the bound and the largest."""
+class Probed:
+    """A patch that makes a change, and one that does not; both move values to where another batch may have them."""
 
     changed: SourcePatch
     unchanged: SourcePatch
@@ -68,16 +68,18 @@ class SourceWriter:
         """Give up: no text is known that does what an edit does."""
         raise CannotWriteError
 
-    def at_edge(self, edits: Sequence[SingleEdit]) -> SourcePatch | None:
-        """Return the patch with arguments on or beyond a domain's edge moved onto it; None if it has no such edge."""
-        return self.write(edits, "edge") if any(edit.edges for edit in edits) else None
+    def at_edge(self, edits: Sequence[SingleEdit]) -> Probed | None:
+        """Return the patches with arguments on or beyond a domain's edge moved onto it; None if it has no such edge."""
+        return self._probe(edits, [edit for edit in edits if edit.edges], "edge")
 
-    def past_bound(self, edits: Sequence[SingleEdit]) -> PastBound | None:
-        """Return the patch, and the code without it, with exponents past their bound; None if none is bounded."""
-        bounded = [edit for edit in edits if edit.bound is not None]
-        changed = self.write(edits, "past bound") if bounded else None
-        unchanged = self.write(bounded, "past bound alone") if bounded else None
-        return PastBound(changed=changed, unchanged=unchanged) if changed and unchanged else None
+    def past_bound(self, edits: Sequence[SingleEdit]) -> Probed | None:
+        """Return the patches with all exponents between their bound and the largest; None if none is bounded."""
+        return self._probe(edits, [edit for edit in edits if edit.bound is not None], "bound")
+
+    def _probe(self, edits: Sequence[SingleEdit], probed: Sequence[SingleEdit], to: Where) -> Probed | None:
+        changed = self.write(edits, Probe(to=to)) if probed else None
+        unchanged = self.write(probed, Probe(to=to, alone=True)) if probed else None
+        return Probed(changed=changed, unchanged=unchanged) if changed and unchanged else None
 
     def _refuse_in_backward(self, edits: Sequence[SingleEdit]) -> None:
         """Refuse another value in a Function's hand-written backward, since nothing shows what that should give."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, zip_longest
 
 from torch import nn
 
@@ -213,16 +213,33 @@ def _has_children(path: str, trace: Trace) -> bool:
 
 
 def together(groups: Sequence[list[Candidate]]) -> Iterator[Candidate]:
-    """Yield every origin's first change combined, then their second and so on; strengths are raised together."""
+    """Yield a change of every origin combined, of one kind if they have it; strengths are raised together."""
     if len(groups) == 1:
         yield from groups[0]
     elif groups and all(groups):
-        for choice in range(max(map(len, groups))):
-            chosen = [group[min(choice, len(group) - 1)] for group in groups]
+        by_kind = [_by_kind(group) for group in groups]
+        kinds = dict.fromkeys(chain.from_iterable(zip_longest(*by_kind)))
+        for chosen in dict.fromkeys(tuple(_of_kind(kind, found) for found in by_kind) for kind in kinds if kind):
             yield tuple(
                 join([candidate[min(strength, len(candidate) - 1)] for candidate in chosen])
                 for strength in range(max(map(len, chosen)))
             )
+
+
+_Kind = tuple[tuple[str, ...], int]
+
+
+def _by_kind(group: Sequence[Candidate]) -> dict[_Kind, Candidate]:
+    """Return the changes of one origin by their kinds, numbered where there are several of a kind."""
+    found: dict[_Kind, Candidate] = {}
+    for candidate in group:
+        kinds = tuple(single.kind for single in flatten(candidate[:1]))
+        found[kinds, sum(kinds == known for known, _ in found)] = candidate
+    return found
+
+
+def _of_kind(kind: _Kind, found: dict[_Kind, Candidate]) -> Candidate:
+    return found.get(kind) or found.get((kind[0], 0)) or next(iter(found.values()))
 
 
 def join(edits: Sequence[Edit]) -> Edit:

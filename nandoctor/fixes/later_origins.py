@@ -14,7 +14,7 @@ from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
 from nandoctor.changes.source_tree import FUNCTIONS, parse_source
 from nandoctor.diagnosis.backward import conclude_backward
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect, conclude
-from nandoctor.evidence.edits import ChangedFile, Edit, SourcePatch, is_text_alone
+from nandoctor.evidence.edits import ChangedFile, Edit, SourcePatch, flatten
 from nandoctor.evidence.report import Diagnosis
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.fixes.candidates import (
@@ -120,7 +120,8 @@ def _strongest(change: Candidate) -> Edit:
 def _conclude_with(edit: Edit, trials: Trials, writer: ChangeWriter) -> Conclusion | None:
     """Return why the changed step fails, including its backward pass at loss scale 1; None if that is not known."""
     step = trials.with_gradients.step
-    change = next((written.change for written in writer.write(edit)), None) if is_text_alone(edit) else edit
+    needs_text = any(single.is_text_alone and not [*single.on_ops()] for single in flatten((edit,)))
+    change = next((written.change for written in writer.write(edit)), None) if needs_text else edit
     traces = trials.with_gradients.trace(*at_scale(change, 1.0)) if change is not None else None
     if traces is None:
         return None

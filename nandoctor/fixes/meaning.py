@@ -28,7 +28,7 @@ from nandoctor.engine.module_state import is_large
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import is_flags
 from nandoctor.evidence.edits import Change, Edit, OpSite, SingleEdit, flatten
-from nandoctor.fixes.agreement import TOLERANCE, Result, in_pieces, largest_of
+from nandoctor.fixes.agreement import TOLERANCE, Result, gradient_error, in_pieces, largest_of
 from nandoctor.fixes.candidates import join
 from nandoctor.fixes.variations import scaled
 from nandoctor.fixes.verify import Trials
@@ -394,6 +394,22 @@ def reversed_gradient(made: Result, meant: Result) -> str | None:
         share = _share_reversed(made, meant, name, least) if same_shape and not is_noise else 0.0
         worst, most = (name, share) if share > most else (worst, most)
     return worst
+
+
+def largest_error(made: Result, meant: Result) -> tuple[str, float] | None:
+    """Return the parameter whose gradient is furthest off what it should be, and how far; None without gradients.
+
+    All gradients together may hide that a small one is lost; an optimizer such as Adam makes them alike.
+    """
+    largest = max(map(largest_of, meant.gradients.values()), default=0.0)
+    names = (name for name in made.gradients.keys() & meant.gradients)
+    counted = [name for name in sorted(names) if largest_of(meant.gradients[name]) > _LEAST * largest]
+    errors = {name: gradient_error(_alone(made, name), _alone(meant, name)) for name in counted}
+    return max(errors.items(), key=lambda item: item[1], default=None)
+
+
+def _alone(run: Result, name: str) -> Result:
+    return replace(run, gradients={name: run.gradients[name]})
 
 
 def _share_reversed(made: Result, meant: Result, name: str, least: Sequence[float]) -> float:

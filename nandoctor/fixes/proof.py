@@ -28,10 +28,10 @@ from nandoctor.fixes.agreement import (
 )
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
 from nandoctor.fixes.hidden_values import describe_hidden
-from nandoctor.fixes.meaning import Meaning, reversed_gradient
+from nandoctor.fixes.meaning import Meaning, largest_error, reversed_gradient
 from nandoctor.fixes.other_batches import OtherBatches
 from nandoctor.fixes.variations import OTHER_SEED, VARIATIONS
-from nandoctor.fixes.verify import Judgement, Trials, selects
+from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Judgement, Trials, selects
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.ops import CLAMPS
 from nandoctor.text import are, constant, join_first, join_words, number, percent
@@ -146,9 +146,10 @@ def _judge_output(proof: Proof) -> Said:
     besides = " except for infinities that fp32 has there too" if made.meant else ""
     told = f"finite{besides}, {percent(outcome.max_rel_err)} off fp32"
     if not proof.judgement.passes:
-        replaced = next((single.replaces for single in flatten((proof.edit,)) if single.replaces), "")
-        off = f", so the output is {percent(outcome.max_rel_err)} off what the formula gives"
-        return Said("failed", told, replaces=f"{replaced}{off}" if replaced else "")
+        replaced = [single.replaces for single in flatten((proof.edit,)) if single.replaces]
+        off = f"the output is {percent(outcome.max_rel_err)} off what the formula gives"
+        is_replacing = bool(replaced) or proof.trials.numerics
+        return Said("failed", told, replaces=", so ".join([*replaced, off]) if is_replacing else "")
     beside = _error_of_smaller(proof)
     if beside is not None:
         return Said("failed", f"{told}, but {beside}", replaces=f"it replaces values that the formula gives: {beside}")
@@ -208,16 +209,23 @@ def _judge_gradients(proof: Proof) -> Said:
 
 
 def _judge_direction(proof: Proof) -> Said | None:
-    """Refuse a change with which a gradient points the other way than that of the unchanged formula."""
+    """Refuse a change with which a gradient points the other way than the unchanged formula's, or is lost."""
     meant = proof.verifier.meaning.directed
     if meant is None or selects((proof.change,)):
         return None
     name = reversed_gradient(proof.made, meant)
-    if name is None or proof.verifier.meaning.is_direction_noise:
+    if name is not None and not proof.verifier.meaning.is_direction_noise:
+        where = "float64" if proof.trials.numerics else "fp32"
+        sentence = f"the gradient of `{name}` then points the other way than the formula's in {where}"
+        return Said("failed", f"that of `{name}` points the other way than in {where}", replaces=sentence)
+    if not (proof.trials.numerics and meant.finite):
         return None
-    where = "float64" if proof.trials.numerics else "fp32"
-    sentence = f"the gradient of `{name}` then points the other way than the formula's in {where}"
-    return Said("failed", f"that of `{name}` points the other way than in {where}", replaces=sentence)
+    found = largest_error(proof.trials.reference(proof.change), meant)
+    if found is None or found[1] <= GRADIENT_TOLERANCE:
+        return None
+    name, off = found[0], percent(found[1])
+    sentence = f"the gradient of `{name}` is then {off} off the formula's in float64"
+    return Said("failed", f"that of `{name}` is {off} off float64", replaces=sentence)
 
 
 def _judge_limit(proof: Proof) -> Said | None:
@@ -276,12 +284,12 @@ def _judge_healthy_alone(proof: Proof) -> Said:
 
 
 def _judge_edge(proof: Proof) -> Said | None:
-    """Check that all stays finite with values exactly on the edge of a domain, which the next batch may have."""
+    """Check that all stays finite, and as in float64, with values exactly on the edge of a domain, as others may be."""
     at_edge = proof.written.at_edge
     if at_edge is None:
         return None
     with intercepting(_pass_at_bound):
-        made, lowered = run_lowered(proof.trials, at_edge, proof.scale)
+        made, lowered = run_lowered(proof.trials, at_edge.changed, proof.scale)
     edits = flatten((proof.edit,))
     told = " and ".join(dict.fromkeys(constant(edge) for single in edits for edge in single.edges))
     if not made.ran:
@@ -289,6 +297,10 @@ def _judge_edge(proof: Proof) -> Said | None:
     if not made.finite:
         what = "gradients are" if made.values_finite else "output is"
         return Said("failed", f"{what} not finite with arguments of exactly {told}")
+    found = compare_runs(made, proof.trials.exact(at_edge.unchanged))
+    if found.values and not found.agrees(tolerance=MOST_NOISE):
+        off = f"{percent(found.max_rel_err)} off float64 with arguments of exactly {told}"
+        return Said("failed", off, replaces=f"other batches may be {off}")
     at = "" if lowered is None else f" at loss scale {number(lowered)}"
     return Said("passed", f"finite with arguments of exactly {told}{at}")
 

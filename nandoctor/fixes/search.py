@@ -21,6 +21,7 @@ from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.report import Check, Counterfactual, Diagnosis, Fix, FixSettings, Fp32SetSearch, TrialOutcome
 from nandoctor.evidence.trace import SourceLine, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
+from nandoctor.fixes.agreement import TOLERANCE
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.candidates import (
     by_lines,
@@ -45,6 +46,7 @@ from nandoctor.tracing.tensor_stats import measure_all
 _CHANGES, _FP32_SETS, _SETTINGS = "changes of the operation", "sets of modules in fp32", "other settings"
 _EPS_LOST = "optimizer-eps-underflow"
 _LARGEST_NEAR = 2.0**20  # fp32's rounding error there is at most 1/16
+_VISIBLE = TOLERANCE / 2  # a change that is so far off may be one for the next strength
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +192,9 @@ class _Search:
             return
         self._attempt(propose(self._findings, self._trials), self._tried)
         self._untried.remove(_CHANGES)
-        helped = any(fix.verified or fix.workaround is not None for fix in self._tried)
+        helped = any(
+            fix.checks and fix.checks[0].status == "passed" for fix in self._tried if fix.workaround or fix.verified
+        )
         if self._findings.verdict == "numerics" and not helped:
             self._try_later_origins()
             affected = self._guilty or self._findings.trace.rows_hit
@@ -337,40 +341,64 @@ class _Search:
     def _try(self, candidate: Candidate) -> list[Fix]:
         """Return the first strength of a change that passes as printed text, else the nearest one.
 
+        One that is visibly off what the formula gives is returned only if no other strength is nearer.
+        """
+        tried, waiting, best = list[Fix](), list(candidate), None
+        for edit in waiting:  # it grows
+            made = self._try_strength(edit, best)
+            if made is None:
+                continue
+            tried.append(made)
+            if made.verified and self._trials.numerics and distance_of(made) > _VISIBLE:
+                best = made
+            elif made.verified or (made.workaround is not None and self._verifier.meaning.is_lacking):
+                return [made]
+            elif made.workaround is not None and isinstance(edit, GuardArgument) and edit in candidate:
+                filled = replace(edit, fill=self._verifier.meaning.find_fill(edit))
+                waiting += [] if filled in waiting else [filled]
+
+        def key(fix: Fix) -> tuple[bool, bool, bool, bool, float]:
+            distance = distance_of(fix) if fix.workaround is None else 0.0
+            return not fix.verified, fix.workaround is None, math.isinf(distance), fix.kind == "advice", distance
+
+        return [self._as_workaround(fix) for fix in sorted(tried, key=key)[:1]]
+
+    def _as_workaround(self, fix: Fix) -> Fix:
+        """Return a change that is finite but off what the formula gives with all checks: it replaces something."""
+        if fix.checks or not fix.outcome.finite or fix.kind == "advice":
+            return fix
+        written = next(self._writer.write(fix.edit))
+        return _make_fix(fix.edit, written, *self._verifier.verify(written, fix.edit))
+
+    def _try_strength(self, edit: Edit, best: Fix | None) -> Fix | None:
+        """Run a change, and its texts up to one that passes; None for one without a text, or no nearer than the `best`.
+
         If fp32 is sound, the text is run without a probe: its output shows a failure as soon as a probe's would.
         """
-        tried, waiting = list[Fix](), list(candidate)
-        for edit in waiting:  # it grows
-            written = list(self._writer.write(edit))
-            if not written and is_text_alone(edit):
-                continue
-            attempts: list[Fix] = []
-            if (self._trials.numerics and not is_text_alone(edit)) or not written:
-                probe = self._trials.judge(edit)
-                advice = WrittenChange(kind="advice", title=write_title(edit), text="")
-                attempts = [_make_fix(edit, next(iter(written), advice), replace(probe, passes=False), ())]
-                written = written if probe.passes or isinstance(edit, KeepOp) else []
-            for text in written:
-                proof, checks = self._verifier.verify(text, edit)
-                fails_at_once = checks[0].status == "failed"
-                attempts = [_make_fix(edit, text, proof, checks)]
-                if proof.passes or fails_at_once:
-                    self._trials.note(edit, proof)
-                if proof.passes or (proof.workaround is not None and self._verifier.meaning.is_lacking):
-                    return attempts
-                # A probe cannot widen an op that writes to its argument, but another text may.
-                if fails_at_once and not isinstance(edit, KeepOp):
-                    break
-                if proof.workaround is not None and isinstance(edit, GuardArgument) and edit in candidate:
-                    filled = replace(edit, fill=self._verifier.meaning.find_fill(edit))
-                    waiting += [] if filled in waiting else [filled]
-            tried += attempts
-
-        def key(fix: Fix) -> tuple[bool, bool, bool, float]:
-            distance = distance_of(fix) if fix.workaround is None else 0.0
-            return fix.workaround is None, math.isinf(distance), fix.kind == "advice", distance
-
-        return sorted(tried, key=key)[:1]
+        written, made = list(self._writer.write(edit)), None
+        if not written and isinstance(edit, Together):  # the place of one may be in a library; another may do for both
+            ours = [single for single in edit.edits if any(self._writer.write(single))]
+            if 0 < len(ours) < len(edit.edits):
+                return self._try_strength(join(ours), best)
+        if not written and is_text_alone(edit):
+            return None
+        if (self._trials.numerics and not is_text_alone(edit)) or not written:
+            probe = self._trials.judge(edit)
+            advice = WrittenChange(kind="advice", title=write_title(edit), text="")
+            made = _make_fix(edit, next(iter(written), advice), replace(probe, passes=False), ())
+            if best is not None and not (probe.passes and distance_of(made) < distance_of(best) / 2):
+                return None
+            written = written if probe.passes or isinstance(edit, KeepOp) else []
+        for text in written:
+            proof, checks = self._verifier.verify(text, edit)
+            fails_at_once = checks[0].status == "failed"
+            made = _make_fix(edit, text, proof, checks)
+            if proof.passes or fails_at_once:
+                self._trials.note(edit, proof)
+            # A probe cannot widen an op that writes to its argument, but another text may.
+            if proof.passes or (fails_at_once and not isinstance(edit, KeepOp)):
+                break
+        return made
 
 
 def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tuple[Check, ...]) -> Fix:

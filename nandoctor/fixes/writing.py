@@ -15,7 +15,7 @@ from torch import nn
 from nandoctor.changes.editor import Library
 from nandoctor.changes.keep_fp32 import KeepModule, modules_in_fp32
 from nandoctor.changes.places import cell_name
-from nandoctor.changes.source_writer import PastBound, SourceWriter
+from nandoctor.changes.source_writer import Probed, SourceWriter
 from nandoctor.engine.printed_changes import reachable
 from nandoctor.evidence.edits import (
     Edit,
@@ -35,9 +35,9 @@ from nandoctor.evidence.trace import LOSS, OpCall
 class WrittenChange:
     """A change's title and text; `change` is that text in the form that a run takes, None for a setting or advice.
 
-    `settings` are the loss scale or the dtype of autocast, if the change sets one. `at_edge` is the patch with the
-    arguments moved to the edge of the domain that it keeps them in, `past_bound` the patches with exponents past its
-    bound; None if there is none.
+    `settings` are the loss scale or the dtype of autocast, if the change sets one. `at_edge` are the patches
+    with the arguments moved to the edge of the domain that it keeps them in, `past_bound` those with exponents past its
+    bound; None if there are none.
     """
 
     kind: ChangeKind
@@ -45,8 +45,8 @@ class WrittenChange:
     text: str
     change: PrintedChange | None = None
     settings: FixSettings | None = None
-    at_edge: SourcePatch | None = None
-    past_bound: PastBound | None = None
+    at_edge: Probed | None = None
+    past_bound: Probed | None = None
 
 
 class ChangeWriter:
