@@ -192,9 +192,7 @@ class _Search:
             return
         self._attempt(propose(self._findings, self._trials), self._tried)
         self._untried.remove(_CHANGES)
-        helped = any(
-            fix.checks and fix.checks[0].status == "passed" for fix in self._tried if fix.workaround or fix.verified
-        )
+        helped = any(fix.verified or fix.workaround is not None for fix in self._tried)
         if self._findings.verdict == "numerics" and not helped:
             self._try_later_origins()
             affected = self._guilty or self._findings.trace.rows_hit
