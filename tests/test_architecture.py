@@ -34,23 +34,23 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_736, "tests": 32_448, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_006, "tests": 32_534, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_047,
     "autocast": 914,
     "capture": 2_780,
-    "causes": 2_667,
-    "changes": 2_830,
+    "causes": 2_648,
+    "changes": 3_037,
     "cli": 941,
     "diagnosis": 2_078,
     "dumps": 3_418,
     "engine": 3_331,
     "evidence": 1_707,
-    "fixes": 3_654,
+    "fixes": 3_726,
     "fleet": 782,
     "repro_scripts": 734,
-    "step": 3_134,
+    "step": 3_144,
     "tracing": 1_879,
     "views": 2_840,
 }
