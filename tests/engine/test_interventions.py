@@ -1,7 +1,6 @@
 """Every edit does to the run what it says, and is gone afterwards."""
 
 import copy
-from dataclasses import replace
 
 import made_traces
 import pytest
@@ -12,8 +11,7 @@ from torch import nn
 from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.constant import SetArgument, SetAttribute
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
-from nandoctor.changes.setting import SetLossScale
-from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, Watch
+from nandoctor.engine.runner import CLOSELY, MODULES_ONLY
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP16, FP32
 
@@ -136,20 +134,6 @@ def test_samples_are_taken_from_every_array_of_the_batch():
     step = make_step(nn.Linear(4, 4), call, **batch)
     output = execute(step, KeepSamples(samples=(2, 0))).output
     assert torch.equal(output, execute(step).output[[2, 0]])
-
-
-def test_the_loss_in_fp32_and_its_scale():
-    def loss(output, batch):
-        return (output * 200000).mean()
-
-    step = make_step(nn.Linear(4, 4), loss=loss)
-    assert not torch.isfinite(execute(step).loss)
-    assert torch.isfinite(execute(step, KeepModule(module="<loss>")).loss)
-    watch, step = Watch(backward=True, keep=True), replace(step, mode=replace(step.mode, loss_scale=2.0**20))
-    assert execute(step, watch=watch).trace.bad_gradients
-    quiet = execute(step, KeepModule(module="<loss>"), SetLossScale(value=1.0), watch=watch)
-    assert not quiet.trace.bad_gradients
-    assert quiet.gradients.keys() == {"weight", "bias"}
 
 
 def test_everything_is_undone_when_the_forward_raises():

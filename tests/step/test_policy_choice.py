@@ -80,19 +80,6 @@ def test_a_precision_that_nothing_shows_is_said_to_be_assumed(replay):
         assert any("fp16 autocast was assumed (--amp-dtype)" in note for note in report.notes)
 
 
-@pytest.mark.parametrize(
-    ("low", "given", "scale", "expected"),
-    [
-        (torch.float16, "half", 1e6, ("precision", "none", "fp16", "exact")),
-        (torch.bfloat16, "float", 1.0, ("healthy", "none", "bf16", "exact")),
-    ],
-)
-def test_pure_half_precision_has_an_fp32_reference(replay, low, given, scale, expected):
-    model = Stretched(scale).to(low)
-    saved = {"x": X.to(low) if given == "half" else X, "logit": model(X.to(low)).detach()}
-    assert under(replay(model, saved)) == expected
-
-
 def told(low):
     return [f"The model is built in fp32, the dump's weights are {low}: it was replayed in {low}."]
 
