@@ -63,35 +63,6 @@ class PatchMixer(nn.Module):
         return self.head((x * self.mix(x)).sum(dim=1))
 
 
-class EdgeStrength(nn.Module):
-    """sqrt(dx * dx + dy * dy + eps) of a picture: eps is there for the gradient where the picture is flat."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.sobel = nn.Conv2d(1, 2, 3, bias=False)
-        self.eps = eps
-
-    def forward(self, picture: Tensor) -> Tensor:
-        across, down = self.sobel(picture).chunk(2, dim=1)
-        return torch.sqrt(across * across + down * down + self.eps)
-
-
-class EdgeNetwork(nn.Module):
-    """Pictures [batch, 1, 10, 10] in a dict -> {"edges"}."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.strength = EdgeStrength(eps)
-        self.thin = nn.Conv2d(1, 1, 1)
-
-    def forward(self, inputs: Batch) -> Batch:
-        return {"edges": self.thin(self.strength(inputs["picture"]))}
-
-
-def mean_edge(output: Batch, _batch: Batch) -> Tensor:
-    return output["edges"].float().mean()
-
-
 class CarefulSwish(Function):
     """x * sigmoid(x), saving memory: the backward is written with exp(x) on both sides of the fraction."""
 
@@ -214,16 +185,6 @@ CASES = (
         loss=classes,
         line="weights / weights.mean(dim=-1, keepdim=True)",
         repair={"build": seeded(PatchMixer, small=1.0)},
-    ),
-    case(
-        "gradient/flat-picture-edges",
-        seeded(EdgeNetwork, eps=1e-8),
-        lambda: {"picture": torch.zeros(2, 1, 10, 10)},
-        "precision strength sqrt eps-underflow",
-        loss=mean_edge,
-        line="torch.sqrt(across * across + down * down + self.eps)",
-        near_causes=("gradient-singularity",),
-        repair={"build": seeded(EdgeNetwork, eps=1e-6)},
     ),
     case(
         "function/swish",

@@ -4,7 +4,6 @@ In: nothing. Out: `CASES` of the rows "outside the domain" and "inf - inf, 0 * i
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sick_models.case import Batch, biased, case, randn, seeded
@@ -94,35 +93,6 @@ class ClipClassifier(nn.Module):
         return self.head(self.attend(torch.tanh(self.frame(frames)), mask))
 
 
-class ForwardAlgorithm(nn.Module):
-    """The forward pass of a left-to-right hidden Markov model with a log-sum-exp of two by hand."""
-
-    def __init__(self, states: int, start: float) -> None:
-        super().__init__()
-        self.states = states
-        self.start = start
-
-    def forward(self, emissions: Tensor) -> Tensor:
-        alpha = torch.full((len(emissions), self.states), self.start, device=emissions.device)
-        alpha[:, 0] = 0.0
-        for step in range(emissions.shape[1]):
-            moved = F.pad(alpha, (1, 0), value=self.start)[:, :-1]
-            alpha = alpha + F.softplus(moved - alpha) + emissions[:, step]
-        return alpha[:, -1]
-
-
-class Aligner(nn.Module):
-    """Speech [batch, time, 7] -> log-likelihood of the five states in order."""
-
-    def __init__(self, start: float) -> None:
-        super().__init__()
-        self.acoustic = nn.Linear(7, 5)
-        self.align = ForwardAlgorithm(5, start)
-
-    def forward(self, speech: Tensor) -> Tensor:
-        return self.align(self.acoustic(speech).log_softmax(dim=-1))
-
-
 class SlopedAttention(nn.Module):
     """A -inf causal buffer, meant and innocent, multiplied by a learned gate per head; a gate of zero spoils it."""
 
@@ -189,14 +159,6 @@ CASES = (
         "numerics attend mul indeterminate-form",
         line="scores + (1 - mask) * -torch.inf",
         repair={"build": seeded(ClipClassifier, fill=True)},
-    ),
-    case(
-        "form/forward-algorithm",
-        seeded(Aligner, start=float("-inf")),
-        lambda: {"speech": randn(2, 9, 7)},
-        "numerics align sub indeterminate-form",
-        line="alpha + F.softplus(moved - alpha) + emissions[:, step]",
-        repair={"build": seeded(Aligner, start=-1e4)},
     ),
     case(
         "form/gated-mask",

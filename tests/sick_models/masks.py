@@ -40,65 +40,6 @@ class Tagger(nn.Module):
         return self.head(x + self.blend(x, tokens != 0))
 
 
-class AdditiveAttention(nn.Module):
-    """Scores of a small network, and (1 - mask) * constant added to them."""
-
-    def __init__(self, width: int, low: float) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(width, width)
-        self.score = nn.Linear(width, 1)
-        self.low = low
-
-    def forward(self, states: Tensor, mask: Tensor) -> Tensor:
-        scores = self.score(torch.tanh(self.hidden(states))).squeeze(-1)
-        penalty = (1.0 - mask.to(scores.dtype)) * self.low
-        return ((scores + penalty).softmax(dim=-1).unsqueeze(-1) * states).sum(dim=1)
-
-
-class Sentiment(nn.Module):
-    """A GRU over [batch, time, 6] and its attention; the input is a dict with a mask."""
-
-    def __init__(self, low: float) -> None:
-        super().__init__()
-        self.read = nn.GRU(6, 12, batch_first=True)
-        self.focus = AdditiveAttention(12, low)
-        self.head = nn.Linear(12, 2)
-
-    def forward(self, inputs: Batch) -> Batch:
-        states, _last = self.read(inputs["words"])
-        return {"logit": self.head(self.focus(states, inputs["mask"]))}
-
-
-class BiasedAttention(nn.Module):
-    """A learned distance bias is added to a mask that already stands at the lowest value."""
-
-    def __init__(self, width: int, length: int, slope: float) -> None:
-        super().__init__()
-        self.qk = nn.Linear(width, 2 * width)
-        distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
-        self.bias = nn.Parameter(-slope * (1.0 + distance))
-
-    def forward(self, x: Tensor, absent: Tensor) -> Tensor:
-        query, key = self.qk(x).chunk(2, dim=-1)
-        scores = query @ key.transpose(-2, -1)
-        lowest = torch.zeros_like(scores).masked_fill(absent[:, None, :], torch.finfo(scores.dtype).min)
-        biased = lowest + (scores + self.bias).to(scores.dtype)
-        return biased.softmax(dim=-1) @ x
-
-
-class Forecaster(nn.Module):
-    """Series [batch, 8, 5] of stations, some of them absent -> next value of each."""
-
-    def __init__(self, slope: float) -> None:
-        super().__init__()
-        self.entry = nn.Linear(5, 10)
-        self.stations = BiasedAttention(10, 8, slope)
-        self.exit = nn.Linear(10, 1)
-
-    def forward(self, series: Tensor, absent: Tensor) -> Tensor:
-        return self.exit(self.stations(torch.tanh(self.entry(series)), absent)).squeeze(-1)
-
-
 class TwoMasks(nn.Module):
     """Cross-attention under two masks, each of which adds the lowest value of fp32."""
 
@@ -169,14 +110,6 @@ def tokens_with_an_empty_sample(*, empty: bool) -> Batch:
     return {"tokens": tokens}
 
 
-def words_and_mask(*, empty: bool) -> Batch:
-    mask = torch.ones(3, 5)
-    mask[0, 3:] = 0
-    if empty:
-        mask[1] = 0
-    return {"words": randn(3, 5, 6), "mask": mask}
-
-
 def flags(rows: int, columns: int, *, full_row: int | None) -> Tensor:
     """True where something is missing: the last column everywhere, and one row altogether."""
     missing = torch.zeros(rows, columns, dtype=torch.bool)
@@ -203,22 +136,6 @@ CASES = (
         "precision blend where mask-constant-overflow",
         line="torch.where(keep[:, None, :], scores, low)",
         repair={"build": seeded(Tagger, low=None)},
-    ),
-    case(
-        "mask-constant/penalty",
-        seeded(Sentiment, low=-1e9),
-        lambda: words_and_mask(empty=True),
-        "precision focus mul mask-constant-overflow",
-        line="(1.0 - mask.to(scores.dtype)) * self.low",
-        repair={"build": seeded(Sentiment, low=-1e4)},
-    ),
-    case(
-        "mask-constant/lowest-plus-bias",
-        seeded(Forecaster, slope=40.0),
-        lambda: {"series": randn(2, 8, 5), "absent": flags(2, 8, full_row=1)},
-        "precision stations add mask-constant-overflow",
-        line="biased = lowest + (scores + self.bias)",
-        repair={"build": seeded(Forecaster, slope=0.01)},
     ),
     case(
         "mask-constant/two-masks",

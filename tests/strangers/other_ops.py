@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from strangers.rows import Rows
-from strangers.visits import normal
+from strangers.visits import mean, normal
 
 rows = Rows()
 BATCH = {"x": normal(4, 8)}
@@ -21,3 +21,27 @@ for op, (cause, function) in PRECISION.items():
 @rows.between("numerics middle std empty-reduction", BATCH, fix="verified clamp")
 def spread_of_one_row(x):
     return x - x[:1].std(0)
+
+
+FIRST = torch.arange(4)[:, None] == 0
+"""A row of scores that is hidden as a whole."""
+
+
+def hidden_by_a_product(h, x):
+    scores = h @ h.mT
+    return (scores + FIRST.to(scores.dtype) * -1e9).softmax(-1)
+
+
+def hidden_by_the_lowest_number(h, x):
+    lowest = torch.finfo(h.dtype).min * FIRST.to(h.dtype)
+    return (lowest + (h - 100)).softmax(-1)
+
+
+for mask, op in ((hidden_by_a_product, "mul"), (hidden_by_the_lowest_number, "add")):
+    rows.lifted(f"precision . {op} mask-constant-overflow", BATCH)(mask)
+
+
+@rows.lifted("precision . sqrt eps-underflow", BATCH, phase="backward", loss=mean)
+def root_whose_eps_is_lost(h, x):
+    edges = h - h[:1]
+    return torch.sqrt(edges * edges + 1e-8)
