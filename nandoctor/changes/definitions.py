@@ -121,7 +121,8 @@ def calls_in(change: Editor, function: Function, ops: Sequence[OpCall]) -> Itera
     """Yield the expressions of a function that called ops, each with its last op: autocast's casts come before it."""
     tree = change.tree
     first, last = function.lineno, function.end_lineno or function.lineno
-    places = {op.source: op for op in ops if op.source is not None and first <= op.source.line <= last}
+    own = (op for op in ops if op.forward is None)  # those of a derivative are at the line of its function
+    places = {op.source: op for op in own if op.source is not None and first <= op.source.line <= last}
     for source, op in places.items():
         node = change.find(source)
         if node is not None and tree.scope_of(node) is function:

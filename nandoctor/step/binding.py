@@ -204,6 +204,8 @@ def _words(name: str) -> frozenset[str]:
 _NAMED: tuple[Rule, ...] = (by_name, by_container)
 LOSS: tuple[Rule, ...] = (*_NAMED, by_similar_name, partial(by_role, "target"))
 """The rules for the parameters of a loss after the output."""
+LOSS_OF_SEVERAL: tuple[Rule, ...] = (by_name, partial(by_role, "input"), partial(by_role, "target"))
+"""The rules for the parameters of a loss among which are those of several outputs."""
 _GUESSED: tuple[Rule, ...] = (by_similar_name, partial(by_role, "input"), in_order, the_only_array)
 FORWARD: tuple[tuple[Rule, ...], ...] = (
     (*_NAMED, as_a_dict, *_GUESSED),

@@ -17,7 +17,7 @@ from nandoctor.engine.user_code import NOT_UNDER_AUTOCAST, WRONG_CALL, kept_runn
 from nandoctor.errors import LossError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import generators_kept
-from nandoctor.step.binding import LOSS, Offer, Signature, bind, takes_mapping, the_only_array
+from nandoctor.step.binding import LOSS, LOSS_OF_SEVERAL, Offer, Signature, bind, takes_mapping, the_only_array
 from nandoctor.step.recorded_step import own_loss
 from nandoctor.step.saved_arrays import MakeBatch, describe_batch
 
@@ -71,6 +71,8 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collecti
     except (TypeError, ValueError):
         return [whole]
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(parameters) == 1 and named:
+        return [partial(loss, output)]
     signature = Signature(named=tuple(named[1:]))
     if not isinstance(batch, Mapping):  # targets come last
         taken = sum(p.default is p.empty for p in signature.named)
@@ -83,9 +85,24 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collecti
         others = [name for name in arrays if name not in used and values[name].dim() and role_of(name) != "output"]
         bound = {**the_only_array(signature, Offer(values=values, arrays=others), bound), **bound}
     if not signature.is_met(bound):
-        return [whole]
+        several = _spread(Signature(named=tuple(named)), output, Offer(values=values, arrays=arrays))
+        return [whole] if several is None else [whole, partial(loss, **several)]
     parts = partial(loss, output, **{name: values[str(source)] for name, source in bound.items()})
     return [whole, parts] if takes_dict else [parts, whole]
+
+
+def _spread(signature: Signature, output: Any, offer: Offer) -> dict[str, Any] | None:
+    """Return the arguments of a loss that takes the model's several outputs, by their names or else in their order.
+
+    `loss(recon_x, x, mu, logvar)` of a batch with an x takes three outputs; None if not as many are left.
+    """
+    bound = bind(signature, offer, LOSS_OF_SEVERAL)
+    left = [p.name for p in signature.unmet(bound) if p.default is p.empty]
+    given = {name: offer.values[str(source)] for name, source in bound.items()}
+    if isinstance(output, Mapping):
+        return {**given, **{name: output[name] for name in left}} if left and output.keys() >= set(left) else None
+    is_several = isinstance(output, tuple | list) and len(output) == len(left) > 1
+    return {**given, **dict(zip(left, output, strict=True))} if is_several else None
 
 
 def _loss_in(made: Any) -> Any:

@@ -88,6 +88,25 @@ def test_a_loss_takes_a_list_or_its_last_items(loss):
     assert [bound(OUTPUT, ARRAYS) for _ in range(2)] == [EXPECTED, EXPECTED]
 
 
+def of_several(recon_x, x, mu, logvar):
+    return recon_x + 10 * x + 100 * mu + 1000 * logvar
+
+
+@pytest.mark.parametrize(
+    ("loss", "output"),
+    [
+        (of_several, (1.0, 2.0, 3.0)),
+        (of_several, {"mu": 2.0, "logvar": 3.0, "recon_x": 1.0}),
+        (lambda made: made[0] + 100 * made[1] + 1000 * made[2] + 50, (1.0, 2.0, 3.0)),
+    ],
+)
+def test_a_loss_takes_several_outputs_or_the_output_alone(loss, output):
+    dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
+    made = tuple(map(torch.tensor, output)) if isinstance(output, tuple) else output
+    arrays = {"image": torch.tensor(5.0)}
+    assert bind_loss(loss, dump, dict, used={"image"})(made, arrays) == 3251
+
+
 def test_the_only_array_that_the_model_leaves_is_the_target():
     arrays = {"image": torch.ones(1, 3), "price": torch.tensor([[1.0, 4.0]]), "loss": torch.tensor(9.0)}
     dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
