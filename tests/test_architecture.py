@@ -34,14 +34,14 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_006, "tests": 32_260, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 37_026, "tests": 32_279, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_047,
     "autocast": 914,
     "capture": 2_780,
     "causes": 2_648,
-    "changes": 3_037,
+    "changes": 3_038,
     "cli": 941,
     "diagnosis": 2_078,
     "dumps": 3_418,
@@ -50,7 +50,7 @@ MAX_LINES_OF_ROOMS = {
     "fixes": 3_726,
     "fleet": 782,
     "repro_scripts": 734,
-    "step": 3_144,
+    "step": 3_163,
     "tracing": 1_879,
     "views": 2_840,
 }
