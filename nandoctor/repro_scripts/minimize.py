@@ -31,7 +31,7 @@ class Failure:
     def is_shown_by(self, program: Program) -> bool:
         """Return True if the program fails in this way; False if it raises."""
         try:
-            return self.kind in kinds_of(program.run()) and _is_finite_in_fp32(program) == self.finite_in_fp32
+            return self.kind in kinds_of(program.run()) and self.finite_in_fp32 == (not kinds_of(program.run_in_fp32()))
         except Exception:  # mismatched shapes raise any exception of the op
             return False
 
@@ -39,11 +39,7 @@ class Failure:
 def find_failure(program: Program) -> Failure | None:
     """Return how the program fails, None if it is finite."""
     kinds = kinds_of(program.run())
-    return Failure(kind=kinds[0], finite_in_fp32=_is_finite_in_fp32(program)) if kinds else None
-
-
-def _is_finite_in_fp32(program: Program) -> bool:
-    return not kinds_of(program.run_in_fp32())
+    return Failure(kind=kinds[0], finite_in_fp32=not kinds_of(program.run_in_fp32())) if kinds else None
 
 
 def shrink(program: Program, failure: Failure) -> Program:
@@ -107,7 +103,7 @@ def _with_fitting_gradient(program: Program) -> Program:
         return program
     gradient = program.leaves[program.gradient]
     try:
-        fitting = gradient[tuple(map(slice, program.result_shape))]
+        fitting = gradient[tuple(map(slice, program.result().shape))]
     except Exception:  # mismatched shapes raise any exception of the op
         return program
     return program.with_values(**{program.gradient: fitting})

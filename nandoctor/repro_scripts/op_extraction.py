@@ -63,7 +63,7 @@ def extract_op(step: FailingStep, target: OpCall, *, backward: bool) -> Program:
         raise refused[0]
     if not found or (backward and not gradients):
         raise NanDoctorError(f"{target.op} was not seen again in a second run.", remedy=NOT_THE_SAME)
-    return _find_function_and_mode(_make_program(found[0], torch_dtype(step.low)), found[0], gradients)
+    return _find_function_and_mode(_make_program(found[0], torch_dtype(step.low), gradients), found[0])
 
 
 def _record(call: Invocation, output: Any) -> _RecordedOp:
@@ -102,8 +102,11 @@ def _await_gradient(given: Sequence[torch.Tensor], gradients: dict[int, torch.Te
             tensor.register_hook(partial(on_gradient, item))  # type: ignore[no-untyped-call]
 
 
-def _make_program(piece: _RecordedOp, low: torch.dtype) -> Program:
-    """Return the op with its arguments, whose tensors become leaves; its function is not known yet."""
+def _make_program(piece: _RecordedOp, low: torch.dtype, gradients: Mapping[int, torch.Tensor]) -> Program:
+    """Return the op with its arguments, whose tensors become leaves; its function is not known yet.
+
+    What is checked is the first non-finite result or, if there is one, what a gradient becomes.
+    """
     names: dict[int, str] = {}
 
     def argument(name: str, value: Any) -> Any:
@@ -115,13 +118,20 @@ def _make_program(piece: _RecordedOp, low: torch.dtype) -> Program:
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     schema = [parameter.name for parameter in schema_of(piece.call.op).arguments]
+    args = tuple(argument(name, value) for name, value in zip(schema, piece.call.args, strict=False))
+    kwargs = {name: argument(name, value) for name, value in piece.call.kwargs.items()}
+    nonfinite = (index for index, made in enumerate(piece.given) if made.is_floating_point() and kinds_of(made))
+    item = next(iter(gradients), next(nonfinite, 0))
+    incoming = {_GRADIENT: gradients[item]} if gradients else {}
     return Program(
         function="",
         mode="plain",
-        args=tuple(argument(name, value) for name, value in zip(schema, piece.call.args, strict=False)),
-        kwargs={name: argument(name, value) for name, value in piece.call.kwargs.items()},
-        leaves={name: piece.taken[key] for key, name in names.items()},
+        args=args,
+        kwargs=kwargs,
+        leaves={**{name: piece.taken[key] for key, name in names.items()}, **incoming},
         low=low,
+        item=item if len(piece.given) > 1 else None,
+        gradient=_GRADIENT if gradients else None,
         trained=tuple(name for key, name in names.items() if key in piece.trained),
     )
 
@@ -132,28 +142,18 @@ def _free_name(wanted: str, used: Iterable[str]) -> str:
     return next(free for free in itertools.chain([name], numbered) if free not in taken)
 
 
-def _find_function_and_mode(program: Program, piece: _RecordedOp, gradients: Mapping[int, torch.Tensor]) -> Program:
+def _find_function_and_mode(program: Program, piece: _RecordedOp) -> Program:
     """Return the program with the function and the mode that alone give the op's result in the run."""
     for mode in get_args(Mode):
         for function in _functions(piece.call):
             candidate = replace(program, function=function, mode=mode)
-            if _gives_the_same(candidate, piece):
-                return _with_checked_item(candidate, piece, gradients)
+            if _gives(candidate, piece.given[program.item or 0]):
+                return candidate
     raise NanDoctorError(
         f"{piece.call.name} gives another result alone than in the step, so no script can show it.",
         remedy="It may draw random numbers, or be an op of another library: report it there with "
         "`nandoctor replay -o report.json`.",
     )
-
-
-def _with_checked_item(program: Program, piece: _RecordedOp, gradients: Mapping[int, torch.Tensor]) -> Program:
-    """Return the program that checks the first non-finite result or, if there is one, what a gradient becomes."""
-    nonfinite = (index for index, made in enumerate(piece.given) if made.is_floating_point() and kinds_of((made,)))
-    item = next(iter(gradients), next(nonfinite, 0))
-    program = replace(program, item=item if len(piece.given) > 1 else None)
-    if not gradients:
-        return replace(program, trained=())
-    return replace(program.with_values(**{_GRADIENT: gradients[item]}), gradient=_GRADIENT)
 
 
 def _functions(call: Invocation) -> Iterator[str]:
@@ -165,19 +165,16 @@ def _functions(call: Invocation) -> Iterator[str]:
     yield str(call.op).replace("aten.", "torch.ops.aten.", 1)
 
 
-def _gives_the_same(program: Program, piece: _RecordedOp) -> bool:
+def _gives(program: Program, theirs: torch.Tensor) -> bool:
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_NO_SEED_OF_A_STEP)  # whatever is drawn has to give the same
-            made = tree_tensors(program.call(program.leaves, program.low))
+            ours = program.result()
+        if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+            return False
+    except NanDoctorError:
+        raise
     except Exception:  # an argument or a dtype that this function rejects
-        return False
-    pairs = zip(made, piece.given, strict=False)
-    return len(made) == len(piece.given) and all(_agree(ours, theirs) for ours, theirs in pairs)
-
-
-def _agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
         return False
     if not torch.equal(torch.isfinite(ours), torch.isfinite(theirs)):
         return False

@@ -1,15 +1,17 @@
-"""`Program`: one op extracted from a run with its tensors, to run on its own."""
+"""`Program`: one op extracted from a run with its tensors, as the text of a function that is run as it is printed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 
-from nandoctor.trees import parts, tree_map, walk
+from nandoctor.errors import NanDoctorError
+from nandoctor.trees import parts, walk
 
 Mode = Literal["plain", "in_fp32", "product", "rounded"]
 """How CUDA's autocast runs an op: unchanged; on operands cast to fp32; as tensor cores do, with operands rounded, sums
@@ -17,6 +19,7 @@ in fp32 and the result rounded once; or in fp32 inside, with the result rounded 
 
 ValueKind = Literal["nan", "+inf", "-inf"]
 
+INDENT = "    "
 METHOD = "Tensor."
 """The prefix of a method's name; a method that writes to its tensor gets a copy."""
 
@@ -53,18 +56,18 @@ class Program:
     gradient: str | None = None
     trained: tuple[str, ...] = ()
 
-    def run(self) -> tuple[torch.Tensor, ...]:
-        """Return what is checked: the result, or the gradients of the leaves."""
-        return self._run(self.leaves, self.low)
+    def run(self) -> torch.Tensor:
+        """Return what is checked: the result, or the gradients of the leaves, joined."""
+        return _function_of(self.text)(*self.leaves.values())
 
-    def run_in_fp32(self) -> tuple[torch.Tensor, ...]:
+    def run_in_fp32(self) -> torch.Tensor:
         """Return the same computed in fp32 from the same values, with nothing rounded on the way."""
-        return self._run(cast(dict(self.leaves), torch.float32), torch.float32)
+        wide = [leaf.float() if is_cast(leaf) else leaf for leaf in self.leaves.values()]
+        return _function_of(self.text)(*wide, **({"low": torch.float32} if self.takes_low else {}))
 
-    @property
-    def result_shape(self) -> torch.Size:
-        """The shape of the result, which the gradient has to have."""
-        return self._result(self.leaves, self.low).shape
+    def result(self) -> torch.Tensor:
+        """Return the result, even if its gradients are checked."""
+        return replace(self, gradient=None).run()
 
     def arguments(self) -> list[Any]:
         """Return all values among the arguments of the op, in lists as well."""
@@ -75,58 +78,97 @@ class Program:
         """Return the same op with other values for the leaves of these names."""
         return replace(self, leaves={**self.leaves, **values})
 
-    def call(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> Any:
-        """Return what the op gives for these leaves, with `low` in place of autocast's own dtype."""
+    @property
+    def takes_low(self) -> bool:
+        """True if autocast's dtype is a parameter of the function."""
+        return self.mode == "product" or any(value is self.low for value in self.arguments())
 
-        def fill(value: Any) -> Any:
-            if isinstance(value, Ref):
-                return leaves[value.name]
-            return low if value is self.low else value
+    @property
+    def text(self) -> str:
+        """The function `case` of the leaves, which returns what is checked.
 
-        args, kwargs = tree_map(fill, (self.args, dict(self.kwargs)))
-        function = find_function(self.function)
-        if self.mode == "plain":
-            return function(*args, **kwargs)
-        taken = cast((args, kwargs), low) if self.mode == "product" else (args, kwargs)
-        args_in_fp32, kwargs_in_fp32 = cast(taken, torch.float32)
-        made = function(*args_in_fp32, **kwargs_in_fp32)
-        return made if self.mode == "in_fp32" else cast(made, low if self.mode == "product" else args[0].dtype)
+        Raises:
+            NanDoctorError: an argument cannot be written as a literal.
+        """
+        return "\n".join(self._lines())
 
-    def _run(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def _lines(self) -> Iterator[str]:
+        low = ["*", f"low={self.low}"] if self.takes_low else []
+        yield f"def case({', '.join([*self.leaves, *low])}):"
         if self.gradient is None:
-            return (self._result(leaves, low),)
-        tracked = {name: leaves[name].detach().requires_grad_() for name in self.trained}
-        with torch.enable_grad():
-            made = self._result({**leaves, **tracked}, low)
-        incoming = leaves[self.gradient].to(made.dtype)
-        gradients = torch.autograd.grad(made, [*tracked.values()], incoming, allow_unused=True)
-        return tuple(gradient for gradient in gradients if gradient is not None)
+            yield f"{INDENT}return {self._call()}"
+            return
+        for name in self.trained:
+            yield f"{INDENT}{name} = {name}.detach().requires_grad_()"
+        yield f"{INDENT}made = {self._call()}"
+        leaves, incoming = ", ".join(self.trained), f"{self.gradient}.to(made.dtype)"
+        yield f"{INDENT}gradients = torch.autograd.grad(made, [{leaves}], {incoming}, allow_unused=True)"
+        yield f"{INDENT}return torch.cat([g.flatten().float() for g in gradients if g is not None])"
 
-    def _result(self, leaves: Mapping[str, torch.Tensor], low: torch.dtype) -> torch.Tensor:
-        made = self.call(leaves, low)
-        result: torch.Tensor = made if self.item is None else made[self.item]
-        return result
+    def _call(self) -> str:
+        """Return an expression for what the op gives, with the casts that autocast makes."""
+        arguments = [self._argument(value) for value in self.args]
+        arguments += [f"{name}={self._argument(value)}" for name, value in self.kwargs.items()]
+        if self.function.startswith(METHOD):
+            first, *others = arguments
+            copy = ".clone()" if self.function.endswith("_") else ""
+            made = f"{first}{copy}.{self.function.removeprefix(METHOD)}({', '.join(others)})"
+        else:
+            made = f"{self.function}({', '.join(arguments)})"
+        item = "" if self.item is None else f"[{self.item}]"
+        return made + item + self._rounding()
+
+    def _rounding(self) -> str:
+        first = self.args[0] if self.args else None
+        own = f".to({first.name}.dtype)" if isinstance(first, Ref) else ""
+        return {"product": ".to(low)", "rounded": own}.get(self.mode, "")
+
+    def _argument(self, value: Any) -> str:
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(self._argument, value))}]"
+        if not isinstance(value, Ref):
+            return "low" if value is self.low else _write_value(value)
+        cast = {"plain": "", "product": ".to(low).float()"}.get(self.mode, ".float()")
+        return value.name + cast if is_cast(self.leaves[value.name]) else value.name
 
 
-def find_function(name: str) -> Callable[..., Any]:
-    """Return the function with that dotted name; one that writes to its first argument gets a copy of it."""
-    root: Any = torch
-    function: Callable[..., Any] = reduce(getattr, name.removeprefix("torch.").split("."), root)
-    if name.startswith(METHOD) and name.endswith("_"):
-        return lambda first, *args, **kwargs: function(first.clone(), *args, **kwargs)
+@lru_cache
+def _function_of(text: str) -> Callable[..., torch.Tensor]:
+    names: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
+    exec(text, names)
+    function: Callable[..., torch.Tensor] = torch.enable_grad()(names["case"])
     return function
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return the value with its floating-point tensors in `dtype`, except float64, which autocast leaves as is."""
-    return tree_map(lambda leaf: leaf.to(dtype) if is_cast(leaf) else leaf, value)
+def is_cast(leaf: torch.Tensor) -> bool:
+    """Return True if autocast would cast this; float64 stays as it is."""
+    return leaf.is_floating_point() and leaf.dtype != torch.float64
 
 
-def is_cast(value: Any) -> bool:
-    """Return True if autocast would cast this."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
-
-
-def kinds_of(tensors: tuple[torch.Tensor, ...]) -> tuple[ValueKind, ...]:
+def kinds_of(values: torch.Tensor) -> tuple[ValueKind, ...]:
     """Return the kinds of non-finite values that occur, the worst first; () if all values are finite."""
-    return tuple(kind for kind, test in TESTS.items() if any(bool(test(tensor).any()) for tensor in tensors))
+    return tuple(kind for kind, test in TESTS.items() if bool(test(values).any()))
+
+
+def _write_value(value: Any) -> str:
+    """Return an expression for a plain argument of an op."""
+    if isinstance(value, float):
+        return write_number(value, torch.float64)
+    if isinstance(value, torch.device):
+        return "torch.get_default_device()"
+    if value is None or isinstance(value, (bool, int, str)):
+        return repr(value)
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return str(value)
+    raise NanDoctorError(
+        f"The op takes a {type(value).__name__}, which cannot be written as a literal.",
+        remedy="`nandoctor replay -o report.json` saves what is known about the op.",
+    )
+
+
+def write_number(value: Any, dtype: torch.dtype) -> str:
+    """Return the fewest digits that give the same number in its format; `inf` and `nan` by their names."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return repr(value)
+    digits = (repr(float(f"{value:.{count}g}")) for count in range(1, 18))
+    return next(text for text in digits if float(torch.tensor(float(text), dtype=dtype)) == value)
