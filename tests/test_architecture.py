@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 37_026, "tests": 32_279, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_981, "tests": 32_279, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_047,
@@ -49,7 +49,7 @@ MAX_LINES_OF_ROOMS = {
     "evidence": 1_707,
     "fixes": 3_726,
     "fleet": 782,
-    "repro_scripts": 734,
+    "repro_scripts": 689,
     "step": 3_163,
     "tracing": 1_879,
     "views": 2_840,
