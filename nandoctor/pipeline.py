@@ -96,7 +96,12 @@ def replay_dump(
         return Diagnosed(report=_report_weights(nonfinite_state(dump)))
     preparation = prepare(dump, model, settings, listener_of(progress))
     with preparation.steps[0].kept_ready():
-        return _with_or_without_loss(preparation, settings)
+        try:
+            return _diagnose_step(preparation)
+        except LossError as error:
+            if settings.loss is not None:
+                raise
+            return _diagnose_step(preparation.without_loss(f"{error.message} {error.remedy}"))
 
 
 def add_fixes(found: Diagnosed, settings: Settings) -> Report:
@@ -121,16 +126,6 @@ def add_fixes(found: Diagnosed, settings: Settings) -> Report:
         search_notes=search.notes,
         fp32_error=search.fp32_error,
     )
-
-
-def _with_or_without_loss(preparation: Preparation, settings: Settings) -> Diagnosed:
-    """Diagnose the step, or the step without its loss if that raises and is not from the settings."""
-    try:
-        return _diagnose_step(preparation)
-    except LossError as error:
-        if settings.loss is not None:
-            raise
-        return _diagnose_step(preparation.without_loss(f"{error.message} {error.remedy}"))
 
 
 def _diagnose_step(preparation: Preparation) -> Diagnosed:

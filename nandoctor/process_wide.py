@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,12 +74,8 @@ collection_paused = Shared(_collection_paused)
 collections that traverse all of torch and of the model again and again."""
 
 
-class Patch(NamedTuple):
-    """One function of torch, and the wrapper that makes its replacement."""
-
-    place: str
-    wrap: Callable[[Any], Any]
-
+Patch = tuple[str, Callable[[Any], Any]]
+"""The place of one function of torch, and the wrapper that makes its replacement."""
 
 _patching = threading.RLock()
 _forks: list[None] = []
@@ -90,24 +86,6 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
 def is_forked() -> bool:
     """Return True if this process was forked from the one that imported nandoctor."""
     return bool(_forks)
-
-
-@contextmanager
-def one_thread_if_forked() -> Iterator[None]:
-    """Limit torch to one thread in this context, if this process was forked.
-
-    Torch's worker threads do not exist in a fork, and GNU's OpenMP waits for them forever, in any operation on more
-    than some 30,000 elements.
-    """
-    num_threads = torch.get_num_threads()
-    if num_threads == 1 or not is_forked():
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 @contextmanager

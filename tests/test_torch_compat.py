@@ -91,7 +91,7 @@ def test_a_replay_with_an_older_torch_says_where_to_go(saved, monkeypatch):
 
 
 def test_patches_are_undone_where_the_block_raises():
-    before, patch = torch.autocast.__enter__, process_wide.Patch(torch_compat.AUTOCAST_ENTER, lambda enter: None)
+    before, patch = torch.autocast.__enter__, (torch_compat.AUTOCAST_ENTER, lambda enter: None)
     with pytest.raises(ZeroDivisionError), process_wide.patched([patch]):
         raise ZeroDivisionError
     assert torch.autocast.__enter__ is before

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nandoctor import torch_compat
-from nandoctor.process_wide import Patch, Shared, held, patched
+from nandoctor.process_wide import Shared, held, patched
 from nandoctor.torch_compat import is_enabled, is_transforming, set_enabled, unwrap
 
 _CAST_METHODS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
@@ -181,11 +181,11 @@ def _device_for_cuda(init: Callable[..., None]) -> Callable[..., None]:
 # Patched on the class, so that torch.autocast, torch.cuda.amp.autocast and every import of them are covered. The
 # wrappers set `__wrapped__`, because TorchScript compiles the class from that source.
 _PATCHES = (
-    Patch(torch_compat.AUTOCAST_INIT, _init_for_cuda),
-    Patch(torch_compat.AUTOCAST_ENTER, _enter_for_cuda),
-    Patch(torch_compat.AUTOCAST_EXIT, _exit_for_cuda),
-    Patch(torch_compat.CUSTOM_FWD_CAST, _cast_for_cuda),
-    Patch(torch_compat.DEVICE_CONTEXT_INIT, _device_for_cuda),
+    (torch_compat.AUTOCAST_INIT, _init_for_cuda),
+    (torch_compat.AUTOCAST_ENTER, _enter_for_cuda),
+    (torch_compat.AUTOCAST_EXIT, _exit_for_cuda),
+    (torch_compat.CUSTOM_FWD_CAST, _cast_for_cuda),
+    (torch_compat.DEVICE_CONTEXT_INIT, _device_for_cuda),
 )
 regions_patched = Shared(partial(patched, _PATCHES))
 """A context that patches regions, functions and devices for CUDA; outside of `cuda_code` they act as torch's own."""

@@ -15,8 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from nandoctor.capture.environment import read_autocast
 from nandoctor.errors import NanDoctorError
-from nandoctor.process_wide import is_forked, one_thread_if_forked
+from nandoctor.process_wide import is_forked
 from nandoctor.torch_compat import compiled_call, find_compiler, is_transforming, outside_transforms, set_compiled_call
+from nandoctor.torch_switches import switched
 
 LOG = logging.getLogger("nandoctor")
 
@@ -96,7 +97,9 @@ class Hook:
                 return None
             if not is_transforming() and not is_forked():
                 return self._function(*args, **kwargs)
-            with outside_transforms(), one_thread_if_forked():
+            # Torch's worker threads do not exist in a fork, and GNU's OpenMP waits for them forever, in any operation
+            # on more than some 30,000 elements.
+            with outside_transforms(), switched({"num_threads": 1} if is_forked() else {}):
                 return self._function(*args, **kwargs)
         except NanDoctorError:
             raise

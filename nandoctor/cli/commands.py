@@ -10,7 +10,7 @@ import click
 
 from nandoctor.cli.failures import EXIT_CANNOT_TELL, EXIT_INTERRUPTED, exit_code_answers, tell
 from nandoctor.cli.options import MODEL_AND_STEP, check_replaceable, file_option, settings_options
-from nandoctor.cli.shared import DumpPath, GroupedCommand, console, json_option, opened_dump, print_report, show
+from nandoctor.cli.shared import DumpPath, GroupedCommand, OutputConsole, json_option, opened_dump, show
 from nandoctor.text import printable
 from nandoctor.views.plots.kinds import PLOTS
 from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS
@@ -47,7 +47,8 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
     from nandoctor.cli.display import ReplayDisplay
     from nandoctor.machine import torch_imported
 
-    display = ReplayDisplay(console(sys.stdout), tells=not as_json)  # before what a model prints is redirected
+    output = None if as_json else OutputConsole(file=sys.stdout)  # before what a model prints is redirected
+    display = ReplayDisplay(output)
     with display.shown():  # importing torch alone takes a second
         with torch_imported():
             from nandoctor.case import load
@@ -55,7 +56,8 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
 
         report = replay_dump(load(dump), progress=display, **options).report
     if not as_json:
-        print_report(report, told=display.told, has_page=any(path.suffix.lower() == ".html" for path in outputs))
+        has_page = any(path.suffix.lower() == ".html" for path in outputs)
+        show(report, num_told=display.num_told, has_page=has_page)
     _write_all(report, outputs, as_json=as_json)
     if display.interrupted:
         click.echo("nandoctor: interrupted; the report has what was found until then", err=True)

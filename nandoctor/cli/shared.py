@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
 if TYPE_CHECKING:
     from nandoctor.dumps.dump import Dump
-    from nandoctor.evidence.report import Report
 
 DumpPath = click.Path(path_type=Path)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
@@ -51,13 +49,11 @@ class GroupedCommand(click.Command):
                 formatter.write_dl(records)
 
 
-def console(file: TextIO | None = None) -> Console:
-    """Return a console on `file`, by default standard output, that raises if its pipe is closed: rich exits with 1."""
-    return _Raising(file=file)
+class OutputConsole(Console):
+    """A console that raises if its pipe is closed: rich exits with 1."""
 
-
-class _Raising(Console):
     def on_broken_pipe(self) -> None:
+        """Raise what Python raises on other consoles."""
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
@@ -67,30 +63,21 @@ def opened_dump(path: Path, options: dict[str, Any]) -> Iterator[tuple[Dump, dic
     from nandoctor.cli.display import ReplayDisplay
     from nandoctor.machine import torch_imported
 
-    with ReplayDisplay(console(sys.stdout), tells=False).shown() as display:
+    with ReplayDisplay().shown() as display:
         with torch_imported():
             from nandoctor.case import load
 
         yield load(path), {**options, "progress": display}
 
 
-def show(thing: Any, *, as_json: bool = False, **more: Any) -> None:
-    """Print the document of anything that a verb found, or the record itself as JSON."""
+def show(thing: Any, *, as_json: bool = False, num_told: int = 0, **more: Any) -> None:
+    """Print the document of anything that a verb found, but the blocks that stand there; or the record as JSON."""
     if as_json:
-        from nandoctor.views.jsonfile import dumps
+        from nandoctor.evidence.codec import to_json
 
-        click.echo(dumps(thing))
+        click.echo(to_json(thing))
         return
     from nandoctor.views.document import document
     from nandoctor.views.terminal import print_document
 
-    print_document(document(thing, **more), console())
-
-
-def print_report(report: Report, *, told: bool, has_page: bool) -> None:
-    """Print the report; only the rest of it if its first part was `told` already."""
-    from nandoctor.cli.display import NUM_TOLD
-    from nandoctor.views.document import document
-    from nandoctor.views.terminal import print_document
-
-    print_document(document(report, has_page=has_page)[NUM_TOLD if told else 0 :], console(), goes_on=told)
+    print_document(document(thing, **more)[num_told:], OutputConsole(), goes_on=num_told > 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nandoctor.process_wide import Patch, Shared, held, patched
+from nandoctor.process_wide import Shared, held, patched
 from nandoctor.torch_compat import CHECKPOINT_APPLY
 
 
@@ -43,4 +43,4 @@ def _apply_opened(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-_checkpoint_patch = Shared(lambda: patched([Patch(CHECKPOINT_APPLY, _apply_opened)]))
+_checkpoint_patch = Shared(lambda: patched([(CHECKPOINT_APPLY, _apply_opened)]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import reprlib
 from collections import OrderedDict, abc
@@ -65,6 +66,11 @@ def to_plain(record: Any) -> Any:
     if isinstance(record, float) and not math.isfinite(record):
         return str(record)
     return record
+
+
+def to_json(record: Any) -> str:
+    """Return a record as JSON text, ASCII only: names may hold characters that a terminal or encoding cannot take."""
+    return json.dumps(to_plain(record), indent=1, allow_nan=False)
 
 
 def is_inlined(item: dataclasses.Field[Any]) -> bool:

@@ -15,11 +15,10 @@ from pathlib import Path
 
 from nandoctor import __version__
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.codec import from_plain, to_plain
+from nandoctor.evidence.codec import from_plain, to_json, to_plain
 from nandoctor.evidence.triage import DumpResult
 from nandoctor.fleet.worker import JobAnswer, unchanged
 from nandoctor.step.settings import Settings
-from nandoctor.views.jsonfile import dumps
 from nandoctor.views.save import is_replaceable, write_text
 
 PAGE = "index.html"
@@ -90,7 +89,7 @@ class Store:
             result = replace(result, report=f"{name}.json")
         if answer.page:
             write_text(answer.page, self.page_of(result.key))
-        write_text(dumps(result) + "\n", self.folder / _RESULTS / f"{result.key}.json")
+        write_text(to_json(result) + "\n", self.folder / _RESULTS / f"{result.key}.json")
         return result
 
     def page_of(self, key: str) -> Path:

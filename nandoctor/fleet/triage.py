@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.triage import (
-    DumpFinding,
-    DumpResult,
-    Group,
-    Triage,
-)
+from nandoctor.evidence.triage import DumpFinding, DumpResult, Group, Triage
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fleet.pool import Workers, open_workers
 from nandoctor.fleet.store import LINES, PAGE, Store
@@ -127,9 +122,8 @@ def triage(
     run.store.open()
     try:
         with open_workers(executor=options.executor, jobs=options.jobs, scheduler=options.scheduler) as workers:
-            run.workers = workers
-            run.diagnose()
-            run.try_fixes()
+            run.diagnose(workers)
+            run.try_fixes(workers)
     except KeyboardInterrupt:
         raise InterruptedTriageError(run.finish()) from None
     return run.finish()
@@ -141,25 +135,24 @@ class _TriageRun:
         self.paths = paths
         self.progress = progress
         self.store = Store(options.folder)
-        self.workers: Workers | None = None
         self.results: dict[str, DumpResult] = {}
         self.fixes: dict[str, DumpResult] = {}
         self.num_reused = 0
         self._started = time.perf_counter()
 
-    def diagnose(self) -> None:
+    def diagnose(self, workers: Workers) -> None:
         """Collect one result for each file, as they come."""
-        for number, result in enumerate(self._work(self.paths, fixes=False), 1):
+        for number, result in enumerate(self._work(workers, self.paths, fixes=False), 1):
             self.results[result.path] = replace(result, run=result.run or brief(str(Path(result.path).parent)))
             self.progress("Diagnosing", number, len(self.paths))
 
-    def try_fixes(self) -> None:
+    def try_fixes(self, workers: Workers) -> None:
         """Search for fixes on the representative of each group that failed."""
         if self.options.settings.get("fixes") is False:
             return
         found = failed(self.results.values())
         chosen = [Path(group.representative) for group in group_results(found)]
-        for number, result in enumerate(self._work(chosen, fixes=True), 1):
+        for number, result in enumerate(self._work(workers, chosen, fixes=True), 1):
             self.fixes[result.path] = result
             self.progress("Fixes", number, len(chosen))
 
@@ -192,12 +185,11 @@ class _TriageRun:
             page=str(page.relative_to(self.store.folder)) if page.is_file() else "",
         )
 
-    def _work(self, paths: Sequence[Path], *, fixes: bool) -> Iterator[DumpResult]:
+    def _work(self, workers: Workers, paths: Sequence[Path], *, fixes: bool) -> Iterator[DumpResult]:
         """Yield the results for these files, first those in the folder, then the others as they come from workers."""
-        assert self.workers is not None
         made = [self._make_job(path, fixes=fixes) for path in paths]
         yield from (job for job in made if isinstance(job, DumpResult))
-        yield from map(self.store.keep, self.workers.run([job for job in made if isinstance(job, Job)]))
+        yield from map(self.store.keep, workers.run([job for job in made if isinstance(job, Job)]))
 
     def _make_job(self, path: Path, *, fixes: bool) -> Job | DumpResult:
         """Return the job of a worker for this file, or the result if that is known."""

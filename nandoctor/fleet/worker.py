@@ -77,11 +77,11 @@ def run_job(job: Job) -> JobAnswer:
 
 def _replay(job: Job) -> JobAnswer:
     from nandoctor.dumps.reader import read_dump
+    from nandoctor.evidence.codec import to_json
     from nandoctor.pipeline import add_fixes, replay_dump
     from nandoctor.step.weights import take_weights
     from nandoctor.verification import tell_if_changed
     from nandoctor.views.html import page_of
-    from nandoctor.views.jsonfile import dumps
 
     dump = take_weights(read_dump(job.path), job.settings)
     found = replay_dump(dump, None, job.settings)
@@ -97,7 +97,7 @@ def _replay(job: Job) -> JobAnswer:
         step=dump.step,
         sources=tuple(_list_sources(found)),
     )
-    return JobAnswer(result=result, report=dumps(report), page=page_of(report) if job.page else "")
+    return JobAnswer(result=result, report=to_json(report), page=page_of(report) if job.page else "")
 
 
 def _find(report: Report) -> DumpFinding:

@@ -20,7 +20,7 @@ import torch
 
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.ops import unread_inputs
-from nandoctor.process_wide import Patch, Shared, held, patched
+from nandoctor.process_wide import Shared, held, patched
 from nandoctor.source_files import is_installed
 from nandoctor.torch_compat import (
     HIGHER_ORDER_KEYS,
@@ -251,7 +251,7 @@ def _observe(keys: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _observer() -> Iterator[None]:
-    patches = [Patch(HIGHER_ORDER_KEYS, without_observer), Patch(MAKE_SUBCLASS, _unseen)]
+    patches = [(HIGHER_ORDER_KEYS, without_observer), (MAKE_SUBCLASS, _unseen)]
     with observer_kernel(_observe), patched(patches):
         yield
 

@@ -4,7 +4,7 @@
 tables, plots and texts (`blocks`). One file writes the document of one record: `report`, with the sentences of
 `evidence`, `fixes`, `trials` and `layer_table`; `verification`, `triage`, `explain` and `inspect_dump`.
 `terminal`, `markdown` and `html` (a page, and a card for a notebook's cell) draw blocks and decide nothing else; `save`
-chooses one by a file's extension, `jsonfile` writes the record itself.
+chooses one by a file's extension.
 
 Nothing here reads a tensor.
 """

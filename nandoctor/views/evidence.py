@@ -48,7 +48,12 @@ def evidence_facts(report: Report) -> list[Fact]:
         facts.append(Fact("sample", f"{samples}: {report.difference}"))
     if report.first_nonfinite is not None:
         facts += _first_facts(report.first_nonfinite, report)
-    return [*facts, *_spread_facts(report), *_run_facts(report)]
+    facts += _spread_facts(report)
+    both = () if report.runs is None else (report.runs.autocast, report.runs.fp32)
+    ended = {run.dtype: " ".join(run.raised.split()) for run in both if run.raised}
+    for dtype, raised in ended.items():
+        facts.append(Fact("raised", f"the {dtype} run stopped early: {brief(raised, _MESSAGE_WIDTH)}"))
+    return facts
 
 
 def note_facts(report: Report) -> list[Fact]:
@@ -178,13 +183,6 @@ def describe_shape(stats: TensorStats, dimensions: Sequence[str]) -> str:
     """Return format and shape, and what the dimensions count: "fp16 [8, 12, 32] of sample, ?, channel"."""
     names = f" of {', '.join(name or '?' for name in dimensions)}" if dimensions else ""
     return f"{stats.dtype} {shape_text(stats.shape)}{names}"
-
-
-def _run_facts(report: Report) -> Iterator[Fact]:
-    both = () if report.runs is None else (report.runs.autocast, report.runs.fp32)
-    ended = {run.dtype: " ".join(run.raised.split()) for run in both if run.raised}
-    for dtype, raised in ended.items():
-        yield Fact("raised", f"the {dtype} run stopped early: {brief(raised, _MESSAGE_WIDTH)}")
 
 
 def short_name(name: str) -> str:

@@ -7,18 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import singledispatch
 
 from nandoctor.text import printable, printable_code, split_code
-from nandoctor.views.blocks import (
-    Block,
-    Cell,
-    Excerpt,
-    Facts,
-    Headline,
-    Patch,
-    Plot,
-    Section,
-    Table,
-    Text,
-)
+from nandoctor.views.blocks import Block, Cell, Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text
 from nandoctor.views.excerpt import excerpt_lines
 
 _MAX_ROWS = 20

@@ -42,9 +42,9 @@ def save(found: Any, path: Path) -> None:
 
 def _text_of(found: Any, ending: str) -> str:
     if ending == ".json":
-        from nandoctor.views.jsonfile import dumps
+        from nandoctor.evidence.codec import to_json
 
-        return f"{dumps(found)}\n"
+        return f"{to_json(found)}\n"
     if ending == ".html":
         from nandoctor.views.html import page_of
 

@@ -12,19 +12,7 @@ from rich.style import Style
 from rich.text import Text as Letters
 
 from nandoctor.text import diff_kind, printable, printable_code, shorten
-from nandoctor.views.blocks import (
-    Block,
-    Cell,
-    Column,
-    Excerpt,
-    Facts,
-    Headline,
-    Patch,
-    Plot,
-    Section,
-    Table,
-    Text,
-)
+from nandoctor.views.blocks import Block, Cell, Column, Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text
 from nandoctor.views.excerpt import excerpt_lines
 
 _INDENT = "  "

@@ -60,13 +60,10 @@ def variation_facts(report: Report) -> Iterator[Fact]:
         finite.append(f"{describe_setting(trial.setting)}{off}")
     if finite:
         fails = f"; fails: {', '.join(failing)}" if failing else ""
-        yield Fact("variations", f"{_varied_part(report)} finite: {', '.join(finite)}{fails}")
-
-
-def _varied_part(report: Report) -> str:
-    """Return what the variations ran: if output or loss fail, they run without a backward pass."""
-    run = report.runs.autocast if report.runs is not None else None
-    return "step" if run is not None and run.finite and report.verdict != "silent" else "forward"
+        run = report.runs.autocast if report.runs is not None else None
+        # If output or loss fail, the variations run without a backward pass.
+        part = "step" if run is not None and run.finite and report.verdict != "silent" else "forward"
+        yield Fact("variations", f"{part} finite: {', '.join(finite)}{fails}")
 
 
 def describe_setting(setting: StepSetting) -> str:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from wording import plain_text
 
+from nandoctor.evidence.codec import to_json
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
 from nandoctor.views.document import document
 from nandoctor.views.html import card_of, page_of
-from nandoctor.views.jsonfile import dumps
 from nandoctor.views.markdown import draw_markdown
 from nandoctor.views.save import ENDINGS, save
 from nandoctor.views.triage import triage_lines
@@ -65,7 +65,7 @@ def shown(report):
         "markdown": draw_markdown(document(report, "page")),
         "page": factory.sketch_of(report),
         "card": card_of(report),
-        "json": dumps(report),
+        "json": to_json(report),
     }
 
 

@@ -194,20 +194,16 @@ def _draw_bands(axes: Axes, low: FloatFormat) -> None:
 
 def _draw_bars(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Artist:
     bars = [(x, spread.low or spread.high, spread.high) for x, spread in spreads if spread.high is not None]
-    _fill_bars(axes, bars, style)
+    # One collection, since matplotlib is slow with many single bars.
+    half = style.width / 2
+    corners = [[(x - half, bottom), (x - half, top), (x + half, top), (x + half, bottom)] for x, bottom, top in bars]
+    collection = PolyCollection(corners, facecolors=style.color, alpha=style.alpha, linewidths=0, zorder=2)
+    axes.add_collection(collection, autolim=False)
     medians = [(x, spread.median) for x, spread in spreads if spread.median is not None]
     _draw_edges(axes, medians, style.width, style.median_color)
     # The top edge is drawn separately and last: the bar of a layer with equal values has no height.
     _draw_edges(axes, [(x, high) for x, _, high in bars], style.width, style.color)
     return Patch(color=style.color, alpha=style.alpha or 1, label=style.name)
-
-
-def _fill_bars(axes: Axes, bars: Sequence[tuple[int, float, float]], style: RunStyle) -> None:
-    """Draw bars at (place, bottom, top), as one collection, since matplotlib is slow with many single bars."""
-    half = style.width / 2
-    corners = [[(x - half, bottom), (x - half, top), (x + half, top), (x + half, bottom)] for x, bottom, top in bars]
-    collection = PolyCollection(corners, facecolors=style.color, alpha=style.alpha, linewidths=0, zorder=2)
-    axes.add_collection(collection, autolim=False)
 
 
 def _draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, color: str) -> None:
