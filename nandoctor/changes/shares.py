@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Sequence
 
+from nandoctor.changes.definitions import Definitions
 from nandoctor.changes.expression import Expression
 from nandoctor.changes.source_tree import CannotWriteError
+from nandoctor.changes.text_lines import grouped
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS, MOVES, PRODUCTS, is_factor
 
 _ELEMENTWISE = CASTS | {"clone", "contiguous", "mul", "div"}
 _SUMS = frozenset({"sum", "mean", "cumsum"})
-_ADDS = _SUMS | {"add", "sub", "index_add", "scatter_add"}
+_SCATTERS = {"index_add": ("index_reduce", "index_select"), "scatter_add": ("scatter_reduce", "gather")}
+"""Sums into groups, with what takes the maximum of each group, and what gives it back to its members."""
+_ADDS = _SUMS | {"add", "sub"} | _SCATTERS.keys()
 
 
 def subtract_largest(expression: Expression, ops: Sequence[OpCall]) -> None:
-    """Subtract the largest exponent along the dimensions that the powers are summed over, else the largest of all.
+    """Subtract the largest exponent along the dimensions or of the group that the powers are summed over, else of all.
 
     Raises:
         CannotWriteError: the run with these `ops` makes something of the powers that changes with their factor.
@@ -24,11 +29,27 @@ def subtract_largest(expression: Expression, ops: Sequence[OpCall]) -> None:
     powers = [op for op in ops if op.op == expression.op_name and op.source == site]
     if not powers or not all(_cancels(op, ops) for op in powers):
         raise CannotWriteError
-    dims = {dim for op in powers for dim in _summed_over(op, ops)}
+    sums = [made for op in powers for made in _sums_of(op, ops)]
+    dims = {_dims_of(op) for op in sums}
     along = f"{dims.pop()}, keepdim=True" if len(dims) == 1 and "" not in dims else ""
     exponent = expression.argument_node("self")
     first, again, before = expression.editor.named(exponent, expression.editor.code(exponent), "logits")
-    expression.editor.replace(exponent, f"{first} - {again}.amax({along}).detach()", before)
+    scatter = next((op for op in sums if op.op in _SCATTERS), None)
+    largest = f"{again}.amax({along})" if scatter is None else _largest_of_groups(expression, scatter, again)
+    expression.editor.replace(exponent, f"{first} - {largest}.detach()", before)
+
+
+def _largest_of_groups(expression: Expression, scatter: OpCall, logits: str) -> str:
+    """Return the text of the largest exponent of each group of a `scatter`, for each of its members."""
+    editor, place = expression.editor, expression.node
+    node, function = editor.find(scatter.source) if scatter.source else None, editor.tree.scope_of(place)
+    if node is None or isinstance(function, ast.Module) or editor.tree.scope_of(node) is not function:
+        raise CannotWriteError
+    added, definitions = Expression(editor, node, scatter), Definitions(editor, function)
+    start, dim, index = (definitions.text_at(added.argument_node(name), place) for name in ("self", "dim", "index"))
+    reduce, gather = _SCATTERS[scatter.op]
+    largest = f'{grouped(start)}.{reduce}({dim}, {index}, {logits}, "amax", include_self=False)'
+    return f"{largest}.{gather}({dim}, {index})"
 
 
 def _cancels(power: OpCall, ops: Sequence[OpCall]) -> bool:
@@ -58,12 +79,20 @@ def _degree_of(op: OpCall, taken: dict[str, int]) -> int | None:
     return next(iter(taken.values())) if is_alike and op.op in MOVES | CASTS | _ADDS else None
 
 
-def _summed_over(power: OpCall, ops: Sequence[OpCall]) -> Iterator[str]:
-    """Yield the dimensions of each sum of the powers, at most multiplied, as code; "" if those are all."""
+def _sums_of(power: OpCall, ops: Sequence[OpCall]) -> Iterator[OpCall]:
+    """Yield each sum of the powers, which are at most multiplied before it."""
     powers = {power.order}
-    for op in (op for op in ops if op.inputs and op.inputs[0].producer in powers and op.phase != "backward"):
+    for op in (op for op in ops if op.phase != "backward"):
+        summed = op.inputs[-1:] if op.op in _SCATTERS else op.inputs[:1]
+        if not any(tensor.producer in powers for tensor in summed):
+            continue
         if op.op in _ELEMENTWISE:
             powers.add(op.order)
-        elif op.op in _SUMS:
-            dims = [f"{value:g}" for name, value in op.scalars if name.partition("[")[0] == "dim"]
-            yield dims[0] if len(dims) == 1 else f"({', '.join(dims)})" if dims else ""
+        elif op.op in _SUMS or op.op in _SCATTERS:
+            yield op
+
+
+def _dims_of(op: OpCall) -> str:
+    """Return the dimensions of a sum as code; "" if those are all."""
+    dims = [f"{value:g}" for name, value in op.scalars if name.partition("[")[0] == "dim"]
+    return dims[0] if len(dims) == 1 else f"({', '.join(dims)})" if dims else ""

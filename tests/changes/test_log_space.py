@@ -138,6 +138,14 @@ WRITTEN = {
         "return x * torch.exp(-x) / (torch.exp(-x) + 1) ** 2", "div",
         ["return x * torch.exp(-x - (2 * F.softplus(-x)))"],
     ),
+    "shares of groups": (
+        "i, z = torch.tensor([0, 1, 0]), torch.zeros(2)\nx = x[0]\nw = x.exp()\nreturn w / z.index_add(0, i, w)[i]",
+        "exp", ['w = (x - z.index_reduce(0, i, x, "amax", include_self=False).index_select(0, i).detach()).exp()'],
+    ),
+    "shares of groups in place": (
+        "i, x = torch.tensor([0, 1, 0]), x[0]\nt = torch.zeros(2)\nw = x.exp()\nreturn w / t.scatter_add_(0, i, w)[i]",
+        "exp", ['w = (x - t.scatter_reduce(0, i, x, "amax", include_self=False).gather(0, i).detach()).exp()'],
+    ),
     "a copy": ("y = torch.log(torch.exp(x))\ny += 1\nreturn y + x", "log", ["y = x.clone()"]),
 }  # fmt: skip
 LEFT = {
