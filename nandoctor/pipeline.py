@@ -134,8 +134,13 @@ def _diagnose_step(preparation: Preparation) -> Diagnosed:
     findings = _diagnose(replayed, preparation)
     if findings.verdict == "state" and (reset := replay_from_reset(replayed, preparation)) is not None:
         replayed, findings = reset, _diagnose(reset, preparation)
-    if findings.conclusion.in_fp32 and (plain := replay_plainly(replayed, preparation)) is not None:
-        replayed, findings = plain, _diagnose(plain, preparation)
+    fails_in_fp32 = findings.conclusion.in_fp32  # or its gradients may, which were not asked for
+    may_fail = fails_in_fp32 or (findings.verdict == "precision" and replayed.step.loss is not None)
+    plain = replay_plainly(replayed, preparation, without_output=not fails_in_fp32) if may_fail else None
+    if plain is not None:
+        found = _diagnose(plain, preparation)
+        if fails_in_fp32 or found.verdict not in NOTHING_FOUND:
+            replayed, findings = plain, found
     step = findings.exposed or replayed.step
     findings = _name_samples(step, findings)
     report = _write_report(replayed, findings, preparation, summary)

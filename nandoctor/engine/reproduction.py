@@ -183,9 +183,7 @@ def reproduce(preparation: Preparation) -> Replayed:
         with suppress(ModelError):  # without autocast the model may not run at all
             other = _search(steps, preparation)
             best = other if _agrees_better(other, best) else best
-    policies = preparation.policies
-    is_unseen = best.reproduction.grade == "no-reference" and len(policies) > 1 and policies[0].ambient
-    if is_unseen or _is_guess(best.step.mode.policy, preparation):
+    if _is_unseen(best, preparation) or _is_guess(best.step.mode.policy, preparation):
         told = f"Nothing in the file shows the precision: {best.step.low} autocast was assumed (--amp-dtype)."
         return replace(best, notes=(*best.notes, told))
     if preparation.dump.recorded.autocast is None or not (others and best.step.mode.policy.ambient):
@@ -215,6 +213,12 @@ def _reproduce_alone(preparation: Preparation, unclear: ModelError) -> Replayed:
     return left[0]
 
 
+def _is_unseen(found: Replayed, preparation: Preparation) -> bool:
+    """Return True if no saved output could show that autocast was on, which was tried first."""
+    policies = preparation.policies
+    return found.reproduction.grade == "no-reference" and len(policies) > 1 and policies[0].ambient
+
+
 def _is_guess(policy: Policy, preparation: Preparation) -> bool:
     """Return True if nothing in the file shows that autocast was on: any precision may have given zeros, ones, NaN."""
     saved, policies = preparation.outputs.array, preparation.policies
@@ -225,15 +229,19 @@ def _is_guess(policy: Policy, preparation: Preparation) -> bool:
     return bool(are_round(values[torch.isfinite(values)]).all())
 
 
-def replay_plainly(found: Replayed, preparation: Preparation) -> Replayed | None:
-    """Return a replay without autocast that agrees as well, if autocast was only a guess; else None."""
-    step = found.step
-    if not (_is_guess(step.mode.policy, preparation) and _agrees(found.reproduction)):
+def replay_plainly(found: Replayed, preparation: Preparation, *, without_output: bool) -> Replayed | None:
+    """Return a replay without autocast that agrees as well, if autocast was only a guess; else None.
+
+    `without_output`: also if there is no saved output to agree with.
+    """
+    step, is_unseen = found.step, _is_unseen(found, preparation)
+    is_guess = without_output if is_unseen else _is_guess(step.mode.policy, preparation) and _agrees(found.reproduction)
+    if not is_guess:
         return None
     same = replace(preparation, modes=(step.mode.training,), seeds=(step.randomness.seed,))
     with suppress(ModelError):
         plain = _search((step.under(preparation.policies[-1]),), same)
-        if _agrees(plain.reproduction):
+        if is_unseen or _agrees(plain.reproduction):
             tried = replace(plain.reproduction, attempts=found.reproduction.attempts)
             return replace(plain, any_random=found.any_random, reproduction=tried)
     return None

@@ -120,7 +120,7 @@ def in_order(signature: Signature, offer: Offer, bound: Bound) -> Bound:
     container = find_named(signature.variadic, offer.containers)
     listed = offer.containers[container] if container else ()
     items = tuple(f"{container}.{index}" for index in range(len(listed))) if isinstance(listed, list | tuple) else ()
-    left = _likely(offer, bound)
+    left = likely(offer, bound)
     if len(left) == 1:
         return {signature.variadic: tuple(left)}
     return {signature.variadic: items} if items and all(item in offer.values for item in items) else {}
@@ -139,11 +139,11 @@ def everything(signature: Signature, _: Offer, bound: Bound) -> Bound:
 
 def the_only_array(signature: Signature, offer: Offer, bound: Bound) -> Bound:
     """Bind the only array that is left and no target to the only parameter that is left."""
-    unmet, left = signature.unmet(bound), _likely(offer, bound)
+    unmet, left = signature.unmet(bound), likely(offer, bound)
     return {unmet[0].name: left[0]} if len(unmet) == len(left) == 1 else {}
 
 
-def _likely(offer: Offer, bound: Bound) -> list[str]:
+def likely(offer: Offer, bound: Bound) -> list[str]:
     """Return the arrays that are left, without targets if there are others."""
     left = offer.left(bound)
     return [name for name in left if role_of(name) != "target"] or left

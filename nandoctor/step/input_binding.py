@@ -12,7 +12,7 @@ from torch import nn
 
 from nandoctor.engine.user_code import explain_forward
 from nandoctor.errors import ModelError
-from nandoctor.step.binding import EVERYTHING, FORWARD, Bound, Offer, Signature, bind, takes_mapping
+from nandoctor.step.binding import EVERYTHING, FORWARD, Bound, Offer, Signature, bind, likely, takes_mapping
 from nandoctor.text import dtype_name
 
 _MAX_CHOICES = 8
@@ -71,8 +71,8 @@ def find_bindings(model: nn.Module, offer: Offer) -> list[Binding]:
     unclear = _explain(type(_inner(model)).__name__, signature, offer, bounds[0])
     if len(unmet) == 1 and 1 < len(left) <= _MAX_CHOICES:
         ways = [*({**bounds[0], unmet[0].name: name} for name in left), *ways]
-    elif _are_items(left) and len(unmet) <= len(left):  # `model(*batch)`
-        ways.append({**bounds[0], **{p.name: name for p, name in zip(unmet, left, strict=False)}})
+    elif _are_items(items := likely(offer, bounds[0])) and len(unmet) <= len(items):  # `model(*batch)`
+        ways.append({**bounds[0], **{p.name: name for p, name in zip(unmet, items, strict=False)}})
     else:
         raise unclear
     return [replace(_bind_parameters(signature, bound, offer), unclear=unclear) for bound in ways]
