@@ -90,6 +90,15 @@ def test_of_several_arrays_the_input_is_the_one_that_fails(replay, batch):
     assert (report.verdict, report.notes[0].split(" in ")[0]) == ("precision", f"Replayed as model(x=batch[{place}])")
 
 
+def test_of_two_lists_the_targets_are_not_the_input(replay):
+    class Pair(Scaled):
+        def forward(self, chosen, rejected):
+            return super().forward(chosen) - rejected
+
+    report = replay(Pair(), {"inputs": (IMAGES, IMAGES / 2), "labels": (torch.zeros(3), torch.ones(3))})
+    assert report.notes[0].startswith("Replayed as model(chosen=inputs[0], rejected=inputs[1])")
+
+
 def test_several_arrays_that_all_run_are_not_called_healthy(replay):
     with pytest.raises(ModelError, match="how to call Scaled"):
         replay(Scaled(), {"batch": [torch.zeros(3, 8), torch.zeros(3, 8)]})

@@ -168,3 +168,14 @@ def test_a_model_that_runs_without_autocast_alone(replay):
     x = torch.cat([torch.eye(3), torch.zeros(1, 3)])
     report = replay(Axes(), {"x": x, "output": Axes()(x).detach()})
     assert under(report)[1:] == ("none", "fp32", "exact")
+
+
+def rooted(output, _):
+    """A logarithm of an eps that is 0 in fp16, and a root whose gradient is infinite in any precision."""
+    return torch.log(output * 0 + 1e-8).mean() + (output - output).sqrt().mean()
+
+
+def test_gradients_that_fail_in_fp32_are_told_without_fp16(replay):
+    report = replay(Stretched(100.0), {"x": X}, loss=rooted)
+    assert (report.verdict, report.origin.op, report.origin.phase) == ("numerics", "sqrt", "backward")
+    assert not any("fp16" in text for text in (report.headline, *report.notes))
