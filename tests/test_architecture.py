@@ -34,20 +34,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_897, "tests": 32_279, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_941, "tests": 32_307, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_020,
+    FILES: 3_025,
     "autocast": 914,
     "capture": 2_783,
     "causes": 2_648,
-    "changes": 3_038,
+    "changes": 3_067,
     "cli": 929,
     "diagnosis": 2_078,
     "dumps": 3_418,
-    "engine": 3_331,
+    "engine": 3_339,
     "evidence": 1_713,
-    "fixes": 3_726,
+    "fixes": 3_728,
     "fleet": 773,
     "repro_scripts": 689,
     "step": 3_163,
