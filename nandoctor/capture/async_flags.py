@@ -52,11 +52,6 @@ class Flag:
         """True if the first number, a magnitude, is NaN or infinite."""
         return not math.isfinite(self.values()[0])
 
-    @property
-    def is_raised(self) -> bool:
-        """True if one of the numbers is above 0."""
-        return max(self.values()) > 0
-
     def values(self) -> list[float]:
         """Return the numbers; waits for the copy."""
         if self._host is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from nandoctor.capture.environment import read_backends, read_rank, read_versions
+from nandoctor.capture.environment import read_rank, read_versions
 from nandoctor.capture.model_rebuild import Training
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.sharding import is_sharded
@@ -22,19 +22,13 @@ from nandoctor.dumps.recorded_format import FORMAT
 from nandoctor.dumps.trees import is_plain_data
 from nandoctor.machine import memory_of
 from nandoctor.torch_compat import tree_tensors
+from nandoctor.torch_switches import RECORDED, read_switches
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 LOG = logging.getLogger("nandoctor")
 
 
-def describe(
-    training: Training,
-    step: RecordedStep,
-    reason: str,
-    event: str,
-    *,
-    has_optimizer: bool,
-) -> dict[str, Any]:
+def describe(training: Training, step: RecordedStep, reason: str, event: str, *, has_optimizer: bool) -> dict[str, Any]:
     """Return the contents of a dump of `step`."""
     assert step.before is not None
     settings, observer = training.settings, training.observer
@@ -56,7 +50,7 @@ def describe(
         "update": _describe_update(spoiled) if spoiled else {},
         "updater": updater,
         "argv": [str(argument) for argument in sys.argv[1:]],
-        "backends": read_backends(),
+        "backends": {name: value for name, value in read_switches(RECORDED).items() if value is not None},
         "versions": read_versions(),
         "left_out": [
             *(*lost, *dropped, *training.arguments.notes, *unsaved),

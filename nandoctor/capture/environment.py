@@ -1,4 +1,4 @@
-"""Read the environment of a step: random generators, autocast, torch's backend switches, versions, ranks."""
+"""Read the environment of a step: random generators, autocast, versions, ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from nandoctor import __version__
 from nandoctor.autocast.kernels import is_emulating
 from nandoctor.dumps.recorded_format import GeneratorState, PythonState, RandomStates
 from nandoctor.text import dtype_name
-from nandoctor.torch_switches import RECORDED, read_switches
 
 _CAN_DISTRIBUTE = dist.is_available()
 
@@ -58,11 +57,6 @@ def read_autocast(device: str) -> dict[str, Any]:
         "cache": torch.is_autocast_cache_enabled(),
         "emulated": enabled and device != "cuda" and is_emulating(device),
     }
-
-
-def read_backends() -> dict[str, Any]:
-    """Return torch's switches that decide which kernel runs."""
-    return {name: value for name, value in read_switches(RECORDED).items() if value is not None}
 
 
 def read_versions() -> dict[str, str]:

@@ -57,18 +57,6 @@ BEFORE_UPDATE = Broadcast(register_optimizer_step_pre_hook)
 AFTER_UPDATE = Broadcast(register_optimizer_step_post_hook)
 
 
-def with_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[Any], Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of an optimizer's `step` (`self` first) with the closure wrapped; None without a closure."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure):
-        return None
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": wrap(closure)}
-    return (args[0], wrap(closure), *args[2:]), kwargs
-
-
 class Hook:
     """A function whose errors, except NanDoctorError, are logged once and not raised: the training must go on.
 

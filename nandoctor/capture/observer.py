@@ -38,16 +38,13 @@ class Observer:
         self._paths, self._modules = zip(*model.named_modules(), strict=True)
         self._attributes = list(map(vars, self._modules))
         self._keeper = StateKeeper(model, undo_nbytes)
-        self._find_weights()
+        weights = [place for place in places_of(model, parameters_of) if place[1][place[2]] is not None]
+        trained = [place for place in weights if _is_trained(place)]
+        self._first = [*weights, *places_of(model, buffers_of)][:1]
+        self._ends = [*trained[:1], *trained[-1:]]
         self.device = torch.device("cpu")
         self.autocast_inside: dict[str, Any] | None = None
         self._follow_device()
-
-    def _find_weights(self) -> None:
-        weights = [place for place in places_of(self.model, parameters_of) if place[1][place[2]] is not None]
-        trained = [place for place in weights if _is_trained(place)]
-        self._first = [*weights, *places_of(self.model, buffers_of)][:1]
-        self._ends = [*trained[:1], *trained[-1:]]
 
     def _follow_device(self) -> None:
         """Update the device: the model may be moved after its recorder was made."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -59,13 +58,13 @@ class SnapshotPlan:
             odd={index: tensor.detach().clone() for index, tensor in self._odd.items()},
         )
 
-    def split(self, joined: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def copies(self, snapshot: Snapshot) -> dict[int, torch.Tensor]:
         """Return the copies by index among the tensors."""
-        return dict(zip(self._joined, self._order.split(joined), strict=True))
+        return snapshot.odd | dict(zip(self._joined, self._order.split(snapshot.joined), strict=True))
 
-    def rewritten(self, stamps: list[tuple[int, int]]) -> list[int]:
+    def rewritten(self, snapshot: Snapshot) -> list[int]:
         """Return the indices of the tensors that have other stamps now."""
-        return [i for i, old, new in zip(self._watched, stamps, self._stamps(), strict=True) if old != new]
+        return [i for i, old, new in zip(self._watched, snapshot.stamps, self._stamps(), strict=True) if old != new]
 
     def _stamps(self) -> list[tuple[int, int]]:
         """Return what a write changes, except in place through `.data` and numpy: the version or the memory."""
@@ -73,18 +72,13 @@ class SnapshotPlan:
         return [*zip(versions_of(watched), map(torch.Tensor.data_ptr, watched), strict=True)]
 
 
-@dataclass(slots=True, kw_only=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """The state before one forward: copies of some tensors, stamps of the others."""
 
     plan: SnapshotPlan
     stamps: list[tuple[int, int]]
     joined: list[torch.Tensor]
     odd: dict[int, torch.Tensor]
-
-    def copies(self) -> dict[int, torch.Tensor]:
-        """Return the copies by index among the tensors."""
-        return self.odd | self.plan.split(self.joined)
 
 
 class StateKeeper:
@@ -120,9 +114,10 @@ class StateKeeper:
 
     def state(self, snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], list[str]]:
         """Return a snapshot's tensors by name, and the names of tensors that were overwritten without a copy."""
-        buffers = enumerate(snapshot.plan.tensors[: self._num_buffers])
-        held = {index: tensor for index, tensor in buffers if tensor is not None} | snapshot.copies()
-        lost = snapshot.plan.rewritten(snapshot.stamps)
+        plan = snapshot.plan
+        buffers = enumerate(plan.tensors[: self._num_buffers])
+        held = {index: tensor for index, tensor in buffers if tensor is not None} | plan.copies(snapshot)
+        lost = plan.rewritten(snapshot)
         return {self._names[index]: tensor for index, tensor in held.items()}, [self._names[index] for index in lost]
 
 

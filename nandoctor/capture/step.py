@@ -65,7 +65,7 @@ class RecordedStep:
     @property
     def loss_nonfinite(self) -> bool:
         """True if the watched loss or output is non-finite, on this rank or another."""
-        return any(flag.is_raised for flag in self.flags)
+        return any(max(flag.values()) > 0 for flag in self.flags)
 
     @property
     def nonfinite_here(self) -> bool:
@@ -161,12 +161,7 @@ class RecordedStep:
         loss = last.get("loss") if isinstance(last, dict) else None
         return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
-    def take_loss(self, loss: torch.Tensor) -> None:
-        """Note the watched loss and its place in the output, before the output is copied."""
-        self.loss = loss
-        self.loss_place = self._find_loss()
-
-    def _find_loss(self) -> str | None:
+    def find_loss(self) -> str | None:
         """Return the place of the loss in the last call's output: a scalar named `loss`, or the watched tensor."""
         if self.own_loss() is not None:
             return "loss"
@@ -185,7 +180,7 @@ class RecordedStep:
         """
         batch = pack(self.batch, "batch", kinds=True)
         names, outputs = _parameter_names(function), [packed.tree for packed in self.returned]
-        place = self._find_loss() if self.loss_place is None else self.loss_place
+        place = self.find_loss() if self.loss_place is None else self.loss_place
         contents = {
             "calls": [
                 {

@@ -119,7 +119,9 @@ class StepPolicy:
         if not worth_saving:
             return
         why = self.history.why_stop() if failed else None
-        if not why and not self._is_due():
+        waited = self.history.num_steps - self._last_saved
+        is_due = self.history.begins_episode and (not self.folder.is_full or waited >= self.history.window)
+        if not why and not is_due:
             return
         _, saved = self._save(step, reason, "stopped" if why else "first")
         what = _describe(step, reason)
@@ -133,10 +135,6 @@ class StepPolicy:
         path, saved = self._save(step, "loss" if step.loss_nonfinite else reason, "requested")
         LOG.warning("Step %d: saved on request (%s). %s", step.step, reason, saved)
         return path
-
-    def _is_due(self) -> bool:
-        waited = self.history.num_steps - self._last_saved
-        return self.history.begins_episode and (not self.folder.is_full or waited >= self.history.window)
 
     def _is_new_skip(self, step: RecordedStep, scale: float) -> bool:
         """Return True if the scaler skipped the step at a scale that had worked before."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 from nandoctor.capture.async_flags import Flag, flag_nonfinite, largest_over_ranks
 from nandoctor.capture.environment import read_generators
-from nandoctor.capture.hooks import Hook, with_closure
+from nandoctor.capture.hooks import Hook
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.raised import is_for_nonfinite
 from nandoctor.capture.step import RecordedStep, held, pack_call
@@ -173,7 +172,8 @@ class StepTracker:
     def watch(self, step: RecordedStep, loss: torch.Tensor | None, *, ask_all: bool) -> None:
         """Flag a non-finite loss; without a loss, a non-finite output."""
         if loss is not None:
-            step.take_loss(loss.detach())
+            step.loss = loss.detach()
+            step.loss_place = step.find_loss()  # before the output is copied
         checked = step.outputs() if loss is None or step.loss is None else iter([step.loss])
         step.flags.append(flag_nonfinite(checked, self._observer.device, ask_all=ask_all))
 
@@ -186,10 +186,14 @@ class StepTracker:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hook before any optimizer's `step`; if it gets a closure, return the arguments with the closure wrapped."""
-        changed = with_closure(args, kwargs, partial(self._wrap_closure, optimizer))
-        if changed is None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # `self` comes first
+        if not callable(closure):
             self.before_update(optimizer)
-        return changed
+            return None
+        wrapped = self._wrap_closure(optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
 
     def _wrap_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Wrap a closure: the optimizer writes the weights after each call of it, and LBFGS calls it several times."""

@@ -66,15 +66,12 @@ class TrainedParameters:
             owned = {name: parameter for name, parameter in owned.items() if not _num_nonfinite(parameter)}
         self.names, self.parameters = tuple(owned), list(owned.values())
         self.sharded = any(map(is_sharded, self.parameters))
-        self._joint = self._join() if all(map(_is_on_cpu, self.parameters)) else None
+        self._joint: JoinOrder | None = None
+        if all(map(_is_on_cpu, self.parameters)):  # in an order in which a few calls can copy and measure them
+            self._joint = JoinOrder(self.parameters)
+            self.names = tuple(self.names[place] for place in self._joint.places)
+            self.parameters = [self.parameters[place] for place in self._joint.places]
         self._copies = self._make_copies(undo_nbytes)
-
-    def _join(self) -> JoinOrder:
-        """Sort the parameters into an order in which a few calls can copy and measure them."""
-        joint = JoinOrder(self.parameters)
-        self.names = tuple(self.names[place] for place in joint.places)
-        self.parameters = [self.parameters[place] for place in joint.places]
-        return joint
 
     def gradients(self) -> torch.Tensor | float | None:
         """Return the largest magnitude among the gradients, NaN if one is NaN; None without gradients."""
