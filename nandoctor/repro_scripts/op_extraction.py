@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -29,54 +29,37 @@ _LEAF_NAMES = {
 _NO_SEED_OF_A_STEP = (1 << 31) - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RecordedOp:
-    """One op as it ran; `taken` are the values of its input tensors at that time by their `id`, `given` its outputs."""
-
-    call: Invocation
-    taken: Mapping[int, torch.Tensor]
-    trained: frozenset[int]
-    given: tuple[torch.Tensor, ...]
-
-
 def extract_op(step: FailingStep, target: OpCall, *, backward: bool) -> Program:
     """Run the step once more, and return the op with its tensors; with `backward`, with its incoming gradient too.
 
     Raise NanDoctorError if the op took tensors that cannot be written as literals, such as sparse or complex ones.
     """
-    found: list[_RecordedOp] = []
+    found: list[tuple[Program, Invocation, list[torch.Tensor]]] = []
     refused: list[NanDoctorError] = []
     gradients: dict[int, torch.Tensor] = {}
 
     def keep(order: int, call: Invocation, output: Any) -> None:
         if order != target.order:
             return
+        given = tree_tensors(output)
         try:
-            found.append(_record(call, output))
+            found.append((_make_program(call, torch_dtype(step.low)), call, list(map(_copy, given))))
         except NanDoctorError as error:  # raised here, it would be mistaken for the model's own
             refused.append(error)
         if backward:
-            _await_gradient(tree_tensors(output), gradients)
+            _await_gradient(given, gradients)
 
     step.run(watch=Watch(stage="repro", ops=True, backward=backward, on_op=keep))
     if refused:
         raise refused[0]
     if not found or (backward and not gradients):
         raise NanDoctorError(f"{target.op} was not seen again in a second run.", remedy=NOT_THE_SAME)
-    return _find_function_and_mode(_make_program(found[0], torch_dtype(step.low), gradients), found[0])
-
-
-def _record(call: Invocation, output: Any) -> _RecordedOp:
-    taken = tree_tensors((call.args, call.kwargs))
-    # Only a detached copy is left of a tensor that the op writes to.
-    writes = schema_of(call.op).is_mutable
-    trained = (leaf for leaf in taken if leaf.is_floating_point() and (leaf.requires_grad or writes))
-    return _RecordedOp(
-        call=call,
-        taken={id(leaf): _copy(leaf) for leaf in taken},
-        trained=frozenset(map(id, trained)),
-        given=tuple(map(_copy, tree_tensors(output))),
-    )
+    program, call, given = found[0]
+    nonfinite = (index for index, made in enumerate(given) if made.is_floating_point() and kinds_of(made))
+    item = next(iter(gradients), next(nonfinite, 0))
+    if gradients:
+        program = replace(program.with_values(**{_GRADIENT: gradients[item]}), gradient=_GRADIENT)
+    return _find_function_and_mode(replace(program, item=item if len(given) > 1 else None), call, given[item])
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,37 +85,34 @@ def _await_gradient(given: Sequence[torch.Tensor], gradients: dict[int, torch.Te
             tensor.register_hook(partial(on_gradient, item))  # type: ignore[no-untyped-call]
 
 
-def _make_program(piece: _RecordedOp, low: torch.dtype, gradients: Mapping[int, torch.Tensor]) -> Program:
-    """Return the op with its arguments, whose tensors become leaves; its function is not known yet.
-
-    What is checked is the first non-finite result or, if there is one, what a gradient becomes.
-    """
-    names: dict[int, str] = {}
+def _make_program(call: Invocation, low: torch.dtype) -> Program:
+    """Return the op with its arguments, whose tensors become leaves; its function is not known yet."""
+    leaves: dict[str, torch.Tensor] = {}
 
     def argument(name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            names.setdefault(id(value), _free_name(_LEAF_NAMES.get(name, name), names.values()))
-            return Ref(name=names[id(value)])
+            known = [name for name, leaf in leaves.items() if leaf is value]
+            name = known[0] if known else _free_name(_LEAF_NAMES.get(name, name), leaves)
+            leaves[name] = value
+            return Ref(name=name)
         if isinstance(value, (list, tuple)):
             return [argument(f"{name}[{index}]", item) for index, item in enumerate(value)]
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
-    schema = [parameter.name for parameter in schema_of(piece.call.op).arguments]
-    args = tuple(argument(name, value) for name, value in zip(schema, piece.call.args, strict=False))
-    kwargs = {name: argument(name, value) for name, value in piece.call.kwargs.items()}
-    nonfinite = (index for index, made in enumerate(piece.given) if made.is_floating_point() and kinds_of(made))
-    item = next(iter(gradients), next(nonfinite, 0))
-    incoming = {_GRADIENT: gradients[item]} if gradients else {}
+    schema = schema_of(call.op)
+    names = [parameter.name for parameter in schema.arguments]
+    args = tuple(argument(name, value) for name, value in zip(names, call.args, strict=False))
+    kwargs = {name: argument(name, value) for name, value in call.kwargs.items()}
+    # Only a detached copy is left of a tensor that the op writes to.
+    writes = schema.is_mutable
     return Program(
         function="",
         mode="plain",
         args=args,
         kwargs=kwargs,
-        leaves={**{name: piece.taken[key] for key, name in names.items()}, **incoming},
+        leaves={name: _copy(leaf) for name, leaf in leaves.items()},
         low=low,
-        item=item if len(piece.given) > 1 else None,
-        gradient=_GRADIENT if gradients else None,
-        trained=tuple(name for key, name in names.items() if key in piece.trained),
+        trained=tuple(n for n, leaf in leaves.items() if leaf.is_floating_point() and (leaf.requires_grad or writes)),
     )
 
 
@@ -142,15 +122,15 @@ def _free_name(wanted: str, used: Iterable[str]) -> str:
     return next(free for free in itertools.chain([name], numbered) if free not in taken)
 
 
-def _find_function_and_mode(program: Program, piece: _RecordedOp) -> Program:
+def _find_function_and_mode(program: Program, call: Invocation, given: torch.Tensor) -> Program:
     """Return the program with the function and the mode that alone give the op's result in the run."""
     for mode in get_args(Mode):
-        for function in _functions(piece.call):
+        for function in _functions(call):
             candidate = replace(program, function=function, mode=mode)
-            if _gives(candidate, piece.given[program.item or 0]):
+            if _gives(candidate, given):
                 return candidate
     raise NanDoctorError(
-        f"{piece.call.name} gives another result alone than in the step, so no script can show it.",
+        f"{call.name} gives another result alone than in the step, so no script can show it.",
         remedy="It may draw random numbers, or be an op of another library: report it there with "
         "`nandoctor replay -o report.json`.",
     )
