@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
     CancelledError,
@@ -33,88 +33,73 @@ _LEAST_NBYTES = 1 << 30
 _SHARE = 0.9
 
 
-class Processes:
-    """Processes on this machine, at most `size` at a time, each limited to `memory` bytes; None for no limit.
+Workers = Callable[[Sequence[Job]], Iterator[JobAnswer]]
+"""Replay the files of a triage: they yield one answer for each job, as they come."""
+
+
+def _run_in_processes(size: int, memory: int | None, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
+    """Run at most `size` processes at a time, each limited to `memory` bytes; a process that dies costs its own file.
 
     The code of each model gets processes of its own: two projects may have modules of the same name.
     """
+    for place in dict.fromkeys(map(_code_of, jobs)):
+        yield from _run_of_one_code(size, memory, deque(job for job in jobs if _code_of(job) == place))
 
-    def __init__(self, size: int, memory: int | None) -> None:
-        self._size = size
-        self._memory = memory
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
-        """Yield one answer for each job, as they come. A process that dies costs its own file."""
-        for place in dict.fromkeys(map(_code_of, jobs)):
-            yield from self._run_of_one_code(deque(job for job in jobs if _code_of(job) == place))
+def _run_of_one_code(size: int, memory: int | None, waiting: deque[Job]) -> Iterator[JobAnswer]:
+    """Answer these jobs. Each process is a pool of its own, since the death of one ends a whole pool."""
+    size = min(size, len(waiting))
+    make_pool = partial(_make_pool, memory, max(count_cores() // size, 1))
+    idle = [make_pool() for _ in range(size)]
+    running: dict[Future[JobAnswer], tuple[Job, ProcessPoolExecutor, float]] = {}
+    try:
+        while waiting or running:
+            while waiting and idle:
+                future = _submit(idle[-1], waiting[0])
+                running[future] = waiting.popleft(), idle.pop(), time.perf_counter()
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                job, pool, began = running.pop(future)
+                error = future.exception()
+                if error is not None:
+                    _kill(pool)
+                idle.append(pool if error is None else make_pool())
+                yield future.result() if error is None else _ended(job, began, error)
+    finally:
+        for pool in (*idle, *(pool for _, pool, _ in running.values())):
+            _kill(pool)
 
-    def _run_of_one_code(self, waiting: deque[Job]) -> Iterator[JobAnswer]:
-        """Answer these jobs. Each process is a pool of its own, since the death of one ends a whole pool."""
-        size = min(self._size, len(waiting))
-        make_pool = partial(_make_pool, self._memory, max(count_cores() // size, 1))
-        idle = [make_pool() for _ in range(size)]
-        running: dict[Future[JobAnswer], tuple[Job, ProcessPoolExecutor, float]] = {}
+
+def _run_on(executor: Executor, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
+    """Give all jobs at once to an executor of the user's, or to that of a cluster."""
+    futures = {executor.submit(run_job, job): job for job in jobs}
+    for future in as_completed(futures):
         try:
-            while waiting or running:
-                while waiting and idle:
-                    future = _submit(idle[-1], waiting[0])
-                    running[future] = waiting.popleft(), idle.pop(), time.perf_counter()
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    job, pool, began = running.pop(future)
-                    error = future.exception()
-                    if error is not None:
-                        _kill(pool)
-                    idle.append(pool if error is None else make_pool())
-                    yield future.result() if error is None else _ended(job, began, error)
-        finally:
-            for pool in (*idle, *(pool for _, pool, _ in running.values())):
-                _kill(pool)
-
-
-class Given:
-    """An executor of the user's, or that of a cluster: it gets all jobs at once."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-
-    def run(self, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
-        """Yield one answer for each job, as they come."""
-        futures = {self._executor.submit(run_job, job): job for job in jobs}
-        for future in as_completed(futures):
-            try:
-                yield future.result()
-            except (Exception, CancelledError) as error:  # the executor's own: `run_job` answers for those of a replay
-                yield _died(futures[future], error)
-
-
-Workers = Processes | Given
-"""What replays the files of a triage."""
+            yield future.result()
+        except (Exception, CancelledError) as error:  # the executor's own: `run_job` answers for those of a replay
+            yield _died(futures[future], error)
 
 
 @contextmanager
 def open_workers(*, executor: Executor | None, jobs: int | None, scheduler: str | None) -> Iterator[Workers]:
-    """Yield the executor or the cluster at `scheduler`, else `jobs` processes here.
+    """Yield the executor or the cluster at `scheduler`, else `jobs` processes here, with equal shares of the memory.
+
+    Without `jobs` there are as many as there are cores and memory for.
 
     Raises:
         NanDoctorError: there is no such cluster, it has no workers, or Dask is not installed.
     """
     if executor is not None:
-        yield Given(executor)
+        yield partial(_run_on, executor)
     elif scheduler is not None:
         with _open_cluster(scheduler) as workers:
             yield workers
     else:
-        yield _processes_for(jobs)
-
-
-def _processes_for(jobs: int | None) -> Processes:
-    """Return so many processes, by default as many as there are cores and memory for, with an equal share of that."""
-    room = available_memory()
-    if jobs is None:
-        jobs = count_cores() if room is None else min(count_cores(), max(room // _LEAST_NBYTES, 1))
-    memory = None if room is None else max(int(_SHARE * room / jobs), _LEAST_NBYTES)
-    return Processes(jobs, memory)
+        room = available_memory()
+        if jobs is None:
+            jobs = count_cores() if room is None else min(count_cores(), max(room // _LEAST_NBYTES, 1))
+        memory = None if room is None else max(int(_SHARE * room / jobs), _LEAST_NBYTES)
+        yield partial(_run_in_processes, jobs, memory)
 
 
 def _make_pool(memory: int | None, num_threads: int) -> ProcessPoolExecutor:
@@ -224,4 +209,4 @@ def _open_cluster(address: str) -> Iterator[Workers]:
             raise NanDoctorError(
                 f"The cluster at {address} has no workers.", remedy="Start some: `dask worker ADDRESS --nthreads 1`."
             )
-        yield Given(client.get_executor(pure=False, retries=0))
+        yield partial(_run_on, client.get_executor(pure=False, retries=0))

@@ -150,8 +150,8 @@ class _TriageRun:
         """Search for fixes on the representative of each group that failed."""
         if self.options.settings.get("fixes") is False:
             return
-        found = failed(self.results.values())
-        chosen = [Path(group.representative) for group in group_results(found)]
+        groups = group_results(self.results.values())
+        chosen = [Path(group.representative) for group in groups if group.verdict not in NOTHING_FOUND]
         for number, result in enumerate(self._work(workers, chosen, fixes=True), 1):
             self.fixes[result.path] = result
             self.progress("Fixes", number, len(chosen))
@@ -189,7 +189,7 @@ class _TriageRun:
         """Yield the results for these files, first those in the folder, then the others as they come from workers."""
         made = [self._make_job(path, fixes=fixes) for path in paths]
         yield from (job for job in made if isinstance(job, DumpResult))
-        yield from map(self.store.keep, workers.run([job for job in made if isinstance(job, Job)]))
+        yield from map(self.store.keep, workers([job for job in made if isinstance(job, Job)]))
 
     def _make_job(self, path: Path, *, fixes: bool) -> Job | DumpResult:
         """Return the job of a worker for this file, or the result if that is known."""
@@ -229,11 +229,6 @@ def group_results(results: Iterable[DumpResult]) -> tuple[Group, ...]:
             members.setdefault(_key(result.finding), []).append(result)
     groups = [_make_group(sorted(found, key=_in_training_order)) for found in members.values()]
     return tuple(sorted(groups, key=_rank))
-
-
-def failed(results: Iterable[DumpResult]) -> list[DumpResult]:
-    """Return the dumps in which the replay found something non-finite."""
-    return [result for result in results if result.finding is not None and result.finding.verdict not in NOTHING_FOUND]
 
 
 def _key(finding: DumpFinding) -> _Key:

@@ -33,7 +33,7 @@ class Inline:
     def __init__(self):
         self.jobs, self.endings = [], {}
 
-    def run(self, jobs):
+    def __call__(self, jobs):
         for job in jobs:
             self.jobs.append(job)
             ending = self.endings.pop(len(self.jobs), None)
