@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,11 +14,7 @@ import torch
 _LEAST_NBYTES = 1 << 20
 
 
-class _Mode(threading.local):
-    open = False
-
-
-_mode = _Mode()
+_is_open = ContextVar("is_open", default=False)
 
 
 def map_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -48,17 +44,17 @@ def kept_in_files(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    outer, _mode.open = _mode.open, True
+    outer = _is_open.set(True)
     try:
         with torch.autograd.graph.saved_tensors_hooks(_pack, lambda saved: saved):
             yield
     finally:
-        _mode.open = outer
+        _is_open.reset(outer)
 
 
 def move_to_file(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with its graph, moved into a file if that is wanted and it is large."""
-    if _mode.open and _is_large(tensor):
+    if _is_open.get() and _is_large(tensor):
         with torch.no_grad():
             tensor.data = map_empty(tensor.shape, tensor.dtype).copy_(tensor)
     return tensor

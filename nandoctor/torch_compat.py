@@ -9,8 +9,8 @@ import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cache, partial
-from operator import attrgetter
+from functools import cache, partial, reduce
+from operator import attrgetter, or_
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -130,7 +130,7 @@ def observed() -> AbstractContextManager[None]:
 
 def unobserved() -> AbstractContextManager[None]:
     """Return a context in which the op tracer does not see this thread's ops, for ops of nandoctor itself."""
-    return _guard("Exclude", _observer_keys())
+    return _guard("Exclude", _key_set(OBSERVER_KEY))
 
 
 def call_below_observer(op: OpOverload, keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,8 +144,8 @@ def _observer_key() -> Any:
 
 
 @cache
-def _observer_keys() -> Any:
-    return _find("torch._C.DispatchKeySet")(_observer_key())
+def _key_set(*names: str) -> Any:
+    return reduce(or_, map(_find("torch._C.DispatchKeySet"), map(_find("torch._C._parse_dispatch_key"), names)))
 
 
 @cache
@@ -192,13 +192,7 @@ def list_ops(key: str) -> list[str]:
 
 def without_autocast() -> AbstractContextManager[None]:
     """Return a context in which neither the CPU's nor CUDA's autocast casts any op of this thread."""
-    return _guard("Exclude", _autocast_keys())
-
-
-@cache
-def _autocast_keys() -> Any:
-    key_set = _find("torch._C.DispatchKeySet")
-    return key_set(_find("torch._C.DispatchKey.AutocastCPU")) | key_set(_find("torch._C.DispatchKey.AutocastCUDA"))
+    return _guard("Exclude", _key_set("AutocastCPU", "AutocastCUDA"))
 
 
 def decompose(op: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -95,11 +95,12 @@ def verify_dump(
     return verification, _add_outcome(found.report, verification)
 
 
-def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Report:
-    """Return the report of a replay that did not reproduce the failure, with what is known of changes to the code."""
-    if found.step is None:
-        return found.report
-    return _add_outcome(found.report, _conclude(found, _Query(dump=dump, settings=settings)))
+def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Diagnosed:
+    """Add to a replay that did not reproduce the failure what is known of changes to the code."""
+    if found.step is None or found.report.verdict != "not-reproduced":
+        return found
+    verification = _conclude(found, _Query(dump=dump, settings=settings))
+    return replace(found, report=_add_outcome(found.report, verification))
 
 
 def _add_outcome(report: Report, verification: Verification) -> Report:
@@ -152,12 +153,9 @@ def _conclude(found: Diagnosed, query: _Query) -> Verification:
         step = replace(step, mode=replace(step.mode, training=True))
         modes = (attempt.training for attempt in report.reproduction.attempts)
         blank = replace(blank, run=mode_text(step.randomness.seed, *modes))
-    measured, failures = blank, list[str]()
-    if not query.proved:
-        measured = _measure(blank, step, query, random=found.random)
-        failures = list(_describe_failures(measured))
+    measured = blank if query.proved else _measure(blank, step, query, random=found.random)
     measured = replace(measured, notes=tuple(_notes(measured, query, found.report.dump, step)))
-    if reasons := [*failures, *_doubts(measured, found, query)]:
+    if reasons := list(_doubts(measured, found, query)):
         return _cannot_tell(measured, reasons, tuple(_advise(measured, found, query)))
     if failure is None:
         return replace(measured, outcome="passes", headline="the step passes, and the file does not say that it failed")
@@ -233,17 +231,13 @@ def _measure(blank: Verification, step: FailingStep, query: _Query, *, random: b
         return blank
 
 
-def _describe_failures(measured: Verification) -> Iterator[str]:
-    if measured.output is None:
+def _doubts(measured: Verification, found: Diagnosed, query: _Query) -> Iterator[str]:
+    """Yield the checks that a finite step fails, and reasons why one that passes may not be the one that failed."""
+    code = measured.code
+    if measured.output is None and not query.proved:
         yield "There is not enough memory to check the output and the gradients."
-        return
     for check in (check for check in measured.checks if check.status == "failed"):
         yield f"The step is finite, but it does not pass the check of {check.name}: {check.text}."
-
-
-def _doubts(measured: Verification, found: Diagnosed, query: _Query) -> Iterator[str]:
-    """Yield reasons why a step that passes may not be the one that failed."""
-    code = measured.code
     for text in query.dump.missing if query.dump.is_recorded else ():
         if text.startswith(_NEEDED):
             yield f"The recorder could not keep {text}."

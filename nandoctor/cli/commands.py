@@ -105,7 +105,7 @@ def plot(dump: Path, file: Path | None, kind: str, **options: Any) -> None:
     tell(f"Wrote {file}")
 
 
-plot.epilog = "\b\n" + "\n".join(f"{kind:<11} {about.shows}" for kind, about in PLOTS.items())
+plot.epilog = "\b\n" + "\n".join(f"{kind:<11} {shows}" for kind, (_, shows) in PLOTS.items())
 
 
 @click.command(cls=GroupedCommand, examples=["repro nan.pth --model train.py:make_model -o repro.py"])

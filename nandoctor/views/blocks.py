@@ -115,16 +115,21 @@ class Table:
         count = len(self.columns[0].cells) if self.columns else 0
         if count <= limit:
             return self
-        center = list(self.tones).index("first") if "first" in self.tones else 0
-        start = max(min(center - limit // 2, count - limit), 0)
-        columns = [replace(column, cells=column.cells[start : start + limit]) for column in self.columns]
-        note = f"Rows {start + 1:,} to {start + limit:,} of {count:,}. {self.legend}".strip()
-        return replace(self, columns=columns, tones=self.tones[start : start + limit], legend=note)
+        shown = window(list(self.tones).index("first") if "first" in self.tones else 0, count, limit)
+        columns = [replace(column, cells=column.cells[shown.start : shown.stop]) for column in self.columns]
+        note = f"Rows {shown.start + 1:,} to {shown.stop:,} of {count:,}. {self.legend}".strip()
+        return replace(self, columns=columns, tones=self.tones[shown.start : shown.stop], legend=note)
 
     def rows(self) -> list[tuple[Tone, tuple[str | Cell, ...]]]:
         """Return the cells by row, each row with its tone."""
         cells = list(zip(*(column.cells for column in self.columns), strict=True))
         return list(zip(self.tones or [""] * len(cells), cells, strict=True))
+
+
+def window(center: int, count: int, limit: int) -> range:
+    """Return at most `limit` of `count` indices around one, moved inwards at either end so that they are as many."""
+    start = max(min(center - limit // 2, count - limit), 0)
+    return range(start, min(start + limit, count))
 
 
 @dataclass(frozen=True, slots=True)

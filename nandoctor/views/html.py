@@ -42,7 +42,7 @@ def _draw_plot(plot: Plot) -> dict[str, Any] | None:
     figure.suptitle("")  # the page shows the finding as text that wraps
     data = base64.b64encode(image_of(figure, "svg")).decode()
     drawing = Markup('<img src="data:image/svg+xml;base64,{}" alt="{}">').format(data, finding)
-    return {"heading": PLOTS[plot.kind].title, "finding": finding, "drawing": drawing}
+    return {"heading": PLOTS[plot.kind][0], "finding": finding, "drawing": drawing}
 
 
 @cache

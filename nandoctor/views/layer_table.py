@@ -8,10 +8,11 @@ from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import LayerRow, Report, Runs
 from nandoctor.evidence.trace import head_run
 from nandoctor.text import bits_text, number, part_of, percent
-from nandoctor.views.blocks import Cell, Column, Table, Tone
+from nandoctor.views.blocks import Cell, Column, Table, Tone, window
 from nandoctor.views.layers import LayerPair, Layers, select_layers
 
 _MIN_NAME_WIDTH, _MIN_TYPE_WIDTH = 14, 10
+_MAX_NEAR = 6
 _TIGHT_BITS = 1.0
 
 
@@ -21,7 +22,7 @@ def layers_near(report: Report) -> Table | None:
     center = layers.tightest() if layers.first_nonfinite is None else layers.first_nonfinite
     if report.runs is None or center is None:
         return None
-    shown = layers.window(center)
+    shown = window(center, len(layers.pairs), _MAX_NEAR)
     pairs = [layers.pairs[index] for index in shown]
     names = [f"{'> ' if index == layers.first_nonfinite else '  '}{layers.pairs[index].label}" for index in shown]
     part = part_of(shown.stop, len(layers.pairs))

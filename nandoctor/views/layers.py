@@ -11,7 +11,6 @@ from nandoctor.evidence.trace import name_run
 from nandoctor.text import brief
 
 _NAME_WIDTH = 64
-_BEFORE, _WINDOW = 3, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +54,6 @@ class Layers:
 
     pairs: tuple[LayerPair, ...]
     first_nonfinite: int | None = None
-
-    def window(self, center: int) -> range:
-        """Return the indices around `center`, moved inwards at either end so that the window keeps its size."""
-        start = max(min(center - _BEFORE, len(self.pairs) - _WINDOW), 0)
-        return range(start, min(start + _WINDOW, len(self.pairs)))
 
     def tightest(self) -> int | None:
         """Return the index of the layer with the least headroom; None if no layer has a finite value."""

@@ -5,6 +5,7 @@ import pytest
 
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Runs
+from nandoctor.views.blocks import window
 from nandoctor.views.layers import select_layers
 
 
@@ -71,4 +72,4 @@ def test_the_layer_is_marked_in_whose_output_it_shows_first(seen, label):
     ("center", "expected"), [(9, range(6, 12)), (0, range(6)), (19, range(14, 20)), (2, range(6)), (18, range(14, 20))]
 )
 def test_windows_stay_inside_and_full(center, expected):
-    assert select_layers(factory.healthy(20)).window(center) == expected
+    assert window(center, 20, 6) == expected

@@ -6,7 +6,6 @@ The module named like the kind draws it; matplotlib is imported only when someth
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -18,18 +17,11 @@ if TYPE_CHECKING:
     from nandoctor.evidence.report import Report
 
 
-@dataclass(frozen=True, slots=True)
-class PlotKind:
-    """One kind; `title` is its heading on the page."""
-
-    title: str
-    shows: str
-
-
-PLOTS: Mapping[str, PlotKind] = {
-    "ranges": PlotKind("Ranges of every layer", "what every layer's values span, against what the format can hold"),
-    "origin": PlotKind("Where in the tensor", "which elements of the tensor are the first non-finite ones"),
+PLOTS: Mapping[str, tuple[str, str]] = {
+    "ranges": ("Ranges of every layer", "what every layer's values span, against what the format can hold"),
+    "origin": ("Where in the tensor", "which elements of the tensor are the first non-finite ones"),
 }
+"""By kind the heading on the page, and what the plot shows."""
 
 
 def draw(report: Report, kind: str) -> Figure:
