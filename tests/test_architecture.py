@@ -34,10 +34,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_831, "tests": 32_308, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_834, "tests": 32_308, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_008,
+    FILES: 3_009,
     "autocast": 914,
     "capture": 2_740,
     "causes": 2_648,
@@ -48,7 +48,7 @@ MAX_LINES_OF_ROOMS = {
     "engine": 3_339,
     "evidence": 1_713,
     "fixes": 3_728,
-    "fleet": 751,
+    "fleet": 753,
     "repro_scripts": 669,
     "step": 3_163,
     "tracing": 1_879,
