@@ -86,11 +86,16 @@ def _explain_rounding(finding: GradientFinding, forward: OpCall, edge: float) ->
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     """Keep the argument of the forward op off the point where the derivative is infinite."""
-    if finding.forward is not None and finding.forward.op in _OF_TWO:
-        site = site_of(finding.forward)
-        yield tuple(ClampArgument(site=site, argument="other", low=low, keeps_sign=True) for low in _SMALLEST)
-    elif finding.forward is not None:
-        edge = singular_edge(finding.forward)
-        # If the forward is infinite too, do not guard with 0: this batch may not select it, but the next one may.
-        guards = guard_candidate(finding.forward, edge=edge) if finding.forward.outputs_finite else ()
-        yield (*clamp_into_domain(finding.forward), *guards)
+    if (forward := finding.forward) is None:
+        return
+    edge = singular_edge(forward)
+    # If the forward is infinite too, do not guard with 0: this batch may not select it, but the next one may.
+    guards = guard_candidate(forward, edge=edge) if forward.outputs_finite else ()
+    off_zero = (
+        ["other"] if forward.op in _OF_TWO else [taken.name for taken in forward.inputs if len(forward.inputs) == 1]
+    )
+    yield (*clamp_into_domain(forward), *guards) or tuple(
+        ClampArgument(site=site_of(forward), argument=name, low=low, keeps_sign=True)
+        for name in off_zero
+        for low in _SMALLEST
+    )

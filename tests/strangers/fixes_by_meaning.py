@@ -161,6 +161,19 @@ def distance(h, x):
     return torch.acosh(1 + 2 * x.square().sum(-1) * (1 + h.square().mean(-1)))
 
 
+def phase(output, batch):
+    wave = torch.complex(output.float(), batch["x"]) * torch.where(batch["x"] == 0, 1e-24, 1.0)
+    return (wave.abs() * torch.exp(1j * torch.angle(wave)) - 1).abs().square().mean()
+
+
+lifted(
+    "phase",
+    "numerics <loss> angle gradient-singularity",
+    {**ZEROS, "autocast": False},
+    "verified clamp",
+    lambda h, x: h,
+    loss=phase,
+)
 lifted("branches", TRAP.format("sqrt"), IN_FP32, "verified together", branches)
 lifted("distance", "numerics . acosh gradient-singularity", ZEROS, "verified guard", distance)
 
