@@ -78,10 +78,18 @@ def bind(signature: Signature, offer: Offer, rules: Sequence[Rule]) -> Bound:
 
 
 def by_name(signature: Signature, offer: Offer, _: Bound) -> Bound:
-    """Bind the value of a parameter's name. A text is no argument unless the parameter has to be given."""
-    found = ((p, find_named(p.name, offer.values)) for p in signature.named)
+    """Bind the value of a parameter's name. A text is no argument unless the parameter has to be given.
+
+    One in a container is not, if beside what other parameters take there is an array of a similar name.
+    """
+    found = {p: name for p in signature.named if (name := find_named(p.name, offer.values))}
+    beside = {name for name in offer.arrays if "." not in name} - set(found.values())
+    is_flat = any("." not in name for name in found.values())
     return {
-        p.name: name for p, name in found if name and (p.default is p.empty or not isinstance(offer.values[name], str))
+        p.name: name
+        for p, name in found.items()
+        if not ("." in name and is_flat and any(_is_similar(p.name, other) for other in beside))
+        and (p.default is p.empty or not isinstance(offer.values[name], str))
     }
 
 
@@ -99,8 +107,13 @@ def by_container(signature: Signature, offer: Offer, _: Bound) -> Bound:
 
 
 def by_similar_name(signature: Signature, offer: Offer, bound: Bound) -> Bound:
-    """Bind the only array of a similar name: of its plural or singular, or with more words ("input_image", "image")."""
+    """Bind the only array of a similar name: of its plural or singular, or with more words ("input_image", "image").
+
+    Those in no container are asked first, if another parameter takes one of them.
+    """
     unmet, left = _required(signature, bound), offer.left(bound)
+    if any("." not in source for source in bound.values()):
+        left = [name for name in left if "." not in name] or left
     similar = {p.name: [name for name in left if _is_similar(p.name, name)] for p in unmet}
     names = [name for found in similar.values() for name in found]
     return {p: found[0] for p, found in similar.items() if len(found) == 1 and names.count(found[0]) == 1}

@@ -91,6 +91,8 @@ CALLS = [
     ("x", "0", "model(x=saved[0])"),
     ("x", "0 1", "model(x=saved[0])"),
     ("x, mask", "batch.0 batch.1 batch.2", "model(x=batch[0], mask=batch[1])"),
+    ("mel, lengths", "mel mel_lengths text.lengths", "model(mel, lengths=mel_lengths)"),
+    ("mel, lengths", "mel text.lengths", 'model(mel, lengths=text["lengths"])'),
 ]
 
 
