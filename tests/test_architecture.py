@@ -34,13 +34,13 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_834, "tests": 32_308, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_852, "tests": 32_323, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_009,
     "autocast": 914,
     "capture": 2_740,
-    "causes": 2_648,
+    "causes": 2_653,
     "changes": 3_067,
     "cli": 929,
     "diagnosis": 2_078,
@@ -50,7 +50,7 @@ MAX_LINES_OF_ROOMS = {
     "fixes": 3_728,
     "fleet": 753,
     "repro_scripts": 669,
-    "step": 3_163,
+    "step": 3_176,
     "tracing": 1_879,
     "views": 2_787,
 }
