@@ -139,7 +139,6 @@ def _conclude(found: Diagnosed, query: _Query) -> Verification:
         headline="",
         failure=failure,
         verdict=report.verdict,
-        code=CodeState(),
         under=describe_run(run.policy, run.dtype) if run is not None else None,
     )
     if step is None:

@@ -131,7 +131,13 @@ class Recorder:
         scaler = self.scaler if getattr(self.scaler, "is_enabled", lambda: True)() else None
         self._training = describe_training(self, observer)
         self._track(observer, scaler)
-        self._attach()
+        self._handles.callback(BEFORE_UPDATE.add(Hook(self._tracker.before_step)))
+        self._handles.callback(AFTER_UPDATE.add(Hook(self._tracker.after_step)))
+        if not self.training_step:
+            attach(self.model, self._before_forward, self._after_forward, self._handles)
+            return
+        for name, child in observer.model.named_children():
+            attach(child, None, functools.partial(self._keep_inside, name), self._handles)
 
     def _track(self, observer: Observer, scaler: Any) -> None:
         self._observer = observer
@@ -299,16 +305,6 @@ class Recorder:
         with self.ambient():
             step.before = self._observer.look()
         step.calls.append(pack_call(args, kwargs))
-
-    def _attach(self) -> None:
-        tracker = self._tracker
-        self._handles.callback(BEFORE_UPDATE.add(Hook(tracker.before_step)))
-        self._handles.callback(AFTER_UPDATE.add(Hook(tracker.after_step)))
-        if not self.training_step:
-            attach(self.model, self._before_forward, self._after_forward, self._handles)
-            return
-        for name, child in self._observer.model.named_children():
-            attach(child, None, functools.partial(self._keep_inside, name), self._handles)
 
     def _keep_inside(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         step = self._tracker.current

@@ -80,9 +80,6 @@ def describe_mixed_precision(model: nn.Module) -> dict[str, dict[str, str]]:
 
 def _owner(name: str, paths: Collection[str]) -> str | None:
     """Return the innermost of these modules that contains the weight; None if none does."""
-    path = name
-    while path:
-        path = path.rpartition(".")[0]
-        if path in paths:
-            return path
-    return None
+    parts = name.split(".")
+    outer = (".".join(parts[:depth]) for depth in range(len(parts) - 1, -1, -1))
+    return next((path for path in outer if path in paths), None)

@@ -59,9 +59,9 @@ class Verification:
     dump: str
     outcome: VerificationOutcome
     headline: str
-    failure: str | None
-    verdict: Verdict | None
-    code: CodeState
+    failure: str | None = None
+    verdict: Verdict | None = None
+    code: CodeState = CodeState()
     reasons: tuple[str, ...] = ()
     run: str | None = None
     under: str | None = None
@@ -107,9 +107,6 @@ def cannot_tell(dump: str, reason: str, next_steps: tuple[str, ...] = ()) -> Ver
         dump=dump,
         outcome="cannot-tell",
         headline=reasons[0] if reasons else "",
-        failure=None,
-        verdict=None,
-        code=CodeState(),
         reasons=reasons,
         next_steps=tuple(step.strip() for step in next_steps),
     )

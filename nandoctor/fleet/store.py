@@ -17,7 +17,8 @@ from nandoctor import __version__
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.codec import from_plain, to_json, to_plain
 from nandoctor.evidence.triage import DumpResult
-from nandoctor.fleet.worker import JobAnswer, unchanged
+from nandoctor.fleet.worker import JobAnswer
+from nandoctor.source_files import hash_of
 from nandoctor.step.settings import Settings
 from nandoctor.views.save import is_replaceable, write_text
 
@@ -77,9 +78,10 @@ class Store:
         """
         try:
             result = from_plain(DumpResult, json.loads((self.folder / _RESULTS / f"{key}.json").read_bytes()))
+            is_current = all(hash_of(Path(path)) == sha256 for path, sha256 in result.sources)
         except (OSError, ValueError):
             return None
-        return result if result.outcome == "analysed" and unchanged(result.sources) else None
+        return result if result.outcome == "analysed" and is_current else None
 
     def keep(self, answer: JobAnswer) -> DumpResult:
         """Write a worker's answer; the result comes last, so that the files that it names are there."""

@@ -10,7 +10,7 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,11 +163,3 @@ def _deadline(seconds: float | None) -> Iterator[None]:
             yield
         finally:
             faulthandler.cancel_dump_traceback_later()
-
-
-def unchanged(sources: Iterable[tuple[str, str]]) -> bool:
-    """Return True if all these files are as they were."""
-    try:
-        return all(hash_of(Path(path)) == sha256 for path, sha256 in sources)
-    except OSError:
-        return False

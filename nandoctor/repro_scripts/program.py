@@ -116,12 +116,8 @@ class Program:
         else:
             made = f"{self.function}({', '.join(arguments)})"
         item = "" if self.item is None else f"[{self.item}]"
-        return made + item + self._rounding()
-
-    def _rounding(self) -> str:
-        first = self.args[0] if self.args else None
-        own = f".to({first.name}.dtype)" if isinstance(first, Ref) else ""
-        return {"product": ".to(low)", "rounded": own}.get(self.mode, "")
+        own = f".to({self.args[0].name}.dtype)" if self.args and isinstance(self.args[0], Ref) else ""
+        return made + item + {"product": ".to(low)", "rounded": own}.get(self.mode, "")
 
     def _argument(self, value: Any) -> str:
         if isinstance(value, (list, tuple)):

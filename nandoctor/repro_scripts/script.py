@@ -21,9 +21,11 @@ _MAX_NUMEL = 20_000
 def write_script(program: Program, failure: Failure, facts: Mapping[str, str]) -> str:
     """Return the script; `facts` are the labelled lines of its docstring."""
     tensors = "\n".join(f"{name} = {write_tensor(leaf)}" for name, leaf in program.leaves.items())
-    head = f"{_docstring(program, failure, facts)}\n\n{_imports(program)}"
+    needed = [name for name in ("inf", "nan") if re.search(rf"\b{name}\b", f"{tensors} {program.text}")]
+    second = f"from torch import {', '.join(needed)}\n" if needed else ""
+    imports = f'import torch\n{second}\nif torch.cuda.is_available():\n{INDENT}torch.set_default_device("cuda")'
     body = f"{tensors}\n\n" + "\n".join(_checks(program, failure))
-    return "\n\n\n".join([head, program.text, body]) + "\n"
+    return "\n\n\n".join([f"{_docstring(program, failure, facts)}\n\n{imports}", program.text, body]) + "\n"
 
 
 def _docstring(program: Program, failure: Failure, facts: Mapping[str, str]) -> str:
@@ -40,13 +42,6 @@ def _printable(text: str) -> str:
     """Return text that is safe inside the docstring: a project's names and lines may contain anything."""
     plain = "".join(letter if letter.isprintable() else "?" for letter in text)
     return plain.replace("\\", "/").replace('"""', "'''").removesuffix('"')
-
-
-def _imports(program: Program) -> str:
-    text = " ".join([*map(write_tensor, program.leaves.values()), program.text])
-    needed = [name for name in ("inf", "nan") if re.search(rf"\b{name}\b", text)]
-    second = f"from torch import {', '.join(needed)}\n" if needed else ""
-    return f'import torch\n{second}\nif torch.cuda.is_available():\n{INDENT}torch.set_default_device("cuda")'
 
 
 def _checks(program: Program, failure: Failure) -> Iterator[str]:
