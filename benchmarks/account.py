@@ -159,7 +159,7 @@ def _describe(step: FailingStep, policy: Policy, watch: Watch, changes: Sequence
 
 def _tell(changes: Sequence[Change]) -> str:
     texts = [change.text for change in changes if isinstance(change, Snippet)]
-    texts += [change.diff for change in changes if isinstance(change, SourcePatch)]
+    texts += [change.diff() for change in changes if isinstance(change, SourcePatch)]
     told = [f"text of {len(text.splitlines())} lines" for text in texts]
     return ", ".join([*told, *(_brief(edit) for edit in flatten(changes))])
 

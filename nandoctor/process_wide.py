@@ -12,7 +12,6 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,14 +77,12 @@ Patch = tuple[str, Callable[[Any], Any]]
 """The place of one function of torch, and the wrapper that makes its replacement."""
 
 _patching = threading.RLock()
-_forks: list[None] = []
-if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(after_in_child=partial(_forks.append, None))
+_process = os.getpid()
 
 
 def is_forked() -> bool:
     """Return True if this process was forked from the one that imported nandoctor."""
-    return bool(_forks)
+    return os.getpid() != _process
 
 
 @contextmanager

@@ -40,7 +40,7 @@ ARGUMENTS = ("fix", "dump.pth", "--model", "net.py:Net")
 def change_to(eps, path="net.py", root="."):
     file = ChangedFile(path=str(path), before=SICK, after=SICK.replace("1e-8", eps))
     patch = SourcePatch(root=str(root), files=(file,))
-    return {"patch": patch.diff, "patch_root": patch.root, "files": patch.files}
+    return {"patch": patch.diff(), "patch_root": patch.root, "files": patch.files}
 
 
 FIX = Fix(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections.abc import Mapping
@@ -24,8 +23,6 @@ from nandoctor.machine import memory_of
 from nandoctor.torch_compat import tree_tensors
 from nandoctor.torch_switches import RECORDED, read_switches
 from nandoctor.tracing.tensor_tree import walk_tensors
-
-LOG = logging.getLogger("nandoctor")
 
 
 def describe(training: Training, step: RecordedStep, reason: str, event: str, *, has_optimizer: bool) -> dict[str, Any]:

@@ -17,8 +17,6 @@ from nandoctor.text import join_first, number
 
 LOG = logging.getLogger("nandoctor")
 
-_SPOILS = ("gradients", "update")
-"""Reasons for which the update writes non-finite weights, or has."""
 SMALLEST_SCALE = 1.0
 """A gradient that overflows at a loss scale below this overflows without scaling too. Above it, halving the scale
 helps, and GradScaler does so: in its warm-up, and in the skip after each growth."""
@@ -153,7 +151,7 @@ class StepPolicy:
             return None, "The model was not called in this step, so there is nothing to save."
         self._last_saved = self.history.num_steps
         rank, world_size = read_rank()
-        kind = "nan" if reason in ("loss", *_SPOILS, "skipped") else "step"
+        kind = "nan" if reason in ("loss", "gradients", "update", "skipped") else "step"
         stem = f"{kind}-step{step.step:06d}" + (f"-micro{step.micro_batch}" if step.micro_batch else "")
         stem += f"-rank{rank}" if world_size > 1 else ""
         try:

@@ -144,13 +144,8 @@ class SourcePatch:
     root: str
     files: tuple[ChangedFile, ...]
 
-    @property
-    def diff(self) -> str:
-        """The patch as a unified diff with paths below `root`."""
-        return self.diff_with(3)
-
-    def diff_with(self, num_lines: int) -> str:
-        """Return the diff with so many unchanged lines around each change; `git apply` needs one."""
+    def diff(self, num_lines: int = 3) -> str:
+        """Return a unified diff, paths below `root`, with so many unchanged lines around; `git apply` needs one."""
         names = [Path(os.path.normpath(file.path)).relative_to(self.root).as_posix() for file in self.files]
         pairs = zip(self.files, names, strict=True)
         return "".join(unified_diff(file, f"a/{name}", f"b/{name}", num_lines) for file, name in pairs)

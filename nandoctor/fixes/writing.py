@@ -67,7 +67,7 @@ class ChangeWriter:
             yield WrittenChange(
                 kind="source" if patch.root else "cell",
                 title=write_title(edit, self._source.places),
-                text=patch.diff if patch.root else _diff_of_cells(patch),
+                text=patch.diff() if patch.root else _diff_of_cells(patch),
                 change=patch,
                 at_edge=self._source.at_edge(singles),
                 past_bound=self._source.past_bound(singles),

@@ -225,7 +225,7 @@ def code_of_fix(fix: Fix, name: str = "", *, brief: bool = False) -> Patch:
     """
     if not fix.patch:
         return Patch(list(_settings_as_code(fix.settings or FixSettings())), is_diff=False, name=name)
-    text = SourcePatch(root=fix.patch_root or ".", files=fix.files).diff_with(1) if brief and fix.files else fix.patch
+    text = SourcePatch(root=fix.patch_root or ".", files=fix.files).diff(1) if brief and fix.files else fix.patch
     lines = ["" if line.isspace() else line for line in text.splitlines()]
     return Patch(lines, is_diff=fix.kind in ("source", "cell"), name=name)
 

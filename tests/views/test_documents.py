@@ -137,7 +137,7 @@ def test_a_diff_on_the_screen_can_be_pasted(before, after, tmp_path):
     file = ChangedFile(path=str(tmp_path / "net.py"), before=before, after=after)
     patch = SourcePatch(root=str(tmp_path), files=(file,))
     made = factory.fixable()
-    fix = replace(made.fixes[0], patch=patch.diff, patch_root=patch.root, files=patch.files)
+    fix = replace(made.fixes[0], patch=patch.diff(), patch_root=patch.root, files=patch.files)
     screen = terminal(replace(made, fixes=(fix,)))
     subprocess.run(["git", "apply", "-"], input=screen, text=True, cwd=tmp_path, check=True)
     assert (tmp_path / "net.py").read_text() == after
