@@ -34,22 +34,22 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_852, "tests": 32_323, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_813, "tests": 32_323, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_009,
+    FILES: 3_005,
     "autocast": 914,
-    "capture": 2_740,
+    "capture": 2_728,
     "causes": 2_653,
     "changes": 3_067,
     "cli": 929,
     "diagnosis": 2_078,
     "dumps": 3_418,
     "engine": 3_339,
-    "evidence": 1_713,
+    "evidence": 1_705,
     "fixes": 3_728,
-    "fleet": 753,
-    "repro_scripts": 669,
+    "fleet": 747,
+    "repro_scripts": 660,
     "step": 3_176,
     "tracing": 1_879,
     "views": 2_787,
