@@ -73,25 +73,17 @@ class Patch:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """A cell with a tone of its own."""
-
-    text: str
-    _: KW_ONLY
-    tone: Tone = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table.
+    """A column of a table; `tones` has one for each cell, or none.
 
     If a window is too narrow for the table, cells are cut in the middle, down to `least` letters (None: never); then
     columns are left out, those with the largest `spare` first (0: never).
     """
 
     heading: str
-    cells: Sequence[str | Cell]
+    cells: Sequence[str]
     _: KW_ONLY
+    tones: Sequence[Tone] = ()
     right: bool = False
     least: int | None = None
     spare: int = 0
@@ -116,14 +108,16 @@ class Table:
         if count <= limit:
             return self
         shown = window(list(self.tones).index("first") if "first" in self.tones else 0, count, limit)
-        columns = [replace(column, cells=column.cells[shown.start : shown.stop]) for column in self.columns]
+        part = slice(shown.start, shown.stop)
+        columns = [replace(column, cells=column.cells[part], tones=column.tones[part]) for column in self.columns]
         note = f"Rows {shown.start + 1:,} to {shown.stop:,} of {count:,}. {self.legend}".strip()
-        return replace(self, columns=columns, tones=self.tones[shown.start : shown.stop], legend=note)
+        return replace(self, columns=columns, tones=self.tones[part], legend=note)
 
-    def rows(self) -> list[tuple[Tone, tuple[str | Cell, ...]]]:
-        """Return the cells by row, each row with its tone."""
-        cells = list(zip(*(column.cells for column in self.columns), strict=True))
-        return list(zip(self.tones or [""] * len(cells), cells, strict=True))
+    def rows(self) -> list[tuple[Tone, tuple[tuple[str, Tone], ...]]]:
+        """Return the cells by row, each cell and each row with its tone."""
+        toned = [zip(it.cells, it.tones or [""] * len(it.cells), strict=True) for it in self.columns]
+        rows = list(zip(*toned, strict=True))
+        return list(zip(self.tones or [""] * len(rows), rows, strict=True))
 
 
 def window(center: int, count: int, limit: int) -> range:

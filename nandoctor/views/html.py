@@ -12,7 +12,7 @@ from markupsafe import escape as escape_html
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.text import diff_kind, printable, printable_code, split_code
-from nandoctor.views.blocks import Cell, Plot
+from nandoctor.views.blocks import Plot
 from nandoctor.views.document import document
 from nandoctor.views.excerpt import excerpt_lines
 from nandoctor.views.markdown import draw_markdown
@@ -58,7 +58,6 @@ def _environment() -> jinja2.Environment:
     environment.filters.update(
         with_code=with_code, code_line=code_line, diff_kind=diff_kind, excerpt_lines=excerpt_lines, slug=_slug
     )
-    environment.tests["cell"] = lambda value: isinstance(value, Cell)
     environment.globals.update(kind_of=lambda block: type(block).__name__, draw_plot=_draw_plot)
     return environment
 

@@ -8,7 +8,7 @@ from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import LayerRow, Report, Runs
 from nandoctor.evidence.trace import head_run
 from nandoctor.text import bits_text, number, part_of, percent
-from nandoctor.views.blocks import Cell, Column, Table, Tone, window
+from nandoctor.views.blocks import Column, Table, Tone, window
 from nandoctor.views.layers import LayerPair, Layers, select_layers
 
 _MIN_NAME_WIDTH, _MIN_TYPE_WIDTH = 14, 10
@@ -40,6 +40,7 @@ def _number_columns(pairs: Sequence[LayerPair], runs: Runs) -> tuple[Column, ...
     heading = head_run(runs.autocast.policy, runs.autocast.dtype)
     heading = "as run" if heading == str(FP32) and not runs.are_one else heading
     errors = [_error(pair.autocast.rel_err if pair.autocast else None) for pair in pairs]
+    headroom = [pair.headroom_bits for pair in pairs]
     compared = (
         Column("fp32", [_range(pair.fp32) for pair in pairs], right=True, spare=1),
         Column("rel err", errors, right=True, spare=2),
@@ -48,7 +49,7 @@ def _number_columns(pairs: Sequence[LayerPair], runs: Runs) -> tuple[Column, ...
         Column("type", [pair.either.place.type for pair in pairs], least=_MIN_TYPE_WIDTH, spare=3),
         Column(heading, [_range(pair.autocast) for pair in pairs], right=True),
         *(() if runs.are_one else compared),
-        Column("headroom", [_headroom(pair) for pair in pairs], right=True),
+        Column("headroom", [bits_text(bits) for bits in headroom], right=True, tones=list(map(_tone_of, headroom))),
     )
 
 
@@ -69,12 +70,11 @@ def _error(error: float | None) -> str:
     return "-" if error is None else percent(error)
 
 
-def _headroom(pair: LayerPair) -> Cell:
-    """Return the bits left before overflow."""
-    bits = pair.headroom_bits
+def _tone_of(bits: float | None) -> Tone:
+    """Return how good the news is that so many bits are left before overflow."""
     if bits is None:
-        return Cell("-")
-    return Cell(bits_text(bits), tone="failed" if bits < 0 else "unclear" if bits < _TIGHT_BITS else "good")
+        return ""
+    return "failed" if bits < 0 else "unclear" if bits < _TIGHT_BITS else "good"
 
 
 def _tones(layers: Layers) -> list[Tone]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import singledispatch
 
 from nandoctor.text import printable, printable_code, split_code
-from nandoctor.views.blocks import Block, Cell, Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text
+from nandoctor.views.blocks import Block, Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text
 from nandoctor.views.excerpt import excerpt_lines
 
 _MAX_ROWS = 20
@@ -74,9 +74,7 @@ def _draw_table(block: Table, _: int) -> Iterator[str]:
         yield escape(block.title)
     if block.columns:
         headings = [escape(column.heading.strip()) for column in block.columns]
-        yield _table(
-            [headings, *([escape(it.text if isinstance(it, Cell) else it) for it in row] for _, row in shown.rows())]
-        )
+        yield _table([headings, *([escape(text) for text, _ in row] for _, row in shown.rows())])
     if shown.legend:
         yield escape(shown.legend)
 

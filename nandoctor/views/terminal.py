@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.text import Text as Letters
 
 from nandoctor.text import diff_kind, printable, printable_code, shorten
-from nandoctor.views.blocks import Block, Cell, Column, Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text
+from nandoctor.views.blocks import Block, Column, Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text, Tone
 from nandoctor.views.excerpt import excerpt_lines
 
 _INDENT = "  "
@@ -115,7 +115,7 @@ def _draw_table(block: Table, console: Console) -> Iterator[Letters]:
         yield from _wrapped(_literal(block.title, "dim"), console)
     if block.columns:
         columns, widths = _fit(shown.columns, console.width)
-        yield _row([column.heading for column in columns], columns, widths, "dim")
+        yield _row([(column.heading, "") for column in columns], columns, widths, "dim")
         for tone, row in replace(shown, columns=columns).rows():
             yield _row(row, columns, widths, _TONES[tone])
     if shown.legend:
@@ -151,10 +151,10 @@ def _lines(text: Letters, console: Console, width: int) -> Iterator[Letters]:
         yield line
 
 
-def _row(cells: Sequence[str | Cell], columns: Sequence[Column], widths: Sequence[int], style: str) -> Letters:
+def _row(cells: Sequence[tuple[str, Tone]], columns: Sequence[Column], widths: Sequence[int], style: str) -> Letters:
     line = Letters(style=style)
-    for cell, column, width in zip(cells, columns, widths, strict=True):
-        letters = _fit_cell(cell, width)
+    for (text, tone), column, width in zip(cells, columns, widths, strict=True):
+        letters = _literal(_cut(printable(text), width), _TONES[tone])
         letters.align("right" if column.right else "left", width)
         line.append(_GAP if line else "").append_text(letters)
     line.rstrip()
@@ -175,7 +175,7 @@ def _fit(columns: Sequence[Column], window: int) -> tuple[list[Column], list[int
 
 def _width(column: Column) -> int:
     """Return the terminal columns that it takes uncut."""
-    return max(cell_len(_letters(cell).plain) for cell in (column.heading, *column.cells))
+    return max(cell_len(printable(cell)) for cell in (column.heading, *column.cells))
 
 
 def _least_width(column: Column) -> int:
@@ -186,15 +186,9 @@ def _excess(widths: Sequence[int], window: int) -> int:
     return sum(widths) + len(_GAP) * (len(widths) - 1) - window
 
 
-def _letters(cell: str | Cell) -> Letters:
-    """Return a cell uncut."""
-    return _literal(cell) if isinstance(cell, str) else _literal(cell.text, _TONES[cell.tone])
-
-
-def _fit_cell(cell: str | Cell, width: int) -> Letters:
-    if isinstance(cell, Cell):
-        return _letters(cell)
-    room, text = width, printable(cell)
+def _cut(text: str, width: int) -> str:
+    """Return the text, shortened in its middle to so many terminal columns."""
+    room = width
     while cell_len(shown := shorten(text, room)) > width:
         room -= 1
-    return _literal(shown)
+    return shown

@@ -7,7 +7,7 @@ import re
 import factory
 from rich.console import Console
 
-from nandoctor.views.blocks import Cell, Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text
+from nandoctor.views.blocks import Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text
 from nandoctor.views.document import document
 from nandoctor.views.excerpt import excerpt_lines
 from nandoctor.views.html import card_of
@@ -58,8 +58,7 @@ def texts(blocks, limit):
             case Table():
                 shown = block.near_first(limit)
                 yield from (shown.title, shown.legend, *(column.heading for column in shown.columns))
-                cells = [cell for column in shown.columns for cell in column.cells]
-                yield from (cell.text if isinstance(cell, Cell) else cell for cell in cells)
+                yield from (cell for column in shown.columns for cell in column.cells)
             case Plot() | Text():
                 yield getattr(block, "text", "")
 
