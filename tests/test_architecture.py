@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_813, "tests": 32_323, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_798, "tests": 32_322, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_005,
@@ -52,7 +52,7 @@ MAX_LINES_OF_ROOMS = {
     "repro_scripts": 660,
     "step": 3_176,
     "tracing": 1_879,
-    "views": 2_787,
+    "views": 2_772,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 
