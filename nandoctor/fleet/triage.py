@@ -210,7 +210,6 @@ class _TriageRun:
             key=key,
             settings=settings,
             cwd=Path.cwd(),
-            page=fixes,
             timeout_s=self.options.timeout_s,
         )
 

@@ -37,7 +37,8 @@ _RUN_NAMES = ("run", "run_id", "run_name", "experiment")
 class Job:
     """A file to replay; `path` is absolute, `shown` as the user named it, `cwd` the base of paths in SPECs and dumps.
 
-    `page`: render the page as well. After `timeout_s` seconds the process ends itself; never if that is None.
+    If fixes are looked for, its page is rendered as well. After `timeout_s` seconds the process ends itself; never if
+    that is None.
     """
 
     path: Path
@@ -45,7 +46,6 @@ class Job:
     key: str
     settings: Settings
     cwd: Path
-    page: bool = False
     timeout_s: float | None = None
 
 
@@ -97,7 +97,7 @@ def _replay(job: Job) -> JobAnswer:
         step=dump.step,
         sources=tuple(_list_sources(found)),
     )
-    return JobAnswer(result=result, report=to_json(report), page=page_of(report) if job.page else "")
+    return JobAnswer(result=result, report=to_json(report), page=page_of(report) if job.settings.fixes else "")
 
 
 def _find(report: Report) -> DumpFinding:

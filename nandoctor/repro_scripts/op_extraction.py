@@ -94,7 +94,7 @@ def _make_program(call: Invocation, low: torch.dtype) -> Program:
             known = [name for name, leaf in leaves.items() if leaf is value]
             name = known[0] if known else _free_name(_LEAF_NAMES.get(name, name), leaves)
             leaves[name] = value
-            return Ref(name=name)
+            return Ref(name)
         if isinstance(value, (list, tuple)):
             return [argument(f"{name}[{index}]", item) for index, item in enumerate(value)]
         return torch.device("cpu") if isinstance(value, torch.device) else value

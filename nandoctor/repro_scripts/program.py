@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.trees import parts, walk
+from nandoctor.trees import walk
 
 Mode = Literal["plain", "in_fp32", "product", "rounded"]
 """How CUDA's autocast runs an op: unchanged; on operands cast to fp32; as tensor cores do, with operands rounded, sums
@@ -30,11 +30,10 @@ TESTS: dict[ValueKind, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ref:
+class Ref(str):
     """A leaf among the arguments, by its name."""
 
-    name: str
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +70,7 @@ class Program:
 
     def arguments(self) -> list[Any]:
         """Return all values among the arguments of the op, in lists as well."""
-        given = (self.args, self.kwargs)
-        return [value for _, value in walk(given, lambda value: None if isinstance(value, Ref) else parts(value))]
+        return [value for _, value in walk((self.args, self.kwargs))]
 
     def with_values(self, **values: torch.Tensor) -> Program:
         """Return the same op with other values for the leaves of these names."""
@@ -116,7 +114,7 @@ class Program:
         else:
             made = f"{self.function}({', '.join(arguments)})"
         item = "" if self.item is None else f"[{self.item}]"
-        own = f".to({self.args[0].name}.dtype)" if self.args and isinstance(self.args[0], Ref) else ""
+        own = f".to({self.args[0]}.dtype)" if self.args and isinstance(self.args[0], Ref) else ""
         return made + item + {"product": ".to(low)", "rounded": own}.get(self.mode, "")
 
     def _argument(self, value: Any) -> str:
@@ -125,7 +123,7 @@ class Program:
         if not isinstance(value, Ref):
             return "low" if value is self.low else _write_value(value)
         cast = {"plain": "", "product": ".to(low).float()"}.get(self.mode, ".float()")
-        return value.name + cast if is_cast(self.leaves[value.name]) else value.name
+        return value + cast if is_cast(self.leaves[value]) else value
 
 
 @lru_cache

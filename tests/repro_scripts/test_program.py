@@ -16,7 +16,7 @@ INF, NAN = float("inf"), float("nan")
 def program(function, *leaves, mode="plain", others=(), **kwargs):
     """One op on leaves x, y, z and what else it takes."""
     named = dict(zip("xyz", leaves, strict=False))
-    args = (*(Ref(name=name) for name in named), *others)
+    args = (*(Ref(name) for name in named), *others)
     return Program(function=function, mode=mode, args=args, kwargs=kwargs, leaves=named, low=torch.float16)
 
 
