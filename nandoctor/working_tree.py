@@ -23,35 +23,25 @@ class PatchedFile:
     after: bytes
 
 
-def plan_patch(files: Sequence[ChangedFile], *, allow_installed: bool = False) -> tuple[PatchedFile, ...]:
-    """Read the files and return what becomes of each; nothing is written.
+def write_patch(files: Sequence[ChangedFile], *, allow_installed: bool = False) -> tuple[PatchedFile, ...]:
+    """Write all files, once each was read and found as it was; if one cannot be written, restore those before it.
 
     Raises:
         NanDoctorError: a file is missing, has changed since or is not text, or it belongs to an installed package and
-            `allow_installed` is not set.
+            `allow_installed` is not set; or it cannot be written.
     """
-    return tuple(_plan_file(file, allow_installed) for file in files)
-
-
-def write_files(files: Sequence[PatchedFile]) -> None:
-    """Write all files; if one cannot be written, restore those before it.
-
-    Raises:
-        NanDoctorError: a file cannot be written, or has changed since the patch was planned.
-    """
-    for file in files:
-        if file.path.read_bytes() != file.before:
-            raise _changed_since(file.path)
+    planned = tuple(_plan_file(file, allow_installed) for file in files)
     try:
-        for file in files:
+        for file in planned:
             _write(file.after, file.path)
     except BaseException:
-        restore_files(files)
+        restore_files(planned)
         raise
+    return planned
 
 
 def restore_files(files: Sequence[PatchedFile]) -> None:
-    """Undo `write_files`; a file that was changed in the meantime is left alone."""
+    """Undo `write_patch`; a file that was changed in the meantime is left alone."""
     for file in files:
         if file.path.is_file() and file.path.read_bytes() == file.after:
             _write(file.before, file.path)
@@ -79,12 +69,8 @@ def _plan_file(file: ChangedFile, allow_installed: bool) -> PatchedFile:
         reason = getattr(error, "strerror", None) or error
         raise NanDoctorError(f"{path} cannot be read: {reason}.", remedy="Apply the patch by hand.") from error
     if text != file.before:
-        raise _changed_since(path)
+        raise NanDoctorError(
+            f"{path} is not as it was when the fix was found.",
+            remedy="Run nandoctor fix again: it reads the file anew.",
+        )
     return PatchedFile(path=path, before=before, after=file.after.encode(encoding))
-
-
-def _changed_since(path: Path) -> NanDoctorError:
-    return NanDoctorError(
-        f"{path} is not as it was when the fix was found.",
-        remedy="Run nandoctor fix again: it reads the file anew.",
-    )

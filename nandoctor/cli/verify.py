@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from nandoctor.evidence.edits import SourcePatch
     from nandoctor.evidence.report import Fix
     from nandoctor.evidence.verification import FixChoice, Verification
-    from nandoctor.working_tree import PatchedFile
 
 EXIT_NOTHING_FAILED = 3
 
@@ -106,12 +105,7 @@ def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: boo
             tell(f"Its paths start from {patch.root}: git -C {shlex.quote(patch.root)} apply")
         return
     if write:
-        from nandoctor.working_tree import plan_patch
-
-        files = plan_patch(_patch_of(choice.fix).files, allow_installed=allow_installed)
-        verification = _write(files, case, _same_replay(case))
-        written = tuple(str(file.path) for file in files) if verification.exit_code == 0 else ()
-        choice = replace(choice, written=written, verification=verification)
+        choice = _write(choice, case, allow_installed=allow_installed)
     try:
         show(choice, as_json=as_json, report=case.report)
     finally:
@@ -155,20 +149,20 @@ def _patch_of(chosen: Fix) -> SourcePatch:
     return SourcePatch(root=chosen.patch_root or ".", files=chosen.files)
 
 
-def _write(files: Sequence[PatchedFile], case: Case, arguments: Sequence[str]) -> Verification:
+def _write(choice: FixChoice, case: Case, *, allow_installed: bool) -> FixChoice:
     """Write the files, and replay the step in a new process; restore the files unless the step passes."""
-    from nandoctor.working_tree import restore_files, write_files
+    from nandoctor.working_tree import restore_files, write_patch
 
-    write_files(files)
-    passes = False
+    files = write_patch(_patch_of(choice.fix).files, allow_installed=allow_installed)
+    names, passes = tuple(str(file.path) for file in files), False
     try:
-        told = [text for file in files for text in ("--changed", str(file.path))]
-        verification = _verify_afresh([*told, *arguments], case.report.dump.path)
+        told = [text for name in names for text in ("--changed", name)]
+        verification = _verify_afresh([*told, *_same_replay(case)], case.report.dump.path)
         passes = verification.exit_code == 0
     finally:
         if not passes:
             restore_files(files)
-    return verification
+    return replace(choice, written=names if passes else (), verification=verification)
 
 
 def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:
