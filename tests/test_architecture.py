@@ -34,22 +34,22 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_798, "tests": 32_322, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_775, "tests": 32_309, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_005,
+    FILES: 2_991,
     "autocast": 914,
     "capture": 2_728,
     "causes": 2_653,
     "changes": 3_067,
-    "cli": 929,
+    "cli": 923,
     "diagnosis": 2_078,
     "dumps": 3_418,
     "engine": 3_339,
     "evidence": 1_705,
     "fixes": 3_728,
-    "fleet": 747,
-    "repro_scripts": 660,
+    "fleet": 746,
+    "repro_scripts": 658,
     "step": 3_176,
     "tracing": 1_879,
     "views": 2_772,
