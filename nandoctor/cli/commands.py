@@ -91,9 +91,6 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
 @settings_options(*MODEL_AND_STEP)
 def plot(dump: Path, file: Path | None, kind: str, **options: Any) -> None:
     """Replay DUMP, and plot its layers."""
-    from nandoctor.views.plots.figures import save_figure
-    from nandoctor.views.plots.kinds import draw
-
     if file is None:
         file = Path(f"{dump.stem}.{kind}.png")
         check_replaceable(file)
@@ -101,8 +98,7 @@ def plot(dump: Path, file: Path | None, kind: str, **options: Any) -> None:
         from nandoctor.case import replay
 
         report = replay(opened, **settings).report
-    save_figure(draw(report, kind), file)
-    tell(f"Wrote {file}")
+    _write_all(report, (file,), kind=kind)
 
 
 plot.epilog = "\b\n" + "\n".join(f"{kind:<11} {shows}" for kind, (_, shows) in PLOTS.items())
@@ -130,11 +126,11 @@ def repro(dump: Path, file: Path | None, **options: Any) -> None:
     tell(f"Wrote {file}")
 
 
-def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool) -> None:
+def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool = False, kind: str = "ranges") -> None:
     from nandoctor.views.save import save
 
     if as_json:
         show(report, as_json=True)
     for path in outputs:
-        save(report, path)
+        save(report, path, plot=kind)
         tell(f"Wrote {path}")

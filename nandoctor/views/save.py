@@ -23,8 +23,8 @@ PICTURE_ENDINGS = (".png", ".svg", ".pdf")
 ENDINGS = (".html", ".md", ".json", *PICTURE_ENDINGS)
 
 
-def save(found: Any, path: Path) -> None:
-    """Write the page (.html), Markdown (.md), the record (.json) or a report's ranges plot (.png, .svg, .pdf).
+def save(found: Any, path: Path, *, plot: str = "ranges") -> None:
+    """Write the page (.html), Markdown (.md), the record (.json) or a plot of a report (.png, .svg, .pdf).
 
     Raises:
         NanDoctorError: the extension is unknown, there is nothing to draw, or the file cannot be written.
@@ -32,10 +32,10 @@ def save(found: Any, path: Path) -> None:
     check_ending(path, ENDINGS)
     ending = path.suffix.lower()
     if ending in PICTURE_ENDINGS:
-        from nandoctor.views.plots.figures import save_figure
+        from nandoctor.views.plots.figures import image_of
         from nandoctor.views.plots.kinds import draw
 
-        save_figure(draw(found, "ranges"), path)
+        write_bytes(image_of(draw(found, plot), ending[1:]), path)
     else:
         write_text(_text_of(found, ending), path)
 

@@ -1,12 +1,10 @@
-"""The figure, the colour and the texts that plots share, and writing image files."""
+"""The figure, the colour and the texts that plots share, and figures as image files."""
 
 from __future__ import annotations
 
 import io
-import os
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 import matplotlib
 from matplotlib.artist import Artist
@@ -15,7 +13,7 @@ from matplotlib.figure import Figure
 
 from nandoctor.evidence.report import Report
 from nandoctor.text import printable
-from nandoctor.views.save import MARK, PICTURE_ENDINGS, check_ending, write_bytes
+from nandoctor.views.save import MARK
 
 # Of Okabe and Ito's palette, told apart by colour-blind readers: https://jfly.uni-koeln.de/color/
 NONFINITE_COLOR = "#D55E00"
@@ -41,18 +39,8 @@ def new_figure(height: float = 1.0) -> Figure:
     return figure
 
 
-def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write the figure in the format of its suffix: .png, .svg (with text as text) or .pdf.
-
-    Raises:
-        NanDoctorError: the suffix is unknown, or the file cannot be written.
-    """
-    check_ending(Path(path), PICTURE_ENDINGS)
-    write_bytes(image_of(figure, Path(path).suffix[1:].lower()), path)
-
-
 def image_of(figure: Figure, kind: str, *, dpi: int = _DPI) -> bytes:
-    """Return the figure as a file: "png", "svg" or "pdf"."""
+    """Return the figure as a file: "png", "svg" (with text as text) or "pdf"."""
     file = io.BytesIO()
     metadata = {"png": {"Software": MARK}, "svg": {"Creator": MARK, "Date": None}}.get(kind, {"Creator": MARK})
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": MARK, "pdf.fonttype": 42}):
