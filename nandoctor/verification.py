@@ -155,7 +155,10 @@ def _conclude(found: Diagnosed, query: _Query) -> Verification:
     measured = blank if query.proved else _measure(blank, step, query, random=found.random)
     measured = replace(measured, notes=tuple(_notes(measured, query, found.report.dump, step)))
     if reasons := list(_doubts(measured, found, query)):
-        return _cannot_tell(measured, reasons, tuple(_advise(measured, found, query)))
+        advice = ["Give the --seed with which the unchanged code fails."] if _draws_others(found, query) else []
+        if not measured.code.changed and measured.code.basis != "hash":
+            advice.append("Name the file that you changed: --changed FILE")
+        return _cannot_tell(measured, reasons, advice)
     if failure is None:
         return replace(measured, outcome="passes", headline="the step passes, and the file does not say that it failed")
     return replace(measured, outcome="fixed", headline="the step that failed passes now")
@@ -269,15 +272,6 @@ def _draws_others(found: Diagnosed, query: _Query) -> bool:
         return False
     elsewhere = autocast is not None and autocast.device != step.mode.device.type
     return elsewhere or step.randomness.seed is not None or not step.randomness.states
-
-
-def _advise(measured: Verification, found: Diagnosed, query: _Query) -> Iterator[str]:
-    """Yield what would make the answer certain."""
-    code = measured.code
-    if _draws_others(found, query):
-        yield "Give the --seed with which the unchanged code fails."
-    if not code.changed and code.basis != "hash":
-        yield "Name the file that you changed: --changed FILE"
 
 
 def _notes(measured: Verification, query: _Query, saved: DumpSummary, step: FailingStep) -> Iterator[str]:

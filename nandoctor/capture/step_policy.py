@@ -83,7 +83,6 @@ class StepHistory:
         )
 
 
-MakeContents = Callable[[RecordedStep, str, str], Mapping[str, Any]]
 OnSave = Callable[[Path, Mapping[str, Any]], object]
 
 
@@ -97,7 +96,7 @@ class StepPolicy:
 
     history: StepHistory
     folder: DumpFolder
-    make_contents: MakeContents
+    make_contents: Callable[[RecordedStep, str, str], Mapping[str, Any]]
     on_save: OnSave | None
     in_notebook: Callable[[], bool]
     _scale_search: ScaleSearch = field(default_factory=ScaleSearch)
