@@ -34,15 +34,15 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_775, "tests": 32_309, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_752, "tests": 32_309, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_991,
+    FILES: 2_985,
     "autocast": 914,
-    "capture": 2_728,
+    "capture": 2_727,
     "causes": 2_653,
     "changes": 3_067,
-    "cli": 923,
+    "cli": 919,
     "diagnosis": 2_078,
     "dumps": 3_418,
     "engine": 3_339,
@@ -52,7 +52,7 @@ MAX_LINES_OF_ROOMS = {
     "repro_scripts": 658,
     "step": 3_176,
     "tracing": 1_879,
-    "views": 2_772,
+    "views": 2_760,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 
