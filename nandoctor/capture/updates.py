@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -71,7 +72,11 @@ class TrainedParameters:
             self._joint = JoinOrder(self.parameters)
             self.names = tuple(self.names[place] for place in self._joint.places)
             self.parameters = [self.parameters[place] for place in self._joint.places]
-        self._copies = self._make_copies(undo_nbytes)
+        parts = [local_part(parameter) for parameter in self.parameters]
+        self._copies: dict[str, torch.Tensor] | None = None
+        if has_room(parts, undo_nbytes):
+            with suppress(torch.OutOfMemoryError):
+                self._copies = {name: torch.empty_like(part) for name, part in zip(self.names, parts, strict=True)}
 
     def gradients(self) -> torch.Tensor | float | None:
         """Return the largest magnitude among the gradients, NaN if one is NaN; None without gradients."""
@@ -96,15 +101,6 @@ class TrainedParameters:
             with torch.no_grad():
                 copy_tensors([*self._copies.values()], parts)
         return self._copies
-
-    def _make_copies(self, undo_nbytes: int) -> dict[str, torch.Tensor] | None:
-        parts = [local_part(parameter) for parameter in self.parameters]
-        if not has_room(parts, undo_nbytes):
-            return None
-        try:
-            return {name: torch.empty_like(part) for name, part in zip(self.names, parts, strict=True)}
-        except torch.OutOfMemoryError:
-            return None
 
     def nonfinite(self) -> dict[str, list[int]]:
         """Return non-finite and total counts of each parameter that is non-finite now; waits for the device."""
