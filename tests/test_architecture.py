@@ -34,12 +34,12 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_752, "tests": 32_309, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_748, "tests": 32_309, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_985,
     "autocast": 914,
-    "capture": 2_727,
+    "capture": 2_723,
     "causes": 2_653,
     "changes": 3_067,
     "cli": 919,
