@@ -47,7 +47,8 @@ def _largest_of_groups(expression: Expression, scatter: OpCall, logits: str) -> 
         raise CannotWriteError
     added, definitions = Expression(editor, node, scatter), Definitions(editor, function)
     start, dim, index = (definitions.text_at(added.argument_node(name), place) for name in ("self", "dim", "index"))
-    reduce, gather = _SCATTERS[scatter.op]
+    is_flat = len(scatter.outputs[0].shape) == 1  # then both do the same, and torch calls index_reduce a beta
+    reduce, gather = _SCATTERS["scatter_add" if is_flat else scatter.op]
     largest = f'{grouped(start)}.{reduce}({dim}, {index}, {logits}, "amax", include_self=False)'
     return f"{largest}.{gather}({dim}, {index})"
 

@@ -140,6 +140,10 @@ WRITTEN = {
     ),
     "shares of groups": (
         "i, z = torch.tensor([0, 1, 0]), torch.zeros(2)\nx = x[0]\nw = x.exp()\nreturn w / z.index_add(0, i, w)[i]",
+        "exp", ['w = (x - z.scatter_reduce(0, i, x, "amax", include_self=False).gather(0, i).detach()).exp()'],
+    ),
+    "shares of groups of rows": (
+        "i, z = torch.tensor([0, 1, 0]), torch.zeros(2, 3)\nw = x.exp()\nreturn w / z.index_add(0, i, w)[i]",
         "exp", ['w = (x - z.index_reduce(0, i, x, "amax", include_self=False).index_select(0, i).detach()).exp()'],
     ),
     "shares of groups in place": (
