@@ -321,6 +321,14 @@ def divisor_candidate(op: OpCall, divisor: OpTensor, ops: Mapping[int, OpCall], 
     return tuple(ClampArgument(site=site, argument=divisor.name, low=low, keeps_sign=signed) for low in smallest)
 
 
+def clamp_where_made(finding: Finding, tensor: OpTensor, smallest: Sequence[float], *, signed: bool) -> Candidate:
+    """Return changes that keep what made a tensor off zero, before anything moves or casts it; empty if nothing did."""
+    *_, maker = (None, *finding.sources(tensor))
+    site = site_of(maker) if maker is not None else None
+    kept = (ClampArgument(site=site, argument="", low=low, keeps_sign=signed) for low in smallest if site is not None)
+    return tuple(kept)
+
+
 def is_whole_power(op: OpCall) -> bool:
     """Return True for a power with a whole exponent, which is defined for negative numbers too."""
     return op.op == "pow" and dict(op.scalars).get("exponent", 0.5).is_integer()

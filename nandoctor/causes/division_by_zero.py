@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from nandoctor.causes.base import (
     Candidate,
     Finding,
+    clamp_where_made,
     divisor_candidate,
     find_zeros_behind,
     guard_candidate,
@@ -28,7 +29,7 @@ from nandoctor.causes.base import (
 from nandoctor.causes.log_space import stable_forms, stable_variances
 from nandoctor.causes.sentences import argument, subject
 from nandoctor.changes.clamp import ClampArgument
-from nandoctor.changes.places import singular_inputs, site_of
+from nandoctor.changes.places import singular_inputs
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
 from nandoctor.ops import CASTS, DIVISIONS, NORMALISATIONS
@@ -112,8 +113,8 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
         takers = [op for op in finding.ops.values() if any(taken.producer in moved for taken in op.inputs)]
         signed = any(isinstance(edit, ClampArgument) and edit.keeps_sign for edit in clamps)
         if len(takers) > len(makers):  # as a scale that is divided by, and multiplied with again
-            site = site_of(makers[-1])  # a cancelling numerator, as in (1 - exp(-k)) / k, needs a larger bound
-            yield tuple(ClampArgument(site=site, argument="", low=low, keeps_sign=signed) for low in _SMALL)
+            # A cancelling numerator, as in (1 - exp(-k)) / k, needs a larger bound.
+            yield clamp_where_made(finding, divisor, _SMALL, signed=signed)
 
 
 def _is_count(finding: Finding, tensor: OpTensor) -> bool:

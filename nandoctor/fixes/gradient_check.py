@@ -131,7 +131,10 @@ class GradientCheck:
         told += _describe_error(error, allowed)
         is_taught = error or gradient_norm(made)
         told += "" if is_taught else " (all are 0, so the model learns nothing from this batch)"
-        return Said("passed" if error is None or error <= allowed else "failed", told + aside)
+        if error is None or error <= allowed:
+            return Said("passed", told + aside)
+        replaces = f"the gradients are {percent(error)} off the formula's" if self._trials.numerics else ""
+        return Said("failed", told + aside, replaces=replaces)
 
     def tell_made_up(self, made: Result) -> str | None:
         """Describe gradients that are finite but implausibly large, if the unchanged step has none; None otherwise."""
