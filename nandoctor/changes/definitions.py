@@ -57,6 +57,12 @@ class Definitions:
             node = value
         return node
 
+    def is_bound_between(self, node: ast.AST, place: ast.AST) -> bool:
+        """Return True if a name in an expression is bound anew, or written to, between it and a later place."""
+        start, end = self._tree.span(node)[1], self._tree.span(place)[0]
+        names = (item.id for item in ast.walk(node) if isinstance(item, ast.Name))
+        return any(self._binds_between(name, start, end) for name in names)
+
     def text_at(self, node: ast.expr, place: ast.AST) -> str:
         """Return the text of an expression as it can stand at an earlier place; later names become what they stand for.
 

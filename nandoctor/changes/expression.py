@@ -85,7 +85,7 @@ class Expression:
         return isinstance(node, ast.Name) and node.id in self.tree.imported_names
 
     def argument_node(self, name: str) -> ast.expr:
-        """Return the argument of this name in the op's schema, which is none of a function that has the op inside."""
+        """Return the argument of this name in the op's schema, unless what is called only has the op inside."""
         if self.op is not None and self.op.inside is not None and name_called(self.node).rstrip("_") != self.op.op:
             raise CannotWriteError
         names = (name, "input") if name == "self" else (name,)  # torch.log(input=x)
@@ -103,8 +103,10 @@ class Expression:
         return self.editor.code(self.argument_node(name))
 
     def texts_after_first(self) -> list[str]:
-        """Return the arguments except the first, as they are written: `dim=1, keepdim=True`."""
-        code = self.editor.code
+        """Return the arguments except the first, as they are written: `dim=1, keepdim=True`; not of `*dims`."""
+        code, call = self.editor.code, self.node
+        if isinstance(call, ast.Call) and ast.Starred in map(type, (*call.args, *map(_unnamed, call.keywords))):
+            raise CannotWriteError
         return [f"{keyword}={code(value)}" if keyword else code(value) for keyword, value in self.arguments[1:]]
 
     def takes_eps(self, was: float) -> bool:
@@ -212,6 +214,11 @@ def operator_of(node: ast.BinOp | ast.AugAssign) -> str:
     return _OPERATORS[type(node.op)]
 
 
+def _unnamed(keyword: ast.keyword) -> ast.expr:
+    """Return a starred expression for `**given`, and the value of any other keyword."""
+    return keyword.value if keyword.arg else ast.Starred(value=keyword.value, ctx=ast.Load())
+
+
 def operands(node: ast.BinOp, op: str) -> tuple[ast.expr, ast.expr]:
     """Return the operands in the order in which torch's op takes them: x before 2 in `2 * x` and `1 - x`."""
     is_number_first = op in _COMMUTES and number_in(node.left) is not None
@@ -226,9 +233,10 @@ def root_of(node: ast.expr) -> ast.expr | None:
     if not isinstance(node, ast.Call) or name_called(node) not in ("pow", "square"):
         return None
     taken = [*node.args, *(item.value for item in node.keywords)]
-    is_method = len(taken) == (name_called(node) == "pow")
-    first = node.func.value if is_method and isinstance(node.func, ast.Attribute) else taken[0]
-    return first if name_called(node) == "square" or number_in(taken[-1]) == 2 else None
+    if isinstance(node.func, ast.Attribute) and len(taken) == (name_called(node) == "pow"):
+        taken = [node.func.value, *taken]
+    is_square = bool(taken) and (name_called(node) == "square" or number_in(taken[-1]) == 2)
+    return taken[0] if is_square else None
 
 
 _MODULES_OF_NUMBERS = frozenset({"math", "np", "numpy", "torch"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from nandoctor.changes.definitions import Definitions
 from nandoctor.changes.expression import Expression
@@ -27,9 +27,10 @@ def subtract_largest(expression: Expression, ops: Sequence[OpCall]) -> None:
     """
     site = expression.op.source if expression.op is not None else None
     powers = [op for op in ops if op.op == expression.op_name and op.source == site]
-    if not powers or not all(_cancels(op, ops) for op in powers):
+    degrees = [_degrees(op, ops) for op in powers]
+    if not degrees or None in degrees:
         raise CannotWriteError
-    sums = [made for op in powers for made in _sums_of(op, ops)]
+    sums = [made for op, known in zip(powers, degrees, strict=True) for made in _sums_of(op, ops, known or ())]
     dims = {_dims_of(op) for op in sums}
     along = f"{dims.pop()}, keepdim=True" if len(dims) == 1 and "" not in dims else ""
     exponent = expression.argument_node("self")
@@ -47,26 +48,37 @@ def _largest_of_groups(expression: Expression, scatter: OpCall, logits: str) -> 
         raise CannotWriteError
     added, definitions = Expression(editor, node, scatter), Definitions(editor, function)
     start, dim, index = (definitions.text_at(added.argument_node(name), place) for name in ("self", "dim", "index"))
+    start = f"{grouped(start)}.to({logits}.dtype)" if _differ_in_format(expression.op, scatter) else grouped(start)
     is_flat = len(scatter.outputs[0].shape) == 1  # then both do the same, and torch calls index_reduce a beta
     reduce, gather = _SCATTERS["scatter_add" if is_flat else scatter.op]
-    largest = f'{grouped(start)}.{reduce}({dim}, {index}, {logits}, "amax", include_self=False)'
+    largest = f'{start}.{reduce}({dim}, {index}, {logits}, "amax", include_self=False)'
     return f"{largest}.{gather}({dim}, {index})"
 
 
-def _cancels(power: OpCall, ops: Sequence[OpCall]) -> bool:
-    """Return True if a common factor of an op's powers is gone from all that is made of them in the end."""
+def _differ_in_format(power: OpCall | None, scatter: OpCall) -> bool:
+    """Return True if the exponents have another format than what the powers are added to, as under autocast."""
+    taken = power.inputs[0].stats if power is not None else None
+    start = scatter.inputs[0].stats
+    return taken is not None and start is not None and taken.dtype is not start.dtype
+
+
+def _degrees(power: OpCall, ops: Sequence[OpCall]) -> Mapping[int | None, int] | None:
+    """Return how often what is made of an op's powers has their common factor; None if some of it has it in the end.
+
+    What does not have it is left out.
+    """
     degrees: dict[int | None, int] = {power.order: 1}
     left = {power.order}
     for op in (op for op in ops if op.phase != "backward"):
         taken = [tensor for tensor in op.inputs if tensor.producer in degrees]
         degree = _degree_of(op, {tensor.name: degrees[tensor.producer] for tensor in taken}) if taken else 0
         if degree is None:
-            return False
+            return None
         left -= {tensor.producer for tensor in taken if tensor.producer is not None}
         if degree:
             degrees[op.order] = degree
             left.add(op.order)
-    return not left
+    return None if left else degrees
 
 
 def _degree_of(op: OpCall, taken: dict[str, int]) -> int | None:
@@ -80,14 +92,14 @@ def _degree_of(op: OpCall, taken: dict[str, int]) -> int | None:
     return next(iter(taken.values())) if is_alike and op.op in MOVES | CASTS | _ADDS else None
 
 
-def _sums_of(power: OpCall, ops: Sequence[OpCall]) -> Iterator[OpCall]:
-    """Yield each sum of the powers, which are at most multiplied before it."""
+def _sums_of(power: OpCall, ops: Sequence[OpCall], degrees: Collection[int | None]) -> Iterator[OpCall]:
+    """Yield each sum of the powers, which are at most multiplied before it and still have their common factor."""
     powers = {power.order}
     for op in (op for op in ops if op.phase != "backward"):
         summed = op.inputs[-1:] if op.op in _SCATTERS else op.inputs[:1]
         if not any(tensor.producer in powers for tensor in summed):
             continue
-        if op.op in _ELEMENTWISE:
+        if op.op in _ELEMENTWISE and op.order in degrees:
             powers.add(op.order)
         elif op.op in _SUMS or op.op in _SCATTERS:
             yield op

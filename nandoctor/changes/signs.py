@@ -36,7 +36,8 @@ def is_nonnegative(tensor: OpTensor, ops: Mapping[int, OpCall], depth: int = _DE
     floats = [taken for taken in op.inputs if taken.stats is not None]
     proved = [is_nonnegative(taken, ops, depth - 1, nor_zero=nor_zero) for taken in floats]
     low = scalars.get("min", scalars.get("min_val", -1.0))
-    if op.op in CLAMPS | MAXIMA and (any(proved[1:]) or low > 0 or (low == 0 and not nor_zero)):
+    bounds = [is_proved for taken, is_proved in zip(floats, proved, strict=True) if taken.name in ("min", "other")]
+    if op.op in CLAMPS | MAXIMA and (any(bounds) or low > 0 or (low == 0 and not nor_zero)):
         return True
     moves = op.op in (MOVES | CASTS) - {"copy"}  # their other inputs are indices
     takes_all = moves or (op.op in _KEEPS_NONNEGATIVE and len(floats) == len(op.inputs))

@@ -39,7 +39,7 @@ _FUNCTIONAL = ("import torch.nn.functional as F\n", "from torch.nn import functi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Log:
-    """The text of a logarithm; `is_low` if it may be in half precision.
+    """The text of a logarithm; `is_low` if it may be in half precision, `is_partial` if it exists for some x alone.
 
     If it is the logsumexp over `dims` of a text, `terms` is that text; with `dims` None it is the softplus of `terms`.
     `terms` is "" for any other logarithm.
@@ -47,6 +47,7 @@ class _Log:
 
     text: str
     is_low: bool = False
+    is_partial: bool = False
     terms: str = ""
     dims: tuple[str, ...] | None = None
 
@@ -234,7 +235,7 @@ class LogSpace:
     def _of_expm1(self, expression: Expression) -> _Log:
         """Return log(exp(x) - 1) as x + log(1 - exp(-x)): the inverse of a softplus, whose exp overflows."""
         given = self._leaf(expression.argument_node("self")).wide
-        return _Log(text=f"{given} + torch.log(-torch.expm1({negated(given)}))")
+        return _Log(text=f"{given} + torch.log(-torch.expm1({negated(given)}))", is_partial=True)
 
     def _of_cosh(self, expression: Expression) -> _Log:
         given = self._leaf(expression.argument_node("self")).wide
@@ -258,7 +259,8 @@ class LogSpace:
         if name == "erf":
             return self._of_normal(expression, -1)
         if name == "exp":
-            return _Log(text=f"torch.log(-torch.expm1({self._leaf(expression.argument_node('self')).wide}))")
+            text = f"torch.log(-torch.expm1({self._leaf(expression.argument_node('self')).wide}))"
+            return _Log(text=text, is_partial=True)
         if name in ("sub", "rsub") and isinstance(node, ast.BinOp) and number_in(node.left) == 1:
             return self._log_of(node.right)
         root, of_root = self._named_op(self._definitions.resolved(root_of(node) or node))
@@ -271,17 +273,25 @@ class LogSpace:
         if made is None or name in _UNTRACED_CASTS:
             return made
         text = self._change.code(node, {subject: grouped(made.text)})
-        return _Log(text=text, is_low=made.is_low)
+        return _Log(text=text, is_low=made.is_low, is_partial=made.is_partial)
+
+    def _term_of(self, node: ast.expr) -> _Log | None:
+        """Return the logarithm of a part of an expression, which has a value where that of the part may have none."""
+        log = self._log_of(node)
+        return None if log is None or log.is_partial else log
 
     def _powered(self, expression: Expression) -> _Log | None:
         """Return the logarithm of a power: that of its base, times the exponent."""
-        log = self._log_of(expression.argument_node("self"))
-        exponent = "2" if expression.op_name == "square" else expression.argument("exponent")
-        return None if log is None else _Log(text=f"{as_part(exponent)} * {grouped(log.wide)}")
+        log = self._term_of(expression.argument_node("self"))
+        exponent = None if expression.op_name == "square" else expression.argument_node("exponent")
+        if exponent is not None and self._definitions.is_bound_between(exponent, self._place):
+            raise CannotWriteError
+        times = "2" if exponent is None else as_part(self._change.code(exponent))
+        return None if log is None else _Log(text=f"{times} * {grouped(log.wide)}")
 
     def _summed(self, expression: Expression) -> _Log | None:
         subject = expression.argument_node("self")
-        log = self._log_of(subject)
+        log = self._term_of(subject)
         if log is None:
             return None
         dims = expression.texts_after_first()
@@ -297,14 +307,14 @@ class LogSpace:
         return _Log(text=f"{total.text} - torch.log({ones})")
 
     def _cumulated(self, expression: Expression) -> _Log | None:
-        log = self._log_of(expression.argument_node("self"))
+        log = self._term_of(expression.argument_node("self"))
         dims = ", ".join(expression.texts_after_first())
         return None if log is None else _Log(text=f"torch.logcumsumexp({log.wide}, {dims})")
 
     def _multiplied(self, expression: Expression) -> _Log | None:
         """Return the logarithm of a product over a dimension: the sum of the logarithms."""
         subject = expression.argument_node("self")
-        log = self._log_of(subject)
+        log = self._term_of(subject)
         if log is None:
             return None
         return _Log(text=f"{grouped(log.wide)}.sum({', '.join(expression.texts_after_first())})")
@@ -324,7 +334,7 @@ class LogSpace:
 
     def _logs_of_sides(self, node: ast.BinOp) -> tuple[_Log, _Log] | None:
         """Return the logarithms of both operands; None if neither has a better form, or one may be negative."""
-        better = [self._log_of(side) for side in (node.left, node.right)]
+        better = [self._term_of(side) for side in (node.left, node.right)]
         if not any(better):
             return None
         sides = zip(better, (node.left, node.right), strict=True)
@@ -338,10 +348,11 @@ class LogSpace:
         taken = call.find_input("self" if is_first else "other") if call is not None else None
         if taken is None or taken.stats is None:
             return None
-        maker, low = maker_of(taken, self._by_order), taken.stats.min
+        maker, low, high = maker_of(taken, self._by_order), taken.stats.min, taken.stats.max
         is_positive = low is not None and low > 0 and is_nonnegative(taken, self._by_order, nor_zero=True)
-        is_mask = maker is not None and maker.op in CASTS and all(given.stats is None for given in maker.inputs)
-        is_mask |= (low, taken.stats.max) == (0, 1)  # its -Inf ends in the sum of exponentials
+        is_cast = maker is not None and maker.op in CASTS and all(given.stats is None for given in maker.inputs)
+        # A mask's -Inf ends in the sum of exponentials, and it has no gradient.
+        is_mask = (low, high) == (0, 1) if taken.origin == "batch" else is_cast and low in (0, 1) and high == 1
         return _Log(text=f"torch.log({self._leaf(side).text})") if is_positive or is_mask else None
 
     def _added(self, node: ast.BinOp) -> _Log | None:
@@ -364,7 +375,8 @@ class LogSpace:
         """Return the text of an expression at the logarithm; a call in it is made only once."""
         self._sources.add(node)
         has_effects = any(isinstance(below, HAS_EFFECTS) for below in ast.walk(node))
-        if has_effects and self._place not in self._tree.ancestors(node):
+        is_inside = self._place in self._tree.ancestors(node)
+        if not is_inside and (has_effects or self._definitions.is_bound_between(node, self._place)):
             return self._hoist(node)
         code = self._change.code(node)
         return _Log(text=f"({code})" if isinstance(node, _BINDS_LOOSELY) else code, is_low=self._is_low(node))

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from nandoctor.changes.definitions import Definitions
 from nandoctor.changes.expression import Expression, root_of
 from nandoctor.changes.places import in_place
-from nandoctor.changes.source_tree import CannotWriteError, name_called
+from nandoctor.changes.source_tree import CannotWriteError, name_called, names_in
 from nandoctor.changes.source_writer import SourceWriter
 from nandoctor.changes.text_lines import grouped
 from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
@@ -51,8 +51,10 @@ class StableVariance(SingleEdit):
         taken = [value and ast.dump(definitions.resolved(value)) for value in (values, of_values.argument_node("self"))]
         if values is None or taken[0] != taken[1] or dims != of_values.texts_after_first():
             raise CannotWriteError
+        if any(definitions.is_bound_between(it, node) for it in (values, of_squares.node, of_values.node)):
+            raise CannotWriteError
         dims[1:] = [text if "=" in text else f"keepdim={text}" for text in dims[1:]]
-        text = definitions.text_at(values, node)
+        text = editor.code(values)
         editor.replace(node, f"{grouped(text)}.var({', '.join([*dims, 'correction=0'])})")
-        for statement in definitions.unread(definitions.passed, [node], {text}):
+        for statement in definitions.unread(definitions.passed, [node], names_in(values)):
             editor.remove(statement)

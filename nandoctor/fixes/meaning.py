@@ -402,9 +402,11 @@ def largest_error(made: Result, meant: Result) -> tuple[str, float] | None:
     All gradients together may hide that a small one is lost; an optimizer such as Adam makes them alike.
     """
     largest = max(map(largest_of, meant.gradients.values()), default=0.0)
-    names = (name for name in made.gradients.keys() & meant.gradients)
-    counted = [name for name in sorted(names) if largest_of(meant.gradients[name]) > _LEAST * largest]
-    errors = {name: gradient_error(_alone(made, name), _alone(meant, name)) for name in counted}
+    counted = [name for name in sorted(meant.gradients) if largest_of(meant.gradients[name]) > _LEAST * largest]
+    errors = {
+        name: gradient_error(_alone(made, name), _alone(meant, name)) if name in made.gradients else 1.0
+        for name in counted
+    }
     return max(errors.items(), key=lambda item: item[1], default=None)
 
 

@@ -343,7 +343,11 @@ class _Search:
         """
         tried, waiting, best = list[Fix](), list(candidate), None
         for edit in waiting:  # it grows
-            made = self._try_strength(edit, best)
+            try:
+                made = self._try_strength(edit, best)
+            except (BudgetSpent, KeyboardInterrupt):
+                self._tried += [best] if best is not None else []
+                raise
             if made is None:
                 continue
             tried.append(made)
@@ -366,7 +370,9 @@ class _Search:
         if fix.checks or not fix.outcome.finite or fix.kind == "advice":
             return fix
         written = next(self._writer.write(fix.edit))
-        return _make_fix(fix.edit, written, *self._verifier.verify(written, fix.edit))
+        with suppress(BudgetSpent):
+            return _make_fix(fix.edit, written, *self._verifier.verify(written, fix.edit))
+        return fix
 
     def _try_strength(self, edit: Edit, best: Fix | None) -> Fix | None:
         """Run a change, and its texts up to one that passes; None for one without a text, or no nearer than the `best`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,32 +63,45 @@ def _by_name(loss: Callable[..., Any], used: Collection[str]) -> Callable[..., A
 def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collection[str]) -> list[Callable[[], Any]]:
     """Return the ways to call a loss, the likelier first: with the batch, and with parts of it for all parameters."""
     whole = partial(loss, output, batch)
-    if not isinstance(batch, Mapping | list | tuple):
-        return [whole]
     function = loss.forward if isinstance(loss, nn.Module) else loss
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return [whole]
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    named = tuple(p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    takes_dict = any(takes_mapping(function, p) for p in named[1:])
     if len(parameters) == 1 and named:
-        return [partial(loss, output)]
-    signature = Signature(named=tuple(named[1:]))
-    if not isinstance(batch, Mapping):  # targets come last
-        taken = sum(p.default is p.empty for p in signature.named)
-        return [whole, partial(loss, output, *batch[-taken:])] if 0 < taken < len(batch) else [whole]
+        parts: Callable[[], Any] | None = partial(loss, output)
+    elif isinstance(batch, Mapping):
+        given = _bind_parts(named, output, batch, () if takes_dict else used)
+        parts = partial(loss, **given) if given is not None else None
+    else:  # targets come last
+        taken = sum(p.default is p.empty for p in named[1:])
+        fits = isinstance(batch, list | tuple) and 0 < taken < len(batch)
+        return [whole, partial(loss, output, *batch[-taken:])] if fits else [whole]
+    if parts is None:
+        return [whole]
+    return [whole, parts] if takes_dict else [parts, whole]
+
+
+def _bind_parts(
+    named: Sequence[inspect.Parameter], output: Any, batch: Mapping[Any, Any], used: Collection[str]
+) -> dict[str, Any] | None:
+    """Return the arguments of a loss that takes parts of the batch, by the names of its parameters; None if unclear.
+
+    An array that the model did not use may be its target, whatever its name.
+    """
     values = {str(name): part for name, part in batch.items()}
     arrays = [name for name, part in values.items() if isinstance(part, torch.Tensor)]
-    bound = bind(signature, Offer(values=values, arrays=arrays), LOSS)
-    takes_dict = any(takes_mapping(function, p) for p in signature.named)
-    if not takes_dict:
+    signature, offer = Signature(named=tuple(named[1:])), Offer(values=values, arrays=arrays)
+    bound = bind(signature, offer, LOSS)
+    required = [p for p in signature.named if p.default is p.empty]
+    if len(required) == 1 and not bound and used:
         others = [name for name in arrays if name not in used and values[name].dim() and role_of(name) != "output"]
-        bound = {**the_only_array(signature, Offer(values=values, arrays=others), bound), **bound}
-    if not signature.is_met(bound):
-        several = _spread(Signature(named=tuple(named)), output, Offer(values=values, arrays=arrays))
-        return [whole] if several is None else [whole, partial(loss, **several)]
-    parts = partial(loss, output, **{name: values[str(source)] for name, source in bound.items()})
-    return [whole, parts] if takes_dict else [parts, whole]
+        bound = the_only_array(signature, Offer(values=values, arrays=others), bound)
+    if all(p.name in bound for p in required) and named[:1]:
+        return {named[0].name: output, **{name: values[str(source)] for name, source in bound.items()}}
+    return _spread(Signature(named=tuple(named)), output, offer)
 
 
 def _spread(signature: Signature, output: Any, offer: Offer) -> dict[str, Any] | None:
@@ -99,9 +112,11 @@ def _spread(signature: Signature, output: Any, offer: Offer) -> dict[str, Any] |
     bound = bind(signature, offer, LOSS_OF_SEVERAL)
     left = [p.name for p in signature.unmet(bound) if p.default is p.empty]
     given = {name: offer.values[str(source)] for name, source in bound.items()}
+    output = output._asdict() if hasattr(output, "_asdict") else output  # a namedtuple
     if isinstance(output, Mapping):
         return {**given, **{name: output[name] for name in left}} if left and output.keys() >= set(left) else None
-    is_several = isinstance(output, tuple | list) and len(output) == len(left) > 1
+    # A loss of two may take the output as it is, and a target whose name is not known.
+    is_several = isinstance(output, tuple | list) and len(output) == len(left) > 1 and len(signature.named) > 2
     return {**given, **dict(zip(left, output, strict=True))} if is_several else None
 
 

@@ -150,10 +150,23 @@ WRITTEN = {
         "i, x = torch.tensor([0, 1, 0]), x[0]\nt = torch.zeros(2)\nw = x.exp()\nreturn w / t.scatter_add_(0, i, w)[i]",
         "exp", ['w = (x - t.scatter_reduce(0, i, x, "amax", include_self=False).gather(0, i).detach()).exp()'],
     ),
+    "a name that is bound anew": (
+        "e = torch.exp(x)\nx = x.clamp(max=9)\nreturn torch.log(e.sum(1)) + x.sum(1)", "log",
+        ["logits = x", "return torch.logsumexp(logits, 1) + x.sum(1)"],
+    ),
     "a copy": ("y = torch.log(torch.exp(x))\ny += 1\nreturn y + x", "log", ["y = x.clone()"]),
 }  # fmt: skip
 LEFT = {
     "odds have another logarithm": ("p = torch.distributions.Bernoulli(logits=x)\nreturn torch.log(p.probs)", "log"),
+    "a power of what may be negative": ("return torch.log(((x.exp() - 1) ** 2).mean(1))", "log"),
+    "a mean of what may be negative": ("return torch.log((x.exp() - 1).mean(1))", "log"),
+    "dimensions by a star": ("d = (1,)\nreturn torch.log(x.exp().sum(*d))", "log"),
+    "whole numbers": ("w = torch.tensor([1, 2, 3])\nreturn torch.log((x.exp() * w.float()).sum(-1))", "log"),
+    "an exponent of another time": ("k = 2\nq = (x.exp() ** k).sum(1)\nk = 3 - 1\nreturn torch.log(q) * k", "log"),
+    "a mean before the values change": (
+        "s = x.pow(2).mean(1)\nm = x.mean(1)\nif m.max() > 99:\n    x = x / 10\nreturn s - m ** 2 + x.sum(1)", "sub",
+    ),
+    "a square of nothing": ("square = lambda: x.mean()\nreturn (x * x).mean() - square()", "sub"),
     "a mean of others": ("return x.square().mean(-1) - (2 * x).mean(-1) ** 2", "sub"),
     "a mean along another dimension": ("return x.square().mean(-1) - x.mean(0) ** 2", "sub"),
     "a factor of two": ("w = x.exp()\nreturn w * w / w.sum()", "exp"),

@@ -1,5 +1,6 @@
 """How a loss is called: with the batch, with parts of it by their names, or by a step up to its backward pass."""
 
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -97,14 +98,24 @@ def of_several(recon_x, x, mu, logvar):
     [
         (of_several, (1.0, 2.0, 3.0)),
         (of_several, {"mu": 2.0, "logvar": 3.0, "recon_x": 1.0}),
+        (of_several, namedtuple("Out", "mu logvar recon_x")(2.0, 3.0, 1.0)),
         (lambda made: made[0] + 100 * made[1] + 1000 * made[2] + 50, (1.0, 2.0, 3.0)),
     ],
 )
 def test_a_loss_takes_several_outputs_or_the_output_alone(loss, output):
     dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
-    made = tuple(map(torch.tensor, output)) if isinstance(output, tuple) else output
+    made = tuple(map(torch.tensor, output)) if type(output) is tuple else output
     arrays = {"image": torch.tensor(5.0)}
     assert bind_loss(loss, dump, dict, used={"image"})(made, arrays) == 3251
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda output, scale=2.0: output.sum() * scale, lambda output, *, eps=2.0: output.sum() * eps]
+)
+def test_what_need_not_be_given_is_not_guessed(loss):
+    dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
+    arrays = {"image": torch.ones(1, 3), "extra": torch.ones(2)}
+    assert bind_loss(loss, dump, dict, used={"image"})(OUTPUT, arrays) == 4
 
 
 def test_the_only_array_that_the_model_leaves_is_the_target():
