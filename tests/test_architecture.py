@@ -34,23 +34,23 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_748, "tests": 32_309, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_830, "tests": 32_337, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_985,
     "autocast": 914,
     "capture": 2_723,
-    "causes": 2_653,
-    "changes": 3_067,
+    "causes": 2_667,
+    "changes": 3_109,
     "cli": 919,
     "diagnosis": 2_078,
     "dumps": 3_418,
     "engine": 3_339,
     "evidence": 1_705,
-    "fixes": 3_728,
+    "fixes": 3_739,
     "fleet": 746,
     "repro_scripts": 658,
-    "step": 3_176,
+    "step": 3_191,
     "tracing": 1_879,
     "views": 2_760,
 }
