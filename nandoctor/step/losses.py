@@ -73,8 +73,9 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collecti
     if len(parameters) == 1 and named:
         parts: Callable[[], Any] | None = partial(loss, output)
     elif isinstance(batch, Mapping):
-        given = _bind_parts(named, output, batch, () if takes_dict else used)
-        parts = partial(loss, **given) if given is not None else None
+        given = _bind_parts(named, output, batch, () if takes_dict else used) or {}
+        takes_more = len(named) < len(parameters)  # *args may be meant for the batch
+        parts = partial(loss, **given) if len(given) > takes_more else None
     else:  # targets come last
         taken = sum(p.default is p.empty for p in named[1:])
         fits = isinstance(batch, list | tuple) and 0 < taken < len(batch)
