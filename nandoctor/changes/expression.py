@@ -85,9 +85,7 @@ class Expression:
         return isinstance(node, ast.Name) and node.id in self.tree.imported_names
 
     def argument_node(self, name: str) -> ast.expr:
-        """Return the argument of this name in the op's schema, unless what is called only has the op inside."""
-        if self.op is not None and self.op.inside is not None and name_called(self.node).rstrip("_") != self.op.op:
-            raise CannotWriteError
+        """Return the argument of this name in the op's schema."""
         names = (name, "input") if name == "self" else (name,)  # torch.log(input=x)
         for keyword, value in self.arguments:
             if keyword in names:

@@ -105,13 +105,14 @@ def test_a_file_that_is_replaced_or_gone_is_read_to_its_end(tmp_path, monkeypatc
 IN_A_WORKER = """
 from pathlib import Path
 
-from nandoctor.fleet.pool import Processes
+from nandoctor.fleet.pool import open_workers
 from nandoctor.fleet.worker import Job
 from nandoctor.step.settings import Settings
 
 if __name__ == "__main__":
     job = Job(path=Path("none.pth"), shown="none.pth", key="", settings=Settings(), cwd=Path.cwd())
-    (answer,) = Processes(1, memory=None).run([job])
+    with open_workers(executor=None, jobs=1, scheduler=None) as run:
+        (answer,) = run([job])
     print(answer.result.reason)
 """
 
