@@ -34,14 +34,14 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_830, "tests": 32_348, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_829, "tests": 32_348, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_985,
     "autocast": 914,
     "capture": 2_723,
     "causes": 2_667,
-    "changes": 3_109,
+    "changes": 3_107,
     "cli": 919,
     "diagnosis": 2_078,
     "dumps": 3_418,
@@ -50,7 +50,7 @@ MAX_LINES_OF_ROOMS = {
     "fixes": 3_739,
     "fleet": 746,
     "repro_scripts": 658,
-    "step": 3_191,
+    "step": 3_192,
     "tracing": 1_879,
     "views": 2_760,
 }
