@@ -31,6 +31,8 @@ from nandoctor.ops import (
 )
 from nandoctor.text import nonfinite_part, number
 
+OFF_ZERO = (1e-12, 1e-6, 1e-4)
+"""Distances to keep from zero."""
 _DEPTH = 16
 
 CausePhase = Literal[
@@ -160,10 +162,9 @@ class OutsideTensor:
 
 
 def _has_values_of(one: OpTensor, other: OpTensor) -> bool:
-    stats = [tensor.stats for tensor in (one, other)]
-    return all(
-        it is not None and stats[0] is not None and (it.min, it.max) == (stats[0].min, stats[0].max) for it in stats
-    )
+    """Return True if two tensors have the same smallest and largest value, as one that was only moved has."""
+    ours, theirs = one.stats, other.stats
+    return ours is not None and theirs is not None and (ours.min, ours.max) == (theirs.min, theirs.max)
 
 
 def outside_evidence(kind: str, finding: OutsideTensor, how: str = "is non-finite") -> tuple[Evidence, ...]:
@@ -321,12 +322,9 @@ def divisor_candidate(op: OpCall, divisor: OpTensor, ops: Mapping[int, OpCall], 
     return tuple(ClampArgument(site=site, argument=divisor.name, low=low, keeps_sign=signed) for low in smallest)
 
 
-def clamp_where_made(finding: Finding, tensor: OpTensor, smallest: Sequence[float], *, signed: bool) -> Candidate:
-    """Return changes that keep what made a tensor off zero, before anything moves or casts it; empty if nothing did."""
-    *_, maker = (None, *finding.sources(tensor))
-    site = site_of(maker) if maker is not None else None
-    kept = (ClampArgument(site=site, argument="", low=low, keeps_sign=signed) for low in smallest if site is not None)
-    return tuple(kept)
+def result_candidate(op: OpCall, *, signed: bool) -> Candidate:
+    """Return changes that keep the result of an op each of the `OFF_ZERO` from zero, with its sign if `signed`."""
+    return tuple(ClampArgument(site=site_of(op), argument="", low=low, keeps_sign=signed) for low in OFF_ZERO)
 
 
 def is_whole_power(op: OpCall) -> bool:

@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nandoctor.causes.base import (
+    OFF_ZERO,
     Candidate,
     Finding,
-    clamp_where_made,
     divisor_candidate,
     find_zeros_behind,
     guard_candidate,
     outside_domain,
+    result_candidate,
 )
 from nandoctor.causes.log_space import stable_forms, stable_variances
 from nandoctor.causes.sentences import argument, subject
@@ -37,8 +38,6 @@ from nandoctor.text import are, code, number, plural
 
 TITLE = "A division by zero"
 PHASES = ("forward",)
-
-_SMALL = (1e-12, 1e-6, 1e-4)
 
 
 def diagnose(finding: Finding) -> Account | None:
@@ -102,7 +101,7 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     if denominator is not None:
         divisor = next(tensor for tensor in finding.op.inputs if tensor.name == denominator.name)
         counts = (1.0,) if _is_count(finding, divisor) else ()
-        clamps = divisor_candidate(finding.op, divisor, finding.ops, (*counts, *_SMALL))
+        clamps = divisor_candidate(finding.op, divisor, finding.ops, (*counts, *OFF_ZERO))
         guard = guard_candidate(finding.op)
         if finding.op.op == "pow" or not guard or "nan" not in finding.analysis.kinds:
             yield (*clamps[: len(counts)], *guard, *clamps[len(counts) :])  # a clamp would make up a large number
@@ -114,7 +113,7 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
         signed = any(isinstance(edit, ClampArgument) and edit.keeps_sign for edit in clamps)
         if len(takers) > len(makers):  # as a scale that is divided by, and multiplied with again
             # A cancelling numerator, as in (1 - exp(-k)) / k, needs a larger bound.
-            yield clamp_where_made(finding, divisor, _SMALL, signed=signed)
+            yield result_candidate(makers[-1], signed=signed)
 
 
 def _is_count(finding: Finding, tensor: OpTensor) -> bool:

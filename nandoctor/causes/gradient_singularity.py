@@ -21,7 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence, guard_candidate, singular_edge
+from nandoctor.causes.base import (
+    OFF_ZERO,
+    Candidate,
+    GradientFinding,
+    gradient_evidence,
+    guard_candidate,
+    singular_edge,
+)
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.sentences import operand, subject, where_it_began
 from nandoctor.changes.clamp import ClampArgument
@@ -35,7 +42,6 @@ TITLE = "The derivative is infinite, or too large, at this point"
 PHASES = ("backward",)
 _OF_TWO = frozenset({"atan2", "hypot"})
 """Ops without a derivative where both arguments are 0; the second may be moved off 0 without changing the value."""
-_SMALLEST = (1e-12, 1e-6, 1e-4)
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
@@ -91,11 +97,9 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     edge = singular_edge(forward)
     # If the forward is infinite too, do not guard with 0: this batch may not select it, but the next one may.
     guards = guard_candidate(forward, edge=edge) if forward.outputs_finite else ()
-    off_zero = (
-        ["other"] if forward.op in _OF_TWO else [taken.name for taken in forward.inputs if len(forward.inputs) == 1]
-    )
+    names = ["other"] if forward.op in _OF_TWO else [it.name for it in forward.inputs if len(forward.inputs) == 1]
     yield (*clamp_into_domain(forward), *guards) or tuple(
         ClampArgument(site=site_of(forward), argument=name, low=low, keeps_sign=True)
-        for name in off_zero
-        for low in _SMALLEST
+        for name in names
+        for low in OFF_ZERO
     )

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nandoctor.causes.base import Candidate, Finding, OutsideTensor, clamp_where_made, outside_domain, writes_infinity
+from nandoctor.causes.base import Candidate, Finding, OutsideTensor, outside_domain, result_candidate, writes_infinity
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import STABLE_FORM, stable_forms
 from nandoctor.causes.sentences import operand, subject
@@ -37,7 +37,6 @@ TITLE = "A logarithm of zero"
 PHASES = ("forward", "constant")
 
 _DEPTH = 6
-_SMALL = (1e-12, 1e-6, 1e-4)
 _PROBABILITIES = {"softmax": "F.log_softmax", "sigmoid": "F.logsigmoid"}
 _INVERTIBLE = Evidence(
     STABLE_FORM,
@@ -144,4 +143,4 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     domain = DOMAINS.get(finding.op.op)
     argument = finding.op.find_input(domain.argument) if domain is not None else None
     if finding.op.inside is not None and argument is not None:  # no text of ours has the op, but one may make the zero
-        yield clamp_where_made(finding, argument, _SMALL, signed=False)
+        yield from (result_candidate(maker, signed=False) for maker in [*finding.sources(argument)][-1:])
