@@ -37,7 +37,8 @@ TITLE = "A logarithm of zero"
 PHASES = ("forward", "constant")
 
 _DEPTH = 6
-_PROBABILITIES = {"softmax": "F.log_softmax", "sigmoid": "F.logsigmoid"}
+_PROBABILITIES = {"softmax": "F.log_softmax", "sigmoid": "F.logsigmoid", "exp": "torch.logsumexp"}
+"""What is taken of the logits instead; of an exponential only if it is summed up."""
 _INVERTIBLE = Evidence(
     STABLE_FORM,
     "invertible",
@@ -108,7 +109,7 @@ def _diagnose_logarithm(finding: Finding) -> Account | None:
 
 
 def _tell_stable(finding: Finding, argument: str) -> Iterator[Evidence]:
-    """Yield advice to fuse a probability with its logarithm, since no diff joins the two across functions."""
+    """Yield advice to fuse a probability or a sum of powers with its logarithm: no diff joins two functions."""
     taken = finding.op.find_input(argument)
     made_by, is_rest = _probability_behind(finding, taken)
     logits = made_by.inputs[0].stats if made_by is not None else None
@@ -121,15 +122,17 @@ def _tell_stable(finding: Finding, argument: str) -> Iterator[Evidence]:
 
 
 def _probability_behind(finding: Finding, tensor: OpTensor | None) -> tuple[OpCall | None, bool]:
-    """Return the softmax or sigmoid that made a tensor, at most moved or cast, and True if it is 1 minus that."""
-    is_rest = False
+    """Return the softmax, sigmoid or sum of powers that made a tensor, and True if it is 1 minus that."""
+    is_rest = is_sum = False
     for _ in range(_DEPTH):
         op = maker_of(tensor, finding.ops)
         if op is None or op.op in _PROBABILITIES:
-            return (op, is_rest) if op is None or op.op == "sigmoid" or not is_rest else (None, False)
+            is_known = op is not None and is_sum == (op.op == "exp") and (op.op == "sigmoid" or not is_rest)
+            return (op, is_rest) if is_known else (None, False)
         is_one_less = op.op in SUBTRACTIONS and len(op.inputs) == 1 and 1.0 in dict(op.scalars).values()
-        if not is_one_less and op.op not in MOVES | CASTS:
+        if not is_one_less and op.op not in MOVES | CASTS | {"sum"}:
             break
+        is_sum = is_sum or op.op == "sum"
         is_rest, tensor = is_rest != is_one_less, op.inputs[0]
     return None, False
 

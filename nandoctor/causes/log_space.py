@@ -16,7 +16,7 @@ STABLE_FORM = "stable_form"
 """The name of the evidence that says what to write by hand, where no diff joins the code of two functions."""
 _STEPS = 8
 _KEEPS_SIGN = frozenset({"mul", "div", "reciprocal", "add", "sum", "mean", "cumsum", "prod", "sqrt", "square"})
-_SEEN_THROUGH = MOVES | CASTS | SUBTRACTIONS | _KEEPS_SIGN | {"neg", "masked_fill", "where", "pow"}
+_SEEN_THROUGH = MOVES | CASTS | SUBTRACTIONS | _KEEPS_SIGN | {"neg", "masked_fill", "masked_select", "where", "pow"}
 _LOGARITHMS = frozenset({"log", "log1p"})
 _QUOTIENTS = frozenset({"div", "reciprocal"})
 

@@ -21,7 +21,8 @@ _REFLECTED = frozenset({"reciprocal", "rsub"})
 _COMMUTES = frozenset({"add", "mul"})
 """Ops that `2 * x` calls with the right operand first, too."""
 _SECOND = frozenset({"other", "exponent", "tensor2", "mat2", "vec2"})
-_PLACES = {"self": 0, "input": 0, "attn_mask": 3, "dim": 1, "index": 2, "value": 2, **dict.fromkeys(_SECOND, 1)}
+_FIRST = frozenset({"self", "input", "tensors"})
+_PLACES = {**dict.fromkeys(_FIRST, 0), **dict.fromkeys(_SECOND, 1), "attn_mask": 3, "dim": 1, "index": 2, "value": 2}
 """The position of an argument in a call, by its name in the op's schema."""
 
 

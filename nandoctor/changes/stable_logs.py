@@ -181,10 +181,10 @@ class LogSpace:
         if isinstance(node, ast.Attribute) and node.attr == "probs" and self._takes_softmax():
             return _Log(text=f"{self._change.code(node.value)}.logits")  # of one of torch's distributions
         name, expression = self._named_op(node)
-        if name in _MOVES_AND_CASTS:
-            return self._moved(node, name, expression, self._log_of)
         if name in self._forms:
             return self._forms[name](expression)
+        if name in _MOVES_AND_CASTS:
+            return self._moved(node, name, expression, self._log_of)
         return self._of_operator(node, name) if isinstance(node, ast.BinOp) else None
 
     def _takes_softmax(self) -> bool:
@@ -208,6 +208,8 @@ class LogSpace:
             "mean": self._averaged,
             "cumsum": self._cumulated,
             "prod": self._multiplied,
+            "cat": self._collected,
+            "stack": self._collected,
         }
 
     def _of_operator(self, node: ast.BinOp, name: str) -> _Log | None:
@@ -318,6 +320,16 @@ class LogSpace:
         if log is None:
             return None
         return _Log(text=f"{grouped(log.wide)}.sum({', '.join(expression.texts_after_first())})")
+
+    def _collected(self, expression: Expression) -> _Log | None:
+        """Return the logarithm of several tensors in one: theirs, in the same way."""
+        parts = expression.argument_node("tensors")
+        logs = [self._term_of(part) for part in parts.elts] if isinstance(parts, ast.List | ast.Tuple) else []
+        texts = {part: log.text for part, log in zip(parts.elts, logs, strict=True) if log is not None} if logs else {}
+        if not texts or None in logs:
+            return None
+        text = self._change.code(expression.node, texts)
+        return _Log(text=text, is_low=any(log.is_low for log in logs if log is not None))
 
     def _joined(self, node: ast.BinOp, sign: str) -> _Log | None:
         """Return the logarithm of a product or a quotient."""

@@ -41,6 +41,10 @@ _BISECTIONS = 4
 """1 - erf(x) is 0 in float64 from 5.9 on, in fp32 from 3.9 on: that takes up to three more."""
 _STEPS = (2.0**-8, 2.0**-13, 2.0**-18)
 """Each is 1/32 of the one before: sqrt(h) still shrinks sixfold, and float64 keeps ten digits of 1/h."""
+_ROUNDING = 2.0**-22
+"""A step that fp32's rounding makes anywhere."""
+LOST = 0.5
+"""The error of one weight's gradient from which on it is lost; fp32's own rounding has been seen to cost a seventh."""
 _SETTLED = 1e-5
 """What moves by less between the first two steps, relative to the largest value, has come to its limit: only rounding
 moves it at the third. Where terms cancel, as in (1 - cos(h)) / h ** 2, float64's is divided by h ** 2."""
@@ -117,9 +121,16 @@ class Meaning:
 
     @cached_property
     def is_direction_noise(self) -> bool:
-        """True if rounding decides where fp32's own gradients point: those of float64 point elsewhere."""
-        trials = self._trials
-        return not trials.numerics and reversed_gradient(trials.reference(), trials.exact()) is not None
+        """True if rounding decides where the gradients point, as those of min(x, y) for a box that is found exactly.
+
+        The gradients of float64, or of a batch within the rounding, then point elsewhere.
+        """
+        meant, trials = self.directed, self._trials
+        if meant is None or not trials.numerics:
+            return reversed_gradient(trials.reference(), trials.exact()) is not None
+        near = (self._run_beside(direction, _ROUNDING) for direction in self._sides())
+        errors = (largest_error(run, meant) for run in near if run.gradients_finite)
+        return any(error is not None and error[1] > LOST for error in errors)
 
     @cached_property
     def limit(self) -> Result | None:

@@ -28,7 +28,7 @@ from nandoctor.fixes.agreement import (
 )
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
 from nandoctor.fixes.hidden_values import describe_hidden
-from nandoctor.fixes.meaning import Meaning, largest_error, reversed_gradient
+from nandoctor.fixes.meaning import LOST, Meaning, largest_error, reversed_gradient
 from nandoctor.fixes.other_batches import OtherBatches
 from nandoctor.fixes.variations import OTHER_SEED, VARIATIONS
 from nandoctor.fixes.verify import Judgement, Trials, selects
@@ -39,8 +39,6 @@ from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 
 _COARSER_IN_BF16 = 8
 """The ratio of rounding errors: bf16 has 8 bits and fp16 has 11."""
-_LOST = 0.5
-"""The error of one weight's gradient from which on it is lost; fp32's own rounding has been seen to cost a seventh."""
 _AS_FP32 = Said("passed", "finite wherever fp32 is")
 
 
@@ -212,18 +210,23 @@ def _judge_gradients(proof: Proof) -> Said:
 
 def _judge_direction(proof: Proof) -> Said | None:
     """Refuse a change with which a gradient points the other way than the unchanged formula's, or is lost."""
-    meant = proof.verifier.meaning.directed
-    if meant is None or selects((proof.change,)):
+    meaning = proof.verifier.meaning
+    if meaning.directed is None or selects((proof.change,)):
         return None
+    said = _judge_each_gradient(proof, meaning.directed)
+    return None if said is None or meaning.is_direction_noise else said
+
+
+def _judge_each_gradient(proof: Proof, meant: Result) -> Said | None:
     name = reversed_gradient(proof.made, meant)
-    if name is not None and not proof.verifier.meaning.is_direction_noise:
+    if name is not None:
         where = "float64" if proof.trials.numerics else "fp32"
         sentence = f"the gradient of `{name}` then points the other way than the formula's in {where}"
         return Said("failed", f"that of `{name}` points the other way than in {where}", replaces=sentence)
     if not (proof.trials.numerics and meant.finite):
         return None
     found = largest_error(proof.trials.reference(proof.change), meant)
-    if found is None or found[1] <= _LOST:
+    if found is None or found[1] <= LOST:
         return None
     name, off = found[0], percent(found[1])
     sentence = f"the gradient of `{name}` is then {off} off the formula's in float64"

@@ -177,6 +177,31 @@ lifted(
 lifted("branches", TRAP.format("sqrt"), IN_FP32, "verified together", branches)
 lifted("distance", "numerics . acosh gradient-singularity", ZEROS, "verified guard", distance)
 
+# --- a box that is found exactly: whether it is a little too small decides where the gradient points
+
+
+def missed(sizes, batch):
+    common = torch.minimum(sizes, batch["wanted"]) / torch.maximum(sizes, batch["wanted"])
+    off = (sizes.log() - batch["wanted"].log()).square()
+    share = (off / (1 - common + off)).detach()
+    return (1 - common + share * off).mean()
+
+
+@rows(
+    "numerics <loss> div division-by-zero",
+    {**X, "wanted": X["x"].exp() * torch.tensor([[1.0], [1.3], [1 / 1.3], [1.0]])},
+    loss=missed,
+    fix="verified clamp",
+)
+class Sizes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return (x * self.factor).exp()
+
+
 # --- no limit: the formula is infinite, or depends on the side; a scale of weights that are 0 needs a floor itself
 
 lifted("decibels", "numerics . log log-of-zero", ZEROS, "none", lambda h, x: h + 20 * torch.log(x))
