@@ -34,20 +34,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_829, "tests": 32_348, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_859, "tests": 32_377, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_985,
     "autocast": 914,
     "capture": 2_723,
-    "causes": 2_667,
-    "changes": 3_107,
+    "causes": 2_670,
+    "changes": 3_120,
     "cli": 919,
     "diagnosis": 2_078,
     "dumps": 3_418,
     "engine": 3_339,
     "evidence": 1_705,
-    "fixes": 3_739,
+    "fixes": 3_753,
     "fleet": 746,
     "repro_scripts": 658,
     "step": 3_192,
