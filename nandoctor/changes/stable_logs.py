@@ -324,12 +324,12 @@ class LogSpace:
     def _collected(self, expression: Expression) -> _Log | None:
         """Return the logarithm of several tensors in one: theirs, in the same way."""
         parts = expression.argument_node("tensors")
-        logs = [self._term_of(part) for part in parts.elts] if isinstance(parts, ast.List | ast.Tuple) else []
-        texts = {part: log.text for part, log in zip(parts.elts, logs, strict=True) if log is not None} if logs else {}
-        if not texts or None in logs:
+        logs = {part: self._term_of(part) for part in parts.elts} if isinstance(parts, ast.List | ast.Tuple) else {}
+        known = {part: log for part, log in logs.items() if log is not None}
+        if not known or len(known) < len(logs):
             return None
-        text = self._change.code(expression.node, texts)
-        return _Log(text=text, is_low=any(log.is_low for log in logs if log is not None))
+        text = self._change.code(expression.node, {part: log.text for part, log in known.items()})
+        return _Log(text=text, is_low=any(log.is_low for log in known.values()))
 
     def _joined(self, node: ast.BinOp, sign: str) -> _Log | None:
         """Return the logarithm of a product or a quotient."""
