@@ -33,6 +33,7 @@ from nandoctor.diagnosis.verdict import (
     describe_narrow_reference,
     describe_no_graph,
     doubt_draws,
+    doubt_precision,
     judge,
     judge_backward,
     with_gaps,
@@ -141,6 +142,8 @@ def _diagnose_step(preparation: Preparation) -> Diagnosed:
         found = _diagnose(plain, preparation)
         if fails_in_fp32 or found.verdict not in NOTHING_FOUND:
             replayed, findings = plain, found
+        elif plain.reproduction.grade != "no-reference":
+            replayed, findings = plain, doubt_precision(found, findings)
     step = findings.exposed or replayed.step
     findings = _name_samples(step, findings)
     report = _write_report(replayed, findings, preparation, summary)

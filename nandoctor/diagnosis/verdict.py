@@ -85,6 +85,17 @@ def doubt_draws(reproduction: Reproduction, *, has_state: bool, other_torch: str
         )
 
 
+def doubt_precision(plain: Findings, guessed: Findings) -> Findings:
+    """Return the findings of a sound step in fp32, with the doubt that it was run in a precision in which it fails."""
+    low = guessed.trace.format
+    why = write_headline(guessed.verdict, guessed.trace, guessed.conclusion)
+    gap = Gap(
+        text=f"The step is sound in fp32. Under {low} autocast, which nothing in the file shows, it fails. {why}.",
+        remedy=f"Pass --amp-dtype {low} if that was on, or --amp-dtype none if not.",
+    )
+    return replace(plain, verdict="cannot-tell", gaps=(gap, *plain.gaps))
+
+
 def doubt_rounding(trace: Trace, reference: Trace, *, random: bool) -> Iterator[Gap]:
     """Yield the gap of a finite step that is non-finite in fp32, or gives something else there than rounding explains.
 

@@ -220,13 +220,17 @@ def _is_unseen(found: Replayed, preparation: Preparation) -> bool:
 
 
 def _is_guess(policy: Policy, preparation: Preparation) -> bool:
-    """Return True if nothing in the file shows that autocast was on: any precision may have given zeros, ones, NaN."""
-    saved, policies = preparation.outputs.array, preparation.policies
+    """Return True if nothing in the file shows that autocast was on.
+
+    Any precision may have given zeros, ones, NaN, or a single number such as the loss.
+    """
+    outputs, policies = preparation.outputs, preparation.policies
     told = len(policies) == 1 or not (policies[0].ambient and policy.ambient)  # by user, recorder or weights
-    if told or saved is None or not saved.numel() or saved.dtype in LOW_DTYPES:
-        return False
-    values = comparable_values(saved)
-    return bool(are_round(values[torch.isfinite(values)]).all())
+    if told or outputs.array is None:
+        return not told and outputs.graded is not None
+    values = comparable_values(outputs.array)
+    is_low = outputs.array.dtype in LOW_DTYPES
+    return bool(values.numel()) and not is_low and bool(are_round(values[torch.isfinite(values)]).all())
 
 
 def replay_plainly(found: Replayed, preparation: Preparation, *, without_output: bool) -> Replayed | None:
@@ -241,7 +245,7 @@ def replay_plainly(found: Replayed, preparation: Preparation, *, without_output:
     same = replace(preparation, modes=(step.mode.training,), seeds=(step.randomness.seed,))
     with suppress(ModelError):
         plain = _search((step.under(preparation.policies[-1]),), same)
-        if is_unseen or _agrees(plain.reproduction):
+        if is_unseen or (_agrees(plain.reproduction) and not _agrees_better(found, plain)):
             tried = replace(plain.reproduction, attempts=found.reproduction.attempts)
             return replace(plain, any_random=found.any_random, reproduction=tried)
     return None

@@ -179,3 +179,18 @@ def test_gradients_that_fail_in_fp32_are_told_without_fp16(replay):
     report = replay(Stretched(100.0), {"x": X}, loss=rooted)
     assert (report.verdict, report.origin.op, report.origin.phase) == ("numerics", "sqrt", "backward")
     assert not any("fp16" in text for text in (report.headline, *report.notes))
+
+
+def sized(output, batch):
+    return (output.float() - batch["wanted"]).square().mean()
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(1e9, "cannot-tell"), (1e3, "healthy")])
+def test_a_loss_that_any_precision_gives_supports_no_alarm(replay, size, verdict):
+    """The target is so large that fp16 and fp32 give the same loss; the gradients of 1e9 overflow in fp16."""
+    batch = {"x": X, "wanted": torch.full((4, 8), size)}
+    loss = sized(Stretched(1.0)(X), batch).item()
+    report = replay(Stretched(1.0), {**batch, "loss": loss}, loss=sized)
+    assert report.verdict == verdict
+    told = "The step is sound in fp32. Under fp16 autocast, which nothing in the file shows, it fails."
+    assert report.headline.startswith(told) == (verdict == "cannot-tell")
