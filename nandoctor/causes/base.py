@@ -9,7 +9,7 @@ from typing import Literal
 
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
-from nandoctor.changes.mask_first import MaskFirst
+from nandoctor.changes.mask_first import TRIANGLES, MaskFirst
 from nandoctor.changes.places import ancestors, maker_of, singular_inputs, site_of
 from nandoctor.changes.signs import is_nonnegative
 from nandoctor.evidence.dump_summary import OptimizerUpdate
@@ -355,8 +355,8 @@ def mask_candidates(op: OpCall, argument: str, ops: Mapping[int, OpCall], *, saf
     for later in (later for later in ops.values() if later.phase != "backward"):
         taken = [tensor for tensor in later.inputs if tensor.producer in made]
         made |= {later.order} if taken else set()
-        has_mask = len(taken) == 1 and any(map(_is_mask, later.inputs))
-        if has_mask and later.op in ("where", "masked_fill", "mul"):
+        has_mask = later.op in ("where", "masked_fill", "mul") and any(map(_is_mask, later.inputs))
+        if len(taken) == 1 and (has_mask or (later.op in TRIANGLES and not safe)):
             masked = taken[0].name
             yield (MaskFirst(site=site, argument=argument, safe=safe, mask=site_of(later), masked=masked),)
 

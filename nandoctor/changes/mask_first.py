@@ -17,12 +17,16 @@ from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
 from nandoctor.ops import DOMAINS
 from nandoctor.text import constant
 
+TRIANGLES = frozenset({"tril", "triu"})
+"""Ops that are masks themselves: they put 0 on one side of the diagonal, which is a safe argument of an exponential."""
+
 
 @kind_of_change
 class MaskFirst(SingleEdit):
     """Run an op on `safe` where a later op of the same function discards its result, or what is made of it.
 
-    That op, at `mask`, takes it as `masked`, "self" or "other": a `where` or `masked_fill`, or a product with 0 and 1.
+    That op, at `mask`, takes it as `masked`, "self" or "other": a `where` or `masked_fill`, a product with 0 and 1, or
+    one of the `TRIANGLES`.
     """
 
     size: ClassVar[int] = 2
@@ -60,11 +64,16 @@ class MaskFirst(SingleEdit):
         is_near = later.editor is editor and later.tree.scope_of(later.node) is function
         if not is_near or isinstance(function, ast.Module):
             raise CannotWriteError
-        mask = Definitions(editor, function).text_at(self._mask_in(later), expression.node)
+        definitions, argument = Definitions(editor, function), expression.argument_node(self.argument)
+        if self.mask.op in TRIANGLES:
+            given = [(key, definitions.text_at(value, expression.node)) for key, value in later.arguments[1:]]
+            texts = [f"{key}={text}" if key else text for key, text in given]
+            editor.replace(argument, f"{editor.operand(argument)}.{self.mask.op}({', '.join(texts)})")
+            return
+        mask = definitions.text_at(self._mask_in(later), expression.node)
         if expression.tree.code(expression.node) in mask:  # what is masked shows where
             raise CannotWriteError
         condition = f"{grouped(mask)} != 0" if self.mask.op == "mul" else mask
-        argument = expression.argument_node(self.argument)
         kept, safe = editor.code(argument), self.safe
         drops = self.mask.op == "masked_fill" or (self.mask.op == "where" and self.masked == "other")
         chosen = f"{safe}, {kept}" if drops else f"{kept}, {safe}"
