@@ -287,7 +287,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     sound = findings.trace.finite or findings.verdict == "healthy"  # an output may hold infinities that are meant
     watch = Watch(stage="backward", ops=True, backward=True)
     trace = findings.trace if findings.trace.backward else step.run(watch=watch).trace
-    findings = replace(findings, ops=trace.ops, bad_gradients=trace.bad_gradients)
+    findings = replace(findings, ops=trace.ops, inside=trace.function_ops, bad_gradients=trace.bad_gradients)
     told = (UNSCALED,) if step.mode.loss_scale is None and trace.format is FP16 else ()
     loss, scale = findings.trace.loss, step.mode.loss_factor
     if loss is not None and not loss.finite and not trace.bad_gradients:

@@ -34,12 +34,21 @@ class Probed:
 class SourceWriter:
     """A writer of the changes of one step; `ops` are those of its trace, which tell arguments from constants.
 
+    Those of the forward and the loss are traced apart from those `inside` of hand-written backwards.
     `names_in` maps the file name of code without a file to the modules and classes that it has from elsewhere.
     `places` are the expressions that the last written patch changes, by edit; `edits` and `probe` are what it writes.
     """
 
-    def __init__(self, ops: Sequence[OpCall], library: Library, names_in: Callable[[str], frozenset[str]]) -> None:
+    def __init__(
+        self,
+        ops: Sequence[OpCall],
+        library: Library,
+        names_in: Callable[[str], frozenset[str]],
+        *,
+        inside: Sequence[OpCall] = (),
+    ) -> None:
         self.ops, self._library, self._names_in = ops, library, names_in
+        self._forward, self._inside = ops, inside
         self.places: dict[SingleEdit, set[ast.AST]] = {}
         self.edits: Sequence[SingleEdit] = ()
         self.probe: Probe | None = None
@@ -52,7 +61,7 @@ class SourceWriter:
         """
         self.places, self._files, self.edits, self.probe = {}, {}, edits, probe
         try:
-            self._refuse_in_backward(edits)
+            self.ops = self._ops_at(edits)
             for edit in self._inner_first(edits):
                 edit.write(self)
             for edit in edits:
@@ -81,11 +90,13 @@ class SourceWriter:
         unchanged = self.write(probed, Probe(to=to, alone=True)) if probed else None
         return Probed(changed=changed, unchanged=unchanged) if changed and unchanged else None
 
-    def _refuse_in_backward(self, edits: Sequence[SingleEdit]) -> None:
-        """Refuse another value in a Function's hand-written backward, since nothing shows what that should give."""
+    def _ops_at(self, edits: Sequence[SingleEdit]) -> Sequence[OpCall]:
+        """Return the ops that were traced together with those that the edits change."""
         sites = [site.source for edit in edits if not edit.only_widens for site in edit.sites]
-        if not {op.source for op in self.ops if op.phase != "backward"}.issuperset(sites):
-            raise CannotWriteError
+        for ops in (self._forward, self._inside):
+            if {op.source for op in ops}.issuperset(sites):
+                return ops
+        raise CannotWriteError
 
     def _inner_first(self, edits: Iterable[SingleEdit]) -> list[SingleEdit]:
         """Return the edits, those of inner expressions and of arguments first; what changes the same is left out."""

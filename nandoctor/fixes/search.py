@@ -170,7 +170,7 @@ class _Search:
         # If the forward fails, the search looks at it alone.
         self._trials = Trials(step, budget, numerics=numerics, backward=findings.trace.finite, known=known)
         self._guilty = findings.guilty or ()
-        self._writer = ChangeWriter(step.model, step.loss, findings.ops)
+        self._writer = ChangeWriter(step.model, step.loss, findings.ops, findings.inside)
         self._verifier = self._new_verifier()
         self._untried = [_CHANGES, _FP32_SETS, _SETTINGS]
         self._tried: list[Fix] = []

@@ -52,11 +52,11 @@ class WrittenChange:
 class ChangeWriter:
     """A writer of the changes of one step."""
 
-    def __init__(self, model: nn.Module, loss: Any, ops: Sequence[OpCall]) -> None:
+    def __init__(self, model: nn.Module, loss: Any, ops: Sequence[OpCall], inside: Sequence[OpCall] = ()) -> None:
         self._model = model
         self._low = {path for path, module in model.named_modules() if _is_low(module)}
         names_in = partial(_known_names, model=model, loss=loss)
-        self._source = SourceWriter(ops, _TORCH, names_in)
+        self._source = SourceWriter(ops, _TORCH, names_in, inside=inside)
 
     def write(self, edit: Edit) -> Iterator[WrittenChange]:
         """Yield every runnable way to write an edit, the least invasive first; nothing if there is none."""

@@ -45,7 +45,7 @@ ACCEPTED = {
     "where/click-rate": "clamp return torch.where(views > 0, clicks / divisor, 0.0)",
     "gradient/long-memory": "keep-module recur + keep-module hear",
     "gradient/small-denominator": "keep-module mix (forward alone)",
-    "function/swish": None,
+    "function/swish": "clamp grown_x = torch.exp(x.float())",
     "function/log-cosh": "clamp up, down = torch.exp(x.float()), torch.exp(-x.float())",
     "scale/bike-counts": "loss-scale 128",
     "scale/two-towers": "loss-scale 4096",
