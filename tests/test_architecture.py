@@ -34,20 +34,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_859, "tests": 32_377, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_908, "tests": 32_395, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_985,
+    FILES: 2_988,
     "autocast": 914,
     "capture": 2_723,
     "causes": 2_670,
-    "changes": 3_120,
+    "changes": 3_140,
     "cli": 919,
-    "diagnosis": 2_078,
+    "diagnosis": 2_090,
     "dumps": 3_418,
-    "engine": 3_339,
+    "engine": 3_343,
     "evidence": 1_705,
-    "fixes": 3_753,
+    "fixes": 3_763,
     "fleet": 746,
     "repro_scripts": 658,
     "step": 3_192,
