@@ -127,11 +127,11 @@ class Gap:
 class Findings:
     """The step under autocast and in fp32, and the conclusion.
 
-    `ops` are the traced ops, those of the run with the backward pass if there was one, and `inside` those of
-    hand-written backwards; `bad_gradients` the parameters' non-finite gradients; `slots` the optimizer's state. `random`
-    is True if the step draws random numbers. `gaps` are parts that could not be checked. `exposed` is the step changed
-    to return the non-finite values too, if its own output is finite. `guilty` are the samples to blame, None if that is
-    not known, and `difference` what sets them apart in the batch.
+    `ops` are the traced ops, those of the run with the backward pass if there was one; `inside` those of hand-written
+    backwards; `bad_gradients` the parameters' non-finite gradients; `slots` the optimizer's state. `random` is True if
+    the step draws random numbers. `gaps` are parts that could not be checked. `exposed` is the step changed to return
+    the non-finite values too, if its own output is finite. `guilty` are the samples to blame, None if unknown, and
+    `difference` what sets them apart in the batch.
     """
 
     trace: Trace
