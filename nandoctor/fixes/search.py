@@ -322,12 +322,13 @@ class _Search:
             tried[start:] = self._without_idle_parts(tried[start:])
 
     def _without_idle_parts(self, found: list[Fix]) -> list[Fix]:
-        """Return a verified change of several places without superfluous ones: the change of one may fix another."""
-        parts = flatten(fix.edit for fix in found if fix.verified)
+        """Return a change of several places without superfluous ones: the change of one may fix another."""
+        is_verified = any(fix.verified for fix in found)
+        parts = flatten(fix.edit for fix in found if fix.verified or fix.workaround is not None)
         if len(parts) > 1 and not any(isinstance(part, KeepModule) for part in parts):
             for part in parts:
                 smaller = self._try((join([other for other in parts if other is not part]),))
-                if any(fix.verified for fix in smaller):
+                if any(fix.verified or (fix.workaround is not None and not is_verified) for fix in smaller):
                     return self._without_idle_parts(smaller)
         return found
 
