@@ -216,3 +216,30 @@ def test_a_saved_random_state_brings_the_dropout_mask_back():
     report = replay_dump(dump, model, Settings(mode="train")).report
     assert attempts(report) == [(True, None, "exact")]
     assert replay_dump(dump, model, Settings(mode="train", seed=1)).report.reproduction.max_rel_err > 0
+
+
+class Difference(nn.Module):
+    """A logit and its negative from two numbers that are almost the same, of which fp16 keeps little."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(2, 2, bias=False)
+        self.read.weight.data = torch.tensor([[30.0, -30.0], [-30.0, 30.0]])
+
+    def forward(self, x):
+        return self.read(x)
+
+
+def its_entropy(logits, batch):
+    logits = logits.float()
+    return (torch.log1p(logits.exp()) - batch["known"] * logits).mean()
+
+
+def test_a_fix_that_an_assumed_precision_hides_is_checked_in_fp32(replay):
+    x = torch.tensor([[30.01, 29.33], [31.02, 27.9], [28.011, 27.989]])
+    batch = {"x": x, "known": torch.tensor([1.0, 0.0]).expand(3, 2).clone()}
+    report, plain = (replay(Difference, batch, loss=its_entropy, amp_dtype=dtype) for dtype in (None, "none"))
+    assert (report.verdict, report.fixes[0].verified, report.fixes[0].edit.kind) == ("numerics", True, "stable-log")
+    assert report.fixes[0].patch == plain.fixes[0].patch
+    told = [any("which is only assumed" in note for note in notes.search_notes) for notes in (report, plain)]
+    assert told == [True, False]

@@ -145,7 +145,8 @@ class Preparation:
 class Replayed:
     """The failing step in one call, mode and seed, its run's trace, and how well its output agrees with the saved one.
 
-    `random` is True if the run drew random numbers, `any_random` if any run that was tried did.
+    `random` is True if the run drew random numbers, `any_random` if any run that was tried did. `plain` is the policy
+    without autocast if autocast was only a guess, of which nothing in the file shows that it was on.
     """
 
     step: FailingStep
@@ -154,6 +155,7 @@ class Replayed:
     reproduction: Reproduction
     any_random: bool = False
     notes: tuple[str, ...] = ()
+    plain: Policy | None = None
 
     @property
     def accepted(self) -> bool:
@@ -185,7 +187,7 @@ def reproduce(preparation: Preparation) -> Replayed:
             best = other if _agrees_better(other, best) else best
     if _is_unseen(best, preparation) or _is_guess(best.step.mode.policy, preparation):
         told = f"Nothing in the file shows the precision: {best.step.low} autocast was assumed (--amp-dtype)."
-        return replace(best, notes=(*best.notes, told))
+        return replace(best, notes=(*best.notes, told), plain=preparation.policies[-1])
     if preparation.dump.recorded.autocast is None or not (others and best.step.mode.policy.ambient):
         return best
     low = best.step.mode.policy.format
@@ -238,13 +240,12 @@ def replay_plainly(found: Replayed, preparation: Preparation, *, without_output:
 
     `without_output`: also if there is no saved output to agree with.
     """
-    step, is_unseen = found.step, _is_unseen(found, preparation)
-    is_guess = without_output if is_unseen else _is_guess(step.mode.policy, preparation) and _agrees(found.reproduction)
-    if not is_guess:
+    step, is_unseen = found.step, found.reproduction.grade == "no-reference"
+    if found.plain is None or not (without_output if is_unseen else _agrees(found.reproduction)):
         return None
     same = replace(preparation, modes=(step.mode.training,), seeds=(step.randomness.seed,))
     with suppress(ModelError):
-        plain = _search((step.under(preparation.policies[-1]),), same)
+        plain = _search((step.under(found.plain),), same)
         if is_unseen or (_agrees(plain.reproduction) and not _agrees_better(found, plain)):
             tried = replace(plain.reproduction, attempts=found.reproduction.attempts)
             return replace(plain, any_random=found.any_random, reproduction=tried)
