@@ -34,10 +34,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_908, "tests": 32_397, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_921, "tests": 32_424, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_988,
+    FILES: 2_999,
     "autocast": 914,
     "capture": 2_723,
     "causes": 2_670,
@@ -45,9 +45,9 @@ MAX_LINES_OF_ROOMS = {
     "cli": 919,
     "diagnosis": 2_090,
     "dumps": 3_418,
-    "engine": 3_343,
+    "engine": 3_344,
     "evidence": 1_705,
-    "fixes": 3_763,
+    "fixes": 3_764,
     "fleet": 746,
     "repro_scripts": 658,
     "step": 3_192,
