@@ -121,9 +121,7 @@ def add_fixes(found: Diagnosed, settings: Settings) -> Report:
             told = (*found.report.notes, f"{error.message} {error.remedy}")
             found = replace(found, report=replace(found.report, notes=told))
         if found.plain is not None and findings.conclusion.in_fp32 and search.fixes and not _is_fixed(search):
-            again = search_fixes(step.under(found.plain), findings, budget)
-            told = f"Under {step.low} autocast, which is only assumed, nothing was verified: this was checked in fp32."
-            search = replace(again, notes=(told, *again.notes)) if _is_fixed(again) else search
+            search = _search_plainly(step.under(found.plain), findings, budget) or search
     return replace(
         found.report,
         fixes=search.fixes,
@@ -133,6 +131,13 @@ def add_fixes(found: Diagnosed, settings: Settings) -> Report:
         search_notes=search.notes,
         fp32_error=search.fp32_error,
     )
+
+
+def _search_plainly(plain: FailingStep, findings: Findings, budget: TrialBudget) -> FixSearch | None:
+    """Search without the autocast that was only assumed, whose rounding may hide what the formula gives."""
+    search, low = search_fixes(plain, findings, budget), findings.trace.format
+    note = f"Under {low} autocast, which is only assumed, nothing was verified: this was checked in fp32."
+    return replace(search, notes=(note, *search.notes)) if _is_fixed(search) else None
 
 
 def _is_fixed(search: FixSearch) -> bool:
