@@ -34,10 +34,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_921, "tests": 32_424, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_926, "tests": 32_424, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_999,
+    FILES: 3_004,
     "autocast": 914,
     "capture": 2_723,
     "causes": 2_670,
