@@ -235,7 +235,7 @@ def its_entropy(logits, batch):
     return (torch.log1p(logits.exp()) - batch["known"] * logits).mean()
 
 
-def test_a_fix_that_an_assumed_precision_hides_is_checked_in_fp32(replay):
+def test_what_an_assumed_precision_hides_is_checked_in_fp32(replay):
     x = torch.tensor([[30.01, 29.33], [31.02, 27.9], [28.011, 27.989]])
     batch = {"x": x, "known": torch.tensor([1.0, 0.0]).expand(3, 2).clone()}
     report, plain = (replay(Difference, batch, loss=its_entropy, amp_dtype=dtype) for dtype in (None, "none"))
