@@ -14,9 +14,9 @@ from nandoctor.cli.shared import DumpPath, GroupedCommand, show
 def inspect(dump: Path) -> None:
     """Show what is in DUMP, without running any code of it."""
     from nandoctor.dumps.dump import summarize
-    from nandoctor.dumps.reader import look_at_dump
+    from nandoctor.dumps.reader import read_dump
 
-    show(summarize(look_at_dump(dump)))
+    show(summarize(read_dump(dump, as_torch=False)))
 
 
 @click.command(cls=GroupedCommand, examples=["explain", "explain eps-underflow"])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nandoctor.dumps.array_roles import is_bookkeeping, is_extra_state, is_random_state
 from nandoctor.dumps.module_records import is_module, state_of
 from nandoctor.dumps.optimizer_state import SecondMoment, read_second_moments
-from nandoctor.dumps.recorded_format import Recorded, get, no_state, read_recorded
+from nandoctor.dumps.recorded_format import Recorded, get, read_generator, read_recorded
 from nandoctor.dumps.stored_tensor import (
     PickledArray,
     StoredTensor,
@@ -19,7 +19,6 @@ from nandoctor.dumps.stored_tensor import (
     is_array,
     is_bytes,
     is_dense,
-    is_generator_state,
     is_tensor,
     numbers_of,
     why_unread,
@@ -162,16 +161,22 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
     contents.num_values += 1
     if depth > MAX_DEPTH or contents.num_values > _MAX_VALUES:
         raise too_large()
-    if is_module(value):
-        return _sort_module(contents, name, state_of(value))
-    if isinstance(value, Mapping):
-        return _sort_mapping(contents, name, dict(value), depth)
-    if is_random_state(name) and is_bytes(value):
-        if not is_generator_state(value):
-            raise no_state("torch")
-        contents.rng_states[name] = _take_tensor(contents, name, value)
+    if isinstance(value, Mapping) and value.keys() >= _OPTIMIZER_KEYS:
+        if not _take_moments(contents, name, value["state"], value["param_groups"]):
+            contents.left_out.append(name or "an optimizer's state")
+    elif is_random_state(name) and isinstance(value, Mapping):  # {"torch": ..., "cuda": ...}
+        _sort_items(contents, name, value, depth)
+    elif is_random_state(name) and is_bytes(value):
+        contents.rng_states[name] = read_generator(partial(_take_tensor, contents), value, name)
     elif is_bookkeeping(name):
         contents.left_out.append(name)
+    elif is_module(value):
+        if state := state_of(value):  # most losses have none
+            contents.states[name] = _take_state(contents, name, state)
+    elif isinstance(value, Mapping) and _is_state(name, value):
+        contents.states[name] = _take_state(contents, name, value)
+    elif isinstance(value, Mapping):
+        return _sort_items(contents, name, value, depth)
     elif isinstance(value, (list, tuple, set, frozenset)) and not all(isinstance(item, PLAIN) for item in value):
         items = [_sort(contents, _join(name, str(index)), item, depth + 1) for index, item in enumerate(value)]
         kept = [None if item is _NOTHING else item for item in items]
@@ -181,37 +186,18 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
     return _NOTHING
 
 
-def _sort_module(contents: Contents, name: str, state: Mapping[Any, object]) -> Any:
-    """Keep the state of a module that was saved as a whole, unless it has none, as most losses."""
-    if is_bookkeeping(name):
-        contents.left_out.append(name)
-    elif state:
-        contents.states[name] = _take_state(contents, name, state)
-    return _NOTHING
-
-
-def _sort_mapping(contents: Contents, name: str, mapping: dict[object, object], depth: int) -> Any:
-    if mapping.keys() >= _OPTIMIZER_KEYS:
-        _take_optimizer(contents, name, mapping)
-    elif is_random_state(name):  # {"torch": ..., "cuda": ...}
-        for key, item in mapping.items():
-            _sort(contents, _join(name, _check_name(str(key))), item, depth + 1)
-    elif is_bookkeeping(name):
-        contents.left_out.append(name)
-    elif _is_state(name, mapping):
-        contents.states[name] = _take_state(contents, name, mapping)
-    else:
-        tree: dict[object, Any] = {}
-        for key, item in mapping.items():
-            if key == KIND and isinstance(item, str):  # the class that the mapping stands for, not a value
-                tree[key] = item
-            elif isinstance(key, PLAIN):
-                part = _check_name(key if isinstance(key, str) else str(key))
-                tree[key] = _sort(contents, _join(name, part), item, depth + 1)
-            else:
-                contents.left_out.append(f"{name or 'the dump'} (a value whose key is {_describe(key)})")
-        return {key: item for key, item in tree.items() if item is not _NOTHING}
-    return _NOTHING
+def _sort_items(contents: Contents, name: str, mapping: Mapping[Any, object], depth: int) -> dict[Any, Any]:
+    """Sort the items of a dict; return those that are part of a batch."""
+    tree: dict[Any, Any] = {}
+    for key, item in mapping.items():
+        if key == KIND and isinstance(item, str):  # the class that the mapping stands for, not a value
+            tree[key] = item
+        elif isinstance(key, PLAIN):
+            part = _check_name(key if isinstance(key, str) else str(key))
+            tree[key] = _sort(contents, _join(name, part), item, depth + 1)
+        else:
+            contents.left_out.append(f"{name or 'the dump'} (a value whose key is {_describe(key)})")
+    return {key: item for key, item in tree.items() if item is not _NOTHING}
 
 
 def _is_state(name: str, mapping: Mapping[object, object]) -> bool:
@@ -243,19 +229,13 @@ def _take_state(contents: Contents, name: str, mapping: Mapping[Any, object]) ->
     return state
 
 
-def _take_optimizer(contents: Contents, name: str, optimizer: Mapping[object, object]) -> None:
-    """Keep what is read of an optimizer's state, and name a state of which nothing is."""
-    num_moments = len(contents.moments)
-    _take_moments(contents, name, optimizer.get("state"), optimizer.get("param_groups"))
-    if len(contents.moments) == num_moments:
-        contents.left_out.append(name or "an optimizer's state")
-
-
-def _take_moments(contents: Contents, name: str, state: object, groups: object) -> None:
+def _take_moments(contents: Contents, name: str, state: object, groups: object) -> bool:
     """Keep the second moments of the first adaptive optimizer; a second one trains another model."""
-    for moment in () if contents.moments else read_second_moments(state, groups):
+    found = () if contents.moments else read_second_moments(state, groups)
+    for moment in found:
         place = f"{name}.state.{moment.index}"
         contents.moments.append(replace(moment, values=_take_tensor(contents, place, moment.values)))
+    return bool(found)
 
 
 def _sort_leaf(contents: Contents, name: str, value: object) -> Any:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from nandoctor.dumps.classify import choose_state, sort_contents, sort_recorded
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, open_container
-from nandoctor.dumps.recorded_format import is_recorded
-from nandoctor.dumps.signature import Provenance, check_signature
-from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.dumps.recorded_format import get, is_recorded
+from nandoctor.dumps.signature import check_signature
 from nandoctor.dumps.trees import KIND
 from nandoctor.dumps.unpickle import load_pickle
 from nandoctor.errors import DumpError
@@ -28,30 +27,18 @@ if TYPE_CHECKING:
     import torch
 
 
-def read_dump(path: str | os.PathLike[str]) -> Dump:
+def read_dump(path: str | os.PathLike[str], *, as_torch: bool = True) -> Dump:
     """Read the file at `path`; no code that it names is run.
 
     Writes to its tensors do not reach the file. Those of a file of 256 MB or more are mapped from it: the file must not
-    change while they are in use.
+    change while they are in use. Without `as_torch` it is read for `summarize` alone, and torch is not imported if all
+    of its tensors are dense.
 
     Raises:
         DumpError: the file is missing, damaged or hostile, is of another kind, or has neither weights nor arrays.
     """
-    return _read(Path(path), as_torch=True)
-
-
-def look_at_dump(path: str | os.PathLike[str]) -> Dump:
-    """Read the file for `summarize` alone, without importing torch if all of its tensors are dense.
-
-    Raises:
-        DumpError: as `read_dump`.
-    """
-    return _read(Path(path), as_torch=False)
-
-
-def _read(path: Path, *, as_torch: bool) -> Dump:
-    with named(path):
-        container = open_container(path)
+    with named(Path(path)):
+        container = open_container(Path(path))
         return _make_dump(container, _load(container), as_torch=as_torch)
 
 
@@ -113,13 +100,14 @@ def _list_objects(saved: Any) -> list[str]:
 
 
 def _make_recorded(container: Container, saved: Mapping[str, Any], *, as_torch: bool) -> Dump:
-    whole = saved
-    if saved.get("shards") is not None:
+    nbytes, data, begin = container.nbytes, memoryview(container.data), container.pickle_offset
+    if saved.get("shards"):
         from nandoctor.dumps.shards import join_shards
 
-        whole = join_shards(saved, container.path, _load_recorded)
-    nbytes = container.nbytes + _num_bytes(whole) - _num_bytes(saved)
-    contents, recorded = sort_recorded(whole, nbytes, as_torch=as_torch)
+        joined = join_shards(saved, container.path, _load_recorded)
+        saved = {**saved, "state_dict": {**get(saved, "state_dict", Mapping[str, Any], {}), **joined}}
+        nbytes += sum(tensor.nbytes for tensor in joined.values())  # which the file that was named need not have
+    contents, recorded = sort_recorded(saved, nbytes, as_torch=as_torch)
     return Dump(
         path=container.path,
         nbytes=container.nbytes,
@@ -131,22 +119,10 @@ def _make_recorded(container: Container, saved: Mapping[str, Any], *, as_torch: 
         rng_states=recorded.rng.torch_states if recorded.rng is not None else (),
         moments=tuple(contents.moments),
         recorded=recorded,
-        provenance=_check_provenance(container),
+        # By the signature over the bytes that were unpickled, and those that are mapped.
+        provenance=check_signature(data[:begin], container.pickle, data[begin + len(container.pickle) :]),
         missing=tuple(contents.left_out),
     )
-
-
-def _check_provenance(container: Container) -> Provenance:
-    """Return who wrote the file, by its signature over the bytes that are unpickled and mapped."""
-    data, begin = memoryview(container.data), container.pickle_offset
-    return check_signature(data[:begin], container.pickle, data[begin + len(container.pickle) :])
-
-
-def _num_bytes(saved: Mapping[str, Any]) -> int:
-    """Return the bytes of the weights; those joined from several files may be larger than the file that was named."""
-    state = saved.get("state_dict")
-    tensors = state.values() if isinstance(state, Mapping) else ()  # anything else is refused when it is sorted
-    return sum(value.nbytes for value in tensors if is_dense(value))
 
 
 def _load_recorded(path: Path) -> Mapping[str, Any]:

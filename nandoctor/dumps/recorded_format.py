@@ -230,7 +230,7 @@ def read_recorded(saved: Mapping[str, Any], take: Take, keep: Keep) -> Recorded:
             remedy=f"Record steps of at most {MAX_CALLS:,} calls.",
         )
     hooks: dict[Any, Hook] = {
-        GeneratorState: partial(_read_torch, keep),
+        GeneratorState: partial(read_generator, keep),
         NumpyState: _read_numpy,
         PythonState: _read_python,
         OptimizerSlots: partial(_read_slots, keep),
@@ -290,9 +290,14 @@ def _read_slots(keep: Keep, data: Any, place: str) -> dict[str, Any]:
     return {**{name: value for name, value in read.items() if is_plain_data(value)}, **dense}
 
 
-def _read_torch(keep: Keep, state: Any, place: str) -> Tensor:
+def read_generator(keep: Keep, state: Any, place: str) -> Tensor:
+    """Keep the state of one of torch's generators.
+
+    Raises:
+        DumpError: torch would refuse it.
+    """
     if not is_generator_state(state):
-        raise no_state("torch")
+        raise _no_state("torch")
     return keep(place, state)
 
 
@@ -316,12 +321,11 @@ def _accepted(set_state: Callable[[Any], None], state: tuple[Any, ...], whose: s
     try:
         set_state(state)
     except (ValueError, TypeError, OverflowError) as error:
-        raise no_state(whose) from error
+        raise _no_state(whose) from error
     return state
 
 
-def no_state(whose: str) -> DumpError:
-    """Return the error for an invalid state of a random generator."""
+def _no_state(whose: str) -> DumpError:
     return DumpError(f"the state of {whose}'s random generator in it is invalid.", remedy=AS_WRITTEN)
 
 

@@ -33,8 +33,8 @@ class Shard:
     offset: Place
 
 
-def join_shards(saved: Mapping[str, Any], path: Path, load: Load) -> Mapping[str, Any]:
-    """Return the contents with every sharded weight joined; `load` reads the file of another rank, in the same folder.
+def join_shards(saved: Mapping[str, Any], path: Path, load: Load) -> dict[str, torch.Tensor]:
+    """Return every sharded weight joined; `load` reads the file of another rank, in the same folder.
 
     Raises:
         DumpError: a rank's file is missing or of another step, or the parts do not make up the weight.
@@ -43,14 +43,13 @@ def join_shards(saved: Mapping[str, Any], path: Path, load: Load) -> Mapping[str
     parts: dict[str, dict[Place, Any]] = {name: {} for name in shapes}
     for contents, file in _files_of_ranks(saved, path, load):
         _add_parts(parts, contents, file)
-    missing = [name for name in shapes if not _is_whole(shapes[name], parts[name])]
-    if missing:
-        raise DumpError(
-            f"it holds only a part of the weights, and the files beside it have not all of {brief(missing[0])}.",
-            remedy=_TAKE_ALL,
-        )
-    joined = {name: _join(name, shape, parts[name]) for name, shape in shapes.items()}
-    return {**saved, "state_dict": {**get(saved, "state_dict", Mapping[str, Any], {}), **joined}}
+    for name, shape in shapes.items():
+        if sum(part.numel() for part in parts[name].values()) != math.prod(shape):
+            raise DumpError(
+                f"it holds only a part of the weights, and the files beside it have not all of {brief(name)}.",
+                remedy=_TAKE_ALL,
+            )
+    return {name: _join(name, shape, parts[name]) for name, shape in shapes.items()}
 
 
 def _shards_of(saved: Mapping[str, Any]) -> Mapping[str, Shard]:
@@ -85,10 +84,6 @@ def _add_parts(parts: Mapping[str, dict[Place, Any]], contents: Mapping[str, Any
         if nbytes_left < 0:
             raise DumpError(f"{brief(file.name)} claims more weights than it holds.", remedy=_TAKE_ALL)
         parts[name].setdefault(shard.offset, part)
-
-
-def _is_whole(shape: tuple[int, ...], parts: Mapping[Place, Any]) -> bool:
-    return bool(sum(part.numel() for part in parts.values()) == math.prod(shape))
 
 
 def _join(name: str, shape: tuple[int, ...], parts: Mapping[Place, Any]) -> torch.Tensor:

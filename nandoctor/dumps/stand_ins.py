@@ -98,11 +98,6 @@ def _of_kind(base: type[Record], kind: str) -> type[Record]:
     return type(base.__name__, (base,), {"kind": kind})
 
 
-def _make_ordered() -> OrderedDict[Any, Any]:
-    """Return an ordered dict: its items come after the call, where their keys are checked."""
-    return OrderedDict()
-
-
 def _encode(text: str, codec: str) -> bytes:
     """Stand in for `_codecs.encode`, which pickle calls for bytes; the unpickler has counted one byte per letter.
 
@@ -143,7 +138,7 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     # Called for the content of an empty array; called with a number it would fill memory.
     "builtins.bytes": lambda: b"",
     "_codecs.encode": _encode,
-    "collections.OrderedDict": _make_ordered,
+    "collections.OrderedDict": lambda: OrderedDict(),  # noqa: PLW0108  (keys in arguments would not be checked)
     "collections.defaultdict": lambda *_: {},
     "collections.deque": lambda *_: [],
     "builtins.getattr": lambda *_: Record,  # by which protocol 2 names a nested class, or the method of a time zone
@@ -173,12 +168,13 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
 _REBUILDS = [function for name, function in _STAND_INS.items() if name.startswith("torch._utils._rebuild_")]
 
 
-def find_stand_in(name: str) -> object:
+def find_stand_in(module: str, attribute: str) -> object:
     """Return the stand-in for the class, function or value of this name: if none is in the table, a record of its own.
 
     Classes of projects and libraries become records of their attributes and items, such as torch's modules and a
     configuration; a function becomes a record without any. Nothing is looked up by its name.
     """
+    name = f"{_PYTHON2_MODULES.get(module, module)}.{attribute}"
     module, _, attribute = name.rpartition(".")
     if name in _STAND_INS:
         return _STAND_INS[name]
@@ -189,8 +185,3 @@ def find_stand_in(name: str) -> object:
     if _BOOKKEEPING.fullmatch(name):
         return _Opaque
     return _of_kind(_UserDict if attribute in _USER_DICTS else Record, name)
-
-
-def join_name(module: str, name: str) -> str:
-    """Return the name of a global as Python 3 knows it."""
-    return f"{_PYTHON2_MODULES.get(module, module)}.{name}"

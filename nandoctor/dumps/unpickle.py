@@ -13,7 +13,7 @@ from io import BytesIO
 from typing import Any, ClassVar
 
 from nandoctor.dumps.file_type import Container, damaged, hostile
-from nandoctor.dumps.stand_ins import Record, find_stand_in, join_name
+from nandoctor.dumps.stand_ins import Record, find_stand_in
 from nandoctor.dumps.stored_tensor import PickledArray, PickledDtype, StorageKind, StoredStorage
 from nandoctor.errors import DumpError
 
@@ -166,19 +166,18 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
         super().__init__(stream, encoding="utf-8")
         self.dispatch = _Instructions(self.dispatch)  # type: ignore[misc] # each pickle has its own count
         self._data, self._members = memoryview(container.data), container.storages
-        self._found: dict[str, Any] = {}
+        self._found: dict[tuple[str, str], Any] = {}
         self._storages: dict[str, object] = {}
         self._num_chosen_left = _MAX_CHOSEN_KEYS
         self._num_copied_left = _COPIED_FLOOR + _COPIED_PER_BYTE * len(container.pickle)
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for the class or function."""
-        name = join_name(module, name)
-        if name not in self._found:
-            self._found[name] = find_stand_in(name)
+        if (module, name) not in self._found:
+            self._found[module, name] = find_stand_in(module, name)
             if len(self._found) > _MAX_NAMES:
                 raise hostile(f"it names more than {_MAX_NAMES:,} classes and functions")
-        return self._found[name]
+        return self._found[module, name]
 
     def persistent_load(self, reference: Any) -> object:
         """Return the storage that is referred to; each is made once, and must be as long as its tensors say."""

@@ -35,7 +35,7 @@ from wording import plain_text
 
 from nandoctor.case import replay
 from nandoctor.dumps.dump import summarize
-from nandoctor.dumps.reader import look_at_dump, read_dump
+from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import NanDoctorError
 from nandoctor.views.document import document
@@ -235,7 +235,7 @@ def make(kind, number, files):
 
 def examine(path):
     """All that a user would do with a file from somebody else; raises what the user would see."""
-    plain_text(document(summarize(look_at_dump(path))))
+    plain_text(document(summarize(read_dump(path, as_torch=False))))
     dump = read_dump(path)
     try:
         if not dump.provenance.own:
