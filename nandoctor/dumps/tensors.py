@@ -44,14 +44,9 @@ def _to_sparse(stored: StoredSparse) -> torch.Tensor:
     return tensor
 
 
-def stored_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements that are stored: the tensor itself, or the values of a sparse one."""
-    return tensor if tensor.layout is torch.strided else sparse_values(tensor)
-
-
 def comparable_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the stored numbers in a dtype that torch can compare: a complex one as two."""
-    values = stored_values(tensor)
+    """Return the stored numbers in a dtype that torch can compare: those of a sparse tensor, a complex one as two."""
+    values = tensor if tensor.layout is torch.strided else sparse_values(tensor)
     if values.is_complex():
         return torch.view_as_real(values.resolve_conj())
     is_fp8 = values.is_floating_point() and values.element_size() == 1
@@ -75,18 +70,11 @@ def as_stored(values: torch.Tensor) -> torch.Tensor:
     return stored.permute(sorted(range(stored.dim()), key=stored.stride().__getitem__, reverse=True))
 
 
-def largest_magnitude(tensor: torch.Tensor) -> float:
-    """Return the largest magnitude of all elements, NaN if one is NaN; 0 for integers and for no elements."""
-    values = comparable_values(tensor.detach())  # a saved output may still require its gradient
-    if not values.is_floating_point() or not values.numel():
-        return 0.0
-    # aminmax propagates NaN and both infinities, so a finite tensor costs one pass and no mask.
-    return max(abs(float(bound)) for bound in torch.aminmax(as_stored(values)))
-
-
 def count_nonfinite(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Return how many elements are NaN, +inf and -inf; a complex number counts as its two parts."""
-    if math.isfinite(largest_magnitude(tensor)):
-        return 0, 0, 0
     values = comparable_values(tensor.detach())
+    # aminmax propagates NaN and both infinities, so a finite tensor costs one pass and no mask.
+    has_numbers = values.is_floating_point() and values.numel() > 0
+    if not has_numbers or all(math.isfinite(bound) for bound in torch.aminmax(as_stored(values))):
+        return 0, 0, 0
     return int(values.isnan().sum()), int(values.isposinf().sum()), int(values.isneginf().sum())

@@ -17,7 +17,7 @@ from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.tensors import comparable_values
 from nandoctor.engine.module_state import list_nonfinite_state
 from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, FailingStep, Outcome, Watch
-from nandoctor.engine.saved_outputs import SavedOutputs, are_round, is_finite_array
+from nandoctor.engine.saved_outputs import SavedOutputs, are_round
 from nandoctor.engine.user_code import WRONG_CALL
 from nandoctor.errors import DumpError, ModelError
 from nandoctor.evidence.formats import BF16, EDGE, FP16, FP32
@@ -375,7 +375,7 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
 
 def _run(step: FailingStep, preparation: Preparation, *, backward: bool) -> Outcome:
     saved = preparation.outputs.graded
-    will_fail = saved is not None and not is_finite_array(saved[1])
+    will_fail = saved is not None and not all_finite(saved[1])
     watch = replace(CLOSELY, stage="replay") if will_fail else MODULES_ONLY
     if not backward:
         return step.run(watch=watch)

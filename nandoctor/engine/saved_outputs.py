@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from nandoctor.dumps.tensors import comparable_values
-
 _BITS_OF_ANY = 5
 """bf16 has 8 significant bits; a value rounded to 8 bits fits 5 with a chance of one in eight."""
 
@@ -31,12 +29,6 @@ class SavedOutputs:
     def array(self) -> torch.Tensor | None:
         """The saved array to compare with; None if there is none, or only a single number."""
         return self.graded[1] if self.graded is not None and self.graded[0] in self.names else None
-
-
-def is_finite_array(array: torch.Tensor) -> bool:
-    """Return True if all stored values are finite; integers always are."""
-    values = comparable_values(array)
-    return not values.is_floating_point() or bool(torch.isfinite(values).all())
 
 
 def is_flags(array: torch.Tensor) -> bool:

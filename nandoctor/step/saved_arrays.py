@@ -16,15 +16,15 @@ from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Autocast
-from nandoctor.dumps.tensors import stored_values
+from nandoctor.dumps.tensors import comparable_values
 from nandoctor.dumps.trees import Slot, slots
-from nandoctor.engine.saved_outputs import SavedOutputs, are_round, is_finite_array
+from nandoctor.engine.saved_outputs import SavedOutputs, are_round
 from nandoctor.errors import DumpError
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
 from nandoctor.step.input_binding import required_names
 from nandoctor.step.recorded_step import make_batch
 from nandoctor.step.settings import Settings
-from nandoctor.tracing.tensor_stats import format_of
+from nandoctor.tracing.tensor_stats import all_finite, format_of
 from nandoctor.trees import walk
 
 _CONTAINERS = (dict, list, tuple)
@@ -113,7 +113,7 @@ def find_outputs(
         # The largest floating-point array first.
         names = [name for name in dump.arrays if name.partition(".")[0] == "output"]
         names.sort(key=lambda name: (not dump.arrays[name].is_floating_point(), -dump.arrays[name].numel()))
-        first = next((name for name in names if not is_finite_array(dump.arrays[name])), next(iter(names), None))
+        first = next((name for name in names if not all_finite(dump.arrays[name])), next(iter(names), None))
     else:
         taken = {*required_names(model), *(item.rpartition("=")[2] for item in settings.inputs)}
         names = saved_outputs(dump.arrays, settings.output, taken=taken, read=names_read(functions, dump.arrays))
@@ -135,9 +135,9 @@ def with_unclaimed(outputs: SavedOutputs, dump: Dump, used: Collection[str], rea
     if dump.is_recorded or outputs.array is not None:
         return outputs
     floats = [(name, item) for name, item in dump.arrays.items() if name not in used and item.is_floating_point()]
-    found = [(name, item) for name, item in floats if name not in read or not is_finite_array(item)]
-    found.sort(key=lambda named: (is_finite_array(named[1]), role_of(named[0]) != "unknown"))
-    from_output = [(name, item) for name, item in floats if used and name in read and is_finite_array(item)]
+    found = [(name, item) for name, item in floats if name not in read or not all_finite(item)]
+    found.sort(key=lambda named: (all_finite(named[1]), role_of(named[0]) != "unknown"))
+    from_output = [(name, item) for name, item in floats if used and name in read and all_finite(item)]
     return replace(outputs, perhaps=tuple(found), read=tuple(from_output))
 
 
@@ -160,7 +160,7 @@ def saved_outputs(
         DumpError: `key` names no array, and there is no saved output that it could be a field of.
     """
     named = [name for name in arrays if role_of(name) == "output" and name not in taken]
-    named.sort(key=lambda name: is_finite_array(arrays[name]))
+    named.sort(key=lambda name: all_finite(arrays[name]))
     if key is not None and key in arrays:
         return [key, *(name for name in named if name != key)]
     if named:
@@ -171,7 +171,7 @@ def saved_outputs(
             remedy=f"--output takes the name of the saved output: {', '.join(arrays) or '(there are no arrays)'}.",
         )
     unknown = (name for name in arrays if role_of(name) == "unknown" and name not in {*taken, *read})
-    return [name for name in unknown if not is_finite_array(arrays[name])]
+    return [name for name in unknown if not all_finite(arrays[name])]
 
 
 def _saved_number(dump: Dump) -> tuple[str, torch.Tensor] | None:
@@ -248,7 +248,7 @@ def _computed_in(saved: torch.Tensor) -> FloatFormat | None:
         return format_of(saved.dtype)
     if saved.dtype is not torch.float32:
         return None
-    values = stored_values(saved.detach()).flatten()
+    values = comparable_values(saved.detach()).flatten()
     values = values[torch.isfinite(values)]
     if torch.unique(values[~are_round(values)]).numel() < _ENOUGH:
         return None

@@ -23,7 +23,6 @@ from torch.nn.parameter import is_lazy
 from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import ModuleCasts, Recorded
-from nandoctor.dumps.tensors import count_nonfinite
 from nandoctor.dumps.weights import read_weights
 from nandoctor.errors import DumpError
 from nandoctor.file_memory import cast_to_file
@@ -96,7 +95,7 @@ def _num_fitting(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tens
 def nonfinite_state(dump: Dump) -> Dump:
     """Return the dump with the first of its state dicts that holds non-finite values; if none does, unchanged."""
     for name, state in ((dump.state_name, dump.state), *dump.other_states.items()):
-        if any(any(count_nonfinite(tensor)) for tensor in state.values()):
+        if not all(map(all_finite, state.values())):
             return replace(dump, state=state, state_name=name)
     return dump
 
