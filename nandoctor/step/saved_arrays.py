@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from nandoctor.dumps.trees import Slot, slots
 from nandoctor.engine.saved_outputs import SavedOutputs, are_round
 from nandoctor.errors import DumpError
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
+from nandoctor.step.binding import Offer
 from nandoctor.step.input_binding import required_names
 from nandoctor.step.recorded_step import make_batch
 from nandoctor.step.settings import Settings
@@ -35,16 +36,13 @@ MakeBatch = Callable[[Mapping[str, torch.Tensor]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBatch:
-    """Every array of a dump on the replay's device, and what may go into the model.
+    """Every array of a dump on the replay's device, and the `offer` of those that may go into the model: no outputs.
 
-    That is, by name: the `inputs` (arrays that are not outputs), the plain `scalars`, and the `containers` of both, as
-    trees. `make` builds the batch that the user's loss or call receives.
+    `make` builds the batch that the user's loss or call receives.
     """
 
     arrays: Mapping[str, torch.Tensor]
-    inputs: Mapping[str, torch.Tensor]
-    scalars: Mapping[str, Any]
-    containers: Mapping[str, Any]
+    offer: Offer
     make: MakeBatch
     notes: tuple[str, ...]
 
@@ -67,11 +65,10 @@ def read_batch(dump: Dump, model: nn.Module, outputs: Collection[str], device: t
         for place, item in walk(dump.tree)
         if place and isinstance(item, _CONTAINERS)
     ]
+    containers = {name: item for name, item, arrays in found if arrays and not arrays.intersection(outputs)}
     return SavedBatch(
         arrays=arrays,
-        inputs=inputs,
-        scalars=dump.scalars,
-        containers={name: item for name, item, arrays in found if arrays and not arrays.intersection(outputs)},
+        offer=Offer(values={**dump.scalars, **inputs}, arrays=list(inputs), containers=containers),
         make=_batch_maker(dump, inputs, device),
         notes=tuple(
             f"{name} was saved as float64 and passed to the model as float32, its own precision." for name in narrowed
@@ -124,21 +121,6 @@ def find_outputs(
     parts = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in first.split(".")[1:])
     place = settings.output or (parts.removeprefix(".") if dump.is_recorded else None)
     return SavedOutputs(names=tuple(names), graded=(first, dump.arrays[first]), field=place)
-
-
-def with_unclaimed(outputs: SavedOutputs, dump: Dump, used: Collection[str], read: Collection[str]) -> SavedOutputs:
-    """Add the arrays that may be the output, whatever their names, if no name shows which it is.
-
-    The call takes those `used`, or all if there are none. Of those that a function of the user has `read`, a finite one
-    is an output only where the loss may have read it from there.
-    """
-    if dump.is_recorded or outputs.array is not None:
-        return outputs
-    floats = [(name, item) for name, item in dump.arrays.items() if name not in used and item.is_floating_point()]
-    found = [(name, item) for name, item in floats if name not in read or not all_finite(item)]
-    found.sort(key=lambda named: (all_finite(named[1]), role_of(named[0]) != "unknown"))
-    from_output = [(name, item) for name, item in floats if used and name in read and all_finite(item)]
-    return replace(outputs, perhaps=tuple(found), read=tuple(from_output))
 
 
 def names_read(functions: Collection[Callable[..., Any] | None], arrays: Collection[str]) -> frozenset[str]:

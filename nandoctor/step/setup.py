@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from nandoctor.autocast.literals import cuda_code
 from nandoctor.autocast.op_lists import describe_lists
 from nandoctor.autocast.policy import LOW_DTYPES, Policy
+from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.code_request import read_option
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
@@ -34,7 +35,6 @@ from nandoctor.engine.saved_outputs import SavedOutputs
 from nandoctor.engine.starting_state import Mode, Randomness
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.machine import memory_of, return_freed_memory
-from nandoctor.step.binding import Offer
 from nandoctor.step.building_calls import find_building, suggest_model
 from nandoctor.step.code_references import (
     build_loss,
@@ -66,12 +66,11 @@ from nandoctor.step.saved_arrays import (
     names_read,
     read_batch,
     weight_dtype,
-    with_unclaimed,
 )
 from nandoctor.step.settings import Settings
 from nandoctor.step.weights import add_casts, cast_weights, fit_state, registered_state
 from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
-from nandoctor.tracing.tensor_stats import format_of
+from nandoctor.tracing.tensor_stats import all_finite, format_of
 
 NUM_EXTRA_SEEDS = 3
 _UNFILLED_NBYTES = 16 << 20
@@ -284,39 +283,49 @@ def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Setting
                 takes_all=True,
             )
         ]
-    values = {**batch.scalars, **batch.inputs}
-    offer = Offer(values=values, arrays=list(batch.inputs), containers=batch.containers)
     if settings.inputs:
-        return [bind_inputs(settings.inputs, offer)]
+        return [bind_inputs(settings.inputs, batch.offer)]
     if dump.recorded.calls:
         return [bind_calls(dump.recorded, torch.device(settings.device), dump.missing)]
-    return find_bindings(code.model, offer)
+    return find_bindings(code.model, batch.offer)
 
 
 def _with_unclaimed(
     outputs: SavedOutputs, dump: Dump, code: _Code, binding: Binding, used: Collection[str]
 ) -> SavedOutputs:
-    """Add the arrays that may be the output; a function that is given everything uses what it reads by name."""
-    if not binding.takes_all:
-        return with_unclaimed(outputs, dump, used, names_read((code.loss,), dump.arrays))
-    caller = code.call or getattr(code.model.forward, "__func__", None)
-    read = names_read((caller,), dump.arrays) or dump.arrays  # it may read all of them in a loop
-    return with_unclaimed(outputs, dump, (), {*read, *names_read((code.loss,), dump.arrays)})
+    """Add the arrays that may be the output, whatever their names, if no name shows which it is.
+
+    The call takes those `used`; a function that is given everything uses what it reads by name. Of those that the loss
+    reads, a finite one is an output only where the loss may have read it from there.
+    """
+    if dump.is_recorded or outputs.array is not None:
+        return outputs
+    read = {*names_read((code.loss,), dump.arrays)}
+    if binding.takes_all:
+        caller, used = code.call or getattr(code.model.forward, "__func__", None), ()
+        read.update(names_read((caller,), dump.arrays) or dump.arrays)  # it may read all of them in a loop
+    floats = [(name, item) for name, item in dump.arrays.items() if name not in used and item.is_floating_point()]
+    found = [(name, item) for name, item in floats if name not in read or not all_finite(item)]
+    found.sort(key=lambda named: (all_finite(named[1]), role_of(named[0]) != "unknown"))
+    from_output = [(name, item) for name, item in floats if used and name in read and all_finite(item)]
+    return replace(outputs, perhaps=tuple(found), read=tuple(from_output))
 
 
 def _make_step(
     binding: Binding, dump: Dump, code: _Code, batch: SavedBatch, settings: Settings, policy: Policy
 ) -> FailingStep:
     """Return the step with the model called in this way."""
-    model, device = code.model, torch.device(settings.device)
-    plain = {name: batch.scalars[name] for name in binding.arrays if name in batch.scalars and name not in batch.arrays}
-    trees = {name: batch.containers[name] for name in binding.arrays if name in batch.containers}
-    used = frozenset({*binding.arrays, *slots(trees)}.intersection(batch.inputs))
+    model, device, containers = code.model, torch.device(settings.device), batch.offer.containers
+    trees = {name: containers[name] for name in binding.arrays if name in containers}
+    used = frozenset({*binding.arrays, *slots(trees)}.intersection(batch.offer.arrays))
+
+    def value(name: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+        if name in tensors:
+            return tensors[name]
+        return fill(trees[name], tensors, device) if name in trees else batch.offer.values[name]
 
     def forward(tensors: Mapping[str, torch.Tensor]) -> Any:
-        chosen = {name: tensors[name] for name in binding.arrays if name in tensors}
-        filled = {name: fill(tree, tensors, device) for name, tree in trees.items() if name not in chosen}
-        return binding.forward(model, {**plain, **filled, **chosen})
+        return binding.forward(model, {name: value(name, tensors) for name in binding.arrays})
 
     dtype = weight_dtype(dump.state)
     arrays = dict(batch.arrays)
@@ -342,26 +351,21 @@ def find_device(name: str) -> torch.device:
     Raises:
         NanDoctorError: there is none, inference mode is on, or tensors are made on another device.
     """
-    device = torch.device(name)
+    device, default = torch.device(name), default_device()
     if device.type == "cuda" and not torch.cuda.is_available():
         raise NanDoctorError(
             "This machine has no CUDA device that torch can use.",
             remedy="Leave --device out: the CPU replays a CUDA run with CUDA's own autocast lists.",
         )
-    _require_real_tensors(device)
-    return device
-
-
-def _require_real_tensors(device: torch.device) -> None:
     if torch.is_inference_mode_enabled():
         raise NanDoctorError(
             "torch.inference_mode() is on, and a replay runs the backward pass.",
             remedy="Call nandoctor outside of it; torch.no_grad() is no obstacle.",
         )
-    default = default_device()
     if default.type not in ("cpu", device.type):
         empty = ", where they hold no numbers" if default.type == "meta" else ""
         raise NanDoctorError(
             f"New tensors are made on the device {default.type!r}{empty}, and the replay runs on {str(device)!r}.",
             remedy='Call nandoctor outside of `with torch.device(...)`, and reset torch.set_default_device("cpu").',
         )
+    return device
