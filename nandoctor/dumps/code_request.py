@@ -14,7 +14,7 @@ from typing import Any
 
 from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.trees import KIND, holds_objects, is_plain_data
-from nandoctor.source_files import ASSIGNED, defines, hash_of, installed_path, own_source
+from nandoctor.source_files import ASSIGNED, defines, hash_of
 from nandoctor.text import brief, printable
 
 _MAX_SHOWN = 20
@@ -76,9 +76,8 @@ def _may_be_offered(reference: Reference, *, own: bool, assigned: bool = False) 
         return False
     if not reference.file and reference.module in ("", "__main__"):
         return True
-    path = own_source(reference.file) if reference.file else installed_path(reference.module)
     kinds = (ast.ClassDef, ast.FunctionDef, *(ASSIGNED if assigned else ())) if reference.file else (ast.ClassDef,)
-    return own if path is None else defines(path, reference.name, kinds)
+    return own if (path := reference.source) is None else defines(path, reference.name, kinds)
 
 
 def _is_pythons(reference: Reference) -> bool:
@@ -90,7 +89,7 @@ def _whereabouts(reference: Reference) -> str:
         return "a part of Python, which has no models or losses: do not run it"
     if not reference.file:
         return "an installed package" if reference.module not in ("", "__main__") else "typed into a console"
-    path = own_source(reference.file)
+    path = reference.source
     if path is None:
         return "not a file in this folder"
     if not reference.sha256:

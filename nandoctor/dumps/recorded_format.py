@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NewType, TypeGuard
 
 import numpy as np
@@ -20,7 +21,7 @@ from nandoctor.dumps.trees import AS_WRITTEN, KIND, is_plain_data, name_tensors,
 from nandoctor.errors import DumpError
 from nandoctor.evidence.codec import Hook, MisfitError, from_plain
 from nandoctor.evidence.dump_summary import OptimizerUpdate
-from nandoctor.source_files import SourceHash
+from nandoctor.source_files import SourceHash, installed_path, own_source
 from nandoctor.text import brief, dtype_name
 
 if TYPE_CHECKING:
@@ -117,6 +118,11 @@ class Reference:
         dotted = self.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         in_package = "." in self.module and self.module == dotted
         return f"{self.module if not self.file or in_package else self.file}:{self.name}"
+
+    @property
+    def source(self) -> Path | None:
+        """Its file in the working directory or, if no file is named, in an installed package; None if not there."""
+        return own_source(self.file) if self.file else installed_path(self.module)
 
     @property
     def can_be_named(self) -> bool:

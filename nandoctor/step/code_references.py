@@ -26,7 +26,7 @@ from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.trees import is_plain_data
 from nandoctor.errors import ModelError, UnapprovedCodeError
-from nandoctor.source_files import defines_code, find_typed, hash_of, installed_path, own_source
+from nandoctor.source_files import defines_code, find_typed, hash_of
 from nandoctor.step.argument_objects import Source, find_standard, make_argument, make_config
 from nandoctor.step.model_loading import ModelSource, build_model, find_attribute
 from nandoctor.step.settings import Settings
@@ -144,10 +144,10 @@ def _name_of_loss(reference: Reference) -> str:
 
 def describe_code_change(reference: Reference | None) -> list[str]:
     """Return a note if the source differs from the training's, whose hash was recorded."""
-    source = None if reference is None else _find_source(reference)
-    if reference is None or source is None or not reference.sha256 or hash_of(source) == reference.sha256:
+    if reference is None or not reference.sha256:
         return []
-    return [f"{brief(reference.file or reference.module)} has changed since the training."]
+    is_same = (source := reference.source) is None or hash_of(source) == reference.sha256
+    return [] if is_same else [f"{brief(reference.file or reference.module)} has changed since the training."]
 
 
 def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> Any:
@@ -164,7 +164,7 @@ def _why_not_imported(reference: Reference, provenance: Provenance) -> str:
     if not reference.file and reference.module == "__main__":
         typed = find_typed(reference.module, reference.name)
         return "it was typed into a notebook or console, where nandoctor.replay(FILE) finds it" if typed is None else ""
-    source = _find_source(reference)
+    source = reference.source
     if source is None and reference.file:
         return f"{brief(reference.file)} is not in the working directory"
     if source is None:
@@ -178,15 +178,9 @@ def _import(reference: Reference) -> Any:
     """Return the class or function, which `_why_not_imported` has found."""
     if not reference.file and reference.module == "__main__":
         return find_typed(reference.module, reference.name)
-    source = own_source(reference.file)
-    if source is None:
-        return find_attribute(reference.spec, directory=None)
-    return find_attribute(f"{source}:{reference.name}")
-
-
-def _find_source(reference: Reference) -> Path | None:
-    """Return the referenced file in the working directory or, if no file is named, in an installed package."""
-    return own_source(reference.file) if reference.file else installed_path(reference.module)
+    if reference.file:
+        return find_attribute(f"{reference.source}:{reference.name}")
+    return find_attribute(reference.spec, directory=None)
 
 
 def _needs_approval(reference: Reference, dump: Path, why: str, *, own: bool = True) -> ModelError:
