@@ -15,12 +15,10 @@ from nandoctor.dumps.stored_tensor import (
     PickledArray,
     StoredTensor,
     TorchName,
-    claimed_nbytes,
     is_array,
     is_bytes,
     is_dense,
     is_tensor,
-    numbers_of,
     why_unread,
 )
 from nandoctor.dumps.trees import AS_WRITTEN, KIND, MAX_NAME, Slot, name_tensors, too_large
@@ -268,28 +266,24 @@ def _take_tensor(contents: Contents, name: str, value: Any) -> Any:
             remedy="Save dense tensors in the format that the model computes in (tensor.dequantize(), "
             "tensor.to_padded_tensor(0.0), tensor.resolve_conj()), and weights after they were loaded.",
         )
-    contents.claimed_nbytes += claimed_nbytes(value)
+    tensor: Any = value if is_tensor(value) else value.to_tensor()
+    contents.claimed_nbytes += tensor.nbytes
     if contents.claimed_nbytes > max(_CLAIM_FLOOR, _MAX_CLAIM_PER_BYTE * contents.nbytes):
         raise DumpError(
             f"its tensors claim {byte_size(contents.claimed_nbytes)}, up to {name!r}, but the file has "
             f"{byte_size(contents.nbytes)}.",
             remedy="Save expanded tensors with .contiguous(); do not open the file if you do not know who wrote it.",
         )
+    if isinstance(tensor, StoredTensor) and not (contents.as_torch or tensor.needs_torch):
+        return tensor
+    from nandoctor.dumps.tensors import to_torch  # noqa: PLC0415 (`inspect` imports no torch)
+
     try:
-        return _adopt(value if is_tensor(value) else numbers_of(value), as_torch=contents.as_torch)
+        return to_torch(tensor)
     except (RuntimeError, TypeError, ValueError) as error:  # of torch, for the parts of a sparse tensor
         raise DumpError(
             f"{name!r} cannot be rebuilt ({brief(str(error))}).", remedy="If it is damaged, copy the file again."
         ) from error
-
-
-def _adopt(tensor: Any, *, as_torch: bool) -> Any:
-    """Return the tensor as torch's, if that is wanted or only torch can read it."""
-    if isinstance(tensor, StoredTensor) and not (as_torch or tensor.needs_torch):
-        return tensor
-    from nandoctor.dumps.tensors import to_torch  # noqa: PLC0415 (`inspect` imports no torch)
-
-    return to_torch(tensor)
 
 
 def _join(name: str, part: str) -> str:

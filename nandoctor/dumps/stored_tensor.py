@@ -81,8 +81,8 @@ class PickledArray:
         code = self.dtype.code if isinstance(self.dtype, PickledDtype) else None
         return code if isinstance(code, str) else None
 
-    def to_numpy(self) -> NDArray[Any]:
-        """Return the array itself, read-only and in the file's byte order.
+    def to_tensor(self) -> StoredTensor:
+        """Return the array as a tensor in this machine's byte order.
 
         Raises:
             DumpError: the bytes do not make an array of this shape and type.
@@ -93,12 +93,14 @@ class PickledArray:
             if not (order in _BYTE_ORDERS and type(shape) is tuple and type(data) is bytes):
                 raise TypeError
             dtype = np.dtype(f"{order}{self.dtype.code}")
-            array: NDArray[Any] = np.ndarray(shape, dtype, data, order="F" if self.fortran_order is True else "C")
-            if array.nbytes != len(data):
+            found: NDArray[Any] = np.ndarray(shape, dtype, data, order="F" if self.fortran_order is True else "C")
+            if found.nbytes != len(data):
                 raise ValueError
         except (TypeError, ValueError, OverflowError) as error:
             raise damaged("the shape, the type and the bytes of an array contradict each other") from error
-        return array
+        # torch accepts neither big-endian arrays nor negative strides, and must not write to the bytes of a pickle.
+        native = np.array(found, dtype.newbyteorder("="), order="C")
+        return StoredTensor(raw=native, dtype=TorchName(name=f"torch.{native.dtype}"), address=-id(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,15 +234,11 @@ class UnreadTensor:
     kind: str
 
 
-def _is_torchs(value: object) -> bool:
-    """Return True for a tensor of torch, which need not be imported."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    """Return True for a tensor, or a stand-in for one."""
-    return isinstance(value, (StoredTensor, StoredSparse, UnreadTensor)) or _is_torchs(value)
+    """Return True for a tensor of torch, which need not be imported, or a stand-in for one."""
+    torch = sys.modules.get("torch")
+    is_torchs = torch is not None and isinstance(value, torch.Tensor)
+    return is_torchs or isinstance(value, (StoredTensor, StoredSparse, UnreadTensor))
 
 
 def is_array(value: object) -> bool:
@@ -267,27 +265,6 @@ def why_unread(tensor: Any) -> str:
     if tensor.is_meta or tensor.is_nested:
         return META if tensor.is_meta else NESTED
     return "" if dtype_name(tensor.dtype) in COMPUTED_DTYPES else f"a tensor of {tensor.dtype}"
-
-
-def numbers_of(array: PickledArray) -> StoredTensor:
-    """Return an array as a tensor in this machine's byte order.
-
-    Raises:
-        DumpError: the file contradicts itself about it.
-    """
-    found = array.to_numpy()
-    # torch accepts neither big-endian arrays nor negative strides, and must not write to the bytes of a pickle.
-    native = np.array(found, found.dtype.newbyteorder("="), order="C")
-    return StoredTensor(raw=native, dtype=TorchName(name=f"torch.{native.dtype}"), address=-id(array))
-
-
-def claimed_nbytes(value: Any) -> int:
-    """Return the bytes of all elements that an array or tensor claims to have."""
-    if isinstance(value, PickledArray):
-        return len(value.data) if isinstance(value.data, bytes) else 0
-    if _is_torchs(value):
-        return value.numel() * value.element_size() if str(value.layout) == "torch.strided" else 0
-    return int(value.nbytes)
 
 
 def is_generator_state(state: Any) -> bool:
