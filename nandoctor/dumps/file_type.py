@@ -39,6 +39,8 @@ _MAPPED_NBYTES = 256 << 20  # from this size on files are mapped, and a replay l
 _COPY_AGAIN = (
     "Copy it again from where it was written; if that one is short too, the disk was full or the run was killed."
 )
+_BEYOND = "a part of it reaches beyond its end"
+_CUT_SHORT = "it is incomplete, or its zip directory is missing"
 _SAVE_AGAIN = 'Save the step with torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).'
 _SAVE_ARRAYS = 'Save its arrays anew: torch.save(dict(numpy.load(path)), "batch.pth").'
 _SAVE_ANEW = "Save it anew: torch.save(torch.load(path, weights_only=True), path)."
@@ -231,7 +233,7 @@ def _find_members(data: mmap.mmap) -> dict[str, Member]:
     except MemoryError:
         raise
     except Exception as error:  # a damaged directory makes zipfile raise nearly anything
-        raise _cut_short() from error
+        raise damaged(_CUT_SHORT) from error
     for entry in entries:
         _check_entry(entry)
     if entries and min(entry.header_offset for entry in entries) != 0:
@@ -252,7 +254,7 @@ def _check_directory(data: mmap.mmap) -> None:
     tail = data[-(_MAX_COMMENT + _END_NBYTES + _END64_NBYTES + 20) :]
     end = tail.rfind(_END)
     if end < 0 or len(tail) - end < _END_NBYTES:
-        raise _cut_short()
+        raise damaged(_CUT_SHORT)
     size = int.from_bytes(tail[end + 12 : end + 16], "little")
     end64 = tail.rfind(_END64, 0, end)
     if end64 >= 0:
@@ -272,22 +274,18 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
             remedy="Unpack the archive, and pack it again without compression: zip -0 -r FILE.pth FOLDER.",
         )
     if entry.file_size != entry.compress_size:
-        raise damaged("a part of it reaches beyond its end")
+        raise damaged(_BEYOND)
 
 
 def _locate(data: mmap.mmap, entry: zipfile.ZipInfo) -> Member:
     """Return the member's place by its own header, which must have the same name as the directory."""
     if not 0 <= entry.header_offset <= len(data) - entry.file_size - _LOCAL_HEADER.size:
-        raise damaged("a part of it reaches beyond its end")
+        raise damaged(_BEYOND)
     magic, *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack_from(data, entry.header_offset)
     start = entry.header_offset + _LOCAL_HEADER.size
     name, offset = data[start : start + name_nbytes], start + name_nbytes + extra_nbytes
     if magic != _ZIP_MAGIC or name != entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437"):
         raise damaged("a part of it is not where its zip directory says")
     if offset > len(data) - entry.file_size:
-        raise damaged("a part of it reaches beyond its end")
+        raise damaged(_BEYOND)
     return Member(offset=offset, nbytes=entry.file_size, crc32=entry.CRC)
-
-
-def _cut_short() -> DumpError:
-    return damaged("it is incomplete, or its zip directory is missing")

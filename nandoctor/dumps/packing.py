@@ -73,8 +73,8 @@ def pack(value: Any, name: str, *, kinds: bool = False) -> Packed:
     return Packed(
         tree=tree,
         notes=tuple(packer.notes),
-        tensors=tuple((tensor, version_of(tensor)) for tensor in packer.tensors),
-        differentiable=tuple(packer.differentiable),
+        tensors=tuple((tensor, version_of(tensor)) for tensor, _ in packer.tensors),
+        differentiable=tuple(index for index, (_, wants_gradient) in enumerate(packer.tensors) if wants_gradient),
     )
 
 
@@ -83,19 +83,18 @@ class _Packer:
     kinds: bool
     entered: dict[int, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    differentiable: list[int] = field(default_factory=list)
+    tensors: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
 
     def pack(self, value: Any, name: str, depth: int) -> Any:
         if type(value) in _PLAIN:
             return value
         if type(value) is torch.Tensor and not is_wrapped(value):
             return self._take(value, wants_gradient=value.requires_grad)
-        num_notes, num_tensors, num_differentiable = len(self.notes), len(self.tensors), len(self.differentiable)
+        num_notes, num_tensors = len(self.notes), len(self.tensors)
         try:
             return self._pack(value, name, depth)
         except Exception:  # a user's object, which may raise at any access
-            del self.notes[num_notes:], self.tensors[num_tensors:], self.differentiable[num_differentiable:]
+            del self.notes[num_notes:], self.tensors[num_tensors:]
             return self._leave_out(value, name)
 
     def _pack(self, value: Any, name: str, depth: int) -> Any:
@@ -122,10 +121,9 @@ class _Packer:
         return self._take(plain, wants_gradient=value.requires_grad)
 
     def _take(self, tensor: torch.Tensor, *, wants_gradient: bool) -> torch.Tensor:
-        if wants_gradient:
-            self.differentiable.append(len(self.tensors))
-        self.tensors.append(tensor.detach())
-        return self.tensors[-1]
+        plain = tensor.detach()
+        self.tensors.append((plain, wants_gradient))
+        return plain
 
     def _pack_container(self, value: Any, inside: Parts, name: str, depth: int) -> Any:
         if not all(isinstance(key, (str, int)) for key in inside):
