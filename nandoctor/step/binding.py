@@ -11,6 +11,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,10 +34,11 @@ _BATCH_NAMES = frozenset({"batch", "batch_dict", "input_dict", "inputs_dict", "d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """The parameters of a function: the named ones in order, the name of its *args, and those that it uses as dicts."""
+    """The parameters of a function: the named ones in order, the names of *args and **kwargs, those used as dicts."""
 
     named: tuple[inspect.Parameter, ...]
     variadic: str | None = None
+    keywords: str | None = None
     mappings: frozenset[str] = frozenset()
 
     def unmet(self, bound: Bound) -> list[inspect.Parameter]:
@@ -166,18 +168,33 @@ def _required(signature: Signature, bound: Bound) -> list[inspect.Parameter]:
     return [p for p in signature.unmet(bound) if p.default is p.empty]
 
 
-def takes_mapping(function: Callable[..., Any], parameter: inspect.Parameter) -> bool:
-    """Return True if a function uses a parameter as a dict, judged by its annotation, the code or its name."""
-    annotation = "" if parameter.annotation is parameter.empty else str(parameter.annotation)
-    if _MAPPING_ANNOTATION.search(annotation):
-        return True
-    if "Tensor" in annotation:
-        return False
+def read_signature(function: Callable[..., Any]) -> Signature:
+    """Return the signature of a function; `*inputs` for one that tells none, as of a traced module of TorchScript."""
     try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = [inspect.Parameter("inputs", inspect.Parameter.VAR_POSITIONAL)]
+    named = tuple(p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return Signature(
+        named=named,
+        variadic=next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None),
+        keywords=next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None),
+        mappings=_find_mappings(function, named),
+    )
+
+
+def _find_mappings(function: Callable[..., Any], named: Sequence[inspect.Parameter]) -> frozenset[str]:
+    """Return the parameters that a function uses as dicts, judged by their annotations, the code and their names."""
+    likely = _BATCH_NAMES
+    with suppress(OSError, TypeError, SyntaxError):
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return parameter.name in _BATCH_NAMES
-    return parameter.name in {_used_as_mapping(node) for node in ast.walk(tree)} | _BATCH_NAMES
+        likely = likely.union(filter(None, map(_used_as_mapping, ast.walk(tree))))
+    texts = {p.name: "" if p.annotation is p.empty else str(p.annotation) for p in named}
+    return frozenset(
+        name
+        for name, annotation in texts.items()
+        if _MAPPING_ANNOTATION.search(annotation) or ("Tensor" not in annotation and name in likely)
+    )
 
 
 def _used_as_mapping(node: ast.AST) -> str | None:

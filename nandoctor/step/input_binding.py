@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from torch import nn
 
 from nandoctor.engine.user_code import explain_forward
 from nandoctor.errors import ModelError
-from nandoctor.step.binding import EVERYTHING, FORWARD, Bound, Offer, Signature, bind, likely, takes_mapping
+from nandoctor.step.binding import EVERYTHING, FORWARD, Bound, Offer, Signature, bind, likely, read_signature
 from nandoctor.text import dtype_name
 
 _MAX_CHOICES = 8
@@ -59,16 +58,17 @@ def find_bindings(model: nn.Module, offer: Offer) -> list[Binding]:
     Raises:
         ModelError: there is no way; the message lists what is left on both sides.
     """
-    if getattr(type(_inner(model)), "forward", None) is nn.Module.forward:
+    inner = _inner(model)
+    if getattr(type(inner), "forward", None) is nn.Module.forward:
         raise explain_forward()
-    signature = read_signature(model)
+    signature = read_signature(inner.forward)
     bounds = [bind(signature, offer, rules) for rules in FORWARD]
     ways = [bound for bound in bounds if signature.is_met(bound)]
     if signature.is_met(bounds[0]):
         unique = [bound for place, bound in enumerate(ways) if bound not in ways[:place]]
         return [_bind_parameters(signature, bound, offer) for bound in unique]
     unmet, left = signature.unmet(bounds[0]), offer.left(bounds[0])
-    unclear = _explain(type(_inner(model)).__name__, signature, offer, bounds[0])
+    unclear = _explain(type(inner).__name__, signature, offer, bounds[0])
     if len(unmet) == 1 and 1 < len(left) <= _MAX_CHOICES:
         ways = [*({**bounds[0], unmet[0].name: name} for name in left), *ways]
     elif _are_items(items := likely(offer, bounds[0])) and len(unmet) <= len(items):  # `model(*batch)`
@@ -86,7 +86,7 @@ def _are_items(names: Sequence[str]) -> bool:
 
 def required_names(model: nn.Module) -> frozenset[str]:
     """Return the names of forward's parameters without a default."""
-    return frozenset(p.name for p in read_signature(model).named if p.default is p.empty)
+    return frozenset(p.name for p in read_signature(_inner(model).forward).named if p.default is p.empty)
 
 
 def _bind_parameters(signature: Signature, bound: Bound, offer: Offer) -> Binding:
@@ -153,33 +153,14 @@ def spell(part: str | Mapping[str, str]) -> str:
     return "".join(["saved" if not first.isidentifier() else first, *found])
 
 
-def read_signature(model: nn.Module) -> Signature:
-    """Return the signature of a model's forward, through wrappers that pass on any arguments."""
-    parameters = _parameters_of(_inner(model))
-    named = tuple(p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-    return Signature(
-        named=named,
-        variadic=next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None),
-        mappings=frozenset(p.name for p in named if takes_mapping(_inner(model).forward, p)),
-    )
-
-
-def _parameters_of(module: nn.Module) -> list[inspect.Parameter]:
-    """Return the parameters of a module's forward; `*inputs` for a traced one of TorchScript, which has no names."""
-    try:
-        return list(inspect.signature(module.forward).parameters.values())
-    except ValueError:
-        return [inspect.Parameter("inputs", inspect.Parameter.VAR_POSITIONAL)]
-
-
 def _inner(model: nn.Module) -> nn.Module:
     """Return the module inside wrappers that pass on any arguments, as DataParallel and compiled modules do."""
     children = list(model.children())
     if len(children) != 1:
         return model
-    kinds = {p.kind for p in _parameters_of(model)}
-    takes_anything = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    return _inner(children[0]) if takes_anything else model
+    signature = read_signature(model.forward)
+    passes_on = not signature.named and signature.variadic is not None and signature.keywords is not None
+    return _inner(children[0]) if passes_on else model
 
 
 def _explain(model: str, signature: Signature, offer: Offer, bound: Bound) -> ModelError:

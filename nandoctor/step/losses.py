@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from nandoctor.engine.user_code import NOT_UNDER_AUTOCAST, WRONG_CALL, kept_runn
 from nandoctor.errors import LossError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import generators_kept
-from nandoctor.step.binding import LOSS, LOSS_OF_SEVERAL, Offer, Signature, bind, takes_mapping, the_only_array
+from nandoctor.step.binding import LOSS, LOSS_OF_SEVERAL, Offer, Signature, bind, read_signature, the_only_array
 from nandoctor.step.recorded_step import own_loss
 from nandoctor.step.saved_arrays import MakeBatch, describe_batch
 
@@ -63,21 +63,16 @@ def _by_name(loss: Callable[..., Any], used: Collection[str]) -> Callable[..., A
 def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collection[str]) -> list[Callable[[], Any]]:
     """Return the ways to call a loss, the likelier first: with the batch, and with parts of it for all parameters."""
     whole = partial(loss, output, batch)
-    function = loss.forward if isinstance(loss, nn.Module) else loss
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return [whole]
-    named = tuple(p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-    takes_dict = any(takes_mapping(function, p) for p in named[1:])
-    if len(parameters) == 1 and named:
+    signature = read_signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    others, is_open = signature.named[1:], bool(signature.variadic or signature.keywords)
+    takes_dict = any(p.name in signature.mappings for p in others)
+    if signature.named and not others and not is_open:
         parts: Callable[[], Any] | None = partial(loss, output)
     elif isinstance(batch, Mapping):
-        given = _bind_parts(named, output, batch, () if takes_dict else used) or {}
-        takes_more = len(named) < len(parameters)  # *args may be meant for the batch
-        parts = partial(loss, **given) if len(given) > takes_more else None
+        given = _bind_parts(signature, output, batch, () if takes_dict else used) or {}
+        parts = partial(loss, **given) if len(given) > is_open else None  # *args may be meant for the batch
     else:  # targets come last
-        taken = sum(p.default is p.empty for p in named[1:])
+        taken = sum(p.default is p.empty for p in others)
         fits = isinstance(batch, list | tuple) and 0 < taken < len(batch)
         return [whole, partial(loss, output, *batch[-taken:])] if fits else [whole]
     if parts is None:
@@ -86,7 +81,7 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collecti
 
 
 def _bind_parts(
-    named: Sequence[inspect.Parameter], output: Any, batch: Mapping[Any, Any], used: Collection[str]
+    signature: Signature, output: Any, batch: Mapping[Any, Any], used: Collection[str]
 ) -> dict[str, Any] | None:
     """Return the arguments of a loss that takes parts of the batch, by the names of its parameters; None if unclear.
 
@@ -94,15 +89,15 @@ def _bind_parts(
     """
     values = {str(name): part for name, part in batch.items()}
     arrays = [name for name, part in values.items() if isinstance(part, torch.Tensor)]
-    signature, offer = Signature(named=tuple(named[1:])), Offer(values=values, arrays=arrays)
-    bound = bind(signature, offer, LOSS)
-    required = [p for p in signature.named if p.default is p.empty]
+    others, offer = replace(signature, named=signature.named[1:]), Offer(values=values, arrays=arrays)
+    bound = bind(others, offer, LOSS)
+    required = [p for p in others.named if p.default is p.empty]
     if len(required) == 1 and not bound and used:
-        others = [name for name in arrays if name not in used and values[name].dim() and role_of(name) != "output"]
-        bound = the_only_array(signature, Offer(values=values, arrays=others), bound)
-    if all(p.name in bound for p in required) and named[:1]:
-        return {named[0].name: output, **{name: values[str(source)] for name, source in bound.items()}}
-    return _spread(Signature(named=tuple(named)), output, offer)
+        unused = [name for name in arrays if name not in used and values[name].dim() and role_of(name) != "output"]
+        bound = the_only_array(others, Offer(values=values, arrays=unused), bound)
+    if all(p.name in bound for p in required) and signature.named:
+        return {signature.named[0].name: output, **{name: values[str(source)] for name, source in bound.items()}}
+    return _spread(signature, output, offer)
 
 
 def _spread(signature: Signature, output: Any, offer: Offer) -> dict[str, Any] | None:
