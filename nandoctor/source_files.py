@@ -234,10 +234,8 @@ def hash_source(path: Path) -> SourceHash | None:
 
 def is_changed(was: SourceHash, path: Path) -> bool:
     """Return True if the code of a file is another: changed comments and blank lines do not count, if that is known."""
-    if hash_of(path) == was.sha256:
-        return False
     now = hash_source(path)
-    return now is None or now.code != was.code
+    return now is None or (now.sha256 != was.sha256 and now.code != was.code)
 
 
 def hash_code(data: bytes) -> str:

@@ -188,40 +188,31 @@ def _describe_stranger(head: bytes) -> DumpError:
 
 def _open_archive(data: mmap.mmap, path: Path) -> Container:
     members = _find_members(data)
-    _check_bytes(data, members)
+    for name, member in members.items():  # torch writes checksums, and never reads them
+        if member.crc32 and zlib.crc32(member.of(memoryview(data))) != member.crc32:
+            raise damaged(f"the bytes of {name} do not match the checksum that was written with them")
     folder = next(iter(members), "").partition("/")[0]  # the first member's, as in torch
     if f"{folder}/data.pkl" not in members:
         raise DumpError(
             f"it is a zip archive that torch.save did not write: it holds {brief_list(list(members)) or 'nothing'}.",
             remedy=_SAVE_ARRAYS if folder.endswith(".npy") else _SAVE_AGAIN,
         )
-    pickle, order = members[f"{folder}/data.pkl"], members.get(f"{folder}/byteorder")
+    pickle, stated = members[f"{folder}/data.pkl"], members.get(f"{folder}/byteorder")
     if pickle.nbytes > _MAX_PICKLE_NBYTES:
         raise DumpError(
             f"its table of contents has {pickle.nbytes:,} bytes, more than any training step needs.",
             remedy="Save arrays as tensors or numpy arrays, not as lists of numbers.",
         )
-    _check_byte_order(data, order)
-    before = f"{folder}/data/"
-    storages = {name.removeprefix(before): member for name, member in members.items() if name.startswith(before)}
-    return Container(path=path, data=data, pickle=pickle.of(data), pickle_offset=pickle.offset, storages=storages)
-
-
-def _check_bytes(data: mmap.mmap, members: Mapping[str, Member]) -> None:
-    """Compare each member with its CRC, which torch writes and never reads."""
-    for name, member in members.items():
-        if member.crc32 and zlib.crc32(member.of(memoryview(data))) != member.crc32:
-            raise damaged(f"the bytes of {name} do not match the checksum that was written with them")
-
-
-def _check_byte_order(data: mmap.mmap, member: Member | None) -> None:
-    """Refuse a foreign byte order; files from before torch 2.1 do not state theirs, and are little-endian."""
-    order = "little" if member is None else member.of(data)[:20].decode("latin1")
+    # Files from before torch 2.1 do not state theirs, and are little-endian.
+    order = "little" if stated is None else stated.of(data)[:20].decode("latin1")
     if order != sys.byteorder:
         raise DumpError(
             f"its tensors are in the byte order {brief(order)!r}, and this machine's is {sys.byteorder!r}.",
             remedy="Load it with torch.load and save it again.",
         )
+    before = f"{folder}/data/"
+    storages = {name.removeprefix(before): member for name, member in members.items() if name.startswith(before)}
+    return Container(path=path, data=data, pickle=pickle.of(data), pickle_offset=pickle.offset, storages=storages)
 
 
 def _find_members(data: mmap.mmap) -> dict[str, Member]:
@@ -234,8 +225,14 @@ def _find_members(data: mmap.mmap) -> dict[str, Member]:
         raise
     except Exception as error:  # a damaged directory makes zipfile raise nearly anything
         raise damaged(_CUT_SHORT) from error
-    for entry in entries:
-        _check_entry(entry)
+    # torch.save stores members plain, and they are read in place.
+    if any(entry.flag_bits & 1 or entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise DumpError(
+            "its parts are compressed or encrypted, which torch.save never does.",
+            remedy="Unpack the archive, and pack it again without compression: zip -0 -r FILE.pth FOLDER.",
+        )
+    if any(entry.file_size != entry.compress_size for entry in entries):
+        raise damaged(_BEYOND)
     if entries and min(entry.header_offset for entry in entries) != 0:
         raise damaged("there is something before its first part")
     if len({entry.filename.casefold() for entry in entries}) < len(entries):
@@ -264,17 +261,6 @@ def _check_directory(data: mmap.mmap) -> None:
             f"its zip directory claims {size:,} bytes, more than any training step needs.",
             remedy="Save the tensors of the failing step in one flat dict.",
         )
-
-
-def _check_entry(entry: zipfile.ZipInfo) -> None:
-    """Refuse an encrypted or compressed member: torch.save stores members plain, and they are read in place."""
-    if entry.flag_bits & 1 or entry.compress_type != zipfile.ZIP_STORED:
-        raise DumpError(
-            "its parts are compressed or encrypted, which torch.save never does.",
-            remedy="Unpack the archive, and pack it again without compression: zip -0 -r FILE.pth FOLDER.",
-        )
-    if entry.file_size != entry.compress_size:
-        raise damaged(_BEYOND)
 
 
 def _locate(data: mmap.mmap, entry: zipfile.ZipInfo) -> Member:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 from nandoctor.dumps.stored_tensor import is_dense, is_tensor
 from nandoctor.text import dtype_name
@@ -63,14 +63,10 @@ def _of_group(
         if not isinstance(slots, Mapping):
             continue
         values = next((slots[name] for name in _NAMES if is_tensor(slots.get(name))), None)
-        if _is_real(values):
+        if is_dense(values) and dtype_name(values.dtype) in _DTYPES:
             name = names[position] if isinstance(names, list) and position < len(names) else key
             named = name if isinstance(name, str) else ""
             yield key, SecondMoment(name=named, eps=eps, values=values, decay=_decay(group))
-
-
-def _is_real(value: object) -> TypeGuard[torch.Tensor]:
-    return is_dense(value) and dtype_name(value.dtype) in _DTYPES
 
 
 def _decay(group: Mapping[object, object]) -> float:

@@ -241,7 +241,9 @@ def read_recorded(saved: Mapping[str, Any], take: Take, keep: Keep) -> Recorded:
         PythonState: _read_python,
         OptimizerSlots: partial(_read_slots, keep),
     }
-    recorded: Recorded = _decode(Recorded, _without_empty(saved), "dump", hooks)
+    # The recorder writes None and empty dicts for what a step does not have.
+    held = {name: value for name, value in saved.items() if value is not None and value != {}}
+    recorded: Recorded = _decode(Recorded, held, "dump", hooks)
     if recorded.model is not None:  # only for their checks: tensors stay where they are
         name_tensors(recorded.model.arguments, "model.arguments", lambda name, _: name)
         _ = recorded.model.configuration
@@ -273,13 +275,6 @@ def _decode(hint: Any, data: object, place: str, hooks: Mapping[Any, Hook] | Non
             f"it says that it is {FORMAT}, but {error}",
             remedy="Use the file as the recorder wrote it; to edit one, follow docs/capture.md.",
         ) from error
-
-
-def _without_empty(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries without None and empty dicts, which the recorder writes for what a step does not have."""
-    return {
-        name: value for name, value in saved.items() if value is not None and not (type(value) is dict and not value)
-    }
 
 
 def _named_in_brief(update: OptimizerUpdate) -> OptimizerUpdate:

@@ -117,7 +117,9 @@ def _make_key() -> bytes | None:
     draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_new(draft, key)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # which nobody else may read
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(key.hex() + "\n")
         os.link(draft, path)
     except OSError:
         return None
@@ -125,13 +127,6 @@ def _make_key() -> bytes | None:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
     return key
-
-
-def _write_new(path: Path, key: bytes) -> None:
-    """Write the key into a file that nobody else may read. Raises OSError; FileExistsError if there is one."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(key.hex() + "\n")
 
 
 def _compute_mac(key: bytes, where: str, content: Iterable[bytes | memoryview]) -> str:

@@ -6,7 +6,6 @@ import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any, Self
 
 from nandoctor.dumps.file_type import hostile
@@ -91,11 +90,6 @@ class _PackedSequence(Record):
         made = super().__new__(cls)
         made.update(zip(("data", "batch_sizes", "sorted_indices", "unsorted_indices"), values, strict=False))
         return made
-
-
-@lru_cache(maxsize=256)
-def _of_kind(base: type[Record], kind: str) -> type[Record]:
-    return type(base.__name__, (base,), {"kind": kind})
 
 
 def _encode(text: str, codec: str) -> bytes:
@@ -184,4 +178,5 @@ def find_stand_in(module: str, attribute: str) -> object:
         return TorchName(name=name)
     if _BOOKKEEPING.fullmatch(name):
         return _Opaque
-    return _of_kind(_UserDict if attribute in _USER_DICTS else Record, name)
+    base = _UserDict if attribute in _USER_DICTS else Record
+    return type(base.__name__, (base,), {"kind": name})

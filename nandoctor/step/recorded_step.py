@@ -152,16 +152,14 @@ def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any
     try:
         return method(*args, **kwargs)
     except _BackwardReached as reached:
-        return reached.loss
+        return reached.args[0]
     finally:
         for name in stand_ins:
             vars(model).pop(name, None)
 
 
-class _BackwardReached(BaseException):  # the training's `except Exception` must not catch it
-    def __init__(self, loss: Any) -> None:
-        super().__init__()
-        self.loss = loss
+class _BackwardReached(BaseException):
+    """Its argument is the loss; the training's `except Exception` must not catch it."""
 
 
 def _stop(loss: Any, *_: Any, **__: Any) -> None:
