@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from io import BytesIO
 from typing import Any, ClassVar
 
@@ -58,28 +58,20 @@ def load_pickle(container: Container) -> object:
     Raises:
         DumpError: it is damaged, of another protocol, or built to exhaust memory or time.
     """
-    unpickler = _Unpickler(container)
-    try:
-        _check_protocol(container.pickle)
-        made = unpickler.load()
-    except EOFError as error:
-        raise damaged("its table of contents is incomplete") from error
-    _check_size(made)
-    return made
-
-
-def _check_protocol(pickled: bytes) -> None:
-    """Raise if the pickle is not of the protocol that torch.save writes, as its first instruction says."""
-    begin = pickled[: len(_PROTOCOL)]
-    if len(begin) < len(_PROTOCOL):
-        raise EOFError
-    if begin != _PROTOCOL:
+    begin = container.pickle[: len(_PROTOCOL)]
+    if len(begin) == len(_PROTOCOL) and begin != _PROTOCOL:
         protocol = begin[1] if begin[0] == _PROTOCOL[0] else 0
         raise DumpError(
             f"it was saved with pickle protocol {protocol}, which torch.save does not write unless it is asked to.",
             remedy="Save it without pickle_protocol. If you know who wrote it: "
             "torch.save(torch.load(path, weights_only=False), path).",
         )
+    try:
+        made = _Unpickler(container).load()
+    except EOFError as error:
+        raise damaged("its table of contents is incomplete") from error
+    _check_size(made)
+    return made
 
 
 def _check_size(made: object) -> None:
@@ -91,7 +83,8 @@ def _check_size(made: object) -> None:
     waiting = [(made, False)]
     while waiting:
         item, is_entered = waiting.pop()
-        parts = _parts_of(item)
+        inside: Any = item.values() if isinstance(item, dict) else item
+        parts = inside if isinstance(item, _CONTAINERS) else ()
         if is_entered:
             sizes[id(item)] = 1 + sum(sizes.get(id(part), 1) for part in parts)
             if sizes[id(item)] > _MAX_VALUES:
@@ -100,12 +93,6 @@ def _check_size(made: object) -> None:
             sizes[id(item)] = 1
             waiting.append((item, True))
             waiting.extend((part, False) for part in parts if isinstance(part, _CONTAINERS))
-
-
-def _parts_of(item: Any) -> Collection[Any]:
-    if isinstance(item, dict):
-        return item.values()
-    return item if isinstance(item, _CONTAINERS) else ()
 
 
 _HANDLERS: Mapping[int, Callable[[Any], None]] = pickle._Unpickler.dispatch

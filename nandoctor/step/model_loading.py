@@ -124,13 +124,7 @@ def find_attribute(spec: Any, *, directory: Path | None = Path()) -> Any:
     return value
 
 
-def load_state(
-    model: nn.Module,
-    state: _State,
-    *,
-    strict: bool = True,
-    shared: bool = False,
-) -> list[str]:
+def load_state(model: nn.Module, state: _State, *, strict: bool = True, shared: bool = False) -> list[str]:
     """Copy `state` into `model`, whose names `fit_prefix` has given it, and return notes on what does not fit.
 
     If they are `shared`, the model's weights use the memory of `state` instead of being copied.

@@ -59,14 +59,7 @@ from nandoctor.step.model_loading import (
     load_state,
 )
 from nandoctor.step.recorded_step import bind_calls
-from nandoctor.step.saved_arrays import (
-    SavedBatch,
-    choose_policies,
-    find_outputs,
-    names_read,
-    read_batch,
-    weight_dtype,
-)
+from nandoctor.step.saved_arrays import SavedBatch, choose_policies, find_outputs, names_read, read_batch, weight_dtype
 from nandoctor.step.settings import Settings
 from nandoctor.step.weights import add_casts, cast_weights, fit_state, registered_state
 from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
