@@ -110,16 +110,34 @@ def _publish(temporary: Path, folder: Path, stem: str) -> Path:
 
 
 def _on_cpu(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents with every tensor on the CPU, copied by `_HostCopies`.
+    """Return the contents with every tensor on the CPU, in a storage of its own size; what was one tensor stays one.
 
-    A tensor that has no values to copy (on the meta device, nested) becomes None, and `left_out` says so.
+    A batch and the same batch on the device become one as well, if their values agree. A tensor that has no values to
+    copy (on the meta device, nested) becomes None, and `left_out` says so.
     """
-    copies = _HostCopies()
+    by_place: dict[tuple[Any, ...], torch.Tensor] = {}
+    by_format: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     left_out = list(contents.get("left_out", []))
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        _check_readable(tensor)
+        tensor = tensor.to_dense() if tensor.is_mkldnn else tensor
+        if tensor.layout is not torch.strided:
+            return tensor.detach().cpu()
+        # Subclasses that wrap other tensors all report address 0.
+        address = tensor.data_ptr() or id(tensor)
+        place = (str(tensor.device), address, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if place not in by_place:
+            made = _compact(tensor)
+            same_format = by_format.setdefault((tuple(made.shape), made.dtype), [])
+            by_place[place] = next((other for other in same_format if torch.equal(other, made)), made)
+            if by_place[place] is made:
+                same_format.append(made)
+        return by_place[place]
 
     def copy_or_drop(part: str, tensor: torch.Tensor) -> torch.Tensor | None:
         try:
-            copied = copies.of(tensor)
+            copied = copy(tensor)
             # torch.save would fail at this only after everything else is written.
             copied.__reduce_ex__(2)  # type: ignore[no-untyped-call]
         except (RuntimeError, TypeError, KeyError) as error:
@@ -131,43 +149,16 @@ def _on_cpu(contents: Mapping[str, Any]) -> dict[str, Any]:
     return {**copied, "left_out": left_out}
 
 
-class _HostCopies:
-    """Copies of tensors on the CPU, each in a storage of its own size; what was one tensor stays one.
-
-    A batch and the same batch on the device become one as well, if their values agree.
-    """
-
-    def __init__(self) -> None:
-        self._by_place: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._by_format: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the copy of a tensor; a CPU tensor that fills its storage is not copied.
-
-        Raises:
-            TypeError: no reader would accept it. RuntimeError: it has no values.
-        """
-        if tensor.is_nested:
-            raise TypeError("no torch reads a nested tensor without running code that the file names")
-        if dtype_name(tensor.dtype) not in COMPUTED_DTYPES:
-            raise TypeError("no reader takes quantized tensors, or what torch only stores")
-        if tensor.is_mkldnn:
-            tensor = tensor.to_dense()
-        if tensor.layout is not torch.strided:
-            return tensor.detach().cpu()
-        # Subclasses that wrap other tensors all report address 0.
-        address = tensor.data_ptr() or id(tensor)
-        place = (str(tensor.device), address, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        if place not in self._by_place:
-            copy = _compact(tensor)
-            same_format = self._by_format.setdefault((tuple(copy.shape), copy.dtype), [])
-            self._by_place[place] = next((other for other in same_format if torch.equal(other, copy)), copy)
-            if self._by_place[place] is copy:
-                same_format.append(copy)
-        return self._by_place[place]
+def _check_readable(tensor: torch.Tensor) -> None:
+    """Raise TypeError if no reader would accept the tensor."""
+    if tensor.is_nested:
+        raise TypeError("no torch reads a nested tensor without running code that the file names")
+    if dtype_name(tensor.dtype) not in COMPUTED_DTYPES:
+        raise TypeError("no reader takes quantized tensors, or what torch only stores")
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU; a tensor that is there and fills its storage is not copied."""
     plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu()
     layouts = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
     layout = next((layout for layout in layouts if plain.is_contiguous(memory_format=layout)), None)
