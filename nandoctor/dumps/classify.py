@@ -17,7 +17,6 @@ from nandoctor.dumps.stored_tensor import (
     TorchName,
     is_array,
     is_bytes,
-    is_dense,
     is_tensor,
     why_unread,
 )
@@ -131,8 +130,8 @@ def _take_unique(contents: Contents, names: dict[tuple[Any, ...], str], name: st
         found = _describe(value)
         raise DumpError(f"{brief(name)!r} is {found}, which is neither a tensor nor plain data.", remedy=AS_WRITTEN)
     tensor = _take_tensor(contents, _check_name(name), value)
-    is_plain = is_dense(value) and value.numel() > 0
-    place = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype) if is_plain else (name,)
+    is_plain = isinstance(value, StoredTensor) and value.numel() > 0
+    place = (value.address, value.shape, value.raw.strides, value.dtype) if is_plain else (name,)
     first = names.setdefault(place, name)
     contents.arrays.setdefault(first, tensor)
     return first
@@ -241,7 +240,7 @@ def _sort_leaf(contents: Contents, name: str, value: object) -> Any:
         raise DumpError(f"two values in it are called {name!r}.", remedy="Give each its own name.")
     if is_array(value):
         tensor = _take_tensor(contents, name, value)
-        if tensor.dim() or str(tensor.layout) != "torch.strided":
+        if tensor.shape or str(tensor.layout) != "torch.strided":
             contents.arrays[name] = tensor
             return Slot(name=name)
         contents.scalars[name] = tensor.item()

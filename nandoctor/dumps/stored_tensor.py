@@ -163,21 +163,9 @@ class StoredTensor:
         """True if only torch knows what the bits stand for."""
         return dtype_name(self.dtype) in _ONLY_TORCH
 
-    def dim(self) -> int:
-        """Return the number of dimensions."""
-        return self.raw.ndim
-
     def numel(self) -> int:
         """Return the number of elements."""
         return self.raw.size
-
-    def stride(self) -> tuple[int, ...]:
-        """Return the strides in memory, in bytes."""
-        return self.raw.strides
-
-    def data_ptr(self) -> int:
-        """Return where in the file it begins."""
-        return self.address
 
     def is_floating_point(self) -> bool:
         """Return True if the elements are real floats."""
@@ -251,9 +239,9 @@ def is_dense(value: object) -> TypeGuard[torch.Tensor]:
     return is_tensor(value) and not why_unread(value) and str(value.layout) == "torch.strided"
 
 
-def is_bytes(value: object) -> TypeGuard[torch.Tensor]:
-    """Return True for a dense tensor of bytes, as the states of random generators are."""
-    return is_dense(value) and dtype_name(value.dtype) == "uint8"
+def is_bytes(value: object) -> TypeGuard[StoredTensor]:
+    """Return True for a stored tensor of bytes, as the states of random generators are."""
+    return isinstance(value, StoredTensor) and dtype_name(value.dtype) == "uint8"
 
 
 def why_unread(tensor: Any) -> str:
@@ -269,7 +257,7 @@ def why_unread(tensor: Any) -> str:
 
 def is_generator_state(state: Any) -> bool:
     """Return False for what torch would refuse as the state of a generator; only a CPU's has a form that is known."""
-    if not is_bytes(state) or state.stride() != (1,):
+    if not is_bytes(state) or state.raw.strides != (1,):
         return False
     if state.numel() != _GENERATOR_NBYTES:
         return True
