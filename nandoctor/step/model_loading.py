@@ -25,7 +25,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from nandoctor.dumps.array_roles import is_extra_state
-from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.engine.project import Project, folder_of, in_project, program_arguments
 from nandoctor.engine.user_code import explain_import, explain_memory, kept_running, raised_at
 from nandoctor.errors import ModelError
@@ -41,7 +40,6 @@ ModelSource = str | nn.Module | Callable[..., nn.Module]
 _State = Mapping[str, torch.Tensor]
 
 _MAX_NAMES_SHOWN = 5
-_MAX_NAMES_COMPARED = 10
 OTHER_ARGUMENTS = (
     "Give the arguments that the training used (--model-arg K=V), or --no-strict to load what fits and leave the rest "
     "as the model initialises it."
@@ -125,7 +123,7 @@ def find_attribute(spec: Any, *, directory: Path | None = Path()) -> Any:
 
 
 def load_state(model: nn.Module, state: _State, *, strict: bool = True, shared: bool = False) -> list[str]:
-    """Copy `state` into `model`, whose names `fit_prefix` has given it, and return notes on what does not fit.
+    """Copy `state` into `model`, whose names `weights.fit_state` has given it, and return notes on what does not fit.
 
     If they are `shared`, the model's weights use the memory of `state` instead of being copied.
 
@@ -326,32 +324,6 @@ def _explained(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise explain_import(name, error) from error
-
-
-def fit_prefix(state: _State, own: _State) -> tuple[_State, list[str]]:
-    """Return the state with the prefix added or removed that makes most names fit, wrappers aside, and notes.
-
-    D-FINE writes its NaN.pth with and without a wrapper's: https://github.com/Peterande/D-FINE/issues/43
-    """
-    wrapped = {unwrapped_name(name): name for name in own}
-    state = {name if name in own else wrapped.get(unwrapped_name(name), name): state[name] for name in state}
-    ways: dict[str, _State] = {"": state}
-    for prefix in _prefixes(state, own):
-        kept = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-        dropped = f", {len(state) - len(kept)} other tensors left out" if len(kept) < len(state) else ""
-        ways[f"The prefix {prefix!r} was taken off the weights' names{dropped}."] = kept
-    for prefix in _prefixes(own, state):
-        ways[f"The prefix {prefix!r} was put before the weights' names."] = {
-            prefix + name: state[name] for name in state
-        }
-    said, best = max(ways.items(), key=lambda way: sum(name in own for name in way[1]))
-    return best, [said] if said else []
-
-
-def _prefixes(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> list[str]:
-    """Return the prefixes that turn names of `shorter` into names of `longer`, judged by its longest names."""
-    names = sorted(shorter, key=len)[-_MAX_NAMES_COMPARED:]
-    return sorted({key[: -len(name)] for key in longer for name in names if key.endswith("." + name)})
 
 
 def _describe(what: str, names: Sequence[str], show: Callable[[str], str]) -> Iterator[str]:

@@ -226,15 +226,14 @@ def _are_alike(ours: torch.Tensor, saved: torch.Tensor) -> bool:
 
 def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[nn.Module, list[str]]:
     """Build the model that the user named, else the one that the dump names."""
+    reference, changed = dump.recorded.model, list[str]()
     if source is not None:
-        filled = None if settings.model_args else fill_config(source, dump.recorded.model, settings.directory)
-        if filled is not None:
-            return build_model(filled, {}), []
-        try:
-            return build_model(source, settings.model_args, directory=settings.directory), []
-        except ModelError as error:
-            return _build_as_own_code(error, str(source), settings)
-    if not dump.is_recorded:
+        filled = None if settings.model_args else fill_config(source, reference, settings.directory)
+        make, named, directory = filled or source, str(source), settings.directory
+    elif dump.is_recorded:
+        make = find_model(reference, dump.path, dump.provenance)
+        named, directory, changed = make.__qualname__, Path(), describe_code_change(reference)
+    else:
         suggested = suggest_model(dump.state, settings.directory)
         raise ModelError(
             "The dump holds weights and arrays, not the model's code.",
@@ -244,13 +243,11 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
             else "Name what builds the model: --model train.py:make_model, or model=make_model in Python; or set "
             "model in [tool.nandoctor] of the project's pyproject.toml.",
         )
-    reference = dump.recorded.model
-    make = find_model(reference, dump.path, dump.provenance)
     try:
-        net, notes = build_model(make, settings.model_args), list[str]()
+        return build_model(make, settings.model_args, directory=directory), changed
     except ModelError as error:
-        net, notes = _build_as_own_code(error, make.__qualname__, settings)
-    return net, [*notes, *describe_code_change(reference)]
+        net, notes = _build_as_own_code(error, named, settings)
+    return net, [*notes, *changed]
 
 
 def _build_as_own_code(error: ModelError, named: str, settings: Settings) -> tuple[nn.Module, list[str]]:

@@ -21,16 +21,18 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from nandoctor.dumps.array_roles import is_extra_state
+from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import ModuleCasts, Recorded
-from nandoctor.dumps.weights import read_weights
+from nandoctor.dumps.weights import State, read_weights
 from nandoctor.errors import DumpError
 from nandoctor.file_memory import cast_to_file
-from nandoctor.step.model_loading import fit_prefix
 from nandoctor.step.settings import Settings
 from nandoctor.text import brief, join_first
 from nandoctor.tracing.tensor_stats import all_finite
 from nandoctor.trees import tree_map
+
+_MAX_NAMES_COMPARED = 10
 
 
 def take_weights(dump: Dump, settings: Settings) -> Dump:
@@ -77,9 +79,9 @@ def fit_state(dump: Dump, model: nn.Module) -> Dump:
     """
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     states = {dump.state_name: dump.state, **dump.other_states}
-    fitted = {name: fit_prefix(state, own) for name, state in states.items()}
-    best = max(states, key=lambda name: _num_fitting(fitted[name][0], own)) if dump.other_states else dump.state_name
-    state, notes = fitted[best]
+    ways = [(name, *way) for name, state in states.items() for way in _name_as_model(state, own)]
+    best, renamed, state = max(ways, key=lambda way: _num_fitting(way[2], own))
+    notes = [renamed] if renamed else []
     if best != dump.state_name:
         others = f"those under {dump.state_name!r} do not fit the model as well"
         notes = [f"The weights are those under {best!r}: {others}.", *notes]
@@ -87,9 +89,33 @@ def fit_state(dump: Dump, model: nn.Module) -> Dump:
     return replace(dump, state=state, state_name=best, other_states=left, notes=(*dump.notes, *notes))
 
 
-def _num_fitting(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> int:
-    """Return how many of the model's weights have the same shape in a state dict."""
-    return sum(name in state and not is_lazy(own[name]) and state[name].shape == own[name].shape for name in own)
+def _name_as_model(state: State, own: State) -> Iterator[tuple[str, State]]:
+    """Yield the state with the model's names, wrappers aside, and with each prefix added or removed, after a note.
+
+    D-FINE writes its NaN.pth with and without a wrapper's: https://github.com/Peterande/D-FINE/issues/43
+    """
+    wrapped = {unwrapped_name(name): name for name in own}
+    state = {name if name in own else wrapped.get(unwrapped_name(name), name): state[name] for name in state}
+    yield "", state
+    for prefix in _prefixes(state, own):
+        kept = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+        dropped = f", {len(state) - len(kept)} other tensors left out" if len(kept) < len(state) else ""
+        yield f"The prefix {prefix!r} was taken off the weights' names{dropped}.", kept
+    for prefix in _prefixes(own, state):
+        named = {prefix + name: tensor for name, tensor in state.items()}
+        yield f"The prefix {prefix!r} was put before the weights' names.", named
+
+
+def _prefixes(longer: State, shorter: State) -> list[str]:
+    """Return the prefixes that turn names of `shorter` into names of `longer`, judged by its longest names."""
+    names = sorted(shorter, key=len)[-_MAX_NAMES_COMPARED:]
+    return sorted({key[: -len(name)] for key in longer for name in names if key.endswith("." + name)})
+
+
+def _num_fitting(state: State, own: State) -> tuple[int, int]:
+    """Return how many of the model's weights have the same shape in a state dict, and how many are in it at all."""
+    known = [name for name in own if name in state]
+    return sum(not is_lazy(own[name]) and state[name].shape == own[name].shape for name in known), len(known)
 
 
 def nonfinite_state(dump: Dump) -> Dump:

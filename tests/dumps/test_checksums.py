@@ -1,6 +1,5 @@
 """A byte that changed after the file was written is the file's fault, and nothing is blamed on the training for it."""
 
-from functools import partial
 from pathlib import Path
 
 import forge
@@ -22,7 +21,7 @@ def _in_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture(params=[read_dump, partial(read_dump, as_torch=False)], ids=["with torch", "without"])
+@pytest.fixture(params=[read_dump, lambda path: read_dump(path, as_torch=False)], ids=["with torch", "without"])
 def read(request):
     return lambda: summarize(request.param("dump.pth"))
 

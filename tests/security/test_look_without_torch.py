@@ -3,7 +3,6 @@
 import pickle
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import forge
@@ -44,7 +43,7 @@ def told(read, path):
 
 
 def assert_same(path):
-    looked = told(partial(read_dump, as_torch=False), path)
+    looked = told(lambda path: read_dump(path, as_torch=False), path)
     assert looked == told(read_dump, path)
     return looked
 

@@ -2,15 +2,18 @@
 
 import pickle
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from nandoctor.dumps.dump import Dump
 from nandoctor.engine.project import Project
 from nandoctor.errors import ModelError
 from nandoctor.step.memory import Unfilled
-from nandoctor.step.model_loading import build_model, find_attribute, fit_prefix, load_state
+from nandoctor.step.model_loading import build_model, find_attribute, load_state
+from nandoctor.step.weights import fit_state
 
 
 @pytest.fixture(autouse=True)
@@ -224,8 +227,8 @@ def state_of(model, prefix=""):
 
 def load_fitted(model, state):
     """Load the state by the model's names; return the notes of both."""
-    fitted, notes = fit_prefix(state, model.state_dict())
-    return [*notes, *load_state(model, fitted)]
+    dump = fit_state(Dump(path=Path(), nbytes=0, layout="plain", state=state, arrays={}), model)
+    return [*dump.notes, *load_state(model, dump.state)]
 
 
 @pytest.mark.parametrize("prefix", ["model.", "student.backbone."])
