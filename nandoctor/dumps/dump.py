@@ -79,12 +79,13 @@ class Dump:
         if not self.is_recorded:
             return SavedFlags(loss=next(filter(_is_nonfinite, self.losses.values()), None))
         loss, reason = self.scalars.get("loss"), self.scalars.get("reason")
+        counts = {name: value for name, value in self.scalars.items() if type(value) is int}
         return SavedFlags(
             loss=loss if _is_nonfinite(loss) else None,
             gradients=reason in ("gradients", "skipped"),
             here=reason != "loss" or self.scalars.get("nonfinite_here") is not False,
-            rank=self._count("rank", 0),
-            num_ranks=self._count("world_size", 1),
+            rank=counts.get("rank", 0),
+            num_ranks=counts.get("world_size", 1),
         )
 
     @property
@@ -104,10 +105,6 @@ class Dump:
         """The saved step of the training, under one of the names that the recorder and most scripts use."""
         scalars, names = self.scalars_by_last_name, ("step", "global_step", "iteration", "iter")
         return next((scalars[name] for name in names if type(scalars.get(name)) is int), None)
-
-    def _count(self, name: str, default: int) -> int:
-        value = self.scalars.get(name)
-        return value if type(value) is int else default
 
 
 def _is_nonfinite(value: Any) -> bool:

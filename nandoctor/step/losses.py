@@ -65,19 +65,18 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collecti
     whole = partial(loss, output, batch)
     signature = read_signature(loss.forward if isinstance(loss, nn.Module) else loss)
     others, is_open = signature.named[1:], bool(signature.variadic or signature.keywords)
-    takes_dict = any(p.name in signature.mappings for p in others)
     if signature.named and not others and not is_open:
-        parts: Callable[[], Any] | None = partial(loss, output)
-    elif isinstance(batch, Mapping):
+        return [partial(loss, output), whole]
+    if isinstance(batch, Mapping):
+        takes_dict = any(p.name in signature.mappings for p in others)
         given = _bind_parts(signature, output, batch, () if takes_dict else used) or {}
-        parts = partial(loss, **given) if len(given) > is_open else None  # *args may be meant for the batch
-    else:  # targets come last
-        taken = sum(p.default is p.empty for p in others)
-        fits = isinstance(batch, list | tuple) and 0 < taken < len(batch)
-        return [whole, partial(loss, output, *batch[-taken:])] if fits else [whole]
-    if parts is None:
-        return [whole]
-    return [whole, parts] if takes_dict else [parts, whole]
+        if len(given) <= is_open:  # *args may be meant for the batch
+            return [whole]
+        parts = partial(loss, **given)
+        return [whole, parts] if takes_dict else [parts, whole]
+    taken = sum(p.default is p.empty for p in others)  # targets come last
+    fits = isinstance(batch, list | tuple) and 0 < taken < len(batch)
+    return [whole, partial(loss, output, *batch[-taken:])] if fits else [whole]
 
 
 def _bind_parts(
