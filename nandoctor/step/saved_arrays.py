@@ -26,7 +26,7 @@ from nandoctor.step.input_binding import required_names
 from nandoctor.step.recorded_step import make_batch
 from nandoctor.step.settings import Settings
 from nandoctor.tracing.tensor_stats import all_finite, format_of
-from nandoctor.trees import walk
+from nandoctor.trees import spell, walk
 
 _CONTAINERS = (dict, list, tuple)
 
@@ -118,9 +118,9 @@ def find_outputs(
     if first is None:
         return SavedOutputs(names=tuple(names), graded=_saved_number(dump), field=settings.output)
     # An array that the recorder named "output.boxes.0" is at "boxes[0]" of the model's output.
-    parts = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in first.split(".")[1:])
-    place = settings.output or (parts.removeprefix(".") if dump.is_recorded else None)
-    return SavedOutputs(names=tuple(names), graded=(first, dump.arrays[first]), field=place)
+    place = tuple(int(part) if part.isdigit() else part for part in first.split(".")[1:])
+    field = settings.output or (spell(place) if dump.is_recorded else None)
+    return SavedOutputs(names=tuple(names), graded=(first, dump.arrays[first]), field=field)
 
 
 def names_read(functions: Collection[Callable[..., Any] | None], arrays: Collection[str]) -> frozenset[str]:

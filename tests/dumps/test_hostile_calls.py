@@ -80,10 +80,7 @@ CALLS = {
         ),
         "'image' is a tensor of torch.qint8, which is not read",
     ),
-    "an instruction of other pickles": (
-        forge.tensor() + b"\x82\x01",
-        "instruction b'.x82', which torch.save",
-    ),
+    "an instruction of other pickles": (forge.tensor() + b"\x82\x01", "instruction b'.x82', which torch.save"),
     "an array in no order": (array_with(byte_order=b"]"), CONTRADICTION),
     "an array of sizes beyond any integer": (
         array_with(shape=forge.tuple_of(forge.integer(0), forge.integer(1 << 70))),

@@ -17,14 +17,7 @@ from wording import plain_text
 from nandoctor.dumps import stand_ins
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
-from nandoctor.dumps.stored_tensor import (
-    StorageKind,
-    StoredStorage,
-    StoredTensor,
-    TorchName,
-    rebuild,
-    rebuild_v3,
-)
+from nandoctor.dumps.stored_tensor import StorageKind, StoredStorage, StoredTensor, TorchName, rebuild, rebuild_v3
 from nandoctor.dumps.tensors import count_nonfinite, to_torch
 from nandoctor.errors import DumpError
 from nandoctor.views.document import document

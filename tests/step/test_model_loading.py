@@ -146,10 +146,7 @@ def test_a_module_takes_no_arguments(write):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (
-            "import no_such_thing\nmodel = no_such_thing.Net()",
-            r"ModuleNotFoundError at .*broken\.py:1: No module",
-        ),
+        ("import no_such_thing\nmodel = no_such_thing.Net()", r"ModuleNotFoundError at .*broken\.py:1: No module"),
         ("x = 1\nmodel = x.boom", r"Line 2 of .*broken\.py raised AttributeError at .*broken\.py:2: .*boom"),
         ("import sys\nmodel = sys.exit('usage: train')", r"raised ProcessEndError at .*broken\.py:2: .*usage: train"),
         ("def half(:", "raised SyntaxError"),
