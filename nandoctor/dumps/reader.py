@@ -56,13 +56,11 @@ def read_state(path: Path) -> Mapping[str, torch.Tensor]:
     """Return the weights in a file of torch.save, even if it is one part of several; no code that it names is run.
 
     Raises:
-        DumpError: as `read_dump`, or it holds none.
+        DumpError: as `read_dump`.
     """
     container = open_container(path)
     dump = _make_dump(container, _load(container), as_torch=True)
-    if not (dump.holds_weights and dump.state):
-        raise DumpError("it has no weights.", remedy="Name a file of weights.")
-    return dump.state
+    return dump.state if dump.holds_weights else {}
 
 
 def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:

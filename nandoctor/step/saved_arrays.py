@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -180,10 +180,8 @@ _ENOUGH = 8
 
 def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None = None) -> tuple[Policy, ...]:
     """Return the user's policy, else the recorded one, else those to try, judged by the weights and `saved` output."""
-    recorded = dump.recorded.autocast
-    if recorded is None and any(
-        dump.scalars_by_last_name.get(name) is False for name in ("autocast", "amp", "use_amp")
-    ):
+    recorded, told = dump.recorded.autocast, dump.scalars_by_last_name
+    if recorded is None and any(told.get(name) is False for name in ("autocast", "amp", "use_amp")):
         recorded = Autocast(enabled=False, device="cuda", dtype="float32")
     dtype = weight_dtype(dump.state)
     weights = format_of(dtype) if dtype in LOW_DTYPES else None
@@ -191,17 +189,20 @@ def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None =
     without = Policy(name=settings.policy or "cuda", format=weights or FP16, ambient=False)
     if settings.amp_dtype == "none":
         return (without,)
+    is_cudas = recorded is None or recorded.device == "cuda" or recorded.emulated
+    lists = settings.policy or ("cuda" if is_cudas else "native")
+    known = weights or FP16
+    if recorded is not None and recorded.enabled and recorded.dtype in ("float16", "bfloat16"):
+        known = FORMATS[recorded.dtype]
     if settings.amp_dtype is not None or settings.policy is not None:
-        told = FORMATS[settings.amp_dtype] if settings.amp_dtype else _recorded_format(recorded) or weights or FP16
+        known = FORMATS[settings.amp_dtype] if settings.amp_dtype else known
         ambient = recorded is None or recorded.enabled or settings.amp_dtype is not None
-        return (Policy(name=settings.policy or _op_lists(recorded), format=told, ambient=ambient),)
+        return (Policy(name=lists, format=known, ambient=ambient),)
     if recorded is not None:
-        if not recorded.enabled:
-            off = Policy(name=_op_lists(recorded), format=weights or FP16, ambient=False)
-            if weights is not None or saved is None or saved.dtype not in LOW_DTYPES:
-                return (off,)
-            return off, Policy(name="cuda", format=FORMATS[str(saved.dtype).removeprefix("torch.")])
-        return (Policy(name=_op_lists(recorded), format=_recorded_format(recorded) or weights or FP16),)
+        as_recorded = Policy(name=lists, format=known, ambient=recorded.enabled)
+        if recorded.enabled or weights is not None or saved is None or saved.dtype not in LOW_DTYPES:
+            return (as_recorded,)
+        return as_recorded, Policy(name="cuda", format=FORMATS[str(saved.dtype).removeprefix("torch.")])
     low = weights or (None if saved is None else _computed_in(saved)) or FP16
     autocast = [Policy(name="cuda", format=format_) for format_ in (low, BF16 if low is FP16 else FP16)]
     return (without, *autocast) if dtype is not None else (*autocast, without)
@@ -211,17 +212,6 @@ def weight_dtype(state: Mapping[str, torch.Tensor]) -> torch.dtype | None:
     """Return the one format other than fp32 that all weights were saved in; None if there is no such format."""
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point() or tensor.is_complex()}
     return next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= {*LOW_DTYPES, torch.float64} else None
-
-
-def _op_lists(autocast: Autocast | None) -> Literal["cuda", "native"]:
-    """Return whose op lists a recorded autocast followed; CUDA's if unknown."""
-    return "cuda" if autocast is None or autocast.device == "cuda" or autocast.emulated else "native"
-
-
-def _recorded_format(autocast: Autocast | None) -> FloatFormat | None:
-    if autocast is None or not autocast.enabled or autocast.dtype not in ("float16", "bfloat16"):
-        return None
-    return FORMATS[autocast.dtype]
 
 
 def _computed_in(saved: torch.Tensor) -> FloatFormat | None:
