@@ -6,7 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
-from types import GetSetDescriptorType, MemberDescriptorType
+from types import MemberDescriptorType
 from typing import Any
 
 MAX_DEPTH = 64
@@ -39,23 +39,10 @@ def parts(value: Any) -> Parts | None:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Return what the `__dict__` and the slots of an object hold, whatever its class says about its attributes."""
-    stored: dict[str, Any] = {}
-    for name, slot in slots_of(type(value)).items():
-        try:
-            stored[name] = slot.__get__(value)
-        except AttributeError:  # nothing was assigned to it
-            continue
-    places = (vars(kind).get("__dict__") for kind in type(value).__mro__)
-    own = next((place for place in places if isinstance(place, (GetSetDescriptorType, MemberDescriptorType))), None)
-    return stored if own is None else stored | own.__get__(value)
-
-
-def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
-    """Return the slots of a class and its bases by their attribute names; a private one is mangled with its class."""
-    kinds = [base for base in reversed(kind.__mro__) if "__slots__" in vars(base)]
-    found = (item for base in kinds for item in vars(base).items())
-    return {name: item for name, item in found if isinstance(item, MemberDescriptorType)}
+    """Return what the `__dict__` and the slots of an object hold, whatever its class's own `__getstate__` says."""
+    state: Any = object.__getstate__(value)  # None without any, a pair with slots
+    held, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(slots or {}), **(held or {})}
 
 
 def rebuilt(value: Any, changed: Parts) -> Any:
@@ -86,7 +73,8 @@ def _rebuilt_mapping(value: Mapping[Any, Any], changed: Parts) -> Any:
 def made_of(kind: type[Any], stored: Mapping[str, Any]) -> Any:
     """Return an object of the class that holds these attributes and slots; no code of the class is run."""
     made = object.__new__(kind)
-    slots = slots_of(kind)
+    of_slots = (item for base in reversed(kind.__mro__) if "__slots__" in vars(base) for item in vars(base).items())
+    slots = {name: item for name, item in of_slots if isinstance(item, MemberDescriptorType)}  # private ones mangled
     held = object.__getattribute__(made, "__dict__") if kind.__dictoffset__ else {}
     for name, value in stored.items():
         if name in slots:
