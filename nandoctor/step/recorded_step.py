@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import torch
 from torch import nn
@@ -142,20 +142,17 @@ def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any
         count = _count_optimizers(model)
         return idle if count == 1 else [idle] * count
 
-    stand_ins = {
+    stand_ins: dict[str, Any] = {
         "manual_backward": _stop,
         "optimizers": optimizers,
         **dict.fromkeys(("lr_schedulers", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer"), idle),
         **dict.fromkeys(("clip_gradients", "log", "log_dict"), idle),
     }
-    vars(model).update(stand_ins)
-    try:
-        return method(*args, **kwargs)
-    except _BackwardReached as reached:
-        return reached.args[0]
-    finally:
-        for name in stand_ins:
-            vars(model).pop(name, None)
+    with patch.multiple(model, create=True, **stand_ins):
+        try:
+            return method(*args, **kwargs)
+        except _BackwardReached as reached:
+            return reached.args[0]
 
 
 class _BackwardReached(BaseException):
