@@ -24,12 +24,10 @@ from nandoctor.text import dtype_name
 if TYPE_CHECKING:
     import torch
 
-# Booleans, integers, floats and complex numbers of the sizes that torch has too.
-_NUMERIC_CODES = frozenset({"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"})
 _BYTE_ORDERS = frozenset("<>=|")
 # How numpy reads each dtype: those that it lacks as integers of the same size.
 _NUMPY_CODES = {
-    **{"float16": "f2", "float32": "f4", "float64": "f8", "complex64": "c8", "complex128": "c16", "bool": "?"},
+    **{"float16": "f2", "float32": "f4", "float64": "f8", "complex64": "c8", "complex128": "c16", "bool": "b1"},
     **{"int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8"},
     **{"uint8": "u1", "uint16": "u2", "uint32": "u4", "uint64": "u8"},
     **{"bfloat16": "u2", "float8_e5m2": "u1"},
@@ -231,7 +229,7 @@ def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
 
 def is_array(value: object) -> bool:
     """Return True for a tensor, or an array of numbers that torch has: no objects, text, dates or records."""
-    return value.code in _NUMERIC_CODES if isinstance(value, PickledArray) else is_tensor(value)
+    return value.code in _NUMPY_CODES.values() if isinstance(value, PickledArray) else is_tensor(value)
 
 
 def is_dense(value: object) -> TypeGuard[torch.Tensor]:
