@@ -41,10 +41,13 @@ class Signature:
     keywords: str | None = None
     mappings: frozenset[str] = frozenset()
 
+    def required(self, bound: Bound) -> list[inspect.Parameter]:
+        """Return the parameters without a default that lack a value."""
+        return [p for p in self.named if p.default is p.empty and p.name not in bound]
+
     def unmet(self, bound: Bound) -> list[inspect.Parameter]:
         """Return the parameters that lack a value: the first one, if none has to be given and none is."""
-        required = [p for p in self.named if p.default is p.empty and p.name not in bound]
-        return required or list(self.named[:1] if not bound else ())
+        return self.required(bound) or list(self.named[:1] if not bound else ())
 
     def is_met(self, bound: Bound) -> bool:
         """Return True if the function can be called, with something that was saved."""
@@ -113,7 +116,7 @@ def by_similar_name(signature: Signature, offer: Offer, bound: Bound) -> Bound:
 
     Those in no container are asked first, if another parameter takes one of them.
     """
-    unmet, left = _required(signature, bound), offer.left(bound)
+    unmet, left = signature.required(bound), offer.left(bound)
     if any("." not in source for source in bound.values()):
         left = [name for name in left if "." not in name] or left
     similar = {p.name: [name for name in left if _is_similar(p.name, name)] for p in unmet}
@@ -123,7 +126,7 @@ def by_similar_name(signature: Signature, offer: Offer, bound: Bound) -> Bound:
 
 def by_role(role: Role, signature: Signature, offer: Offer, bound: Bound) -> Bound:
     """Bind the only array of a role to the only parameter whose name has it: "mask" to "target"."""
-    unmet = [p for p in _required(signature, bound) if role_of(p.name) == role]
+    unmet = [p for p in signature.required(bound) if role_of(p.name) == role]
     left = [name for name in offer.left(bound) if role_of(name) == role]
     return {unmet[0].name: left[0]} if len(unmet) == len(left) == 1 else {}
 
@@ -162,10 +165,6 @@ def likely(offer: Offer, bound: Bound) -> list[str]:
     """Return the arrays that are left, without targets if there are others."""
     left = offer.left(bound)
     return [name for name in left if role_of(name) != "target"] or left
-
-
-def _required(signature: Signature, bound: Bound) -> list[inspect.Parameter]:
-    return [p for p in signature.unmet(bound) if p.default is p.empty]
 
 
 def read_signature(function: Callable[..., Any]) -> Signature:

@@ -86,7 +86,7 @@ def _are_items(names: Sequence[str]) -> bool:
 
 def required_names(model: nn.Module) -> frozenset[str]:
     """Return the names of forward's parameters without a default."""
-    return frozenset(p.name for p in read_signature(_inner(model).forward).named if p.default is p.empty)
+    return frozenset(p.name for p in read_signature(_inner(model).forward).required({}))
 
 
 def _bind_parameters(signature: Signature, bound: Bound, offer: Offer) -> Binding:

@@ -90,7 +90,7 @@ def _bind_parts(
     arrays = [name for name, part in values.items() if isinstance(part, torch.Tensor)]
     others, offer = replace(signature, named=signature.named[1:]), Offer(values=values, arrays=arrays)
     bound = bind(others, offer, LOSS)
-    required = [p for p in others.named if p.default is p.empty]
+    required = others.required({})
     if len(required) == 1 and not bound and used:
         unused = [name for name in arrays if name not in used and values[name].dim() and role_of(name) != "output"]
         bound = the_only_array(others, Offer(values=values, arrays=unused), bound)
@@ -105,7 +105,7 @@ def _spread(signature: Signature, output: Any, offer: Offer) -> dict[str, Any] |
     `loss(recon_x, x, mu, logvar)` of a batch with an x takes three outputs; None if not as many are left.
     """
     bound = bind(signature, offer, LOSS_OF_SEVERAL)
-    left = [p.name for p in signature.unmet(bound) if p.default is p.empty]
+    left = [p.name for p in signature.required(bound)]
     given = {name: offer.values[str(source)] for name, source in bound.items()}
     output = output._asdict() if hasattr(output, "_asdict") else output  # a namedtuple
     if isinstance(output, Mapping):
