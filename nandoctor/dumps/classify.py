@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from nandoctor.dumps.array_roles import is_bookkeeping, is_extra_state, is_random_state
-from nandoctor.dumps.module_records import is_module, state_of
 from nandoctor.dumps.optimizer_state import SecondMoment, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, get, read_generator, read_recorded
 from nandoctor.dumps.stored_tensor import (
@@ -23,7 +22,7 @@ from nandoctor.dumps.stored_tensor import (
 from nandoctor.dumps.trees import AS_WRITTEN, KIND, MAX_NAME, Slot, name_tensors, too_large
 from nandoctor.errors import DumpError
 from nandoctor.text import brief, brief_list, byte_size
-from nandoctor.trees import MAX_DEPTH, PLAIN
+from nandoctor.trees import BEYOND, MAX_DEPTH, PLAIN, walk
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +37,7 @@ _STATE_NAMES = (
 )
 _AVERAGE_WORDS = ("ema", "average", "averaged", "swa", "teacher", "shadow")
 _PARAMETER_NAMES = frozenset({"weight", "bias", "running_mean", "running_var", "num_batches_tracked", "in_proj_weight"})
+_MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 _OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
 
 _MAX_VALUES = 100_000
@@ -167,8 +167,8 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
         contents.rng_states[name] = read_generator(partial(_take_tensor, contents), value, name)
     elif is_bookkeeping(name):
         contents.left_out.append(name)
-    elif is_module(value):
-        if state := state_of(value):  # most losses have none
+    elif _is_module(value):
+        if state := _state_of(value):  # most losses have none
             contents.states[name] = _take_state(contents, name, state)
     elif isinstance(value, Mapping) and _is_state(name, value):
         contents.states[name] = _take_state(contents, name, value)
@@ -195,6 +195,29 @@ def _sort_items(contents: Contents, name: str, mapping: Mapping[Any, object], de
         else:
             contents.left_out.append(f"{name or 'the dump'} (a value whose key is {_describe(key)})")
     return {key: item for key, item in tree.items() if item is not _NOTHING}
+
+
+def _is_module(value: object) -> TypeGuard[Mapping[str, Any]]:
+    """Return True for the attributes of an `nn.Module`, as they are pickled."""
+    return isinstance(value, Mapping) and all(isinstance(value.get(part), Mapping) for part in _MODULE_PARTS)
+
+
+def _state_of(module: Mapping[str, Any]) -> dict[str, object]:
+    """Return what the module's `state_dict()` would, without running its code: an overridden one is not known."""
+
+    def children(item: Mapping[str, Any]) -> dict[str, object]:
+        return {str(name): child for name, child in item["_modules"].items() if _is_module(child)}
+
+    state: dict[str, object] = {}
+    for place, item in walk(module, children):
+        if item is BEYOND or len(state) > _MAX_VALUES:
+            raise too_large()
+        dropped = item.get("_non_persistent_buffers_set")
+        left_out = dropped if isinstance(dropped, set | frozenset) else frozenset()
+        for name, value in (*item["_parameters"].items(), *item["_buffers"].items()):
+            if value is not None and name not in left_out:
+                state[".".join([*place, str(name)])] = value
+    return state
 
 
 def _is_state(name: str, mapping: Mapping[object, object]) -> bool:
