@@ -34,23 +34,23 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_926, "tests": 32_424, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_650, "tests": 32_414, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_004,
+    FILES: 2_990,
     "autocast": 914,
     "capture": 2_723,
     "causes": 2_670,
     "changes": 3_140,
     "cli": 919,
     "diagnosis": 2_090,
-    "dumps": 3_418,
-    "engine": 3_344,
+    "dumps": 3_227,
+    "engine": 3_336,
     "evidence": 1_705,
     "fixes": 3_764,
     "fleet": 746,
     "repro_scripts": 658,
-    "step": 3_192,
+    "step": 3_129,
     "tracing": 1_879,
     "views": 2_760,
 }
