@@ -24,18 +24,13 @@ class Flag:
     def __init__(self, numbers: torch.Tensor | float) -> None:
         self._event: Any = None
         self._host: torch.Tensor | None = None
-        self._values: list[float] = []
-        if not isinstance(numbers, torch.Tensor):
-            self._values = [float(numbers)]
-        elif numbers.is_cuda:
+        if isinstance(numbers, torch.Tensor) and numbers.is_cuda:
             self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._host.copy_(numbers.detach(), non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(numbers.device))
-        elif numbers.device.type == "cpu":
-            self._values = _read(numbers)
         else:
-            self._host = numbers
+            self._values = _read(numbers)
 
     @property
     def on_device(self) -> bool:
@@ -55,14 +50,14 @@ class Flag:
     def values(self) -> list[float]:
         """Return the numbers; waits for the copy."""
         if self._host is not None:
-            if self._event is not None:
-                self._event.synchronize()
+            self._event.synchronize()
             self._values, self._host = _read(self._host), None
         return self._values
 
 
-def _read(numbers: torch.Tensor) -> list[float]:
-    return [float(number) for number in numbers.detach().flatten().tolist()]
+def _read(numbers: torch.Tensor | float) -> list[float]:
+    listed = numbers.detach().flatten().tolist() if isinstance(numbers, torch.Tensor) else [numbers]
+    return list(map(float, listed))
 
 
 def flag_nonfinite(tensors: Iterable[torch.Tensor], device: torch.device, *, ask_all: bool) -> Flag:
@@ -94,11 +89,13 @@ def _any(found: Sequence[torch.Tensor | bool], device: torch.device) -> torch.Te
     return flags[0] if len(flags) == 1 else torch.stack(flags).any()
 
 
-def largest_over_ranks(local: torch.Tensor | float | None, device: torch.device) -> torch.Tensor | float | None:
-    """Return the largest magnitude on any rank, inf for NaN (MAX is undefined for it); every rank must call this."""
-    if read_rank()[1] == 1:
-        return local
-    found = torch.as_tensor(0.0 if local is None else local, dtype=torch.float32, device=device)
-    found = found.nan_to_num(math.inf, math.inf)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found
+def flag_magnitude(magnitude: torch.Tensor | float | None, device: torch.device, *, ask_all: bool) -> Flag | None:
+    """Return a magnitude as a flag, None if there is none.
+
+    With `ask_all` under torch.distributed it is the largest on any rank, inf for NaN; every rank must ask.
+    """
+    if ask_all and read_rank()[1] > 1:
+        local = torch.as_tensor(0.0 if magnitude is None else magnitude, dtype=torch.float32, device=device)
+        magnitude = local.nan_to_num(math.inf, math.inf)  # MAX is undefined for NaN
+        dist.all_reduce(magnitude, op=dist.ReduceOp.MAX)
+    return None if magnitude is None else Flag(magnitude)

@@ -37,7 +37,7 @@ def describe(training: Training, step: RecordedStep, reason: str, event: str, *,
     return {
         "format": FORMAT,
         "event": _describe_event(step, reason, event),
-        "model": {**training.model, "arguments": training.arguments.plain},
+        "model": training.model,
         **before,
         **calls,
         "method": method,
@@ -50,7 +50,7 @@ def describe(training: Training, step: RecordedStep, reason: str, event: str, *,
         "backends": {name: value for name, value in read_switches(RECORDED).items() if value is not None},
         "versions": read_versions(),
         "left_out": [
-            *(*lost, *dropped, *training.arguments.notes, *unsaved),
+            *(*lost, *dropped, *training.notes, *unsaved),
             *_describe_writes(step, observer, has_optimizer=has_optimizer),
         ],
     }

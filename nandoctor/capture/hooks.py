@@ -33,21 +33,18 @@ class Broadcast:
     """
 
     def __init__(self, register: Callable[[Any], Any]) -> None:
-        self.listeners: tuple[Callable[..., Any], ...] = ()
+        self.listeners: list[Callable[..., Any]] = []
         register(self)
 
     def add(self, listener: Callable[..., Any]) -> Callable[[], None]:
         """Call `listener` at every step, compiled or not; return a function that removes it."""
-        self.listeners += (listener,)
-        return lambda: self._remove(listener)
-
-    def _remove(self, listener: Callable[..., Any]) -> None:
-        self.listeners = tuple(other for other in self.listeners if other is not listener)
+        self.listeners.append(listener)
+        return partial(self.listeners.remove, listener)
 
     def __call__(self, *arguments: Any) -> Any:
         """Call all listeners; return the step's changed arguments if a listener changed them, else None."""
         result = None
-        for listener in self.listeners:
+        for listener in [*self.listeners]:
             if (changed := listener(*arguments)) is not None:
                 result, arguments = changed, (arguments[0], *changed)
         return result
@@ -112,14 +109,13 @@ def do_nothing(*_: Any) -> None:
     """Do nothing, as a copied hook does."""
 
 
-def attach(model: nn.Module, before: Before | None, after: After, handles: ExitStack) -> None:
+def attach(model: nn.Module, before: Before, after: After, handles: ExitStack) -> None:
     """Call `before` and `after` around each call of the model."""
     compiled: Any = compiled_call(model)
-    ahead, behind = Hook(do_nothing if before is None else before), Hook(after)
+    ahead, behind = Hook(before), Hook(after)
     if compiled is None:
         # Call the methods of Module itself: ScriptModule overrides them to refuse hooks, which a graph cannot hold.
-        if before is not None:
-            handles.callback(nn.Module.register_forward_pre_hook(model, ahead, with_kwargs=True).remove)
+        handles.callback(nn.Module.register_forward_pre_hook(model, ahead, with_kwargs=True).remove)
         handles.callback(nn.Module.register_forward_hook(model, behind, with_kwargs=True).remove)
         return
 

@@ -20,15 +20,15 @@ _DENSE = (torch.Tensor, nn.Parameter)
 class JoinOrder:
     """An order of tensors that puts those that one `torch.cat` can join next to each other.
 
-    These share a device, a dtype and all of their shape but the first dimension. `places` are their indices in the
-    original sequence. The tensors are not stored: every method takes them again, in this order. The methods bypass
-    autograd, which is a third of a join's cost.
+    These share a device, a dtype and all of their shape but the first dimension; a large or odd one is joined with no
+    other. `places` are their indices in the original sequence. The tensors are not stored: every method takes them
+    again, in this order. The methods bypass autograd, which is a third of a join's cost.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         kinds: dict[object, list[int]] = {}
         for place, tensor in enumerate(tensors):
-            alone = place if tensor.numel() > _SMALL else None
+            alone = place if tensor.numel() > _SMALL or not can_join(tensor) else None
             kind = (tensor.device, tensor.dtype, tensor.dim() > 0, tensor.shape[1:], alone)
             kinds.setdefault(kind, []).append(place)
         self.places = tuple(chain(*kinds.values()))
@@ -41,12 +41,16 @@ class JoinOrder:
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Join the tensors in new memory."""
         with torch.no_grad():
-            return [_join(tensors[part]) for part in self._slices]
+            groups = [tensors[part] for part in self._slices]
+            return [_join(group) if len(group) > 1 else group[0].detach().clone() for group in groups]
 
     def split(self, joined: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield each tensor as a view of the result of `copy`."""
         for tensor, shapes in zip(joined, self._shapes, strict=True):
-            yield from torch.split(tensor, [shape[0] for shape in shapes]) if shapes[0] else tensor.unbind()
+            if len(shapes) == 1:
+                yield tensor
+            else:
+                yield from torch.split(tensor, [shape[0] for shape in shapes]) if shapes[0] else tensor.unbind()
 
     def largest(self, tensors: Sequence[torch.Tensor | None]) -> float | None:
         """Return the largest magnitude of all elements, NaN if one is NaN; None if all tensors are None."""
@@ -86,21 +90,13 @@ def largest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
     """Return the largest magnitude of all elements as a scalar on the device, NaN if one is NaN; None without any."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for plain in map(plain_part, tensors):
-        if plain.numel():
-            groups.setdefault((plain.device, plain.dtype), []).append(plain)
+        real = torch.view_as_real(plain) if plain.is_complex() else plain
+        if real.numel():
+            groups.setdefault((real.device, real.dtype), []).append(real)
     if not groups:
         return None
     with torch.no_grad():
-        found = [bound for group in groups.values() for bound in _bounds_of(group)]
+        found = [torch.stack(infinity_norms(group)).amax() for group in groups.values()]
         wide = torch.float64 if any(bound.dtype == torch.float64 for bound in found) else torch.float32
         bounds = [bound.to(found[0].device, wide) for bound in found]
-        return bounds[0] if len(bounds) == 1 else torch.stack(bounds).abs().amax()
-
-
-def _bounds_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return scalars, one of which has the largest magnitude; if there is one scalar only, it is the magnitude."""
-    if tensors[0].is_complex():
-        tensors = [torch.view_as_real(tensor) for tensor in tensors]
-    if tensors[0].is_cuda:
-        return [torch.stack(infinity_norms(tensors)).amax()]
-    return [bound for tensor in tensors for bound in torch.aminmax(tensor)]
+        return bounds[0] if len(bounds) == 1 else torch.stack(bounds).amax()

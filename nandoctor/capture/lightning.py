@@ -30,7 +30,7 @@ class RecorderCallback(_find_base()):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         self.options = options
-        self.recorder: Recorder | None = None
+        self.recorder: Any = None  # a Recorder once the training has begun
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Install the hooks on the module."""
@@ -46,8 +46,6 @@ class RecorderCallback(_find_base()):  # type: ignore[misc]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin a step and record the state before it."""
-        if self.recorder is None:
-            return
         self.recorder.number_next(trainer.global_step, trainer.current_epoch)
         self.recorder.begin(batch)
         num_parameters = len(inspect.signature(pl_module.training_step).parameters)
@@ -55,20 +53,18 @@ class RecorderCallback(_find_base()):  # type: ignore[misc]
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Check the loss, which the precision plugin has already scaled."""
-        if self.recorder is None:
+        if self.recorder is None:  # an evaluation takes gradients
             return
         scale, _ = read_loss_scale(getattr(trainer.precision_plugin, "scaler", None))
         self.recorder.watch(loss if scale is None else loss.detach() / scale)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """End the step."""
-        if self.recorder is not None:
-            self.recorder.end()
+        self.recorder.end()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Remove the hooks."""
-        if self.recorder is not None:
-            self.recorder.close()
+        self.recorder.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Save the current step if it is non-finite, and remove the hooks."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -33,30 +33,20 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("nandoctor")
 
 
-class ModelArguments(NamedTuple):
-    """Arguments by name, as plain data.
-
-    `is_odd`: a replay cannot make some of them again; `notes` say what is lost of these.
-    """
-
-    plain: dict[str, Any]
-    is_odd: bool = False
-    notes: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """Facts common to all steps of a run: how model and loss are built, and their sources as the run began.
 
-    `model` is the source of the model's class, or of its builder. `files` are the project's files. `in_notebook`: only
-    this notebook, which defines the model's class, can replay the steps without flags.
+    `model` is the source of the model's class, or of its builder, with its arguments; `notes` say what is lost of them.
+    `files` are the project's files. `in_notebook`: only this notebook, which defines the model's class, can replay the
+    steps without flags.
     """
 
     settings: Recorder
     observer: Observer
-    model: Mapping[str, str]
+    model: Mapping[str, Any]
+    notes: Sequence[str]
     loss: Mapping[str, str] | None
-    arguments: ModelArguments
     files: ProjectSources
     in_notebook: bool
 
@@ -70,25 +60,24 @@ def describe_training(settings: Recorder, observer: Observer) -> Training:
     source = describe_source(builder or class_of(model))
     built = builder is not None and not isinstance(builder, type)
     loss = None if settings.loss is None else describe_loss(settings.loss)
-    described = describe_arguments(arguments) if arguments or built else find_config(model)
+    described, notes = describe_arguments(arguments) if arguments or built else (find_config(model), [])
     if loss is not None:
         _advise_loss(loss)
     return Training(
         settings=settings,
         observer=observer,
-        model=source,
+        model={**source, "arguments": described},
+        notes=notes,
         loss=loss,
-        arguments=described,
         files=ProjectSources(source, loss),
         in_notebook=is_typed(source),
     )
 
 
-def describe_arguments(arguments: Mapping[str, Any]) -> ModelArguments:
-    """Describe all arguments; one that cannot be made again is kept as far as it is plain data."""
+def describe_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return all arguments as plain data, and notes on what is lost of those that a replay cannot make again."""
     plain: dict[str, Any] = {}
     notes: list[str] = []
-    is_odd = False
     for name, value in arguments.items():
         try:
             plain[name] = describe_argument(value, _describe_importable)
@@ -96,30 +85,25 @@ def describe_arguments(arguments: Mapping[str, Any]) -> ModelArguments:
             packed = pack(value, f"model.arguments.{name}")
             plain[name] = packed.tree
             notes += packed.notes
-            is_odd = True
-    return ModelArguments(plain, is_odd, tuple(notes))
+    return plain, notes
 
 
-def find_config(model: nn.Module) -> ModelArguments:
+def find_config(model: nn.Module) -> dict[str, Any]:
     """Describe the object that the model's class needs as its only argument, if the model holds it under that name.
 
     That is how models keep their configuration. Nothing but an object is taken: a number of that name may have been
     changed since.
     """
-    nothing = ModelArguments({})
     try:
         parameters = inspect.signature(class_of(model)).parameters.values()
-    except Exception:  # it has no signature, or a user's own one
-        return nothing
-    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if len(needed) != 1:
-        return nothing
-    name = needed[0].name
-    value = vars(model).get(name)
-    if type(value) in (*PLAIN, dict, list, tuple):
-        return nothing
-    described = describe_arguments({name: value})
-    return nothing if described.is_odd else described
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        needed = [p.name for p in named if p.default is p.empty]
+        held = {name: vars(model).get(name) for name in needed}
+        if len(held) != 1 or type(held[needed[0]]) in (*PLAIN, dict, list, tuple):
+            return {}
+        return {name: describe_argument(value, _describe_importable) for name, value in held.items()}
+    except Exception:  # the class has no signature, or a user's object raises at any access
+        return {}
 
 
 def _describe_importable(thing: Any) -> dict[str, str]:

@@ -97,7 +97,7 @@ class Observer:
         """
         model = self.model
         is_same = tuple(model.modules()) == self._modules
-        copies, lost = self._keeper.state(before.kept) if is_same else ({}, [])
+        copies, lost = before.kept() if is_same else ({}, [])
         kept = {**weights, **copies}
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         tied = {id(tensor): kept[name] for name, tensor in named if name in kept}

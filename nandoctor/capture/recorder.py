@@ -18,7 +18,7 @@ from torch import nn
 
 from nandoctor.capture.dump_contents import describe, fit_into
 from nandoctor.capture.dump_folder import DumpFolder
-from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, scout_autocast
+from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, do_nothing, scout_autocast
 from nandoctor.capture.joined import can_join
 from nandoctor.capture.model_rebuild import describe_training
 from nandoctor.capture.observer import Observer
@@ -137,16 +137,15 @@ class Recorder:
             attach(self.model, self._before_forward, self._after_forward, self._handles)
             return
         for name, child in observer.model.named_children():
-            attach(child, None, functools.partial(self._keep_inside, name), self._handles)
+            attach(child, do_nothing, functools.partial(self._keep_inside, name), self._handles)
 
     def _track(self, observer: Observer, scaler: Any) -> None:
         self._observer = observer
         self._tracker = StepTracker(observer, self._policy, scaler, on_stop=self._handles.close)
         tracker = self._tracker
-        hooked = (tracker.start_step, tracker.watch, tracker.decide_known, tracker.on_exception)
-        self._start_step, self._look_at, self._decide_known, self._on_exception = [
-            Hook(function) for function in hooked
-        ]
+        used = (tracker.make_step, tracker.start_step, tracker.watch, tracker.decide_known, tracker.on_exception)
+        hooks = [Hook(function) for function in used]
+        self._make_step, self._start_step, self._look_at, self._decide_known, self._on_exception = hooks
 
     @property
     def written(self) -> tuple[Path, ...]:
@@ -186,7 +185,7 @@ class Recorder:
         Raises:
             NonFiniteTrainingError: as for `step`.
         """
-        self._start_step(Hook(self._tracker.make_step)(batch, explicit=True))
+        self._start_step(self._make_step(batch, explicit=True))
 
     def watch(self, loss: torch.Tensor | None = None, batch: Any = None) -> None:
         """Check this step's loss; call this before the backward pass. It does not wait for the device.
@@ -217,8 +216,12 @@ class Recorder:
             return
         step.batch = step.batch if batch is None else held(batch)
         self._look_at(step, self._as_tensor(loss), ask_all=True)
-        if loss is not None and not self.training_step:
-            self._advise_loss(step)
+        is_outside = self.loss is None and step.loss_place is None and not self.training_step
+        if is_outside and (loss is not None or self.from_output):
+            self._warn(
+                "the loss is computed outside of the model, so a replay cannot check it or its gradients. Give the "
+                "recorder a function at a file's top level: loss=loss_of, with def loss_of(output, batch): return ..."
+            )
         self._decide_known(step)
 
     def _as_tensor(self, loss: Any) -> torch.Tensor | None:
@@ -329,19 +332,8 @@ class Recorder:
 
     def _after_forward(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         step = self._tracker.after_forward(output)
-        if step is None or not self.from_output:
-            return
-        self._look_at(step, step.own_loss(), ask_all=True)
-        self._advise_loss(step)
-        self._decide_known(step)
-
-    def _advise_loss(self, step: RecordedStep) -> None:
-        """Log how to give a replay the loss, if it is computed outside of the model."""
-        if self.loss is None and step.loss_place is None:
-            self._warn(
-                "the loss is computed outside of the model, so a replay cannot check it or its gradients. Give the "
-                "recorder a function at a file's top level: loss=loss_of, with def loss_of(output, batch): return ..."
-            )
+        if step is not None and self.from_output:
+            self.watch(step.own_loss())
 
     def _make_contents(self, step: RecordedStep, reason: str, event: str) -> Mapping[str, Any]:
         has_optimizer = bool(self._tracker.trainers.optimizers)

@@ -84,12 +84,6 @@ class RecordedStep:
         return any(flag.nonfinite for flag in flags if flag is not None)
 
     @property
-    def _magnitudes(self) -> list[Flag]:
-        """The magnitudes of gradients and weights that were measured."""
-        of_updates = (flag for update in self.updates for flag in (update.gradients, update.weights))
-        return [flag for flag in (self.accumulated, *of_updates) if flag is not None]
-
-    @property
     def spoiled(self) -> Update | None:
         """The first update that left a weight non-finite."""
         spoiled = [update for update in self.updates if update.weights is not None and update.weights.nonfinite]
@@ -117,16 +111,10 @@ class RecordedStep:
                 self.skipped = self.skipped or scale.values() < self.scale.values()
 
     @property
-    def is_sound(self) -> bool:
-        """True if the step went well, and no scaler needs its numbers."""
-        if self.scale is not None or self.skip is not None or self.skipped:
-            return False
-        return not (self.loss_nonfinite or any(flag.nonfinite for flag in self._magnitudes))
-
-    @property
     def ready(self) -> bool:
         """True once every flag except the loss's has arrived."""
-        return (self.skip is None or self.skip.ready) and all(flag.ready for flag in self._magnitudes)
+        of_updates = (flag for update in self.updates for flag in (update.gradients, update.weights))
+        return all(flag is None or flag.ready for flag in (self.skip, self.accumulated, *of_updates))
 
     @property
     def was_skipped(self) -> bool:
@@ -199,21 +187,16 @@ class RecordedStep:
         if is_whole:
             inside = {name: packed.tree for name, packed in self.inside.items()}
             contents |= {"output": {"returned": self.loss, **inside}, "loss_field": "returned"}
-        packs = [*self.calls, *self.returned, *self.inside.values(), batch]
-        notes = [note for packed in packs for note in packed.notes]
+        named = [("input", packed) for packed in self.calls] + [("output", packed) for packed in self.returned]
+        named += [(f"output.{name}", packed) for name, packed in self.inside.items()]
+        notes = [note for _, packed in (*named, ("batch", batch)) for note in packed.notes]
         if self.has_lent_weights:
             notes.append(
                 "the weights of the step: torch.func.functional_call gave the model others than its own (record a "
                 "module that holds the model, and whose forward is the step up to the loss)"
             )
-        return contents, [*notes, *self._overwritten()]
-
-    def _overwritten(self) -> Iterator[str]:
-        named = [("input", packed) for packed in self.calls] + [("output", packed) for packed in self.returned]
-        named += [(f"output.{name}", packed) for name, packed in self.inside.items()]
-        for name, packed in named:
-            if packed.overwritten:
-                yield f"{name}: overwritten in place after the forward, so its values are not those of the step"
+        changed = "overwritten in place after the forward, so its values are not those of the step"
+        return contents, [*notes, *(f"{name}: {changed}" for name, packed in named if packed.overwritten)]
 
 
 def held(batch: Any) -> Any:

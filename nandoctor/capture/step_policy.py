@@ -109,7 +109,7 @@ class StepPolicy:
             NonFiniteTrainingError: the rule says to stop, and `may_stop` is set.
         """
         step.decided = True
-        reason, scale = "" if step.is_sound else step.reason, step.loss_scale
+        reason, scale = step.reason, step.loss_scale
         failed = bool(reason) and (reason != "skipped" or _is_below_1(scale))
         worth_saving = (scale is not None and self._is_new_skip(step, scale)) or failed
         self.history.add(step.step, failed=failed, worth_saving=worth_saving)

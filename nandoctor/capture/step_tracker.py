@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nandoctor.capture.async_flags import Flag, flag_nonfinite, largest_over_ranks
+from nandoctor.capture.async_flags import Flag, flag_magnitude, flag_nonfinite
 from nandoctor.capture.environment import read_generators
 from nandoctor.capture.hooks import Hook
 from nandoctor.capture.observer import Observer
@@ -23,7 +22,6 @@ from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.errors import NonFiniteTrainingError
 from nandoctor.torch_compat import backward_under_way, read_loss_scale
 
-LOG = logging.getLogger("nandoctor")
 _MAX_UNMARKED_CALLS = 16
 """Most calls of a step whose beginning the loop does not mark: forwards without `watch` may go on forever."""
 _ANOMALY = "returned nan values in its"  # what `torch.autograd.detect_anomaly` raises
@@ -45,8 +43,8 @@ class StepTracker:
         self._observer, self._policy, self._scaler, self._on_stop = observer, policy, scaler, on_stop
         self._pending: list[RecordedStep] = []
         self.trainers = Trainers(observer.model, observer.undo_nbytes)
-        self._sharded = observer.sharded
         self._last = (-1, 0)
+        self._scale_version: int | None = None
         self._last_inputs = Packed(tree=None)
         self._copies_inputs = self._is_first_call = True  # until a forward has left its inputs unchanged
         self._accumulates, self._process = False, os.getpid()
@@ -61,15 +59,16 @@ class StepTracker:
         """Return a new step with the next number, or the next micro-batch of the last, and the current loss scale."""
         scale, version = self._read_scale()
         number, micro_batch = self._last
+        probe = self.trainers.probe
         if self.current is not None and not self.current.flags:
             pass  # `watch` was not called, so it does not count as a step, and its number is free
-        elif self._is_accumulating(version):
-            micro_batch += 1
+        elif self._accumulates and version == self._scale_version and probe is not None and probe.grad is not None:
+            micro_batch += 1  # there are gradients, and no optimizer or scaler was updated since the last step
         else:
             micro_batch = micro_batch + 1 if self.next_step == number else 0
             number = self.next_step
         self._last, self.next_step = (number, micro_batch), number + 1
-        self._accumulates, self._scale_version = self.trainers.probe is not None, version
+        self._accumulates, self._scale_version = probe is not None, version
         return RecordedStep(
             step=number,
             micro_batch=micro_batch,
@@ -79,11 +78,6 @@ class StepTracker:
             scale=scale,
             scale_version=version,
         )
-
-    def _is_accumulating(self, version: int | None) -> bool:
-        """Return True if there are gradients, and no optimizer or scaler was updated since the last step."""
-        probe = self.trainers.probe
-        return self._accumulates and self._scale_version == version and probe is not None and probe.grad is not None
 
     def _read_scale(self) -> tuple[Flag | None, int | None]:
         """Return the loss scale as a flag, and how often the scaler was updated; None without a scaler."""
@@ -109,7 +103,7 @@ class StepTracker:
         if step is None or not step.flags:
             return
         if self._scaler is None:
-            self._look_at_gradients(step, over_ranks=self._sharded and not final)
+            self._look_at_gradients(step, over_ranks=self._observer.sharded and not final)
         else:
             step.compare_scale(*self._read_scale(), num_optimizers=len(self.trainers.optimizers))
         self._note_write(step)
@@ -123,7 +117,8 @@ class StepTracker:
     def _look_at_gradients(self, step: RecordedStep, *, over_ranks: bool) -> None:
         """Flag the gradients of a step if no update has measured them, and none will."""
         if not (step.updates or step.decided or step.without_grad or step.skipped):
-            step.accumulated = self._flag_of(self.trainers.find_all().gradients(), over_ranks=over_ranks)
+            gradients = self.trainers.find_all().gradients()
+            step.accumulated = flag_magnitude(gradients, self._observer.device, ask_all=over_ranks)
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Note a call of the model; return True if it is the first of its step."""
@@ -230,18 +225,12 @@ class StepTracker:
         self.flush_pending(wait=True)
         self._note_write(step)
         if all(update.trained is not trained for update in step.updates):
-            measures = self._scaler is None
-            gradients = self._flag_of(trained.gradients(), over_ranks=trained.sharded) if measures else None
-            step.updates.append(
-                Update(
-                    trained=trained,
-                    optimizer=optimizer,
-                    gradients=gradients,
-                    undo=trained.keep(),
-                    groups=list(map(dict, optimizer.param_groups)),
-                )
-            )
-            self._decide_before_update(step, step.updates[-1])
+            update = Update(trained=trained, optimizer=optimizer, groups=list(map(dict, optimizer.param_groups)))
+            if self._scaler is None:
+                update.gradients = flag_magnitude(trained.gradients(), self._observer.device, ask_all=trained.sharded)
+            update.undo = trained.keep()
+            step.updates.append(update)
+            self._decide_before_update(step, update)
         self._accumulates = False
         for waiting in (*self._pending, step):
             waiting.num_updates += 1
@@ -261,11 +250,12 @@ class StepTracker:
         update = next((update for update in updates if update.optimizer is optimizer), None)
         if step is None or update is None:
             return
-        update.weights = self._flag_of(update.trained.weights(), over_ranks=update.trained.sharded)
+        trained, device = update.trained, self._observer.device
+        update.weights = flag_magnitude(trained.weights(), device, ask_all=trained.sharded)
         step.stamp = self._observer.stamp()
         if update.weights is not None and not update.weights.on_device and update.weights.nonfinite:
             if update.gradients is None:  # the scaler skips one of several optimizers, but clipping spreads its NaN
-                update.gradients = self._flag_of(update.trained.gradients(), over_ranks=False)
+                update.gradients = flag_magnitude(trained.gradients(), device, ask_all=False)
             self._decide(step)
 
     def flush_pending(self, *, wait: bool = False, may_stop: bool = True) -> None:
@@ -282,31 +272,23 @@ class StepTracker:
         """Decide on all steps left: the loop may have raised an error because of gradients, before their update."""
         self._forget_if_forked()
         step, self.current, self._ended = self._latest, None, None
-        try:
-            if step is not None and step.running and Hook(is_for_nonfinite)(error):
-                step.flags.append(Flag(1.0))
-            elif step is not None and not step.flags and step.returned:
-                self.watch(step, None, ask_all=False)  # the other ranks do not take part
-            if step is not None and step.flags:
-                step.compare_scale(*self._read_scale(), num_optimizers=len(self.trainers.optimizers))
-                if self._scaler is None or isinstance(error, Exception):
-                    self._look_at_gradients(step, over_ranks=False)
-                if isinstance(error, RuntimeError) and _ANOMALY in str(error):
-                    step.accumulated = Flag(float("nan"))
-                self._pending.append(step)
-            self.flush_pending(wait=True, may_stop=False)
-        except Exception as own:
-            LOG.warning("nandoctor could not look at the last step (%s: %s).", type(own).__name__, own)
+        if step is not None and step.running and Hook(is_for_nonfinite)(error):
+            step.flags.append(Flag(1.0))
+        elif step is not None and not step.flags and step.returned:
+            self.watch(step, None, ask_all=False)  # the other ranks do not take part
+        if step is not None and step.flags:
+            step.compare_scale(*self._read_scale(), num_optimizers=len(self.trainers.optimizers))
+            if self._scaler is None or isinstance(error, Exception):
+                self._look_at_gradients(step, over_ranks=False)
+            if isinstance(error, RuntimeError) and _ANOMALY in str(error):
+                step.accumulated = Flag(float("nan"))
+            self._pending.append(step)
+        self.flush_pending(wait=True, may_stop=False)
 
     def _forget_if_forked(self) -> None:
         """In a forked child, forget the pending steps: they belong to the parent."""
         if self._process != os.getpid():
             self._process, self.current, self._ended, self._pending = os.getpid(), None, None, []
-
-    def _flag_of(self, magnitude: torch.Tensor | float | None, *, over_ranks: bool) -> Flag | None:
-        """Return the magnitude as a flag; with `over_ranks`, the largest on any rank, for sharded weights."""
-        magnitude = largest_over_ranks(magnitude, self._observer.device) if over_ranks else magnitude
-        return None if magnitude is None else Flag(magnitude)
 
     def _decide(self, step: RecordedStep, *, may_stop: bool = True) -> None:
         try:

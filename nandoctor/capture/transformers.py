@@ -25,7 +25,7 @@ class RecorderCallback(TrainerCallback):
 
     def __init__(self, **options: Any) -> None:
         self.options = options
-        self.recorder: Recorder | None = None
+        self.recorder: Any = None  # a Recorder once the training has begun
         self._watches_trainer = False
 
     def watch(self, trainer: Any) -> None:
@@ -41,7 +41,7 @@ class RecorderCallback(TrainerCallback):
         def compute_and_watch(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             batch = copy(inputs)  # an overridden compute_loss may pop the labels
             computed = compute_loss(model, inputs, *args, **kwargs)
-            if self.recorder is not None and trainer.is_in_train and model.training:
+            if trainer.is_in_train and model.training:
                 self.recorder.watch(computed[0] if isinstance(computed, tuple) else computed, batch)
             return computed
 
@@ -54,11 +54,8 @@ class RecorderCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take the numbers of the step and the epoch from the Trainer."""
-        if self.recorder is not None:
-            epoch = None if state.epoch is None else int(state.epoch)
-            self.recorder.number_next(state.global_step, epoch)
+        self.recorder.number_next(state.global_step, None if state.epoch is None else int(state.epoch))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remove the hooks."""
-        if self.recorder is not None:
-            self.recorder.close()
+        self.recorder.close()

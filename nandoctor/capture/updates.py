@@ -38,9 +38,9 @@ class Update:
 
     trained: TrainedParameters
     optimizer: Optimizer
-    gradients: Flag | None
-    undo: Mapping[str, torch.Tensor] | None
-    groups: Sequence[Mapping[str, Any]] = ()
+    groups: Sequence[Mapping[str, Any]]
+    gradients: Flag | None = None
+    undo: Mapping[str, torch.Tensor] | None = None
     weights: Flag | None = None
 
     def settings(self) -> dict[str, float]:

@@ -82,7 +82,7 @@ def test_what_no_optimizer_writes_is_kept_as_it_was(undo_nbytes, lost):
         expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         snapshot = keeper.keep()
         model(number)
-        state, found = keeper.state(snapshot)
+        state, found = snapshot()
         assert found == lost
         assert state.keys() == expected.keys() - ({"key", "frozen"} if lost else set())
         assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
