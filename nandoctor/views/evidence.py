@@ -25,7 +25,7 @@ from nandoctor.text import (
 )
 from nandoctor.views.blocks import Fact
 from nandoctor.views.inspect_dump import nonfinite_state_facts
-from nandoctor.views.layers import name_origin, select_layers
+from nandoctor.views.layers import select_layers
 
 _NAME_WIDTH = 64
 _MESSAGE_WIDTH = 160
@@ -36,24 +36,22 @@ _CLOSE = 0.02
 """Share of the largest saved value: fp16 results differ by about this on hardware that sums in another order."""
 
 
-def evidence_facts(report: Report) -> list[Fact]:
-    """Return the evidence for the answer: cause, layers, how it spread, fp32's value there, other faults."""
-    facts = []
+def evidence_facts(report: Report) -> Iterator[Fact]:
+    """Yield the evidence for the answer: cause, layers, how it spread, fp32's value there, other faults."""
     if report.cause is not None:
-        facts.append(Fact("cause", f"{report.cause.code}: {report.cause.explanation}"))
+        yield Fact("cause", f"{report.cause.code}: {report.cause.explanation}")
     if report.origin is not None and report.excerpt is None and report.origin.op is not None:
-        facts.append(Fact("origin", describe_origin(report.origin)))
+        yield Fact("origin", describe_origin(report.origin))
     if report.difference and report.origin is not None:
         samples = samples_text(report.origin.elements.samples or ())
-        facts.append(Fact("sample", f"{samples}: {report.difference}"))
+        yield Fact("sample", f"{samples}: {report.difference}")
     if report.first_nonfinite is not None:
-        facts += _first_facts(report.first_nonfinite, report)
-    facts += _spread_facts(report)
+        yield from _first_facts(report.first_nonfinite, report)
+    yield from _spread_facts(report)
     both = () if report.runs is None else (report.runs.autocast, report.runs.fp32)
     ended = {run.dtype: " ".join(run.raised.split()) for run in both if run.raised}
     for dtype, raised in ended.items():
-        facts.append(Fact("raised", f"the {dtype} run stopped early: {brief(raised, _MESSAGE_WIDTH)}"))
-    return facts
+        yield Fact("raised", f"the {dtype} run stopped early: {brief(raised, _MESSAGE_WIDTH)}")
 
 
 def note_facts(report: Report) -> list[Fact]:
@@ -106,7 +104,7 @@ def _spread_facts(report: Report) -> Iterator[Fact]:
 
 
 def describe_origin(origin: Origin) -> str:
-    """Return the op, the module that called it, the pass, and how much is non-finite."""
+    """Return the op, where it ran, and how much is non-finite: "div in norm (2nd call): NaN in 8 of 32"."""
     if origin.op is None:
         return {"state": "the saved state", "input": "the saved batch"}.get(origin.phase, origin.phase)
     found = origin.elements
@@ -114,7 +112,10 @@ def describe_origin(origin: Origin) -> str:
     at = ""
     if origin.source is not None and origin.called_from is not None:  # the user's line is in the excerpt
         at = f", at {file_line(origin.source.file, origin.source.line)}"
-    return f"{name_origin(origin)}{at}: {damage}"
+    what = f"the backward of {origin.op}" if origin.phase == "backward" else origin.op
+    if origin.function is not None:
+        what = f"{origin.op} in the backward of {short_name(origin.function)}"
+    return f"{what} in {short_name(origin.place.in_words)}{at}: {damage}"
 
 
 def _is_told(found: Diagnosis, report: Report) -> bool:

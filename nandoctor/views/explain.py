@@ -16,7 +16,7 @@ def catalogue_document(pages: Sequence[Page]) -> Iterator[Block]:
 def cause_document(page: Page) -> Iterator[Block]:
     """Yield the full page of one cause."""
     yield Headline(page.title, word=f"{page.code}:")
-    yield Section("", [Text(page.summary[:1].upper() + page.summary[1:])])
+    yield Text(page.summary[:1].upper() + page.summary[1:])
     for heading, paragraph in page.sections:
         yield Section(heading, [Text(paragraph)])
-    yield Section("", [Text(f"The rule itself is the module nandoctor.causes.{page.code.replace('-', '_')}")])
+    yield Text(f"The rule itself is the module nandoctor.causes.{page.code.replace('-', '_')}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary
 from nandoctor.text import brief, byte_size, join_first, part_of, plural, shape_text
-from nandoctor.views.blocks import Block, Column, Fact, Facts, Headline, Section, Table
+from nandoctor.views.blocks import Block, Column, Fact, Facts, Headline, Table
 
 _LAYOUTS = {
     "plain": "a plain dict of arrays",
@@ -24,11 +24,10 @@ _MIN_NAME_WIDTH, _MIN_DTYPE_WIDTH = 14, 10
 def inspection_document(summary: DumpSummary) -> Iterator[Block]:
     """Yield what the file holds, what is non-finite in it, and what a full replay would miss."""
     yield Headline(summary.path)
-    yield from (Section("", [block]) for block in file_blocks(summary))
+    yield from file_blocks(summary)
     remarks = [*(Fact("note", text) for text in summary.notes), *(Fact("missing", text) for text in summary.missing)]
-    if remarks:
-        more = [Fact("", text) for text in [_and_more(remarks)] if text]
-        yield Section("", [Facts([*remarks[:_MAX_ROWS], *more])])
+    more = [Fact("", text) for text in [_and_more(remarks)] if text]
+    yield Facts([*remarks[:_MAX_ROWS], *more])
 
 
 def file_blocks(summary: DumpSummary) -> list[Block]:

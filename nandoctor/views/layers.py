@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nandoctor.evidence.formats import FP32
-from nandoctor.evidence.report import FirstNonfinite, LayerRow, Origin, Report, Runs
+from nandoctor.evidence.report import FirstNonfinite, LayerRow, Report, Runs
 from nandoctor.evidence.trace import name_run
-from nandoctor.text import brief
-
-_NAME_WIDTH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +20,7 @@ class LayerPair:
     @property
     def either(self) -> LayerRow:
         """The autocast row, or the fp32 one if there is none, for what both share (names, depth)."""
-        row = self.autocast or self.fp32
-        assert row is not None
-        return row
+        return self.rows[0]
 
     @property
     def label(self) -> str:
@@ -99,14 +94,6 @@ def name_runs(runs: Runs) -> tuple[str, str]:
     if run.dtype != FP32:
         return "fp32", name_run(run.policy, run.dtype)
     return ("fp32", "fp32") if runs.are_one else ("fp32 throughout", "as your code runs it")
-
-
-def name_origin(origin: Origin) -> str:
-    """Return the op and where it ran: "div in norm (2nd call)", "the backward of sqrt in the loss"."""
-    what = f"the backward of {origin.op}" if origin.phase == "backward" else str(origin.op)
-    if origin.function is not None:
-        what = f"{origin.op} in the backward of {brief(origin.function, _NAME_WIDTH)}"
-    return f"{what} in {brief(origin.place.in_words, _NAME_WIDTH)}"
 
 
 def _repeats(calls: Sequence[LayerPair]) -> set[int]:

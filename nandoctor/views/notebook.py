@@ -37,26 +37,18 @@ class NotebookProgress(ReplayBar):
         self._shown_s = -math.inf
         self._output = sys.modules["IPython.display"].display({"text/plain": ""}, raw=True, display_id=True)
 
-    def __call__(self, stage: str, done: int, total: int | None) -> None:
-        """Move the bar of the diagnosis."""
-        super().__call__(stage, done, total)
-        self._show()
-
     def tell(self, report: Report) -> None:
         """Show the diagnosis above the bar of the search."""
         self._card, self._shown_s = card_of(report), -math.inf
         self.searched(0, None, "")
 
-    def searched(self, num_runs: int, most_runs: float | None, best: str) -> None:
-        """Move the bar of the search."""
-        super().searched(num_runs, most_runs, best)
-        self._show()
-
     def close(self) -> None:
         """Empty the output: the cell's own result shows the whole report."""
         self._output.update({"text/plain": ""}, raw=True)
 
-    def _show(self) -> None:
+    def show(self, **changed: Any) -> None:
+        """Move the bar, and put its text in place of the cell's output."""
+        super().show(**changed)
         if time.monotonic() - self._shown_s < _UPDATE_S:
             return
         self._shown_s = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -44,7 +45,7 @@ class ReplayBar(Listener):
             self._shown = stage
             self.display.reset(self._phase, description=f"Diagnosing: {printable(stage)}", total=total)
         layers = plural(done, "layer") if total is None else f"{done:,}/{plural(total, 'layer')}"
-        self.display.update(self._phase, completed=done, total=total, done=layers)
+        self.show(completed=done, total=total, done=layers)
 
     def searched(self, num_runs: int, most_runs: float | None, best: str) -> None:
         """Show how many runs the search for fixes has made."""
@@ -56,4 +57,8 @@ class ReplayBar(Listener):
         found = Text(printable(best))
         found.truncate(_BEST_WIDTH, overflow="ellipsis")
         runs = f"{num_runs:,}{limit} runs{f', best: {found}' if best else ''}"
-        self.display.update(self._phase, completed=num_runs, total=most, done=runs)
+        self.show(completed=num_runs, total=most, done=runs)
+
+    def show(self, **changed: Any) -> None:
+        """Move the bar; where it is shown otherwise than on a terminal, show it."""
+        self.display.update(self._phase, **changed)

@@ -43,12 +43,12 @@ def report_document(report: Report, level: Level, *, has_page: bool = False) -> 
     yield answer_section(report, level)
     if report.fp32_error is not None:
         wrong = f"fp32's own output is wrong, {percent(report.fp32_error)} off float64"
-        yield Section("", [Facts([Fact("fp32", wrong)])])
+        yield Facts([Fact("fp32", wrong)])
     if (fixes := fix_section(report, level)) is not None:
         yield fixes
     following = next_facts(report, page=not has_page)
     rest = _rest_of_screen if level == "screen" else _rest_of_page
-    yield from filter(None, rest(report, following))
+    yield from rest(report, following)
 
 
 def answer_section(report: Report, level: Level) -> Section:
@@ -118,7 +118,7 @@ def _remark(report: Report) -> str:
     return nonfinite_part(found.kinds, found.num_bad, found.numel, "value")
 
 
-def _rest_of_screen(report: Report, following: list[Fact]) -> Iterator[Section | None]:
+def _rest_of_screen(report: Report, following: list[Fact]) -> Iterator[Block]:
     """Yield evidence and what to do next, without what a fix makes superfluous; the layers if no fix was verified."""
     solved = any(fix.verified for fix in report.fixes)
     left_out = _HIDDEN_BESIDE_VERIFIED if solved else _HIDDEN_BESIDE_FIXES if report.fixes else _HIDDEN
@@ -128,18 +128,13 @@ def _rest_of_screen(report: Report, following: list[Fact]) -> Iterator[Section |
     evidence = [fact for fact in (*evidence_facts(report), *trial_facts(report)) if fact.label not in left_out]
     last = [fact for fact in (*notes, *following) if fact.label not in left_out]
     table = None if solved else layers_near(report)
-    if table is None:
-        yield _facts_section([*evidence, *last])
-    else:
-        yield from (_facts_section(evidence), Section("", [table]), _facts_section(last))
+    blocks: list[Block] = [Facts([*evidence, *last])] if table is None else [Facts(evidence), table, Facts(last)]
+    yield from blocks
 
 
-def _facts_section(facts: list[Fact]) -> Section | None:
-    return Section("", [Facts(facts)]) if facts else None
-
-
-def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Section | None]:
-    yield _evidence_of_page(report)
+def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Block]:
+    if evidence := _evidence_of_page(report):
+        yield Section("Evidence", evidence, name="Evidence")
     if trials := trial_facts(report):
         yield Section("What else was tried", [Facts(trials)], name="What else was tried", folded=True)
     if (layers := every_layer(report)) is not None:
@@ -154,18 +149,17 @@ def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Section | N
     yield Section("Notes", [notes, Section("Versions", [versions], folded=True)], name="Notes")
 
 
-def _evidence_of_page(report: Report) -> Section | None:
+def _evidence_of_page(report: Report) -> list[Block]:
     """Return the facts, the operands, how the values spread, and the tensor where it began."""
-    facts = evidence_facts(report)
+    facts = [*evidence_facts(report)]
     origin, found = report.origin, report.cause.evidence if report.cause is not None else ()
     facts += [Fact("evidence", text) for text in dict.fromkeys(item.text for item in found)]
     facts += list_operands(origin) if origin is not None else []
-    plots: list[Block] = []
-    if origin is not None and origin.grid is not None:
-        is_uniform = len({count for row in origin.grid.counts for count in row}) == 1
-        plots += [] if is_uniform else [_plot("origin", report)]
-    blocks: list[Block] = [*([Facts(facts)] if facts else []), *plots]
-    return Section("Evidence", blocks, name="Evidence") if blocks else None
+    blocks: list[Block] = [Facts(facts)] if facts else []
+    grid = origin.grid if origin is not None else None
+    if grid is not None and len({count for row in grid.counts for count in row}) > 1:  # where it is not uniform
+        blocks.append(_plot("origin", report))
+    return blocks
 
 
 def _plot(kind: str, report: Report) -> Plot:

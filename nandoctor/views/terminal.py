@@ -28,10 +28,11 @@ _DIFF_STYLES = {"file": "bold", "del": "red", "add": "green", "hunk": "cyan"}
 
 def print_document(blocks: Iterable[Block], console: Console, *, goes_on: bool = False) -> None:
     """Print blocks, with a blank line between any two; `goes_on` if others stand above them already."""
-    for place, block in enumerate(blocks):
-        if place or goes_on:
+    for lines in filter(None, ([*_draw(block, console)] for block in blocks)):
+        if goes_on:
             console.print()
-        for line in _draw(block, console):
+        goes_on = True
+        for line in lines:
             # Lines to be copied never wrap, and may go past the edge.
             console.print(_Line(line), highlight=False, crop=False)
 

@@ -36,7 +36,7 @@ def triage_document(triage: Triage, level: Level) -> Iterator[Block]:
     """Yield the groups, and what could not be analysed; a page has a section for each group."""
     yield Headline(describe_triage(triage))
     if triage.groups:
-        yield Section("", [_table(triage.groups)])
+        yield _table(triage.groups)
     missing = _fold_reasons(triage.dumps)
     if level == "page":
         reports = {result.path: result.report for result in triage.dumps}
@@ -46,8 +46,7 @@ def triage_document(triage: Triage, level: Level) -> Iterator[Block]:
         return
     fixes = [Fact(f"group {place}", text) for place, group in enumerate(triage.groups, 1) if (text := _fix_of(group))]
     page = [Fact("page", os.path.join(triage.folder, "index.html"))]  # noqa: PTH118  (as the user wrote it)
-    for facts in filter(None, (fixes, list(_missing_facts(missing, _MAX_LISTED)), page)):
-        yield Section("", [Facts(facts)])
+    yield from map(Facts, (fixes, list(_missing_facts(missing, _MAX_LISTED)), page))
 
 
 def describe_triage(triage: Triage) -> str:

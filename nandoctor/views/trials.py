@@ -83,7 +83,12 @@ def describe_use(use: EpsUse) -> str:
     """Return where a small constant is, and what is left of it: "norm (net.py:45), used by add, is zero in fp16"."""
     line = f" ({file_line(use.source.file, use.source.line)})" if use.source else ""
     used = f", used by {use.op}," if use.op else ""
-    return f"{_describe_owner(use)}{line}{used} {_describe_effect(use)}"
+    owner = short_name(use.module or "the model")
+    if use.place == "optimizer":
+        owner = "the optimizer"
+    elif use.num_uses > 1:
+        owner += f" and {use.num_uses - 1} more"
+    return f"{owner}{line}{used} {_describe_effect(use)}"
 
 
 def _describe_effect(use: EpsUse) -> str:
@@ -94,10 +99,3 @@ def _describe_effect(use: EpsUse) -> str:
         wrong = f" and {percent(use.rel_err)} off" if use.rel_err is not None else ""
         return f"is subnormal in {use.dtype}{wrong}"
     return f"is {'zero' if use.effect == 'zero' else 'kept'} in {use.dtype}"
-
-
-def _describe_owner(use: EpsUse) -> str:
-    if use.place == "optimizer":
-        return "the optimizer"
-    owner = short_name(use.module or "the model")
-    return f"{owner} and {use.num_uses - 1} more" if use.num_uses > 1 else owner

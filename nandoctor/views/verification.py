@@ -25,7 +25,7 @@ def verification_document(verification: Verification) -> Iterator[Block]:
     """Yield the outcome, what has changed, what was checked, and what to do next."""
     word, tone = _SHOWN[verification.outcome]
     yield Headline(verification.headline, word=word, tone=tone)
-    yield Section("", [Facts(list(_facts(verification)))])
+    yield Facts(list(_facts(verification)))
 
 
 def _facts(verification: Verification) -> Iterator[Fact]:

@@ -47,7 +47,6 @@ class Spread:
     low: float | None
     median: float | None
     high: float | None
-    finite: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +137,12 @@ def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
         series.append((autocast, [pair.autocast for pair in layers.pairs]))
     legend: list[Artist] = []
     for style, rows in series:
-        spreads = [(x, spread_of(row)) for x, row in enumerate(rows) if row is not None and row.outputs]
-        nonfinite = [x for x, spread in spreads if not spread.finite]
+        drawn = [(x, row) for x, row in enumerate(rows) if row is not None and row.outputs]
+        nonfinite = [x for x, row in drawn if not row.finite]
         marks = _mark_nonfinite(axes, nonfinite, style.mark_at, f"non-finite, {style.name}")
-        legend += [_draw_bars(axes, spreads, style), *marks]
-    for drawn in axes.collections:
-        drawn.set_rasterized(len(layers.pairs) > _MAX_VECTORS)
+        legend += [_draw_bars(axes, [(x, spread_of(row)) for x, row in drawn], style), *marks]
+    for collection in axes.collections:
+        collection.set_rasterized(len(layers.pairs) > _MAX_VECTORS)
     return legend
 
 
@@ -158,7 +157,6 @@ def spread_of(row: LayerRow) -> Spread:
         low=min(_positive(stats.p05 for stats in row.outputs), default=None),
         median=next(_positive([largest.median]), None),
         high=max(_positive(tops), default=None),
-        finite=row.finite,
     )
 
 
