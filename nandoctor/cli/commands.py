@@ -10,8 +10,7 @@ import click
 
 from nandoctor.cli.failures import EXIT_CANNOT_TELL, EXIT_INTERRUPTED, exit_code_answers, tell
 from nandoctor.cli.options import MODEL_AND_STEP, check_replaceable, file_option, settings_options
-from nandoctor.cli.shared import DumpPath, GroupedCommand, OutputConsole, json_option, opened_dump, show
-from nandoctor.text import printable
+from nandoctor.cli.shared import DumpPath, GroupedCommand, OutputConsole, call, json_option, show
 from nandoctor.views.plots.kinds import PLOTS
 from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS
 
@@ -45,16 +44,10 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
     if check:
         sys.exit(_check(dump, outputs, options, as_json=as_json))
     from nandoctor.cli.display import ReplayDisplay
-    from nandoctor.machine import torch_imported
 
     output = None if as_json else OutputConsole(file=sys.stdout)  # before what a model prints is redirected
     display = ReplayDisplay(output)
-    with display.shown():  # importing torch alone takes a second
-        with torch_imported():
-            from nandoctor.case import load
-            from nandoctor.case import replay as replay_dump
-
-        report = replay_dump(load(dump), progress=display, **options).report
+    report = call("replay", dump, options, display).report
     if not as_json:
         has_page = any(path.suffix.lower() == ".html" for path in outputs)
         show(report, num_told=display.num_told, has_page=has_page)
@@ -68,14 +61,11 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
 def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as_json: bool) -> int:
     """Return the exit code for `git bisect run`; any failure means that this commit cannot be judged."""
     with exit_code_answers():
-        with opened_dump(dump, {**options, "fixes": False}) as (opened, settings):
-            from nandoctor.case import check as verify_step
-
-            verification, report = verify_step(opened, **settings)
+        verification, report = call("check", dump, {**options, "fixes": False})
         _write_all(report, outputs, as_json=as_json)
     if verification.exit_code == EXIT_CANNOT_TELL:
-        tell(f"nandoctor: cannot tell: {printable(verification.headline)}")
-    return verification.exit_code
+        tell(f"nandoctor: cannot tell: {verification.headline}")
+    return int(verification.exit_code)
 
 
 @click.command(
@@ -94,11 +84,7 @@ def plot(dump: Path, file: Path | None, kind: str, **options: Any) -> None:
     if file is None:
         file = Path(f"{dump.stem}.{kind}.png")
         check_replaceable(file)
-    with opened_dump(dump, {**options, "fixes": False}) as (opened, settings):
-        from nandoctor.case import replay
-
-        report = replay(opened, **settings).report
-    _write_all(report, (file,), kind=kind)
+    _write_all(call("replay", dump, {**options, "fixes": False}).report, (file,), kind=kind)
 
 
 plot.epilog = "\b\n" + "\n".join(f"{kind:<11} {shows}" for kind, (_, shows) in PLOTS.items())
@@ -113,10 +99,7 @@ def repro(dump: Path, file: Path | None, **options: Any) -> None:
 
     It also shows what fp32 gives. It was run before it is given.
     """
-    with opened_dump(dump, options) as (opened, settings):
-        from nandoctor.case import repro as make_repro
-
-        script = make_repro(opened, **settings)
+    script = call("repro", dump, options)
     if file is None:
         click.echo(script, nl=False)
         return

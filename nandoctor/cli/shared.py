@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import click
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from nandoctor.dumps.dump import Dump
+    from nandoctor.cli.display import ReplayDisplay
 
 DumpPath = click.Path(path_type=Path)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
@@ -57,17 +56,16 @@ class OutputConsole(Console):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
-@contextmanager
-def opened_dump(path: Path, options: dict[str, Any]) -> Iterator[tuple[Dump, dict[str, Any]]]:
-    """Yield the dump and the keywords of its replay: its settings, and a bar on standard error, if it is a terminal."""
+def call(function: str, dump: Path, options: dict[str, Any], display: ReplayDisplay | None = None) -> Any:
+    """Return what a function of `nandoctor.case` gives for a dump; a bar on standard error shows how far it is."""
     from nandoctor.cli.display import ReplayDisplay
     from nandoctor.machine import torch_imported
 
-    with ReplayDisplay().shown() as display:
+    with (display or ReplayDisplay()).shown() as progress:  # importing torch alone takes a second
         with torch_imported():
-            from nandoctor.case import load
+            from nandoctor import case
 
-        yield load(path), {**options, "progress": display}
+        return getattr(case, function)(case.load(dump), progress=progress, **options)
 
 
 def show(thing: Any, *, as_json: bool = False, num_told: int = 0, **more: Any) -> None:

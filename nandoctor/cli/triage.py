@@ -92,10 +92,7 @@ def _progress_shown() -> Iterator[TriageProgress]:
     from rich.progress import Progress
 
     errors = Console(file=sys.stderr)
-    if not errors.is_terminal:
-        yield lambda *_: None
-        return
-    with Progress(console=errors, transient=True) as bar:
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("Starting workers", total=None)
         yield lambda stage, done, total: bar.update(
             task, description=f"{stage} {done:,} of {plural(total, 'dump')}", completed=done, total=total

@@ -13,14 +13,14 @@ import click
 
 from nandoctor.cli.failures import exit_code_answers, remedy_for, tell
 from nandoctor.cli.options import MODEL_AND_STEP, settings_options
-from nandoctor.cli.shared import DumpPath, GroupedCommand, json_option, opened_dump, show
+from nandoctor.cli.shared import DumpPath, GroupedCommand, call, json_option, show
 from nandoctor.errors import NanDoctorError
-from nandoctor.text import plural, printable
+from nandoctor.text import plural
 
 if TYPE_CHECKING:
     from nandoctor.case import Case
     from nandoctor.evidence.edits import SourcePatch
-    from nandoctor.evidence.report import Fix
+    from nandoctor.evidence.report import Fix, Report
     from nandoctor.evidence.verification import FixChoice, Verification
 
 EXIT_NOTHING_FAILED = 3
@@ -36,7 +36,7 @@ EXIT_NOTHING_FAILED = 3
     multiple=True,
     help="A file that was changed, if the dump cannot tell.",
 )
-@click.option("--written-fix", is_flag=True, hidden=True, help="A fix that was verified in this replay was written.")
+@click.option("--written-fix", "proved", is_flag=True, hidden=True, help="The change was proved in this replay.")
 @settings_options(*MODEL_AND_STEP)
 def verify(dump: Path, as_json: bool, **options: Any) -> None:
     """Check whether the failing step of DUMP passes under the code as it is now.
@@ -54,15 +54,12 @@ def _verify(dump: Path, options: dict[str, Any]) -> Verification:
     from nandoctor.evidence.verification import cannot_tell
 
     try:
-        with opened_dump(dump, options) as (opened, settings):
-            from nandoctor.case import check
-
-            return check(opened, proved=settings.pop("written_fix"), **settings)[0]
+        verification: Verification = call("check", dump, options)[0]
     except NanDoctorError as error:
-        steps = (line.strip() for line in remedy_for(error).split("\n"))
-        return cannot_tell(str(dump), error.message, tuple(steps))
+        return cannot_tell(str(dump), error.message, tuple(remedy_for(error).split("\n")))
     except Exception as error:
         return cannot_tell(str(dump), f"nandoctor failed: {error!r}")
+    return verification
 
 
 @click.command(
@@ -90,12 +87,9 @@ def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: boo
     if only_diff and (write or as_json):
         raise click.UsageError("--diff goes with neither --write nor --json.")
     allow_installed = options.pop("allow_installed")
-    with opened_dump(dump, {**options, "fixes": True}) as (opened, settings):
-        from nandoctor.case import replay
-
-        case = replay(opened, **settings)
+    case: Case = call("replay", dump, {**options, "fixes": True})
     if case.finite:
-        click.echo(f"nandoctor: nothing to fix: {printable(case.report.headline)}", err=True)
+        tell(f"nandoctor: nothing to fix: {case.report.headline}")
         sys.exit(EXIT_NOTHING_FAILED)
     choice = _choose(case, pick)
     if only_diff:
@@ -156,8 +150,7 @@ def _write(choice: FixChoice, case: Case, *, allow_installed: bool) -> FixChoice
     files = write_patch(_patch_of(choice.fix).files, allow_installed=allow_installed)
     names, passes = tuple(str(file.path) for file in files), False
     try:
-        told = [text for name in names for text in ("--changed", name)]
-        verification = _verify_afresh([*told, *_same_replay(case)], case.report.dump.path)
+        verification = _verify_afresh(case.report, names)
         passes = verification.exit_code == 0
     finally:
         if not passes:
@@ -165,29 +158,28 @@ def _write(choice: FixChoice, case: Case, *, allow_installed: bool) -> FixChoice
     return replace(choice, written=names if passes else (), verification=verification)
 
 
-def _verify_afresh(arguments: Sequence[str], dump: str) -> Verification:
-    """Run `nandoctor verify` in a new process, which imports the changed files from the disk."""
+def _verify_afresh(report: Report, changed: Sequence[str]) -> Verification:
+    """Run `nandoctor verify` in a new process, which imports the changed files from the disk.
+
+    The step is replayed as it failed here: in the same mode, with the same seed.
+    """
     import json
     import subprocess
 
     from nandoctor.evidence.codec import from_plain
     from nandoctor.evidence.verification import Verification, cannot_tell
 
+    path, *flags = report.arguments
+    if report.runs is not None:
+        flags += ["--mode", "train" if report.runs.autocast.training else "eval"]
+        flags += [] if report.runs.autocast.seed is None else ["--seed", str(report.runs.autocast.seed)]
+    flags += [text for name in changed for text in ("--changed", name)]
     # `-m` puts the working directory on the import path, where a stranger's random.py may lie beside the dump.
     safely = [] if sys.path[:1] in ([""], [str(Path.cwd())]) else ["-P"]
-    command = [sys.executable, *safely, "-m", "nandoctor", "verify", "--json", *arguments]
+    command = [sys.executable, *safely, "-m", "nandoctor", "verify", "--json", "--written-fix", *flags, "--", path]
     done = subprocess.run(command, capture_output=True, check=False)
     try:
         return from_plain(Verification, json.loads(done.stdout))
     except ValueError:
         last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-        return cannot_tell(dump, f"The changed code could not be replayed: {last[0]}")
-
-
-def _same_replay(case: Case) -> list[str]:
-    """Return the arguments that replay the step as it failed here: in the same mode, with the same seed."""
-    path, *flags = case.report.arguments
-    if (runs := case.report.runs) is not None:
-        flags += ["--mode", "train" if runs.autocast.training else "eval"]
-        flags += [] if runs.autocast.seed is None else ["--seed", str(runs.autocast.seed)]
-    return ["--written-fix", *flags, "--", path]
+        return cannot_tell(path, f"The changed code could not be replayed: {last[0]}")

@@ -155,7 +155,7 @@ def test_a_changed_project_is_verified_off_the_working_directory(monkeypatch):
     for first in ("/usr/bin", str(Path.cwd())):
         monkeypatch.setattr(sys, "path", [first, *sys.path])
         with suppress(AttributeError):  # there is no more of a process
-            _verify_afresh([], "dump.pth")
+            _verify_afresh(SimpleNamespace(arguments=["dump.pth"], runs=None), [])
     assert [command[1] for command in commands] == ["-P", "-m"]
 
 
