@@ -34,15 +34,15 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_650, "tests": 32_414, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_490, "tests": 32_414, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_990,
     "autocast": 914,
-    "capture": 2_723,
+    "capture": 2_619,
     "causes": 2_670,
     "changes": 3_140,
-    "cli": 919,
+    "cli": 889,
     "diagnosis": 2_090,
     "dumps": 3_227,
     "engine": 3_336,
@@ -52,7 +52,7 @@ MAX_LINES_OF_ROOMS = {
     "repro_scripts": 658,
     "step": 3_129,
     "tracing": 1_879,
-    "views": 2_760,
+    "views": 2_734,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 
