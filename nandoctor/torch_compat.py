@@ -157,13 +157,9 @@ def _guard(kind: str, keys: Any) -> AbstractContextManager[None]:
     return cast(AbstractContextManager[None], _find(f"torch._C._{kind}DispatchKeyGuard")(keys))
 
 
-def script_traceback() -> object:
-    """Return this thread's TorchScript traceback, to be passed to `script_line`, now or later."""
-    return _find("torch._C._profiler.gather_traceback")(python=False, script=True, cpp=False)
-
-
-def script_line(traceback: object) -> tuple[str, int] | None:
-    """Return the file (after `torch.jit.load`, in its archive) and line of the innermost TorchScript frame, or None."""
+def script_line() -> tuple[str, int] | None:
+    """Return file (after `torch.jit.load`, in its archive) and line of this thread's innermost TorchScript frame."""
+    traceback = _find("torch._C._profiler.gather_traceback")(python=False, script=True, cpp=False)
     frames = _find("torch._C._profiler.symbolize_tracebacks")([traceback])[0]
     return next(((frame["filename"], frame["line"]) for frame in frames if frame["line"]), None)
 

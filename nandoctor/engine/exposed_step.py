@@ -20,7 +20,7 @@ from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.ops import MOVES, SELECTIONS, UNFILLED
 from nandoctor.torch_compat import plain_torch, tree_tensors, version_of
-from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, intercepting, to_source
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines, intercepting
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
 
 _PASS_THROUGH = MOVES | SELECTIONS | UNFILLED
@@ -100,7 +100,7 @@ class Exposing:
         for name, (argument, tensor) in names.items() if call.name not in _PASS_THROUGH else ():
             if self._shows(f"taken.{name}", _hides, call, tensor, made):
                 self._taken[name] = tensor
-                self.sites[f"taken.{name}"] = Taken(call.name, argument, to_source(find_place()))
+                self.sites[f"taken.{name}"] = Taken(call.name, argument, find_lines().source)
         return made
 
 

@@ -16,7 +16,7 @@ from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.ops import CASTS
 from nandoctor.torch_compat import schema_of, tree_tensors, without_autocast
-from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_place, to_source
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import full_rows
 from nandoctor.tracing.tensor_stats import format_of
@@ -72,7 +72,7 @@ def _has_out(call: Invocation) -> bool:
 
 def _is_at(source: SourceLine) -> bool:
     """Return True if the user's code is at this line and, if the source names one, in this expression."""
-    found = to_source(find_place())
+    found = find_lines().source
     if found is None or (found.file, found.line) != (source.file, source.line):
         return False
     return source.column is None or found == source

@@ -17,7 +17,6 @@ from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine import interventions, user_code
 from nandoctor.engine.call import Batch, Call
 from nandoctor.engine.checkpoints import open_checkpoints
-from nandoctor.engine.function_tracer import FunctionTracer
 from nandoctor.engine.kept_state import restored
 from nandoctor.engine.module_state import (
     copied_input,
@@ -242,8 +241,8 @@ class _RecordedRun:
         known = [*known_tensors(step.model, call.batch)] if watch.ops else []
         watches_backward = watch.backward and watch.ops
         self._run, self._call = run, call
-        self._functions = FunctionTracer(OpTracer(known=known)) if watches_backward else None
-        self._backward = GradientTracer(self._functions) if self._functions else None
+        self._function_ops = OpTracer(known=known, phase="backward") if watches_backward else None
+        self._backward = GradientTracer(self._function_ops) if self._function_ops else None
         self._ops = OpTracer(known=known, gradients=self._backward, on_op=watch.on_op) if watch.ops else None
         self.modules = Tracer(step.model, statistics=watch.statistics, on_call=step.progress.on_call, ops=self._ops)
         self.output: Any = None
@@ -273,7 +272,6 @@ class _RecordedRun:
     def trace(self, calls: tuple[ModuleCall, ...], kept: Mapping[str, bool]) -> Trace:
         """Return the trace; `calls` are the module calls, `kept` as in `Outcome`."""
         step, mode = self._run.step, self._run.step.mode
-        ops = self._ops.calls() if self._ops else ()
         taken, given, losses = collect_all([self._taken, self._given, self._losses])
         end = None if self.raised is None else f"{type(self.raised).__name__}: {self.raised}"
         return Trace(
@@ -288,12 +286,12 @@ class _RecordedRun:
             unread=self._unread,
             elapsed_s=self._elapsed_s,
             raised=end,
-            ops=ops,
+            ops=self._ops.calls() if self._ops else (),
             buffers=(buffers := frozenset(name for name, _ in step.model.named_buffers())),
             spoilt_buffers=tuple(name for name, is_spoilt in kept.items() if is_spoilt and name in buffers),
             built=step.built,
-            backward=self._backward.calls(ops) if self._backward else (),
-            function_ops=self._functions.ops.calls() if self._functions else (),
+            backward=self._backward.calls() if self._backward else (),
+            function_ops=self._function_ops.calls() if self._function_ops else (),
             bad_gradients=self._bad_gradients,
             num_samples=self._call.sample_count,
         )

@@ -22,7 +22,7 @@ from nandoctor.evidence.report import Origin
 from nandoctor.evidence.trace import Trace
 from nandoctor.text import MAX_SAMPLES_LISTED, constant, number
 from nandoctor.torch_compat import running_node
-from nandoctor.tracing.dispatch_hook import Invocation, find_place, to_source
+from nandoctor.tracing.dispatch_hook import Invocation, find_lines
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.tensor_stats import all_finite, has_nan_or_inf, has_nonfinite
 from nandoctor.tracing.tensor_tree import walk_tensors
@@ -73,8 +73,8 @@ class Symptom:
 
         def look(owner: Callable[[], Owner], call: Invocation, made: Any) -> None:
             if call.name == origin.op and (origin.phase == "loss" or owner()[0] == origin.place.module):
-                place = find_place()  # that of a derivative is at the line of its function
-                is_there = running_node() is not None or to_source(place.inside or place) == origin.source
+                lines = find_lines()  # those of a derivative are its function's
+                is_there = running_node() is not None or (lines.inside or lines.source) == origin.source
                 if is_there and is_wrong(made):
                     reached.append(True)
                     if self.ends_there:

@@ -36,8 +36,8 @@ def trace_update(step: FailingStep, updater: type[Optimizer] | None) -> UpdateTr
     parameters = dict(step.model.named_parameters())
     grads = {name: gradient / outcome.gradient_scale for name, gradient in gradients.items()}
     low = next(filter(None, (format_of(parameter.dtype) for parameter in parameters.values())), FP32)
-    ops = OpTracer(known=[("weight", name, parameter) for name, parameter in parameters.items()])
-    ops.phase = "optimizer"
+    weights = parameters.items()
+    ops = OpTracer(known=[("weight", name, weight) for name, weight in weights], phase="optimizer")
     with restored(step.model), held(*((weight, "grad", grads.get(name)) for name, weight in parameters.items())):
         try:
             optimizer = _make(updater, saved, parameters)

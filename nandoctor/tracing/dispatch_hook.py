@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,7 +34,6 @@ from nandoctor.torch_compat import (
     observer_kernel,
     schema_of,
     script_line,
-    script_traceback,
     unobserved,
     without_observer,
 )
@@ -313,41 +312,34 @@ def _dispatch(handlers: tuple[Handler, ...], call: Invocation) -> Any:
     return handlers[0](call, proceed)
 
 
-class CallSite(NamedTuple):
-    """A frame's code object, current instruction and line, and the TorchScript that it runs, if any.
+class Lines(NamedTuple):
+    """The lines that ran an op.
 
-    `code` is None where only torch's own modules call each other. `inside` is a frame further in, of what torch
-    computes in Python; `caller` one further out, which called an installed package. Those have neither themselves.
+    `source` is that of the innermost frame outside torch, None where only torch's own modules call each other. `inside`
+    is one further in, of what torch computes in Python; `called_from` is the user's line if either is a library's.
     """
 
-    code: CodeType | None
-    instruction: int
-    line: int
-    script: object
-    inside: CallSite | None = None
-    caller: CallSite | None = None
+    source: SourceLine | None
+    inside: SourceLine | None
+    called_from: SourceLine | None
 
 
-def find_place(frame: FrameType | None = None) -> CallSite:
-    """Return the call site in the innermost frame outside torch."""
+def find_lines(frame: FrameType | None = None) -> Lines:
+    """Return the lines at which this thread is now, or at which `frame` is."""
     frame = frame or sys._getframe(1)
     inside = None
     while frame is not None and _is_skipped(frame):
         if inside is None and frame.f_code.co_filename.startswith(_COMPUTING):
-            inside = _site_of(frame)
+            inside = _line_of(frame)
         frame = _next_frame(frame)
+    scripted = script_line()
+    source = _line_of(frame) if scripted is None else _line_of_script(*scripted)
+    if inside is not None:
+        return Lines(source, inside, source)
     caller = frame
     while caller is not None and (_is_skipped(caller) or _is_package(caller.f_code.co_filename)):
         caller = _next_frame(caller)
-    is_outside = caller is not None and caller is not frame
-    place = _site_of(frame, script_traceback())
-    return place._replace(inside=inside, caller=_site_of(caller) if is_outside else None)
-
-
-def _site_of(frame: FrameType | None, script: object = None) -> CallSite:
-    if frame is None:
-        return CallSite(None, 0, 0, script)
-    return CallSite(frame.f_code, frame.f_lasti, frame.f_lineno, script)
+    return Lines(source, None, _line_of(caller) if caller is not frame else None)
 
 
 def _next_frame(frame: FrameType) -> FrameType | None:
@@ -365,23 +357,21 @@ def _is_package(file: str) -> bool:
     return is_installed(Path(file))
 
 
-def to_source(place: CallSite) -> SourceLine | None:
-    """Return the source line of a call site, with the expression if the interpreter keeps columns.
+def _line_of_script(file: str, line: int) -> SourceLine | None:
+    """Return a line of TorchScript, since the caller's shows another operation; None if its archive has no text."""
+    text = linecache.getline(file, line).strip()
+    return SourceLine(file=file, line=line, text=text) if text else None
 
-    In TorchScript it is the script's line, since the caller's shows another operation; None if the script comes from an
-    archive that `torch.jit.load` read.
-    """
-    if place.script is not None and (scripted := script_line(place.script)) is not None:
-        text = linecache.getline(*scripted).strip()
-        return SourceLine(file=scripted[0], line=scripted[1], text=text) if text else None
-    code, instruction, line = place[:3]
-    if code is None:
+
+def _line_of(frame: FrameType | None) -> SourceLine | None:
+    """Return the line that a frame is at, with the expression if the interpreter keeps columns."""
+    if frame is None:
         return None
-    text = linecache.getline(code.co_filename, line).strip()
-    _, end_line, column, end_column = next(itertools.islice(code.co_positions(), instruction // 2, None))
-    source = SourceLine(
-        file=code.co_filename, line=line, text=text, column=column, end_line=end_line, end_column=end_column
-    )
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(file, line).strip()
+    positions = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
+    _, end_line, column, end_column = next(positions)
+    source = SourceLine(file=file, line=line, text=text, column=column, end_line=end_line, end_column=end_column)
     return replace(source, expression=_read_expression(source))
 
 

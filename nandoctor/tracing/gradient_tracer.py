@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine
 from nandoctor.ops import BACKWARD_HOOK, GRADIENT_SUM
-from nandoctor.torch_compat import is_custom_node, plain_torch
+from nandoctor.torch_compat import function_backward, is_custom_node, plain_torch, replace_function_backward
 from nandoctor.tracing.exact_counts import count_exactly, find_largest, find_nonfinite
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
@@ -29,101 +31,104 @@ from nandoctor.tracing.tensor_stats import (
 )
 
 if TYPE_CHECKING:
-    from nandoctor.engine.function_tracer import FunctionTracer
+    from nandoctor.tracing.op_tracer import OpTracer
 
 Gradients = tuple[torch.Tensor | None, ...]
 
 
-class _Claim(NamedTuple):
-    """The owner of a graph node: its forward op's order (None for a custom Function), name and module call."""
+class _Recording(NamedTuple):
+    """What ran at a graph node, without its gradients, and the readings of these."""
 
-    forward: int | None
-    op: str
-    owner: Owner
-    source: SourceLine | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class _RecordedNode:
-    claim: _Claim
+    call: OpCall
     incoming: list[Reading]
     outgoing: list[Reading]
-    analysis: OpAnalysis | None
 
 
 class GradientTracer:
     """A recorder of what passes through the graph nodes of traced ops in the backward pass.
 
     The node of a custom autograd Function is named after its class. It belongs to `owner_inside`, the module call of
-    the last op that ran without a graph: that op was in the Function's forward. `functions` records its backward.
+    the last op that ran without a graph: that op was in the Function's forward. `ops` records what its backward runs.
     Autograd adds up the gradients of a tensor that several ops use; a sum that overflows is recorded as an op.
     """
 
-    def __init__(self, functions: FunctionTracer) -> None:
-        self._functions = functions
+    def __init__(self, ops: OpTracer) -> None:
+        self._ops = ops
         self.owner_inside: Owner = ("", "", 0)
-        self._claims: dict[Any, _Claim] = {}
+        self._claims: dict[Any, OpCall] = {}  # what each node runs
+        self._counts: Counter[tuple[Owner, str]] = Counter()
         self._summands: dict[tuple[Any, int], list[Reading]] = {}  # by node, and by the output that they belong to
-        self._recordings: list[_RecordedNode] = []
+        self._recordings: list[_Recording] = []
         self._handles = ExitStack()
 
-    def claim(self, outputs: Sequence[torch.Tensor], forward: int, op: str, owner: Owner) -> None:
+    def claim(self, outputs: Sequence[torch.Tensor], op: OpCall) -> None:
         """Assign the nodes between these outputs and those claimed before to one forward op, and hook them."""
+        derivative = replace(op, phase="backward", forward=op.order, analysis=None)
         waiting: list[Any] = [output.grad_fn for output in outputs]
         while waiting:
             node = waiting.pop()
             if node is None or node in self._claims:
                 continue
-            is_custom = is_custom_node(node)
-            self._claims[node] = self._claim_function(node) if is_custom else _Claim(forward, op, owner)
+            self._claims[node] = self._claim_function(node) if is_custom_node(node) else derivative
             self._handles.callback(node.register_prehook(partial(self._record_sums, node)).remove)
             if node.name() != "torch::autograd::AccumulateGrad":  # that one adds to `.grad` and makes nothing
                 self._handles.callback(node.register_hook(partial(self._record, node)).remove)
             waiting += [following for following, _ in node.next_functions]
 
-    def _claim_function(self, node: Any) -> _Claim:
-        name = type(node).__name__.removesuffix("Backward")
+    def _claim_function(self, node: Any) -> OpCall:
+        name, source = type(node).__name__.removesuffix("Backward"), None
         if name == "BackwardHookFunction":  # of torch.utils.hooks: its backward passes gradients through
-            return _Claim(None, BACKWARD_HOOK, self.owner_inside)
-        source = self._functions.line_of(node)
-        self._handles.callback(self._functions.watch(node, self.owner_inside))
-        return _Claim(None, name, self.owner_inside, source)
+            name = BACKWARD_HOOK
+        else:
+            source = _line_of_backward(node)
+            self._handles.callback(replace_function_backward(node, partial(self._watched, self.owner_inside)))
+        module, type_name, call = self.owner_inside
+        return OpCall(
+            op=name,
+            order=0,
+            module=module,
+            type=type_name,
+            call=call,
+            nth=0,
+            phase="backward",
+            source=source,
+            inputs=(),
+            outputs=(),
+            scalars=(),
+        )
+
+    def _watched(self, owner: Owner, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hand-written backward whose ops are recorded as `owner`'s."""
+
+        @wraps(backward)
+        def run(*args: Any) -> Any:
+            with self._ops.watching(lambda: owner):
+                return backward(*args)
+
+        return run
 
     def close(self) -> None:
         """Remove all hooks."""
         self._handles.close()
 
-    def calls(self, forward: Sequence[OpCall]) -> tuple[OpCall, ...]:
-        """Return the records of the backward pass; `forward` holds the traced ops that the nodes were claimed for."""
-        counts: Counter[_Claim] = Counter()
-        calls = []
+    def calls(self) -> tuple[OpCall, ...]:
+        """Return the records of the backward pass."""
         readings = (group for recording in self._recordings for group in (recording.incoming, recording.outgoing))
         stats = iter(collect_all([[("", reading) for reading in group] for group in readings]))
-        for order, (recording, incoming, outgoing) in enumerate(zip(self._recordings, stats, stats, strict=True)):
-            claim = recording.claim
-            origin = None if claim.forward is None else forward[claim.forward]
-            module, type_name, call = (origin.module, origin.type, origin.call) if origin else claim.owner
-            calls.append(
-                OpCall(
-                    op=claim.op,
-                    order=order,
-                    module=module,
-                    type=type_name,
-                    call=call,
-                    nth=origin.nth if origin else counts[claim],
-                    phase="backward",
-                    source=origin.source if origin else claim.source,
-                    inside=origin.inside if origin else None,
-                    called_from=origin.called_from if origin else None,
-                    inputs=tuple(OpTensor(name="grad_output", stats=taken) for taken in incoming),
-                    outputs=outgoing,
-                    scalars=origin.scalars if origin else (),
-                    analysis=recording.analysis,
-                    forward=claim.forward,
-                )
-            )
-            counts[claim] += 1
-        return tuple(calls)
+        gradients = zip(self._recordings, stats, stats, strict=True)
+        return tuple(
+            replace(call, inputs=tuple(OpTensor(name="grad_output", stats=it) for it in incoming), outputs=outgoing)
+            for (call, _, _), incoming, outgoing in gradients
+        )
+
+    def _add(self, call: OpCall, incoming: list[Reading], outgoing: list[Reading], analysis: OpAnalysis | None) -> None:
+        """Add a record; the calls of a custom Function are counted here, other nodes have their op's number."""
+        if call.forward is None:
+            owner_and_op = (call.module, call.type, call.call), call.op
+            call = replace(call, nth=self._counts[owner_and_op])
+            self._counts[owner_and_op] += 1
+        call = replace(call, order=len(self._recordings), analysis=analysis)
+        self._recordings.append(_Recording(call, incoming, outgoing))
 
     def _record(self, node: Any, outgoing: Gradients, incoming: Gradients) -> None:
         with plain_torch():
@@ -137,8 +142,7 @@ class GradientTracer:
                     self._summands.setdefault(edge, []).append(read)
             made_here = all(map(is_finite, before)) and not all(map(is_finite, after))
             analysis = self._examine(given, made) if made_here else None
-        claim = self._claims[node]
-        self._recordings.append(_RecordedNode(claim=claim, incoming=before, outgoing=after, analysis=analysis))
+        self._add(self._claims[node], before, after, analysis)
 
     def _record_sums(self, node: Any, incoming: Gradients) -> None:
         """Record an incoming gradient as an op if it is a sum that overflows.
@@ -155,8 +159,7 @@ class GradientTracer:
                 if total is None or is_finite(total):
                     continue
                 analysis = self._examine([], [gradient])
-            claim = self._claims[node]._replace(op=GRADIENT_SUM)
-            self._recordings.append(_RecordedNode(claim=claim, incoming=summands, outgoing=[total], analysis=analysis))
+            self._add(replace(self._claims[node], op=GRADIENT_SUM), summands, [total], analysis)
 
     def _examine(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor]) -> OpAnalysis:
         nonfinite = next(
@@ -170,3 +173,14 @@ class GradientTracer:
         worst = next(open_places, counts.first_bad_index)
         taken = (describe_operand("grad_output", values, worst, nonfinite) for values in given)
         return OpAnalysis(counts=counts, numel=nonfinite.numel(), operands=tuple(taken))
+
+
+def _line_of_backward(node: Any) -> SourceLine | None:
+    """Return the line of the `def backward`, below its decorators; None if it was not written in Python."""
+    code = getattr(inspect.unwrap(function_backward(node)), "__code__", None)
+    if code is None:
+        return None
+    lines = linecache.getlines(code.co_filename)
+    numbered = enumerate(lines[code.co_firstlineno - 1 :], start=code.co_firstlineno)
+    line, text = next(((n, t) for n, t in numbered if t.lstrip().startswith("def ")), (code.co_firstlineno, ""))
+    return SourceLine(file=code.co_filename, line=line, text=text.strip())

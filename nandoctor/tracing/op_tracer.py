@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,12 +25,10 @@ from nandoctor.torch_compat import (
     version_of,
 )
 from nandoctor.tracing.dispatch_hook import (
-    CallSite,
     Invocation,
     Proceed,
-    find_place,
+    find_lines,
     intercepting,
-    to_source,
 )
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Owner
@@ -66,20 +64,12 @@ class _Tensor(NamedTuple):
     known_as: Name | None
 
 
-@dataclass(slots=True, kw_only=True)
-class _RecordedOp:
-    """A recorded op; its readings stay on the device until they are collected."""
+class _Recording(NamedTuple):
+    """A recorded op without its tensors, and these; their readings stay on the device until they are collected."""
 
-    op: str
-    owner: Owner
-    nth: int
-    phase: Phase
-    place: CallSite
-    forward: int | None
+    call: OpCall
     inputs: list[_Tensor]
     outputs: list[Reading]
-    scalars: tuple[tuple[str, float], ...]
-    analysis: OpAnalysis | None
 
 
 class _Writer(NamedTuple):
@@ -110,15 +100,16 @@ class OpTracer:
         self,
         *,
         known: Iterable[tuple[TensorKind, str, torch.Tensor]],
+        phase: Phase = "forward",
         gradients: GradientTracer | None = None,
         on_op: OnOp | None = None,
     ) -> None:
-        self.phase: Phase = "forward"
+        self.phase = phase
         self._find_owner: Callable[[], Owner] = lambda: ("", "", 0)
         self._names: dict[int, Name] = {}
         self._gradients = gradients
         self._on_op = on_op
-        self._recordings: list[_RecordedOp] = []
+        self._recordings: list[_Recording] = []
         self._counts: Counter[tuple[Owner, str]] = Counter()
         self._writers: dict[int, _Writer] = {}
         self._storages: dict[int, _Storage] = {}
@@ -162,13 +153,11 @@ class OpTracer:
         inputs = [[(tensor.name, tensor.reading) for tensor in r.inputs if tensor.reading] for r in self._recordings]
         outputs = [[("", reading) for reading in recording.outputs] for recording in self._recordings]
         stats = collect_all(inputs + outputs)
-        calls: list[OpCall] = []
+        calls = []
         for recording, taken, given in zip(self._recordings, stats, stats[len(inputs) :], strict=False):
-            call = _to_call(len(calls), recording, taken, given)
-            forward = None if call.forward is None else calls[call.forward]
-            if forward is not None:  # a derivative is at the line of its function
-                call = replace(call, source=forward.source, inside=forward.inside, called_from=forward.called_from)
-            calls.append(call)
+            by_name = {tensor.path: tensor for tensor in taken}
+            tensors = tuple(_to_tensor(tensor, by_name.get(tensor.name)) for tensor in recording.inputs)
+            calls.append(replace(recording.call, inputs=tensors, outputs=given))
         return tuple(calls)
 
     def _observe(self, call: Invocation, proceed: Proceed) -> Any:
@@ -200,14 +189,15 @@ class OpTracer:
             # An infinity in the code is usually a mask, and every layer may have one: do not count it.
             self._num_analyses += not any(math.isinf(value) for _, value in call.scalars())
             analysis = self._examine(call, leaves, rng_state)
-        self._record(call, inputs, readings, analysis)
-        order = len(self._recordings) - 1
+        recorded = self._describe(call, analysis)
+        self._recordings.append(_Recording(recorded, inputs, [reading for reading in readings if reading is not None]))
+        self._num_nodes.append(num_nodes_made())
         if self._gradients is not None:
-            self._gradients.claim(made, order, call.name, self._recordings[order].owner)
+            self._gradients.claim(made, recorded)
         for leaf, reading in zip(leaves, readings, strict=True):
-            self._remember(leaf, order, reading, wrote=call.is_mutable)
+            self._remember(leaf, recorded.order, reading, wrote=call.is_mutable)
         if self._on_op is not None:
-            self._on_op(order, call, output)
+            self._on_op(recorded.order, call, output)
 
     def _identify_all(self, call: Invocation) -> list[_Tensor]:
         """Return the tensors that an op reads; edits go unseen, so a tensor made by one has the original's origin."""
@@ -267,28 +257,34 @@ class OpTracer:
         self._storages[_address(tensor)] = storage._replace(order=order, nonfinite=nonfinite)
         return writer
 
-    def _record(
-        self, call: Invocation, inputs: list[_Tensor], readings: list[Reading | None], analysis: OpAnalysis | None
-    ) -> None:
+    def _describe(self, call: Invocation, analysis: OpAnalysis | None) -> OpCall:
+        """Return the record of an op, still without its tensors."""
         owner = LOSS_OWNER if self.phase == "loss" else self._find_owner()
         if self._gradients is not None and not torch.is_grad_enabled():
             self._gradients.owner_inside = owner
-        self._recordings.append(
-            _RecordedOp(
-                op=call.name,
-                owner=owner,
-                nth=self._counts[owner, call.name],
-                phase=self.phase,
-                place=find_place(),
-                forward=self._find_forward(),
-                inputs=inputs,
-                outputs=[reading for reading in readings if reading is not None],
-                scalars=tuple(call.scalars()),
-                analysis=analysis,
-            )
-        )
+        module, type_name, number = owner
+        nth = self._counts[owner, call.name]
         self._counts[owner, call.name] += 1
-        self._num_nodes.append(num_nodes_made())
+        forward = self._find_forward()
+        # A derivative is at the line of its function.
+        at = find_lines() if forward is None else self._recordings[forward].call
+        return OpCall(
+            op=call.name,
+            order=len(self._recordings),
+            module=module,
+            type=type_name,
+            call=number,
+            nth=nth,
+            phase=self.phase,
+            source=at.source,
+            inside=at.inside,
+            called_from=at.called_from,
+            inputs=(),
+            outputs=(),
+            scalars=tuple(call.scalars()),
+            analysis=analysis,
+            forward=forward,
+        )
 
     def _find_forward(self) -> int | None:
         """Return the recorded op whose derivative is being computed, as by `torch.autograd.grad` in a forward."""
@@ -326,30 +322,6 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not answers_itself(tensor)
-
-
-def _to_call(
-    order: int, recording: _RecordedOp, inputs: tuple[TensorStats, ...], outputs: tuple[TensorStats, ...]
-) -> OpCall:
-    stats = {taken.path: taken for taken in inputs}
-    module, type_name, call = recording.owner
-    return OpCall(
-        op=recording.op,
-        order=order,
-        module=module,
-        type=type_name,
-        call=call,
-        nth=recording.nth,
-        phase=recording.phase,
-        source=(source := to_source(recording.place)),
-        inside=(inside := recording.place.inside and to_source(recording.place.inside)),
-        called_from=source if inside else recording.place.caller and to_source(recording.place.caller),
-        inputs=tuple(_to_tensor(tensor, stats.get(tensor.name)) for tensor in recording.inputs),
-        outputs=outputs,
-        scalars=recording.scalars,
-        analysis=recording.analysis,
-        forward=recording.forward,
-    )
 
 
 def _to_tensor(tensor: _Tensor, stats: TensorStats | None) -> OpTensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nandoctor.tracing import dispatch_hook
-from nandoctor.tracing.dispatch_hook import find_place, intercepting
+from nandoctor.tracing.dispatch_hook import find_lines, intercepting
 
 LAYER = "import torch\n\n\ndef forward(tensor):\n    return torch.exp(tensor)\n"
 
@@ -32,8 +32,8 @@ def lines_of(forward):
     found, tensor = [], torch.ones(2)
 
     def note(call, proceed):
-        place = find_place(sys._getframe().f_back)
-        found.append((place.code.co_filename, place.line))
+        line = find_lines(sys._getframe().f_back).source
+        found.append((line.file, line.line))
         return proceed(call)
 
     with intercepting(note):
