@@ -77,6 +77,7 @@ SWITCHES: Mapping[str, Switch] = {
     "cudnn_benchmark": _attribute(_CUDNN, "benchmark"),
     "cudnn_deterministic": _attribute(_CUDNN, "deterministic"),
     "mkldnn_enabled": _attribute(torch.backends.mkldnn, "enabled"),
+    "mha_fastpath": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     "flash_sdp": (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp),
     "mem_efficient_sdp": (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
     "math_sdp": (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp),

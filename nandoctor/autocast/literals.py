@@ -1,7 +1,7 @@
 """Adapt what a model's own code says about CUDA and half precision to what the run is to compute.
 
 Under `cuda_code`, autocast regions, custom autograd functions and device literals written for "cuda" apply to the
-device of the replay, and tensors that CUDA code would leave on the host are marked. Under `WideLiterals`, `x.half()`,
+device of the replay, and tensors that CUDA code would leave on the host are marked. With `wider` formats, `x.half()`,
 `x.to(torch.bfloat16)` and `torch.zeros(n, dtype=torch.half)` return tensors in the format of a reference; requests from
 TorchScript and C++ are not seen here.
 """
@@ -46,10 +46,13 @@ _SCALING: Mapping[Any, Any] = {
 """The aten op of each function that multiplies or divides. Torch turns a Python number among their operands into a
 tensor, which torch.func wraps, so that a Python kernel cannot take it."""
 
-FP32_FOR_HALF: Mapping[torch.dtype, torch.dtype] = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-FP64_FOR_ALL: Mapping[torch.dtype, torch.dtype] = {
+Wider = Mapping[torch.dtype, torch.dtype]
+"""Formats, each with the one that takes its place."""
+
+FP32_FOR_HALF: Wider = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+FP64_FOR_ALL: Wider = {
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
-    torch.complex64: torch.complex128,
+    **dict.fromkeys((torch.complex32, torch.complex64), torch.complex128),
 }
 
 _on_host: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
@@ -57,8 +60,8 @@ _on_host: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 @contextmanager
-def cuda_code(device: torch.device) -> Iterator[None]:
-    """Build and run a model that was written for CUDA on `device` while the context is open.
+def cuda_code(device: torch.device, wider: Wider | None = None) -> Iterator[None]:
+    """Build and run a model that was written for CUDA on `device` while the context is open, in `wider` formats.
 
     An autocast region for "cuda", or for `device.type` if the code reads it off a tensor, sets the autocast state of
     both. A region object that is made inside, as context or decorator, keeps its arguments and works whenever this
@@ -68,9 +71,9 @@ def cuda_code(device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(regions_patched)
         stack.enter_context(held((_replay, "device", device)))
-        if device.type != "cuda":
-            stack.enter_context(_DeviceLiterals(device))
-            stack.enter_context(held((_replay, "is_marking", True)))
+        if device.type != "cuda" or wider:
+            stack.enter_context(_Literals(device, wider or {}))
+            stack.enter_context(held((_replay, "is_marking", device.type != "cuda")))
         yield
 
 
@@ -200,31 +203,47 @@ def _names_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-class _DeviceLiterals(TorchFunctionMode):
-    """A function mode that redirects CUDA to the replay's device, and marks tensors that code leaves on the host."""
+class _Literals(TorchFunctionMode):
+    """A function mode that replaces the formats named in the code by wider ones.
 
-    def __init__(self, device: torch.device) -> None:
+    On another device than CUDA it also redirects CUDA to that, and marks tensors that code leaves on the host.
+    """
+
+    def __init__(self, device: torch.device, wider: Wider) -> None:
         super().__init__()
-        self._device = device
+        self._device, self._wider = device, wider
+        self._redirects = device.type != "cuda"
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.Tensor.cuda:
-            func, args, kwargs = torch.Tensor.to, (args[0], self._device), None
-        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+        kwargs = kwargs or {}
+        if self._wider and func not in _DTYPE_QUERIES:
+            if func in _CAST_METHODS:
+                func, args = Tensor.to, (args[0], _CAST_METHODS[func])
+            args = tuple(map(self._widen, args))
+            kwargs = {name: self._widen(value) for name, value in kwargs.items()}
+        return self._run_here(func, args, kwargs) if self._redirects else func(*args, **kwargs)
+
+    def _widen(self, value: Any) -> Any:
+        return self._wider.get(value, value) if isinstance(value, torch.dtype) else value
+
+    def _run_here(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is Tensor.cuda:
+            func, args, kwargs = Tensor.to, (args[0], self._device), {}
+        if func is Tensor.to and len(args) > 1 and _names_cuda(args[1]):
             args = (args[0], self._device, *args[2:])
-        if kwargs and _names_cuda(kwargs.get("device")):
+        if _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": self._device}
         if func in _SCALING and is_transforming():
-            func, args, kwargs = _without_number_tensor(func, args, kwargs or {})
+            func, args, kwargs = _without_number_tensor(func, args, kwargs)
         if func in _BACKWARD:
             with held((_replay, "is_marking", False)):
-                return func(*args, **(kwargs or {}))
-        made = func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
+        made = func(*args, **kwargs)
         if isinstance(made, (Tensor, tuple)) and not torch.compiler.is_compiling():  # traced tensors have no `id`
             # A copied model's buffers are sent to the device later; its other tensors stay where training had them.
-            _mark(made, () if func is Tensor.__deepcopy__ else (*args, *kwargs.values()) if kwargs else args)
+            _mark(made, () if func is Tensor.__deepcopy__ else (*args, *kwargs.values()))
         return made
 
 
@@ -271,25 +290,3 @@ def is_on_host(tensor: Tensor) -> bool:
     if _replay.is_marking:
         return _is_marked(tensor) or _is_marked(unwrap(tensor))  # torch.func wraps what a function captures
     return not (tensor.requires_grad and tensor.is_leaf)
-
-
-class WideLiterals(TorchFunctionMode):
-    """A function mode that replaces the dtypes named in the code by wider ones."""
-
-    def __init__(self, wider: Mapping[torch.dtype, torch.dtype]) -> None:
-        super().__init__()
-        self._wider = wider
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        named = _CAST_METHODS.get(func)
-        if named is not None:
-            return args[0].to(self._widen(named), **kwargs)
-        if func in _DTYPE_QUERIES:
-            return func(*args, **kwargs)
-        return func(*map(self._widen, args), **{name: self._widen(value) for name, value in kwargs.items()})
-
-    def _widen(self, value: Any) -> Any:
-        return self._wider.get(value, value) if isinstance(value, torch.dtype) else value

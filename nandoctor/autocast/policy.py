@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from nandoctor.autocast.kernels import install_kernels, shared_kernels
-from nandoctor.autocast.literals import FP32_FOR_HALF, FP64_FOR_ALL, WideLiterals, cuda_code, regions_patched
+from nandoctor.autocast.literals import FP32_FOR_HALF, FP64_FOR_ALL, Wider, cuda_code, regions_patched
 from nandoctor.autocast.nan_keeping import keep_nonfinite
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS, FP32, FP64, FloatFormat
@@ -44,7 +44,13 @@ class Policy:
         """The name in a report: "none" if autocast was off except in the model's own regions."""
         return self.name if self.ambient else "none"
 
+    @property
+    def wider(self) -> Wider:
+        """The formats that a reference widens; none for another policy."""
+        return _WIDER.get(self.name, {})
 
+
+_WIDER: Mapping[PolicyName, Wider] = {"fp32": FP32_FOR_HALF, "fp64": FP64_FOR_ALL}
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 REFERENCE = Policy(name="fp32", format=FP32)
 EXACT = Policy(name="fp64", format=FP64)
@@ -68,21 +74,17 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
     check_torch()
     dtype = torch_dtype(policy.format)
     with ExitStack() as stack:
-        if device.type != "cuda" or policy.name in ("fp32", "fp64"):
-            stack.enter_context(cuda_code(device))
+        if device.type != "cuda" or policy.wider:
+            stack.enter_context(cuda_code(device, policy.wider))
         if device.type == "cpu" and policy.name != "native":
             stack.enter_context(keep_nonfinite)
         if policy.name == "fp64":
-            # Tensors that the code makes without a dtype have to match the others.
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(dtype)
-            stack.enter_context(WideLiterals(FP64_FOR_ALL))
-            stack.enter_context(_without_fast_path)
+            # Tensors that the code makes without a dtype have to match the others. Autocast does not use the fused
+            # layers of nn.TransformerEncoder, whose padded rows are NaN.
+            stack.enter_context(switched({"default_dtype": dtype, "mha_fastpath": False}))
             stack.enter_context(torch.autocast(device.type, enabled=False))
             yield
             return
-        if policy.name == "fp32":
-            stack.enter_context(WideLiterals(FP32_FOR_HALF))
         if policy.name == "fp32" or (policy.name == "cuda" and device.type != "cuda"):
             stack.enter_context(exact_products(device.type))
             stack.enter_context(install_kernels(device.type, policy.torch))
@@ -101,20 +103,6 @@ def kernels_kept(policy: Policy, device: torch.device) -> Iterator[None]:
     kernels = shared_kernels(device.type) if emulates else nullcontext()
     with regions_patched, kernels, keep_nonfinite if emulates and device.type == "cpu" else nullcontext():
         yield
-
-
-@contextmanager
-def _fast_path_off() -> Iterator[None]:
-    """Disable nn.TransformerEncoder's fused layers: autocast does not use them, and their padded rows are NaN."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-_without_fast_path = Shared(_fast_path_off)
 
 
 @contextmanager

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE
+from nandoctor.autocast.literals import FP32_FOR_HALF
+from nandoctor.autocast.policy import EXACT, REFERENCE
 from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.constant import SetAttribute
 from nandoctor.changes.keep_fp32 import KeepModule
 from nandoctor.changes.setting import SetLossScale, UseFormat
 from nandoctor.engine.call import Call
-from nandoctor.engine.module_state import is_large, state_in
+from nandoctor.engine.module_state import is_large, widen_tensors
 from nandoctor.engine.op_edits import OpEdits, widen
 from nandoctor.engine.starting_state import Mode
 from nandoctor.evidence.edits import SingleEdit
 from nandoctor.evidence.trace import LOSS
-from nandoctor.process_wide import held
 from nandoctor.tracing.dispatch_hook import intercepting
 from nandoctor.tracing.module_tracer import Owner
 
@@ -48,13 +48,17 @@ def select_samples(edits: Sequence[SingleEdit], call: Call) -> Call:
 def intervene(
     edits: Sequence[SingleEdit], model: nn.Module, device: torch.device, owner: Callable[[], Owner]
 ) -> Iterator[None]:
-    """Apply the edits to modules and ops while the context is open; `owner` returns the running module call."""
+    """Apply the edits to modules and ops while the context is open; `owner` returns the running module call.
+
+    What they change in the model, `restored` puts back.
+    """
     with ExitStack() as stack:
         for edit in edits:
             if isinstance(edit, SetAttribute):
                 owners = [module for module in model.modules() if type(module).__name__ == edit.type]
                 found = [module for module in owners if getattr(module, edit.name, None) == edit.was]
-                stack.enter_context(held(*((module, edit.name, edit.value) for module in found)))
+                for module in found:
+                    setattr(module, edit.name, edit.value)
         kept = {edit.module: edit.children for edit in edits if isinstance(edit, KeepModule) and edit.module != LOSS}
         if kept:
             stack.enter_context(_modules_kept(kept, model, device))
@@ -81,13 +85,11 @@ def _modules_kept(kept: Mapping[str, bool], model: nn.Module, device: torch.devi
     kept = {path: children for path, children in kept.items() if path in modules}  # others are built in the forward
     modes = {id(modules[path]): children for path, children in kept.items()}
     regions, in_files = _Regions(modes, device), is_large(model)
+    for path, children in kept.items():
+        own = (*modules[path].parameters(recurse=children), *modules[path].buffers(recurse=children))
+        # With autocast off, low-precision weights would not fit fp32 inputs.
+        widen_tensors(own, FP32_FOR_HALF, in_files=in_files)
     with ExitStack() as stack:
-        for path, children in kept.items():
-            module = modules[path]
-            own = [*module.parameters(recurse=children), *module.buffers(recurse=children)]
-            # With autocast off, low-precision weights would not fit fp32 inputs.
-            narrow = [(tensor, torch.float32) for tensor in own if tensor.dtype in LOW_DTYPES]
-            stack.enter_context(state_in(narrow, in_files=in_files))
         for module in model.modules():
             pre = nn.Module.register_forward_pre_hook(module, regions.enter, with_kwargs=True, prepend=True)
             stack.callback(pre.remove)

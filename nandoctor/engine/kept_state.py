@@ -1,14 +1,15 @@
-"""Saves the state that a forward may change besides its output before a run, and restores it afterwards.
+"""Saves the state that a run may change besides its output before the run, and restores it afterwards.
 
 `restored` covers a model's parameters, buffers and modules: their attributes, the containers directly in these, and the
-tensors and random generators in either.
+tensors and random generators in either. What a run itself changes there is put back by it too.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import is_
@@ -17,34 +18,49 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from nandoctor.engine.kept_memory import tensors_kept
+from nandoctor.file_memory import map_empty
+from nandoctor.torch_compat import no_subclass_methods, storage_of, tree_tensors
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting, signature_of
 
 Undo = Callable[[], object]
 _CONTAINERS = (dict, OrderedDict, list, deque, set)
+_WATCHED_NBYTES = 32 << 20
+"""Less memory than this is copied faster than every op is watched."""
+_SMALL_NBYTES = 1 << 16
 
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[tuple[Sequence[torch.Tensor], Callable[[torch.Tensor], bool]]]:
-    """Restore weights and buffers, written in place or replaced, and the other state that a forward changes.
+    """Restore weights and buffers, written in place or replaced, and the other state that a run changes.
 
-    It yields the tensors that the model holds, and a function that tells which were not written to. State in files'
-    globals, in closures, in caches of functions and deeper in objects is not covered.
+    Small tensors are copied before the run. Large ones, whose memory may be a mapped file, are copied just before the
+    first write to them. It yields the tensors that the model holds, and a function that returns True for one that no op
+    has written to so far. State in files' globals, in closures, in caches of functions and deeper in objects is not
+    covered.
     """
-    found = _State(model)
-    with ExitStack() as stack:
-        is_unwritten = stack.enter_context(tensors_kept(found.tensors))
-        for undo in found.undo:
-            stack.callback(undo)
-        yield found.tensors, is_unwritten
+    state = _State(model)
+    with no_subclass_methods():  # a subclass's own methods may answer otherwise
+        memory = state.keep_tensors()
+        if memory.nbytes >= _WATCHED_NBYTES:
+            memory.keep_all(below=_SMALL_NBYTES)
+            state.undo.enter_context(intercepting(memory.keep_written))
+        else:
+            memory.keep_all()
+    try:
+        yield state.tensors, memory.is_unwritten
+    finally:
+        with no_subclass_methods(), torch.no_grad():
+            state.undo.close()
 
 
 class _State:
-    """The tensors that a model holds, each once, and how to restore everything else."""
+    """The tensors that a model holds, each once, and what restores the state, last to first."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.undo: list[Undo] = []
+        self.undo = ExitStack()
         self._seen: dict[int, Any] = {}  # with the values, since the id of a deleted one may be reused
         self._waiting: list[nn.Module] = []
         self._keep(model)
@@ -53,7 +69,7 @@ class _State:
 
     def _keep_module(self, module: nn.Module) -> None:
         attributes, kind = vars(module), type(module)
-        self.undo.append(partial(_put_back_module, module, kind, dict(attributes)))
+        self.undo.callback(_put_back_module, module, kind, dict(attributes))
         if isinstance(module, torch.jit.ScriptModule):  # it keeps its tensors in C++
             for tensor in (*module.parameters(), *module.buffers()):
                 self._keep(tensor)
@@ -64,7 +80,7 @@ class _State:
 
     def _keep_container(self, container: Any) -> None:
         saved = container.copy()
-        self.undo.append(partial(_put_back, container, saved))
+        self.undo.callback(_put_back, container, saved)
         for value in saved.values() if isinstance(saved, dict) else saved:
             self._keep(value)
 
@@ -83,7 +99,21 @@ class _State:
             self._waiting.append(value)
         elif (undo := _undo_draws(value)) is not None:
             self._seen[id(value)] = value
-            self.undo.append(undo)
+            self.undo.callback(undo)
+
+    def keep_tensors(self) -> _Memory:
+        """Note the tensors as they are, and return their memory, which is still to be copied."""
+        strided = [tensor for tensor in self.tensors if tensor.layout is torch.strided and not tensor.is_meta]
+        grads = [tensor.grad for tensor in strided if tensor.is_leaf and tensor.grad is not None]
+        memory = _Memory(it for it in (*strided, *grads) if it.layout is torch.strided and not is_lazy(it))
+        for tensor in self.tensors:
+            if tensor.layout is not torch.strided:
+                self.undo.callback(tensor.copy_, tensor.detach().clone())
+        self.undo.callback(memory.put_back)
+        for tensor in self.tensors:
+            grad = tensor.grad if tensor.is_leaf else None
+            self.undo.callback(_put_back_header, tensor, type(tensor), tensor.data, tensor.requires_grad, grad)
+        return memory
 
 
 def _is(value: Any, kind: type) -> bool:
@@ -120,3 +150,67 @@ def _undo_draws(value: Any) -> Undo | None:
     if _is(value, np.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     return None
+
+
+def _put_back_header(
+    tensor: torch.Tensor, kind: type, data: torch.Tensor, requires_grad: bool, grad: torch.Tensor | None
+) -> None:
+    """Give a tensor its attributes again, besides the content of its memory."""
+    tensor.data = data
+    if type(tensor) is not kind:
+        tensor.__class__ = kind
+    if tensor.is_leaf:
+        if tensor.requires_grad is not requires_grad:
+            tensor.requires_grad_(requires_grad)
+        if tensor.grad is not grad:
+            tensor.grad = grad
+
+
+class _Memory:
+    """The storages of some tensors, each once, and the copies that were made of them."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._flat = {  # as bytes
+            storage_of(tensor): torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            for tensor in tensors
+        }
+        self._copies: dict[int, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(flat.numel() for flat in self._flat.values())
+
+    def keep(self, storage: int) -> None:
+        """Copy a storage of the model's before the first write to it, to a file if it is on the CPU."""
+        if storage in self._flat and storage not in self._copies:
+            flat = self._flat[storage]
+            self._copies[storage] = map_empty(flat.shape, flat.dtype).copy_(flat) if flat.is_cpu else flat.clone()
+
+    def is_unwritten(self, tensor: torch.Tensor) -> bool:
+        """Return True if the tensor's memory is that of the model, and would have been copied before a write to it."""
+        if tensor.layout is not torch.strided or is_lazy(tensor):
+            return False
+        storage = storage_of(tensor)
+        return storage in self._flat and storage not in self._copies
+
+    def keep_all(self, *, below: float = math.inf) -> None:
+        """Copy every storage of less than `below` bytes in memory."""
+        for storage, flat in self._flat.items():
+            if flat.numel() < below:
+                self._copies[storage] = flat.clone()
+
+    def keep_written(self, call: Invocation, proceed: Proceed) -> Any:
+        """Copy what an op writes to, and run it."""
+        written = signature_of(call.op).changed
+        for name, value in call.arguments() if written else ():
+            for tensor in tree_tensors(value) if name in written else ():
+                if tensor.layout is torch.strided:
+                    self.keep(storage_of(tensor))
+        return proceed(call)
+
+    def put_back(self) -> None:
+        for storage, copy in self._copies.items():
+            memory = self._flat[storage].untyped_storage()
+            if memory.nbytes() < copy.numel():
+                memory.resize_(copy.numel())
+            self._flat[storage].copy_(copy)

@@ -21,21 +21,21 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE, Policy
+from nandoctor.autocast.literals import Wider
 from nandoctor.dumps.tensors import unexpanded
 from nandoctor.engine.call import Batch
 from nandoctor.errors import LossError
 from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.file_memory import cast_to_file, map_empty
 from nandoctor.machine import memory_of
-from nandoctor.process_wide import held
 from nandoctor.torch_compat import is_running_norm, plain_torch, run_backward_in_modes, schema_of
+from nandoctor.torch_switches import switched
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 from nandoctor.tracing.module_tracer import Tracer
 from nandoctor.tracing.op_tracer import TensorKind
 from nandoctor.tracing.tensor_stats import Reading, all_finite, collect, is_finite, measure, measure_all, numbers_in
 from nandoctor.tracing.tensor_tree import walk_tensors
-from nandoctor.trees import tree_leaves, tree_map
+from nandoctor.trees import tree_map
 
 LARGE_NBYTES = 256 << 20
 """The size of weights from which on memory counts for more than the time that it takes to save it."""
@@ -60,8 +60,8 @@ def run_backward(
     """Run the backward pass; return the statistics of non-finite parameter gradients, and all gradients if `keep`.
 
     With `ends_early` it ends at the first of those. Kept gradients are of loss x `loss_scale`, as dividing all of them
-    takes a third of a backward pass; those of a large model, which lie in files, are at scale 1. None are left on the
-    model. Raises LossError if the loss has no gradient.
+    takes a third of a backward pass; those of a large model, which lie in files, are at scale 1. `restored` puts back
+    what the model had. Raises LossError if the loss has no gradient.
     """
     readings: dict[str, Reading] = {}
     kept: dict[str, torch.Tensor] = {}
@@ -82,13 +82,15 @@ def run_backward(
             unscaled = unscaled if before is None else unscaled + before
             kept[name] = map_empty(unscaled.shape, unscaled.dtype).copy_(unscaled)
 
-    with held(*((parameter, "grad", None) for parameter in model.parameters())), ExitStack() as stack:
-        if not loss.requires_grad:
-            raise LossError(
-                "The loss has no gradient: it does not depend on a weight that is trained.",
-                remedy="Return the tensor that training calls backward() on, not .item(), .detach() or a copy of it; "
-                "without --loss the forward alone is judged.",
-            )
+    if not loss.requires_grad:
+        raise LossError(
+            "The loss has no gradient: it does not depend on a weight that is trained.",
+            remedy="Return the tensor that training calls backward() on, not .item(), .detach() or a copy of it; "
+            "without --loss the forward alone is judged.",
+        )
+    for parameter in model.parameters():
+        parameter.grad = None
+    with ExitStack() as stack:
         named = {name: item for name, item in model.named_parameters() if item.requires_grad and item.is_leaf}
         for name, parameter in named.items() if ends_early or is_large(model) else ():
             hook = parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
@@ -175,40 +177,26 @@ def _writes_only(module: nn.Module) -> bool:
     return is_running_norm(module) and module.training
 
 
-def state_widened(state: Iterable[torch.Tensor], policy: Policy) -> AbstractContextManager[None]:
-    """Return a context that holds the model's tensors in a reference's format, as half precision would round."""
-    wider = [(tensor, dtype) for tensor in state if (dtype := _wider_dtype(tensor, policy)) is not None]
-    return state_in(wider, in_files=memory_of([tensor for tensor, _ in wider]) >= LARGE_NBYTES)
+def widen_tensors(tensors: Iterable[torch.Tensor], wider: Wider, *, in_files: bool) -> None:
+    """Hold a model's tensors in wider formats; `restored` puts their own back. With `in_files` large ones lie in files.
+
+    Half precision is widened as it rounds, so the values stay.
+    """
+    to = cast_to_file if in_files else torch.Tensor.to
+    for tensor in tensors:
+        if tensor.dtype in wider and not is_lazy(tensor):
+            tensor.data = to(tensor.data, wider[tensor.dtype])
 
 
-def copied_input(tensor: torch.Tensor, policy: Policy) -> torch.Tensor:
-    """Return a copy of an input for one run, in a reference's format; of a large expanded one, only what it stores.
+def copied_input(tensor: torch.Tensor, wider: Wider) -> torch.Tensor:
+    """Return a copy of an input for one run, in a wider format; of a large expanded one, only what it stores.
 
     A smaller one is written out, so that the model may write to it.
     """
     is_small = tensor.layout is not torch.strided or memory_of([tensor]) < _EXPANDED_NBYTES
     stored = tensor if is_small else unexpanded(tensor)
-    dtype = _wider_dtype(stored, policy)
-    made = stored if dtype is None else stored.to(dtype)
-    return made.clone() if stored is tensor else made.clone().expand(tensor.shape)
-
-
-def _wider_dtype(tensor: torch.Tensor, policy: Policy) -> torch.dtype | None:
-    """Return the dtype in which a reference holds this tensor, None if its own: fp32 widens halves, fp64 everything."""
-    if is_lazy(tensor):
-        return None
-    if policy is EXACT and (tensor.is_complex() or tensor.is_floating_point()):
-        return torch.complex128 if tensor.is_complex() else torch.float64
-    return torch.float32 if policy is REFERENCE and tensor.dtype in LOW_DTYPES else None
-
-
-def state_in(wanted: Iterable[tuple[torch.Tensor, torch.dtype]], *, in_files: bool) -> AbstractContextManager[None]:
-    """Return a context in which these weights and buffers have another dtype; their own values come back after it.
-
-    With `in_files` large ones lie in files meanwhile.
-    """
-    to = cast_to_file if in_files else torch.Tensor.to
-    return held(*((tensor, "data", to(tensor.data, dtype)) for tensor, dtype in wanted))
+    made = stored.to(wider.get(stored.dtype, stored.dtype)).clone()
+    return made if stored is tensor else made.expand(tensor.shape)
 
 
 _DRAWING = frozenset(
@@ -225,31 +213,17 @@ def drawn_in_fp32() -> AbstractContextManager[Any]:
 def _draw(call: Invocation, proceed: Proceed) -> Any:
     if not call.is_random or call.name not in _DRAWING:
         return proceed(call)
-    schema = schema_of(call.op)
-    if schema.name.endswith("_"):
+    if schema_of(call.op).name.endswith("_"):
         target = call.args[0]
-        if not _is_wide(target):
+        if target.dtype is not torch.float64:
             return proceed(call)
         return target.copy_(proceed(call.with_argument("self", torch.empty_like(target, dtype=torch.float32))))
-    # Without a dtype from a tensor or the call, torch draws in its default dtype.
-    has_dtype = any(argument.name == "dtype" for argument in schema.arguments) and call.kwargs.get("dtype") is None
-    by_default = has_dtype and next(call.tensors(), None) is None and torch.get_default_dtype() is torch.float64
-    if not (by_default or any(map(_is_wide, tree_leaves((call.args, call.kwargs))))):
-        return proceed(call)
-    narrow = call.mapped(_narrow)
-    return tree_map(_widen, proceed(narrow.with_argument("dtype", torch.float32) if by_default else narrow))
+    with switched({"default_dtype": torch.float32}):  # if neither a tensor nor the call names another
+        drawn = proceed(call.mapped(partial(_cast, torch.float64, torch.float32)))
+    return tree_map(partial(_cast, torch.float32, torch.float64), drawn)
 
 
-def _is_wide(value: Any) -> bool:
-    return value is torch.float64 or (isinstance(value, torch.Tensor) and value.dtype is torch.float64)
-
-
-def _narrow(value: Any) -> Any:
-    if not _is_wide(value):
-        return value
-    return value.float() if isinstance(value, torch.Tensor) else torch.float32
-
-
-def _widen(value: Any) -> Any:
-    drawn = isinstance(value, torch.Tensor) and value.dtype is torch.float32
-    return value.double() if drawn else value
+def _cast(given: torch.dtype, wanted: torch.dtype, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(wanted) if value.dtype is given else value
+    return wanted if value is given else value

@@ -11,12 +11,11 @@ import torch
 
 from nandoctor.autocast.policy import LOW_DTYPES
 from nandoctor.changes.running_op import RunningOp
-from nandoctor.engine.kept_memory import written_by
 from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.ops import CASTS
 from nandoctor.torch_compat import schema_of, tree_tensors, without_autocast
-from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines, signature_of
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import full_rows
 from nandoctor.tracing.tensor_stats import format_of
@@ -109,7 +108,7 @@ class _Running(RunningOp):
         call = self._call
         for name, value in arguments.items():
             given = self.argument(name)
-            if name in written_by(call.op) and isinstance(given, torch.Tensor):
+            if name in signature_of(call.op).changed and isinstance(given, torch.Tensor):
                 given.copy_(value)
             else:
                 call = call.with_argument(name, value)

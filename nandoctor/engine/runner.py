@@ -25,7 +25,7 @@ from nandoctor.engine.module_state import (
     known_tensors,
     list_nonfinite_state,
     run_backward,
-    state_widened,
+    widen_tensors,
     with_nonfinite_state,
 )
 from nandoctor.engine.printed_changes import changed_batch, printed_changes
@@ -206,14 +206,14 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
     step, mode = run.step, run.step.mode
     call = interventions.select_samples(run.edits, step.call)
     batch = changed_batch(step.changes, call.batch)
-    call = replace(call, batch={name: copied_input(tensor, mode.policy) for name, tensor in batch.items()})
+    call = replace(call, batch={name: copied_input(tensor, mode.policy.wider) for name, tensor in batch.items()})
     with in_mode(step.model, mode.training, step.recorded.training):
         with (
             restored(step.model) as (state, is_unwritten),
             printed_changes(step.changes, step.model, step.loss),
-            state_widened(state, mode.policy),
             seeded(step.randomness, mode.device) as draws,
         ):
+            widen_tensors(state, mode.policy.wider, in_files=is_large(step.model))
             recording = _RecordedRun(run, call)
             recording.make(is_unwritten)
             random = draws()

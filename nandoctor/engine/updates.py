@@ -13,7 +13,6 @@ from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.engine.user_code import kept_running
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.trace import UpdateTrace
-from nandoctor.process_wide import held
 from nandoctor.torch_compat import plain_torch
 from nandoctor.tracing.op_tracer import OpTracer
 from nandoctor.tracing.tensor_stats import all_finite, format_of
@@ -36,9 +35,10 @@ def trace_update(step: FailingStep, updater: type[Optimizer] | None) -> UpdateTr
     parameters = dict(step.model.named_parameters())
     grads = {name: gradient / outcome.gradient_scale for name, gradient in gradients.items()}
     low = next(filter(None, (format_of(parameter.dtype) for parameter in parameters.values())), FP32)
-    weights = parameters.items()
-    ops = OpTracer(known=[("weight", name, weight) for name, weight in weights], phase="optimizer")
-    with restored(step.model), held(*((weight, "grad", grads.get(name)) for name, weight in parameters.items())):
+    ops = OpTracer(known=[("weight", *named) for named in parameters.items()], phase="optimizer")
+    with restored(step.model):
+        for name, weight in parameters.items():
+            weight.grad = grads.get(name)
         try:
             optimizer = _make(updater, saved, parameters)
             with kept_running(), ops.watching(lambda: ("", "", 0)):

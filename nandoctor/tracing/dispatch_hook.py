@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from nandoctor.autocast.literals import FP64_FOR_ALL
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.ops import unread_inputs
 from nandoctor.process_wide import Shared, held, patched
@@ -49,12 +50,14 @@ class Signature(NamedTuple):
     """The parts of an op's schema that are used here, cached because torch rebuilds the objects on each access.
 
     `name` is the aten name without namespace, overload, in-place underscore and `_nd`: `add` for `add_.Tensor`.
-    `written` names the arguments that the op only writes to; `eps` is the default of the argument of that name.
+    `written` names the arguments that the op only writes to, `changed` all that it writes to; `eps` is the default of
+    the argument of that name.
     """
 
     name: str
     arguments: tuple[str, ...]
     written: frozenset[str]
+    changed: frozenset[str]
     eps: float | None
     is_mutable: bool
     is_random: bool
@@ -70,10 +73,17 @@ def signature_of(op: OpOverload) -> Signature:
         name=name if name.startswith("_") else name.rstrip("_"),
         arguments=tuple(argument.name for argument in schema.arguments),
         written=frozenset(argument.name for argument in schema.arguments if argument.is_out),
+        changed=frozenset(argument.name for argument in schema.arguments if _is_changed(argument)),
         eps=next((float(default) for default in defaults if default is not None), None),
         is_mutable=schema.is_mutable,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
     )
+
+
+def _is_changed(argument: torch.Argument) -> bool:
+    """Return True for an argument that an op writes to; a batch norm's schema does not mark its statistics."""
+    alias = argument.alias_info
+    return (alias is not None and alias.is_write) or argument.name.startswith("running_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,14 +199,8 @@ def _copy(value: Any) -> Any:
 
 def _widen(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().to(_widest(value.dtype))
-    return _widest(value) if isinstance(value, torch.dtype) else value
-
-
-def _widest(dtype: torch.dtype) -> torch.dtype:
-    if dtype.is_complex:
-        return torch.complex128
-    return torch.float64 if dtype.is_floating_point else dtype
+        return value.detach().to(FP64_FOR_ALL.get(value.dtype, value.dtype))
+    return FP64_FOR_ALL.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 Proceed = Callable[[Invocation], Any]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nandoctor
 from nandoctor.dumps.reader import read_dump
-from nandoctor.engine import kept_memory
+from nandoctor.engine import kept_state
 from nandoctor.engine.kept_state import restored
 from nandoctor.engine.module_state import run_backward
 
@@ -78,8 +78,8 @@ WRITES = {
 
 def watch_writes(monkeypatch):
     """Copy nothing before the run, as with a large model."""
-    monkeypatch.setattr(kept_memory, "_WATCHED_NBYTES", 0)
-    monkeypatch.setattr(kept_memory, "_SMALL_NBYTES", 0)
+    monkeypatch.setattr(kept_state, "_WATCHED_NBYTES", 0)
+    monkeypatch.setattr(kept_state, "_SMALL_NBYTES", 0)
 
 
 def run(model, seed, context):
