@@ -76,7 +76,6 @@ collections that traverse all of torch and of the model again and again."""
 Patch = tuple[str, Callable[[Any], Any]]
 """The place of one function of torch, and the wrapper that makes its replacement."""
 
-_patching = threading.RLock()
 _process = os.getpid()
 
 
@@ -92,22 +91,23 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
     Two contexts for the same place must be nested; `Shared` ensures that across threads.
     """
     with ExitStack() as undo:
-        with _patching:
-            for place, wrap in patches:
-                original = look_up(place)
-                owner, name = look_up(place.rpartition(".")[0]), place.rpartition(".")[2]
-                undo.callback(_put_back, owner, name, vars(owner).get(name))
-                setattr(owner, name, wrap(original))
+        for place, wrap in patches:
+            original = look_up(place)
+            owner, name = look_up(place.rpartition(".")[0]), place.rpartition(".")[2]
+            own = vars(owner).get(name)
+            if own is None:  # inherited
+                undo.callback(delattr, owner, name)
+            else:
+                undo.callback(setattr, owner, name, own)
+            setattr(owner, name, wrap(original))
         yield
 
 
-def _put_back(owner: Any, name: str, value: Any) -> None:
-    """Restore an attribute to the owner's own value; delete it if that is None, since the owner had inherited it."""
-    with _patching:
-        if value is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, value)
+class PerThread(threading.local):
+    """Values that each thread has for itself, to be changed by `held`; a new thread begins with those given here."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
 
 
 @contextmanager

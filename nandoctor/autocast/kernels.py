@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from nandoctor import torch_compat
 from nandoctor.autocast import op_lists
 from nandoctor.autocast.literals import FP32_FOR_HALF, is_on_host
 from nandoctor.file_memory import move_to_file
-from nandoctor.process_wide import Shared, held
+from nandoctor.process_wide import PerThread, Shared, held
 from nandoctor.torch_compat import TORCH, answers_itself, is_view, schema_of, version_of
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def install_kernels(device_type: str, version: tuple[int, int] = TORCH) -> Itera
     rounded, which makes the reference run. Registration is process-wide: another thread's own `torch.autocast` on this
     device type follows CUDA's lists too while the context is open.
     """
-    with shared_kernels(device_type), held((_weight_casts, "entries", {}), (_running, "version", version)):
+    with shared_kernels(device_type), held((_running, "casts", {}), (_running, "version", version)):
         yield
 
 
@@ -122,17 +121,10 @@ class _Call:
 Run = Callable[[_Call], Any]
 
 
-class _Running(threading.local):
-    """True in `op` while this thread is in a kernel that needs no further casts in the ops it calls.
-
-    `version` is that of the torch whose lists it follows.
-    """
-
-    op = False
-    version = TORCH
-
-
-_running = _Running()
+_running = PerThread(op=False, version=TORCH, casts=None)
+"""`op` is True while this thread is in a kernel that needs no further casts in the ops it calls. `version` is that of
+the torch whose lists it follows. `casts` has the low-precision copies of weights in the innermost `install_kernels`,
+None outside."""
 
 
 def _make_kernel(op: OpOverload, name: str, device_type: str) -> Callable[..., Any]:
@@ -318,31 +310,23 @@ def _map_items(change: Callable[[Any], Any], value: Any) -> Any:
     return type(value)(map(change, value)) if isinstance(value, (list, tuple)) else change(value)
 
 
-class _WeightCasts(threading.local):
-    """This thread's low-precision copies of weights in the innermost `install_kernels`; `entries` is None outside."""
+def _cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight's copy in `dtype`, one for all its uses.
 
-    def __init__(self) -> None:
-        self.entries: dict[tuple[int, torch.dtype], tuple[Tensor, int | None, Tensor]] | None = None
-
-    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight's copy in `dtype`, one for all its uses.
-
-        As on CUDA (cached_cast in autocast_mode.cpp), the uses share one autograd node, so that the gradients of a
-        weight that is used twice are summed in `dtype`. Unlike there, a weight that was written to is cast again.
-        """
-        if self.entries is None:  # in a recomputed checkpoint, whose casts belong only to its own graph
-            return weight.to(dtype)
-        key = (id(weight), dtype)  # the entry keeps the weight alive, and with it its id
-        if key not in self.entries or self.entries[key][1] != version_of(weight):
-            self.entries[key] = (weight, version_of(weight), move_to_file(weight.to(dtype)))
-        return self.entries[key][2]
-
-
-_weight_casts = _WeightCasts()
+    As on CUDA (cached_cast in autocast_mode.cpp), the uses share one autograd node, so that the gradients of a weight
+    that is used twice are summed in `dtype`. Unlike there, a weight that was written to is cast again.
+    """
+    casts: dict[tuple[int, torch.dtype], tuple[Tensor, int | None, Tensor]] | None = _running.casts
+    if casts is None:  # in a recomputed checkpoint, whose casts belong only to its own graph
+        return weight.to(dtype)
+    key = (id(weight), dtype)  # the entry keeps the weight alive, and with it its id
+    if key not in casts or casts[key][1] != version_of(weight):
+        casts[key] = (weight, version_of(weight), move_to_file(weight.to(dtype)))
+    return casts[key][2]
 
 
 def _lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     is_weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not is_view(tensor)
     if is_weight and dtype is not torch.float32 and torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
-        return _weight_casts.cast(tensor, dtype)
+        return _cast_weight(tensor, dtype)
     return tensor.to(dtype)

@@ -9,7 +9,6 @@ TorchScript and C++ are not seen here.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nandoctor import torch_compat
-from nandoctor.process_wide import Shared, held, patched
+from nandoctor.process_wide import PerThread, Shared, held, patched
 from nandoctor.torch_compat import is_enabled, is_transforming, set_enabled, unwrap
 
 _CAST_METHODS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
@@ -77,16 +76,9 @@ def cuda_code(device: torch.device, wider: Wider | None = None) -> Iterator[None
         yield
 
 
-class _Replay(threading.local):
-    """The device that this thread replays on, and the autocast states that its open regions will restore."""
-
-    def __init__(self) -> None:
-        self.device: torch.device | None = None
-        self.is_marking = False
-        self.saved_states: list[tuple[torch.autocast, list[tuple[str, bool, torch.dtype]]]] = []
-
-
-_replay = _Replay()
+_replay = PerThread(device=None, is_marking=False, saved_states=())
+"""The device that this thread replays on, and the autocast states that its open regions will restore, each with its
+region."""
 
 
 def _device_type() -> str | None:
@@ -135,7 +127,7 @@ def _enter_for_cuda(enter: Callable[..., Any]) -> Callable[..., Any]:
         states = [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in types]
         dtype = torch.float32 if _in_reference() else self.fast_dtype
         entered = enter(self)
-        _replay.saved_states.append((self, states))
+        _replay.saved_states = (*_replay.saved_states, (self, states))
         _set_autocast([(name, is_enabled(self), dtype) for name in types])
         return entered
 
@@ -147,7 +139,8 @@ def _exit_for_cuda(leave: Callable[..., Any]) -> Callable[..., Any]:
     def leave_both(self: Any, *raised: Any) -> Any:
         result = leave(self, *raised)
         if _replay.saved_states and _replay.saved_states[-1][0] is self:
-            _set_autocast(_replay.saved_states.pop()[1])
+            _set_autocast(_replay.saved_states[-1][1])
+            _replay.saved_states = _replay.saved_states[:-1]
         return result
 
     return leave_both

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from nandoctor.process_wide import Shared, held, patched
+from nandoctor.process_wide import PerThread, Shared, held, patched
 from nandoctor.torch_compat import CHECKPOINT_APPLY
 
-
-class _Checkpoints(threading.local):
-    """A thread's flag: `opened` is True while its reentrant checkpoints run as plain calls."""
-
-    opened = False
-
-
-_checkpoints = _Checkpoints()
+_checkpoints = PerThread(opened=False)
+"""`opened` is True while this thread's reentrant checkpoints run as plain calls."""
 
 
 @contextmanager

@@ -10,9 +10,8 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from operator import is_
 from pathlib import Path
 from types import ModuleType
@@ -68,10 +67,11 @@ class Project:
     While it is open, its folders come first on `sys.path`, its modules are in `sys.modules`, and torch has the settings
     that its code made on import. Afterwards `sys.path`, torch's settings and `sys.modules` are restored, except that
     libraries and submodules of packages that were loaded before stay loaded. `scripts` are the modules that were
-    imported by their files.
+    imported by their files. Its programs are given `arguments`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Sequence[str] = ()) -> None:
+        self._arguments = arguments
         self.scripts: dict[Path, ModuleType] = {}
         self._entries: list[str] = []
         self._modules: dict[str, ModuleType] = {}
@@ -100,6 +100,10 @@ class Project:
                     yield
                 finally:
                     write_switches(settings)
+
+    def as_program(self, program: str) -> AbstractContextManager[None]:
+        """Return a context in which `sys.argv` is the program's, not nandoctor's; the project must be open."""
+        return held((sys, "argv", [program, *self._arguments]))
 
     def files(self, model: nn.Module) -> set[Path]:
         """Return the user's own files that were imported for the step or define the classes of `model`."""
@@ -218,22 +222,9 @@ def _stamp_of(module: ModuleType) -> _Stamp:
     return stat.st_mtime_ns, stat.st_size
 
 
-_arguments: ContextVar[tuple[str, ...]] = ContextVar("arguments", default=())
-
-
-@contextmanager
-def arguments_of(dump: Dump) -> Iterator[None]:
-    """Give imports in this context the command line of the training, if the user's own recorder wrote it.
+def project_of(dump: Dump) -> Project:
+    """Return a new project for a dump's step, with the training's arguments if the user's own recorder wrote them.
 
     A script may need its arguments at the top level. Those of anybody else's dump are not given to the user's code.
     """
-    token = _arguments.set(dump.recorded.argv if dump.provenance.own else ())
-    try:
-        yield
-    finally:
-        _arguments.reset(token)
-
-
-def program_arguments(program: str) -> AbstractContextManager[None]:
-    """Return a context in which `sys.argv` is the program's, not nandoctor's; process-wide, under a project's lock."""
-    return held((sys, "argv", [program, *_arguments.get()]))
+    return Project(dump.recorded.argv if dump.provenance.own else ())

@@ -6,7 +6,6 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 from nandoctor.autocast.policy import Policy
 from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.dumps.recorded_format import RandomStates, Recorded
-from nandoctor.process_wide import generators_kept, held, is_forked
+from nandoctor.process_wide import PerThread, generators_kept, held, is_forked
 from nandoctor.torch_switches import RECORDED, switched
 
 
@@ -51,8 +50,8 @@ class Randomness:
     host: RandomStates = field(default_factory=RandomStates)
 
 
-from_saved_states: ContextVar[bool] = ContextVar("from_saved_states", default=False)
-"""True in a run where each call starts from its generator states in the dump."""
+this_run = PerThread(from_saved_states=False)
+"""`from_saved_states` is True in a run where each call starts from its generator states in the dump."""
 
 
 def restore_generators(states: Iterable[torch.Tensor], host: RandomStates, device: torch.device) -> None:
@@ -110,11 +109,8 @@ def seeded(randomness: Randomness, device: torch.device) -> Iterator[Callable[[]
         if seed is None:
             restore_generators(randomness.states, randomness.host, device)
         before = _generator_states(device)
-        token = from_saved_states.set(seed is None)
-        try:
+        with held((this_run, "from_saved_states", seed is None)):
             yield lambda: any(not torch.equal(a, b) for a, b in zip(before, _generator_states(device), strict=True))
-        finally:
-            from_saved_states.reset(token)
 
 
 def _seed_torch(seed: int, device: torch.device) -> None:

@@ -7,7 +7,6 @@ import io
 import linecache
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from nandoctor.engine.module_state import run_backward
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.trace import Trace
 from nandoctor.machine import is_out_of_memory
-from nandoctor.process_wide import Shared, held
+from nandoctor.process_wide import PerThread, Shared, held
 from nandoctor.text import brief
 
 NOT_UNDER_AUTOCAST = "unsafe to autocast"
@@ -35,13 +34,8 @@ class ProcessEndError(RuntimeError):
     """The user's code called `sys.exit` or `os._exit`."""
 
 
-class _Inside(threading.local):
-    """A thread's flag: the id of the process in which it runs user code, else None; a fork of that process may exit."""
-
-    process: int | None = None
-
-
-_inside = _Inside()
+_inside = PerThread(process=None)
+"""`process` is the id of the process in which this thread runs user code, else None; a fork of that may exit."""
 
 
 @contextmanager

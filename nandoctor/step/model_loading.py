@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from nandoctor.dumps.array_roles import is_extra_state
-from nandoctor.engine.project import Project, folder_of, in_project, program_arguments
+from nandoctor.engine.project import Project, folder_of, in_project
 from nandoctor.engine.user_code import explain_import, explain_memory, kept_running, raised_at
 from nandoctor.errors import ModelError
 from nandoctor.file_memory import cast_to_file
@@ -300,7 +300,7 @@ def _open_script(path: Path, name: str, project: Project) -> ModuleType:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     with _explained(relative_path(str(path))):
-        Script(path, module)
+        Script(path, module, project)
     # Registered under its name so that dataclasses, pickling and the file's own imports find it.
     sys.modules[name] = module
     if package is not None:
@@ -311,7 +311,7 @@ def _open_script(path: Path, name: str, project: Project) -> ModuleType:
 def _import_package(name: str, directory: Path | None, project: Project) -> ModuleType:
     if directory is not None:
         project.enter_folder(directory.resolve())
-    with _explained(name), program_arguments(name):
+    with _explained(name), project.as_program(name):
         return importlib.import_module(name)
 
 

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Call, Recorded
 from nandoctor.dumps.trees import slots
-from nandoctor.engine.starting_state import from_saved_states, restore_generators
+from nandoctor.engine.starting_state import restore_generators, this_run
 from nandoctor.errors import ModelError
 from nandoctor.step.input_binding import Binding, spell
 from nandoctor.torch_compat import unobserved
@@ -56,7 +56,7 @@ def bind_calls(recorded: Recorded, device: torch.device, missing: Sequence[str] 
 
 
 def _call(model: nn.Module, method: str, call: Call, tensors: Tensors, device: torch.device) -> Any:
-    if call.rng is not None and from_saved_states.get():
+    if call.rng is not None and this_run.from_saved_states:
         restore_generators(call.rng.torch_states, call.rng, device)
     for name in call.with_grad:
         _with_grad[tensors[name]] = _require_grad(tensors[name])

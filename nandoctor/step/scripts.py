@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from nandoctor.engine.project import program_arguments
+from nandoctor.engine.project import Project
 from nandoctor.engine.user_code import explain_import, explain_memory, kept_running, raised_at
 from nandoctor.errors import ModelError
 from nandoctor.machine import is_out_of_memory
@@ -56,14 +56,14 @@ class _Statement:
 class Script:
     """The statements of a file, and `module`, in which those run that a name needs."""
 
-    def __init__(self, path: Path, module: ModuleType) -> None:
+    def __init__(self, path: Path, module: ModuleType, project: Project) -> None:
         text = decode_source(path.read_bytes())[0].removeprefix("\ufeff")
         tree = parse(text) or ast.parse(text, str(path))  # which says why it is not Python
         nodes = list(flattened(tree.body))
         future = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
         postponed = any(alias.name == "annotations" for node in future for alias in node.names)
         self._flags = __future__.annotations.compiler_flag if postponed else 0
-        self._file, self._module = str(path), module
+        self._file, self._module, self._project = str(path), module, project
         read = [_analyse(node) for node in nodes if node not in future]
         used = {name for statement in read for name in statement.reads}
         self._modules = {name for it in read if isinstance(it.node, ast.Import) for name in it.binds}
@@ -105,7 +105,7 @@ class Script:
         parsing = (argparse.ArgumentParser, "parse_known_args", _parse_what_is_given)
         shown = relative_path(self._file)
         try:
-            with kept_running(), program_arguments(self._file), held(*training, parsing):
+            with kept_running(), self._project.as_program(self._file), held(*training, parsing):
                 exec(code, vars(self._module))
         except ModelError:
             raise

@@ -28,7 +28,7 @@ from nandoctor.dumps.trees import slots
 from nandoctor.engine.call import Call
 from nandoctor.engine.module_state import LARGE_NBYTES, nonfinite_in
 from nandoctor.engine.progress import Listener
-from nandoctor.engine.project import Project, arguments_of
+from nandoctor.engine.project import project_of
 from nandoctor.engine.reproduction import Preparation
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import SavedOutputs
@@ -83,8 +83,8 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     device = find_device(settings.device)
     source = model if model is not None else settings.model
     require_approval(dump, has_model=source is not None)
-    project = Project()
-    with project.preparing(), arguments_of(dump):
+    project = project_of(dump)
+    with project.preparing():
         code = _import_code(dump, source, settings, device)
         dump = fit_state(dump, code.model)
         weight_notes = _load_weights(code, dump, settings, device)

@@ -7,7 +7,6 @@ import linecache
 import math
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ import torch
 from nandoctor.autocast.literals import FP64_FOR_ALL
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.ops import unread_inputs
-from nandoctor.process_wide import Shared, held, patched
+from nandoctor.process_wide import PerThread, Shared, held, patched
 from nandoctor.source_files import is_installed
 from nandoctor.torch_compat import (
     HIGHER_ORDER_KEYS,
@@ -220,11 +219,7 @@ _MAX_EXPRESSION_LINES = 20
 _RUNNERS = tuple(str(Path(__file__).parent.parent / "engine" / file) for file in ("runner.py", "updates.py"))
 
 
-class _Handlers(threading.local):
-    stack: tuple[Handler, ...] = ()
-
-
-_handlers = _Handlers()
+_handlers = PerThread(stack=())
 
 
 @contextmanager

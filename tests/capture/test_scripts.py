@@ -12,7 +12,7 @@ from trainings import Gambler
 
 import nandoctor
 from nandoctor import Recorder, cuda_autocast
-from nandoctor.engine.project import arguments_of, program_arguments
+from nandoctor.engine.project import project_of
 
 SCRIPT = """
 import torch, torch.nn as nn, torch.nn.functional as F, nandoctor
@@ -69,7 +69,7 @@ def test_a_script_that_trains_on_import_does_not_train_again(tmp_path, ready_pyt
 def test_a_strangers_arguments_reach_no_code(own, expected):
     recorded = SimpleNamespace(argv=("--gain", "3"))
     dump = SimpleNamespace(recorded=recorded, provenance=SimpleNamespace(own=own))
-    with arguments_of(dump), program_arguments("train.py"):
+    with project_of(dump).as_program("train.py"):
         assert sys.argv == expected
     assert sys.argv != expected
 
