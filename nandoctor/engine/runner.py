@@ -33,7 +33,7 @@ from nandoctor.engine.progress import Listener
 from nandoctor.engine.project import Project
 from nandoctor.engine.starting_state import Mode, Randomness, in_mode, recorded_backends, seeded
 from nandoctor.errors import UnsupportedTorchError
-from nandoctor.evidence.edits import Change, SingleEdit, flatten
+from nandoctor.evidence.edits import Change, flatten
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
@@ -156,55 +156,42 @@ class FailingStep:
             LossError: the loss that the dump names raised.
         """
         step = replace(self if policy is None else self.under(policy), changes=(*self.changes, *changes))
-        edits = flatten(step.changes)
-        run = _RunPlan(step=replace(step, mode=interventions.choose_mode(edits, step.mode)), edits=edits, watch=watch)
         self.progress.begin(f"{watch.stage} {_STAGES.get(step.mode.policy.label, 'under autocast')}")
+        step = replace(step, mode=interventions.choose_mode(flatten(step.changes), step.mode))
         with self.project.running():
-            outcome = _run(run)
+            outcome = _run(step, watch)
         self.progress.end(sum(call.leave is not None for call in outcome.trace.calls))
         return outcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RunPlan:
-    """One run of a step in the mode that the edits among its changes ask for; with `grad`, in an autograd graph."""
-
-    step: FailingStep
-    edits: tuple[SingleEdit, ...]
-    watch: Watch
-    grad: bool = False
-
-
-def _run(run: _RunPlan) -> Outcome:
-    step = run.step
+def _run(step: FailingStep, watch: Watch) -> Outcome:
     # If it raises without a graph, try again with one: the forward may take gradients or hook them.
-    for grad in sorted({run.watch.backward, True}):
-        outcome, error = _record(run := replace(run, grad=grad))
+    for grad in sorted({watch.backward, True}):
+        outcome, error = _record(step, watch, grad=grad)
         if error is None or (grad and user_code.explains(outcome.trace, error)):
             return outcome
         if user_code.is_wrong_call(error):
             user_code.raise_explained(error, step.mode.policy, step.call.description)
     # Only its ops show a value that one forward both makes and checks. If ops were watched, that may be what raised.
-    blinded = f"{type(error).__name__}: {error}" if run.watch.ops else None
-    outcome, error = _record(replace(run, watch=replace(run.watch, ops=not run.watch.ops, look=None)))
+    blinded = f"{type(error).__name__}: {error}" if watch.ops else None
+    outcome, error = _record(step, replace(watch, ops=not watch.ops, look=None), grad=True)
     if error is not None and not user_code.explains(outcome.trace, error):
         user_code.raise_explained(error, step.mode.policy, step.call.description)
     return replace(outcome, trace=replace(outcome.trace, blinded=blinded))
 
 
-def _record(run: _RunPlan) -> tuple[Outcome, Exception | None]:
-    """Run once; return the outcome and the exception that ended it, or None."""
-    with nullcontext() if is_large(run.step.model) else collection_paused:  # a collection walks all of torch
-        outcome, error = _record_once(run)
+def _record(step: FailingStep, watch: Watch, *, grad: bool) -> tuple[Outcome, Exception | None]:
+    """Run once, with `grad` in an autograd graph; return the outcome and the exception that ended it, or None."""
+    with nullcontext() if is_large(step.model) else collection_paused:  # a collection walks all of torch
+        outcome, error = _record_once(step, watch, grad)
     if error is None or not is_unobserved(error):
         return outcome, error
     with classes_observed:
-        return _record_once(run)
+        return _record_once(step, watch, grad)
 
 
-def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
-    step, mode = run.step, run.step.mode
-    call = interventions.select_samples(run.edits, step.call)
+def _record_once(step: FailingStep, watch: Watch, grad: bool) -> tuple[Outcome, Exception | None]:
+    mode, call = step.mode, interventions.select_samples(flatten(step.changes), step.call)
     batch = changed_batch(step.changes, call.batch)
     call = replace(call, batch={name: copied_input(tensor, mode.policy.wider) for name, tensor in batch.items()})
     with in_mode(step.model, mode.training, step.recorded.training):
@@ -214,7 +201,7 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
             seeded(step.randomness, mode.device) as draws,
         ):
             widen_tensors(state, mode.policy.wider, in_files=is_large(step.model))
-            recording = _RecordedRun(run, call)
+            recording = _RecordedRun(replace(step, call=call), watch, grad=grad)
             recording.make(is_unwritten)
             random = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
@@ -236,11 +223,11 @@ def _record_once(run: _RunPlan) -> tuple[Outcome, Exception | None]:
 class _RecordedRun:
     """One run with its tracers (of ops and the backward pass, if watched) and its results."""
 
-    def __init__(self, run: _RunPlan, call: Call) -> None:
-        step, watch = run.step, run.watch
-        known = [*known_tensors(step.model, call.batch)] if watch.ops else []
+    def __init__(self, step: FailingStep, watch: Watch, *, grad: bool) -> None:
+        known = [*known_tensors(step.model, step.call.batch)] if watch.ops else []
         watches_backward = watch.backward and watch.ops
-        self._run, self._call = run, call
+        self._step, self._watch, self._grad = step, watch, grad
+        self._edits = flatten(step.changes)
         self._function_ops = OpTracer(known=known, phase="backward") if watches_backward else None
         self._backward = GradientTracer(self._function_ops) if self._function_ops else None
         self._ops = OpTracer(known=known, gradients=self._backward, on_op=watch.on_op) if watch.ops else None
@@ -253,13 +240,13 @@ class _RecordedRun:
 
     def make(self, is_unwritten: Callable[[torch.Tensor], bool]) -> None:
         """Run the step under the run's policy and edits, and read what it was given, what it made and what it wrote."""
-        step, mode, read = self._run.step, self._run.step.mode, self.modules.read
-        self._taken = read(self._call.taken, counts=True)
+        step, mode, read = self._step, self._step.mode, self.modules.read
+        self._taken = read(step.call.taken, counts=True)
         with (
             recorded_backends(step.recorded, mode.device),
             apply_policy(mode.policy, mode.device),
             drawn_in_fp32() if mode.policy is EXACT else nullcontext(),
-            interventions.intervene(self._run.edits, step.model, mode.device, self.modules.owner),
+            interventions.intervene(self._edits, step.model, mode.device, self.modules.owner),
         ):
             started = time.perf_counter()
             self._execute()
@@ -271,7 +258,7 @@ class _RecordedRun:
 
     def trace(self, calls: tuple[ModuleCall, ...], kept: Mapping[str, bool]) -> Trace:
         """Return the trace; `calls` are the module calls, `kept` as in `Outcome`."""
-        step, mode = self._run.step, self._run.step.mode
+        step, mode = self._step, self._step.mode
         taken, given, losses = collect_all([self._taken, self._given, self._losses])
         end = None if self.raised is None else f"{type(self.raised).__name__}: {self.raised}"
         return Trace(
@@ -293,14 +280,14 @@ class _RecordedRun:
             backward=self._backward.calls() if self._backward else (),
             function_ops=self._function_ops.calls() if self._function_ops else (),
             bad_gradients=self._bad_gradients,
-            num_samples=self._call.sample_count,
+            num_samples=step.call.sample_count,
         )
 
     def _execute(self) -> None:
         """Run forward and loss under the open policy, and backward outside of autocast, as a training step does."""
-        run, watch, model = self._run, self._run.watch, self._run.step.model
+        watch = self._watch
         try:
-            with user_code.kept_running(), kept_in_files(run.grad and is_large(model)):
+            with user_code.kept_running(), kept_in_files(self._grad and is_large(self._step.model)):
                 self._run_forward()
             if watch.backward and (loss := self.loss) is not None and watch.worth_backward(self.output, loss):
                 self._run_backward(loss)
@@ -314,24 +301,23 @@ class _RecordedRun:
 
     def _run_forward(self) -> None:
         """Compute output and loss; if the loss raises, the output stays."""
-        run, call, ops = self._run, self._call, self._ops
-        step, device = run.step, run.step.mode.device
+        step, call, ops, look, device = self._step, self._step.call, self._ops, self._watch.look, self._step.mode.device
         with (
             self.modules,
             ops.watching(self.modules.owner) if ops is not None else nullcontext(),
-            observing(partial(run.watch.look, self.modules.owner)) if run.watch.look is not None else nullcontext(),
+            observing(partial(look, self.modules.owner)) if look is not None else nullcontext(),
             open_checkpoints() if self._backward is not None else nullcontext(),
-            torch.set_grad_enabled(run.grad),
+            torch.set_grad_enabled(self._grad),
         ):
             self.output = call.forward(call.batch)
             if step.loss is not None:
                 if ops is not None:
                     ops.phase = "loss"
-                with interventions.loss_in_fp32(run.edits, device) as widen:
+                with interventions.loss_in_fp32(self._edits, device) as widen:
                     self.loss = user_code.compute_loss(step.loss, widen(self.output), call.batch, device=device)
 
     def _run_backward(self, loss: torch.Tensor) -> None:
-        model, mode, watch = self._run.step.model, self._run.step.mode, self._run.watch
+        model, mode, watch = self._step.model, self._step.mode, self._watch
         # As torch does where a region ends. Up to 2.9, a reentrant checkpoint would compute again with weights that
         # were cast without a graph, and give them no gradients.
         torch.clear_autocast_cache()
