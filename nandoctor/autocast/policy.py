@@ -89,7 +89,10 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
             stack.enter_context(exact_products(device.type))
             stack.enter_context(install_kernels(device.type, policy.torch))
         if policy.ambient:
-            stack.enter_context(_autocast_region(device.type, dtype))
+            stack.enter_context(torch.autocast(device.type, dtype=dtype))
+            # Inside a reference the region alone would stay in float32, as a model's own regions do.
+            torch.set_autocast_dtype(device.type, dtype)
+            torch.set_autocast_dtype("cuda", dtype)
         yield
 
 
@@ -102,16 +105,6 @@ def kernels_kept(policy: Policy, device: torch.device) -> Iterator[None]:
     emulates = device.type != "cuda" and policy.name != "native"
     kernels = shared_kernels(device.type) if emulates else nullcontext()
     with regions_patched, kernels, keep_nonfinite if emulates and device.type == "cpu" else nullcontext():
-        yield
-
-
-@contextmanager
-def _autocast_region(device_type: str, dtype: torch.dtype) -> Iterator[None]:
-    with torch.autocast(device_type, dtype=dtype):
-        if device_type != "cuda":
-            torch.set_autocast_dtype("cuda", dtype)
-        # Inside a reference the region alone would stay in float32, as a model's own regions do.
-        torch.set_autocast_dtype(device_type, dtype)
         yield
 
 

@@ -38,19 +38,19 @@ class CannotRunError(NanDoctorError):
 
 
 @contextmanager
-def swapped_code(files: Sequence[ChangedFile], model: nn.Module, loss: Any = None) -> Iterator[None]:
-    """Give every live function of `files` its new code, and restore the old code, whatever is raised.
+def printed_changes(changes: Sequence[Change], model: nn.Module, loss: Any = None) -> Iterator[None]:
+    """Run with `changes` made to the source, which is restored, and to the model, which the run restores itself.
 
-    Functions are found in the imported modules, in the classes of the model's modules and in the loss, through
-    decorators and down to the functions that these have made.
+    Every live function of a changed file is given its new code. Functions are found in the imported modules, in the
+    classes of the model's modules and in the loss, through decorators and down to the functions that these have made.
 
     Raises:
         CannotRunError: no live function has the changed code, or its closure or the module's own statements change
-            as well.
+            as well; or a snippet raised.
     """
     with ExitStack() as undo:
-        for file in files:
-            swaps = find_swaps(file, model, loss)
+        for file in (file for change in changes if isinstance(change, SourcePatch) for file in change.files):
+            swaps = _find_swaps(file, model, loss)
             # No change imports anything else.
             imports_torch = "import torch" in {*file.after.splitlines()} - {*file.before.splitlines()}
             spaces = [function.__globals__ for function, _ in swaps] if imports_torch else []
@@ -58,11 +58,14 @@ def swapped_code(files: Sequence[ChangedFile], model: nn.Module, loss: Any = Non
                 space["torch"] = torch
                 undo.callback(space.pop, "torch", None)
             undo.enter_context(held(*((function, "__code__", code) for function, code in swaps)))
+        for change in changes:
+            if isinstance(change, Snippet) and change.kind != "data":
+                _execute(change, {"model": model})
         yield
 
 
-def find_swaps(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[FunctionType, CodeType]]:
-    """Return the live functions that a file changes, each with its new code; raise as `swapped_code` does."""
+def _find_swaps(file: ChangedFile, model: nn.Module, loss: Any) -> list[tuple[FunctionType, CodeType]]:
+    """Return the live functions that a file changes, each with its new code; raise as `printed_changes` does."""
     changed = _changed_codes(file)
     found = _functions_with(changed, reachable(file.path, model, loss))
     if not found:
@@ -176,42 +179,20 @@ def _changed_pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, Cod
     if [code.co_name for code in ours] != [code.co_name for code in theirs]:
         raise CannotRunError("The change adds or removes a function.")
     for was, now in zip(ours, theirs, strict=True):
-        if codes_differ(was, now):
+        inside = [*_changed_pairs(was, now)]
+        if inside or _own(was) != _own(now):
             yield was, now
-        yield from _changed_pairs(was, now)
+        yield from inside
 
 
 def _inner(code: CodeType) -> list[CodeType]:
     return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
-def codes_differ(was: CodeType, now: CodeType) -> bool:
-    """Return True if two codes, or codes in them, do different things."""
-    pairs = zip(_inner(was), _inner(now), strict=False)
-    return _own(was) != _own(now) or any(codes_differ(*pair) for pair in pairs)
-
-
 def _own(code: CodeType) -> tuple[object, ...]:
     """Return what a code does, without its place in the file: repr tells 0.0 from -0.0 and 1 from True."""
     constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-
-
-@contextmanager
-def printed_changes(changes: Sequence[Change], model: nn.Module, loss: Any = None) -> Iterator[None]:
-    """Run with `changes` made to the source, which is restored, and to the model, which the run restores itself.
-
-    `loss` may be made of functions of the changed files that nothing else holds.
-
-    Raises:
-        CannotRunError: changed source cannot be run in this process, or a snippet raised.
-    """
-    patched = [file for change in changes if isinstance(change, SourcePatch) for file in change.files]
-    with swapped_code(patched, model, loss):
-        for change in changes:
-            if isinstance(change, Snippet) and change.kind != "data":
-                _execute(change, {"model": model})
-        yield
 
 
 def changed_batch(changes: Sequence[Change], batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

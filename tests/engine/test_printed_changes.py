@@ -7,8 +7,8 @@ from types import FunctionType
 import pytest
 from torch import nn
 
-from nandoctor.engine.printed_changes import CannotRunError, swapped_code
-from nandoctor.evidence.edits import ChangedFile
+from nandoctor.engine.printed_changes import CannotRunError, printed_changes
+from nandoctor.evidence.edits import ChangedFile, SourcePatch
 
 TEXT = """
 def number():
@@ -31,7 +31,7 @@ def module(tmp_path, monkeypatch):
 
 def swapped(module, before, after):
     changed = ChangedFile(path=module.__file__, before=TEXT, after=TEXT.replace(before, after))
-    return swapped_code([changed], nn.Linear(1, 1))
+    return printed_changes([SourcePatch(root="/", files=(changed,))], nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(
