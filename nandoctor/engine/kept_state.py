@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from nandoctor.file_memory import map_empty
 from nandoctor.torch_compat import no_subclass_methods, storage_of, tree_tensors
-from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting, signature_of
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 
 Undo = Callable[[], object]
 _CONTAINERS = (dict, OrderedDict, list, deque, set)
@@ -201,7 +201,7 @@ class _Memory:
 
     def keep_written(self, call: Invocation, proceed: Proceed) -> Any:
         """Copy what an op writes to, and run it."""
-        written = signature_of(call.op).changed
+        written = call.signature.changed
         for name, value in call.arguments() if written else ():
             for tensor in tree_tensors(value) if name in written else ():
                 if tensor.layout is torch.strided:

@@ -211,7 +211,7 @@ def drawn_in_fp32() -> AbstractContextManager[Any]:
 
 
 def _draw(call: Invocation, proceed: Proceed) -> Any:
-    if not call.is_random or call.name not in _DRAWING:
+    if not call.signature.is_random or call.name not in _DRAWING:
         return proceed(call)
     if schema_of(call.op).name.endswith("_"):
         target = call.args[0]

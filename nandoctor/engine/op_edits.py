@@ -15,7 +15,7 @@ from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.ops import CASTS
 from nandoctor.torch_compat import schema_of, tree_tensors, without_autocast
-from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines, signature_of
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import full_rows
 from nandoctor.tracing.tensor_stats import format_of
@@ -41,7 +41,7 @@ class OpEdits:
         run = proceed
         for edit, site, change in self.changes:
             # An in-place op can return neither a tensor of another dtype nor another tensor than its argument.
-            possible = not call.is_mutable or edit.works_in_place(has_out=_has_out(call))
+            possible = not call.signature.is_mutable or edit.works_in_place(has_out=_has_out(call))
             if possible and self._is_meant(site, call, owner):
                 run = partial(_run_changed, change, proceed=run)
         output = run(call)
@@ -89,7 +89,7 @@ class _Running(RunningOp):
 
     @property
     def is_mutable(self) -> bool:
-        return self._call.is_mutable
+        return self._call.signature.is_mutable
 
     def argument(self, name: str) -> Any:
         return dict(self._call.arguments()).get(name)
@@ -108,7 +108,7 @@ class _Running(RunningOp):
         call = self._call
         for name, value in arguments.items():
             given = self.argument(name)
-            if name in signature_of(call.op).changed and isinstance(given, torch.Tensor):
+            if name in call.signature.changed and isinstance(given, torch.Tensor):
                 given.copy_(value)
             else:
                 call = call.with_argument(name, value)

@@ -23,7 +23,7 @@ from torch import nn
 from nandoctor.dumps.dump import Dump
 from nandoctor.process_wide import generators_kept, held, is_forked
 from nandoctor.source_files import is_installed
-from nandoctor.torch_switches import read_switches, write_switches
+from nandoctor.torch_switches import read_switches, switched, write_switches
 
 _OF_THE_REPLAY = {"gradients": True, "anomaly_detection": (False, True)}
 """Settings that a replay overrides: anomaly detection would raise at the NaN gradient that the replay looks for."""
@@ -93,13 +93,8 @@ class Project:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run the step in this context; torch settings that the code makes here end with it, even if nested."""
-        with _lock:
-            settings = read_switches() if self in _open_projects else {}
-            with self._open():
-                try:
-                    yield
-                finally:
-                    write_switches(settings)
+        with _lock, self._open(), switched(read_switches()):
+            yield
 
     def as_program(self, program: str) -> AbstractContextManager[None]:
         """Return a context in which `sys.argv` is the program's, not nandoctor's; the project must be open."""

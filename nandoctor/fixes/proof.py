@@ -316,7 +316,7 @@ def _judge_edge(proof: Proof) -> Said | None:
 def _pass_at_bound(call: Invocation, proceed: Proceed) -> Any:
     """Give a clamp the gradient 1 at its bound, as torch does up to 2.13: 0 would hide an infinite one behind it."""
     made = proceed(call)
-    taken = [tensor for _, tensor in call.tensors()] if call.name in CLAMPS and not call.is_mutable else []
+    taken = [tensor for _, tensor in call.tensors()] if call.name in CLAMPS and not call.signature.is_mutable else []
     return torch.where(taken[0] == made, taken[0], made.detach()) if len(taken) == 1 else made
 
 

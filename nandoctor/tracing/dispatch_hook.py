@@ -50,7 +50,7 @@ class Signature(NamedTuple):
 
     `name` is the aten name without namespace, overload, in-place underscore and `_nd`: `add` for `add_.Tensor`.
     `written` names the arguments that the op only writes to, `changed` all that it writes to; `eps` is the default of
-    the argument of that name.
+    the argument of that name. `is_random`: it draws from torch's generator.
     """
 
     name: str
@@ -97,27 +97,22 @@ class Invocation:
     @property
     def name(self) -> str:
         """The aten name without namespace, overload and the in-place underscore: `add_.Tensor` is `add`."""
-        return signature_of(self.op).name
+        return self.signature.name
 
     @property
-    def is_random(self) -> bool:
-        """True if the op draws from torch's generator."""
-        return signature_of(self.op).is_random
-
-    @property
-    def is_mutable(self) -> bool:
-        """True if the op writes to one of its arguments."""
-        return signature_of(self.op).is_mutable
+    def signature(self) -> Signature:
+        """What is known of the op."""
+        return signature_of(self.op)
 
     def arguments(self) -> Iterator[tuple[str, Any]]:
         """Yield the arguments that were given, by their names in the schema."""
-        yield from zip(signature_of(self.op).arguments, self.args, strict=False)
+        yield from zip(self.signature.arguments, self.args, strict=False)
         yield from self.kwargs.items()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors whose values the op reads, those in a list as `name[i]`; it only writes to the others."""
         arguments = dict(self.arguments())
-        skipped = signature_of(self.op).written.union(unread_inputs(self.name, arguments))
+        skipped = self.signature.written.union(unread_inputs(self.name, arguments))
         for name, value in arguments.items():
             if name in skipped:
                 continue
@@ -138,7 +133,7 @@ class Invocation:
                 yield name, float(value.detach())
             elif name in _DIMENSIONS and isinstance(value, (list, tuple)):
                 yield from ((f"{name}[{i}]", float(dim)) for i, dim in enumerate(value))
-        eps = signature_of(self.op).eps
+        eps = self.signature.eps
         if eps is not None and "eps" not in dict(self.arguments()):  # the dispatcher leaves out what equals its default
             yield "eps", eps
 
@@ -148,7 +143,7 @@ class Invocation:
 
     def kept(self) -> Invocation:
         """Return the call with its arguments as they are now: tensors are copied if the op writes to one of them."""
-        return self.mapped(_copy) if self.is_mutable else self
+        return self.mapped(_copy) if self.signature.is_mutable else self
 
     def widened(self) -> Invocation:
         """Return the same call in float64, or complex128: tensors and dtype arguments both."""
@@ -161,7 +156,7 @@ class Invocation:
             items = list(dict(self.arguments())[listed])
             items[int(index[:-1])] = value
             return self.with_argument(listed, items)
-        names = signature_of(self.op).arguments[: len(self.args)]
+        names = self.signature.arguments[: len(self.args)]
         if name in names:
             place = names.index(name)
             return replace(self, args=(*self.args[:place], value, *self.args[place + 1 :]))

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nandoctor.evidence.formats import FORMATS, FloatFormat
 from nandoctor.evidence.trace import Grid, NonfiniteCounts
-from nandoctor.text import MAX_SAMPLES_LISTED, dtype_name
+from nandoctor.text import MAX_SAMPLES_LISTED
 from nandoctor.torch_compat import plain_torch, unwrap
 
 _AT_ONCE = 1 << 16
@@ -34,7 +33,7 @@ class _Stored(NamedTuple):
     signed: Any
     kind: torch.iinfo
     infinity: int
-    format: FloatFormat
+    dtype: torch.dtype
 
     @staticmethod
     def of(values: torch.Tensor) -> _Stored:
@@ -43,9 +42,13 @@ class _Stored(NamedTuple):
         with plain_torch():  # a transform of torch.func would wrap the result
             integers = unwrap(values).detach().resolve_neg().view(kind)
             signed: Any = integers.numpy() if values.device.type == "cpu" else integers
-        stored = FORMATS[dtype_name(values.dtype)]
-        infinity = (stored.max_exponent - stored.min_exponent + 2) << stored.fraction_bits
-        return _Stored(signed, torch.iinfo(kind), infinity, stored)
+            infinity = int(torch.tensor(math.inf, dtype=values.dtype).view(kind))
+        return _Stored(signed, torch.iinfo(kind), infinity, values.dtype)
+
+    def magnitude(self, integer: int) -> float:
+        """Return the magnitude that an integer stands for."""
+        with plain_torch():
+            return float(torch.tensor(integer, dtype=_INTEGERS[self.dtype.itemsize]).view(self.dtype))
 
     @property
     def nonfinite(self) -> Any:
@@ -115,15 +118,15 @@ def count_exactly(
         num_posinf=num_posinf,
         num_neginf=num_bad - num_nan - num_posinf,
         num_zero=num_zero,
-        smallest=_number(smallest, stored.format) if smallest < stored.infinity else None,
+        smallest=stored.magnitude(smallest) if smallest < stored.infinity else None,
         first_bad_index=first,
         samples=hit if samples else (),
-        grid=place_nonfinite(torch.as_tensor(stored.nonfinite)) if place and num_bad else None,
+        grid=place_nonfinite(torch.as_tensor(stored.nonfinite).numpy(force=True)) if place and num_bad else None,
     )
     if not num_finite:
         return counts, None
-    least = 0.0 if num_zero else _number(smallest, stored.format)
-    return counts, (-_number(lowest, stored.format) or least, _number(highest, stored.format) or 0.0 - least)
+    least = 0.0 if num_zero else stored.magnitude(smallest)
+    return counts, (-stored.magnitude(lowest) or least, stored.magnitude(highest) or 0.0 - least)
 
 
 def find_nonfinite(values: torch.Tensor) -> torch.Tensor:
@@ -133,14 +136,6 @@ def find_nonfinite(values: torch.Tensor) -> torch.Tensor:
 
 def _count(mask: Any) -> int:
     return int(torch.count_nonzero(mask) if isinstance(mask, torch.Tensor) else np.count_nonzero(mask))
-
-
-def _number(integer: int, stored: FloatFormat) -> float:
-    """Return the magnitude that an integer stands for."""
-    exponent, fraction = integer >> stored.fraction_bits, integer & ((1 << stored.fraction_bits) - 1)
-    if exponent:
-        fraction += 1 << stored.fraction_bits
-    return math.ldexp(fraction, stored.min_exponent + max(exponent - 1, 0) - stored.fraction_bits)
 
 
 def _locate(stored: _Stored, *, everywhere: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -164,47 +159,42 @@ def find_largest(values: NDArray[Any]) -> tuple[int, ...]:
 MAX_CELLS = 32
 
 
-def place_nonfinite(nonfinite: torch.Tensor) -> Grid | None:
+def place_nonfinite(nonfinite: NDArray[np.bool_]) -> Grid | None:
     """Count the True elements of `nonfinite` over the two dimensions along which their number varies most.
 
     Dimension 0, the batch, is left out if there are two others: the affected samples are reported separately.
     """
-    if nonfinite.dim() == 0:
+    if nonfinite.ndim == 0:
         return None
-    batch = 1 if nonfinite.dim() > 2 else 0
-    totals = nonfinite.view(torch.uint8).sum(0, dtype=torch.int32) if batch else nonfinite.long()
-    dims: Sequence[int] = range(totals.dim())
+    batch = 1 if nonfinite.ndim > 2 else 0
+    totals = nonfinite.sum(0, dtype=np.int64) if batch else nonfinite.astype(np.int64)
+    dims: Sequence[int] = range(totals.ndim)
     if len(dims) > 2:
         dims = sorted(sorted(dims, key=lambda dim: (_unevenness(totals, dim), dim))[-2:])
     counts = _sum_others(totals, dims)
     for axis in range(len(dims)):
         counts = _join_cells(counts, axis)
-    table = counts.reshape(-1, counts.shape[-1])
     return Grid(
         dims=tuple(dim + batch for dim in dims),
         sizes=tuple(totals.shape[dim] for dim in dims),
-        numel=nonfinite.numel(),
-        counts=tuple(tuple(row) for row in table.tolist()),
+        numel=nonfinite.size,
+        counts=tuple(map(tuple, np.atleast_2d(counts).tolist())),
     )
 
 
-def _unevenness(totals: torch.Tensor, dim: int) -> float:
+def _unevenness(totals: NDArray[np.int64], dim: int) -> float:
     """Return how much the share of non-finite elements varies along a dimension; -1 if its size is below 2."""
     if totals.shape[dim] < 2:
         return -1.0
-    counts = _sum_others(totals, (dim,))
-    return float(counts.max() - counts.min()) * totals.shape[dim] / totals.numel()
+    return float(np.ptp(_sum_others(totals, (dim,)))) * totals.shape[dim] / totals.size
 
 
-def _sum_others(totals: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    others = [dim for dim in range(totals.dim()) if dim not in dims]
-    return totals.sum(dim=others) if others else totals
+def _sum_others(totals: NDArray[np.int64], dims: Sequence[int]) -> NDArray[np.int64]:
+    return np.asarray(totals.sum(tuple(dim for dim in range(totals.ndim) if dim not in dims)))
 
 
-def _join_cells(counts: torch.Tensor, axis: int) -> torch.Tensor:
+def _join_cells(counts: NDArray[np.int64], axis: int) -> NDArray[np.int64]:
     """Add up neighbours along `axis` until at most MAX_CELLS are left."""
     size = counts.shape[axis]
     num_cells = min(size, MAX_CELLS)
-    cells = torch.arange(size, device=counts.device) * num_cells // size
-    shape = [num_cells if dim == axis else length for dim, length in enumerate(counts.shape)]
-    return torch.zeros(shape, dtype=counts.dtype, device=counts.device).index_add_(axis, cells, counts)
+    return np.add.reduceat(counts, -(-np.arange(num_cells) * size // num_cells), axis)

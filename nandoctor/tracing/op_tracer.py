@@ -164,7 +164,7 @@ class OpTracer:
         """Run one op and record it, unless it has no floating-point output or one that is still to be filled."""
         inputs = self._identify_all(call)
         before = call.kept()
-        rng_state = torch.get_rng_state() if call.is_random else None
+        rng_state = torch.get_rng_state() if call.signature.is_random else None
         try:
             output = proceed(call)
         except RuntimeError as error:
@@ -195,7 +195,7 @@ class OpTracer:
         if self._gradients is not None:
             self._gradients.claim(made, recorded)
         for leaf, reading in zip(leaves, readings, strict=True):
-            self._remember(leaf, recorded.order, reading, wrote=call.is_mutable)
+            self._remember(leaf, recorded.order, reading, wrote=call.signature.is_mutable)
         if self._on_op is not None:
             self._on_op(recorded.order, call, output)
 

@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
 from nandoctor.autocast.nan_keeping import holds_finite
-from nandoctor.dumps.tensors import as_stored
+from nandoctor.dumps.tensors import as_stored, comparable_values
 from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
 from nandoctor.torch_compat import (
     answers_itself,
     outside_transforms,
-    sparse_values,
     tree_tensors,
     unwrap,
     without_autocast,
@@ -168,16 +167,9 @@ def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
     tensor = plain_part(tensor)
     if answers_itself(tensor):
         return None
-    tensor = tensor.detach()
-    if tensor.is_nested:
-        tensor = tensor.values()
-    elif tensor.layout in _SPARSE:
-        tensor = sparse_values(tensor)
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        return None
-    if tensor.element_size() == 1:  # fp8 has storage and casts, but hardly any other kernels
-        return tensor.float()
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    tensor = tensor.detach().values() if tensor.is_nested else tensor.detach()
+    is_known = tensor.layout in (torch.strided, *_SPARSE) and not tensor.is_quantized
+    return comparable_values(tensor) if is_known else None
 
 
 def plain_part(tensor: torch.Tensor) -> torch.Tensor:
