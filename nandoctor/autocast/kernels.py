@@ -128,28 +128,22 @@ None outside."""
 
 
 def _make_kernel(op: OpOverload, name: str, device_type: str) -> Callable[..., Any]:
-    kernel = _make_listed_kernel(op, _RUNS[name], device_type)
+    run = _RUNS[name]
 
-    def kernel_if_listed(*args: Any, **kwargs: Any) -> Any:
-        listed = name in op_lists.listed(_running.version)
-        return kernel(*args, **kwargs) if listed else torch_compat.decompose(op, *args, **kwargs)
-
-    return kernel_if_listed if name in op_lists.CHANGED else kernel
-
-
-def _make_listed_kernel(op: OpOverload, run: Run, device_type: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return run(_Call(op=op, device_type=device_type, args=args, kwargs=kwargs))
-
-    def kernel_without_autocast(*args: Any, **kwargs: Any) -> Any:
+        if name in op_lists.CHANGED and name not in op_lists.listed(_running.version):
+            return torch_compat.decompose(op, *args, **kwargs)
+        call = _Call(op=op, device_type=device_type, args=args, kwargs=kwargs)
+        if run is _run_several_products:
+            return run(call)
         with torch_compat.without_autocast():
             # torch.func passes an op to its next level with autocast as it was outside of this kernel.
             if _running.op:
-                return op(*args, **kwargs)
+                return call.run()
             with held((_running, "op", True)):
-                return kernel(*args, **kwargs)
+                return run(call)
 
-    return kernel if run is _run_several_products else kernel_without_autocast
+    return kernel
 
 
 def _run_product(call: _Call) -> Any:

@@ -81,15 +81,9 @@ _replay = PerThread(device=None, is_marking=False, saved_states=())
 region."""
 
 
-def _device_type() -> str | None:
-    """Return the device type on which this thread runs CUDA code; None outside a replay."""
-    return None if _replay.device is None else _replay.device.type
-
-
 def _device_types() -> tuple[str, ...]:
     """Return the device types that share one autocast state in this thread; none outside a replay."""
-    here = _device_type()
-    return () if here is None else tuple({"cuda": here, here: here})
+    return () if _replay.device is None else tuple({"cuda": None, _replay.device.type: None})
 
 
 def _in_reference() -> bool:
@@ -157,8 +151,8 @@ def _cast_for_cuda(cast: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(cast)
     def cast_on_replay_device(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-        if (here := _device_type()) is not None and device_type in _device_types():
-            device_type = here
+        if device_type in _device_types():
+            device_type = _replay.device.type
         return cast(value, device_type, torch.float32 if _in_reference() else dtype)
 
     return cast_on_replay_device

@@ -20,6 +20,7 @@ from nandoctor.evidence.formats import FORMATS
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS, CLAMPS, DIVISIONS, EXPONENTIALS, MAXIMA, MOVES
 from nandoctor.text import constant
+from nandoctor.trees import tree_map
 
 _BINARY = frozenset({"add", "sub", "mul", "div"})
 
@@ -94,7 +95,7 @@ class ClampArgument(SingleEdit):
             given = op.argument(self.argument)
             return op.run() if given is None else op.run(**{self.argument: self._clamped(given)})
         hides = self.nan and any(bool(taken.isnan().any()) for _, taken in op.tensors())
-        return op.run() if hides else op.each(self._clamped, op.run())
+        return op.run() if hides else tree_map(self._clamped, op.run())
 
     def _clamped(self, value: Any) -> Any:
         if not is_tensor(value) or str(value.dtype) == "torch.bool":

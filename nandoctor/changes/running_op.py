@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -34,9 +33,6 @@ class RunningOp(Protocol):
 
     def run_in_fp32(self) -> Any:
         """Run the op on operands in fp32 with autocast off."""
-
-    def each(self, change: Callable[[Any], Any], made: Any) -> Any:
-        """Return a result with `change` applied to every value in it."""
 
     def full_rows(self) -> Any:
         """Return the mask of rows that are -inf throughout, None if the op has no such rows."""

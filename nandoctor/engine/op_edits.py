@@ -122,8 +122,5 @@ class _Running(RunningOp):
         with without_autocast():
             return self._proceed(wide)
 
-    def each(self, change: Callable[[Any], Any], made: Any) -> Any:
-        return tree_map(change, made)
-
     def full_rows(self) -> Any:
         return full_rows(self._call)

@@ -18,6 +18,7 @@ from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.trace import Trace
 from nandoctor.tracing.op_analysis import find_passed_on
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
+from nandoctor.trees import tree_map
 
 _ANY_NUMBER = 1.0
 
@@ -38,7 +39,7 @@ class _MakeFinite(SingleEdit):
 def _run_finite(op: RunningOp) -> Any:
     taken = [values for _, tensor in op.tensors() if (values := numbers_in(tensor)) is not None]
     given = [values.clone() for values in taken if not all_finite(values)]  # before it is written to
-    return op.each(partial(_made_finite, op, given), op.run())
+    return tree_map(partial(_made_finite, op, given), op.run())
 
 
 def _made_finite(op: RunningOp, given: Sequence[torch.Tensor], value: Any) -> Any:

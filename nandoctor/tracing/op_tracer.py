@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, TensorStats
+from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase
 from nandoctor.ops import UNFILLED
 from nandoctor.process_wide import held
 from nandoctor.torch_compat import (
@@ -55,20 +55,15 @@ TensorKind = Literal["weight", "buffer", "unread", "batch"]
 Name = tuple[TensorKind, str]
 
 
-class _Tensor(NamedTuple):
-    """A tensor argument as it was before the op ran."""
-
-    name: str
-    reading: Reading | None
-    producer: int | None
-    known_as: Name | None
+_Input = tuple[OpTensor, Reading | None]
+"""A tensor argument, without its statistics, and what was read of it before the op ran."""
 
 
 class _Recording(NamedTuple):
     """A recorded op without its tensors, and these; their readings stay on the device until they are collected."""
 
     call: OpCall
-    inputs: list[_Tensor]
+    inputs: list[_Input]
     outputs: list[Reading]
 
 
@@ -150,13 +145,13 @@ class OpTracer:
 
     def calls(self) -> tuple[OpCall, ...]:
         """Return the ops so far, in order."""
-        inputs = [[(tensor.name, tensor.reading) for tensor in r.inputs if tensor.reading] for r in self._recordings]
+        inputs = [[(tensor.name, reading) for tensor, reading in it.inputs if reading] for it in self._recordings]
         outputs = [[("", reading) for reading in recording.outputs] for recording in self._recordings]
         stats = collect_all(inputs + outputs)
         calls = []
         for recording, taken, given in zip(self._recordings, stats, stats[len(inputs) :], strict=False):
-            by_name = {tensor.path: tensor for tensor in taken}
-            tensors = tuple(_to_tensor(tensor, by_name.get(tensor.name)) for tensor in recording.inputs)
+            by_name = {stats.path: stats for stats in taken}
+            tensors = tuple(replace(tensor, stats=by_name.get(tensor.name)) for tensor, _ in recording.inputs)
             calls.append(replace(recording.call, inputs=tensors, outputs=given))
         return tuple(calls)
 
@@ -175,7 +170,7 @@ class OpTracer:
         self._note(before, inputs, output, rng_state)
         return output
 
-    def _note(self, call: Invocation, inputs: list[_Tensor], output: Any, rng_state: torch.Tensor | None) -> None:
+    def _note(self, call: Invocation, inputs: list[_Input], output: Any, rng_state: torch.Tensor | None) -> None:
         """Record an op that has run; `call` has the arguments as they were before."""
         made = list(map(unwrap, tree_tensors(output)))
         leaves = [plain_part(leaf) for leaf in made]
@@ -199,32 +194,29 @@ class OpTracer:
         if self._on_op is not None:
             self._on_op(recorded.order, call, output)
 
-    def _identify_all(self, call: Invocation) -> list[_Tensor]:
+    def _identify_all(self, call: Invocation) -> list[_Input]:
         """Return the tensors that an op reads; edits go unseen, so a tensor made by one has the original's origin."""
         found = [self._identify(name, plain_part(tensor)) for name, tensor in call.tensors()]
         if call.original is None:
             return found
-        meant = {tensor.name: tensor for tensor in self._identify_all(call.original)}
-        return [
-            tensor._replace(producer=meant[tensor.name].producer, known_as=meant[tensor.name].known_as)
-            if tensor.producer is None and tensor.known_as is None and tensor.name in meant
-            else tensor
-            for tensor in found
-        ]
+        meant = {tensor.name: tensor for tensor, _ in self._identify_all(call.original)}
+        return [(meant.get(it.name, it) if it.origin == "unknown" else it, reading) for it, reading in found]
 
-    def _identify(self, name: str, tensor: torch.Tensor) -> _Tensor:
+    def _identify(self, name: str, tensor: torch.Tensor) -> _Input:
         known_as = self._names.get(id(tensor))
         if known_as is None and _has_memory(tensor) and self.producer_of(tensor) is None:
             known_as = self._names.get(tensor.data_ptr())  # shares the memory of a tensor from outside
         if known_as is not None and known_as[0] == "unread":
-            return _Tensor(name, None, None, known_as)
-        writer = self._find_current(tensor)
-        if writer is None:
+            reading = producer = None
+        elif (writer := self._find_current(tensor)) is not None:
+            reading, producer = writer.reading, writer.order
+        else:
             reading, producer = measure(tensor), self.producer_of(tensor)
             if producer is None and not is_finite(reading):
                 reading = measure(tensor, counts=True)
-            writer = self._remember(tensor, producer, reading)
-        return _Tensor(name, writer.reading, writer.order, known_as)
+            self._remember(tensor, producer, reading)
+        kind, path = known_as or ("unknown" if producer is None else "op", "")
+        return OpTensor(name=name, stats=None, producer=producer, origin=kind, path=path), reading  # type: ignore[arg-type]
 
     def _find_current(self, tensor: torch.Tensor) -> _Writer | None:
         """Return the record of this tensor, or None if there is none or it was written to since."""
@@ -243,19 +235,19 @@ class OpTracer:
 
     def _remember(
         self, tensor: torch.Tensor, order: int | None, reading: Reading | None, *, wrote: bool = False
-    ) -> _Writer:
+    ) -> None:
+        """Note what was read of a tensor and, if an op `wrote` to it or nothing is known of its memory, by which op."""
         writer = _Writer(weakref.ref(tensor), version_of(tensor), order, reading)
         self._writers[id(tensor)] = writer
         storage = self._find_storage(tensor)
         if storage is not None and not wrote:  # a view leaves the memory as it is
-            return writer
+            return
         storage = storage or _Storage(writer.tensor, order)
         nonfinite = None if is_finite(reading) else order
         if nonfinite is None and storage.nonfinite is not None:
             is_whole = tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
             nonfinite = None if is_whole else storage.nonfinite
         self._storages[_address(tensor)] = storage._replace(order=order, nonfinite=nonfinite)
-        return writer
 
     def _describe(self, call: Invocation, analysis: OpAnalysis | None) -> OpCall:
         """Return the record of an op, still without its tensors."""
@@ -299,12 +291,12 @@ class OpTracer:
             return examine(call, leaves)
 
 
-def _makes_nonfinite(inputs: list[_Tensor], outputs: list[Reading | None]) -> bool:
+def _makes_nonfinite(inputs: list[_Input], outputs: list[Reading | None]) -> bool:
     """Return True if the op made non-finite values from finite ones, NaN from infinities, or infinities of a new sign.
 
     The last may be an overflow beside infinities that are meant, or mere arithmetic with them: the analysis tells.
     """
-    before, after = _kinds([tensor.reading for tensor in inputs]), _kinds(outputs)
+    before, after = _kinds([reading for _, reading in inputs]), _kinds(outputs)
     return "nan" not in before and (not before or bool(after - before))
 
 
@@ -322,14 +314,3 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not answers_itself(tensor)
-
-
-def _to_tensor(tensor: _Tensor, stats: TensorStats | None) -> OpTensor:
-    kind, path = tensor.known_as or ("unknown" if tensor.producer is None else "op", "")
-    return OpTensor(
-        name=tensor.name,
-        stats=stats,
-        producer=tensor.producer,
-        origin=kind,  # type: ignore[arg-type]
-        path=path,
-    )
