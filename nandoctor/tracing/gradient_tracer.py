@@ -42,6 +42,7 @@ class _Recording(NamedTuple):
     call: OpCall
     incoming: list[Reading]
     outgoing: list[Reading]
+    analysis: OpAnalysis | None
 
 
 class GradientTracer:
@@ -56,7 +57,7 @@ class GradientTracer:
         self._ops = ops
         self.owner_inside: Owner = ("", "", 0)
         self._claims: dict[Any, OpCall] = {}  # what each node runs
-        self._counts: Counter[tuple[Owner, str]] = Counter()
+        self._num_claimed: Counter[tuple[Owner, str]] = Counter()  # of custom Functions
         self._summands: dict[tuple[Any, int], list[Reading]] = {}  # by node, and by the output that they belong to
         self._recordings: list[_Recording] = []
         self._handles = ExitStack()
@@ -82,14 +83,16 @@ class GradientTracer:
         else:
             source = _line_of_backward(node)
             self._handles.callback(replace_function_backward(node, partial(self._watched, self.owner_inside)))
-        module, type_name, call = self.owner_inside
+        module, type_name, call = owner = self.owner_inside
+        nth = self._num_claimed[owner, name]
+        self._num_claimed[owner, name] += 1
         return OpCall(
             op=name,
             order=0,
             module=module,
             type=type_name,
             call=call,
-            nth=0,
+            nth=nth,
             phase="backward",
             source=source,
             inputs=(),
@@ -115,20 +118,16 @@ class GradientTracer:
         """Return the records of the backward pass."""
         readings = (group for recording in self._recordings for group in (recording.incoming, recording.outgoing))
         stats = iter(collect_all([[("", reading) for reading in group] for group in readings]))
-        gradients = zip(self._recordings, stats, stats, strict=True)
         return tuple(
-            replace(call, inputs=tuple(OpTensor(name="grad_output", stats=it) for it in incoming), outputs=outgoing)
-            for (call, _, _), incoming, outgoing in gradients
+            replace(
+                recording.call,
+                order=order,
+                inputs=tuple(OpTensor(name="grad_output", stats=taken) for taken in incoming),
+                outputs=outgoing,
+                analysis=recording.analysis,
+            )
+            for order, (recording, incoming, outgoing) in enumerate(zip(self._recordings, stats, stats, strict=True))
         )
-
-    def _add(self, call: OpCall, incoming: list[Reading], outgoing: list[Reading], analysis: OpAnalysis | None) -> None:
-        """Add a record; the calls of a custom Function are counted here, other nodes have their op's number."""
-        if call.forward is None:
-            owner_and_op = (call.module, call.type, call.call), call.op
-            call = replace(call, nth=self._counts[owner_and_op])
-            self._counts[owner_and_op] += 1
-        call = replace(call, order=len(self._recordings), analysis=analysis)
-        self._recordings.append(_Recording(call, incoming, outgoing))
 
     def _record(self, node: Any, outgoing: Gradients, incoming: Gradients) -> None:
         with plain_torch():
@@ -142,7 +141,7 @@ class GradientTracer:
                     self._summands.setdefault(edge, []).append(read)
             made_here = all(map(is_finite, before)) and not all(map(is_finite, after))
             analysis = self._examine(given, made) if made_here else None
-        self._add(self._claims[node], before, after, analysis)
+        self._recordings.append(_Recording(self._claims[node], before, after, analysis))
 
     def _record_sums(self, node: Any, incoming: Gradients) -> None:
         """Record an incoming gradient as an op if it is a sum that overflows.
@@ -159,7 +158,8 @@ class GradientTracer:
                 if total is None or is_finite(total):
                     continue
                 analysis = self._examine([], [gradient])
-            self._add(replace(self._claims[node], op=GRADIENT_SUM), summands, [total], analysis)
+            call = replace(self._claims[node], op=GRADIENT_SUM)
+            self._recordings.append(_Recording(call, summands, [total], analysis))
 
     def _examine(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor]) -> OpAnalysis:
         nonfinite = next(
