@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache, partial, reduce
 from operator import attrgetter, or_
 from types import SimpleNamespace
@@ -179,6 +180,22 @@ def kernel_library(namespace: str) -> Iterator[Library]:
         yield library
     finally:
         _find("torch.library.Library._destroy")(library)
+
+
+@contextmanager
+def registered(kernels: Iterable[tuple[str, str, Callable[..., Any]]], **options: Any) -> Iterator[None]:
+    """Register kernels in this context, process-wide; each has an op ("aten::mm.out") and a dispatch key before it."""
+    with ExitStack() as stack:
+        with warnings.catch_warnings():
+            # The dispatcher warns that a device's own list is overridden, which is the purpose.
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            libraries: dict[str, Library] = {}
+            for op, key, kernel in kernels:
+                namespace, _, name = op.partition("::")
+                if namespace not in libraries:
+                    libraries[namespace] = stack.enter_context(kernel_library(namespace))
+                libraries[namespace].impl(name, kernel, key, **options)  # type: ignore[no-untyped-call]
+        yield
 
 
 def list_ops(key: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from nandoctor.autocast import op_lists
 from nandoctor.autocast.literals import FP32_FOR_HALF, is_on_host
 from nandoctor.file_memory import move_to_file
 from nandoctor.process_wide import PerThread, Shared, held
-from nandoctor.torch_compat import TORCH, answers_itself, is_view, schema_of, version_of
+from nandoctor.torch_compat import TORCH, answers_itself, is_view, registered, schema_of, version_of
 
 if TYPE_CHECKING:
     from nandoctor.torch_compat import OpOverload
@@ -45,28 +44,18 @@ def is_emulating(device_type: str) -> bool:
 @cache
 def shared_kernels(device_type: str) -> Shared:
     """Return a context that registers the kernels; weights are cast only once within `install_kernels`."""
-    return Shared(partial(_registered_kernels, device_type))
-
-
-@contextmanager
-def _registered_kernels(device_type: str) -> Iterator[None]:
-    with torch_compat.kernel_library("aten") as library:
-        with warnings.catch_warnings():
-            # The dispatcher warns that the device's own list is overridden, which is the purpose.
-            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-            for name, kernel in _make_kernels(device_type).items():
-                library.impl(name, kernel, f"Autocast{device_type.upper()}")  # type: ignore[no-untyped-call]
-        yield
+    return Shared(lambda: registered(_make_kernels(device_type)))
 
 
 @cache
-def _make_kernels(device_type: str) -> dict[str, Callable[..., Any]]:
+def _make_kernels(device_type: str) -> list[tuple[str, str, Callable[..., Any]]]:
     """Return a kernel for each listed op that this torch has; other ops of the device's own list fall through."""
+    key = f"Autocast{device_type.upper()}"
+    own = [name.removeprefix("aten::") for name in torch_compat.list_ops(key) if name.startswith("aten::")]
     ops = {name: op for name in _RUNS if (op := _find_op(name)) is not None}
-    listed = torch_compat.list_ops(f"Autocast{device_type.upper()}")
-    own = [name.removeprefix("aten::") for name in listed if name.startswith("aten::")]
     kernels = {name: _make_kernel(op, name, device_type) for name, op in ops.items()}
-    return dict.fromkeys([name for name in own if name not in _RUNS], fallthrough_kernel) | kernels
+    kernels |= dict.fromkeys([name for name in own if name not in _RUNS], fallthrough_kernel)
+    return [(f"aten::{name}", key, kernel) for name, kernel in kernels.items()]
 
 
 def _find_op(name: str) -> OpOverload | None:

@@ -9,8 +9,7 @@ finite values for a NaN query (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nandoctor.dumps.tensors import as_stored
 from nandoctor.process_wide import Shared
-from nandoctor.torch_compat import decompose, kernel_library, plain_torch, unwrap
+from nandoctor.torch_compat import decompose, plain_torch, registered, unwrap
 
 # The op is a composite without kernels of its own under these keys; inference mode uses the second.
 _ATTENTION_KEYS = ("AutogradCPU", "CPU")
@@ -46,12 +45,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
         return decompose(torch.ops.aten.scaled_dot_product_attention.default, query, key, value, *args, **kwargs)
 
 
-@contextmanager
-def _registered() -> Iterator[None]:
-    with kernel_library("aten") as library:
-        for key in _ATTENTION_KEYS:
-            library.impl("scaled_dot_product_attention", _attend, key)  # type: ignore[no-untyped-call]
-        yield
-
-
-keep_nonfinite = Shared(_registered)
+keep_nonfinite = Shared(
+    lambda: registered(("aten::scaled_dot_product_attention", key, _attend) for key in _ATTENTION_KEYS)
+)

@@ -105,24 +105,17 @@ def seeded(randomness: Randomness, device: torch.device) -> Iterator[Callable[[]
     with generators_kept(device):
         random.seed(seed or 0)
         np.random.seed(seed or 0)
-        _seed_torch(seed or 0, device)
+        # `torch.manual_seed` seeds every device, not only those that are restored after a run. Before CUDA is
+        # initialized it queues a call for each of them, with a traceback that takes milliseconds.
+        torch.default_generator.manual_seed(seed or 0)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed or 0)
         if seed is None:
             restore_generators(randomness.states, randomness.host, device)
         before = _generator_states(device)
         with held((this_run, "from_saved_states", seed is None)):
             yield lambda: any(not torch.equal(a, b) for a, b in zip(before, _generator_states(device), strict=True))
-
-
-def _seed_torch(seed: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of `device`, the only ones that are restored after a run.
-
-    `torch.manual_seed` seeds every device; before CUDA is initialized it queues a call for each of them, with a
-    traceback that takes milliseconds.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
 
 
 def _generator_states(device: torch.device) -> list[torch.Tensor]:

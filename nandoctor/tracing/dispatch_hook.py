@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -28,10 +28,10 @@ from nandoctor.torch_compat import (
     OBSERVER_KEY,
     call_below_observer,
     is_wrapped,
-    kernel_library,
     list_ops,
     observed,
     observer_kernel,
+    registered,
     schema_of,
     script_line,
     unobserved,
@@ -264,25 +264,17 @@ observer_registered = Shared(_observer)
 `intercepting`, so hold this open across many runs."""
 
 
-@contextmanager
-def _observer_for_each_op() -> Iterator[None]:
-    names = [name.partition("::") for name in list_ops("")]
-    with ExitStack() as stack:
-        libraries = {namespace: stack.enter_context(kernel_library(namespace)) for namespace, _, _ in names}
-        for namespace, _, name in names:
-            kernel = partial(_observe_named, namespace, name)
-            libraries[namespace].impl(name, kernel, OBSERVER_KEY, with_keyset=True)  # type: ignore[no-untyped-call]
-        yield
-
-
-def _observe_named(namespace: str, name: str, keys: Any, *args: Any, **kwargs: Any) -> Any:
+def _observe_named(place: str, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    namespace, _, name = place.partition("::")
     packet, _, overload = name.partition(".")
     op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
     # After the library is gone, torch may still call this in place of the fallback, which takes the op as an argument.
     return _observe(keys, op, *(args[1:] if args and args[0] is op else args), **kwargs)
 
 
-classes_observed = Shared(_observer_for_each_op)
+classes_observed = Shared(
+    lambda: registered(((op, OBSERVER_KEY, partial(_observe_named, op)) for op in list_ops("")), with_keyset=True)
+)
 """Registers the hook so that it also sees ops that a tensor class or a dispatch mode handles itself.
 
 For these torch finds only kernels registered for the very op; registering one for each takes fifty times as long.

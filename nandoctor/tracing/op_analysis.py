@@ -117,9 +117,11 @@ def _find_worst(nonfinite: torch.Tensor, exact: torch.Tensor | None) -> tuple[tu
 
 
 def describe_operand(name: str, tensor: torch.Tensor, worst: tuple[int, ...] | None, output: torch.Tensor) -> Operand:
-    """Return the counts of one operand, and its value where it meets the worst element of `output`."""
+    """Return the counts of one operand, and its value where it meets the worst element of `output`, if it is finite."""
     tensor = tensor.detach()
     counts, limits = count_exactly(tensor)
+    meets = worst is not None and _expands(tensor, output)
+    value = float(tensor.expand(output.shape)[worst]) if meets else math.nan
     return Operand(
         name=name,
         dtype=format_of(tensor.dtype) or FP64,
@@ -128,19 +130,8 @@ def describe_operand(name: str, tensor: torch.Tensor, worst: tuple[int, ...] | N
         min=limits[0] if limits else None,
         max=limits[1] if limits else None,
         counts=counts,
-        at_worst=_broadcast_value(tensor, worst, output),
+        at_worst=value if math.isfinite(value) else None,
     )
-
-
-def _broadcast_value(tensor: torch.Tensor, index: tuple[int, ...] | None, output: torch.Tensor) -> float | None:
-    """Return the operand's element that meets the output's at `index`; None if it is not finite or shapes differ."""
-    if index is None:
-        return None
-    try:
-        value = float(tensor.expand(output.shape)[index])
-    except RuntimeError:
-        return None
-    return value if math.isfinite(value) else None
 
 
 def _length(call: Invocation, operands: Sequence[torch.Tensor], output: torch.Tensor) -> int | None:
