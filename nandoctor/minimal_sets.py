@@ -20,20 +20,15 @@ def find_minimal_sets(
     left = tuple(members)
     for number in range(MAX_SETS):
         # Mostly there is only one set, so test whether the rest holds before the rests of the guesses.
-        found = _find_one(left, holds, guesses) if number == 0 or (left and holds(left)) else ()
-        if not found:
+        if number and not (left and holds(left)):
             return
+        starts = (tuple(member for member in guess if member in left) for guess in guesses)
+        start = next((start for start in starts if start and holds(start)), ())
+        if not (start or number or (left and holds(left))):
+            return
+        found = minimise(start or left, holds)
         yield tuple(member for member in members if member in found)
         left = tuple(member for member in left if member not in found)
-
-
-def _find_one(
-    members: tuple[T, ...], holds: Callable[[tuple[T, ...]], bool], guesses: Sequence[Sequence[T]]
-) -> tuple[T, ...]:
-    """Return a minimal set within the first guess that holds, else within all members; () if these do not."""
-    starts = [tuple(member for member in guess if member in members) for guess in guesses]
-    start = next((start for start in starts if start and holds(start)), ())
-    return minimise(start or members, holds) if start or (members and holds(members)) else ()
 
 
 def minimise(members: Sequence[T], holds: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:

@@ -5,11 +5,11 @@ The Recorder runs on torch 2.4 and newer, a replay on 2.6 and newer: docs/versio
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial, reduce
 from operator import attrgetter, or_
 from types import SimpleNamespace
@@ -71,19 +71,13 @@ def look_up(place: str) -> Any:
     Raises:
         UnsupportedTorchError: it has nothing there.
     """
-    found, path = cast(Any, torch), "torch"
-    for name in place.split(".")[1:]:
-        path += f".{name}"
-        if not hasattr(found, name):
-            with suppress(ImportError):  # a submodule that torch does not import by itself
-                importlib.import_module(path)
-        if not hasattr(found, name):
-            raise UnsupportedTorchError(
-                f"torch {torch.__version__} lacks {place}, which nandoctor needs.",
-                remedy="Install a torch that nandoctor was run on: docs/versions.md lists them.",
-            )
-        found = getattr(found, name)
-    return found
+    try:
+        return pkgutil.resolve_name(place)
+    except AttributeError as error:
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} lacks {place}, which nandoctor needs.",
+            remedy="Install a torch that nandoctor was run on: docs/versions.md lists them.",
+        ) from error
 
 
 _find = cache(look_up)
@@ -213,15 +207,8 @@ def decompose(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     return _find("torch._ops.OpOverload.decompose")(op, *args, **kwargs)
 
 
-@contextmanager
-def without_jit_autocast() -> Iterator[None]:
-    """Disable TorchScript's own autocast pass, whose op lists differ; process-wide."""
-    set_mode = _find("torch._C._jit_set_autocast_mode")
-    before = set_mode(False)
-    try:
-        yield
-    finally:
-        set_mode(before)
+set_jit_autocast: Callable[[bool], bool] = _find("torch._C._jit_set_autocast_mode")
+"""Switches TorchScript's own autocast pass, whose op lists differ, process-wide; returns how it was switched before."""
 
 
 is_enabled: Callable[[torch.autocast], bool] = attrgetter("_enabled")

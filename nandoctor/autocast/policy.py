@@ -17,7 +17,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS, FP32, FP64, FloatFormat
 from nandoctor.process_wide import Shared
 from nandoctor.text import dtype_name
-from nandoctor.torch_compat import TORCH, check_torch, without_jit_autocast
+from nandoctor.torch_compat import TORCH, check_torch, set_jit_autocast
 from nandoctor.torch_switches import exact_switches, switched
 
 PolicyName = Literal["fp32", "fp64", "cuda", "native"]
@@ -116,8 +116,9 @@ def exact_products(device_type: str) -> Shared:
 
 @contextmanager
 def _fp32_products(device_type: str) -> Iterator[None]:
-    """Compute products of fp32 tensors in fp32, without TorchScript's own autocast pass, whose lists differ."""
-    with switched(exact_switches(device_type)), without_jit_autocast():
+    """Compute products of fp32 tensors in fp32, without TorchScript's own autocast pass."""
+    with switched(exact_switches(device_type)), ExitStack() as undo:
+        undo.callback(set_jit_autocast, set_jit_autocast(False))
         yield
 
 
