@@ -1,9 +1,6 @@
 """Adapt what a model's own code says about CUDA and half precision to what the run is to compute.
 
-Under `cuda_code`, autocast regions, custom autograd functions and device literals written for "cuda" apply to the
-device of the replay, and tensors that CUDA code would leave on the host are marked. With `wider` formats, `x.half()`,
-`x.to(torch.bfloat16)` and `torch.zeros(n, dtype=torch.half)` return tensors in the format of a reference; requests from
-TorchScript and C++ are not seen here.
+Requests from TorchScript and C++ are not seen here.
 """
 
 from __future__ import annotations
@@ -60,8 +57,9 @@ _on_host: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 @contextmanager
 def cuda_code(device: torch.device, wider: Wider | None = None) -> Iterator[None]:
-    """Build and run a model that was written for CUDA on `device` while the context is open, in `wider` formats.
+    """Build and run a model that was written for CUDA on `device` while the context is open.
 
+    Formats that the code names, as in `x.half()` and `torch.zeros(n, dtype=torch.half)`, are replaced by `wider` ones.
     An autocast region for "cuda", or for `device.type` if the code reads it off a tensor, sets the autocast state of
     both. A region object that is made inside, as context or decorator, keeps its arguments and works whenever this
     context is open again; torch's own would warn that there is no CUDA and stay off for good. Tensors and modules that

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Literal
 
 import torch
@@ -86,7 +86,7 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
             yield
             return
         if policy.name == "fp32" or (policy.name == "cuda" and device.type != "cuda"):
-            stack.enter_context(exact_products(device.type))
+            stack.enter_context(_exact_products(device.type))
             stack.enter_context(install_kernels(device.type, policy.torch))
         if policy.ambient:
             stack.enter_context(torch.autocast(device.type, dtype=dtype))
@@ -109,17 +109,16 @@ def kernels_kept(policy: Policy, device: torch.device) -> Iterator[None]:
 
 
 @cache
-def exact_products(device_type: str) -> Shared:
+def _exact_products(device_type: str) -> Shared:
     """Return a context in which products of fp32 tensors are computed in fp32, whatever torch's settings are."""
-    return Shared(partial(_fp32_products, device_type))
 
+    @contextmanager
+    def exact() -> Iterator[None]:
+        with switched(exact_switches(device_type)), ExitStack() as undo:
+            undo.callback(set_jit_autocast, set_jit_autocast(False))
+            yield
 
-@contextmanager
-def _fp32_products(device_type: str) -> Iterator[None]:
-    """Compute products of fp32 tensors in fp32, without TorchScript's own autocast pass."""
-    with switched(exact_switches(device_type)), ExitStack() as undo:
-        undo.callback(set_jit_autocast, set_jit_autocast(False))
-        yield
+    return Shared(exact)
 
 
 @contextmanager

@@ -1,12 +1,7 @@
-"""Saves the state that a run may change besides its output before the run, and restores it afterwards.
-
-`restored` covers a model's parameters, buffers and modules: their attributes, the containers directly in these, and the
-tensors and random generators in either. What a run itself changes there is put back by it too.
-"""
+"""Saves the state that a run may change besides its output before the run, and restores it afterwards."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,21 +28,22 @@ _SMALL_NBYTES = 1 << 16
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[tuple[Sequence[torch.Tensor], Callable[[torch.Tensor], bool]]]:
-    """Restore weights and buffers, written in place or replaced, and the other state that a run changes.
+    """Restore what the model's code, or the run itself, changes in the model in this context.
 
-    Small tensors are copied before the run. Large ones, whose memory may be a mapped file, are copied just before the
-    first write to them. It yields the tensors that the model holds, and a function that returns True for one that no op
-    has written to so far. State in files' globals, in closures, in caches of functions and deeper in objects is not
-    covered.
+    These are weights and buffers, written in place or replaced, and the modules' attributes, the containers directly in
+    these, and the tensors and random generators in either; not state in files' globals, in closures, in caches of
+    functions and deeper in objects. It yields the tensors that the model holds, and a function that returns True for
+    one that no op has written to so far. Small tensors are copied before the run; large ones, whose memory may be a
+    mapped file, just before the first write to them.
     """
     state = _State(model)
     with no_subclass_methods():  # a subclass's own methods may answer otherwise
         memory = state.keep_tensors()
-        if memory.nbytes >= _WATCHED_NBYTES:
+        if memory.nbytes < _WATCHED_NBYTES:
+            memory.keep_all(below=_WATCHED_NBYTES)  # so all of it
+        else:
             memory.keep_all(below=_SMALL_NBYTES)
             state.undo.enter_context(intercepting(memory.keep_written))
-        else:
-            memory.keep_all()
     try:
         yield state.tensors, memory.is_unwritten
     finally:
@@ -180,12 +176,6 @@ class _Memory:
     def nbytes(self) -> int:
         return sum(flat.numel() for flat in self._flat.values())
 
-    def keep(self, storage: int) -> None:
-        """Copy a storage of the model's before the first write to it, to a file if it is on the CPU."""
-        if storage in self._flat and storage not in self._copies:
-            flat = self._flat[storage]
-            self._copies[storage] = map_empty(flat.shape, flat.dtype).copy_(flat) if flat.is_cpu else flat.clone()
-
     def is_unwritten(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor's memory is that of the model, and would have been copied before a write to it."""
         if tensor.layout is not torch.strided or is_lazy(tensor):
@@ -193,19 +183,20 @@ class _Memory:
         storage = storage_of(tensor)
         return storage in self._flat and storage not in self._copies
 
-    def keep_all(self, *, below: float = math.inf) -> None:
+    def keep_all(self, *, below: int) -> None:
         """Copy every storage of less than `below` bytes in memory."""
         for storage, flat in self._flat.items():
             if flat.numel() < below:
                 self._copies[storage] = flat.clone()
 
     def keep_written(self, call: Invocation, proceed: Proceed) -> Any:
-        """Copy what an op writes to, and run it."""
+        """Copy what an op writes to first, to a file if it is on the CPU, and run it."""
         written = call.signature.changed
         for name, value in call.arguments() if written else ():
-            for tensor in tree_tensors(value) if name in written else ():
-                if tensor.layout is torch.strided:
-                    self.keep(storage_of(tensor))
+            for tensor in filter(self.is_unwritten, tree_tensors(value) if name in written else ()):
+                flat = self._flat[storage_of(tensor)]
+                copy = map_empty(flat.shape, flat.dtype).copy_(flat) if flat.is_cpu else flat.clone()
+                self._copies[storage_of(tensor)] = copy
         return proceed(call)
 
     def put_back(self) -> None:

@@ -14,7 +14,7 @@ from nandoctor.changes.running_op import RunningOp
 from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.ops import CASTS
-from nandoctor.torch_compat import schema_of, tree_tensors, without_autocast
+from nandoctor.torch_compat import tree_tensors, without_autocast
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import full_rows
@@ -41,7 +41,7 @@ class OpEdits:
         run = proceed
         for edit, site, change in self.changes:
             # An in-place op can return neither a tensor of another dtype nor another tensor than its argument.
-            possible = not call.signature.is_mutable or edit.works_in_place(has_out=_has_out(call))
+            possible = not call.signature.is_mutable or edit.works_in_place(has_out=bool(call.signature.written))
             if possible and self._is_meant(site, call, owner):
                 run = partial(_run_changed, change, proceed=run)
         output = run(call)
@@ -63,10 +63,6 @@ class OpEdits:
 
 def _run_changed(change: Callable[[RunningOp], Any], call: Invocation, proceed: Proceed) -> Any:
     return change(_Running(call, proceed))
-
-
-def _has_out(call: Invocation) -> bool:
-    return any(argument.is_out for argument in schema_of(call.op).arguments)
 
 
 def _is_at(source: SourceLine) -> bool:

@@ -1,8 +1,4 @@
-"""Confine the imports and torch settings of a step's code: they apply only while its project is open.
-
-If a script reads its arguments when it is imported, it gets those of the recorded training, or none, but never
-nandoctor's.
-"""
+"""Confine the imports and torch settings of a step's code: they apply only while its project is open."""
 
 from __future__ import annotations
 
@@ -97,7 +93,7 @@ class Project:
             yield
 
     def as_program(self, program: str) -> AbstractContextManager[None]:
-        """Return a context in which `sys.argv` is the program's, not nandoctor's; the project must be open."""
+        """Return a context in which `sys.argv` is the program's, never nandoctor's; the project must be open."""
         return held((sys, "argv", [program, *self._arguments]))
 
     def files(self, model: nn.Module) -> set[Path]:

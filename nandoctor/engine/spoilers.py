@@ -56,7 +56,8 @@ def fails_without(step: FailingStep, failing: Trace, sites: Sequence[OpSite]) ->
     """Return True if the step fails as in the run `failing` though all that these ops make is finite; also in doubt."""
     policy = REFERENCE if failing.policy == REFERENCE.label else None
     with suppress(ModelError, LossError):
-        return step.run(policy, Watch(stage="closer look"), _make_finite(sites)).trace.fails_as(failing)
+        edits = [_MakeFinite(site=site) for site in sites]
+        return step.run(policy, Watch(stage="closer look"), edits).trace.fails_as(failing)
     return True
 
 
@@ -64,9 +65,5 @@ def gradients_fail_without(step: FailingStep, sites: Sequence[OpSite]) -> bool:
     """Return True if gradients are non-finite though all that these ops make is finite; False in doubt."""
     watch = Watch(stage="closer look", statistics="none", backward=True, ends_early=True)
     with suppress(ModelError, LossError):
-        return bool(step.run(None, watch, _make_finite(sites)).trace.bad_gradients)
+        return bool(step.run(None, watch, [_MakeFinite(site=site) for site in sites]).trace.bad_gradients)
     return False
-
-
-def _make_finite(sites: Sequence[OpSite]) -> tuple[_MakeFinite, ...]:
-    return tuple(_MakeFinite(site=site) for site in sites)
