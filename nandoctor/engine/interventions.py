@@ -52,19 +52,16 @@ def intervene(
 
     What they change in the model, `restored` puts back.
     """
-    with ExitStack() as stack:
-        for edit in edits:
-            if isinstance(edit, SetAttribute):
-                owners = [module for module in model.modules() if type(module).__name__ == edit.type]
-                found = [module for module in owners if getattr(module, edit.name, None) == edit.was]
-                for module in found:
-                    setattr(module, edit.name, edit.value)
-        kept = {edit.module: edit.children for edit in edits if isinstance(edit, KeepModule) and edit.module != LOSS}
-        if kept:
-            stack.enter_context(_modules_kept(kept, model, device))
-        changes = OpEdits(edits, owner)
-        if changes.changes:
-            stack.enter_context(intercepting(changes.handle))
+    for edit in (edit for edit in edits if isinstance(edit, SetAttribute)):
+        owners = [module for module in model.modules() if type(module).__name__ == edit.type]
+        for module in (module for module in owners if getattr(module, edit.name, None) == edit.was):
+            setattr(module, edit.name, edit.value)
+    kept = {edit.module: edit.children for edit in edits if isinstance(edit, KeepModule) and edit.module != LOSS}
+    changes = OpEdits(edits, owner)
+    with (
+        _modules_kept(kept, model, device) if kept else nullcontext(),
+        intercepting(changes.handle) if changes.changes else nullcontext(),
+    ):
         yield
 
 

@@ -73,19 +73,12 @@ def _is_at(source: SourceLine) -> bool:
     return source.column is None or found == source
 
 
-class _Running(RunningOp):
-    """An op that has been called; `proceed` runs it, with the edits that come after this one."""
+class _Running:
+    """A `RunningOp`: an op that has been called; `proceed` runs it, with the edits that come after this one."""
 
     def __init__(self, call: Invocation, proceed: Proceed) -> None:
+        self.name, self.is_mutable = call.name, call.signature.is_mutable
         self._call, self._proceed = call, proceed
-
-    @property
-    def name(self) -> str:
-        return self._call.name
-
-    @property
-    def is_mutable(self) -> bool:
-        return self._call.signature.is_mutable
 
     def argument(self, name: str) -> Any:
         return dict(self._call.arguments()).get(name)
