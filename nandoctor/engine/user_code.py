@@ -86,7 +86,7 @@ _confined = Shared(_confine)
 
 
 def _is_inside() -> bool:
-    return _inside.process == os.getpid()
+    return bool(_inside.process == os.getpid())
 
 
 def _is_of_training(file: Any) -> bool:

@@ -33,6 +33,7 @@ from nandoctor.fixes.candidates import join
 from nandoctor.fixes.variations import scaled
 from nandoctor.fixes.verify import Trials
 from nandoctor.text import number, percent
+from nandoctor.trees import tree_map
 
 Tensors = Mapping[str, torch.Tensor]
 _FACTORS = tuple(0.5 * 4.0**-n for n in range(6))
@@ -319,7 +320,7 @@ class _MoveZeros(SingleEdit):
         yield self.site, self._run
 
     def _run(self, op: RunningOp) -> Any:
-        return op.each(lambda made: made.where(made != 0, self.by) if made.is_floating_point() else made, op.run())
+        return tree_map(lambda made: made.where(made != 0, self.by) if made.is_floating_point() else made, op.run())
 
 
 def _with_other_numbers(edit: Edit) -> Edit:

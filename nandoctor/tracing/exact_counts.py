@@ -42,13 +42,13 @@ class _Stored(NamedTuple):
         with plain_torch():  # a transform of torch.func would wrap the result
             integers = unwrap(values).detach().resolve_neg().view(kind)
             signed: Any = integers.numpy() if values.device.type == "cpu" else integers
-            infinity = int(torch.tensor(math.inf, dtype=values.dtype).view(kind))
+            infinity = int(torch.full((), math.inf, dtype=values.dtype).view(kind))
         return _Stored(signed, torch.iinfo(kind), infinity, values.dtype)
 
     def magnitude(self, integer: int) -> float:
         """Return the magnitude that an integer stands for."""
         with plain_torch():
-            return float(torch.tensor(integer, dtype=_INTEGERS[self.dtype.itemsize]).view(self.dtype))
+            return float(torch.full((), integer, dtype=_INTEGERS[self.dtype.itemsize]).view(self.dtype))
 
     @property
     def nonfinite(self) -> Any:
@@ -189,8 +189,8 @@ def _unevenness(totals: NDArray[np.int64], dim: int) -> float:
     return float(np.ptp(_sum_others(totals, (dim,)))) * totals.shape[dim] / totals.size
 
 
-def _sum_others(totals: NDArray[np.int64], dims: Sequence[int]) -> NDArray[np.int64]:
-    return np.asarray(totals.sum(tuple(dim for dim in range(totals.ndim) if dim not in dims)))
+def _sum_others(totals: NDArray[np.int64], dims: Sequence[int]) -> Any:
+    return totals.sum(tuple(dim for dim in range(totals.ndim) if dim not in dims))
 
 
 def _join_cells(counts: NDArray[np.int64], axis: int) -> NDArray[np.int64]:

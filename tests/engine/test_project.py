@@ -134,6 +134,7 @@ SETTINGS = {
     "cudnn_benchmark": "torch.backends.cudnn.benchmark = True",
     "cudnn_deterministic": "torch.backends.cudnn.deterministic = True",
     "mkldnn_enabled": "torch.backends.mkldnn.enabled = False",
+    "mha_fastpath": "torch.backends.mha.set_fastpath_enabled(False)",
     "flash_sdp": "torch.backends.cuda.enable_flash_sdp(False)",
     "mem_efficient_sdp": "torch.backends.cuda.enable_mem_efficient_sdp(False)",
     "math_sdp": "torch.backends.cuda.enable_math_sdp(False)",
