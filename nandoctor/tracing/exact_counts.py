@@ -186,7 +186,7 @@ def _unevenness(totals: NDArray[np.int64], dim: int) -> float:
     """Return how much the share of non-finite elements varies along a dimension; -1 if its size is below 2."""
     if totals.shape[dim] < 2:
         return -1.0
-    return float(np.ptp(_sum_others(totals, (dim,)))) * totals.shape[dim] / totals.size
+    return float(np.ptp(_sum_others(totals, (dim,))) * totals.shape[dim] / totals.size)
 
 
 def _sum_others(totals: NDArray[np.int64], dims: Sequence[int]) -> Any:
