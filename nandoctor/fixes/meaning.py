@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -312,7 +312,6 @@ class Meaning:
 class _MoveZeros(SingleEdit):
     """Move the zeros that an op makes; only to look at what is beside them."""
 
-    kind: Literal["move-zeros"] = "move-zeros"
     site: OpSite
     by: float
 

@@ -11,7 +11,6 @@ from sick_models.judging import diagnose
 from torch import nn
 
 from nandoctor import file_memory
-from nandoctor.autocast.policy import REFERENCE
 from nandoctor.case import replay
 from nandoctor.engine import module_state
 from nandoctor.step import setup as replay_setup
@@ -97,7 +96,7 @@ def test_widened_weights_of_a_large_model_lie_in_files(monkeypatch, large):
     weight = torch.arange(1 << 20, dtype=torch.bfloat16).view(1024, 1024)
     turned = weight.clone().T
     before = weight.clone()
-    module_state.widen_tensors([weight, turned], REFERENCE.wider, in_files=large)
+    module_state.widen_tensors([weight, turned], {torch.bfloat16: torch.float32}, in_files=large)
     assert weight.dtype is turned.dtype is torch.float32
     assert torch.equal(weight, before.float())
     assert turned.stride() == (1, 1024)

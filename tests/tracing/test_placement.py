@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,7 +10,7 @@ from nandoctor.tracing.tensor_stats import add_counts, collect, measure
 
 
 def mask(shape, *places):
-    nonfinite = np.zeros(shape, dtype=bool)
+    nonfinite = torch.zeros(shape, dtype=torch.bool).numpy()
     for place in places:
         nonfinite[place] = True
     return nonfinite
@@ -45,7 +44,7 @@ def test_large_dimensions_are_joined_into_cells_without_loss(size):
     grid = place_nonfinite(nonfinite)
     assert max(len(grid.counts), len(grid.counts[0])) <= 32
     assert sum(map(sum, grid.counts)) == int(nonfinite.sum())
-    cells = np.arange(size) * min(size, 32) // size
+    cells = (torch.arange(size) * min(size, 32) // size).numpy()
     assert [sum(row) for row in grid.counts] == [
         int(nonfinite[:, cells == cell].sum()) for cell in range(min(size, 32))
     ]
