@@ -34,24 +34,24 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_490, "tests": 32_414, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_110, "tests": 32_414, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_990,
-    "autocast": 914,
+    FILES: 2_986,
+    "autocast": 837,
     "capture": 2_619,
     "causes": 2_670,
-    "changes": 3_140,
+    "changes": 3_137,
     "cli": 889,
     "diagnosis": 2_090,
     "dumps": 3_227,
-    "engine": 3_336,
+    "engine": 3_124,
     "evidence": 1_705,
     "fixes": 3_764,
     "fleet": 746,
     "repro_scripts": 658,
     "step": 3_129,
-    "tracing": 1_879,
+    "tracing": 1_795,
     "views": 2_734,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
