@@ -1,4 +1,4 @@
-"""Reads a dump from an untrusted file.
+"""Reads a dump from an untrusted file, and weights from one or from the shards of a directory.
 
 The container must be plain: nothing compressed, nothing twice, nothing beyond its end. The pickle is executed by an
 unpickler that takes what is built from a table of stand-ins for each name, and bounds instructions, keys and copies.
@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nandoctor.dumps.classify import choose_state, sort_contents, sort_recorded
+from nandoctor.dumps.classify import check_weights, choose_state, sort_contents, sort_recorded
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.file_type import Container, open_container
+from nandoctor.dumps.file_type import Container, damaged, directory_error, open_container, regular_size
 from nandoctor.dumps.recorded_format import get, is_recorded
 from nandoctor.dumps.signature import check_signature
 from nandoctor.dumps.trees import KIND
@@ -25,6 +25,15 @@ from nandoctor.text import brief, brief_list, byte_size
 
 if TYPE_CHECKING:
     import torch
+
+State = Mapping[str, "torch.Tensor"]
+
+# The names that transformers and diffusers give the weights of a whole model, and its shards, the likeliest first.
+_WHOLE = (
+    *("model.safetensors", "model-*-of-*.safetensors"),
+    *("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-*-of-*.safetensors"),
+    *("pytorch_model.bin", "pytorch_model-*-of-*.bin"),
+)
 
 
 def read_dump(path: str | os.PathLike[str], *, as_torch: bool = True) -> Dump:
@@ -37,13 +46,13 @@ def read_dump(path: str | os.PathLike[str], *, as_torch: bool = True) -> Dump:
     Raises:
         DumpError: the file is missing, damaged or hostile, is of another kind, or has neither weights nor arrays.
     """
-    with named(Path(path)):
+    with _named(Path(path)):
         container = open_container(Path(path))
         return _make_dump(container, _load(container), as_torch=as_torch)
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def _named(path: Path) -> Iterator[None]:
     """Add the path to the errors that are raised in this context."""
     try:
         yield
@@ -52,15 +61,65 @@ def named(path: Path) -> Iterator[None]:
         raise DumpError(f"{brief(str(path), 1000)}: {error.message}", remedy=error.remedy) from error.__cause__
 
 
-def read_state(path: Path) -> Mapping[str, torch.Tensor]:
-    """Return the weights in a file of torch.save, even if it is one part of several; no code that it names is run.
+def read_weights(path: str | os.PathLike[str]) -> State:
+    """Read the weights at `path`, by their names there; no code that a file names is run.
+
+    `path` is a safetensors file, a directory of Hugging Face, or a file of torch.save: a state dict, a dump,
+    DeepSpeed's model states.
 
     Raises:
-        DumpError: as `read_dump`.
+        DumpError: it is none of these, a part of one, damaged or hostile.
     """
+    location = Path(path)
+    with _named(location):
+        try:
+            state = _read_directory(location) if location.is_dir() else _read_file(location)
+        except OSError as error:
+            raise DumpError(f"it cannot be read ({error.strerror}).", remedy="Check the path.") from error
+        if not state:
+            raise DumpError("it has no weights.", remedy="Name a file of weights.")
+    return state
+
+
+def _read_file(path: Path) -> State:
+    """Return the weights in a file, even if it is one part of several."""
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
     container = open_container(path)
     dump = _make_dump(container, _load(container), as_torch=True)
     return dump.state if dump.holds_weights else {}
+
+
+def _read_directory(folder: Path) -> State:
+    """Read the file or the shards of a whole model in a directory of Hugging Face."""
+    files = next(filter(None, (sorted(folder.glob(name)) for name in _WHOLE)), [])
+    if not files:
+        raise directory_error(folder)
+    _, is_shard, number = files[0].stem.rpartition("-of-")
+    shards = [_read_file(file) for file in files]
+    state = {name: tensor for shard in shards for name, tensor in shard.items()}
+    if (is_shard and number != f"{len(files):05}") or len(state) < sum(map(len, shards)):
+        raise DumpError(
+            f"it has {len(files)} shards, not all of which are those of {brief(files[0].name)}.",
+            remedy="Put all shards of one checkpoint, and no others, into the directory.",
+        )
+    return state
+
+
+def _read_safetensors(path: Path) -> State:
+    try:
+        from safetensors import SafetensorError, safe_open  # an extra
+    except ImportError as error:
+        raise DumpError(
+            "reading it needs the package safetensors.", remedy="Install it: pip install nandoctor[safetensors]."
+        ) from error
+    nbytes = regular_size(path)
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+    except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise damaged(f"safetensors cannot read it ({brief(str(error))})") from error
+    return check_weights(state, nbytes)
 
 
 def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:

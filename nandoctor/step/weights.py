@@ -23,8 +23,8 @@ from torch.nn.parameter import is_lazy
 from nandoctor.dumps.array_roles import is_extra_state
 from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.reader import State, read_weights
 from nandoctor.dumps.recorded_format import ModuleCasts, Recorded
-from nandoctor.dumps.weights import State, read_weights
 from nandoctor.errors import DumpError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.step.settings import Settings

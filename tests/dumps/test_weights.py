@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from nandoctor.dumps.reader import read_dump
-from nandoctor.dumps.weights import read_weights
+from nandoctor.dumps.reader import read_dump, read_weights
 from nandoctor.errors import DumpError
 
 
