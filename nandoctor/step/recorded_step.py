@@ -16,7 +16,7 @@ from nandoctor.dumps.recorded_format import Call, Recorded
 from nandoctor.dumps.trees import slots
 from nandoctor.engine.starting_state import restore_generators, this_run
 from nandoctor.errors import ModelError
-from nandoctor.step.input_binding import Binding, spell
+from nandoctor.step.binding import Binding, spell
 from nandoctor.torch_compat import unobserved
 from nandoctor.tracing.tensor_tree import walk_tensors
 

@@ -21,8 +21,7 @@ from nandoctor.dumps.trees import Slot, slots
 from nandoctor.engine.saved_outputs import SavedOutputs, are_round
 from nandoctor.errors import DumpError
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
-from nandoctor.step.binding import Offer
-from nandoctor.step.input_binding import required_names
+from nandoctor.step.binding import Offer, required_names
 from nandoctor.step.recorded_step import make_batch
 from nandoctor.step.settings import Settings
 from nandoctor.tracing.tensor_stats import all_finite, format_of

@@ -35,6 +35,7 @@ from nandoctor.engine.saved_outputs import SavedOutputs
 from nandoctor.engine.starting_state import Mode, Randomness
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.machine import memory_of, return_freed_memory
+from nandoctor.step.binding import Binding, bind_inputs, find_bindings
 from nandoctor.step.building_calls import find_building, suggest_model
 from nandoctor.step.code_references import (
     build_loss,
@@ -47,7 +48,6 @@ from nandoctor.step.code_references import (
     require_approval,
     state_to_load,
 )
-from nandoctor.step.input_binding import Binding, bind_inputs, find_bindings
 from nandoctor.step.losses import bind_loss
 from nandoctor.step.memory import Unfilled
 from nandoctor.step.model_loading import (

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nandoctor.errors import ModelError
-from nandoctor.step.binding import Offer
-from nandoctor.step.input_binding import bind_inputs, find_bindings
+from nandoctor.step.binding import Offer, bind_inputs, find_bindings
 
 NUMBERS = {"epoch": 3, "timestep": 7, "mode": "train", "batch.step": 4}
 
