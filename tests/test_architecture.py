@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_110, "tests": 32_414, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_076, "tests": 32_412, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_986,
@@ -44,13 +44,13 @@ MAX_LINES_OF_ROOMS = {
     "changes": 3_137,
     "cli": 889,
     "diagnosis": 2_090,
-    "dumps": 3_227,
+    "dumps": 3_203,
     "engine": 3_124,
     "evidence": 1_705,
     "fixes": 3_764,
     "fleet": 746,
     "repro_scripts": 658,
-    "step": 3_129,
+    "step": 3_119,
     "tracing": 1_795,
     "views": 2_734,
 }
