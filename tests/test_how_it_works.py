@@ -41,9 +41,9 @@ def functions():
 
 @cache
 def defined():
-    """Every name of a module, class, function, parameter or attribute."""
+    """Every name of a module, class, function, parameter, attribute or variable."""
     nodes = (node for path in PACKAGE.rglob("*.py") for node in nodes_of(path))
-    names = {getattr(node, field, None) for node in nodes for field in ("name", "arg", "attr")}
+    names = {getattr(node, field, None) for node in nodes for field in ("name", "arg", "attr", "id")}
     return names | {path.stem for path in PACKAGE.rglob("*") if path.suffix in ("", ".py")}
 
 
