@@ -31,8 +31,7 @@ class RecordedStep:
     other than forward. `scale` is the loss scale before the step; `scale_version` shows whether the scaler was updated
     since. `skip` is a fused optimizer's own flag, `skipped` what is known without it. `accumulated` is the largest
     gradient after a micro-batch without an update. `num_updates` counts the optimizer updates since. `stamp` is taken
-    after the first forward and after each update; `was_rewritten`: it showed a write by the loop itself before the
-    first.
+    after the first forward; `was_rewritten`: it showed a write by the loop itself before the first update.
     """
 
     step: int

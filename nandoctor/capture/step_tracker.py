@@ -252,7 +252,6 @@ class StepTracker:
             return
         trained, device = update.trained, self._observer.device
         update.weights = flag_magnitude(trained.weights(), device, ask_all=trained.sharded)
-        step.stamp = self._observer.stamp()
         if update.weights is not None and not update.weights.on_device and update.weights.nonfinite:
             if update.gradients is None:  # the scaler skips one of several optimizers, but clipping spreads its NaN
                 update.gradients = flag_magnitude(trained.gradients(), device, ask_all=False)
@@ -276,13 +275,12 @@ class StepTracker:
             step.flags.append(Flag(1.0))
         elif step is not None and not step.flags and step.returned:
             self.watch(step, None, ask_all=False)  # the other ranks do not take part
+        self._finish(step, final=True)
         if step is not None and step.flags:
-            step.compare_scale(*self._read_scale(), num_optimizers=len(self.trainers.optimizers))
-            if self._scaler is None or isinstance(error, Exception):
+            if self._scaler is not None and isinstance(error, Exception):
                 self._look_at_gradients(step, over_ranks=False)
             if isinstance(error, RuntimeError) and _ANOMALY in str(error):
                 step.accumulated = Flag(float("nan"))
-            self._pending.append(step)
         self.flush_pending(wait=True, may_stop=False)
 
     def _forget_if_forked(self) -> None:

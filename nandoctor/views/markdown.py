@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from functools import singledispatch
 
 from nandoctor.text import printable, printable_code, split_code
 from nandoctor.views.blocks import Block, Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text
@@ -21,18 +20,35 @@ def draw_markdown(blocks: Iterable[Block]) -> str:
     return "\n\n".join(part for block in blocks for part in _draw(block, 0)) + "\n"
 
 
-@singledispatch
-def _draw(block: Block, _: int) -> Iterator[str]:
-    """Yield the parts of a block at a depth of sections; each kind has a function of its own below."""
-    raise TypeError(f"{type(block).__name__} is no block")
+def _draw(block: Block, depth: int) -> Iterator[str]:
+    """Yield the parts of a block at a depth of sections."""
+    match block:
+        case Headline():
+            yield f"### {_with_code(f'{block.word} {block.text}'.strip())}"
+        case Section():
+            yield from _draw_section(block, depth)
+        case Excerpt():
+            place = f"**{escape(block.place)}**" if block.place else ""
+            if where := ", ".join(filter(None, (place, escape(block.where)))):
+                yield where
+            if lines := [line.whole for line in excerpt_lines(block)]:
+                yield _fenced(lines, "text")
+        case Facts():
+            texts = [_command(fact.text) if fact.is_command else _with_code(fact.text) for fact in block.facts]
+            rows = [(_with_code(fact.label), text) for fact, text in zip(block.facts, texts, strict=True)]
+            if rows:
+                yield _table([("", ""), *rows])
+        case Patch():
+            if block.lines:
+                yield _fenced(list(map(printable_code, block.lines)), "diff" if block.is_diff else "python")
+        case Table():
+            yield from _draw_table(block)
+        case Plot():
+            yield escape(block.hint)
+        case Text():
+            yield _with_code(block.text)
 
 
-@_draw.register
-def _draw_headline(block: Headline, _: int) -> Iterator[str]:
-    yield f"### {_with_code(f'{block.word} {block.text}'.strip())}"
-
-
-@_draw.register
 def _draw_section(section: Section, depth: int) -> Iterator[str]:
     title = escape(section.title)
     if section.folded:
@@ -45,30 +61,7 @@ def _draw_section(section: Section, depth: int) -> Iterator[str]:
         yield "</details>"
 
 
-@_draw.register
-def _draw_excerpt(block: Excerpt, _: int) -> Iterator[str]:
-    place = f"**{escape(block.place)}**" if block.place else ""
-    if where := ", ".join(filter(None, (place, escape(block.where)))):
-        yield where
-    if lines := [line.whole for line in excerpt_lines(block)]:
-        yield _fenced(lines, "text")
-
-
-@_draw.register
-def _draw_facts(block: Facts, _: int) -> Iterator[str]:
-    texts = [_command(fact.text) if fact.is_command else _with_code(fact.text) for fact in block.facts]
-    if block.facts:
-        yield _table([("", ""), *((_with_code(f.label), text) for f, text in zip(block.facts, texts, strict=True))])
-
-
-@_draw.register
-def _draw_patch(block: Patch, _: int) -> Iterator[str]:
-    if block.lines:
-        yield _fenced(list(map(printable_code, block.lines)), "diff" if block.is_diff else "python")
-
-
-@_draw.register
-def _draw_table(block: Table, _: int) -> Iterator[str]:
+def _draw_table(block: Table) -> Iterator[str]:
     shown = block.near_first(_MAX_ROWS)
     if block.title:
         yield escape(block.title)
@@ -77,16 +70,6 @@ def _draw_table(block: Table, _: int) -> Iterator[str]:
         yield _table([headings, *([escape(text) for text, _ in row] for _, row in shown.rows())])
     if shown.legend:
         yield escape(shown.legend)
-
-
-@_draw.register
-def _draw_plot(block: Plot, _: int) -> Iterator[str]:
-    yield escape(block.hint)
-
-
-@_draw.register
-def _draw_text(block: Text, _: int) -> Iterator[str]:
-    yield _with_code(block.text)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

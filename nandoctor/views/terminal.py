@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import singledispatch
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -49,22 +48,32 @@ class _Line:
         yield from self._letters.render(console, end="\n")
 
 
-@singledispatch
 def _draw(block: Block, console: Console) -> Iterator[Letters]:
-    """Yield the lines of a block; each kind has a function of its own below."""
-    raise TypeError(f"{type(block).__name__} is no block")
+    """Yield the lines of a block."""
+    match block:
+        case Headline():
+            style = f"bold {_TONES[block.tone]}"
+            with_word = Letters.assemble((block.word, style), " ", printable(block.text))
+            yield from _wrapped(with_word if block.word else _literal(block.text, style), console)
+        case Section():
+            yield from _draw_section(block, console)
+        case Excerpt():
+            yield from _draw_excerpt(block, console)
+        case Facts():
+            yield from _draw_facts(block, console)
+        case Patch():
+            for line in block.lines:
+                yield Letters(printable_code(line), _DIFF_STYLES.get(diff_kind(line), "") if block.is_diff else "")
+        case Table():
+            yield from _draw_table(block, console)
+        case Plot():
+            yield from _wrapped(_literal(block.hint, "dim"), console, _INDENT)
+        case Text():
+            text = _literal(block.text)
+            text.highlight_regex(r"`[^`]+`", "cyan")
+            yield from _wrapped(text, console, _INDENT)
 
 
-@_draw.register
-def _draw_headline(block: Headline, console: Console) -> Iterator[Letters]:
-    style = f"bold {_TONES[block.tone]}"
-    if block.word:
-        yield from _wrapped(Letters.assemble((block.word, style), " ", printable(block.text)), console)
-    else:
-        yield from _wrapped(_literal(block.text, style), console)
-
-
-@_draw.register
 def _draw_section(block: Section, console: Console) -> Iterator[Letters]:
     if block.title:
         yield from _wrapped(_literal(block.title, "bold"), console)
@@ -74,7 +83,6 @@ def _draw_section(block: Section, console: Console) -> Iterator[Letters]:
         yield from _draw(inner, console)
 
 
-@_draw.register
 def _draw_excerpt(block: Excerpt, console: Console) -> Iterator[Letters]:
     if block.place or block.where:
         place = Letters(printable(block.place), style=Style(link=block.link or None, bold=True))
@@ -87,7 +95,6 @@ def _draw_excerpt(block: Excerpt, console: Console) -> Iterator[Letters]:
         yield text
 
 
-@_draw.register
 def _draw_facts(block: Facts, console: Console) -> Iterator[Letters]:
     """Yield labels and sentences, aligned; a command is never wrapped."""
     width = max((_LABEL_WIDTH, *(cell_len(printable(fact.label)) for fact in block.facts)))
@@ -102,13 +109,6 @@ def _draw_facts(block: Facts, console: Console) -> Iterator[Letters]:
             start = " " * len(start)
 
 
-@_draw.register
-def _draw_patch(block: Patch, _: Console) -> Iterator[Letters]:
-    for line in block.lines:
-        yield Letters(printable_code(line), _DIFF_STYLES.get(diff_kind(line), "") if block.is_diff else "")
-
-
-@_draw.register
 def _draw_table(block: Table, console: Console) -> Iterator[Letters]:
     """Yield a table without lines that fits the window, by shorter names and, if need be, fewer columns."""
     shown = block.near_first(_MAX_ROWS)
@@ -121,18 +121,6 @@ def _draw_table(block: Table, console: Console) -> Iterator[Letters]:
             yield _row(row, columns, widths, _TONES[tone])
     if shown.legend:
         yield from _wrapped(_literal(shown.legend, "dim"), console)
-
-
-@_draw.register
-def _draw_plot(block: Plot, console: Console) -> Iterator[Letters]:
-    yield from _wrapped(_literal(block.hint, "dim"), console, _INDENT)
-
-
-@_draw.register
-def _draw_text(block: Text, console: Console) -> Iterator[Letters]:
-    text = _literal(block.text)
-    text.highlight_regex(r"`[^`]+`", "cyan")
-    yield from _wrapped(text, console, _INDENT)
 
 
 def _literal(text: str, style: str = "") -> Letters:
