@@ -37,16 +37,15 @@ def triage_document(triage: Triage, level: Level) -> Iterator[Block]:
     yield Headline(describe_triage(triage))
     if triage.groups:
         yield _table(triage.groups)
-    missing = _fold_reasons(triage.dumps)
     if level == "page":
         reports = {result.path: result.report for result in triage.dumps}
         yield from (_group_section(place, group, reports) for place, group in enumerate(triage.groups, 1))
-        if missing:
-            yield Section("Not analysed", [Facts(list(_missing_facts(missing, len(missing))))])
+        if missing := _missing_facts(triage.dumps, limit=len(triage.dumps)):
+            yield Section("Not analysed", [Facts(missing)])
         return
     fixes = [Fact(f"group {place}", text) for place, group in enumerate(triage.groups, 1) if (text := _fix_of(group))]
     page = [Fact("page", os.path.join(triage.folder, "index.html"))]  # noqa: PTH118  (as the user wrote it)
-    yield from map(Facts, (fixes, list(_missing_facts(missing, _MAX_LISTED)), page))
+    yield from map(Facts, (fixes, _missing_facts(triage.dumps, limit=_MAX_LISTED), page))
 
 
 def describe_triage(triage: Triage) -> str:
@@ -117,21 +116,16 @@ def _group_section(place: int, group: Group, reports: dict[str, str]) -> Section
     return Section(title, [Text(group.headline), Facts(facts), dumps], name=f"Group {place}")
 
 
-def _fold_reasons(results: Iterable[DumpResult]) -> list[tuple[str, str, list[str]]]:
-    """Return the files that were not analysed as rows of (outcome, reason, paths), the most frequent first."""
-    rows: dict[tuple[str, str], list[str]] = {}
+def _missing_facts(results: Iterable[DumpResult], *, limit: int) -> list[Fact]:
+    """Return the reasons why files were not analysed, the most frequent first, each with one of its files."""
+    found: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.outcome != "analysed":
             reason = result.reason
             for path in (result.path, str(Path(result.path).absolute())):  # one row may stand for many dumps
                 reason = reason.removeprefix(f"{path}: ")
-            rows.setdefault((_OUTCOMES[result.outcome], reason), []).append(result.path)
-    listed = [(outcome, reason, sorted(paths)) for (outcome, reason), paths in rows.items()]
-    return sorted(listed, key=lambda row: (-len(row[2]), row[2]))
-
-
-def _missing_facts(rows: Sequence[tuple[str, str, list[str]]], limit: int) -> Iterator[Fact]:
-    for outcome, reason, paths in rows[:limit]:
-        yield Fact(outcome, f"{join_first(paths, 1)}: {reason}")
-    if left := sum(len(paths) for _, _, paths in rows[limit:]):
-        yield Fact("", f"{left:,} more, with other reasons, on the page")
+            found.setdefault((_OUTCOMES[result.outcome], reason), []).append(result.path)
+    rows = sorted([(sorted(paths), *why) for why, paths in found.items()], key=lambda row: (-len(row[0]), row[0]))
+    facts = [Fact(outcome, f"{join_first(paths, 1)}: {reason}") for paths, outcome, reason in rows[:limit]]
+    left = sum(len(paths) for paths, *_ in rows[limit:])
+    return [*facts, *([Fact("", f"{left:,} more, with other reasons, on the page")] if left else [])]

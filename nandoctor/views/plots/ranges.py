@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import matplotlib.style
 from matplotlib.artist import Artist
@@ -138,9 +137,12 @@ def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
     legend: list[Artist] = []
     for style, rows in series:
         drawn = [(x, row) for x, row in enumerate(rows) if row is not None and row.outputs]
-        nonfinite = [x for x, row in drawn if not row.finite]
-        marks = _mark_nonfinite(axes, nonfinite, style.mark_at, f"non-finite, {style.name}")
-        legend += [_draw_bars(axes, [(x, spread_of(row)) for x, row in drawn], style), *marks]
+        legend.append(_draw_bars(axes, [(x, spread_of(row)) for x, row in drawn], style))
+        if nonfinite := [x for x, row in drawn if not row.finite]:
+            heights, placed = [style.mark_at] * len(nonfinite), axes.get_xaxis_transform()
+            marks = axes.scatter(nonfinite, heights, s=22, c=NONFINITE_COLOR, marker="v", transform=placed, zorder=5)
+            marks.set_label(f"non-finite, {style.name}")
+            legend.append(marks)
     for collection in axes.collections:
         collection.set_rasterized(len(layers.pairs) > _MAX_VECTORS)
     return legend
@@ -208,15 +210,6 @@ def _draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, c
     """Draw short horizontal lines, one at each place."""
     starts, stops = [x - width / 2 for x, _ in places], [x + width / 2 for x, _ in places]
     axes.hlines([y for _, y in places], starts, stops, color=color, linewidth=1.2, zorder=3)
-
-
-def _mark_nonfinite(axes: Axes, places: Sequence[int], height: float, label: str) -> list[Artist]:
-    """Mark layers with non-finite outputs, at a height that is a share of the panel's; return the marks, if any."""
-    if not places:
-        return []
-    heights, transform = [height] * len(places), axes.get_xaxis_transform()
-    look: dict[str, Any] = {"s": 22, "marker": "v", "color": NONFINITE_COLOR, "zorder": 5}
-    return [axes.scatter(places, heights, transform=transform, label=label, **look)]
 
 
 def _name_layers(axes: Axes, layers: Layers) -> None:
