@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nandoctor.capture.source_info import is_typed
 from nandoctor.dumps.writer import remove_orphans, write_dump
 
 
@@ -41,9 +42,9 @@ class DumpFolder:
         return path
 
 
-def say_next(path: Path, written: Mapping[str, Any], *, in_notebook: bool) -> str:
-    """Return what was saved and the command that replays it, or the Python call for this notebook."""
-    if in_notebook:
+def say_next(path: Path, written: Mapping[str, Any]) -> str:
+    """Return what was saved and the command that replays it, or the call in this notebook if it defines the model."""
+    if is_typed(written["model"]):
         return f"Saved to {path}; next, here: nandoctor.replay({str(path)!r})"
     start = os.environ.get("PWD")  # the folder of the shell that started this process, which may have left it since
     if start is not None and Path(start).resolve() != Path.cwd():

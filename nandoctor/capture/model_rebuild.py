@@ -38,8 +38,7 @@ class Training:
     """Facts common to all steps of a run: how model and loss are built, and their sources as the run began.
 
     `model` is the source of the model's class, or of its builder, with its arguments; `notes` say what is lost of them.
-    `files` are the project's files. `in_notebook`: only this notebook, which defines the model's class, can replay the
-    steps without flags.
+    `files` are the project's files.
     """
 
     settings: Recorder
@@ -48,7 +47,6 @@ class Training:
     notes: Sequence[str]
     loss: Mapping[str, str] | None
     files: ProjectSources
-    in_notebook: bool
 
 
 def describe_training(settings: Recorder, observer: Observer) -> Training:
@@ -70,7 +68,6 @@ def describe_training(settings: Recorder, observer: Observer) -> Training:
         notes=notes,
         loss=loss,
         files=ProjectSources(source, loss),
-        in_notebook=is_typed(source),
     )
 
 

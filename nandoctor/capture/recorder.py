@@ -96,7 +96,6 @@ class Recorder:
             folder=DumpFolder(Path(self.folder), keep=self.keep),
             make_contents=self._make_contents,
             on_save=self.on_save,
-            in_notebook=lambda: self._training.in_notebook,
         )
         self._scouted = self._is_idle = False
         self._warned: set[str] = set()

@@ -98,7 +98,6 @@ class StepPolicy:
     folder: DumpFolder
     make_contents: Callable[[RecordedStep, str, str], Mapping[str, Any]]
     on_save: OnSave | None
-    in_notebook: Callable[[], bool]
     _scale_search: ScaleSearch = field(default_factory=ScaleSearch)
     _last_saved: int = 0
 
@@ -165,7 +164,7 @@ class StepPolicy:
                 self.on_save(path, contents["event"])
             except Exception as error:
                 LOG.warning("on_save failed for %s (%s: %s).", path, type(error).__name__, error)
-        return path, say_next(path, contents, in_notebook=self.in_notebook())
+        return path, say_next(path, contents)
 
 
 def _is_below_1(scale: float | None) -> bool:

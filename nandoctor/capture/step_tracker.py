@@ -46,7 +46,7 @@ class StepTracker:
         self._last = (-1, 0)
         self._scale_version: int | None = None
         self._last_inputs = Packed(tree=None)
-        self._copies_inputs = self._is_first_call = True  # until a forward has left its inputs unchanged
+        self._overwrites: bool | None = None  # True once a forward wrote to its inputs, None until one has returned
         self._accumulates, self._process = False, os.getpid()
         self._before_update, self._after_step = Hook(self.before_update), Hook(self.after_step)
 
@@ -148,7 +148,7 @@ class StepTracker:
         step.without_grad = not with_grad
         step.has_lent_weights = step.has_lent_weights or self._observer.has_lent_weights
         self._last_inputs = inputs
-        step.calls.append(copied(inputs) if self._copies_inputs else inputs)
+        step.calls.append(inputs if self._overwrites is False else copied(inputs))
         step.running += 1
 
     def after_forward(self, output: Any) -> RecordedStep | None:
@@ -157,8 +157,7 @@ class StepTracker:
         if step is None or not step.running:
             return None
         step.running -= 1
-        self._copies_inputs = (self._copies_inputs and not self._is_first_call) or self._last_inputs.overwritten
-        self._is_first_call = False
+        self._overwrites = bool(self._overwrites) or self._last_inputs.overwritten
         step.returned.append(pack(output, "output"))
         if len(step.returned) == 1:
             step.stamp = self._observer.stamp()

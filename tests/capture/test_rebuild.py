@@ -231,7 +231,7 @@ def test_a_training_from_another_folder_names_its_file(tmp_path, caplog, monkeyp
     assert command == f"nandoctor replay {path}"
     for started, typed in [(HERE, Path.cwd() / "a.pth"), (Path.cwd(), "a.pth")]:
         monkeypatch.setenv("PWD", str(started))
-        assert say_next(Path("a.pth"), {}, in_notebook=False).endswith(f"next: nandoctor replay {typed}")
+        assert say_next(Path("a.pth"), {"model": {"file": "net.py"}}).endswith(f"next: nandoctor replay {typed}")
     with pytest.raises(ModelError) as caught:
         nandoctor.replay(path)
     assert f"--model {HERE / 'test_rebuild.py'}:Wide --model-arg width=3" in caught.value.remedy
