@@ -34,12 +34,12 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_076, "tests": 32_412, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_026, "tests": 32_412, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_986,
     "autocast": 837,
-    "capture": 2_619,
+    "capture": 2_611,
     "causes": 2_670,
     "changes": 3_137,
     "cli": 889,
@@ -52,7 +52,7 @@ MAX_LINES_OF_ROOMS = {
     "repro_scripts": 658,
     "step": 3_119,
     "tracing": 1_795,
-    "views": 2_734,
+    "views": 2_692,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 
