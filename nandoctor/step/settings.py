@@ -52,12 +52,8 @@ def _setting(group: OptionGroup, flag: str, text: str, *, default: Any = None, *
     return field(**made, metadata=metadata)
 
 
-def _spec(flag: str, text: str) -> Any:
-    return _setting("model", flag, text, metavar="SPEC", holds="a SPEC")
-
-
-def _function(flag: str, text: str) -> Any:
-    return _setting("step", flag, text, metavar="SPEC", holds="a SPEC or a function")
+def _spec(group: OptionGroup, flag: str, text: str, holds: str) -> Any:
+    return _setting(group, flag, text, metavar="SPEC", holds=holds)
 
 
 def _choice(flag: str, text: str, *choices: str) -> Any:
@@ -76,7 +72,9 @@ class Settings:
     `directory`.
     """
 
-    model: str | None = _spec("--model", "What builds the model: package.module:attr or file.py:attr.")
+    model: str | None = _spec(
+        "model", "--model", "What builds the model: package.module:attr or file.py:attr.", "a SPEC"
+    )
     model_args: Mapping[str, Any] = _setting(
         "model",
         "--model-arg",
@@ -101,13 +99,15 @@ class Settings:
         metavar="A,B",
         holds="a list of names",
     )
-    call: str | Callable[..., Any] | None = _function(
-        "--call", "A function (model, batch) -> output that makes the call."
+    call: str | Callable[..., Any] | None = _spec(
+        "step", "--call", "A function (model, batch) -> output that makes the call.", "a SPEC or a function"
     )
-    loss: str | Callable[..., Any] | None = _function(
+    loss: str | Callable[..., Any] | None = _spec(
+        "step",
         "--loss",
         "A function (output, batch) -> scalar, or (output, mask) for an array called mask: also replays the "
         "backward pass.",
+        "a SPEC or a function",
     )
     loss_scale: float | None = _setting(
         "step",
@@ -226,8 +226,11 @@ def check_setting(name: str, value: Any) -> Any:
 
 
 def settings_for(dump: Path, options: Mapping[str, Any]) -> Settings:
-    """Return the project's settings for this dump, overridden by the `options` that are not None, SPECs absolute."""
-    return override(read_settings(dump), anchored({k: value for k, value in options.items() if value is not None}))
+    """Return the project's settings for this dump, overridden by the `options` that are not None, paths absolute."""
+    given = {name: anchor(value) if name in _SPECS else value for name, value in options.items() if value is not None}
+    if "weights" in given:
+        given["weights"] = str(Path(given["weights"]).absolute())
+    return override(read_settings(dump), given)
 
 
 def override(settings: Settings, options: Mapping[str, Any]) -> Settings:
@@ -236,12 +239,6 @@ def override(settings: Settings, options: Mapping[str, Any]) -> Settings:
 
 
 _SPECS = ("model", "call", "loss")
-
-
-def anchored(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with the files of their SPECs, and the path of the weights, made absolute."""
-    made = {name: anchor(value) if name in _SPECS else value for name, value in options.items()}
-    return made if made.get("weights") is None else {**made, "weights": str(Path(made["weights"]).absolute())}
 
 
 def anchor(spec: Any) -> Any:
