@@ -158,18 +158,14 @@ def cast_weights(dump: Dump) -> Dump:
 
 def add_casts(model: nn.Module, recorded: Recorded) -> None:
     """Cast floating-point inputs and outputs of the modules that the recorded policy applied to."""
-    casts = recorded.mixed_precision
-    if casts is None:
-        return
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    for path, dtype in casts.inputs.items():
-        if path in modules:
-            cast = _caster(path, dtype, casts, parameters)
-            modules[path].register_forward_pre_hook(lambda _, *given, cast=cast: cast(given), with_kwargs=True)
-    for path, dtype in casts.outputs.items():
-        if path in modules:
-            cast = _caster(path, dtype, casts, parameters)
-            modules[path].register_forward_hook(lambda _, __, output, cast=cast: cast(output))
+    casts, parameters = recorded.mixed_precision or ModuleCasts(), dict(model.named_parameters())
+    for path, module in model.named_modules():
+        if path in casts.inputs:
+            cast = _caster(path, casts.inputs[path], casts, parameters)
+            module.register_forward_pre_hook(lambda _, *given, cast=cast: cast(given), with_kwargs=True)
+        if path in casts.outputs:
+            cast = _caster(path, casts.outputs[path], casts, parameters)
+            module.register_forward_hook(lambda _, __, output, cast=cast: cast(output))
 
 
 def _caster(path: str, dtype: str, casts: ModuleCasts, parameters: Mapping[str, nn.Parameter]) -> Callable[[Any], Any]:
