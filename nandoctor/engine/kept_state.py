@@ -86,6 +86,7 @@ class _State:
         if _is(value, torch.Tensor):
             self._seen[id(value)] = value
             if hasattr(type(value), "__tensor_flatten__"):  # a wrapper, whose parts hold the memory
+                self.undo.callback(setattr, value, "grad", value.grad if value.is_leaf else None)
                 for name in value.__tensor_flatten__()[0]:
                     self._keep(getattr(value, name))
             else:

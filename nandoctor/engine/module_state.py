@@ -180,11 +180,11 @@ def _writes_only(module: nn.Module) -> bool:
 def widen_tensors(tensors: Iterable[torch.Tensor], wider: Wider, *, in_files: bool) -> None:
     """Hold a model's tensors in wider formats; `restored` puts their own back. With `in_files` large ones lie in files.
 
-    Half precision is widened as it rounds, so the values stay.
+    Half precision is widened as it rounds, so the values stay. A wrapper has no numbers of its own.
     """
     to = cast_to_file if in_files else torch.Tensor.to
     for tensor in tensors:
-        if tensor.dtype in wider and not is_lazy(tensor):
+        if tensor.dtype in wider and not (is_lazy(tensor) or hasattr(type(tensor), "__tensor_flatten__")):
             tensor.data = to(tensor.data, wider[tensor.dtype])
 
 

@@ -16,7 +16,7 @@ from nandoctor.changes.batch import KeepSamples
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.call import Call
 from nandoctor.engine.module_state import EndedEarly
-from nandoctor.engine.runner import FailingStep, Outcome, Watch
+from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Origin
 from nandoctor.evidence.trace import Trace
@@ -206,34 +206,23 @@ def _stands_alone(step: FailingStep, samples: tuple[int, ...], *, dim: int) -> b
     """Return True if the output moves with a batch that is moved by one along a dimension; None if none has it."""
     # In eval mode there is no dropout, and no BatchNorm that mixes samples.
     calm = replace(step, mode=replace(step.mode, training=False))
-    moved, kept = calm, (*samples[1:], samples[-1])
-    if dim:
-        moved, kept = replace(calm, call=_moved(step.call)), samples
-    before = _outputs(calm.run(REFERENCE, _OF_SAMPLES, changes=(KeepSamples(samples=samples),)))
-    after = _outputs(moved.run(REFERENCE, _OF_SAMPLES, changes=(KeepSamples(samples=kept),)))
-    length = _sequence_length(step.call) if dim else len(samples)
+    moved, kept, length = calm, (*samples[1:], samples[-1]), len(samples)
+    if dim:  # sequences begin one step later, and have their last one twice
+        arrays, size = step.call.batch, step.call.sample_count
+        sequences = {name: value for name, value in arrays.items() if value.dim() > 2}
+        later = {name: torch.cat([value[:, 1:], value[:, -1:]], dim=1) for name, value in sequences.items()}
+        moved, kept = replace(calm, call=replace(step.call, batch={**arrays, **later})), samples
+        lengths = (value.shape[1] for value in sequences.values() if value.shape[0] == size)
+        length = next((length for length in lengths if length > 1), 0)
+    first = calm.run(REFERENCE, _OF_SAMPLES, (KeepSamples(samples=samples),)).output
+    second = moved.run(REFERENCE, _OF_SAMPLES, (KeepSamples(samples=kept),)).output
+    before, after = (
+        {path: leaf for path, leaf in walk_tensors(output) if leaf.is_floating_point()} for output in (first, second)
+    )
     pairs = [(one, after[path]) for path, one in before.items() if path in after and one.shape == after[path].shape]
     alike = [_is_alike(*pair, dim) for pair in pairs if pair[0].shape[dim : dim + 1] == (length,) and pair[0].numel()]
     known = [is_alike for is_alike in alike if is_alike is not None]
     return all(known) if known else None
-
-
-def _moved(call: Call) -> Call:
-    """Return the call on sequences that begin one step later, and have their last one twice."""
-    arrays = call.batch.items()
-    moved = {name: torch.cat([value[:, 1:], value[:, -1:]], dim=1) for name, value in arrays if value.dim() > 2}
-    return replace(call, batch={**call.batch, **moved})
-
-
-def _sequence_length(call: Call) -> int | None:
-    """Return the second dimension of the first array that has sequences for each row, of more than one step."""
-    size = call.sample_count
-    sequences = (value.shape[1] for value in call.batch.values() if value.shape[:1] == (size,) and value.dim() > 2)
-    return next((length for length in sequences if length > 1), None)
-
-
-def _outputs(outcome: Outcome) -> dict[str, torch.Tensor]:
-    return {path: leaf for path, leaf in walk_tensors(outcome.output) if leaf.is_floating_point()}
 
 
 def _is_alike(before: torch.Tensor, after: torch.Tensor, dim: int) -> bool | None:

@@ -36,20 +36,13 @@ class _OpenCall:
     """A call in progress, and what was read of it so far; `handling` is the exception that its caller was handling."""
 
     module: nn.Module
-    name: str
-    call: int
+    owner: Owner
     depth: int
     enter: int
     handling: BaseException | None
     leave: int | None = None
     inputs: Readings = field(default_factory=list)
     outputs: Readings = field(default_factory=list)
-
-    @property
-    def type_name(self) -> str:
-        """The module's class; for a ScriptModule the class that it was made from."""
-        module = self.module
-        return str(module.original_name) if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
 
 
 class Tracer:
@@ -116,9 +109,9 @@ class Tracer:
         stats = iter(collect_all([readings for call in self._calls for readings in (call.inputs, call.outputs)]))
         return tuple(
             ModuleCall(
-                module=call.name,
-                type=call.type_name,
-                call=call.call,
+                module=call.owner[0],
+                type=call.owner[1],
+                call=call.owner[2],
                 depth=call.depth,
                 enter=call.enter,
                 leave=call.leave,
@@ -129,10 +122,10 @@ class Tracer:
         )
 
     def _on_entry(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        is_script = isinstance(module, torch.jit.ScriptModule)  # made from another class
         call = _OpenCall(
             module=module,
-            name=name,
-            call=self._num_calls[name],
+            owner=(name, str(module.original_name) if is_script else type(module).__name__, self._num_calls[name]),
             depth=len(self._open),
             enter=next(self._ticks),
             handling=sys.exc_info()[1],
@@ -161,10 +154,7 @@ class Tracer:
 
     def owner(self) -> Owner:
         """Return the module call that is running, ("", "", 0) before the first and after the last."""
-        if not self._open:
-            return ("", "", 0)
-        call = self._open[-1]
-        return (call.name, call.type_name, call.call)
+        return self._open[-1].owner if self._open else ("", "", 0)
 
     def _measure_once(self, tensor: torch.Tensor, counts: bool) -> Reading | None:
         if tensor.is_inference():  # inference tensors count no versions, so a write to one could not be noticed

@@ -111,14 +111,11 @@ class OpTracer:
         self._num_analyses = 0
         self._num_nodes: list[int] = []  # after each recorded op
         for kind, name, tensor in known:
-            self._name(plain_part(tensor), (kind, name))
-
-    def _name(self, tensor: torch.Tensor, name: Name) -> None:
-        """Register a tensor by its identity, and by its memory for others that share it, such as `weight.data`."""
-        self._names[id(tensor)] = name
-        if _has_memory(tensor) and tensor.data_ptr():
-            self._names[tensor.data_ptr()] = name
-            self._storages[_address(tensor)] = _Storage(weakref.ref(tensor), None)
+            plain = plain_part(tensor)
+            self._names[id(plain)] = kind, name
+            if _has_memory(plain) and plain.data_ptr():  # of others that share it, such as `weight.data`
+                self._names[plain.data_ptr()] = kind, name
+                self._storages[_address(plain)] = _Storage(weakref.ref(plain), None)
 
     @contextmanager
     def watching(self, owner: Callable[[], Owner]) -> Iterator[None]:
@@ -183,7 +180,10 @@ class OpTracer:
         if fails and (_makes_nonfinite(inputs, readings) or makes_of_finite(call, leaves)):
             # An infinity in the code is usually a mask, and every layer may have one: do not count it.
             self._num_analyses += not any(math.isinf(value) for _, value in call.scalars())
-            analysis = self._examine(call, leaves, rng_state)
+            with torch.random.fork_rng(devices=[]):
+                if rng_state is not None:
+                    torch.set_rng_state(rng_state)
+                analysis = examine(call, leaves)
         recorded = self._describe(call, analysis)
         self._recordings.append(_Recording(recorded, inputs, [reading for reading in readings if reading is not None]))
         self._num_nodes.append(num_nodes_made())
@@ -283,12 +283,6 @@ class OpTracer:
         node = running_node()
         order = None if node is None else bisect_right(self._num_nodes, node)
         return order if order is not None and order < len(self._recordings) else None
-
-    def _examine(self, call: Invocation, leaves: list[torch.Tensor], rng_state: torch.Tensor | None) -> OpAnalysis:
-        with torch.random.fork_rng(devices=[]):
-            if rng_state is not None:
-                torch.set_rng_state(rng_state)
-            return examine(call, leaves)
 
 
 def _makes_nonfinite(inputs: list[_Input], outputs: list[Reading | None]) -> bool:
