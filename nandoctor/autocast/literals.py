@@ -5,7 +5,6 @@ Requests from TorchScript and C++ are not seen here.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -90,22 +89,16 @@ def _in_reference() -> bool:
 
 
 def _init_for_cuda(init: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(init)
-
     @wraps(init)
-    def keep_intention(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        arguments = given.arguments
-        if arguments["device_type"] not in _device_types():
-            init(*args, **kwargs)
+    def keep_intention(
+        self: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type not in _device_types():
+            init(self, device_type, dtype, enabled, *args, **kwargs)
             return
-        enabled = arguments["enabled"]
-        # With enabled=False, torch checks neither for CUDA nor for the dtypes of the CPU's autocast.
-        ambient = torch.get_autocast_dtype("cuda")
-        arguments.update(dtype=arguments["dtype"] or ambient, enabled=False)
-        init(*given.args, **given.kwargs)
-        set_enabled(args[0], enabled)
+        # Without `enabled`, torch checks neither for CUDA nor for the dtypes of the CPU's autocast.
+        init(self, device_type, dtype or torch.get_autocast_dtype("cuda"), False, *args, **kwargs)
+        set_enabled(self, enabled)
 
     return keep_intention
 

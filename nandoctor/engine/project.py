@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
 from operator import is_
 from pathlib import Path
 from types import ModuleType
@@ -29,20 +30,17 @@ _OF_THE_REPLAY = {"gradients": True, "anomaly_detection": (False, True)}
 # one project's code runs at a time: replays in several threads wait for each other.
 _lock = threading.RLock()
 _open_projects: list[Project] = []
-_has_run = False
 
 
-def _begin_child() -> None:
-    """Use one thread in a process that is forked after a replay: torch's others do not exist there.
+@cache
+def _use_one_thread_in_forks() -> None:
+    """Use one thread in each process that is forked from now on: torch's others do not exist there.
 
     Waiting for one hangs (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=58378).
     """
-    if _has_run:
-        torch.set_num_threads(1)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_child)
 
 # The running program and this package are never replaced by a folder's modules.
 _NEVER_UNLOADED = frozenset({"__main__", "__mp_main__", "nandoctor"})
@@ -82,8 +80,7 @@ class Project:
                 try:
                     yield
                 finally:
-                    after = read_switches()
-                    changed = {name: value for name, value in after.items() if value != before[name]}
+                    changed = {name: value for name, value in read_switches().items() if value != before[name]}
                     self._settings |= {name: value for name, value in changed.items() if name not in _OF_THE_REPLAY}
 
     @contextmanager
@@ -121,8 +118,7 @@ class Project:
         if self in _open_projects:
             yield
             return
-        global _has_run  # noqa: PLW0603
-        _has_run = True
+        _use_one_thread_in_forks()
         path, modules, settings = list(sys.path), dict(sys.modules), read_switches()
         _open_projects.append(self)
         try:
